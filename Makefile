@@ -1,0 +1,42 @@
+# Every target creates .venv by itself; a machine needs only Python 3.10 or later, make and, for the
+# tests, a C++ compiler (torch-harmonics is built from source).
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+
+.PHONY: demo test check bench clean
+
+demo: $(VENV)/.demo  ## train an FNO on Darcy flow with and without offload, and compare
+	$(BIN)/ebbtide demo
+
+test: $(VENV)/.dev  ## run the tests
+	$(BIN)/python -m pytest
+
+check: $(VENV)/.dev  ## lint, formatting, types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(VENV)/.dev  ## measure the overhead per saved tensor; results go to benchmarks/results
+	$(BIN)/python -m benchmarks.overhead
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build runs
+
+# torch comes first and alone: packages that depend on it must find the pinned one.
+$(VENV)/.torch: constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "ebbtide needs Python 3.10+")'
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) setuptools torch numpy
+	touch $@
+
+$(VENV)/.demo: $(VENV)/.torch pyproject.toml
+	$(PIP) --editable ".[neuralop,plots]"
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.demo
+	$(PIP) --editable ".[neuralop,plots,dev]"
+	$(PIP) --no-deps --no-build-isolation torch-harmonics
+	touch $@
