@@ -1,0 +1,118 @@
+"""Arrays kept on disk under a key that says how they were made."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import sys
+import tempfile
+import warnings
+import zipfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Arrays = dict[str, NDArray[Any]]
+
+
+def cache_directory(chosen: str | os.PathLike[str] | None = None) -> Path:
+    """Return the directory chosen, else ``$EBBTIDE_CACHE``, else the user's cache directory."""
+    if chosen is not None:
+        return Path(chosen).expanduser()
+    if from_environment := os.environ.get("EBBTIDE_CACHE"):
+        return Path(from_environment).expanduser()
+    return _user_cache_root() / "ebbtide"
+
+
+def _user_cache_root() -> Path:
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+
+
+def cache_path(directory: Path, name: str, key: str) -> Path:
+    """Return the file for ``key``: a readable name, then enough of the key's hash to be unique."""
+    return directory / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.npz"
+
+
+def read_cached(path: Path, key: str, names: Sequence[str]) -> Arrays | None:
+    """Read the arrays ``names`` stored under ``key``.
+
+    Returns:
+        The arrays, or None when there is no file, or none that can be trusted. A damaged file
+        (zip members carry checksums), or one made with another key, is warned about.
+
+    Raises:
+        OSError: The file exists and may not be opened.
+    """
+    try:
+        file = path.open("rb")
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    with file:
+        try:
+            return _parse(file, key, names)
+        except _DAMAGE as error:
+            problem = str(error) or type(error).__name__
+    warnings.warn(
+        f"cache file {path} cannot be used ({problem}) and will be made again",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    return None
+
+
+# What NumPy and zipfile raise for damaged bytes; a wrong offset even looks like a failed seek.
+_DAMAGE = (zipfile.BadZipFile, ValueError, TypeError, LookupError, EOFError, RuntimeError, OSError)
+
+
+def _parse(file: IO[bytes], key: str, names: Sequence[str]) -> Arrays:
+    with np.load(file, allow_pickle=False) as stored:
+        if str(stored["key"]) != key:
+            raise ValueError("it was made with other parameters")
+        return {name: stored[name] for name in names}
+
+
+def write_cached(path: Path, key: str, arrays: Arrays) -> None:
+    """Store the arrays under ``key``. A reader sees the old file or the new one, never a part.
+
+    Raises:
+        OSError: The directory cannot be written; the message says how to choose another.
+    """
+    with _temporary_file(path.parent) as temporary:
+        members: dict[str, Any] = {"key": np.array(key), **arrays}
+        np.savez(temporary, **members)
+        temporary.close()
+        os.replace(temporary.name, path)
+
+
+def check_writable(directory: Path) -> None:
+    """Create the directory and a file in it, so that no long computation is done in vain.
+
+    Raises:
+        OSError: As for ``write_cached``.
+    """
+    with _temporary_file(directory):
+        pass
+
+
+@contextlib.contextmanager
+def _temporary_file(directory: Path) -> Iterator[IO[bytes]]:
+    """Open a new file in ``directory``, gone afterwards unless it was moved."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=directory, suffix=".part", delete=False) as file:
+            try:
+                yield file
+            finally:
+                file.close()
+                Path(file.name).unlink(missing_ok=True)
+    except OSError as error:
+        advice = "cannot write the cache; pass another cache_dir or set EBBTIDE_CACHE"
+        raise OSError(error.errno, f"{advice} ({error.strerror})", str(directory)) from error

@@ -1,0 +1,587 @@
+"""Darcy flow: the field's statistics, the solver's order, the cache, the loaders."""
+
+from __future__ import annotations
+
+import builtins
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import scipy.sparse
+import scipy.sparse.linalg
+import torch
+
+from ebbtide.problems import samples as samples_module
+from ebbtide.problems.cache import cache_directory, write_cached
+from ebbtide.problems.darcy import (
+    DarcySamples,
+    DarcySpec,
+    Split,
+    apply_elliptic,
+    gaussian_field,
+    generate_darcy,
+    load_darcy,
+    load_darcy_flow_small,
+    load_darcy_pt,
+    solve_elliptic,
+)
+
+SPEC = DarcySpec(16)
+
+
+def grid(resolution: int) -> tuple[np.ndarray, np.ndarray]:
+    nodes = np.linspace(0.0, 1.0, resolution)
+    return np.meshgrid(nodes, nodes, indexing="ij")
+
+
+def same_bits(one: DarcySamples, other: DarcySamples) -> bool:
+    return torch.equal(one.a, other.a) and torch.equal(one.u, other.u)
+
+
+# The Gaussian field
+
+
+@pytest.fixture(scope="module")
+def fields() -> np.ndarray:
+    rng = np.random.default_rng(0)
+    return np.stack([gaussian_field(12, rng) for _ in range(4000)])
+
+
+def analytic_covariance(resolution: int, alpha: float = 2.0, tau: float = 3.0) -> np.ndarray:
+    """Sum over modes of eigenvalue x eigenfunction x eigenfunction, constant mode left out."""
+    x = np.linspace(0.0, 1.0, resolution)
+    k = np.arange(resolution)
+    cosines = np.where(k > 0, np.sqrt(2.0), 1.0) * np.cos(np.pi * np.outer(x, k))
+    eigenvalues = (np.pi**2 * np.add.outer(k**2, k**2) + tau**2) ** -alpha
+    eigenvalues[0, 0] = 0.0
+    modes = np.einsum("xk,yl->xykl", cosines, cosines).reshape(resolution**2, resolution**2)
+    return (modes * eigenvalues.ravel()) @ modes.T
+
+
+def test_field_has_the_covariance_of_the_operator(fields: np.ndarray) -> None:
+    flat = fields.reshape(len(fields), -1)
+    expected = analytic_covariance(12)
+    # An entry of the sample covariance of n draws deviates by sqrt((C_ii C_jj + C_ij^2) / n).
+    variance = np.diag(expected)
+    deviation = np.sqrt((np.outer(variance, variance) + expected**2) / len(flat))
+    errors = (flat.T @ flat / len(flat) - expected) / deviation
+    # 144 x 144 correlated entries: the largest is seen within 5, their mean square near 1.
+    assert np.abs(errors).max() < 5
+    assert 0.7 < np.sqrt((errors**2).mean()) < 1.3
+
+
+def test_every_mode_has_the_variance_of_its_eigenvalue(fields: np.ndarray) -> None:
+    k = np.arange(12)
+    cosines = np.where(k > 0, np.sqrt(2.0), 1.0) * np.cos(np.pi * np.outer(k / 11, k))
+    inverse = np.linalg.inv(cosines)
+    modes = np.einsum("kx,nxy,ly->nkl", inverse, fields, inverse, optimize=True)
+    eigenvalues = (np.pi**2 * np.add.outer(k**2, k**2) + 9) ** -2.0
+    eigenvalues[0, 0] = 0.0
+    # A variance estimated from n draws deviates by sqrt(2 / n), here 2%.
+    deviation = np.sqrt(2 / len(fields)) * eigenvalues
+    assert (np.abs((modes**2).mean(axis=0) - eigenvalues) <= 5 * deviation + 1e-30).all()
+
+
+def test_field_has_mean_zero_at_every_node_and_no_constant_mode(fields: np.ndarray) -> None:
+    deviation = np.sqrt(np.diag(analytic_covariance(12)) / len(fields)).reshape(12, 12)
+    assert np.abs(fields.mean(axis=0) / deviation).max() < 5
+    # The trapezoidal rule integrates every cosine of the sum to zero exactly.
+    weight = np.full(12, 1 / 11)
+    weight[[0, -1]] /= 2
+    np.testing.assert_allclose(np.einsum("nij,i,j->n", fields, weight, weight), 0, atol=1e-15)
+
+
+def test_a_finer_grid_sees_the_same_field() -> None:
+    # 33 nodes contain the 17. Modes 17 to 32 hold 0.2% of the sum of eigenvalues, the variance.
+    coarse = gaussian_field(17, np.random.default_rng(3))
+    fine = gaussian_field(33, np.random.default_rng(3))[::2, ::2]
+    assert np.corrcoef(coarse.ravel(), fine.ravel())[0, 1] > 0.99
+
+
+# The solver
+
+
+def manufactured(resolution: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """A smooth coefficient and solution, and f = -(a_x u_x + a_y u_y + a (u_xx + u_yy))."""
+    x, y = grid(resolution)
+    pi = np.pi
+    a = 2 + np.sin(2 * pi * x) * np.cos(pi * y)
+    a_x = 2 * pi * np.cos(2 * pi * x) * np.cos(pi * y)
+    a_y = -pi * np.sin(2 * pi * x) * np.sin(pi * y)
+    u = np.sin(pi * x) * np.sin(2 * pi * y)
+    u_x = pi * np.cos(pi * x) * np.sin(2 * pi * y)
+    u_y = 2 * pi * np.sin(pi * x) * np.cos(2 * pi * y)
+    laplacian = -5 * pi**2 * u
+    return a, u, -(a_x * u_x + a_y * u_y + a * laplacian)
+
+
+def test_solver_converges_with_order_two() -> None:
+    errors = []
+    for resolution in (17, 33, 65, 129):
+        a, u, f = manufactured(resolution)
+        errors.append(np.abs(solve_elliptic(a, f) - u).max())
+    orders = np.log2(np.array(errors[:-1]) / np.array(errors[1:]))
+    assert ((orders > 1.9) & (orders < 2.1)).all(), orders
+
+
+@pytest.mark.parametrize("resolution", [4, 5, 16, 33, 50])
+def test_solver_agrees_with_a_direct_solve(resolution: int) -> None:
+    a = np.random.default_rng(resolution).uniform(1, 20, (resolution, resolution))
+    f = np.random.default_rng(0).normal(size=a.shape)
+    inside = resolution - 2
+    unit_vectors = np.eye(inside**2).reshape(-1, inside, inside)
+    columns = [apply_elliptic(a, np.pad(unit, 1)).ravel() for unit in unit_vectors]
+    matrix = scipy.sparse.csc_array(np.array(columns).T)
+    assert np.abs(matrix - matrix.T).max() == 0
+    direct = scipy.sparse.linalg.spsolve(matrix, f[1:-1, 1:-1].ravel())
+    solution = solve_elliptic(a, f)
+    np.testing.assert_allclose(
+        solution[1:-1, 1:-1].ravel(), direct, rtol=0, atol=1e-9 * np.abs(direct).max()
+    )
+
+
+def test_solution_satisfies_the_discrete_equation_and_the_maximum_principle() -> None:
+    field = gaussian_field(128, np.random.default_rng(0))
+    a = np.where(field >= 0, 12.0, 3.0)
+    u = solve_elliptic(a)
+    assert np.abs(apply_elliptic(a, u) - 1.0).max() < 1e-6
+    assert (u[1:-1, 1:-1] > 0).all()
+    for edge in (u[0], u[-1], u[:, 0], u[:, -1]):
+        assert (edge == 0).all()
+    # a between 3 and 12 puts u between the solutions of both, by comparison: u_c = u_1 / c.
+    unit = solve_elliptic(np.ones_like(a))
+    assert unit.max() / 12 < u.max() < unit.max() / 3
+
+
+def test_solution_turns_with_its_coefficient() -> None:
+    a = np.where(gaussian_field(40, np.random.default_rng(5)) >= 0, 12.0, 3.0)
+    u = solve_elliptic(a)
+    for turn in (np.transpose, np.flipud, np.rot90):
+        np.testing.assert_allclose(solve_elliptic(turn(a)), turn(u), rtol=0, atol=1e-12)
+
+
+def test_no_load_gives_no_flow() -> None:
+    assert (solve_elliptic(np.ones((8, 8)), 0.0) == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("a", "f", "message"),
+    [
+        (np.ones((8, 9)), 1.0, "square"),
+        (np.ones((3, 3)), 1.0, "at least 4"),
+        (np.zeros((8, 8)), 1.0, "positive"),
+        (np.full((8, 8), np.nan), 1.0, "positive and finite"),
+        (np.ones((8, 8)), np.ones((7, 7)), "a number or of a's shape"),
+        (np.ones((8, 8)), np.inf, "f must be finite"),
+    ],
+)
+def test_solver_refuses_what_it_cannot_solve(a: np.ndarray, f: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        solve_elliptic(a, f)
+
+
+def test_solver_says_when_it_does_not_converge(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ebbtide.problems.fields.MAX_ITERATIONS", 3)
+    with pytest.raises(ArithmeticError, match="contrast"):
+        solve_elliptic(np.where(gaussian_field(16, np.random.default_rng(0)) > 0, 1e6, 1.0))
+
+
+# Samples
+
+
+def test_samples_have_two_values_and_solve_their_own_grid() -> None:
+    a, u = generate_darcy(SPEC, 50)
+    assert a.shape == u.shape == (50, 16, 16)
+    assert a.dtype == u.dtype == torch.float32
+    assert set(a.unique().tolist()) == {3.0, 12.0}
+    # Half of the field is positive: 50 samples of deviation 0.05 put the mean within 5 x 0.05 / 7.
+    assert abs((a == 12).float().mean().item() - 0.5) < 0.04
+    again = solve_elliptic(a[7].numpy()).astype(np.float32)
+    assert np.array_equal(u[7].numpy(), again)
+
+
+def test_a_sample_depends_on_its_index_alone() -> None:
+    ten = generate_darcy(SPEC, 10)
+    assert same_bits(DarcySamples(ten.a[:4], ten.u[:4]), generate_darcy(SPEC, 4))
+    assert same_bits(DarcySamples(ten.a[6:], ten.u[6:]), generate_darcy(SPEC, 4, first=6))
+    assert same_bits(ten, generate_darcy(SPEC, 10, workers=3))
+
+
+def test_bits_do_not_depend_on_the_thread_count() -> None:
+    # In float64, before rounding hides a last bit, and large enough for BLAS to use its threads.
+    code = (
+        "import hashlib, numpy as np; from ebbtide.problems.darcy import solve_elliptic;"
+        "u = solve_elliptic(np.random.default_rng(0).uniform(3, 12, (257, 257)));"
+        "print(hashlib.sha256(u.tobytes()).hexdigest())"
+    )
+    digests = set()
+    for threads in ("1", "2"):
+        variables = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+        environment = {"PYTHONPATH": os.pathsep.join(sys.path)} | dict.fromkeys(variables, threads)
+        run = subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, check=True
+        )
+        digests.add(run.stdout)
+    assert len(digests) == 1
+
+
+def test_seeds_and_splits_share_no_sample() -> None:
+    specs = [DarcySpec(16, split=split, seed=seed) for split in Split for seed in (0, 1)]
+    a = torch.cat([generate_darcy(spec, 20).a for spec in specs])
+    assert len(a.flatten(1).unique(dim=0)) == 80
+
+
+def test_a_sample_is_the_same_physical_field_at_every_resolution() -> None:
+    coarse = generate_darcy(DarcySpec(17), 8)
+    fine = generate_darcy(DarcySpec(65), 8)
+    nodes = (slice(None), slice(None, None, 4), slice(None, None, 4))
+    assert (coarse.a == fine.a[nodes]).float().mean() > 0.95
+    assert (coarse.u - fine.u[nodes]).norm() / fine.u[nodes].norm() < 0.06
+
+
+def test_refinement_brings_a_coarse_grid_closer_to_the_fine_solution() -> None:
+    reference = generate_darcy(DarcySpec(16, refinement=16), 5).u
+    errors = [
+        ((generate_darcy(DarcySpec(16, refinement=r), 5).u - reference).norm()) for r in (1, 4)
+    ]
+    assert errors[1] < errors[0] / 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"resolution": 3}, "resolution must be an integer of at least 4"),
+        ({"resolution": 16.5}, "resolution must be an integer"),
+        ({"seed": -1}, "seed must be"),
+        ({"refinement": 0}, "refinement must be"),
+        ({"low": 12.0, "high": 3.0}, "0 < low < high"),
+        ({"low": float("nan")}, "0 < low < high"),
+        ({"alpha": 0.5}, "alpha > 1"),
+        ({"tau": 0.0}, "tau > 0"),
+        ({"forcing": float("inf")}, "forcing must be finite"),
+    ],
+)
+def test_spec_refuses_values_out_of_range(arguments: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DarcySpec(**{"resolution": 16} | arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"n_samples": 0}, {"n_samples": 2, "first": -1}, {"n_samples": 2, "workers": 0}],
+)
+def test_generate_refuses_counts_out_of_range(arguments: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="must be an integer of at least"):
+        generate_darcy(SPEC, **arguments)
+
+
+def test_progress_is_drawn_on_stderr_only_when_asked_for(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    generate_darcy(SPEC, 2)  # pytest's stderr is no terminal
+    assert capsys.readouterr() == ("", "")
+    generate_darcy(SPEC, 2, progress=True)
+    output, errors = capsys.readouterr()
+    assert output == ""
+    assert "16x16" in errors
+
+
+# The cache
+
+
+@pytest.fixture
+def generated(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Records (first, n_samples) of every computation."""
+    calls: list[tuple[int, int]] = []
+
+    def record(spec: DarcySpec, n_samples: int, *, first: int = 0, **options: object) -> object:
+        calls.append((first, n_samples))
+        return generate_darcy(spec, n_samples, first=first, **options)
+
+    monkeypatch.setattr(samples_module, "generate_darcy", record)
+    return calls
+
+
+def test_cache_computes_only_what_is_missing(
+    tmp_path: Path, generated: list[tuple[int, int]]
+) -> None:
+    expected = generate_darcy(SPEC, 7)
+    load_darcy(SPEC, 4, cache_dir=tmp_path)
+    three = load_darcy(SPEC, 3, cache_dir=tmp_path)
+    assert generated == [(0, 4)]
+    seven = load_darcy(SPEC, 7, cache_dir=tmp_path)
+    again = load_darcy(SPEC, 7, cache_dir=tmp_path)
+    assert generated == [(0, 4), (4, 3)]
+    assert same_bits(seven, expected)
+    assert same_bits(again, expected)
+    assert same_bits(three, DarcySamples(expected.a[:3], expected.u[:3]))
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_every_parameter_has_a_cache_file_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes = {
+        "resolution": 17, "split": Split.TEST, "seed": 1, "low": 2.0, "high": 10.0,
+        "forcing": 2.0, "alpha": 2.5, "tau": 4.0, "refinement": 2,
+    }  # fmt: skip
+    assert set(changes) == set(DarcySpec.__dataclass_fields__)
+    load_darcy(SPEC, 1, cache_dir=tmp_path)
+    for name, value in changes.items():
+        load_darcy(DarcySpec(**{"resolution": 16, name: value}), 1, cache_dir=tmp_path)
+    monkeypatch.setattr(samples_module, "FORMAT_VERSION", samples_module.FORMAT_VERSION + 1)
+    load_darcy(SPEC, 1, cache_dir=tmp_path)
+    assert len(list(tmp_path.iterdir())) == 1 + len(changes) + 1
+
+
+def damage_truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:1000])
+
+
+def damage_empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def damage_flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def damage_foreign(path: Path) -> None:
+    np.save(path.with_suffix(".npy"), np.ones(3))
+    path.with_suffix(".npy").replace(path)
+
+
+def damage_key(path: Path) -> None:
+    write_cached(path, "another key", {"a": np.ones(1), "u": np.ones(1)})
+
+
+@pytest.mark.parametrize(
+    "damage", [damage_truncate, damage_empty, damage_flip, damage_foreign, damage_key]
+)
+def test_a_damaged_cache_file_is_made_again(
+    tmp_path: Path, generated: list[tuple[int, int]], damage: object
+) -> None:
+    expected = load_darcy(SPEC, 2, cache_dir=tmp_path)
+    damage(next(tmp_path.iterdir()))
+    with pytest.warns(RuntimeWarning, match="will be made again"):
+        assert same_bits(load_darcy(SPEC, 2, cache_dir=tmp_path), expected)
+    assert same_bits(load_darcy(SPEC, 2, cache_dir=tmp_path), expected)
+    assert generated == [(0, 2), (0, 2)]
+
+
+def test_an_interrupted_write_leaves_the_old_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load_darcy(SPEC, 1, cache_dir=tmp_path)
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+
+    def interrupted(file: object, **_: object) -> None:
+        file.write(b"half of it")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(np, "savez", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        load_darcy(SPEC, 2, cache_dir=tmp_path)
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_an_unwritable_cache_is_refused_before_anything_is_computed(
+    tmp_path: Path, generated: list[tuple[int, int]]
+) -> None:
+    (tmp_path / "file").touch()  # a directory below a file: not even root can make it
+    with pytest.raises(OSError, match="cache_dir or set EBBTIDE_CACHE"):
+        load_darcy(SPEC, 1, cache_dir=tmp_path / "file" / "cache")
+    assert generated == []
+
+
+def test_cache_directory_is_argument_then_environment_then_platform(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EBBTIDE_CACHE", str(tmp_path / "environment"))
+    assert cache_directory(tmp_path / "argument") == tmp_path / "argument"
+    assert cache_directory() == tmp_path / "environment"
+    monkeypatch.delenv("EBBTIDE_CACHE")
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cache_directory() == tmp_path / "xdg" / "ebbtide"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache_directory() == tmp_path / ".cache" / "ebbtide"
+
+
+# The loaders
+
+SMALL = {
+    "n_train": 6,
+    "n_tests": [4, 3],
+    "batch_size": 4,
+    "test_batch_sizes": [2, 3],
+    "test_resolutions": [16, 24],
+}
+
+
+def test_loaders_yield_what_neuraloperator_trains_on(tmp_path: Path) -> None:
+    pytest.importorskip("neuralop")
+    from neuralop import H1Loss
+    from neuralop.models import FNO
+
+    torch.manual_seed(0)
+    train_loader, test_loaders, processor = load_darcy_flow_small(**SMALL, cache_dir=tmp_path)
+    assert [batch["x"].shape for batch in train_loader] == [(4, 1, 16, 16), (2, 1, 16, 16)]
+    assert {n: len(loader.dataset) for n, loader in test_loaders.items()} == {16: 4, 24: 3}
+    assert [batch["y"].shape for batch in test_loaders[24]] == [(3, 1, 24, 24)]
+
+    model = FNO(n_modes=(4, 4), in_channels=1, out_channels=1, hidden_channels=8, n_layers=1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    processor.wrap(model)
+    losses = []
+    for _ in range(5):
+        batch = processor.preprocess(next(iter(train_loader)))
+        assert set(batch) == {"x", "y"}
+        output, batch = processor.postprocess(model(batch["x"]), batch)
+        loss = H1Loss(d=2)(output, batch["y"])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+
+
+def test_train_and_test_sets_are_the_two_streams(tmp_path: Path) -> None:
+    pytest.importorskip("neuralop")
+    train, tests, _ = load_darcy_flow_small(**SMALL, seed=5, cache_dir=tmp_path)
+    test_spec = DarcySpec(24, split=Split.TEST, seed=5)
+    assert torch.equal(train.dataset.x[:, 0], generate_darcy(DarcySpec(16, seed=5), 6).a)
+    assert torch.equal(tests[24].dataset.y[:, 0], generate_darcy(test_spec, 3).u)
+
+
+def test_encoders_are_fitted_to_the_training_set(tmp_path: Path) -> None:
+    pytest.importorskip("neuralop")
+    train, _, processor = load_darcy_flow_small(**SMALL, encode_input=True, cache_dir=tmp_path)
+    x, y = train.dataset.x, train.dataset.y
+    encoded = processor.in_normalizer.transform(x)
+    assert processor.in_normalizer.mean.shape == (1, 1, 1, 1)
+    torch.testing.assert_close(processor.out_normalizer.mean.flatten(), y.mean().reshape(1))
+    torch.testing.assert_close(encoded.std(), torch.tensor(1.0))
+
+    one_grid = SMALL | {"test_resolutions": [16], "n_tests": [4], "test_batch_sizes": [4]}
+    _, _, processor = load_darcy_flow_small(
+        **one_grid, encoding="pixel-wise", encode_output=True, channel_dim=-1, cache_dir=tmp_path
+    )
+    assert processor.in_normalizer is None
+    assert processor.out_normalizer.mean.shape == (1, 16, 16, 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"n_train": 0}, "n_train must be an integer of at least 1"),
+        ({"n_tests": [4]}, "one entry per test set"),
+        ({"n_tests": [4, 0]}, "every entry of n_tests"),
+        ({"n_tests": 4}, "n_tests must be a list"),
+        ({"batch_size": 0}, "batch_size"),
+        ({"test_batch_sizes": [2, 0]}, "test_batch_sizes"),
+        ({"test_resolutions": [16, 16]}, "each of test_resolutions once"),
+        ({"test_resolutions": [16, 2]}, "every resolution must be an integer of at least 4"),
+        ({"train_resolution": 2}, "every resolution must be an integer of at least 4"),
+        ({"encoding": "channelwise"}, "encoding must be one of"),
+        ({"encoding": "pixel-wise"}, "one resolution only"),
+        ({"channel_dim": 0}, "channel_dim"),
+        ({"num_workers": -1}, "num_workers"),
+        ({"grid_boundaries": [[0, 2], [0, 1]]}, "unit square"),
+        ({"seed": -1}, "seed"),
+    ],
+)
+def test_loader_refuses_bad_input(tmp_path: Path, change: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_darcy_flow_small(**SMALL | {"cache_dir": tmp_path} | change)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_neuraloperator_the_loader_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real_import = builtins.__import__
+
+    def absent(name: str, *arguments: object) -> object:
+        if name.startswith("neuralop"):
+            raise ImportError(name)
+        return real_import(name, *arguments)
+
+    monkeypatch.setattr(builtins, "__import__", absent)
+    with pytest.raises(ImportError, match=r'pip install "ebbtide\[neuralop\]"'):
+        load_darcy_flow_small(**SMALL, cache_dir=tmp_path)
+
+
+def test_importing_the_problem_imports_no_neuraloperator() -> None:
+    code = "import sys, ebbtide.problems.darcy; sys.exit('neuralop' in sys.modules)"
+    subprocess.run(
+        [sys.executable, "-c", code], env={"PYTHONPATH": os.pathsep.join(sys.path)}, check=True
+    )
+
+
+# Published files
+
+
+@pytest.fixture
+def published(tmp_path: Path) -> Path:
+    for split, resolution, n_samples in (("train", 16, 8), ("test", 16, 4), ("test", 24, 4)):
+        generator = torch.Generator().manual_seed(resolution)
+        x = torch.rand(n_samples, resolution, resolution, generator=generator) > 0.5
+        path = tmp_path / f"darcy_{split}_{resolution}.pt"
+        torch.save({"x": x, "y": x.to(torch.float64)}, path)
+    return tmp_path
+
+
+def test_published_files_load_with_a_channel_and_as_floats(published: Path) -> None:
+    pytest.importorskip("neuralop")
+    stored = torch.load(published / "darcy_train_16.pt")
+    train, tests, _ = load_darcy_pt(**SMALL, data_root=published)
+    assert train.dataset.x.shape == (6, 1, 16, 16)
+    assert train.dataset.x.dtype == train.dataset.y.dtype == torch.float32
+    assert torch.equal(train.dataset.x[:, 0], stored["x"][:6].float())
+    assert [batch["x"].shape for batch in tests[24]] == [(3, 1, 24, 24)]
+    by_other_name, _, _ = load_darcy_flow_small(**SMALL, data_root=str(published))
+    assert torch.equal(by_other_name.dataset.x, train.dataset.x)
+
+
+def test_published_file_may_have_a_channel_dimension(published: Path) -> None:
+    pytest.importorskip("neuralop")
+    flat, _, _ = load_darcy_pt(**SMALL, data_root=published)
+    path = published / "darcy_train_16.pt"
+    torch.save({name: data.unsqueeze(1) for name, data in torch.load(path).items()}, path)
+    channelled, _, _ = load_darcy_pt(**SMALL, data_root=published)
+    assert torch.equal(flat.dataset.x, channelled.dataset.x)
+
+
+@pytest.mark.parametrize(
+    ("content", "error", "message"),
+    [
+        (None, FileNotFoundError, "Zenodo record 12784353"),
+        (b"no archive", OSError, "damaged"),
+        (b"", OSError, "damaged"),
+        ([1, 2], ValueError, "must hold a dict"),
+        ({"x": torch.ones(8, 16, 16)}, ValueError, "must hold a dict"),
+        ({"x": torch.ones(5, 16, 16), "y": torch.ones(5, 16, 16)}, ValueError, "5 samples, not 6"),
+        ({"x": torch.ones(8, 16), "y": torch.ones(8, 16)}, ValueError, "one channel"),
+    ],
+)
+def test_published_file_that_is_missing_or_wrong(
+    published: Path, content: object, error: type[Exception], message: str
+) -> None:
+    pytest.importorskip("neuralop")
+    path = published / "darcy_train_16.pt"
+    if content is None:
+        path.unlink()
+    elif isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        torch.save(content, path)
+    with pytest.raises(error, match=message) as raised:
+        load_darcy_pt(**SMALL, data_root=published)
+    assert "darcy_train_16.pt" in str(raised.value)
