@@ -1,0 +1,20 @@
+"""Offload training state from accelerator memory, and bring it back in time."""
+
+from ebbtide.api import OffloadHandle, offload, wrap_forward_with_offload
+from ebbtide.errors import EbbtideError, PolicyError, SavedTensorModifiedError, StoreFullError
+from ebbtide.policy import ActivationPolicy
+from ebbtide.runtime.stats import StepStats
+from ebbtide.version import __version__
+
+__all__ = [
+    "ActivationPolicy",
+    "EbbtideError",
+    "OffloadHandle",
+    "PolicyError",
+    "SavedTensorModifiedError",
+    "StepStats",
+    "StoreFullError",
+    "__version__",
+    "offload",
+    "wrap_forward_with_offload",
+]

@@ -1,0 +1,200 @@
+"""The face of ebbtide: one call offloads a model, another wraps one callable."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from ebbtide.engine import Engine
+from ebbtide.errors import PolicyError
+from ebbtide.hooks.forward import OffloadedForward
+from ebbtide.hooks.layers import LayerModules, LayerTracker, ModuleHook, find_layers, match_layers
+from ebbtide.policy import ActivationPolicy
+from ebbtide.runtime.stats import StepStats
+
+
+@final
+class OffloadHandle:
+    """What `offload` returns: the figures of the last step, and the way back.
+
+    Use it as a context manager to detach on exit.
+
+    Attributes:
+        layers: names of the modules whose calls are the layers, in model order.
+    """
+
+    def __init__(
+        self, engine: Engine, layers: Sequence[str], undo: Sequence[Callable[[], None]]
+    ) -> None:
+        self.layers = tuple(layers)
+        self._engine = engine
+        self._undo = list(undo)
+
+    @property
+    def stats(self) -> StepStats:
+        """The last finished step; all zero before the first one."""
+        return self._engine.stats
+
+    def detach(self) -> None:
+        """Put the model back exactly as it was. A second call does nothing.
+
+        Graphs that are still alive keep what they need; the store is given back with the last of
+        them.
+        """
+        while self._undo:
+            self._undo.pop()()
+        self._engine.close()
+
+    def __enter__(self) -> OffloadHandle:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.detach()
+
+
+def offload(
+    model: nn.Module,
+    *,
+    activations: ActivationPolicy | None = None,
+    layers: Sequence[nn.Module | str] | None = None,
+    store: str = "auto",
+) -> OffloadHandle:
+    """Let a model's saved activations leave the device during forward and return for backward.
+
+    Losses and gradients stay the same to the bit. The model is changed in place and trains as
+    before; nothing happens where autograd does not record (`no_grad`, `inference_mode`).
+
+    Args:
+        model: any module with its parameters on one device.
+        activations: what to offload; None: everything large enough.
+        layers: the modules whose calls are layers, or glob patterns of their names such as
+            ``"blocks.*.mlp"``; None: the model's repeated blocks.
+        store: where bytes go: ``"host"`` (pinned memory; for a model on an accelerator),
+            ``"disk"`` or ``"disk:/some/dir"`` (a file without a name; for a model on a CPU), or
+            ``"auto"``, whichever of them fits the model.
+
+    Returns:
+        A handle with the statistics of the last step and `detach`.
+
+    Raises:
+        PolicyError: the model has no parameters, or several devices; it is offloaded already;
+            layers, policy or store do not fit it. The model is as it was.
+    """
+    policy = ActivationPolicy() if activations is None else activations
+    _refuse_second_offload(model)
+    if next(model.parameters(), None) is None:
+        raise PolicyError(
+            f"{type(model).__name__} has no parameters, so nothing says where it computes; wrap "
+            f"its forward with ebbtide.wrap_forward_with_offload(model.forward, device=...)"
+        )
+    found = find_layers(model) if layers is None else match_layers(model, layers)
+    _check_layer_counts(policy, found)
+    engine = Engine([model], policy, store)
+    tracker = LayerTracker(found, policy.num_layers, policy.keep_last, engine.switch)
+    wrapped = OffloadedForward(model.forward, engine.hooks, tracker)
+    hooks = tracker.attach()
+    undo = [functools.partial(_restore_forward, model, wrapped, model.__dict__.get("forward"))]
+    model.forward = wrapped
+    return OffloadHandle(engine, found.names, [*undo, *(hook.remove for hook in hooks)])
+
+
+def wrap_forward_with_offload(
+    forward: Callable[..., Any],
+    *,
+    activations: ActivationPolicy | None = None,
+    store: str = "auto",
+    device: torch.device | str | None = None,
+) -> OffloadedForward:
+    """Wrap one callable so that what autograd saves inside it is offloaded.
+
+    The one-line form, after neuraloperator's recipe for CPU offloading::
+
+        model.forward = ebbtide.wrap_forward_with_offload(model.forward)
+
+    Args:
+        forward: a module's bound forward, or any callable.
+        activations: as for `offload`. A callable has no layers: `num_layers` and `keep_last` must
+            be left at their defaults.
+        store: as for `offload`.
+        device: where the callable computes, if it refers to no module with parameters; None: the
+            current accelerator if there is one, else the CPU.
+
+    Returns:
+        The wrapped callable; its ``handle`` is an `OffloadHandle`.
+
+    Raises:
+        PolicyError: ``forward`` is wrapped already, or the policy or the store does not fit.
+    """
+    policy = ActivationPolicy() if activations is None else activations
+    if policy.num_layers is not None or policy.keep_last:
+        raise PolicyError(
+            "a wrapped forward has no layers to count; use ebbtide.offload(model, "
+            "activations=ActivationPolicy(num_layers=..., keep_last=...))"
+        )
+    if isinstance(forward, OffloadedForward):
+        raise PolicyError("this forward is wrapped already; wrap the original one, once")
+    modules = list(_modules_of(forward))
+    for module in modules:
+        _refuse_second_offload(module)
+    engine = Engine(modules, policy, store, None if device is None else torch.device(device))
+    wrapped = OffloadedForward(forward, engine.hooks, None)
+    wrapped.handle = OffloadHandle(engine, (), [wrapped.deactivate])
+    return wrapped
+
+
+def _refuse_second_offload(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        wrapped = isinstance(module.__dict__.get("forward"), OffloadedForward)
+        if wrapped or any(isinstance(hook, ModuleHook) for hook in module._forward_hooks.values()):
+            raise PolicyError(
+                f"{name or 'the model'} ({type(module).__name__}) is offloaded already; call "
+                f"detach() on the handle of that offload first"
+            )
+
+
+def _check_layer_counts(policy: ActivationPolicy, layers: LayerModules) -> None:
+    if policy.num_layers is None and not policy.keep_last:
+        return
+    if not layers.modules:
+        raise PolicyError(
+            "num_layers and keep_last count layers, and the model has no repeated blocks; name "
+            "its layers, such as layers=[model.encoder, model.decoder]"
+        )
+    for name, count in (("num_layers", policy.num_layers), ("keep_last", policy.keep_last)):
+        if count is not None and layers.num_calls is not None and count > layers.num_calls:
+            raise PolicyError(
+                f"{name}={count} is out of range: the model has {layers.num_calls} layers "
+                f"({', '.join(layers.names[:3])}{', ...' if len(layers.names) > 3 else ''})"
+            )
+
+
+def _restore_forward(model: nn.Module, wrapped: OffloadedForward, before: object) -> None:
+    wrapped.deactivate()
+    if model.__dict__.get("forward") is not wrapped:
+        return  # somebody wrapped it again; inside that wrapper it only passes calls on now
+    if before is None:
+        del model.forward
+    else:
+        model.__dict__["forward"] = before
+
+
+def _modules_of(forward: Callable[..., Any]) -> Iterator[nn.Module]:
+    """The modules that a callable refers to: as itself, its bound object, or in its closure."""
+    while isinstance(forward, functools.partial):
+        forward = forward.func
+    closure = getattr(forward, "__closure__", None) or ()
+    candidates = [forward, getattr(forward, "__self__", None)]
+    candidates += [cell.cell_contents for cell in closure]
+    for candidate in candidates:
+        if isinstance(candidate, nn.Module):
+            yield candidate

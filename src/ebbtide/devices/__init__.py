@@ -1,0 +1,1 @@
+"""Streams, events and copies: the only place that touches a stream."""

@@ -1,0 +1,102 @@
+"""What the engine needs of a device: streams that are ordered by events, and memory.
+
+A *stream* runs what is queued on it in order. An *event* marks a point in a stream; another stream,
+or the host, can wait for it. Nothing here says how: an accelerator's streams are the hardware's, a
+CPU's copy lanes are worker threads, a CPU's compute stream is the calling thread itself.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+
+
+class AbstractEvent(ABC):
+    """A point in a stream that is reached once and stays reached.
+
+    Attributes:
+        failure: what the work before the point raised, where work can raise; read it once the
+            point is reached.
+    """
+
+    failure: BaseException | None = None
+
+    @abstractmethod
+    def query(self) -> bool:
+        """Whether the point has been reached, without waiting."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Block the host until the point is reached; raise what the work before it raised."""
+
+
+class AbstractStream(ABC):
+    """A queue of device work that runs in order."""
+
+    @abstractmethod
+    def record(self) -> AbstractEvent:
+        """Mark the point after everything queued so far."""
+
+    @abstractmethod
+    def wait(self, event: AbstractEvent) -> None:
+        """Let nothing queued from now on start before ``event`` is reached."""
+
+
+class AbstractDevice(ABC):
+    """Where a model computes, with one copy stream for each direction.
+
+    Args:
+        torch_device: the device, with its index, that tensors of the model report.
+    """
+
+    #: whether host memory must be page-locked for copies that do not block the host
+    pins_host_memory: bool
+
+    def __init__(self, torch_device: torch.device) -> None:
+        self.torch_device = torch_device
+
+    @abstractmethod
+    def compute_stream(self) -> AbstractStream:
+        """The stream on which the calling thread queues kernels now."""
+
+    @abstractmethod
+    def allocate(self, size_bytes: int) -> torch.Tensor:
+        """Device memory for a reload.
+
+        Shape:
+            (size_bytes,), uint8.
+
+        Streams:
+            The memory belongs to the compute stream: another stream may write to it only after
+            an event that the compute stream recorded after this call.
+        """
+
+    @abstractmethod
+    def copy_down(
+        self, target: torch.Tensor, source: torch.Tensor, *after: AbstractEvent
+    ) -> AbstractEvent:
+        """Queue ``target <- source``, device to host, on the d2h stream.
+
+        Args:
+            target: host memory.
+            source: device memory of the same size and type.
+            after: events that the copy waits for.
+
+        Streams:
+            Both tensors must live, and ``source`` stay unwritten, until the returned event.
+        """
+
+    @abstractmethod
+    def copy_up(
+        self, target: torch.Tensor, source: torch.Tensor, *after: AbstractEvent
+    ) -> AbstractEvent:
+        """Queue ``target <- source``, host to device, on the h2d stream.
+
+        Streams:
+            Both tensors must live, and ``source`` stay unwritten, until the returned event.
+        """
+
+    @abstractmethod
+    def finish_copies(self) -> None:
+        """Block the host until both copy streams are empty."""

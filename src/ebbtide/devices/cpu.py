@@ -1,0 +1,146 @@
+"""The CPU as a device: kernels run in the calling thread, copies in worker threads."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import weakref
+from collections.abc import Callable
+from typing import final
+
+import torch
+
+from ebbtide.devices.base import AbstractDevice, AbstractEvent, AbstractStream
+
+
+@final
+class LaneEvent(AbstractEvent):
+    """The end of one piece of a worker thread's work, with the error it ended in, if any."""
+
+    def __init__(self) -> None:
+        self._done = threading.Event()
+
+    def finish(self, failure: BaseException | None = None) -> None:
+        self.failure = failure
+        self._done.set()
+
+    def query(self) -> bool:
+        return self._done.is_set()
+
+    def synchronize(self) -> None:
+        self._done.wait()
+        if self.failure is not None:
+            raise self.failure
+
+
+_Job = tuple[Callable[[], None], LaneEvent, Callable[[], None] | None]
+
+
+@final
+class WorkLane:
+    """A worker thread that runs callables in the order they were submitted.
+
+    The thread starts with the first submission and ends when the lane is closed or collected; it
+    holds no reference to the lane.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._finalizer = weakref.finalize(self, self._queue.put, None)
+
+    def submit(self, work: Callable[[], None], then: Callable[[], None] | None = None) -> LaneEvent:
+        """Queue ``work``; the returned event is reached when it has run, or failed.
+
+        Args:
+            work: runs in the lane's thread.
+            then: runs there right after the event has been reached, whether or not work failed.
+        """
+        event = LaneEvent()
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=_run_lane, args=(self._queue,), name=self._name, daemon=True
+            )
+            self._thread.start()
+        self._queue.put((work, event, then))
+        return event
+
+    def close(self) -> None:
+        """Finish what was submitted and end the thread."""
+        self._finalizer()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+
+def _run_lane(jobs: queue.SimpleQueue[_Job | None]) -> None:
+    while (job := jobs.get()) is not None:
+        work, event, then = job
+        failure: BaseException | None = None
+        try:
+            work()
+        except BaseException as error:  # whoever waits gets it, whatever it is
+            failure = error
+        # What the work refers to (a tensor's memory) must not live until the next job comes.
+        del job, work
+        event.finish(failure)
+        if then is not None:
+            then()
+        del event, then, failure
+
+
+@final
+class _HostStream(AbstractStream):
+    """The calling thread: whatever it queued has already run."""
+
+    def record(self) -> AbstractEvent:
+        event = LaneEvent()
+        event.finish()
+        return event
+
+    def wait(self, event: AbstractEvent) -> None:
+        event.synchronize()
+
+
+@final
+class CpuDevice(AbstractDevice):
+    """A model on the CPU: `device` is RAM, the copy streams are one worker thread each."""
+
+    pins_host_memory = False
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self._compute = _HostStream()
+        self._d2h = WorkLane("ebbtide-d2h")
+        self._h2d = WorkLane("ebbtide-h2d")
+
+    def compute_stream(self) -> AbstractStream:
+        return self._compute
+
+    def allocate(self, size_bytes: int) -> torch.Tensor:
+        return torch.empty(size_bytes, dtype=torch.uint8)
+
+    def copy_down(
+        self, target: torch.Tensor, source: torch.Tensor, *after: AbstractEvent
+    ) -> AbstractEvent:
+        return _copy_in(self._d2h, target, source, after)
+
+    def copy_up(
+        self, target: torch.Tensor, source: torch.Tensor, *after: AbstractEvent
+    ) -> AbstractEvent:
+        return _copy_in(self._h2d, target, source, after)
+
+    def finish_copies(self) -> None:
+        for lane in (self._d2h, self._h2d):
+            lane.submit(lambda: None).synchronize()
+
+
+def _copy_in(
+    lane: WorkLane, target: torch.Tensor, source: torch.Tensor, after: tuple[AbstractEvent, ...]
+) -> AbstractEvent:
+    def copy() -> None:
+        for event in after:
+            event.synchronize()
+        target.copy_(source)
+
+    return lane.submit(copy)

@@ -1,0 +1,147 @@
+"""Puts device, store, session and hooks together for one model or one callable."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import final
+
+import torch
+from torch import nn
+
+from ebbtide.devices.accelerator import AcceleratorDevice
+from ebbtide.devices.base import AbstractDevice
+from ebbtide.devices.cpu import CpuDevice
+from ebbtide.errors import PolicyError
+from ebbtide.hooks.activations import ActivationHooks
+from ebbtide.hooks.parameters import ParameterIndex
+from ebbtide.policy import ActivationPolicy
+from ebbtide.runtime.session import Session
+from ebbtide.runtime.stats import StepStats
+from ebbtide.stores.disk import DiskStore
+from ebbtide.stores.pinned import PinnedStore
+
+_INFLIGHT_BYTES = 256 * 2**20
+_CPU_INFLIGHT_BYTES = 64 * 2**20
+
+
+@final
+class Engine:
+    """The session and the hooks of one offload, built again when the model has moved.
+
+    Args:
+        modules: whose parameters and buffers are not activations; their device is the device.
+        policy: what to offload.
+        store: where bytes go, as `ebbtide.offload` describes it.
+        device: where to compute when there are no modules to tell.
+
+    Raises:
+        PolicyError: the modules, the device and the store do not fit together.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        policy: ActivationPolicy,
+        store: str,
+        device: torch.device | None = None,
+    ) -> None:
+        self._modules = modules
+        self._policy = policy
+        self._store = store
+        self._fallback = device
+        self._session, self._hooks = self._build(find_device(modules) or self._default_device())
+
+    @property
+    def stats(self) -> StepStats:
+        """The last finished step."""
+        return self._session.stats
+
+    def hooks(self) -> ActivationHooks:
+        """The hooks for a forward that begins now."""
+        first = next((p for module in self._modules for p in module.parameters()), None)
+        if first is not None and first.device != self._session.device.torch_device:
+            device = find_device(self._modules)
+            assert device is not None
+            session, hooks = self._build(device)
+            self._session.close()
+            self._session, self._hooks = session, hooks
+        return self._hooks
+
+    def switch(self, offloading: bool) -> None:
+        """Say whether what is saved from now on is to leave."""
+        self._hooks.offloading = offloading
+
+    def close(self) -> None:
+        """Give the store back when the last graph that needs it is gone."""
+        self._session.close()
+
+    def _default_device(self) -> torch.device:
+        if self._fallback is not None:
+            return self._fallback
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        if accelerator is None:
+            return torch.device("cpu")
+        return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+    def _build(self, torch_device: torch.device) -> tuple[Session, ActivationHooks]:
+        session = build_session(torch_device, self._store, self._policy)
+        parameters = ParameterIndex(self._modules)
+        return session, ActivationHooks(session, parameters, int(self._policy.min_bytes))
+
+
+def find_device(modules: Sequence[nn.Module]) -> torch.device | None:
+    """The one device of all parameters, or None when there are no parameters.
+
+    Raises:
+        PolicyError: they are on several devices, or on `meta`.
+    """
+    homes: dict[torch.device, str] = {}
+    for module in modules:
+        for name, parameter in module.named_parameters():
+            homes.setdefault(parameter.device, name)
+    if len(homes) > 1:
+        places = ", ".join(f"{name} on {device}" for device, name in homes.items())
+        raise PolicyError(
+            f"the model is on {len(homes)} devices ({places}); move it to one with "
+            f"model.to(device), or offload the parts on each device separately"
+        )
+    device = next(iter(homes), None)
+    if device is not None and device.type == "meta":
+        raise PolicyError(
+            "the model's parameters are on the meta device and hold no values; materialise them "
+            "first, for example with model.to_empty(device=...) and by loading a state_dict"
+        )
+    return device
+
+
+def build_session(torch_device: torch.device, store: str, policy: ActivationPolicy) -> Session:
+    """A session for a device, with the store that was asked for.
+
+    Raises:
+        PolicyError: the store's name is unknown or does not fit the device.
+    """
+    bound_bytes = _CPU_INFLIGHT_BYTES if torch_device.type == "cpu" else _INFLIGHT_BYTES
+    if policy.max_inflight_bytes is not None:
+        bound_bytes = int(policy.max_inflight_bytes)
+    kind, _, directory = store.partition(":")
+    on_cpu = torch_device.type == "cpu"
+    if kind not in ("auto", "host", "disk") or (directory and kind != "disk"):
+        raise PolicyError(f'store={store!r} is not one of "auto", "host", "disk", "disk:/some/dir"')
+    if kind == "host" and on_cpu:
+        raise PolicyError(
+            'store="host" would copy RAM to RAM: the model computes on the CPU, so host memory is '
+            'where its activations are already. Use store="disk" or "auto"'
+        )
+    if kind == "disk" and not on_cpu:
+        raise PolicyError(
+            f'store="disk" takes the activations of a model on the CPU; this one is on '
+            f'{torch_device}. Use store="host" or "auto"'
+        )
+    if on_cpu:
+        disk = DiskStore(Path(directory) if directory else None)
+        session = Session(CpuDevice(), disk, "disk", bound_bytes)
+        disk.on_progress = session.weak_poll()
+        return session
+    device: AbstractDevice = AcceleratorDevice(torch_device)
+    return Session(device, PinnedStore(device), "host", bound_bytes)

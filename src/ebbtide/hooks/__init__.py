@@ -1,0 +1,1 @@
+"""Where torch calls us: saved-tensor hooks, and hooks on the layers of a model."""

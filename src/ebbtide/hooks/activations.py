@@ -1,0 +1,145 @@
+"""Saved-tensor hooks: what autograd saves is passed through, kept or offloaded here."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from typing import final
+
+import torch
+from torch import nn
+
+from ebbtide.hooks.parameters import ParameterIndex
+from ebbtide.runtime.saved import (
+    AbstractSaved,
+    CompositeTensor,
+    KeptTensor,
+    OffloadedTensor,
+    PassedTensor,
+)
+from ebbtide.runtime.session import Session
+
+_PLAIN_TYPES = frozenset({torch.Tensor, nn.Parameter})
+
+
+@final
+class ActivationHooks:
+    """The pack and unpack hooks of one session.
+
+    Args:
+        session: moves what is offloaded.
+        parameters: what is not an activation.
+        min_bytes: smaller storages stay on the device.
+
+    Attributes:
+        offloading: whether what is saved now is to leave; layers switch it.
+    """
+
+    def __init__(self, session: Session, parameters: ParameterIndex, min_bytes: int) -> None:
+        self.offloading = True
+        self._session = session
+        self._device = session.device.torch_device
+        self._parameters = parameters
+        self._min_bytes = max(min_bytes, 1)  # no bytes, no copy
+
+    def begin(self) -> bool:
+        """Hook what autograd saves from now on. Returns whether `end` must follow.
+
+        Nothing is hooked where autograd does not record, nor inside `torch.utils.checkpoint`: what
+        that saves is to be recomputed, and taking it away would undo that.
+        """
+        if not torch.is_grad_enabled() or _checkpoint_is_recording():
+            return False
+        self._parameters.refresh()
+        self._session.begin_forward()
+        torch._C._autograd._push_saved_tensors_default_hooks(self.pack, _unpack)
+        return True
+
+    def end(self) -> None:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        self._session.end_forward()
+
+    def pack(self, tensor: torch.Tensor) -> AbstractSaved:
+        """Take a tensor that autograd saves (design section 4 gives the order of the rules)."""
+        meter = self._session.meter
+        meter.num_saved += 1
+        if (
+            tensor.device != self._device
+            or type(tensor) not in _PLAIN_TYPES
+            or tensor.layout is not torch.strided
+        ):
+            return self._pack_unusual(tensor)
+        size_bytes = tensor.nbytes
+        meter.saved_bytes += size_bytes
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        if self._parameters.owns(tensor, address):
+            meter.parameter_bytes += size_bytes
+            return PassedTensor(tensor)
+        storage_bytes = storage.nbytes()
+        if not self.offloading or storage_bytes < self._min_bytes or tensor.is_quantized:
+            return KeptTensor(self._session, tensor, address, storage_bytes)
+        return self._offload(tensor, storage, address)
+
+    def _offload(
+        self, tensor: torch.Tensor, storage: torch.UntypedStorage, address: int
+    ) -> AbstractSaved:
+        session, version = self._session, tensor._version
+        size, stride = tensor.shape, tensor.stride()
+        distinct = tuple(n if step else 1 for n, step in zip(size, stride, strict=True))
+        covered_bytes = math.prod(distinct) * tensor.itemsize
+        if (
+            2 * covered_bytes >= storage.nbytes()
+            or session.has(address, version)
+            or _may_overlap(distinct, stride)
+        ):
+            record = session.offload(address, storage, version, lambda: _bytes_of(storage))
+            return OffloadedTensor(session, record, tensor, None)
+        offset = int(tensor.storage_offset())
+        key = (address, tensor.dtype, distinct, stride, offset)
+        record = session.offload(
+            key, storage, version, lambda: _gather(tensor, distinct, stride, offset)
+        )
+        return OffloadedTensor(session, record, tensor, distinct)
+
+    def _pack_unusual(self, tensor: torch.Tensor) -> AbstractSaved:
+        if tensor.device == self._device and hasattr(tensor, "__tensor_flatten__"):
+            self._session.meter.num_saved -= 1  # its inner tensors count
+            return CompositeTensor(tensor, self.pack)
+        with contextlib.suppress(RuntimeError):  # some subclasses cannot say
+            self._session.meter.saved_bytes += tensor.nbytes
+        return PassedTensor(tensor)
+
+
+def _unpack(saved: AbstractSaved) -> torch.Tensor:
+    return saved.restore()
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    """A storage's bytes as a tensor that keeps it alive."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _gather(
+    tensor: torch.Tensor, size: tuple[int, ...], stride: tuple[int, ...], offset: int
+) -> torch.Tensor:
+    """A view's elements, packed, as bytes; conj and neg bits are left to the handle."""
+    plain = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    plain.set_(tensor.untyped_storage(), offset, size, stride)
+    packed = plain.clone(memory_format=torch.contiguous_format)
+    return _bytes_of(packed.untyped_storage())
+
+
+def _may_overlap(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Whether two elements of a view could share memory: such a view cannot be scattered back."""
+    reach = 0
+    for step, n in sorted((step, n) for n, step in zip(size, stride, strict=True) if n > 1):
+        if step <= reach:
+            return True
+        reach += step * (n - 1)
+    return False
+
+
+def _checkpoint_is_recording() -> bool:
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"

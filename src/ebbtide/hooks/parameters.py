@@ -1,0 +1,104 @@
+"""Which saved tensors are a parameter, or only another look at one."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import final
+
+import torch
+from torch import nn
+
+_AUTOCAST_TYPES = frozenset({torch.bfloat16, torch.float16})
+
+
+@final
+class ParameterIndex:
+    """Recognises the parameters and buffers of some modules, their views and their cast copies.
+
+    They are on the device whether or not autograd saves them, so offloading them frees nothing.
+    A view is known by its storage. A copy (autocast's, or of a transposed weight) has a storage of
+    its own: its `grad_fn` leads through copying operations to the parameter. A frozen parameter
+    has no `grad_fn`; the copy that autocast makes of one is known by its shape and type.
+
+    Args:
+        modules: whose parameters and buffers count.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._modules = list(modules)
+        self._addresses: set[int] = set()
+        self._frozen_shapes: set[torch.Size] = set()
+
+    def refresh(self) -> None:
+        """Look at the modules again: parameters can have been replaced, frozen or moved."""
+        addresses, frozen_shapes = set(), set()
+        for module in self._modules:
+            for parameter in module.parameters():
+                addresses.add(parameter.untyped_storage()._cdata)
+                if not parameter.requires_grad and parameter.dtype not in _AUTOCAST_TYPES:
+                    frozen_shapes.add(parameter.shape)
+                    frozen_shapes.add(parameter.shape[::-1])
+            for buffer in module.buffers():
+                addresses.add(buffer.untyped_storage()._cdata)
+        self._addresses, self._frozen_shapes = addresses, frozen_shapes
+
+    def owns(self, tensor: torch.Tensor, address: int) -> bool:
+        """Whether ``tensor``, whose storage is at ``address``, is one of theirs.
+
+        An address is enough here: a parameter's storage lives as long as its module, and a
+        mistake would only leave a tensor where it is.
+        """
+        if address in self._addresses:
+            return True
+        node = tensor.grad_fn
+        if node is None:
+            return isinstance(tensor, nn.Parameter) or self._is_frozen_cast(tensor)
+        copying = _copying_nodes()
+        if type(node) not in copying:
+            return False
+        while node is not None and type(node) in copying:
+            node = node.next_functions[0][0]
+        return isinstance(getattr(node, "variable", None), nn.Parameter)
+
+    def _is_frozen_cast(self, tensor: torch.Tensor) -> bool:
+        return (
+            bool(self._frozen_shapes)
+            and tensor.dtype in _AUTOCAST_TYPES
+            and tensor.shape in self._frozen_shapes
+        )
+
+
+@functools.cache
+def _copying_nodes() -> frozenset[type]:
+    """The types of the `grad_fn` nodes whose output holds the values of their first input."""
+    matrix = torch.zeros(2, 2, requires_grad=True)
+    complex_matrix = torch.zeros(2, 2, dtype=torch.complex64, requires_grad=True)
+    operations: list[Callable[[], torch.Tensor]] = [
+        lambda: matrix.to(torch.float64),
+        lambda: matrix.clone(),
+        lambda: matrix.t(),
+        lambda: matrix.mT,
+        lambda: matrix.transpose(0, 1),
+        lambda: matrix.permute(1, 0),
+        lambda: matrix.view(4),
+        lambda: torch.ops.aten._unsafe_view(matrix, [4]),
+        lambda: torch.ops.aten._reshape_alias(matrix, [4], [1]),
+        lambda: torch.ops.aten.alias(matrix),
+        lambda: matrix.expand(2, 2, 2),
+        lambda: matrix[0],
+        lambda: matrix[:1],
+        lambda: matrix.unsqueeze(0),
+        lambda: matrix.squeeze(),
+        lambda: matrix.squeeze(0),
+        lambda: matrix.unbind()[0],
+        lambda: torch.split(matrix, 1)[0],
+        lambda: matrix.as_strided((2,), (1,)),
+        lambda: matrix.view_as(matrix),
+        lambda: torch.view_as_real(complex_matrix),
+        lambda: torch.view_as_complex(matrix),
+        lambda: complex_matrix.conj(),
+        lambda: complex_matrix.real,
+    ]
+    with torch.enable_grad(), torch.autocast("cpu", enabled=False):
+        return frozenset(type(operation().grad_fn) for operation in operations)

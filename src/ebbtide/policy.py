@@ -1,0 +1,52 @@
+"""Frozen policies: what the user asks for, validated when it is written down."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ebbtide.errors import PolicyError
+from ebbtide.units import parse_size_bytes
+
+DEFAULT_MIN_BYTES = 2**20
+
+
+@dataclass(frozen=True)
+class ActivationPolicy:
+    """Which saved activations leave the device, and how many may be on the way at once.
+
+    Activations of a layer leave as soon as autograd saves them and come back, ahead of need, during
+    backward. What stays costs no time; what leaves costs a copy each way over the link.
+
+    Args:
+        num_layers: offload the first ``num_layers`` layers of the forward and keep the rest.
+            ``None``: offload everything that is large enough, inside layers or not.
+        min_bytes: smaller tensors stay on the device. An int, or text such as ``"1MiB"``.
+        keep_last: this many layers at the end of the forward stay on the device; their backward
+            comes first, so their copies have the least time to hide.
+        max_inflight_bytes: bound, each way, on bytes that hold device memory only because their
+            copy is on the way: offloads not finished, and reloads not yet used. One tensor larger
+            than the bound still moves, alone. ``None``: 256 MiB for a model on an accelerator,
+            64 MiB on a CPU, where a reload maps pages that were read ahead outside the process.
+
+    Raises:
+        PolicyError: a value is out of range.
+    """
+
+    num_layers: int | None = None
+    min_bytes: int | str = DEFAULT_MIN_BYTES
+    keep_last: int = 0
+    max_inflight_bytes: int | str | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_layers is not None:
+            _check_count("num_layers", self.num_layers)
+        _check_count("keep_last", self.keep_last)
+        for name in ("min_bytes", "max_inflight_bytes"):
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, parse_size_bytes(value, name=name))
+
+
+def _check_count(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise PolicyError(f"{name} must be a whole number of layers, 0 or more, got {value!r}")

@@ -1,0 +1,126 @@
+"""Storage records: the unit of copying, and the states one goes through.
+
+Which copies of a record's bytes exist in each state:
+
+| state      | on the device             | in the store               |
+|------------|---------------------------|----------------------------|
+| OFFLOADING | the source                | on the way                 |
+| OFFLOADED  | nothing of ours           | yes                        |
+| RELOADED   | a buffer (or on its way)  | yes                        |
+| DROPPED    | nothing of ours           | no, or until a copy ends   |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from enum import Enum, auto
+from typing import final
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ebbtide.devices.base import AbstractEvent
+from ebbtide.runtime.forward import ForwardLog
+from ebbtide.stores.base import Slot
+
+
+class RecordState(Enum):
+    OFFLOADING = auto()
+    OFFLOADED = auto()
+    RELOADED = auto()
+    DROPPED = auto()
+
+
+_TRANSITIONS = {
+    RecordState.OFFLOADING: {RecordState.OFFLOADED, RecordState.DROPPED},
+    RecordState.OFFLOADED: {RecordState.RELOADED, RecordState.DROPPED},
+    RecordState.RELOADED: {RecordState.OFFLOADED, RecordState.DROPPED},
+    RecordState.DROPPED: set(),
+}
+
+
+@final
+class StorageRecord:
+    """The bytes of one storage, or of one view gathered from it, that left the device.
+
+    Attributes:
+        key: where the session finds it; valid while `identity` lives, see below.
+        identity: a weak reference to the source storage. While it exists no other storage can
+            have the same address, so a lookup by address finds this storage or nothing.
+        version: of the saved tensors that share this record.
+        source: the device bytes until the copy down is complete, (size_bytes,) uint8.
+        buffer: the device bytes after a reload, (size_bytes,) uint8.
+        reloaded: after this event `buffer` holds the bytes.
+        awaited: the compute stream waits for `reloaded`, so `buffer` may be freed in its order.
+        expected: the store has been told that a reload will come.
+        generation: counts reloads, so that a handle knows which one it has read.
+        handles: saved tensors alive that share the record.
+        unread: those of them that have not been unpacked since the last reload.
+    """
+
+    __slots__ = (
+        "awaited",
+        "buffer",
+        "expected",
+        "forward",
+        "generation",
+        "handles",
+        "identity",
+        "key",
+        "ordinal",
+        "reloaded",
+        "size_bytes",
+        "slot",
+        "source",
+        "state",
+        "unread",
+        "version",
+    )
+
+    def __init__(
+        self,
+        key: Hashable,
+        storage: torch.UntypedStorage,
+        version: int,
+        source: torch.Tensor,
+        slot: Slot,
+        forward: ForwardLog,
+    ) -> None:
+        self.key = key
+        self.identity = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        self.version = version
+        self.size_bytes = source.numel()
+        self.source: torch.Tensor | None = source
+        self.slot = slot
+        self.forward = forward
+        self.ordinal = forward.add(self)
+        self.state = RecordState.OFFLOADING
+        self.buffer: torch.Tensor | None = None
+        self.reloaded: AbstractEvent | None = None
+        self.awaited = False
+        self.expected = False
+        self.generation = 0
+        self.handles = 0
+        self.unread = 0
+
+    def move_to(self, state: RecordState) -> None:
+        assert state in _TRANSITIONS[self.state], f"{self.state} -> {state}"
+        self.state = state
+
+    def release_source(self) -> None:
+        """The store has the bytes: the device memory goes, unless the model holds it too."""
+        self.source = None
+        if self.state is RecordState.OFFLOADING:
+            self.move_to(RecordState.OFFLOADED)
+
+    def begin_reload(self, buffer: torch.Tensor, reloaded: AbstractEvent) -> None:
+        self.move_to(RecordState.RELOADED)
+        self.expected = False
+        self.buffer, self.reloaded, self.awaited = buffer, reloaded, False
+        self.generation += 1
+        self.unread = self.handles
+
+    def release_buffer(self) -> None:
+        """The bytes are in the store still: backward can ask again."""
+        self.move_to(RecordState.OFFLOADED)
+        self.buffer = self.reloaded = None

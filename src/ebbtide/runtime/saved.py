@@ -1,0 +1,188 @@
+"""Saved tensors: what the pack hook leaves in autograd's graph, and how it is a tensor again."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import NoReturn, final
+
+import torch
+
+from ebbtide.errors import SavedTensorModifiedError
+from ebbtide.runtime.records import StorageRecord
+from ebbtide.runtime.session import Session
+
+
+class AbstractSaved(ABC):
+    """Stands for one saved tensor in a graph; dies with the graph."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def restore(self) -> torch.Tensor:
+        """The tensor as it was saved: dtype, shape, strides, storage offset, conj and neg bits.
+
+        Raises:
+            SavedTensorModifiedError: it was modified in place since.
+        """
+
+
+def _raise_modified(tensor: torch.Tensor, version: int, shape: torch.Size) -> NoReturn:
+    raise SavedTensorModifiedError(
+        f"a tensor of shape {tuple(shape)} and type {tensor.dtype} that autograd saved at version "
+        f"{version} is at version {tensor._version} when backward needs it: something modified it "
+        f"in place. Find the operation with torch.autograd.set_detect_anomaly(True), or clone the "
+        f"tensor before it"
+    )
+
+
+class _AbstractHeldTensor(AbstractSaved):
+    """A tensor that stays where it is."""
+
+    __slots__ = ("_tensor", "_version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        # Detached: the tensor itself would refer to the graph that it lives in, and leak.
+        self._tensor = tensor.detach()
+        self._version = tensor._version
+
+    def restore(self) -> torch.Tensor:
+        if self._tensor._version != self._version:
+            _raise_modified(self._tensor, self._version, self._tensor.shape)
+        return self._tensor
+
+
+@final
+class PassedTensor(_AbstractHeldTensor):
+    """A tensor that is none of ours: a parameter, another device's, another layout."""
+
+    __slots__ = ()
+
+
+@final
+class KeptTensor(_AbstractHeldTensor):
+    """A tensor that stays on the device and is counted as long as it lives."""
+
+    __slots__ = ("_key", "_session")
+
+    def __init__(self, session: Session, tensor: torch.Tensor, key: int, size_bytes: int) -> None:
+        super().__init__(tensor)
+        session.keep(key, size_bytes)
+        self._key = key
+        self._session = session
+
+    def __del__(self) -> None:
+        self._session.forget(None, self._key)
+
+
+@final
+class OffloadedTensor(AbstractSaved):
+    """A tensor whose bytes are in a record.
+
+    Args:
+        session: that moves the record.
+        record: the record, this handle counted among its `handles` already.
+        tensor: what was saved.
+        packed_size: None if the record holds the tensor's whole storage; else the record holds a
+            gathered copy of this shape: the tensor's, with broadcast dimensions of size 1.
+
+    Attributes:
+        generation: the reload of the record that this handle has read; 0 for none.
+    """
+
+    __slots__ = (
+        "_conj",
+        "_dtype",
+        "_neg",
+        "_offset",
+        "_packed_size",
+        "_probe",
+        "_session",
+        "_size",
+        "_stride",
+        "_version",
+        "generation",
+        "record",
+    )
+
+    def __init__(
+        self,
+        session: Session,
+        record: StorageRecord,
+        tensor: torch.Tensor,
+        packed_size: tuple[int, ...] | None,
+    ) -> None:
+        self._session = session
+        self.record = record
+        self.generation = 0
+        self._packed_size = packed_size
+        self._dtype = tensor.dtype
+        self._size = tensor.shape
+        self._stride = tensor.stride()
+        self._offset = tensor.storage_offset()
+        self._conj = tensor.is_conj()
+        self._neg = tensor.is_neg()
+        self._version = tensor._version
+        # Shares the version counter and, emptied, not the memory: modifications made after the
+        # bytes have left are seen as native autograd sees them.
+        self._probe = tensor.detach()
+        self._probe.data = _empty_like(self._probe)
+
+    def restore(self) -> torch.Tensor:
+        if self._probe._version != self._version:
+            _raise_modified(self._probe, self._version, self._size)
+        flat = self._session.bring_back(self)
+        if self._packed_size is None:
+            storage = flat.untyped_storage()
+        else:
+            storage = self._scatter(flat, self._packed_size)
+        tensor = torch.empty(0, dtype=self._dtype, device=flat.device)
+        tensor.set_(storage, self._offset, self._size, self._stride)
+        if self._conj:
+            tensor = tensor.conj()
+        return torch._neg_view(tensor) if self._neg else tensor
+
+    def _scatter(self, flat: torch.Tensor, packed_size: tuple[int, ...]) -> torch.UntypedStorage:
+        """A storage with the gathered elements where the saved view had them.
+
+        The rest of it is never read, so on a CPU the system never backs it with memory.
+        """
+        span = self._offset + 1
+        span += sum((n - 1) * step for n, step in zip(packed_size, self._stride, strict=True))
+        spread = torch.empty(span, dtype=self._dtype, device=flat.device)
+        packed = flat.view(self._dtype).view(packed_size)
+        spread.as_strided(packed_size, self._stride, self._offset).copy_(packed)
+        return spread.untyped_storage()
+
+    def __del__(self) -> None:
+        self._session.forget(self.record, self.generation)
+
+
+@final
+class CompositeTensor(AbstractSaved):
+    """A wrapper subclass (DTensor, a quantized tensor): its inner tensors, saved one by one."""
+
+    __slots__ = ("_context", "_inner", "_size", "_stride", "_type")
+
+    def __init__(self, tensor: torch.Tensor, pack: Callable[[torch.Tensor], AbstractSaved]) -> None:
+        names, self._context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+        self._inner = {name: pack(getattr(tensor, name)) for name in names}
+        self._type = type(tensor)
+        self._size = tensor.shape
+        self._stride = tensor.stride()
+
+    def restore(self) -> torch.Tensor:
+        inner = {name: saved.restore() for name, saved in self._inner.items()}
+        return self._type.__tensor_unflatten__(  # type: ignore[attr-defined, no-any-return]
+            inner, self._context, self._size, self._stride
+        )
+
+
+def _empty_like(tensor: torch.Tensor) -> torch.Tensor:
+    key = (tensor.dtype, tensor.device)
+    if key not in _EMPTY:
+        _EMPTY[key] = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return _EMPTY[key]
+
+
+_EMPTY: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}

@@ -1,0 +1,366 @@
+"""The session: moves storage records down as autograd saves them and up before backward asks."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, final
+
+import torch
+
+from ebbtide.devices.base import AbstractDevice, AbstractEvent
+from ebbtide.runtime.forward import ForwardLog
+from ebbtide.runtime.gate import Gate
+from ebbtide.runtime.records import RecordState, StorageRecord
+from ebbtide.runtime.stats import StepMeter, StepStats
+from ebbtide.stores.base import AbstractStore
+
+if TYPE_CHECKING:
+    from ebbtide.runtime.saved import OffloadedTensor
+
+_READ_AHEAD = 4  # times the bound on bytes in flight: what the store is told to expect
+
+
+@final
+class Session:
+    """Executes the offload of one model on one device with one store.
+
+    Ownership runs one way: saved tensors, which live in autograd's graphs, own their record and
+    the session; the session knows records only while saved tensors share them. When a graph dies,
+    by backward or by being dropped, its records go at once, without the garbage collector.
+
+    Args:
+        device: where the model computes.
+        store: where bytes go. Owned by the session.
+        tier: what the store's tier is called in the statistics, `host` or `disk`.
+        max_inflight_bytes: the bound that `ActivationPolicy` describes.
+
+    Streams:
+        `offload` and `bring_back` queue work on the calling thread's compute stream and on the
+        copy streams; neither blocks the host where the streams are the hardware's.
+    """
+
+    def __init__(
+        self, device: AbstractDevice, store: AbstractStore, tier: str, max_inflight_bytes: int
+    ) -> None:
+        self.device = device
+        self.stats = StepStats()
+        self._store = store
+        self._tier = tier
+        self._bound_bytes = max_inflight_bytes
+        self._gate = Gate(self)
+        self._records: dict[Hashable, StorageRecord] = {}
+        self._offloading: deque[StorageRecord] = deque()
+        self._offloading_bytes = 0
+        self._reloaded: dict[StorageRecord, None] = {}  # in the order of their reloads
+        self._reloaded_bytes = 0
+        self._abandoned: list[tuple[torch.Tensor, AbstractEvent]] = []
+        self._dead: deque[tuple[StorageRecord | None, int]] = deque()
+        self._kept: dict[int, tuple[int, int]] = {}  # storage address -> (holders, bytes counted)
+        self._kept_bytes = 0
+        self._stored_bytes = 0
+        self._live = 0
+        self._forwards = 0
+        self._log = ForwardLog(None, 0)
+        self._learned: tuple[list[int] | None, int] = (None, 0)
+        self._closing = False
+        self._error: BaseException | None = None
+        self.meter = StepMeter()
+
+    # ---- forward ------------------------------------------------------------------------------
+
+    def begin_forward(self) -> None:
+        """A forward whose saved tensors come here begins."""
+        with self._gate:
+            self._forwards += 1
+            self._log = ForwardLog(*self._learned)
+
+    def end_forward(self) -> None:
+        with self._gate:
+            self._forwards -= 1
+            self._finish_step_if_over()
+
+    def keep(self, key: int, size_bytes: int) -> None:
+        """Count a saved tensor that stays on the device, once for all that share its storage.
+
+        Args:
+            key: the address of its storage, which the saved tensor keeps alive.
+            size_bytes: of the storage.
+        """
+        with self._gate:
+            self._live += 1
+            holders, _ = self._kept.get(key, (0, 0))
+            counted = 0 if key in self._records else size_bytes
+            if not holders:
+                self._kept_bytes += counted
+                self.meter.kept_bytes += counted
+                self._note_peak()
+                self._kept[key] = (1, counted)
+            else:
+                self._kept[key] = (holders + 1, self._kept[key][1])
+
+    def has(self, key: Hashable, version: int) -> bool:
+        """Whether a live record holds these bytes at this version."""
+        record = self._records.get(key)
+        return record is not None and record.version == version
+
+    def offload(
+        self,
+        key: Hashable,
+        storage: torch.UntypedStorage,
+        version: int,
+        source: Callable[[], torch.Tensor],
+    ) -> StorageRecord:
+        """The record of some bytes: one that exists at this version, or a new one that leaves now.
+
+        Args:
+            key: what identifies the bytes while `storage` lives: its address, or that with a view.
+            storage: the storage that was saved.
+            version: of the saved tensor.
+            source: gives the bytes to copy, (size_bytes,) uint8, when the record is new.
+
+        Raises:
+            StoreFullError: the store has no room. The saved tensor was not taken.
+        """
+        with self._gate:
+            if not self.has(key, version):
+                self._records[key] = self._begin_offload(key, storage, version, source())
+            record = self._records[key]
+            record.handles += 1
+            self._live += 1
+            record.forward.note_save(record.ordinal)
+            return record
+
+    def _begin_offload(
+        self, key: Hashable, storage: torch.UntypedStorage, version: int, source: torch.Tensor
+    ) -> StorageRecord:
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+        size_bytes = source.numel()
+        self._make_room(size_bytes)
+        # The copy may start when the kernels queued so far have run: they write these bytes.
+        ready = self.device.compute_stream().record()
+        slot = self._store.offload(source, ready)
+        record = StorageRecord(key, storage, version, source, slot, self._log)
+        self._offloading.append(record)
+        self._offloading_bytes += size_bytes
+        self._stored_bytes += size_bytes
+        meter = self.meter
+        meter.num_offloaded += 1
+        meter.offloaded_bytes += size_bytes
+        meter.peak_stored_bytes = max(meter.peak_stored_bytes, self._stored_bytes)
+        self._note_peak()
+        return record
+
+    def _make_room(self, size_bytes: int) -> None:
+        """Hold the compute stream back while too many bytes are on their way down."""
+        while self._offloading and self._offloading_bytes + size_bytes > self._bound_bytes:
+            oldest = self._offloading[0]
+            # After this wait, memory freed now is reused only once the copy has read it.
+            self._wait(oldest.slot.offloaded)
+            self._retire_offload()
+
+    def _retire_offload(self) -> None:
+        """The oldest copy down is complete, or compute is ordered after it: its source can go."""
+        record = self._offloading.popleft()
+        self._offloading_bytes -= record.size_bytes
+        failure = record.slot.offloaded.failure
+        if failure is None:
+            record.release_source()
+        elif record.state is not RecordState.DROPPED:
+            self._error = failure  # the bytes stay where they are; the next offload says why
+
+    # ---- backward -----------------------------------------------------------------------------
+
+    def bring_back(self, saved: OffloadedTensor) -> torch.Tensor:
+        """The bytes of a record on the device, ready for what the calling thread queues next.
+
+        Shape:
+            (size_bytes,), uint8.
+        """
+        with self._gate:
+            record = saved.record
+            record.forward.note_unpack(record.ordinal)
+            if record.source is not None:
+                flat, event = record.source, None
+            else:
+                if record.buffer is None:
+                    self._begin_reload(record)
+                assert record.buffer is not None and record.reloaded is not None
+                flat, event = record.buffer, record.reloaded
+            self._prefetch(record.forward)
+        if event is not None:
+            if not event.query():
+                self.meter.late_reloads += 1
+            self._wait(event)  # kernels queued from now on read these bytes
+            with self._gate:
+                self._note_read(record, saved)
+        return flat
+
+    def _begin_reload(self, record: StorageRecord) -> None:
+        buffer, reloaded = self._store.reload(record.slot)
+        record.begin_reload(buffer, reloaded)
+        self._reloaded[record] = None
+        self._reloaded_bytes += record.size_bytes
+        self.meter.reloaded_bytes += record.size_bytes
+        self._note_peak()
+
+    def _note_read(self, record: StorageRecord, saved: OffloadedTensor) -> None:
+        record.awaited = True
+        if saved.generation != record.generation:
+            saved.generation = record.generation
+            record.unread -= 1
+            self._release_if_read(record)
+
+    def _release_if_read(self, record: StorageRecord) -> None:
+        """Let go of a buffer that all have read; who still computes with it keeps it alive."""
+        if record.state is RecordState.RELOADED and not record.unread:
+            self._release_buffer(record)
+
+    def _release_buffer(self, record: StorageRecord) -> None:
+        assert record.buffer is not None and record.reloaded is not None
+        del self._reloaded[record]
+        self._reloaded_bytes -= record.size_bytes
+        if not record.awaited:
+            # No kernel waits for this copy: freed now, the memory could be handed out again
+            # while the copy still writes to it.
+            self._abandoned.append((record.buffer, record.reloaded))
+        record.release_buffer()
+
+    def _prefetch(self, log: ForwardLog) -> None:
+        """Reload what backward wants next, as far as the bound allows; announce what follows."""
+        announced_bytes = 0
+        for record in log.upcoming():
+            if record.state is not RecordState.OFFLOADED:
+                continue
+            if not announced_bytes and self._has_room(record.size_bytes):
+                self._begin_reload(record)
+                continue
+            announced_bytes += record.size_bytes
+            if not record.expected:
+                record.expected = True
+                self._store.read_ahead(record.slot)
+            if announced_bytes > _READ_AHEAD * self._bound_bytes:
+                return
+
+    def _has_room(self, size_bytes: int) -> bool:
+        """Whether a reload stays within the bound, after letting go of buffers read once."""
+        if self._reloaded_bytes + size_bytes > self._bound_bytes:
+            self._evict(size_bytes)
+        return not self._reloaded or self._reloaded_bytes + size_bytes <= self._bound_bytes
+
+    def _evict(self, size_bytes: int) -> None:
+        """Let go of buffers that were read once and wait for a later reader, oldest first."""
+        for record in list(self._reloaded):
+            if self._reloaded_bytes + size_bytes <= self._bound_bytes:
+                return
+            if record.unread < record.handles:
+                self._release_buffer(record)
+
+    def _wait(self, event: AbstractEvent) -> None:
+        begin_s = time.perf_counter()
+        self.device.compute_stream().wait(event)
+        self.meter.stall_s += time.perf_counter() - begin_s
+
+    # ---- ends ---------------------------------------------------------------------------------
+
+    def forget(self, record: StorageRecord | None, mark: int) -> None:
+        """A saved tensor has died. See [Note: deferred work].
+
+        Args:
+            record: the record that it shared, or None if it was kept on the device.
+            mark: the generation that it had read, or the address of the storage it kept.
+        """
+        self._dead.append((record, mark))
+        self._gate.knock()
+
+    def poll(self) -> None:
+        """Let go of what finished copies no longer need. Any thread may call this."""
+        self._gate.knock()
+
+    def weak_poll(self) -> Callable[[], None]:
+        """`poll` for those that the session owns: it does not keep the session alive."""
+        method = weakref.WeakMethod(self.poll)
+
+        def poll() -> None:
+            alive = method()
+            if alive is not None:
+                alive()
+
+        return poll
+
+    def close(self) -> None:
+        """Give the store back, at once or when the last graph that needs it is gone."""
+        with self._gate:
+            self._closing = True
+            self._close_if_idle()
+
+    def has_deferred_work(self) -> bool:
+        return bool(
+            self._dead
+            or (self._offloading and self._offloading[0].slot.offloaded.query())
+            or (self._abandoned and self._abandoned[0][1].query())
+        )
+
+    def do_deferred_work(self) -> None:
+        while self._dead:
+            record, mark = self._dead.popleft()
+            self._live -= 1
+            if record is None:
+                self._forget_kept(mark)
+            else:
+                self._forget_handle(record, mark)
+        while self._offloading and self._offloading[0].slot.offloaded.query():
+            self._retire_offload()
+        if self._abandoned:
+            self._abandoned = [held for held in self._abandoned if not held[1].query()]
+        if not self._live:
+            self._finish_step_if_over()
+            self._close_if_idle()
+
+    def _forget_kept(self, key: int) -> None:
+        holders, size_bytes = self._kept.pop(key)
+        if holders > 1:
+            self._kept[key] = (holders - 1, size_bytes)
+        else:
+            self._kept_bytes -= size_bytes
+
+    def _forget_handle(self, record: StorageRecord, generation: int) -> None:
+        record.handles -= 1
+        if record.state is RecordState.RELOADED and generation != record.generation:
+            record.unread -= 1
+        if record.handles:
+            self._release_if_read(record)
+        else:
+            self._drop(record)
+
+    def _drop(self, record: StorageRecord) -> None:
+        """No graph can ask for these bytes any more."""
+        if self._records.get(record.key) is record:
+            del self._records[record.key]
+        if record.state is RecordState.RELOADED:
+            self._release_buffer(record)
+        # A source whose copy is under way stays until `_retire_offload`: the copy reads it.
+        record.move_to(RecordState.DROPPED)
+        self._store.drop(record.slot)
+        self._stored_bytes -= record.size_bytes
+        log = record.forward
+        log.remove(record)
+        if not log.live and log.wanted:
+            self._learned = (log.wanted, len(log.records))
+
+    def _note_peak(self) -> None:
+        now_bytes = self._kept_bytes + self._offloading_bytes + self._reloaded_bytes
+        self.meter.peak_device_bytes = max(self.meter.peak_device_bytes, now_bytes)
+
+    def _finish_step_if_over(self) -> None:
+        if not self._live and not self._forwards and self.meter.num_saved:
+            self.stats = self.meter.freeze(self._tier)
+            self.meter = StepMeter()
+
+    def _close_if_idle(self) -> None:
+        if self._closing and not self._live and not self._forwards:
+            self._store.close()

@@ -1,0 +1,105 @@
+"""What every store does: take bytes down, give them back, forget them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from ebbtide.devices.base import AbstractEvent
+from ebbtide.stores.extents import Extent
+
+
+@dataclass(eq=False)
+class Slot:
+    """Bytes at rest in a store, and the events that guard them.
+
+    Attributes:
+        extent: where they are.
+        size_bytes: how many of them are the tensor's.
+        offloaded: reached when the copy down is complete; until then the source must live.
+        readers: one for each reload, true once it reads the extent no more.
+    """
+
+    extent: Extent
+    size_bytes: int
+    offloaded: AbstractEvent
+    readers: list[Callable[[], bool]] = field(default_factory=list)
+
+    def in_use(self) -> bool:
+        """Whether the extent may still be written or read."""
+        self.readers = [finished for finished in self.readers if not finished()]
+        return bool(self.readers) or not self.offloaded.query()
+
+
+class AbstractStore(ABC):
+    """Keeps bytes in a lower tier. Its session calls it from one thread at a time."""
+
+    def __init__(self) -> None:
+        self._dropped: list[Slot] = []
+
+    @property
+    @abstractmethod
+    def capacity_bytes(self) -> int:
+        """Bytes taken from the tier, whether in use or kept for the next step."""
+
+    @property
+    @abstractmethod
+    def used_bytes(self) -> int:
+        """Bytes in use now, those that wait for their last reader among them."""
+
+    @abstractmethod
+    def offload(self, source: torch.Tensor, ready: AbstractEvent) -> Slot:
+        """Start to copy ``source`` down.
+
+        Args:
+            source: device memory that must live, unwritten, until ``slot.offloaded``.
+            ready: the event after which ``source`` holds its bytes.
+
+        Shape:
+            source: (size_bytes,), uint8.
+
+        Raises:
+            StoreFullError: the tier has no room; nothing has been started.
+        """
+
+    @abstractmethod
+    def reload(self, slot: Slot) -> tuple[torch.Tensor, AbstractEvent]:
+        """Start to copy a slot's bytes back up.
+
+        Returns:
+            A device buffer and the event after which it holds the bytes. The caller keeps the
+            buffer alive until that event, also when nobody wants the bytes any more.
+
+        Shape:
+            buffer: (size_bytes,), uint8.
+        """
+
+    @abstractmethod
+    def read_ahead(self, slot: Slot) -> None:
+        """Prepare for a reload that is expected, without taking device memory for it."""
+
+    def drop(self, slot: Slot) -> None:
+        """Forget a slot. Its bytes are reused once nothing writes or reads them any more."""
+        self._dropped.append(slot)
+        self.collect()
+
+    def collect(self) -> None:
+        """Take back what was dropped and is in use no more."""
+        waiting = []
+        for slot in self._dropped:
+            if slot.in_use():
+                waiting.append(slot)
+            else:
+                self._free(slot)
+        self._dropped = waiting
+
+    @abstractmethod
+    def _free(self, slot: Slot) -> None:
+        """Make a slot's extent available again."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give everything back to the tier, once the copies under way are complete."""

@@ -1,0 +1,59 @@
+"""Byte counts as people write them: ``"24GiB"`` in, ``"1.7 GiB"`` out."""
+
+from __future__ import annotations
+
+import re
+
+from ebbtide.errors import PolicyError
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
+
+
+def parse_size_bytes(size: int | str, *, name: str = "size") -> int:
+    """Read a byte count.
+
+    Args:
+        size: bytes as an int, or text such as ``"24GiB"``, ``"512 MiB"``, ``"1e9"`` is not taken.
+        name: what the number is called in an error message.
+
+    Returns:
+        The size in bytes.
+
+    Raises:
+        PolicyError: ``size`` is negative or cannot be read.
+    """
+    if isinstance(size, bool) or not isinstance(size, int | str):
+        raise PolicyError(f'{name} must be a number of bytes or text like "24GiB", got {size!r}')
+    if isinstance(size, int):
+        if size < 0:
+            raise PolicyError(f"{name} must not be negative, got {size}")
+        return size
+    match = _SIZE.fullmatch(size)
+    if match is None or match[2].lower() not in _UNITS:
+        raise PolicyError(
+            f"{name}={size!r} cannot be read as bytes; write a number and one of "
+            f'B, KiB, MiB, GiB, TiB, KB, MB, GB, TB, such as "24GiB"'
+        )
+    return int(float(match[1]) * _UNITS[match[2].lower()])
+
+
+def format_size(size_bytes: int) -> str:
+    """Write a byte count for people: ``1830 -> "1.8 KiB"``."""
+    size = float(size_bytes)
+    for unit in ("B", "KiB", "MiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.2f} GiB"
