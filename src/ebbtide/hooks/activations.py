@@ -10,13 +10,8 @@ import torch
 from torch import nn
 
 from ebbtide.hooks.parameters import ParameterIndex
-from ebbtide.runtime.saved import (
-    AbstractSaved,
-    CompositeTensor,
-    KeptTensor,
-    OffloadedTensor,
-    PassedTensor,
-)
+from ebbtide.runtime.kept import LargeKept, SmallKept
+from ebbtide.runtime.saved import CompositeTensor, OffloadedTensor, Saved, hold, restore
 from ebbtide.runtime.session import Session
 
 _PLAIN_TYPES = frozenset({torch.Tensor, nn.Parameter})
@@ -40,6 +35,7 @@ class ActivationHooks:
         self._session = session
         self._device = session.device.torch_device
         self._parameters = parameters
+        self._small: list[SmallKept] = []  # of the forwards that run now, innermost last
         self._min_bytes = max(min_bytes, 1)  # no bytes, no copy
 
     def begin(self) -> bool:
@@ -51,39 +47,55 @@ class ActivationHooks:
         if not torch.is_grad_enabled() or _checkpoint_is_recording():
             return False
         self._parameters.refresh()
-        self._session.begin_forward()
-        torch._C._autograd._push_saved_tensors_default_hooks(self.pack, _unpack)
+        self._small.append(self._session.begin_forward())
+        torch._C._autograd._push_saved_tensors_default_hooks(self.pack, restore)
         return True
 
     def end(self) -> None:
+        """End what `begin` began."""
         torch._C._autograd._pop_saved_tensors_default_hooks()
-        self._session.end_forward()
+        self._session.end_forward(self._small.pop())
 
-    def pack(self, tensor: torch.Tensor) -> AbstractSaved:
-        """Take a tensor that autograd saves (design section 4 gives the order of the rules)."""
-        meter = self._session.meter
-        meter.num_saved += 1
+    def pack(self, tensor: torch.Tensor) -> Saved:
+        """Take a tensor that autograd saves (design section 4 gives the order of the rules).
+
+        Thousands of small tensors come this way in a step: each look-up here shows in
+        benchmarks/overhead.
+        """
         if (
-            tensor.device != self._device
-            or type(tensor) not in _PLAIN_TYPES
+            type(tensor) not in _PLAIN_TYPES
+            or tensor.device != self._device
             or tensor.layout is not torch.strided
         ):
             return self._pack_unusual(tensor)
         size_bytes = tensor.nbytes
+        meter = self._session.meter
+        meter.num_saved += 1
         meter.saved_bytes += size_bytes
-        storage = tensor.untyped_storage()
-        address = storage._cdata
-        if self._parameters.owns(tensor, address):
+        base = tensor._base
+        whole = tensor if base is None else base
+        pointer = whole.data_ptr()
+        if self._parameters.owns(tensor, pointer):
             meter.parameter_bytes += size_bytes
-            return PassedTensor(tensor)
-        storage_bytes = storage.nbytes()
-        if not self.offloading or storage_bytes < self._min_bytes or tensor.is_quantized:
-            return KeptTensor(self._session, tensor, address, storage_bytes)
-        return self._offload(tensor, storage, address)
+            return hold(tensor)
+        if size_bytes < self._min_bytes and whole.nbytes < self._min_bytes:
+            small = self._small[-1]
+            if pointer not in small.pointers:
+                small.pointers.add(pointer)
+                small.size_bytes += whole.nbytes
+            return tensor.detach(), tensor._version, small
+        return self._pack_large(tensor, size_bytes)
 
-    def _offload(
-        self, tensor: torch.Tensor, storage: torch.UntypedStorage, address: int
-    ) -> AbstractSaved:
+    def _pack_large(self, tensor: torch.Tensor, size_bytes: int) -> Saved:
+        storage = tensor.untyped_storage()
+        if self._parameters.owns(tensor, storage.data_ptr()):
+            self._session.meter.parameter_bytes += size_bytes
+            return hold(tensor)
+        if not self.offloading or tensor.is_quantized or storage.nbytes() < self._min_bytes:
+            return hold(tensor, LargeKept(self._session, storage._cdata, storage.nbytes()))
+        return self._offload(tensor, storage, storage._cdata)
+
+    def _offload(self, tensor: torch.Tensor, storage: torch.UntypedStorage, address: int) -> Saved:
         session, version = self._session, tensor._version
         size, stride = tensor.shape, tensor.stride()
         distinct = tuple(n if step else 1 for n, step in zip(size, stride, strict=True))
@@ -102,17 +114,13 @@ class ActivationHooks:
         )
         return OffloadedTensor(session, record, tensor, distinct)
 
-    def _pack_unusual(self, tensor: torch.Tensor) -> AbstractSaved:
+    def _pack_unusual(self, tensor: torch.Tensor) -> Saved:
         if tensor.device == self._device and hasattr(tensor, "__tensor_flatten__"):
-            self._session.meter.num_saved -= 1  # its inner tensors count
-            return CompositeTensor(tensor, self.pack)
-        with contextlib.suppress(RuntimeError):  # some subclasses cannot say
+            return CompositeTensor(tensor, self.pack)  # its inner tensors count
+        self._session.meter.num_saved += 1
+        with contextlib.suppress(RuntimeError):  # sparse tensors and some subclasses cannot say
             self._session.meter.saved_bytes += tensor.nbytes
-        return PassedTensor(tensor)
-
-
-def _unpack(saved: AbstractSaved) -> torch.Tensor:
-    return saved.restore()
+        return hold(tensor)
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:

@@ -17,7 +17,7 @@ class ParameterIndex:
     """Recognises the parameters and buffers of some modules, their views and their cast copies.
 
     They are on the device whether or not autograd saves them, so offloading them frees nothing.
-    A view is known by its storage. A copy (autocast's, or of a transposed weight) has a storage of
+    A view is known by its memory. A copy (autocast's, or of a transposed weight) has a storage of
     its own: its `grad_fn` leads through copying operations to the parameter. A frozen parameter
     has no `grad_fn`; the copy that autocast makes of one is known by its shape and type.
 
@@ -27,34 +27,42 @@ class ParameterIndex:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = list(modules)
-        self._addresses: set[int] = set()
+        self._pointers: set[int] = set()
         self._frozen_shapes: set[torch.Size] = set()
+        self._copying = _copying_nodes()
 
     def refresh(self) -> None:
         """Look at the modules again: parameters can have been replaced, frozen or moved."""
-        addresses, frozen_shapes = set(), set()
+        pointers: set[int] = set()
+        frozen_shapes: set[torch.Size] = set()
         for module in self._modules:
             for parameter in module.parameters():
-                addresses.add(parameter.untyped_storage()._cdata)
+                pointers.add(parameter.data_ptr())
+                pointers.add(parameter.untyped_storage().data_ptr())
                 if not parameter.requires_grad and parameter.dtype not in _AUTOCAST_TYPES:
                     frozen_shapes.add(parameter.shape)
                     frozen_shapes.add(parameter.shape[::-1])
             for buffer in module.buffers():
-                addresses.add(buffer.untyped_storage()._cdata)
-        self._addresses, self._frozen_shapes = addresses, frozen_shapes
+                pointers.add(buffer.data_ptr())
+                pointers.add(buffer.untyped_storage().data_ptr())
+        pointers.discard(0)  # empty ones
+        self._pointers, self._frozen_shapes = pointers, frozen_shapes
 
-    def owns(self, tensor: torch.Tensor, address: int) -> bool:
-        """Whether ``tensor``, whose storage is at ``address``, is one of theirs.
+    def owns(self, tensor: torch.Tensor, pointer: int) -> bool:
+        """Whether ``tensor`` is one of theirs.
 
-        An address is enough here: a parameter's storage lives as long as its module, and a
-        mistake would only leave a tensor where it is.
+        Args:
+            tensor: what was saved.
+            pointer: to the memory of the tensor that it is a view of, or of its storage. A
+                parameter's memory lives as long as its module, and a mistake would only leave a
+                tensor where it is.
         """
-        if address in self._addresses:
+        if pointer in self._pointers:
             return True
         node = tensor.grad_fn
         if node is None:
             return isinstance(tensor, nn.Parameter) or self._is_frozen_cast(tensor)
-        copying = _copying_nodes()
+        copying = self._copying
         if type(node) not in copying:
             return False
         while node is not None and type(node) in copying:

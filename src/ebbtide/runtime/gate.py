@@ -32,7 +32,7 @@ class Gate:
 
     def __init__(self, owner: DeferredWork) -> None:
         self._lock = threading.Lock()
-        self._owner: DeferredWork = weakref.proxy(owner)
+        self._owner = weakref.ref(owner)
 
     def __enter__(self) -> None:
         self._lock.acquire()
@@ -51,12 +51,16 @@ class Gate:
             self._leave()
 
     def _leave(self) -> None:
+        owner = self._owner()
+        if owner is None:  # the garbage collector is taking owner and notes away together
+            self._lock.release()
+            return
         while True:
             try:
-                if self._owner.has_deferred_work():
-                    self._owner.do_deferred_work()
+                if owner.has_deferred_work():
+                    owner.do_deferred_work()
             finally:
                 self._lock.release()
             # Work that arrived between the drain and the release found the lock taken.
-            if not self._owner.has_deferred_work() or not self._lock.acquire(blocking=False):
+            if not owner.has_deferred_work() or not self._lock.acquire(blocking=False):
                 return

@@ -9,6 +9,7 @@ from typing import NoReturn, final
 import torch
 
 from ebbtide.errors import SavedTensorModifiedError
+from ebbtide.runtime.kept import LargeKept, SmallKept
 from ebbtide.runtime.records import StorageRecord
 from ebbtide.runtime.session import Session
 
@@ -36,43 +37,39 @@ def _raise_modified(tensor: torch.Tensor, version: int, shape: torch.Size) -> No
     )
 
 
-class _AbstractHeldTensor(AbstractSaved):
-    """A tensor that stays where it is."""
+HeldTensor = tuple[torch.Tensor, int, SmallKept | LargeKept | None]
+"""A tensor that stays where it is: itself, detached, its version, and what counts it.
 
-    __slots__ = ("_tensor", "_version")
+A plain tuple, because most saved tensors are small and a tuple is what costs least to make. The
+tensor is detached because the tensor itself would refer to the graph that it lives in, and leak.
+"""
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        # Detached: the tensor itself would refer to the graph that it lives in, and leak.
-        self._tensor = tensor.detach()
-        self._version = tensor._version
-
-    def restore(self) -> torch.Tensor:
-        if self._tensor._version != self._version:
-            _raise_modified(self._tensor, self._version, self._tensor.shape)
-        return self._tensor
+Saved = AbstractSaved | HeldTensor
 
 
-@final
-class PassedTensor(_AbstractHeldTensor):
-    """A tensor that is none of ours: a parameter, another device's, another layout."""
+def hold(tensor: torch.Tensor, count: SmallKept | LargeKept | None = None) -> HeldTensor:
+    """Leave a saved tensor where it is.
 
-    __slots__ = ()
+    Args:
+        tensor: what was saved.
+        count: counts it as kept until it is let go; None for what is none of ours: a parameter,
+            another device's tensor, another layout.
+    """
+    return tensor.detach(), tensor._version, count
 
 
-@final
-class KeptTensor(_AbstractHeldTensor):
-    """A tensor that stays on the device and is counted as long as it lives."""
+def restore(saved: Saved) -> torch.Tensor:
+    """The unpack hook.
 
-    __slots__ = ("_key", "_session")
-
-    def __init__(self, session: Session, tensor: torch.Tensor, key: int, size_bytes: int) -> None:
-        super().__init__(tensor)
-        session.keep(key, size_bytes)
-        self._key = key
-        self._session = session
-
-    def __del__(self) -> None:
-        self._session.forget(None, self._key)
+    Raises:
+        SavedTensorModifiedError: the tensor was modified in place since it was saved.
+    """
+    if type(saved) is not tuple:
+        return saved.restore()  # type: ignore[union-attr]
+    tensor, version, _ = saved
+    if tensor._version != version:
+        _raise_modified(tensor, version, tensor.shape)
+    return tensor
 
 
 @final
@@ -164,7 +161,7 @@ class CompositeTensor(AbstractSaved):
 
     __slots__ = ("_context", "_inner", "_size", "_stride", "_type")
 
-    def __init__(self, tensor: torch.Tensor, pack: Callable[[torch.Tensor], AbstractSaved]) -> None:
+    def __init__(self, tensor: torch.Tensor, pack: Callable[[torch.Tensor], Saved]) -> None:
         names, self._context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
         self._inner = {name: pack(getattr(tensor, name)) for name in names}
         self._type = type(tensor)
@@ -172,7 +169,7 @@ class CompositeTensor(AbstractSaved):
         self._stride = tensor.stride()
 
     def restore(self) -> torch.Tensor:
-        inner = {name: saved.restore() for name, saved in self._inner.items()}
+        inner = {name: restore(saved) for name, saved in self._inner.items()}
         return self._type.__tensor_unflatten__(  # type: ignore[attr-defined, no-any-return]
             inner, self._context, self._size, self._stride
         )

@@ -13,6 +13,7 @@ import torch
 from ebbtide.devices.base import AbstractDevice, AbstractEvent
 from ebbtide.runtime.forward import ForwardLog
 from ebbtide.runtime.gate import Gate
+from ebbtide.runtime.kept import SmallKept
 from ebbtide.runtime.records import RecordState, StorageRecord
 from ebbtide.runtime.stats import StepMeter, StepStats
 from ebbtide.stores.base import AbstractStore
@@ -58,6 +59,7 @@ class Session:
         self._reloaded_bytes = 0
         self._abandoned: list[tuple[torch.Tensor, AbstractEvent]] = []
         self._dead: deque[tuple[StorageRecord | None, int]] = deque()
+        self._dead_small: deque[int] = deque()
         self._kept: dict[int, tuple[int, int]] = {}  # storage address -> (holders, bytes counted)
         self._kept_bytes = 0
         self._stored_bytes = 0
@@ -71,19 +73,26 @@ class Session:
 
     # ---- forward ------------------------------------------------------------------------------
 
-    def begin_forward(self) -> None:
-        """A forward whose saved tensors come here begins."""
+    def begin_forward(self) -> SmallKept:
+        """A forward whose saved tensors come here begins. Returns the count of its small ones."""
         with self._gate:
             self._forwards += 1
             self._log = ForwardLog(*self._learned)
+        return SmallKept(self)
 
-    def end_forward(self) -> None:
+    def end_forward(self, small: SmallKept) -> None:
+        """The forward that `begin_forward` gave ``small`` for has ended, in whatever way."""
         with self._gate:
+            if small.pointers:
+                self._live += 1
+                self._kept_bytes += small.size_bytes
+                self.meter.kept_bytes += small.size_bytes
+                self._note_peak()
             self._forwards -= 1
             self._finish_step_if_over()
 
     def keep(self, key: int, size_bytes: int) -> None:
-        """Count a saved tensor that stays on the device, once for all that share its storage.
+        """Count a large tensor that stays on the device, once for all that share its storage.
 
         Args:
             key: the address of its storage, which the saved tensor keeps alive.
@@ -277,6 +286,11 @@ class Session:
         self._dead.append((record, mark))
         self._gate.knock()
 
+    def forget_small(self, size_bytes: int) -> None:
+        """All the small tensors that a forward had kept have died."""
+        self._dead_small.append(size_bytes)
+        self._gate.knock()
+
     def poll(self) -> None:
         """Let go of what finished copies no longer need. Any thread may call this."""
         self._gate.knock()
@@ -301,6 +315,7 @@ class Session:
     def has_deferred_work(self) -> bool:
         return bool(
             self._dead
+            or self._dead_small
             or (self._offloading and self._offloading[0].slot.offloaded.query())
             or (self._abandoned and self._abandoned[0][1].query())
         )
@@ -313,6 +328,9 @@ class Session:
                 self._forget_kept(mark)
             else:
                 self._forget_handle(record, mark)
+        while self._dead_small:
+            self._live -= 1
+            self._kept_bytes -= self._dead_small.popleft()
         while self._offloading and self._offloading[0].slot.offloaded.query():
             self._retire_offload()
         if self._abandoned:

@@ -1,0 +1,54 @@
+"""Counting what stays on the device, at a price that a small tensor can bear."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, final
+
+if TYPE_CHECKING:
+    from ebbtide.runtime.session import Session
+
+
+@final
+class SmallKept:
+    """The small tensors that one forward left on the device.
+
+    They are thousands, so none of them announces its own end: every handle refers to this object,
+    and when the last of them has died, so does it, and the session hears of it once. Until then all
+    of them count as held.
+
+    Attributes:
+        pointers: to the memory counted, all of which handles keep alive.
+        size_bytes: what they hold together.
+    """
+
+    __slots__ = ("_session", "pointers", "size_bytes")
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self.pointers: set[int] = set()
+        self.size_bytes = 0
+
+    def __del__(self) -> None:
+        if self.pointers:
+            self._session.forget_small(self.size_bytes)
+
+
+@final
+class LargeKept:
+    """One large tensor that stays on the device; its end is announced.
+
+    Args:
+        session: that counts it.
+        address: of its storage, which a handle keeps alive.
+        size_bytes: of the storage.
+    """
+
+    __slots__ = ("_address", "_session")
+
+    def __init__(self, session: Session, address: int, size_bytes: int) -> None:
+        session.keep(address, size_bytes)
+        self._address = address
+        self._session = session
+
+    def __del__(self) -> None:
+        self._session.forget(None, self._address)
