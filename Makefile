@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo test check bench clean
+.PHONY: demo test check soak bench clean
 
 demo: $(VENV)/.demo  ## train an FNO on Darcy flow with and without offload, and compare
 	$(BIN)/ebbtide demo
@@ -18,6 +18,9 @@ check: $(VENV)/.dev  ## lint, formatting, types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+soak: $(VENV)/.dev  ## the engine under thousands of adversarial orders of copies
+	EBBTIDE_SIMULATION_SEEDS=20000 $(BIN)/python -m pytest --timeout 0 tests/simulation
 
 bench: $(VENV)/.dev  ## measure the overhead per saved tensor; results go to benchmarks/results
 	$(BIN)/python -m benchmarks.overhead

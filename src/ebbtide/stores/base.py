@@ -29,9 +29,13 @@ class Slot:
     readers: list[Callable[[], bool]] = field(default_factory=list)
 
     def in_use(self) -> bool:
-        """Whether the extent may still be written or read."""
+        """Whether the extent may still be read.
+
+        The copy that writes it may be under way still: the next one to write here is queued on
+        the same stream, behind it.
+        """
         self.readers = [finished for finished in self.readers if not finished()]
-        return bool(self.readers) or not self.offloaded.query()
+        return bool(self.readers)
 
 
 class AbstractStore(ABC):
@@ -82,7 +86,7 @@ class AbstractStore(ABC):
         """Prepare for a reload that is expected, without taking device memory for it."""
 
     def drop(self, slot: Slot) -> None:
-        """Forget a slot. Its bytes are reused once nothing writes or reads them any more."""
+        """Forget a slot. Its bytes are reused once nothing reads them any more."""
         self._dropped.append(slot)
         self.collect()
 

@@ -43,11 +43,13 @@ class PinnedStore(AbstractStore):
 
     Args:
         device: whose copy streams move the bytes.
+        slab_bytes: how much to take at a time, at least; a power of two.
     """
 
-    def __init__(self, device: AbstractDevice) -> None:
+    def __init__(self, device: AbstractDevice, slab_bytes: int = _SLAB_BYTES) -> None:
         super().__init__()
         self._device = device
+        self._slab_bytes = slab_bytes
         self._slabs: list[_Slab] = []
 
     @property
@@ -79,7 +81,8 @@ class PinnedStore(AbstractStore):
         """Nothing to prepare: host memory is as near as it gets."""
 
     def close(self) -> None:
-        self._device.finish_copies()  # a copy must not outlive the memory it reads or writes
+        # A copy must not outlive the memory it reads or writes, nor the session that lets go of it.
+        self._device.finish_copies()
         self._slabs.clear()
 
     def _allocate(self, size_bytes: int) -> tuple[_Slab, Extent]:
@@ -96,7 +99,7 @@ class PinnedStore(AbstractStore):
 
     def _slab_size(self, size_bytes: int) -> int:
         """A power of two, because torch's pinned allocator would round up to one anyway."""
-        slab_bytes = max(_SLAB_BYTES, 1 << (size_bytes - 1).bit_length())
+        slab_bytes = max(self._slab_bytes, 1 << (size_bytes - 1).bit_length())
         free_bytes = int(psutil.virtual_memory().available * _FREE_SHARE)
         if slab_bytes > free_bytes:
             raise StoreFullError(

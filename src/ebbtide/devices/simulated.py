@@ -1,0 +1,303 @@
+"""A device without hardware that shows races: adversarial copies over ordinary memory.
+
+Kernels run at once, in the order in which the host queues them: they are the compute stream. Copies
+are queued, and each runs as late as its events allow, or earlier; a seed decides. What an engine
+does wrong is seen in two ways. Some of it spoils numbers: a reload's buffer is poisoned until its
+copy has run. The rest is checked where it happens and raises `RaceError`:
+
+- a copy down that waits for no event recorded after the bytes were written;
+- a copy up into memory that was allocated after the newest event it waits for, so that queued
+  kernels may still read it;
+- a copy whose source or target was freed before it ran;
+- two copies of the same memory, one of them writing, in no order.
+
+Not modelled: time, so that nothing is ever too slow; kernels that run late themselves, for which
+the events stand that copies must wait for.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ebbtide.devices.base import AbstractDevice, AbstractEvent, AbstractStream
+
+_POISON = 0xFF  # every float, complex and bfloat16 made of it is NaN
+
+
+class RaceError(AssertionError):
+    """The engine did something that a real device would not have survived."""
+
+
+@final
+class _ComputeEvent(AbstractEvent):
+    """A point in a compute stream: after what was queued there, and what that had waited for."""
+
+    def __init__(self, device: SimulatedDevice, clock: int, waited: frozenset[_Copy]) -> None:
+        self._device = device
+        self.clock = clock
+        self.waited = waited
+        self._reached = False
+
+    def query(self) -> bool:
+        # The host runs ahead: the device may not have come this far yet.
+        self._reached = self._reached or self._device.flip()
+        return self._reached
+
+    def synchronize(self) -> None:
+        self._reached = True
+
+
+@final
+@dataclass(eq=False)
+class _Copy:
+    """One queued copy. Both ends are held weakly: keeping them alive is the engine's part."""
+
+    number: int
+    lane: str
+    source: _End
+    target: _End
+    before: list[_Copy]
+    done: bool = False  # its bytes have moved
+    known: bool = False  # the host has seen that they have
+
+    def overlaps(self, other: _Copy) -> bool:
+        """Whether they touch the same memory and one of them writes it."""
+        return (
+            self.target.overlaps(other.target)
+            or self.target.overlaps(other.source)
+            or self.source.overlaps(other.target)
+        )
+
+    def follows(self, other: _Copy) -> bool:
+        """Whether its stream and its events order it after ``other``."""
+        todo, seen = list(self.before), {self}
+        while todo:
+            copy = todo.pop()
+            if copy is other:
+                return True
+            if copy not in seen:
+                seen.add(copy)
+                todo.extend(copy.before)
+        return False
+
+
+@final
+class _End:
+    """One end of a copy: a range of some storage, without a claim on it."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        self._reference: StorageWeakRef | None = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        self._identity = storage._cdata
+        self._begin = tensor.storage_offset()
+        self._size = tensor.numel()
+
+    def tensor(self) -> torch.Tensor | None:
+        """The range as (size_bytes,) uint8, or None when its storage is gone."""
+        assert self._reference is not None
+        storage = torch.UntypedStorage._new_with_weak_ptr(self._reference.cdata)
+        if storage is None:
+            return None
+        return torch.empty(0, dtype=torch.uint8).set_(storage, self._begin, (self._size,), (1,))
+
+    def forget(self) -> None:
+        """Let its storage's address be used again: the engine must not rely on this reference."""
+        self._reference = None
+        self._identity = 0
+
+    def overlaps(self, other: _End) -> bool:
+        return (
+            self._identity == other._identity
+            and self._begin < other._begin + other._size
+            and other._begin < self._begin + self._size
+        )
+
+
+@final
+class _CopyEvent(AbstractEvent):
+    def __init__(self, device: SimulatedDevice, copy: _Copy) -> None:
+        self._device = device
+        self.copy = copy
+
+    def query(self) -> bool:
+        self._device.stir()
+        self.copy.known = self.copy.done
+        return self.copy.done
+
+    def synchronize(self) -> None:
+        self._device.run(self.copy)
+        self.copy.known = True
+
+
+@final
+class _ComputeStream(AbstractStream):
+    def __init__(self, device: SimulatedDevice) -> None:
+        self._device = device
+        self._waited: set[_Copy] = set()
+
+    def record(self) -> AbstractEvent:
+        self._waited = {copy for copy in self._waited if not copy.known}
+        return _ComputeEvent(self._device, self._device.clock, frozenset(self._waited))
+
+    def wait(self, event: AbstractEvent) -> None:
+        # Kernels that the host queues from now on run at once, so the copy must have run. Only
+        # this stream is ordered after it: the host, the other streams know nothing of it.
+        assert isinstance(event, _CopyEvent)
+        self._device.run(event.copy)
+        self._waited.add(event.copy)
+        self._device.stir()
+
+
+@final
+@dataclass
+class _Allocation:
+    storage: StorageWeakRef
+    clock: int
+    size_bytes: int
+
+    def expired(self) -> bool:
+        return bool(self.storage.expired())  # type: ignore[no-untyped-call]
+
+
+@final
+class SimulatedDevice(AbstractDevice):
+    """A device of ordinary memory whose copies run in an order that a seed chooses.
+
+    Args:
+        seed: decides every choice; the same calls with the same seed give the same `trace`.
+        eagerness: how often a copy runs earlier than it must, from 0 (never) to 1.
+
+    Attributes:
+        clock: how much has been queued; events and allocations carry it.
+        current: which of two compute streams the host queues kernels on.
+        trace: the copies that have run, in order: lane and number of each.
+    """
+
+    pins_host_memory = False
+
+    def __init__(self, seed: int, eagerness: float = 0.2) -> None:
+        super().__init__(torch.device("cpu"))
+        self.clock = 0
+        self.trace: list[tuple[str, int]] = []
+        self._choices = random.Random(seed)
+        self._eagerness = eagerness
+        self._compute = [_ComputeStream(self), _ComputeStream(self)]
+        self.current = 0
+        self._queues: dict[str, list[_Copy]] = {"d2h": [], "h2d": []}
+        self._count = 0
+        self._unknown: list[_Copy] = []  # what the host cannot be sure has run
+        self._allocations: list[_Allocation] = []
+
+    def compute_stream(self) -> AbstractStream:
+        return self._compute[self.current]
+
+    def allocate(self, size_bytes: int) -> torch.Tensor:
+        self.clock += 1
+        self._allocations = [known for known in self._allocations if not known.expired()]
+        memory = torch.full((size_bytes,), _POISON, dtype=torch.uint8)
+        reference = StorageWeakRef(memory.untyped_storage())  # type: ignore[no-untyped-call]
+        self._allocations.append(_Allocation(reference, self.clock, size_bytes))
+        return memory
+
+    def allocated_bytes(self) -> int:
+        """Bytes that `allocate` gave out and that are alive."""
+        self._allocations = [
+            allocation for allocation in self._allocations if not allocation.expired()
+        ]
+        return sum(allocation.size_bytes for allocation in self._allocations)
+
+    def copy_down(
+        self, target: torch.Tensor, source: torch.Tensor, *after: AbstractEvent
+    ) -> AbstractEvent:
+        if self._newest(after) < self.clock:
+            raise RaceError("a copy down does not wait for the kernels that wrote its source")
+        target.fill_(_POISON)
+        return self._queue("d2h", target, source, after)
+
+    def copy_up(
+        self, target: torch.Tensor, source: torch.Tensor, *after: AbstractEvent
+    ) -> AbstractEvent:
+        allocated = self._allocated_at(target)
+        if self._newest(after) < allocated:
+            raise RaceError("a copy up does not wait for kernels that may still read its target")
+        return self._queue("h2d", target, source, after)
+
+    def finish_copies(self) -> None:
+        for queue in self._queues.values():
+            while queue:
+                self.run(queue[0])
+        for copy in self._unknown:
+            copy.known = True
+
+    def flip(self) -> bool:
+        """A seeded choice."""
+        return self._choices.random() < 0.5
+
+    def stir(self) -> None:
+        """Perhaps run some copies that could run now."""
+        while self._choices.random() < self._eagerness:
+            lane = self._choices.choice(("d2h", "h2d"))
+            if self._queues[lane]:
+                self.run(self._queues[lane][0])
+
+    def run(self, copy: _Copy) -> None:
+        """Run a copy, after all that it waits for."""
+        if copy.done:
+            return
+        for earlier in copy.before:
+            self.run(earlier)
+        copy.before = [earlier for earlier in copy.before if not earlier.known]
+        source, target = copy.source.tensor(), copy.target.tensor()
+        if source is None:
+            raise RaceError(f"the source of {copy.lane} copy {copy.number} was freed before it ran")
+        if target is None:
+            raise RaceError(f"the target of {copy.lane} copy {copy.number} was freed before it ran")
+        target.copy_(source)
+        copy.done = True
+        copy.source.forget()
+        self._queues[copy.lane].remove(copy)
+        self.trace.append((copy.lane, copy.number))
+
+    def _queue(
+        self,
+        lane: str,
+        target: torch.Tensor,
+        source: torch.Tensor,
+        after: tuple[AbstractEvent, ...],
+    ) -> AbstractEvent:
+        self.clock += 1
+        queue = self._queues[lane]
+        self._unknown = [copy for copy in self._unknown if not copy.known]
+        before = [copy for copy in self._unknown if copy.lane == lane]
+        for event in after:
+            if isinstance(event, _CopyEvent):
+                before.append(event.copy)
+            elif isinstance(event, _ComputeEvent):
+                before.extend(event.waited)
+        copy = _Copy(self._count, lane, _End(source), _End(target), before)
+        self._count += 1
+        for pending in self._unknown:
+            if copy.overlaps(pending) and not copy.follows(pending):
+                raise RaceError(
+                    f"{lane} copy {copy.number} and {pending.lane} copy {pending.number} touch the "
+                    f"same memory in no order"
+                )
+        queue.append(copy)
+        self._unknown.append(copy)
+        self.stir()
+        return _CopyEvent(self, copy)
+
+    def _newest(self, events: tuple[AbstractEvent, ...]) -> int:
+        return max((e.clock for e in events if isinstance(e, _ComputeEvent)), default=-1)
+
+    def _allocated_at(self, tensor: torch.Tensor) -> int:
+        address = tensor.untyped_storage()._cdata
+        for allocation in reversed(self._allocations):
+            if allocation.storage.cdata == address and not allocation.expired():
+                return allocation.clock
+        return 0

@@ -1,0 +1,135 @@
+"""Every wait and every hold of the engine, and the same code without it.
+
+Each mutation takes one away, by an edit of the source text that must match exactly once. The text
+of `hazard` is what docs/internals/races.md says of it.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """One guard removed.
+
+    Args:
+        name: of the guard.
+        file: below src/ebbtide.
+        old: the code with the guard.
+        new: the same without it.
+        hazard: what the guard prevents.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    hazard: str
+
+
+MUTATIONS = (
+    Mutation(
+        name="the copy down waits for the kernels that write its source",
+        file="stores/pinned.py",
+        old="self._device.copy_down(memory, source, ready)",
+        new="self._device.copy_down(memory, source)",
+        hazard="The copy reads memory that queued kernels have not written yet.",
+    ),
+    Mutation(
+        name="the source is held until its copy down is complete",
+        file="runtime/session.py",
+        old="        self._offloading.append(record)\n",
+        new="        self._offloading.append(record)\n        record.release_source()\n",
+        hazard="The source's memory is handed out again and overwritten while the copy reads it.",
+    ),
+    Mutation(
+        name="compute waits for the oldest copy down before its source is released early",
+        file="runtime/session.py",
+        old="            self._wait(oldest.slot.offloaded)\n",
+        new="",
+        hazard="Past the bound on bytes in flight, kernels queued next reuse memory that the copy "
+        "still reads.",
+    ),
+    Mutation(
+        name="a source is released only when its copy down has been seen complete",
+        file="runtime/session.py",
+        old="        while self._offloading and self._offloading[0].slot.offloaded.query():\n",
+        new="        while self._offloading:\n",
+        hazard="The same, at any moment at which the engine tidies up.",
+    ),
+    Mutation(
+        name="the copy up waits for the kernels queued before its buffer was allocated",
+        file="stores/pinned.py",
+        old="slot.memory(), allocated, slot.offloaded)",
+        new="slot.memory(), slot.offloaded)",
+        hazard="The allocator hands out memory that queued kernels still read; the copy overwrites "
+        "it under them.",
+    ),
+    Mutation(
+        name="the copy up waits for the copy down of the same bytes",
+        file="stores/pinned.py",
+        old="slot.memory(), allocated, slot.offloaded)",
+        new="slot.memory(), allocated)",
+        hazard="The two copy streams are ordered by nothing else when forward and backward compute "
+        "on different streams: host memory is read before it is written.",
+    ),
+    Mutation(
+        name="compute waits for the copy up",
+        file="runtime/session.py",
+        old="            self._wait(event)  # kernels queued from now on read these bytes\n",
+        new="",
+        hazard="Backward kernels read a buffer that the copy has not filled.",
+    ),
+    Mutation(
+        name="a buffer that nobody waited for is held until its copy up is complete",
+        file="runtime/session.py",
+        old="        if not record.awaited:\n",
+        new="        if False:\n",
+        hazard="A graph dies while its bytes are on their way up: the buffer is freed, handed out "
+        "again, and the copy writes over its new contents.",
+    ),
+    Mutation(
+        name="held buffers are let go only when their copy up has been seen complete",
+        file="runtime/session.py",
+        old="self._abandoned = [held for held in self._abandoned if not held[1].query()]",
+        new="self._abandoned = []",
+        hazard="The same.",
+    ),
+    Mutation(
+        name="host memory is not reused while a copy up may read it",
+        file="stores/base.py",
+        old="return bool(self.readers)",
+        new="return False",
+        hazard="The next offload overwrites bytes that are on their way up.",
+    ),
+    Mutation(
+        name="the store waits for its copies before it gives host memory back",
+        file="stores/pinned.py",
+        old="        self._device.finish_copies()\n",
+        new="",
+        hazard="After `detach`, copies under way hold device and host memory that nobody ever lets "
+        "go of.",
+    ),
+    Mutation(
+        name="a record is shared only at the same version",
+        file="runtime/session.py",
+        old="return record is not None and record.version == version",
+        new="return record is not None",
+        hazard="A tensor saved again after a legal in-place change gets its old bytes in backward.",
+    ),
+    Mutation(
+        name="a record pins the identity of its source",
+        file="runtime/records.py",
+        old="self.identity = StorageWeakRef(storage)  # type: ignore[no-untyped-call]",
+        new="self.identity = None",
+        hazard="A freed storage's address comes back at once, for another tensor: it would find "
+        "the record of the first and get its bytes.",
+    ),
+    Mutation(
+        name="in-place changes are seen after the bytes have left",
+        file="runtime/saved.py",
+        old="        if self._probe._version != self._version:\n",
+        new="        if False:\n",
+        hazard="Hooks switch autograd's own check off: a modified saved tensor gives wrong "
+        "gradients without a word.",
+    ),
+)

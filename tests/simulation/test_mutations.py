@@ -1,0 +1,63 @@
+"""The simulation sees every missing wait and hold: each is needed, and the tests can fail."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ebbtide
+from mutations import MUTATIONS, Mutation
+
+SOURCE = Path(ebbtide.__file__).parent
+SEEDS = 200
+
+PROGRAM = """
+import sys, warnings
+warnings.simplefilter("ignore")
+import torch
+torch.set_num_threads(1)
+import ebbtide
+assert ebbtide.__file__.startswith(sys.argv[1]), "the mutated copy must be what runs"
+from harness import check
+for seed in range(int(sys.argv[2])):
+    try:
+        check(seed)
+    except AssertionError as error:
+        print("caught:", error)
+        sys.exit(1)
+"""
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
+def test_simulation_catches(mutation: Mutation, tmp_path: Path) -> None:
+    result = _run_mutated(mutation, tmp_path)
+    assert result.returncode == 1, f"not caught by {SEEDS} seeds\n{result.stdout}{result.stderr}"
+    assert "caught: seed" in result.stdout, result.stderr
+
+
+def test_documentation_lists_every_guard() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "internals" / "races.md").read_text()
+    flat = " ".join(text.split())
+    for mutation in MUTATIONS:
+        assert mutation.name in flat.lower(), mutation.name
+        assert mutation.hazard in flat, mutation.name
+
+
+def _run_mutated(mutation: Mutation, directory: Path) -> subprocess.CompletedProcess[str]:
+    shutil.copytree(SOURCE, directory / "ebbtide", ignore=shutil.ignore_patterns("__pycache__"))
+    file = directory / "ebbtide" / mutation.file
+    text = file.read_text()
+    assert text.count(mutation.old) == 1, f"{mutation.file} has no longer exactly one such place"
+    file.write_text(text.replace(mutation.old, mutation.new))
+    paths = [str(directory), str(Path(__file__).parent)]
+    return subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(directory), str(SEEDS)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
