@@ -174,7 +174,9 @@ def _check_layer_counts(policy: ActivationPolicy, layers: LayerModules) -> None:
         if count is not None and layers.num_calls is not None and count > layers.num_calls:
             raise PolicyError(
                 f"{name}={count} is out of range: the model has {layers.num_calls} layers "
-                f"({', '.join(layers.names[:3])}{', ...' if len(layers.names) > 3 else ''})"
+                f"({', '.join(layers.names[:3])}{', ...' if len(layers.names) > 3 else ''}); if "
+                f"they are called more than once in a forward, each call is a layer: name them, "
+                f"layers={layers.names[:2]}"
             )
 
 

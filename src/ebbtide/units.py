@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 
 from ebbtide.errors import PolicyError
 
@@ -25,7 +26,8 @@ def parse_size_bytes(size: int | str, *, name: str = "size") -> int:
     """Read a byte count.
 
     Args:
-        size: bytes as an int, or text such as ``"24GiB"``, ``"512 MiB"``, ``"1e9"`` is not taken.
+        size: bytes as an int, or text such as ``"24GiB"`` or ``"1.5 GB"``; a fraction of a byte
+            is cut off.
         name: what the number is called in an error message.
 
     Returns:
@@ -46,7 +48,7 @@ def parse_size_bytes(size: int | str, *, name: str = "size") -> int:
             f"{name}={size!r} cannot be read as bytes; write a number and one of "
             f'B, KiB, MiB, GiB, TiB, KB, MB, GB, TB, such as "24GiB"'
         )
-    return int(float(match[1]) * _UNITS[match[2].lower()])
+    return int(Fraction(match[1]) * _UNITS[match[2].lower()])
 
 
 def format_size(size_bytes: int) -> str:

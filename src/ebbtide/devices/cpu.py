@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import weakref
@@ -33,6 +34,8 @@ class LaneEvent(AbstractEvent):
             raise self.failure
 
 
+_LOG = logging.getLogger(__name__)
+
 _Job = tuple[Callable[[], None], LaneEvent, Callable[[], None] | None]
 
 
@@ -48,6 +51,7 @@ class WorkLane:
         self._name = name
         self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._starting = threading.Lock()
         self._finalizer = weakref.finalize(self, self._queue.put, None)
 
     def submit(self, work: Callable[[], None], then: Callable[[], None] | None = None) -> LaneEvent:
@@ -58,11 +62,12 @@ class WorkLane:
             then: runs there right after the event has been reached, whether or not work failed.
         """
         event = LaneEvent()
-        if self._thread is None:
-            self._thread = threading.Thread(
-                target=_run_lane, args=(self._queue,), name=self._name, daemon=True
-            )
-            self._thread.start()
+        with self._starting:
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=_run_lane, args=(self._queue,), name=self._name, daemon=True
+                )
+                self._thread.start()
         self._queue.put((work, event, then))
         return event
 
@@ -80,12 +85,16 @@ def _run_lane(jobs: queue.SimpleQueue[_Job | None]) -> None:
         try:
             work()
         except BaseException as error:  # whoever waits gets it, whatever it is
-            failure = error
+            # Without its traceback, whose frames would keep the work's tensors alive.
+            failure = error.with_traceback(None)
         # What the work refers to (a tensor's memory) must not live until the next job comes.
         del job, work
         event.finish(failure)
         if then is not None:
-            then()
+            try:
+                then()
+            except Exception:
+                _LOG.exception("what follows work in a lane failed; the lane goes on")
         del event, then, failure
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import inspect
 import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, final
 
+import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -58,13 +60,14 @@ def find_layers(model: nn.Module) -> LayerModules:
 
 
 def _repeated_blocks(name: str, module: nn.Module, *, is_root: bool) -> list[LayerModules]:
+    """The lists of blocks in one module, or the module itself where it is called by index."""
     lists = {
         child_name: child
         for child_name, child in module.named_children()
         if isinstance(child, nn.ModuleList | nn.Sequential) and _repeats(child)
     }
     lengths = Counter(len(child) for child in lists.values() if isinstance(child, nn.ModuleList))
-    if not is_root and lengths:
+    if lengths and not is_root and _is_called_by_index(module):
         length, count = max(lengths.items(), key=lambda item: item[1])
         if count > 1:
             return [LayerModules([(name, module)], length)]
@@ -75,6 +78,14 @@ def _repeated_blocks(name: str, module: nn.Module, *, is_root: bool) -> list[Lay
         LayerModules(_blocks_of(f"{prefix}{child_name}", child), _count_blocks(child))
         for child_name, child in lists.items()
     ]
+
+
+def _is_called_by_index(module: nn.Module) -> bool:
+    try:
+        parameters = inspect.signature(module.forward).parameters
+    except (TypeError, ValueError):
+        return False
+    return any(name in ("index", "idx") or name.endswith("_idx") for name in parameters)
 
 
 def _main_class(blocks: Iterable[nn.Module]) -> tuple[type, int]:
@@ -106,11 +117,13 @@ def match_layers(model: nn.Module, layers: Sequence[nn.Module | str]) -> LayerMo
     Raises:
         PolicyError: a pattern matches nothing, or a module is not part of the model.
     """
+    if isinstance(layers, str):
+        raise PolicyError(f"layers is a list: write layers=[{layers!r}]")
     names = {name: module for name, module in model.named_modules() if name}
     chosen: dict[str, nn.Module] = {}
     for layer in layers:
         if isinstance(layer, str):
-            matched = [name for name in names if fnmatch.fnmatchcase(name, layer)]
+            matched = [name for name in names if _matches(name, layer)]
             if not matched:
                 close = difflib.get_close_matches(layer, names, n=5, cutoff=0.3)
                 raise PolicyError(
@@ -126,6 +139,12 @@ def match_layers(model: nn.Module, layers: Sequence[nn.Module | str]) -> LayerMo
         chosen.update((name, names[name]) for name in matched)
     in_model_order = [(name, module) for name, module in names.items() if name in chosen]
     return LayerModules(in_model_order)
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """A wildcard stands for one part of a name: ``"blocks.*"`` is not ``blocks.0.mlp``."""
+    parts, patterns = name.split("."), pattern.split(".")
+    return len(parts) == len(patterns) and all(map(fnmatch.fnmatchcase, parts, patterns))
 
 
 @final
@@ -212,20 +231,27 @@ class LayerTracker:
             warnings.warn(
                 f"num_layers={wanted}, but this forward called only {self._next} layers "
                 f"({', '.join(self._layers.names[:3])}, ...); all of them are offloaded",
-                stacklevel=4,
+                stacklevel=5,  # the call of the model
             )
         self._num_calls = self._next
 
     def _begin_layer(self) -> None:
-        if self._active:  # not so in the second forward of a checkpointed layer
+        if self._counts():
             self._open.append(self._next)
             self._next += 1
             self._tell()
 
     def _end_layer(self) -> None:
-        if self._active and self._open:
+        if self._counts() and self._open:
             self._open.pop()
             self._tell()
+
+    def _counts(self) -> bool:
+        """Whether this call belongs to the forward, and is not a checkpointed layer's second one.
+
+        That runs in a backward, which may itself be part of the forward.
+        """
+        return self._active and torch._C._current_graph_task_id() == -1
 
     def _tell(self) -> None:
         if not self._open:

@@ -48,9 +48,8 @@ class DiskStore(AbstractStore):
 
     def __init__(self, directory: Path | None = None) -> None:
         super().__init__()
-        self.directory = Path(tempfile.gettempdir()) if directory is None else directory
-        self._fd = _open_unlinked(self.directory)
-        self._closer = weakref.finalize(self, os.close, self._fd)
+        self.directory = _default_directory() if directory is None else directory
+        self._file: _File | None = _File(self.directory)
         self._extents = ExtentAllocator(mmap.ALLOCATIONGRANULARITY)
         self._writer = WorkLane("ebbtide-disk-write")
         self._reader = WorkLane("ebbtide-disk-read")
@@ -68,19 +67,19 @@ class DiskStore(AbstractStore):
     def offload(self, source: torch.Tensor, ready: AbstractEvent) -> Slot:
         size_bytes = source.numel()
         extent = self._allocate(size_bytes)
-        fd, view = self._fd, source.numpy().data
+        file, view = self._open_file(), source.numpy().data
 
         def write() -> None:
             ready.synchronize()
-            _write_all(fd, view, extent.offset_bytes)
+            _write_all(file.fd, view, extent.offset_bytes)
 
         return Slot(extent, size_bytes, self._writer.submit(write, then=self.on_progress))
 
     def reload(self, slot: Slot) -> tuple[torch.Tensor, AbstractEvent]:
-        fd, offset, offloaded = self._fd, slot.extent.offset_bytes, slot.offloaded
+        file, offset, offloaded = self._open_file(), slot.extent.offset_bytes, slot.offloaded
         try:
             mapping = _Mapping(
-                fd,
+                file.fd,
                 slot.size_bytes,
                 flags=mmap.MAP_PRIVATE,
                 prot=mmap.PROT_READ | mmap.PROT_WRITE,
@@ -92,7 +91,7 @@ class DiskStore(AbstractStore):
 
             def fill() -> None:
                 offloaded.synchronize()
-                _read_all(fd, view, offset)
+                _read_all(file.fd, view, offset)
 
             event = self._reader.submit(fill)
             slot.readers.append(event.query)
@@ -110,43 +109,55 @@ class DiskStore(AbstractStore):
         return buffer, self._reader.submit(read_ahead)
 
     def read_ahead(self, slot: Slot) -> None:
-        fd, extent = self._fd, slot.extent
+        file, extent = self._open_file(), slot.extent
 
         def advise() -> None:
-            os.posix_fadvise(fd, extent.offset_bytes, extent.size_bytes, os.POSIX_FADV_WILLNEED)
+            os.posix_fadvise(
+                file.fd, extent.offset_bytes, extent.size_bytes, os.POSIX_FADV_WILLNEED
+            )
 
         self._reader.submit(advise)
 
     def close(self) -> None:
         self._writer.close()
         self._reader.close()
-        self._closer()
+        self._file = None
+
+    def _open_file(self) -> _File:
+        assert self._file is not None, "the store is closed"
+        return self._file
 
     def _allocate(self, size_bytes: int) -> Extent:
         self.collect()
         extent = self._extents.allocate(size_bytes)
         if extent is None:
-            self._grow(max(self._extents.missing_bytes(size_bytes), _GROWTH_BYTES))
+            missing_bytes = self._extents.missing_bytes(size_bytes)
+            if not self._grow(max(missing_bytes, _GROWTH_BYTES)) and not self._grow(missing_bytes):
+                raise StoreFullError(
+                    errno.ENOSPC,
+                    f"no room for {format_size(missing_bytes)} more in {self.directory}, where "
+                    f"{format_size(self._extents.capacity_bytes)} of activations are already; free "
+                    f'some, choose another directory (store="disk:/some/dir"), or offload fewer '
+                    f"layers (ActivationPolicy(num_layers=...))",
+                )
             extent = self._extents.allocate(size_bytes)
             assert extent is not None
         return extent
 
-    def _grow(self, size_bytes: int) -> None:
-        """Reserve the bytes on disk now, so that a full disk shows here and not in a write."""
+    def _grow(self, size_bytes: int) -> bool:
+        """Reserve bytes on disk now, so that a full disk shows here and not in a write."""
         size_bytes = self._extents.round_up(size_bytes)
+        capacity_bytes = self._extents.capacity_bytes
+        fd = self._open_file().fd
         try:
-            os.posix_fallocate(self._fd, self._extents.capacity_bytes, size_bytes)
+            os.posix_fallocate(fd, capacity_bytes, size_bytes)
         except OSError as error:
             if error.errno not in _NO_ROOM:
                 raise
-            raise StoreFullError(
-                error.errno,
-                f"no room for {format_size(size_bytes)} more in {self.directory}, where "
-                f"{format_size(self._extents.capacity_bytes)} of activations are already; free "
-                f'some, choose another directory (store="disk:/some/dir"), or offload fewer '
-                f"layers (ActivationPolicy(num_layers=...))",
-            ) from error
+            os.ftruncate(fd, capacity_bytes)  # what did not suffice is for others to use
+            return False
         self._extents.grow(size_bytes)
+        return True
 
     def _free(self, slot: Slot) -> None:
         self._extents.free(slot.extent)
@@ -157,16 +168,33 @@ class _Mapping(mmap.mmap):
     """A mapped extent that can be referred to weakly, so that its end can be seen."""
 
 
-def _open_unlinked(directory: Path) -> int:
+@final
+class _File:
+    """An open file without a name. Work that is queued holds it, so it closes after the last."""
+
+    def __init__(self, directory: Path) -> None:
+        self.fd = -1
+        try:
+            self.fd, name = tempfile.mkstemp(prefix="ebbtide-", dir=directory)
+        except OSError as error:
+            raise PolicyError(
+                f"cannot create a file in {directory}: {error.strerror}; name a directory that "
+                f'exists and can be written to, such as store="disk:/some/dir"'
+            ) from error
+        os.unlink(name)
+
+    def __del__(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+
+
+def _default_directory() -> Path:
     try:
-        fd, name = tempfile.mkstemp(prefix="ebbtide-", dir=directory)
+        return Path(tempfile.gettempdir())
     except OSError as error:
         raise PolicyError(
-            f"cannot create a file in {directory}: {error.strerror}; name a directory that exists "
-            f'and can be written to, such as store="disk:/some/dir"'
+            f'{error.strerror}; name a directory, such as store="disk:/some/dir"'
         ) from error
-    os.unlink(name)
-    return fd
 
 
 def _write_all(fd: int, view: memoryview, offset: int) -> None:

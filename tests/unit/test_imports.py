@@ -1,0 +1,182 @@
+"""`import ebbtide` stays light, and imports within the package point one way."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import ebbtide
+
+PACKAGE = Path(ebbtide.__file__).parent
+
+# Each part may import its own line and the lines above it (design, section 3). "__init__" is what
+# `import ebbtide` gives.
+CHAIN = [
+    ["version", "errors", "units", "policy"],
+    ["schedule", "tracing"],
+    ["devices"],
+    ["stores"],
+    ["runtime"],
+    ["hooks"],
+    ["engine", "api"],
+    ["__init__"],
+    ["compat", "integrations", "cli"],
+]
+# Beside the chain: these may import themselves and the named lines of the chain, no others.
+BESIDE = {"problems": CHAIN[:1], "planning": CHAIN[:2]}
+USERS_OF = {"problems": {"cli"}, "planning": {"engine", "api", "__init__", *CHAIN[-1]}}
+
+
+def may_import(part: str) -> set[str]:
+    """The parts of the package that a part may import."""
+    if part in BESIDE:
+        return {part}.union(*BESIDE[part])
+    line = next((number for number, parts in enumerate(CHAIN) if part in parts), None)
+    assert line is not None, f"src/ebbtide/{part} has no place in the order of imports yet"
+    beside = {name for name, users in USERS_OF.items() if part in users}
+    return beside.union(*CHAIN[: line + 1])
+
+
+def imported_parts(source: str, parts: set[str]) -> Iterator[str]:
+    """The parts that a file imports, wherever in the file; type checkers' imports count too."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom):
+            assert not node.level, "imports within the package are written out: from ebbtide..."
+            # `from ebbtide import x`: a part if there is one of that name, else a public name.
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        else:
+            continue
+        for name in names:
+            package, part, *_ = [*name.split("."), "__init__"]
+            if package == "ebbtide":
+                yield part if part in parts else "__init__"
+
+
+def wrong_imports(package: Path) -> list[str]:
+    """The imports that point the wrong way, as ``file: part``."""
+    files = {path.relative_to(package): path for path in package.rglob("*.py")}
+    parts = {Path(file.parts[0]).stem for file in files}
+    return [
+        f"{file.as_posix()}: {part}"
+        for file, path in sorted(files.items())
+        for part in imported_parts(path.read_text(), parts)
+        if part not in may_import(Path(file.parts[0]).stem)
+    ]
+
+
+def test_imports_within_the_package_point_one_way() -> None:
+    assert wrong_imports(PACKAGE) == []
+
+
+def test_every_file_was_looked_at() -> None:
+    """The stores import the devices, and so on: the test above did see imports."""
+    text = (PACKAGE / "stores" / "disk.py").read_text()
+    assert {"devices", "stores", "errors"} <= set(
+        imported_parts(text, {"devices", "stores", "errors"})
+    )
+
+
+def fabricate(package: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        path = package / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return package
+
+
+SOUND = {
+    "__init__.py": "from ebbtide.api import offload\n",
+    "errors.py": "import re\n",
+    "policy.py": "from ebbtide.errors import PolicyError\n",
+    "devices/cpu.py": "from ebbtide import errors\nimport ebbtide.devices.base\n",
+    "devices/base.py": "import torch\n",
+    "stores/disk.py": "from ebbtide.devices.base import AbstractEvent\n",
+    "runtime/session.py": "import ebbtide.stores.disk as disk\n",
+    "hooks/layers.py": "",
+    "api.py": "from ebbtide.engine import Engine\nfrom ebbtide.runtime.session import Session\n",
+    "engine.py": "from ebbtide.hooks import layers\n",
+    "problems/darcy.py": "from ebbtide.problems.cache import write\n",
+    "problems/cache.py": "from ebbtide.errors import PolicyError\n",
+    "planning/search.py": "from ebbtide.policy import ActivationPolicy\n",
+    "cli/demo.py": "import ebbtide\nfrom ebbtide import ActivationPolicy, problems\n",
+}
+
+
+def test_a_sound_tree_has_no_wrong_import(tmp_path: Path) -> None:
+    assert wrong_imports(fabricate(tmp_path, SOUND)) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "statement", "part"),
+    [
+        ("errors.py", "import ebbtide", "__init__"),
+        ("policy.py", "from ebbtide import offload", "__init__"),
+        ("policy.py", "from ebbtide import devices", "devices"),
+        ("devices/base.py", "from ebbtide.stores import disk", "stores"),
+        ("stores/disk.py", "from ebbtide.runtime.session import Session", "runtime"),
+        ("runtime/session.py", "def f():\n    import ebbtide.hooks.layers", "hooks"),
+        ("runtime/session.py", "from ebbtide.planning import search", "planning"),
+        ("planning/search.py", "from ebbtide.runtime import session", "runtime"),
+        ("hooks/layers.py", "if TYPE_CHECKING:\n    from ebbtide.engine import Engine", "engine"),
+        ("api.py", "import re, ebbtide.cli.demo", "cli"),
+        ("api.py", "from ebbtide.problems.darcy import load_darcy", "problems"),
+        ("problems/darcy.py", "from ebbtide.api import offload", "api"),
+        ("problems/darcy.py", "from ebbtide.hooks import layers", "hooks"),
+        ("problems/darcy.py", "import ebbtide.runtime", "runtime"),
+    ],
+)
+def test_one_wrong_import_is_found(tmp_path: Path, file: str, statement: str, part: str) -> None:
+    package = fabricate(tmp_path, SOUND | {file: statement})
+    assert wrong_imports(package) == [f"{file}: {part}"]
+
+
+def test_a_new_part_must_be_given_a_place(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"src/ebbtide/extra has no place"):
+        wrong_imports(fabricate(tmp_path, SOUND | {"extra/file.py": "from ebbtide import errors"}))
+
+
+IMPORT = """
+import json, sys
+import torch
+before = set(sys.modules)
+{statement}
+print(json.dumps({{
+    "packages": sorted({{name.partition(".")[0] for name in set(sys.modules) - before}}),
+    "modules": sorted(sys.modules),
+    "device": torch.cuda.is_initialized() or torch.xpu.is_initialized(),
+}}))
+"""
+HEAVY = {"matplotlib", "neuralop", "transformers", "scipy", "typer", "rich"}
+
+
+def imported_by(statement: str) -> dict[str, object]:
+    """What a fresh interpreter that has torch already imports further."""
+    code = IMPORT.format(statement=statement)
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return json.loads(run.stdout)
+
+
+def third_party(packages: list[str]) -> set[str]:
+    return {name for name in packages if name not in sys.stdlib_module_names}
+
+
+def test_import_ebbtide_is_light() -> None:
+    """Of third parties it takes what torch itself has taken, and psutil."""
+    imported = imported_by("import ebbtide")
+    assert third_party(imported["packages"]) <= {"ebbtide", "psutil", "torch"}
+    assert HEAVY.isdisjoint(imported["modules"])
+    assert imported["device"] is False
+
+
+def test_a_heavy_import_is_seen() -> None:
+    imported = imported_by("import ebbtide, scipy.fft")
+    assert "scipy" in third_party(imported["packages"])
+    assert not HEAVY.isdisjoint(imported["modules"])

@@ -1,0 +1,341 @@
+"""Worker lanes: in order, with their failures, and without holding on to anything."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from ebbtide.devices import cpu
+from ebbtide.devices.cpu import CpuDevice, LaneEvent, WorkLane
+
+WAIT_S = 5.0  # far more than anything here takes; reached only when a test fails
+
+
+@pytest.fixture(autouse=True)
+def without_collector() -> Iterator[None]:
+    """What goes, goes when its last reference does."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.fixture
+def lane() -> Iterator[WorkLane]:
+    lane = WorkLane("test-lane")
+    yield lane
+    lane.close()
+
+
+def wait_for(event: LaneEvent) -> None:
+    """Like `synchronize`, but a lane that never gets there fails the test instead of hanging it."""
+    assert event._done.wait(WAIT_S)
+
+
+def threads_named(name: str) -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == name]
+
+
+def ends(threads: list[threading.Thread]) -> bool:
+    for thread in threads:
+        thread.join(WAIT_S)
+    return not any(thread.is_alive() for thread in threads)
+
+
+def test_jobs_run_in_the_order_of_their_submission(lane: WorkLane) -> None:
+    ran: list[int] = []
+
+    def job(number: int) -> Callable[[], None]:
+        def work() -> None:
+            time.sleep(0.002 if number % 3 == 0 else 0)  # the slow ones could be overtaken
+            ran.append(number)
+
+        return work
+
+    events = [lane.submit(job(number)) for number in range(50)]
+    wait_for(events[-1])
+    assert ran == list(range(50))
+    assert all(event.query() for event in events)
+
+
+def test_an_event_is_reached_when_the_work_has_run_and_not_before(lane: WorkLane) -> None:
+    may_run = threading.Event()
+    first = lane.submit(lambda: may_run.wait(WAIT_S) and None)
+    second = lane.submit(lambda: None)
+    assert not first.query()
+    assert not second.query()
+    may_run.set()
+    first.synchronize()
+    second.synchronize()
+    assert first.query()
+    assert second.query()
+    assert second.failure is None
+
+
+def test_work_runs_in_one_thread_that_is_not_the_callers(lane: WorkLane) -> None:
+    idents: list[int] = []
+    assert not threads_named("test-lane"), "the thread starts with the first submission"
+    for _ in range(3):
+        wait_for(lane.submit(lambda: idents.append(threading.get_ident())))
+    assert len(set(idents)) == 1
+    assert idents[0] != threading.get_ident()
+    assert [thread.ident for thread in threads_named("test-lane")] == idents[:1]
+
+
+@pytest.mark.parametrize("kind", [OSError, MemoryError, KeyboardInterrupt, SystemExit])
+def test_a_failure_reaches_whoever_waits_and_nobody_else(
+    lane: WorkLane, kind: type[BaseException]
+) -> None:
+    error = kind("on purpose")
+
+    def fail() -> None:
+        raise error
+
+    failed = lane.submit(fail)
+    after = lane.submit(lambda: None)
+    wait_for(after)
+    assert failed.failure is error
+    for _ in range(2):
+        with pytest.raises(kind) as raised:
+            failed.synchronize()
+        assert raised.value is error
+    assert failed.query()
+    assert after.failure is None
+    after.synchronize()
+
+
+def test_an_event_waited_for_by_two_threads_releases_both(lane: WorkLane) -> None:
+    may_run = threading.Event()
+    event = lane.submit(lambda: may_run.wait(WAIT_S) and None)
+    waiting = [threading.Thread(target=event.synchronize) for _ in range(2)]
+    for thread in waiting:
+        thread.start()
+    may_run.set()
+    assert ends(waiting)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_then_runs_in_the_lane_after_the_event_is_reached(lane: WorkLane, fails: bool) -> None:
+    submitted = threading.Event()
+    seen: list[tuple[bool, str]] = []
+    events: list[LaneEvent] = []
+
+    def work() -> None:
+        submitted.wait(WAIT_S)
+        if fails:
+            raise OSError("on purpose")
+
+    def then() -> None:
+        seen.append((events[0].query(), threading.current_thread().name))
+
+    events.append(lane.submit(work, then=then))
+    assert not seen
+    submitted.set()
+    wait_for(lane.submit(lambda: None))
+    assert seen == [(True, "test-lane")]
+
+
+def test_then_runs_before_the_next_job(lane: WorkLane) -> None:
+    order: list[str] = []
+    lane.submit(lambda: order.append("work"), then=lambda: order.append("then"))
+    wait_for(lane.submit(lambda: order.append("next")))
+    assert order == ["work", "then", "next"]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_then_that_raises_does_not_take_the_lane_with_it(lane: WorkLane) -> None:
+    """A dead lane would leave everybody who waits for a later event waiting for ever."""
+
+    def then() -> None:
+        raise ValueError("on purpose")
+
+    wait_for(lane.submit(lambda: None, then=then))
+    wait_for(lane.submit(lambda: None))
+
+
+def test_a_finished_job_keeps_no_tensor_alive(lane: WorkLane) -> None:
+    """Not even the last one, for which no next job comes to take its place."""
+    tensor = torch.zeros(1000)
+    alive = weakref.ref(tensor)
+
+    def work(tensor: torch.Tensor = tensor) -> None:
+        tensor.add_(1)
+
+    event = lane.submit(work)
+    del work
+    wait_for(event)
+    assert alive() is tensor
+    del tensor
+    assert alive() is None
+    assert event.query()
+
+
+def test_what_a_job_holds_is_gone_when_its_event_is_reached(lane: WorkLane) -> None:
+    """Memory may be reused after the event: by then the lane must have let go of it."""
+    for _ in range(200):
+        tensor = torch.zeros(10)
+        alive = weakref.ref(tensor)
+        event = lane.submit(tensor.zero_)
+        del tensor
+        wait_for(event)
+        assert alive() is None
+
+
+def test_a_failed_job_keeps_no_tensor_alive(lane: WorkLane) -> None:
+    """Its event holds the error; the error's traceback must not hold the job's frame."""
+    tensor = torch.zeros(10)
+    alive = weakref.ref(tensor)
+
+    def work(tensor: torch.Tensor = tensor) -> None:
+        tensor.zero_()
+        raise OSError("on purpose")
+
+    event = lane.submit(work)
+    del tensor, work
+    wait_for(event)
+    assert isinstance(event.failure, OSError)
+    assert alive() is None
+
+
+def test_what_then_holds_is_gone_soon_after(lane: WorkLane) -> None:
+    """Right after it has run, that is, and not when another job comes."""
+    tensor = torch.zeros(10)
+    alive = weakref.ref(tensor)
+    event = lane.submit(lambda: None, then=tensor.zero_)
+    del tensor
+    wait_for(event)
+    deadline_s = time.monotonic() + WAIT_S
+    while alive() is not None and time.monotonic() < deadline_s:
+        time.sleep(0.001)
+    assert alive() is None
+
+
+def test_close_finishes_what_was_submitted_and_ends_the_thread() -> None:
+    lane = WorkLane("test-close")
+    ran: list[int] = []
+    may_run = threading.Event()
+    lane.submit(lambda: may_run.wait(WAIT_S) and None)
+    for number in range(5):
+        lane.submit(lambda number=number: ran.append(number))
+    threads = threads_named("test-close")
+    assert len(threads) == 1
+    threading.Timer(0.05, may_run.set).start()
+    lane.close()
+    assert ran == [0, 1, 2, 3, 4]
+    assert not threads[0].is_alive()
+    lane.close()
+
+
+def test_a_lane_that_never_ran_closes() -> None:
+    WorkLane("test-unused").close()
+    assert not threads_named("test-unused")
+
+
+def test_a_job_may_close_its_own_lane() -> None:
+    lane = WorkLane("test-own")
+    closed = lane.submit(lane.close)
+    wait_for(closed)
+    assert closed.failure is None
+    assert ends(threads_named("test-own"))
+
+
+def test_a_collected_lane_finishes_what_was_submitted_and_ends_its_thread() -> None:
+    lane = WorkLane("test-collected")
+    may_run = threading.Event()
+    ran: list[int] = []
+    lane.submit(lambda: may_run.wait(WAIT_S) and None)
+    last = lane.submit(lambda: ran.append(1))
+    threads = threads_named("test-collected")
+    alive = weakref.ref(lane)
+    del lane
+    assert alive() is None, "the running thread must not keep the lane alive"
+    may_run.set()
+    wait_for(last)
+    assert ran == [1]
+    assert ends(threads)
+
+
+def test_submissions_from_several_threads_all_run_each_threads_in_order(lane: WorkLane) -> None:
+    ran: list[tuple[int, int]] = []
+    together = threading.Barrier(4)
+
+    def submit(thread: int) -> None:
+        together.wait(WAIT_S)
+        for number in range(50):
+            lane.submit(lambda number=number: ran.append((thread, number)))
+
+    threads = [threading.Thread(target=submit, args=(thread,)) for thread in range(4)]
+    for thread in threads:
+        thread.start()
+    assert ends(threads)
+    wait_for(lane.submit(lambda: None))
+    assert len(ran) == 4 * 50
+    for thread in range(4):
+        assert [number for at, number in ran if at == thread] == list(range(50))
+
+
+def test_first_submissions_from_two_threads_start_one_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A thread's construction is slowed down, so that both are there before it is done."""
+
+    class SlowThread(threading.Thread):
+        def __init__(self, *args: object, **kwargs: object) -> None:
+            time.sleep(0.05)
+            super().__init__(*args, **kwargs)
+
+    lane = WorkLane("test-race")
+    together = threading.Barrier(2)
+
+    def submit() -> None:
+        together.wait(WAIT_S)
+        lane.submit(lambda: None)
+
+    submitting = [threading.Thread(target=submit) for _ in range(2)]
+    with monkeypatch.context() as patch:
+        patch.setattr(cpu.threading, "Thread", SlowThread)
+        for thread in submitting:
+            thread.start()
+        assert ends(submitting)
+    started = threads_named("test-race")
+    for _ in range(2):  # one end for each thread that there should not be
+        lane._queue.put(None)
+    assert ends(started)
+    assert len(started) == 1
+
+
+def test_the_cpu_devices_lanes_end_with_it() -> None:
+    device = CpuDevice()
+    source, target = torch.arange(8), torch.zeros(8, dtype=torch.int64)
+    device.copy_down(target, source)
+    device.copy_up(target, source)
+    device.finish_copies()
+    assert torch.equal(target, torch.arange(8))
+    threads = [*threads_named("ebbtide-d2h"), *threads_named("ebbtide-h2d")]
+    assert len(threads) == 2
+    del device
+    assert ends(threads)
+
+
+def test_a_copy_waits_for_its_events_and_passes_their_failure_on() -> None:
+    device = CpuDevice()
+    source, target = torch.ones(8), torch.zeros(8)
+    ready = LaneEvent()
+    copied = device.copy_down(target, source, ready)
+    time.sleep(0.02)
+    assert not copied.query()
+    assert not target.any()
+    ready.finish()
+    wait_for(copied)
+    assert target.all()
+    failed = LaneEvent()
+    failed.finish(OSError("on purpose"))
+    not_copied = device.copy_down(target, torch.zeros(8), failed)
+    wait_for(not_copied)
+    assert not_copied.failure is failed.failure
+    assert target.all()
