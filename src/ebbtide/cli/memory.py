@@ -1,0 +1,121 @@
+"""How much memory a mode takes: the process's from the kernel, or the device's from torch."""
+
+from __future__ import annotations
+
+import abc
+import threading
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import final
+
+import psutil
+import torch
+
+_SAMPLE_EVERY_S = 0.005
+
+
+class AbstractMemory(abc.ABC):
+    """A level of memory in use, and its peak."""
+
+    @abc.abstractmethod
+    def now_bytes(self) -> int:
+        """In use now."""
+
+    @abc.abstractmethod
+    def peak_bytes(self) -> int:
+        """The most in use since `reset_peak`."""
+
+    @abc.abstractmethod
+    def reset_peak(self) -> None:
+        """Let the peak begin again at the present level."""
+
+
+@final
+class ProcessMemory(AbstractMemory):
+    """Resident memory (RSS) of this process. The kernel keeps the peak, so none is missed.
+
+    Attributes:
+        can_reset: whether the kernel lets the peak begin again (Linux does); otherwise the peak is
+            that since the process began.
+    """
+
+    def __init__(self) -> None:
+        self._process = psutil.Process()
+        self.can_reset = True
+        self.reset_peak()
+
+    def now_bytes(self) -> int:
+        return int(self._process.memory_info().rss)
+
+    def peak_bytes(self) -> int:
+        try:
+            status = Path("/proc/self/status").read_text()
+            line = next(line for line in status.splitlines() if line.startswith("VmHWM:"))
+        except (OSError, StopIteration):
+            return _peak_from_getrusage()
+        return int(line.split()[1]) * 1024
+
+    def reset_peak(self) -> None:
+        try:
+            Path("/proc/self/clear_refs").write_text("5")  # 5: VmHWM, see proc(5)
+        except OSError:
+            self.can_reset = False
+
+
+def _peak_from_getrusage() -> int:
+    import resource  # not on Windows
+    import sys
+
+    unit_bytes = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes
+
+
+@final
+class DeviceMemory(AbstractMemory):
+    """Memory that torch has allocated on an accelerator, in the order the host queues work."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def now_bytes(self) -> int:
+        return torch.accelerator.memory_allocated(self._device)
+
+    def peak_bytes(self) -> int:
+        return torch.accelerator.max_memory_allocated(self._device)
+
+    def reset_peak(self) -> None:
+        torch.accelerator.reset_peak_memory_stats(self._device)
+
+
+@final
+class Timeline:
+    """Samples the level from a thread while its `with` block runs.
+
+    Attributes:
+        samples: (seconds since the block began, bytes) every 5 ms.
+    """
+
+    def __init__(self, memory: AbstractMemory) -> None:
+        self._memory = memory
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+        self.samples: list[tuple[float, int]] = []
+
+    def __enter__(self) -> Timeline:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _sample(self) -> None:
+        begin_s = time.perf_counter()
+        while not self._over.wait(_SAMPLE_EVERY_S):
+            self.samples.append((time.perf_counter() - begin_s, self._memory.now_bytes()))

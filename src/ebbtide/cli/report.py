@@ -1,0 +1,156 @@
+"""The table of the demo, and what limits the figures in it."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator
+
+from rich import box
+from rich.table import Table
+
+from ebbtide.cli.config import DemoConfig, Mode
+from ebbtide.cli.results import ModeResult, first_difference
+from ebbtide.runtime.stats import StepStats
+from ebbtide.units import format_size
+
+_ABSENT = "–"
+_NOISY = 1.5  # slowest to fastest step of a mode
+
+
+def compare(results: list[ModeResult]) -> dict[Mode, str | None]:
+    """Each other mode against the one without offload, if that ran; see `first_difference`."""
+    reference = _reference(results)
+    if reference is None:
+        return {}
+    return {
+        result.mode: first_difference(reference, result)
+        for result in results
+        if result is not reference
+    }
+
+
+def build_table(config: DemoConfig, results: list[ModeResult]) -> Table:
+    """A column per mode."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column(
+        f"FNO, Darcy {config.resolution} x {config.resolution}, batch {config.batch_size}"
+    )
+    for result in results:
+        name = "no offload" if result.mode is Mode.NONE else result.mode.value
+        table.add_column(name, justify="right", style="bold" if result.mode is Mode.EBBTIDE else "")
+    for label, cell in _rows(config, results):
+        table.add_row(label, *(cell(result) for result in results))
+    return table
+
+
+_Cell = Callable[[ModeResult], str]
+
+
+def _rows(config: DemoConfig, results: list[ModeResult]) -> Iterator[tuple[str, _Cell]]:
+    reference = _reference(results)
+    what = "RSS" if config.device.type == "cpu" else "device memory"
+    yield f"Peak {what} of a step", lambda result: format_size(result.peak_bytes)
+    yield "  above idle", lambda result: format_size(_above_idle(result))
+    if reference is not None:
+        yield "  relative to no offload", _ratio(reference, _above_idle)
+    yield f"Step, median of {len(results[0].timed)}", lambda result: f"{result.median_s:.3g} s"
+    if reference is not None:
+        yield "  relative to no offload", _ratio(reference, lambda result: result.median_s)
+    yield "  fastest – slowest", _range
+    if config.device.type == "cpu":
+        yield "  processor time, own / kernel", _processor_time
+    yield from _stats_rows(results)
+    yield "Train error, L2 / H1", _train_error
+    yield "Test error, L2 / H1", _test_error
+    if reference is not None:
+        differences = compare(results)
+        yield "Losses, gradients, weights", lambda result: _verdict(result, differences)
+
+
+def _stats_rows(results: list[ModeResult]) -> Iterator[tuple[str, _Cell]]:
+    if all(result.stats is None for result in results):
+        return
+
+    def size(field: str) -> _Cell:
+        return lambda result: (
+            _ABSENT if result.stats is None else format_size(getattr(result.stats, field))
+        )
+
+    yield "Saved by autograd in a step", size("saved_bytes")
+    yield "  without repeats and weights", size("unique_bytes")
+    yield "  offloaded", size("offloaded_bytes")
+
+
+def limits(config: DemoConfig, results: list[ModeResult]) -> Iterator[str]:
+    """Sentences that say why ebbtide's figures are not better, or how far to trust them."""
+    for result in results:
+        if result.stats is not None:
+            yield from _limits_of(config, result, result.stats)
+    if any(slowest_s > _NOISY * fastest_s for fastest_s, slowest_s in map(_extremes_s, results)):
+        yield "Times vary too much to compare: other work runs here too, or this is too small."
+
+
+def _limits_of(config: DemoConfig, result: ModeResult, stats: StepStats) -> Iterator[str]:
+    if not stats.offloaded_bytes:
+        yield "Nothing was offloaded: no saved tensor was large enough. Raise --resolution."
+        return
+    where = "disk" if stats.peak_disk_bytes else "host memory"
+    rate = format_size(int(stats.offloaded_bytes / result.median_s))
+    yield (
+        f"Time: in a step {format_size(stats.offloaded_bytes)} go to {where} and come back, "
+        f"{rate}/s each way, while the model computes. For {stats.stall_s:.2f} s of the last step "
+        f"the model had to wait ({stats.late_reloads} reloads were not there yet)."
+    )
+    yield (
+        f"Memory: at most {format_size(stats.peak_device_bytes)} of saved tensors were there at "
+        f"once, in a peak of {format_size(_above_idle(result))}. The rest is what the running "
+        f"operation, gradients and optimizer need; offloading activations leaves that."
+    )
+    if config.device.type == "cpu":
+        yield "The kernel caches the file in RAM that nobody needs; RSS does not count that."
+
+
+def _reference(results: list[ModeResult]) -> ModeResult | None:
+    return next((result for result in results if result.mode is Mode.NONE), None)
+
+
+def _above_idle(result: ModeResult) -> int:
+    return result.peak_bytes - result.idle_bytes
+
+
+def _ratio(reference: ModeResult, value: Callable[[ModeResult], float]) -> _Cell:
+    return lambda result: (
+        f"{value(result) / value(reference):.2f}x" if value(reference) else _ABSENT
+    )
+
+
+def _extremes_s(result: ModeResult) -> tuple[float, float]:
+    durations_s = [step.duration_s for step in result.timed]
+    return min(durations_s), max(durations_s)
+
+
+def _range(result: ModeResult) -> str:
+    fastest_s, slowest_s = _extremes_s(result)
+    return f"{fastest_s:.3g} – {slowest_s:.3g} s"
+
+
+def _processor_time(result: ModeResult) -> str:
+    own_s = statistics.median(step.user_s for step in result.timed)
+    kernel_s = statistics.median(step.kernel_s for step in result.timed)
+    return f"{own_s:.3g} / {kernel_s:.3g} s"
+
+
+def _train_error(result: ModeResult) -> str:
+    return f"{result.steps[-1].train_l2:.3f} / {result.steps[-1].train_h1:.3f}"
+
+
+def _test_error(result: ModeResult) -> str:
+    assert result.final is not None
+    return f"{result.final.test_l2:.3f} / {result.final.test_h1:.3f}"
+
+
+def _verdict(result: ModeResult, differences: dict[Mode, str | None]) -> str:
+    if result.mode is Mode.NONE:
+        return _ABSENT
+    difference = differences[result.mode]
+    return "[green]same bits[/]" if difference is None else f"[red]differ: {difference}[/]"

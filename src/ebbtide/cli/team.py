@@ -1,0 +1,112 @@
+"""The parent's side of the workers: start them, give each its turn, notice when one dies."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+from types import TracebackType
+from typing import Any, TypeVar, final
+
+from ebbtide.cli import worker
+from ebbtide.cli.config import DemoConfig, Mode, UsageError
+
+Result = TypeVar("Result")
+
+_GRACE_S = 5.0
+
+# [Note: a fair baseline] What runs on a CPU has two costs that would drown those of offloading.
+# Torch takes the memory of every large tensor fresh from the kernel: in pages of 4 KiB that took
+# two thirds of a plain step. And threads that spin while they wait for one another are several
+# times slower when anything else runs. The user's own settings win.
+ENVIRONMENT = {"THP_MEM_ALLOC_ENABLE": "1", "OMP_WAIT_POLICY": "passive"}
+
+
+class WorkerError(Exception):
+    """A mode's process failed or died. ``trace``: its traceback, if it left one."""
+
+    def __init__(self, message: str, trace: str = "") -> None:
+        super().__init__(message)
+        self.trace = trace
+
+
+@final
+class Team:
+    """One process per mode; all live together and work in turns."""
+
+    def __init__(self, config: DemoConfig) -> None:
+        for name, value in ENVIRONMENT.items():
+            os.environ.setdefault(name, value)  # the workers inherit it
+        # Not fork: a child would inherit the parent's memory, and torch's threads only by name.
+        context = multiprocessing.get_context("spawn")
+        self._members = {}
+        for mode in config.modes:
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=worker.run, args=(theirs, config, mode), name=mode.value, daemon=True
+            )
+            process.start()
+            theirs.close()  # with this end open here, its death would go unnoticed
+            self._members[mode] = (process, ours)
+
+    def tell(self, mode: Mode, message: Any = None) -> None:
+        """Give a mode its turn. What goes wrong shows when it is `hear`d."""
+        with contextlib.suppress(OSError):
+            self._members[mode][1].send(message)
+
+    def hear(self, mode: Mode, kind: type[Result]) -> Result:
+        """Wait for what a mode's turn came to.
+
+        Raises:
+            UsageError: the mode cannot do what the user asked for.
+            WorkerError: it failed, or its process is gone.
+        """
+        process, connection = self._members[mode]
+        try:
+            answer = connection.recv()
+        except (EOFError, OSError):
+            process.join(_GRACE_S)
+            raise WorkerError(_obituary(mode, process.exitcode)) from None
+        if isinstance(answer, worker.Failure):
+            if answer.by_user:
+                raise UsageError(answer.message)
+            raise WorkerError(f"mode {mode.value} failed: {answer.message}", answer.trace)
+        assert isinstance(answer, kind)
+        return answer
+
+    def ask(self, mode: Mode, kind: type[Result], message: Any = None) -> Result:
+        """Give a mode its turn and wait."""
+        self.tell(mode, message)
+        return self.hear(mode, kind)
+
+    def pid(self, mode: Mode) -> int | None:
+        return self._members[mode][0].pid
+
+    def __enter__(self) -> Team:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for process, connection in self._members.values():
+            connection.close()  # a worker that waits for its turn ends at this
+            if error is not None:
+                process.kill()
+        for process, _ in self._members.values():
+            process.join(_GRACE_S)
+            if process.exitcode is None:
+                process.kill()
+
+
+def _obituary(mode: Mode, exitcode: int | None) -> str:
+    if exitcode is not None and exitcode < 0:
+        name = signal.Signals(-exitcode).name
+        hint = ""
+        if -exitcode == signal.SIGKILL:
+            hint = "; if memory ran out, try a smaller --batch-size or --resolution"
+        return f"the process of mode {mode.value} was ended by {name}{hint}"
+    return f"the process of mode {mode.value} ended with code {exitcode} and without a result"

@@ -1,0 +1,200 @@
+"""One mode in a process of its own: does one piece of work each time its turn comes."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import time
+import traceback
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any, final
+
+import torch
+from torch import nn
+
+import ebbtide
+from ebbtide.cli import darcy_fno
+from ebbtide.cli.config import WARM_RESOLUTION, DemoConfig, Mode
+from ebbtide.cli.memory import AbstractMemory, DeviceMemory, ProcessMemory, Timeline
+from ebbtide.cli.results import FinalResult, StepResult
+
+
+@final
+@dataclass(frozen=True)
+class Started:
+    """The model is built and offloaded."""
+
+
+@final
+@dataclass(frozen=True)
+class Prepared:
+    """Data and weights are loaded and one-time allocations made; memory is at its idle level."""
+
+    idle_bytes: int
+    peak_is_per_step: bool
+
+
+@final
+@dataclass(frozen=True)
+class Failure:
+    """The mode ended in an exception.
+
+    Attributes:
+        message: the exception, in a line.
+        trace: where it came from.
+        by_user: what the user asked for cannot be done.
+    """
+
+    message: str
+    trace: str
+    by_user: bool
+
+
+def run(connection: Connection, config: DemoConfig, mode: Mode) -> None:
+    """Answer each message with the result of the next piece of work; the process's entry point.
+
+    The first message carries nothing, the second the weights to begin with, all others nothing.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    try:
+        for result in _turns(connection, config, mode):
+            connection.send(result)
+    except (EOFError, BrokenPipeError):
+        pass  # the parent is gone
+    except Exception as error:
+        message = f"{type(error).__name__}: {error}"
+        by_user = isinstance(error, ebbtide.PolicyError)
+        connection.send(Failure(message, traceback.format_exc(), by_user))
+
+
+def _turns(connection: Connection, config: DemoConfig, mode: Mode) -> Iterator[object]:
+    connection.recv()
+    trainer = ModeTrainer(config, mode)
+    yield Started()
+    yield trainer.prepare(connection.recv())
+    for _ in range(config.steps):
+        connection.recv()
+        yield trainer.step()
+    connection.recv()
+    yield trainer.finish()
+
+
+@final
+class ModeTrainer:
+    """The model of one mode, its optimizer, and what is measured of them."""
+
+    def __init__(self, config: DemoConfig, mode: Mode) -> None:
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)
+        if config.device.type != "cpu":
+            _compute_reproducibly(config.device)
+        warnings.filterwarnings("ignore", message=".*_skip", category=UserWarning)
+        self._config = config
+        self._model = darcy_fno.build_model(config)
+        self._handle = _offload(self._model, mode, config)
+        self._memory: AbstractMemory
+        if config.device.type == "cpu":
+            self._memory = ProcessMemory()
+        else:
+            self._memory = DeviceMemory(config.device)
+
+    def prepare(self, weights: darcy_fno.Weights) -> Prepared:
+        """Load data and weights, then run once on a tiny grid, as every mode does.
+
+        Thread pools, FFT plans and code pages come to be there, and count as idle.
+        """
+        config, model = self._config, self._model
+        for name, value in model.named_parameters():
+            value.data.copy_(torch.from_numpy(weights[name]))
+        self._optimizer = darcy_fno.build_optimizer(model, darcy_fno.FINE_LEARNING_RATE)
+        self._problem = darcy_fno.load_problem(config)
+        self._batches = self._problem.epochs()
+        tiny = torch.ones(1, 1, WARM_RESOLUTION, WARM_RESOLUTION, device=config.device)
+        model(tiny).sum().backward()
+        self._synchronize()
+        can_reset = getattr(self._memory, "can_reset", True)
+        return Prepared(self._memory.now_bytes(), can_reset)
+
+    def step(self) -> StepResult:
+        """One training step."""
+        batch = next(self._batches)
+        self._memory.reset_peak()
+        self._synchronize()
+        with Timeline(self._memory) as timeline:
+            begin, begin_s = os.times(), time.perf_counter()
+            loss, prediction, target = darcy_fno.train_step(
+                self._problem, self._model, self._optimizer, batch
+            )
+            self._synchronize()
+            end, duration_s = os.times(), time.perf_counter() - begin_s
+        peak_bytes = self._memory.peak_bytes()
+        gradients = ((name, value.grad) for name, value in self._model.named_parameters())
+        return StepResult(
+            duration_s,
+            end.user - begin.user,
+            end.system - begin.system,
+            peak_bytes,
+            loss.item(),
+            *self._problem.errors(prediction, target),
+            digest(gradients),
+            None if self._handle is None else self._handle.stats,
+            timeline.samples,
+        )
+
+    def finish(self) -> FinalResult:
+        """Test, and say what the model has become."""
+        totals = [0.0, 0.0]
+        sample: Any = None
+        with torch.no_grad():
+            for batch in self._problem.test_batches:
+                coefficient = batch["x"]
+                prediction, target = self._problem.predict(self._model, batch)
+                for at, error in enumerate(self._problem.errors(prediction, target)):
+                    totals[at] += error * len(target) / darcy_fno.N_TEST
+                if sample is None:
+                    sample = tuple(t[0, 0].cpu().numpy() for t in (coefficient, target, prediction))
+        parameters = digest(self._model.named_parameters())
+        return FinalResult(totals[0], totals[1], parameters, sample)
+
+    def _synchronize(self) -> None:
+        if self._config.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+
+def _offload(model: nn.Module, mode: Mode, config: DemoConfig) -> ebbtide.OffloadHandle | None:
+    if mode is Mode.EBBTIDE:
+        return ebbtide.offload(model, store=config.store)
+    if mode is Mode.SAVE_ON_CPU:
+        forward = model.forward
+
+        def offloaded(*args: Any, **kwargs: Any) -> Any:
+            with torch.autograd.graph.save_on_cpu(pin_memory=True):
+                return forward(*args, **kwargs)
+
+        model.forward = offloaded
+    return None
+
+
+def _compute_reproducibly(device: torch.device) -> None:
+    """Without this, an accelerator's own runs may differ in the last bits."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    if device.index is not None:
+        torch.accelerator.set_device_index(device.index)
+
+
+def digest(tensors: Iterable[tuple[str, torch.Tensor | None]]) -> str:
+    """SHA-256 over names, types, shapes and bytes."""
+    hashed = hashlib.sha256()
+    for name, tensor in tensors:
+        if tensor is None:
+            hashed.update(f"{name}: none".encode())
+            continue
+        hashed.update(f"{name}: {tensor.dtype} {tuple(tensor.shape)}".encode())
+        plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        hashed.update(plain.reshape(-1).view(torch.uint8).numpy().data)
+    return hashed.hexdigest()
