@@ -53,9 +53,11 @@ def parse_size_bytes(size: int | str, *, name: str = "size") -> int:
 
 def format_size(size_bytes: int) -> str:
     """Write a byte count for people: ``1830 -> "1.8 KiB"``."""
-    size = float(size_bytes)
-    for unit in ("B", "KiB", "MiB"):
-        if abs(size) < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+    if abs(size_bytes) < 1024:
+        return f"{size_bytes} B"
+    size = size_bytes / 1024
+    for unit in ("KiB", "MiB"):
+        if abs(size) < 1023.95:  # what rounds to 1024.0 is one of the next unit
+            return f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.2f} GiB"

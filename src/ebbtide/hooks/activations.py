@@ -91,9 +91,12 @@ class ActivationHooks:
         if self._parameters.owns(tensor, storage.data_ptr()):
             self._session.meter.parameter_bytes += size_bytes
             return hold(tensor)
-        if not self.offloading or tensor.is_quantized or storage.nbytes() < self._min_bytes:
-            return hold(tensor, LargeKept(self._session, storage._cdata, storage.nbytes()))
-        return self._offload(tensor, storage, storage._cdata)
+        address = storage._cdata
+        shared = self._session.has(address, tensor._version)  # then it has left already
+        leaves = self.offloading and storage.nbytes() >= self._min_bytes
+        if (shared or leaves) and not tensor.is_quantized:
+            return self._offload(tensor, storage, address)
+        return hold(tensor, LargeKept(self._session, address, storage.nbytes()))
 
     def _offload(self, tensor: torch.Tensor, storage: torch.UntypedStorage, address: int) -> Saved:
         session, version = self._session, tensor._version
