@@ -159,19 +159,22 @@ class OffloadedTensor(AbstractSaved):
 class CompositeTensor(AbstractSaved):
     """A wrapper subclass (DTensor, a quantized tensor): its inner tensors, saved one by one."""
 
-    __slots__ = ("_context", "_inner", "_size", "_stride", "_type")
+    __slots__ = ("_context", "_inner", "_others", "_size", "_stride", "_type")
 
     def __init__(self, tensor: torch.Tensor, pack: Callable[[torch.Tensor], Saved]) -> None:
         names, self._context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-        self._inner = {name: pack(getattr(tensor, name)) for name in names}
+        parts = {name: getattr(tensor, name) for name in names}
+        # DTensor's parts are its local tensor and, from torch 2.13 on, its mesh.
+        self._others = {n: p for n, p in parts.items() if not isinstance(p, torch.Tensor)}
+        self._inner = {n: pack(p) for n, p in parts.items() if isinstance(p, torch.Tensor)}
         self._type = type(tensor)
         self._size = tensor.shape
         self._stride = tensor.stride()
 
     def restore(self) -> torch.Tensor:
-        inner = {name: restore(saved) for name, saved in self._inner.items()}
+        parts = {name: restore(saved) for name, saved in self._inner.items()} | self._others
         return self._type.__tensor_unflatten__(  # type: ignore[attr-defined, no-any-return]
-            inner, self._context, self._size, self._stride
+            parts, self._context, self._size, self._stride
         )
 
 
