@@ -27,7 +27,7 @@ from ebbtide.cli.team import Team, WorkerError
 
 GIB = 2**30
 # 4 samples x 32 channels x 64 x 64 nodes x 4 B = 2 MiB: the smallest size that is offloaded.
-TINY = ["--resolution", "64", "--batch-size", "4", "--steps", "2", "--warm-steps", "2"]
+TINY = ["--resolution", "64", "--batch-size", "4", "--steps", "3", "--warm-steps", "2"]
 
 
 # The whole demo
@@ -72,7 +72,7 @@ def test_figures_are_complete(figures: dict) -> None:
     assert figures["environment"]["torch"] == torch.__version__
     assert {"cpu", "cores", "python", "device", "torch_threads"} <= set(figures["environment"])
     for mode in figures["modes"].values():
-        assert len(mode["steps"]) == 2
+        assert len(mode["steps"]) == 3
         assert mode["idle_bytes"] < mode["peak_bytes"]
         assert all(step["duration_s"] > 0 and step["peak_bytes"] > 0 for step in mode["steps"])
 
@@ -182,11 +182,11 @@ def test_table_of_three_modes_on_an_accelerator_fits() -> None:
 
 def test_ratios_are_of_what_is_above_idle_and_of_median_steps() -> None:
     config = DemoConfig()
-    # Idle is 1 GiB. The first step of a turn of three is slow, and not counted.
+    # Idle is 1 GiB. The first two steps of a turn of five are slow, and not counted.
     slow = step(duration_s=9.0)
-    plain = result(Mode.NONE, [slow, step(), step(), slow])
+    plain = result(Mode.NONE, [slow, slow, step(), step(), step(), slow, slow])
     offloaded = step(duration_s=3.0, peak=1.5, stats=StepStats(offloaded_bytes=GIB))
-    other = result(Mode.EBBTIDE, [slow, offloaded, offloaded, slow])
+    other = result(Mode.EBBTIDE, [slow, slow, *[offloaded] * 3, slow, slow])
     other.steps = [dataclasses.replace(one, peak_bytes=int(1.5 * GIB)) for one in other.steps]
     table = render(config, [plain, other])
     assert "0.25x" in table  # (1.5 - 1) / (3 - 1)
@@ -203,7 +203,7 @@ def test_a_difference_shows_in_the_table() -> None:
 
 
 def test_noise_is_admitted() -> None:
-    steps = [step(), step(duration_s=2.0), step(duration_s=3.5)]
+    steps = [step(), step(), step(duration_s=2.0), step(duration_s=3.5)]
     assert any("vary" in line for line in limits(DemoConfig(), [result(Mode.NONE, steps)]))
     assert not any(
         "vary" in line for line in limits(DemoConfig(), [result(Mode.NONE, [step()] * 3)])
@@ -258,7 +258,7 @@ def refused(options: list[str], out: Path) -> str:
         (["--modes", "save_on_cpu", "--device", "cpu"], "no mode"),
         (["--resolution", "8"], "--resolution must be 32 or more"),
         (["--batch-size", "0"], "--batch-size must be 1 or more"),
-        (["--steps", "1"], "--steps must be 2 or more"),
+        (["--steps", "2"], "--steps must be 3 or more"),
         (["--threads", "0"], "--threads must be 1 or more"),
         (["--device", "warp"], "torch knows no device 'warp'"),
     ],
@@ -293,8 +293,8 @@ def save_published(directory: Path, n_samples: int) -> None:
 
 def test_published_files_are_used_where_they_are(tmp_path: Path) -> None:
     pytest.importorskip("neuralop")
-    save_published(tmp_path, 8)
-    config = DemoConfig(64, 4, 2, data=tmp_path)
+    save_published(tmp_path, 12)
+    config = DemoConfig(64, 4, 3, data=tmp_path)
     published = torch.load(tmp_path / "darcy_train_64.pt")
     batch = next(darcy_fno.load_problem(config).epochs())
     assert torch.equal(batch["x"][:, 0], published["x"][:4])
@@ -303,9 +303,9 @@ def test_published_files_are_used_where_they_are(tmp_path: Path) -> None:
 
 def test_published_files_with_too_few_samples(tmp_path: Path) -> None:
     pytest.importorskip("neuralop")
-    save_published(tmp_path, 7)
+    save_published(tmp_path, 11)
     message = refused([*TINY, "--device", "cpu", "--data", str(tmp_path)], tmp_path / "out")
-    assert "has 7 samples" in message
+    assert "has 11 samples" in message
 
 
 def test_store_that_does_not_fit_is_refused_by_the_worker(tmp_path: Path) -> None:

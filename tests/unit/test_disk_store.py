@@ -17,16 +17,15 @@ import psutil
 import pytest
 import torch
 
-from ebbtide.devices.base import AbstractEvent
 from ebbtide.devices.cpu import LaneEvent
 from ebbtide.errors import PolicyError, StoreFullError
 from ebbtide.stores.base import Slot
 from ebbtide.stores.disk import DiskStore
+from store_bench import WAIT_S, now, offload, random_bytes, reload, wait_for
 
 KIB, MIB = 2**10, 2**20
 PAGE = mmap.ALLOCATIONGRANULARITY
 GROWTH_BYTES = 64 * MIB  # what the file grows by at least
-WAIT_S = 10.0  # far more than anything here takes; reached only when a test fails
 
 
 @pytest.fixture
@@ -43,45 +42,6 @@ def without_collector() -> Iterator[None]:
     gc.disable()
     yield
     gc.enable()
-
-
-@pytest.fixture
-def ready(request: pytest.FixtureRequest) -> Iterator[LaneEvent]:
-    """For a source that is not written yet. Reached before the store closes, which waits for it."""
-    request.getfixturevalue("store")
-    ready = LaneEvent()
-    yield ready
-    ready.finish()
-
-
-def now() -> LaneEvent:
-    event = LaneEvent()
-    event.finish()
-    return event
-
-
-def random_bytes(size_bytes: int, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 256, (size_bytes,), dtype=torch.uint8, generator=generator)
-
-
-def wait_for(event: AbstractEvent) -> None:
-    """Like `synchronize`, but what never happens fails the test instead of hanging it."""
-    assert isinstance(event, LaneEvent)
-    assert event._done.wait(WAIT_S)
-
-
-def offload(store: DiskStore, source: torch.Tensor) -> Slot:
-    slot = store.offload(source, now())
-    wait_for(slot.offloaded)
-    return slot
-
-
-def reload(store: DiskStore, slot: Slot) -> torch.Tensor:
-    buffer, reloaded = store.reload(slot)
-    wait_for(reloaded)
-    reloaded.synchronize()
-    return buffer
 
 
 def out_of_mappings(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,16 +11,14 @@ import psutil
 import pytest
 import torch
 
-from ebbtide.devices.base import AbstractEvent
 from ebbtide.devices.cpu import CpuDevice, LaneEvent
 from ebbtide.errors import StoreFullError
-from ebbtide.stores.base import Slot
 from ebbtide.stores.pinned import PinnedStore
+from store_bench import WAIT_S, now, offload, random_bytes, reload, wait_for
 
 MIB, GIB = 2**20, 2**30
 ALIGNMENT = 512
 SLAB_BYTES = 256 * MIB  # slabs are no smaller; they take no RAM before they are written to
-WAIT_S = 10.0  # far more than anything here takes; reached only when a test fails
 
 
 @pytest.fixture
@@ -28,45 +26,6 @@ def store() -> Iterator[PinnedStore]:
     store = PinnedStore(CpuDevice())
     yield store
     store.close()
-
-
-@pytest.fixture
-def ready(request: pytest.FixtureRequest) -> Iterator[LaneEvent]:
-    """For a source that is not written yet. Reached before the store closes, which waits for it."""
-    request.getfixturevalue("store")
-    ready = LaneEvent()
-    yield ready
-    ready.finish()
-
-
-def now() -> LaneEvent:
-    event = LaneEvent()
-    event.finish()
-    return event
-
-
-def random_bytes(size_bytes: int, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 256, (size_bytes,), dtype=torch.uint8, generator=generator)
-
-
-def wait_for(event: AbstractEvent) -> None:
-    """Like `synchronize`, but what never happens fails the test instead of hanging it."""
-    assert isinstance(event, LaneEvent)
-    assert event._done.wait(WAIT_S)
-
-
-def offload(store: PinnedStore, source: torch.Tensor) -> Slot:
-    slot = store.offload(source, now())
-    wait_for(slot.offloaded)
-    return slot
-
-
-def reload(store: PinnedStore, slot: Slot) -> torch.Tensor:
-    buffer, reloaded = store.reload(slot)
-    wait_for(reloaded)
-    reloaded.synchronize()
-    return buffer
 
 
 def free_ram(monkeypatch: pytest.MonkeyPatch, size_bytes: int) -> None:

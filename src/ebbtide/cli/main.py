@@ -33,7 +33,7 @@ def main(
 def demo(
     resolution: Annotated[int, typer.Option(help="Nodes a side of the grid, 32 or more.")] = 256,
     batch_size: Annotated[int, typer.Option(help="Samples in a step.")] = 8,
-    steps: Annotated[int, typer.Option(help="Steps per mode, every third untimed.")] = 15,
+    steps: Annotated[int, typer.Option(help="Steps per mode; of five, three are timed.")] = 15,
     modes: Annotated[str, typer.Option(help="What to compare.")] = "none,save_on_cpu,ebbtide",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, xpu ...")] = "auto",
     store: Annotated[str, typer.Option(help="auto, host, disk or disk:/some/dir.")] = "auto",

@@ -53,7 +53,7 @@ def _rows(config: DemoConfig, results: list[ModeResult]) -> Iterator[tuple[str, 
     yield "  above idle", lambda result: format_size(_above_idle(result))
     if reference is not None:
         yield "  relative to no offload", _ratio(reference, _above_idle)
-    yield f"Step, median of {len(results[0].timed)}", lambda result: f"{result.median_s:.3g} s"
+    yield f"Step, median of {len(results[0].timed)}", lambda result: f"{_digits(result.median_s)} s"
     if reference is not None:
         yield "  relative to no offload", _ratio(reference, lambda result: result.median_s)
     yield "  fastest – slowest", _range
@@ -124,6 +124,11 @@ def _ratio(reference: ModeResult, value: Callable[[ModeResult], float]) -> _Cell
     )
 
 
+def _digits(value: float) -> str:
+    """Three that count, as in 3.10."""
+    return f"{value:#.3g}".rstrip(".")
+
+
 def _extremes_s(result: ModeResult) -> tuple[float, float]:
     durations_s = [step.duration_s for step in result.timed]
     return min(durations_s), max(durations_s)
@@ -131,13 +136,13 @@ def _extremes_s(result: ModeResult) -> tuple[float, float]:
 
 def _range(result: ModeResult) -> str:
     fastest_s, slowest_s = _extremes_s(result)
-    return f"{fastest_s:.3g} – {slowest_s:.3g} s"
+    return f"{_digits(fastest_s)} – {_digits(slowest_s)} s"
 
 
 def _processor_time(result: ModeResult) -> str:
     own_s = statistics.median(step.user_s for step in result.timed)
     kernel_s = statistics.median(step.kernel_s for step in result.timed)
-    return f"{own_s:.3g} / {kernel_s:.3g} s"
+    return f"{_digits(own_s)} / {_digits(kernel_s)} s"
 
 
 def _train_error(result: ModeResult) -> str:

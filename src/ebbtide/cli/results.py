@@ -15,8 +15,9 @@ from ebbtide.runtime.stats import StepStats
 # [Note: turns] The modes alternate, so that what disturbs the machine for a while disturbs all. Not
 # step by step: the memory that a mode freed in its last step has gone back to the kernel, and in a
 # virtual machine even to the host, by the time the other modes are through. Getting it again took
-# `none` 1.6 times as long as a step after a step. So a turn is several steps, the first untimed.
-STEPS_PER_TURN = 3
+# `none` twice as long as a step after steps. So a turn is several steps, the first ones untimed.
+STEPS_PER_TURN = 5
+UNTIMED_PER_TURN = 2
 
 
 @final
@@ -91,8 +92,10 @@ class ModeResult:
 
     @property
     def timed(self) -> list[StepResult]:
-        """The steps whose times count; the first of each turn warms up, see [Note: turns]."""
-        return [step for at, step in enumerate(self.steps) if at % STEPS_PER_TURN]
+        """The steps whose times count; the first of each turn warm up, see [Note: turns]."""
+        return [
+            step for at, step in enumerate(self.steps) if at % STEPS_PER_TURN >= UNTIMED_PER_TURN
+        ]
 
     @property
     def median_s(self) -> float:
