@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+from collections.abc import Callable
 from typing import final
 
 import torch
 
 from ebbtide.devices.base import AbstractDevice, AbstractEvent, AbstractStream
+
+_PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device
 
 
 @final
@@ -51,6 +56,26 @@ class AcceleratorDevice(AbstractDevice):
 
     def allocate(self, size_bytes: int) -> torch.Tensor:
         return torch.empty(size_bytes, dtype=torch.uint8, device=self.torch_device)
+
+    def pin(self, address: int, size_bytes: int) -> Callable[[], None] | None:
+        if self.torch_device.type != "cuda":
+            return None
+        # torch has no generic call for this; ROCm's builds spell it the same.
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        status = runtime.cudaHostRegister(address, size_bytes, _PORTABLE)
+        if int(status):
+            self._clear_error()
+            raise OSError(errno.ENOMEM, f"cudaHostRegister: {runtime.cudaGetErrorString(status)}")
+
+        def unlock() -> None:
+            runtime.cudaHostUnregister(address)
+
+        return unlock
+
+    def _clear_error(self) -> None:
+        """Take back the error that CUDA would report once more, after the next kernel."""
+        with contextlib.suppress(RuntimeError):
+            torch.ones(1, device=self.torch_device)
 
     def copy_down(
         self, target: torch.Tensor, source: torch.Tensor, *after: AbstractEvent

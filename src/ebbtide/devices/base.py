@@ -8,6 +8,7 @@ CPU's copy lanes are worker threads, a CPU's compute stream is the calling threa
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 import torch
 
@@ -70,6 +71,22 @@ class AbstractDevice(ABC):
         Streams:
             The memory belongs to the compute stream: another stream may write to it only after
             an event that the compute stream recorded after this call.
+        """
+
+    @abstractmethod
+    def pin(self, address: int, size_bytes: int) -> Callable[[], None] | None:
+        """Page-lock host memory that is mapped already, so that copies do not block the host.
+
+        Args:
+            address: where it begins, a multiple of the page size.
+            size_bytes: how much.
+
+        Returns:
+            What unlocks it, to be called before the memory is unmapped; None where only torch's
+            own allocator can give memory that this device's copies take.
+
+        Raises:
+            OSError: the system refuses.
         """
 
     @abstractmethod

@@ -129,6 +129,9 @@ class CpuDevice(AbstractDevice):
     def allocate(self, size_bytes: int) -> torch.Tensor:
         return torch.empty(size_bytes, dtype=torch.uint8)
 
+    def pin(self, address: int, size_bytes: int) -> Callable[[], None]:  # noqa: ARG002
+        return _nothing_to_unlock  # threads copy from any memory
+
     def copy_down(
         self, target: torch.Tensor, source: torch.Tensor, *after: AbstractEvent
     ) -> AbstractEvent:
@@ -142,6 +145,10 @@ class CpuDevice(AbstractDevice):
     def finish_copies(self) -> None:
         for lane in (self._d2h, self._h2d):
             lane.submit(lambda: None).synchronize()
+
+
+def _nothing_to_unlock() -> None:
+    pass
 
 
 def _copy_in(

@@ -17,7 +17,9 @@ the events stand that copies must wait for.
 
 from __future__ import annotations
 
+import errno
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import final
 
@@ -175,6 +177,8 @@ class SimulatedDevice(AbstractDevice):
     Attributes:
         clock: how much has been queued; events and allocations carry it.
         current: which of two compute streams the host queues kernels on.
+        refusals: how often `pin` fails, from 0 (never) to 1.
+        pinned_bytes: what `pin` has locked and nobody has unlocked.
         trace: the copies that have run, in order: lane and number of each.
     """
 
@@ -183,6 +187,8 @@ class SimulatedDevice(AbstractDevice):
     def __init__(self, seed: int, eagerness: float = 0.2) -> None:
         super().__init__(torch.device("cpu"))
         self.clock = 0
+        self.refusals = 0.0
+        self.pinned_bytes = 0
         self.trace: list[tuple[str, int]] = []
         self._choices = random.Random(seed)
         self._eagerness = eagerness
@@ -203,6 +209,16 @@ class SimulatedDevice(AbstractDevice):
         reference = StorageWeakRef(memory.untyped_storage())  # type: ignore[no-untyped-call]
         self._allocations.append(_Allocation(reference, self.clock, size_bytes))
         return memory
+
+    def pin(self, address: int, size_bytes: int) -> Callable[[], None]:  # noqa: ARG002
+        if self._choices.random() < self.refusals:
+            raise OSError(errno.ENOMEM, "the simulated system refuses to page-lock memory")
+        self.pinned_bytes += size_bytes
+
+        def unlock() -> None:
+            self.pinned_bytes -= size_bytes
+
+        return unlock
 
     def allocated_bytes(self) -> int:
         """Bytes that `allocate` gave out and that are alive."""
