@@ -4,6 +4,7 @@ from ebbtide.api import OffloadHandle, offload, wrap_forward_with_offload
 from ebbtide.errors import EbbtideError, PolicyError, SavedTensorModifiedError, StoreFullError
 from ebbtide.policy import ActivationPolicy
 from ebbtide.runtime.stats import StepStats
+from ebbtide.tracing.events import Trace, TraceEvent
 from ebbtide.version import __version__
 
 __all__ = [
@@ -14,6 +15,8 @@ __all__ = [
     "SavedTensorModifiedError",
     "StepStats",
     "StoreFullError",
+    "Trace",
+    "TraceEvent",
     "__version__",
     "offload",
     "wrap_forward_with_offload",

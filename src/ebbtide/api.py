@@ -16,6 +16,7 @@ from ebbtide.hooks.forward import OffloadedForward
 from ebbtide.hooks.layers import LayerModules, LayerTracker, ModuleHook, find_layers, match_layers
 from ebbtide.policy import ActivationPolicy
 from ebbtide.runtime.stats import StepStats
+from ebbtide.tracing.events import Trace
 
 
 @final
@@ -39,6 +40,15 @@ class OffloadHandle:
     def stats(self) -> StepStats:
         """The last finished step; all zero before the first one."""
         return self._engine.stats
+
+    @property
+    def trace(self) -> Trace:
+        """What the last finished step did and when; empty before the first one.
+
+        Raises:
+            PolicyError: the offload was made without ``trace=True``.
+        """
+        return self._engine.trace
 
     def detach(self) -> None:
         """Put the model back exactly as it was. A second call does nothing.
@@ -68,6 +78,7 @@ def offload(
     activations: ActivationPolicy | None = None,
     layers: Sequence[nn.Module | str] | None = None,
     store: str = "auto",
+    trace: bool = False,
 ) -> OffloadHandle:
     """Let a model's saved activations leave the device during forward and return for backward.
 
@@ -82,6 +93,8 @@ def offload(
         store: where bytes go: ``"host"`` (pinned memory; for a model on an accelerator),
             ``"disk"`` or ``"disk:/some/dir"`` (a file without a name; for a model on a CPU), or
             ``"auto"``, whichever of them fits the model.
+        trace: record every step for ``handle.trace``. On an accelerator the host then waits for
+            the device once a step, so ask for it to look, not to train.
 
     Returns:
         A handle with the statistics of the last step and `detach`.
@@ -99,8 +112,8 @@ def offload(
         )
     found = find_layers(model) if layers is None else match_layers(model, layers)
     _check_layer_counts(policy, found)
-    engine = Engine([model], policy, store)
-    tracker = LayerTracker(found, policy.num_layers, policy.keep_last, engine.switch)
+    engine = Engine([model], policy, store, traced=trace)
+    tracker = LayerTracker(found, policy.num_layers, policy.keep_last, engine)
     wrapped = OffloadedForward(model.forward, engine.hooks, tracker)
     hooks = tracker.attach()
     undo = [functools.partial(_restore_forward, model, wrapped, model.__dict__.get("forward"))]
@@ -114,6 +127,7 @@ def wrap_forward_with_offload(
     activations: ActivationPolicy | None = None,
     store: str = "auto",
     device: torch.device | str | None = None,
+    trace: bool = False,
 ) -> OffloadedForward:
     """Wrap one callable so that what autograd saves inside it is offloaded.
 
@@ -128,6 +142,7 @@ def wrap_forward_with_offload(
         store: as for `offload`.
         device: where the callable computes, if it refers to no module with parameters; None: the
             current accelerator if there is one, else the CPU.
+        trace: as for `offload`.
 
     Returns:
         The wrapped callable; its ``handle`` is an `OffloadHandle`.
@@ -146,7 +161,8 @@ def wrap_forward_with_offload(
     modules = list(_modules_of(forward))
     for module in modules:
         _refuse_second_offload(module)
-    engine = Engine(modules, policy, store, None if device is None else torch.device(device))
+    home = None if device is None else torch.device(device)
+    engine = Engine(modules, policy, store, home, traced=trace)
     wrapped = OffloadedForward(forward, engine.hooks, None)
     wrapped.handle = OffloadHandle(engine, (), [wrapped.deactivate])
     return wrapped

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from ebbtide.devices.accelerator import AcceleratorDevice
 from ebbtide.devices.base import AbstractDevice
@@ -16,10 +17,12 @@ from ebbtide.errors import PolicyError
 from ebbtide.hooks.activations import ActivationHooks
 from ebbtide.hooks.parameters import ParameterIndex
 from ebbtide.policy import ActivationPolicy
+from ebbtide.runtime.ranges import Layer
 from ebbtide.runtime.session import Session
 from ebbtide.runtime.stats import StepStats
 from ebbtide.stores.disk import DiskStore
 from ebbtide.stores.pinned import PinnedStore
+from ebbtide.tracing.events import Trace
 
 _INFLIGHT_BYTES = 256 * 2**20
 _CPU_INFLIGHT_BYTES = 64 * 2**20
@@ -34,6 +37,7 @@ class Engine:
         policy: what to offload.
         store: where bytes go, as `ebbtide.offload` describes it.
         device: where to compute when there are no modules to tell.
+        traced: whether to record every step.
 
     Raises:
         PolicyError: the modules, the device and the store do not fit together.
@@ -45,8 +49,11 @@ class Engine:
         policy: ActivationPolicy,
         store: str,
         device: torch.device | None = None,
+        *,
+        traced: bool = False,
     ) -> None:
         self._modules = modules
+        self._traced = traced
         self._policy = policy
         self._store = store
         self._fallback = device
@@ -56,6 +63,20 @@ class Engine:
     def stats(self) -> StepStats:
         """The last finished step."""
         return self._session.stats
+
+    @property
+    def trace(self) -> Trace:
+        """What the last finished step did.
+
+        Raises:
+            PolicyError: nothing is recorded.
+        """
+        if not self._traced:
+            raise PolicyError(
+                "no step was recorded, because recording costs time; ask for it with "
+                "ebbtide.offload(model, trace=True)"
+            )
+        return self._session.trace
 
     def hooks(self) -> ActivationHooks:
         """The hooks for a forward that begins now."""
@@ -68,9 +89,20 @@ class Engine:
             self._session, self._hooks = session, hooks
         return self._hooks
 
-    def switch(self, offloading: bool) -> None:
-        """Say whether what is saved from now on is to leave."""
+    def switch(self, offloading: bool, layer: Layer | None) -> None:
+        """Say whether what is saved from now on is to leave, and whose it is."""
         self._hooks.offloading = offloading
+        self._session.layer = layer
+
+    def begin_layer(self, layer: Layer) -> None:
+        """A layer's forward begins."""
+        self._session.begin_layer(layer)
+
+    def end_layer(self, layer: Layer, output: Any) -> None:
+        """A layer's forward has ended."""
+        if self._traced:
+            leaves = tree_leaves(output)
+            self._session.end_layer(layer, [x for x in leaves if isinstance(x, torch.Tensor)])
 
     def close(self) -> None:
         """Give the store back when the last graph that needs it is gone."""
@@ -85,7 +117,7 @@ class Engine:
         return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
     def _build(self, torch_device: torch.device) -> tuple[Session, ActivationHooks]:
-        session = build_session(torch_device, self._store, self._policy)
+        session = build_session(torch_device, self._store, self._policy, traced=self._traced)
         parameters = ParameterIndex(self._modules)
         return session, ActivationHooks(session, parameters, int(self._policy.min_bytes))
 
@@ -115,7 +147,9 @@ def find_device(modules: Sequence[nn.Module]) -> torch.device | None:
     return device
 
 
-def build_session(torch_device: torch.device, store: str, policy: ActivationPolicy) -> Session:
+def build_session(
+    torch_device: torch.device, store: str, policy: ActivationPolicy, *, traced: bool = False
+) -> Session:
     """A session for a device, with the store that was asked for.
 
     Raises:
@@ -140,8 +174,8 @@ def build_session(torch_device: torch.device, store: str, policy: ActivationPoli
         )
     if on_cpu:
         disk = DiskStore(Path(directory) if directory else None)
-        session = Session(CpuDevice(), disk, "disk", bound_bytes)
+        session = Session(CpuDevice(), disk, bound_bytes, traced=traced)
         disk.on_progress = session.weak_poll()
         return session
     device: AbstractDevice = AcceleratorDevice(torch_device)
-    return Session(device, PinnedStore(device), "host", bound_bytes)
+    return Session(device, PinnedStore(device), bound_bytes, traced=traced)

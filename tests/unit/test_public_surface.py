@@ -19,6 +19,8 @@ def test_exported_names() -> None:
         "SavedTensorModifiedError",
         "StepStats",
         "StoreFullError",
+        "Trace",
+        "TraceEvent",
         "__version__",
         "offload",
         "wrap_forward_with_offload",

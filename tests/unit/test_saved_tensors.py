@@ -26,9 +26,9 @@ MIB = 2**20
 class Bench:
     """A session whose hooks are on within `saving()`, on a store that can be looked into."""
 
-    def __init__(self, store: DiskStore | PinnedStore, device: CpuDevice, tier: str) -> None:
+    def __init__(self, store: DiskStore | PinnedStore, device: CpuDevice) -> None:
         self.store = store
-        self.session = Session(device, store, tier, max_inflight_bytes=4 * MIB)
+        self.session = Session(device, store, max_inflight_bytes=4 * MIB)
         self.hooks = ActivationHooks(self.session, ParameterIndex([]), min_bytes=1024)
 
     def run(self, function: Callable[..., Tensor], *args: Tensor) -> Tensor:
@@ -57,7 +57,7 @@ class Bench:
 def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
     device = CpuDevice()
     store = DiskStore() if request.param == "disk" else PinnedStore(device)
-    bench = Bench(store, device, request.param)
+    bench = Bench(store, device)
     yield bench
     gc.collect()  # tracebacks of the tests that raise
     bench.settle()

@@ -168,5 +168,5 @@ def test_peaks_and_counts_of_a_chain() -> None:
 
 def test_stats_print_as_a_table() -> None:
     text = str(ebbtide.StepStats(saved_bytes=3 * 2**30, num_saved=7, stall_s=0.25))
-    assert "saved_bytes            3.00 GiB" in text
-    assert "stall_s                 0.250 s" in text
+    assert "saved_bytes             3.00 GiB" in text
+    assert "stall_s                  0.250 s" in text

@@ -4,20 +4,33 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import time
 from collections.abc import Callable
 from typing import final
 
 import torch
 
-from ebbtide.devices.base import AbstractDevice, AbstractEvent, AbstractStream
+from ebbtide.devices.base import AbstractDevice, AbstractEvent, AbstractStream, Origin, Span
 
 _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device
 
 
 @final
 class _AcceleratorEvent(AbstractEvent):
-    def __init__(self, event: torch.Event) -> None:
+    """A point in a stream.
+
+    Args:
+        event: records the time at which the device comes to it.
+        lane: of the copy that ends here, if one does.
+        begun: where that copy began, on a device that keeps time.
+    """
+
+    def __init__(
+        self, event: torch.Event, lane: str = "", begun: torch.Event | None = None
+    ) -> None:
         self.event = event
+        self._lane = lane
+        self._begun = begun
 
     def query(self) -> bool:
         return bool(self.event.query())
@@ -25,14 +38,35 @@ class _AcceleratorEvent(AbstractEvent):
     def synchronize(self) -> None:
         self.event.synchronize()
 
+    def since(self, origin: Origin) -> float:
+        return _seconds_between(origin, self.event)
+
+    def spans(self, origin: Origin) -> list[Span]:
+        if self._begun is None:
+            return []
+        begin_s = _seconds_between(origin, self._begun)
+        return [Span(self._lane, begin_s, self.since(origin))]
+
+
+def _seconds_between(origin: Origin, event: torch.Event) -> float:
+    event.synchronize()
+    assert isinstance(origin.event, _AcceleratorEvent)
+    return float(origin.event.event.elapsed_time(event)) / 1e3
+
 
 @final
 class _AcceleratorStream(AbstractStream):
-    def __init__(self, stream: torch.Stream) -> None:
+    def __init__(self, stream: torch.Stream, lane: str = "compute") -> None:
         self.stream = stream
+        self.lane = lane
 
     def record(self) -> AbstractEvent:
-        return _AcceleratorEvent(self.stream.record_event())
+        return _AcceleratorEvent(self.mark())
+
+    def mark(self) -> torch.Event:
+        event = torch.Event(device=self.stream.device, enable_timing=True)
+        event.record(self.stream)
+        return event
 
     def wait(self, event: AbstractEvent) -> None:
         assert isinstance(event, _AcceleratorEvent)
@@ -47,8 +81,16 @@ class AcceleratorDevice(AbstractDevice):
 
     def __init__(self, torch_device: torch.device) -> None:
         super().__init__(torch_device)
-        self._d2h = _AcceleratorStream(torch.Stream(device=torch_device))
-        self._h2d = _AcceleratorStream(torch.Stream(device=torch_device))
+        self._d2h = _AcceleratorStream(torch.Stream(device=torch_device), "d2h")
+        self._h2d = _AcceleratorStream(torch.Stream(device=torch_device), "h2d")
+
+    def moment(self) -> Origin:
+        return Origin(self.compute_stream().record(), time.perf_counter())
+
+    def origin(self) -> Origin:
+        event = self.moment().event
+        event.synchronize()
+        return Origin(event, time.perf_counter())
 
     def compute_stream(self) -> AbstractStream:
         # Looked up live: backward runs in threads of its own, and users switch streams.
@@ -80,26 +122,27 @@ class AcceleratorDevice(AbstractDevice):
     def copy_down(
         self, target: torch.Tensor, source: torch.Tensor, *after: AbstractEvent
     ) -> AbstractEvent:
-        return _copy_on(self._d2h, target, source, after)
+        return self._copy_on(self._d2h, target, source, after)
 
     def copy_up(
         self, target: torch.Tensor, source: torch.Tensor, *after: AbstractEvent
     ) -> AbstractEvent:
-        return _copy_on(self._h2d, target, source, after)
+        return self._copy_on(self._h2d, target, source, after)
 
     def finish_copies(self) -> None:
         for stream in (self._d2h, self._h2d):
             stream.stream.synchronize()
 
-
-def _copy_on(
-    stream: _AcceleratorStream,
-    target: torch.Tensor,
-    source: torch.Tensor,
-    after: tuple[AbstractEvent, ...],
-) -> AbstractEvent:
-    for event in after:
-        stream.wait(event)
-    with stream.stream:
-        target.copy_(source, non_blocking=True)
-    return stream.record()
+    def _copy_on(
+        self,
+        stream: _AcceleratorStream,
+        target: torch.Tensor,
+        source: torch.Tensor,
+        after: tuple[AbstractEvent, ...],
+    ) -> AbstractEvent:
+        for event in after:
+            stream.wait(event)
+        begun = stream.mark() if self.keeps_time else None
+        with stream.stream:
+            target.copy_(source, non_blocking=True)
+        return _AcceleratorEvent(stream.mark(), stream.lane, begun)

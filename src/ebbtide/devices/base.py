@@ -9,8 +9,24 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
+
+
+class Span(NamedTuple):
+    """When a lane worked; seconds since some origin."""
+
+    lane: str
+    begin_s: float
+    end_s: float
+
+
+class Origin(NamedTuple):
+    """A moment that both clocks know: the device's, as an event, and the host's, in seconds."""
+
+    event: AbstractEvent
+    host_s: float
 
 
 class AbstractEvent(ABC):
@@ -22,6 +38,14 @@ class AbstractEvent(ABC):
     """
 
     failure: BaseException | None = None
+
+    @abstractmethod
+    def since(self, origin: Origin) -> float:
+        """Seconds from ``origin`` to this point; blocks the host until it is reached."""
+
+    def spans(self, origin: Origin) -> list[Span]:  # noqa: ARG002
+        """When the work that ends at this point ran, if the device `keeps_time`."""
+        return []
 
     @abstractmethod
     def query(self) -> bool:
@@ -49,6 +73,10 @@ class AbstractDevice(ABC):
 
     Args:
         torch_device: the device, with its index, that tensors of the model report.
+
+    Attributes:
+        keeps_time: whether copies queued from now on are to know when they ran. Waits are timed
+            always.
     """
 
     #: whether host memory must be page-locked for copies that do not block the host
@@ -56,6 +84,18 @@ class AbstractDevice(ABC):
 
     def __init__(self, torch_device: torch.device) -> None:
         self.torch_device = torch_device
+        self.keeps_time = False
+
+    @abstractmethod
+    def moment(self) -> Origin:
+        """The present moment of the host, and the point that the compute stream has queued to.
+
+        An accelerator comes to that point later: see `origin`.
+        """
+
+    def origin(self) -> Origin:
+        """The present moment, once the compute stream has come to it: blocks the host."""
+        return self.moment()
 
     @abstractmethod
     def compute_stream(self) -> AbstractStream:

@@ -5,24 +5,35 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from typing import final
 
 import torch
 
-from ebbtide.devices.base import AbstractDevice, AbstractEvent, AbstractStream
+from ebbtide.devices.base import AbstractDevice, AbstractEvent, AbstractStream, Origin, Span
 
 
 @final
 class LaneEvent(AbstractEvent):
-    """The end of one piece of a worker thread's work, with the error it ended in, if any."""
+    """The end of one piece of a worker thread's work, with the error it ended in, if any.
 
-    def __init__(self) -> None:
+    Args:
+        lane: whose work it is, as traces call it.
+    """
+
+    def __init__(self, lane: str = "") -> None:
+        self._lane = lane
         self._done = threading.Event()
+        self._begin_s = self._end_s = 0.0
+
+    def begin(self) -> None:
+        self._begin_s = time.perf_counter()
 
     def finish(self, failure: BaseException | None = None) -> None:
         self.failure = failure
+        self._end_s = time.perf_counter()
         self._done.set()
 
     def query(self) -> bool:
@@ -32,6 +43,31 @@ class LaneEvent(AbstractEvent):
         self._done.wait()
         if self.failure is not None:
             raise self.failure
+
+    def since(self, origin: Origin) -> float:
+        self._done.wait()
+        return self._end_s - origin.host_s
+
+    def spans(self, origin: Origin) -> list[Span]:
+        self._done.wait()
+        return [Span(self._lane, self._begin_s - origin.host_s, self._end_s - origin.host_s)]
+
+
+@final
+class HostMoment(AbstractEvent):
+    """A point that the calling thread has passed."""
+
+    def __init__(self) -> None:
+        self.time_s = time.perf_counter()
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+    def since(self, origin: Origin) -> float:
+        return self.time_s - origin.host_s
 
 
 _LOG = logging.getLogger(__name__)
@@ -45,10 +81,15 @@ class WorkLane:
 
     The thread starts with the first submission and ends when the lane is closed or collected; it
     holds no reference to the lane.
+
+    Args:
+        name: of the thread.
+        lane: as traces call it.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, lane: str = "") -> None:
         self._name = name
+        self._lane = lane
         self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
@@ -61,7 +102,7 @@ class WorkLane:
             work: runs in the lane's thread.
             then: runs there right after the event has been reached, whether or not work failed.
         """
-        event = LaneEvent()
+        event = LaneEvent(self._lane)
         with self._starting:
             if self._thread is None:
                 self._thread = threading.Thread(
@@ -82,6 +123,7 @@ def _run_lane(jobs: queue.SimpleQueue[_Job | None]) -> None:
     while (job := jobs.get()) is not None:
         work, event, then = job
         failure: BaseException | None = None
+        event.begin()
         try:
             work()
         except BaseException as error:  # whoever waits gets it, whatever it is
@@ -103,9 +145,7 @@ class _HostStream(AbstractStream):
     """The calling thread: whatever it queued has already run."""
 
     def record(self) -> AbstractEvent:
-        event = LaneEvent()
-        event.finish()
-        return event
+        return HostMoment()
 
     def wait(self, event: AbstractEvent) -> None:
         event.synchronize()
@@ -120,8 +160,12 @@ class CpuDevice(AbstractDevice):
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))
         self._compute = _HostStream()
-        self._d2h = WorkLane("ebbtide-d2h")
-        self._h2d = WorkLane("ebbtide-h2d")
+        self._d2h = WorkLane("ebbtide-d2h", "d2h")
+        self._h2d = WorkLane("ebbtide-h2d", "h2d")
+
+    def moment(self) -> Origin:
+        now = HostMoment()
+        return Origin(now, now.time_s)
 
     def compute_stream(self) -> AbstractStream:
         return self._compute

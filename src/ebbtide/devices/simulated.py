@@ -11,8 +11,13 @@ copy has run. The rest is checked where it happens and raises `RaceError`:
 - a copy whose source or target was freed before it ran;
 - two copies of the same memory, one of them writing, in no order.
 
-Not modelled: time, so that nothing is ever too slow; kernels that run late themselves, for which
-the events stand that copies must wait for.
+Beside that order runs a virtual time: kernels take as long as `SimulatedDevice.compute` is told,
+copies their bytes over the bandwidth of the link, each lane one copy at a time. A `timely` device
+answers whether an event is reached by that time instead of by chance.
+
+Not modelled: kernels that run late themselves, for which the events stand that copies must wait
+for; in virtual time, a host that runs ahead of the device, latency, and a link that is slower when
+both directions are busy.
 """
 
 from __future__ import annotations
@@ -26,7 +31,7 @@ from typing import final
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ebbtide.devices.base import AbstractDevice, AbstractEvent, AbstractStream
+from ebbtide.devices.base import AbstractDevice, AbstractEvent, AbstractStream, Origin, Span
 
 _POISON = 0xFF  # every float, complex and bfloat16 made of it is NaN
 
@@ -39,11 +44,12 @@ class RaceError(AssertionError):
 class _ComputeEvent(AbstractEvent):
     """A point in a compute stream: after what was queued there, and what that had waited for."""
 
-    def __init__(self, device: SimulatedDevice, clock: int, waited: frozenset[_Copy]) -> None:
+    def __init__(self, device: SimulatedDevice, time_s: float, waited: frozenset[_Copy]) -> None:
         self._device = device
-        self.clock = clock
+        self.clock = device.clock
+        self.time_s = time_s
         self.waited = waited
-        self._reached = False
+        self._reached = device.timely
 
     def query(self) -> bool:
         # The host runs ahead: the device may not have come this far yet.
@@ -52,6 +58,9 @@ class _ComputeEvent(AbstractEvent):
 
     def synchronize(self) -> None:
         self._reached = True
+
+    def since(self, origin: Origin) -> float:
+        return self.time_s - origin.host_s
 
 
 @final
@@ -64,6 +73,8 @@ class _Copy:
     source: _End
     target: _End
     before: list[_Copy]
+    begin_s: float
+    end_s: float
     done: bool = False  # its bytes have moved
     known: bool = False  # the host has seen that they have
 
@@ -127,13 +138,23 @@ class _CopyEvent(AbstractEvent):
         self.copy = copy
 
     def query(self) -> bool:
-        self._device.stir()
+        if not self._device.timely:
+            self._device.stir()
+        elif self.copy.end_s <= self._device.now_s:
+            self._device.run(self.copy)
         self.copy.known = self.copy.done
         return self.copy.done
 
     def synchronize(self) -> None:
-        self._device.run(self.copy)
+        self._device.compute_stream().wait(self)
         self.copy.known = True
+
+    def since(self, origin: Origin) -> float:
+        return self.copy.end_s - origin.host_s
+
+    def spans(self, origin: Origin) -> list[Span]:
+        begin_s = self.copy.begin_s - origin.host_s
+        return [Span(self.copy.lane, begin_s, self.since(origin))]
 
 
 @final
@@ -141,10 +162,11 @@ class _ComputeStream(AbstractStream):
     def __init__(self, device: SimulatedDevice) -> None:
         self._device = device
         self._waited: set[_Copy] = set()
+        self.now_s = 0.0
 
     def record(self) -> AbstractEvent:
         self._waited = {copy for copy in self._waited if not copy.known}
-        return _ComputeEvent(self._device, self._device.clock, frozenset(self._waited))
+        return _ComputeEvent(self._device, self.now_s, frozenset(self._waited))
 
     def wait(self, event: AbstractEvent) -> None:
         # Kernels that the host queues from now on run at once, so the copy must have run. Only
@@ -152,6 +174,7 @@ class _ComputeStream(AbstractStream):
         assert isinstance(event, _CopyEvent)
         self._device.run(event.copy)
         self._waited.add(event.copy)
+        self.now_s = max(self.now_s, event.copy.end_s)
         self._device.stir()
 
 
@@ -173,10 +196,13 @@ class SimulatedDevice(AbstractDevice):
     Args:
         seed: decides every choice; the same calls with the same seed give the same `trace`.
         eagerness: how often a copy runs earlier than it must, from 0 (never) to 1.
+        bandwidth_bytes_per_s: of the link, each way, in virtual time.
+        timely: whether events are reached when their virtual time has come, and not by chance.
 
     Attributes:
         clock: how much has been queued; events and allocations carry it.
         current: which of two compute streams the host queues kernels on.
+        slow_copies: how often a copy takes ten times as long, from 0 (never) to 1.
         refusals: how often `pin` fails, from 0 (never) to 1.
         pinned_bytes: what `pin` has locked and nobody has unlocked.
         trace: the copies that have run, in order: lane and number of each.
@@ -184,8 +210,19 @@ class SimulatedDevice(AbstractDevice):
 
     pins_host_memory = False
 
-    def __init__(self, seed: int, eagerness: float = 0.2) -> None:
+    def __init__(
+        self,
+        seed: int,
+        eagerness: float = 0.2,
+        bandwidth_bytes_per_s: float = 25e9,
+        *,
+        timely: bool = False,
+    ) -> None:
         super().__init__(torch.device("cpu"))
+        self.timely = timely
+        self.slow_copies = 0.0
+        self._bandwidth = bandwidth_bytes_per_s
+        self._free_s = {"d2h": 0.0, "h2d": 0.0}
         self.clock = 0
         self.refusals = 0.0
         self.pinned_bytes = 0
@@ -201,6 +238,19 @@ class SimulatedDevice(AbstractDevice):
 
     def compute_stream(self) -> AbstractStream:
         return self._compute[self.current]
+
+    @property
+    def now_s(self) -> float:
+        """The virtual time, that of the current compute stream."""
+        return self._compute[self.current].now_s
+
+    def compute(self, duration_s: float) -> None:
+        """Let kernels run for so long."""
+        self.clock += 1
+        self._compute[self.current].now_s += duration_s
+
+    def moment(self) -> Origin:
+        return Origin(self.compute_stream().record(), self.now_s)
 
     def allocate(self, size_bytes: int) -> torch.Tensor:
         self.clock += 1
@@ -256,6 +306,8 @@ class SimulatedDevice(AbstractDevice):
 
     def stir(self) -> None:
         """Perhaps run some copies that could run now."""
+        if self.timely:
+            return
         while self._choices.random() < self._eagerness:
             lane = self._choices.choice(("d2h", "h2d"))
             if self._queues[lane]:
@@ -295,7 +347,8 @@ class SimulatedDevice(AbstractDevice):
                 before.append(event.copy)
             elif isinstance(event, _ComputeEvent):
                 before.extend(event.waited)
-        copy = _Copy(self._count, lane, _End(source), _End(target), before)
+        begin_s, end_s = self._schedule(lane, source.numel(), after)
+        copy = _Copy(self._count, lane, _End(source), _End(target), before, begin_s, end_s)
         self._count += 1
         for pending in self._unknown:
             if copy.overlaps(pending) and not copy.follows(pending):
@@ -307,6 +360,22 @@ class SimulatedDevice(AbstractDevice):
         self._unknown.append(copy)
         self.stir()
         return _CopyEvent(self, copy)
+
+    def _schedule(
+        self, lane: str, size_bytes: int, after: tuple[AbstractEvent, ...]
+    ) -> tuple[float, float]:
+        """When a copy begins and ends in virtual time."""
+        begin_s = max(self._free_s[lane], self.now_s)
+        for event in after:
+            if isinstance(event, _CopyEvent):
+                begin_s = max(begin_s, event.copy.end_s)
+            elif isinstance(event, _ComputeEvent):
+                begin_s = max(begin_s, event.time_s)
+        duration_s = size_bytes / self._bandwidth
+        if self._choices.random() < self.slow_copies:
+            duration_s *= 10
+        self._free_s[lane] = begin_s + duration_s
+        return begin_s, begin_s + duration_s
 
     def _newest(self, events: tuple[AbstractEvent, ...]) -> int:
         return max((e.clock for e in events if isinstance(e, _ComputeEvent)), default=-1)

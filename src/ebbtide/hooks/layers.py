@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import functools
 import inspect
 import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, final
+from typing import Any, Protocol, final
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ebbtide.errors import PolicyError
+from ebbtide.runtime.ranges import Layer
 
 
 @final
@@ -155,13 +157,13 @@ class ModuleHook:
     the hook is inert.
     """
 
-    def __init__(self, module: nn.Module, action: Callable[[], None]) -> None:
+    def __init__(self, module: nn.Module, action: Callable[[Any], None]) -> None:
         self._module = weakref.ref(module)
         self._action = action
 
-    def __call__(self, module: nn.Module, *_: Any) -> None:
+    def __call__(self, module: nn.Module, *values: Any) -> None:
         if self._module() is module:
-            self._action()
+            self._action(values[-1])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         return inert_hook
@@ -178,6 +180,19 @@ def _make_inert_hook() -> Callable[..., Any]:
     return inert_hook
 
 
+class LayerListener(Protocol):
+    """Who wants to know where a forward is."""
+
+    def switch(self, offloading: bool, layer: Layer | None) -> None:
+        """What is saved from now on belongs to ``layer`` and is to leave, or not."""
+
+    def begin_layer(self, layer: Layer) -> None:
+        """A layer's forward begins."""
+
+    def end_layer(self, layer: Layer, output: Any) -> None:
+        """A layer's forward has ended with ``output``; None if it raised."""
+
+
 @final
 class LayerTracker:
     """Numbers the layers of each forward and says which of them leave the device.
@@ -186,7 +201,7 @@ class LayerTracker:
         layers: the modules whose calls are layers.
         num_layers: offload the first this many, and nothing outside layers; None: everything.
         keep_last: keep this many at the end, however many `num_layers` allows.
-        switch: told, at every layer's beginning and end, whether what is saved now is to leave.
+        told: told of every change, see `LayerListener`.
     """
 
     def __init__(
@@ -194,22 +209,22 @@ class LayerTracker:
         layers: LayerModules,
         num_layers: int | None,
         keep_last: int,
-        switch: Callable[[bool], None],
+        told: LayerListener,
     ) -> None:
         self._layers = layers
         self._num_layers = num_layers
         self._keep_last = keep_last
-        self._switch = switch
+        self._told = told
         self._num_calls = layers.num_calls
         self._next = 0
-        self._open: list[int] = []
+        self._open: list[Layer] = []
         self._active = False
 
     def attach(self) -> list[RemovableHandle]:
         """Hook the layers. Returns what removes the hooks."""
         handles = []
-        for module in self._layers.modules:
-            begin = ModuleHook(module, self._begin_layer)
+        for name, module in zip(self._layers.names, self._layers.modules, strict=True):
+            begin = ModuleHook(module, functools.partial(self._begin_layer, name))
             end = ModuleHook(module, self._end_layer)
             handles.append(module.register_forward_pre_hook(begin, prepend=True))
             handles.append(module.register_forward_hook(end, always_call=True))
@@ -235,15 +250,17 @@ class LayerTracker:
             )
         self._num_calls = self._next
 
-    def _begin_layer(self) -> None:
+    def _begin_layer(self, name: str, _: Any) -> None:
         if self._counts():
-            self._open.append(self._next)
+            layer = Layer(self._next, name)
+            self._open.append(layer)
             self._next += 1
             self._tell()
+            self._told.begin_layer(layer)
 
-    def _end_layer(self) -> None:
+    def _end_layer(self, output: Any) -> None:
         if self._counts() and self._open:
-            self._open.pop()
+            self._told.end_layer(self._open.pop(), output)
             self._tell()
 
     def _counts(self) -> bool:
@@ -255,10 +272,10 @@ class LayerTracker:
 
     def _tell(self) -> None:
         if not self._open:
-            self._switch(self._num_layers is None)
+            self._told.switch(self._num_layers is None, None)
             return
         layer = self._open[-1]
-        within = self._num_layers is None or layer < self._num_layers
+        within = self._num_layers is None or layer.index < self._num_layers
         num_calls = self._num_calls
-        last = num_calls is not None and layer >= num_calls - self._keep_last
-        self._switch(within and not last)
+        last = num_calls is not None and layer.index >= num_calls - self._keep_last
+        self._told.switch(within and not last, layer)

@@ -22,9 +22,11 @@ class ForwardLog:
     Args:
         learned: ordinals in the order of the previous backward, or None.
         learned_records: over how many records that was.
+        number: which of the step's forwards this is, from 0.
     """
 
-    def __init__(self, learned: list[int] | None, learned_records: int) -> None:
+    def __init__(self, learned: list[int] | None, learned_records: int, number: int = 0) -> None:
+        self.number = number
         self.records: list[StorageRecord | None] = []
         self.live = 0
         self.wanted: list[int] = []
@@ -53,13 +55,17 @@ class ForwardLog:
         if self.wanted and self.wanted[-1] == ordinal:
             return
         self.wanted.append(ordinal)
+        self.note_backward()
+        assert self._order is not None
+        with contextlib.suppress(ValueError):  # after an unexpected use, the old guess stands
+            self._cursor = self._order.index(ordinal, self._cursor) + 1
+
+    def note_backward(self) -> None:
+        """Backward has begun: no more is saved, so the guess can be made."""
         if self._order is None:
             known = self._learned is not None and self._learned_records == len(self.records)
             self._order = self._learned if known else self._saves[::-1]
             self._saves = []
-        assert self._order is not None
-        with contextlib.suppress(ValueError):  # after an unexpected use, the old guess stands
-            self._cursor = self._order.index(ordinal, self._cursor) + 1
 
     def upcoming(self) -> Iterator[StorageRecord]:
         """The records still alive that backward is expected to want, soonest first."""

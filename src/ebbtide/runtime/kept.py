@@ -43,12 +43,16 @@ class LargeKept:
         size_bytes: of the storage.
     """
 
-    __slots__ = ("_address", "_session")
+    __slots__ = ("_address", "_log", "_session")
 
     def __init__(self, session: Session, address: int, size_bytes: int) -> None:
-        session.keep(address, size_bytes)
+        self._log = session.keep(address, size_bytes)
         self._address = address
         self._session = session
+
+    def note_use(self) -> None:
+        """Backward is at work on what was kept: time to bring back what left before it."""
+        self._session.note_backward(self._log)
 
     def __del__(self) -> None:
         self._session.forget(None, self._address)

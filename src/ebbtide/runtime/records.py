@@ -21,6 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ebbtide.devices.base import AbstractEvent
 from ebbtide.runtime.forward import ForwardLog
+from ebbtide.runtime.ranges import Layer
 from ebbtide.stores.base import Slot
 
 
@@ -51,6 +52,7 @@ class StorageRecord:
         source: the device bytes until the copy down is complete, (size_bytes,) uint8.
         buffer: the device bytes after a reload, (size_bytes,) uint8.
         reloaded: after this event `buffer` holds the bytes.
+        layer: that saved it first, None outside layers.
         awaited: the compute stream waits for `reloaded`, so `buffer` may be freed in its order.
         expected: the store has been told that a reload will come.
         generation: counts reloads, so that a handle knows which one it has read.
@@ -67,6 +69,7 @@ class StorageRecord:
         "handles",
         "identity",
         "key",
+        "layer",
         "ordinal",
         "reloaded",
         "size_bytes",
@@ -85,8 +88,10 @@ class StorageRecord:
         source: torch.Tensor,
         slot: Slot,
         forward: ForwardLog,
+        layer: Layer | None = None,
     ) -> None:
         self.key = key
+        self.layer = layer
         self.identity = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         self.version = version
         self.size_bytes = source.numel()

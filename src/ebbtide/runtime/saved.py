@@ -66,9 +66,11 @@ def restore(saved: Saved) -> torch.Tensor:
     """
     if type(saved) is not tuple:
         return saved.restore()  # type: ignore[union-attr]
-    tensor, version, _ = saved
+    tensor, version, count = saved
     if tensor._version != version:
         _raise_modified(tensor, version, tensor.shape)
+    if type(count) is LargeKept:
+        count.note_use()
     return tensor
 
 

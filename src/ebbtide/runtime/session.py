@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import TYPE_CHECKING, final
 
 import torch
@@ -14,9 +13,12 @@ from ebbtide.devices.base import AbstractDevice, AbstractEvent
 from ebbtide.runtime.forward import ForwardLog
 from ebbtide.runtime.gate import Gate
 from ebbtide.runtime.kept import SmallKept
+from ebbtide.runtime.ranges import Layer, profiler_range
+from ebbtide.runtime.recorder import StepRecorder, Subject
 from ebbtide.runtime.records import RecordState, StorageRecord
 from ebbtide.runtime.stats import StepMeter, StepStats
 from ebbtide.stores.base import AbstractStore
+from ebbtide.tracing.events import Trace
 
 if TYPE_CHECKING:
     from ebbtide.runtime.saved import OffloadedTensor
@@ -37,6 +39,10 @@ class Session:
         store: where bytes go. Owned by the session.
         tier: what the store's tier is called in the statistics, `host` or `disk`.
         max_inflight_bytes: the bound that `ActivationPolicy` describes.
+        traced: whether to record every step.
+
+    Attributes:
+        layer: the layer that runs now, None outside layers.
 
     Streams:
         `offload` and `bring_back` queue work on the calling thread's compute stream and on the
@@ -44,12 +50,21 @@ class Session:
     """
 
     def __init__(
-        self, device: AbstractDevice, store: AbstractStore, tier: str, max_inflight_bytes: int
+        self,
+        device: AbstractDevice,
+        store: AbstractStore,
+        max_inflight_bytes: int,
+        *,
+        traced: bool = False,
     ) -> None:
         self.device = device
-        self.stats = StepStats()
+        self.layer: Layer | None = None
         self._store = store
-        self._tier = tier
+        self._traced = traced
+        device.keeps_time = traced
+        self._finished: StepMeter | StepStats = StepStats()
+        self._recorder: StepRecorder | None = None
+        self._trace: StepRecorder | Trace = Trace()
         self._bound_bytes = max_inflight_bytes
         self._gate = Gate(self)
         self._records: dict[Hashable, StorageRecord] = {}
@@ -62,22 +77,40 @@ class Session:
         self._dead_small: deque[int] = deque()
         self._kept: dict[int, tuple[int, int]] = {}  # storage address -> (holders, bytes counted)
         self._kept_bytes = 0
-        self._stored_bytes = 0
+        self._stored_bytes = {"host": 0, "disk": 0}
         self._live = 0
-        self._forwards = 0
+        self._forwards = 0  # that run now
+        self._microbatches = 0  # forwards that this step has begun
         self._log = ForwardLog(None, 0)
         self._learned: tuple[list[int] | None, int] = (None, 0)
         self._closing = False
         self._error: BaseException | None = None
         self.meter = StepMeter()
 
+    @property
+    def stats(self) -> StepStats:
+        """The last finished step. Reading it waits until the device has finished that step."""
+        if isinstance(self._finished, StepMeter):
+            self._finished = self._finished.freeze()
+        return self._finished
+
+    @property
+    def trace(self) -> Trace:
+        """What the last finished step did. Reading it waits until the device has finished it."""
+        if isinstance(self._trace, StepRecorder):
+            self._trace = self._trace.trace()
+        return self._trace
+
     # ---- forward ------------------------------------------------------------------------------
 
     def begin_forward(self) -> SmallKept:
         """A forward whose saved tensors come here begins. Returns the count of its small ones."""
         with self._gate:
+            if self._traced and self._recorder is None:
+                self._recorder = StepRecorder(self.device)
             self._forwards += 1
-            self._log = ForwardLog(*self._learned)
+            self._log = ForwardLog(*self._learned, number=self._microbatches)
+            self._microbatches += 1
         return SmallKept(self)
 
     def end_forward(self, small: SmallKept) -> None:
@@ -91,12 +124,39 @@ class Session:
             self._forwards -= 1
             self._finish_step_if_over()
 
-    def keep(self, key: int, size_bytes: int) -> None:
+    # ---- layers -------------------------------------------------------------------------------
+
+    def begin_layer(self, layer: Layer) -> None:
+        """A layer's forward begins; layers can be nested."""
+        if self._recorder is not None:
+            self._recorder.begin_forward(Subject(layer, self._log.number))
+
+    def end_layer(self, layer: Layer, outputs: Iterable[torch.Tensor]) -> None:
+        """A layer's forward has ended with these outputs: its backward begins with them."""
+        if self._recorder is None:
+            return
+        self._recorder.end_forward()
+        subject, recorder = Subject(layer, self._log.number), weakref.ref(self._recorder)
+
+        def begin_backward(_: object) -> None:
+            alive = recorder()
+            if alive is not None:
+                alive.begin_backward(subject)
+
+        for node in {tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None}:
+            node.register_prehook(begin_backward)
+
+    # ---- saved tensors ------------------------------------------------------------------------
+
+    def keep(self, key: int, size_bytes: int) -> ForwardLog:
         """Count a large tensor that stays on the device, once for all that share its storage.
 
         Args:
             key: the address of its storage, which the saved tensor keeps alive.
             size_bytes: of the storage.
+
+        Returns:
+            The log of the forward that runs.
         """
         with self._gate:
             self._live += 1
@@ -109,6 +169,7 @@ class Session:
                 self._kept[key] = (1, counted)
             else:
                 self._kept[key] = (holders + 1, self._kept[key][1])
+            return self._log
 
     def has(self, key: Hashable, version: int) -> bool:
         """Whether a live record holds these bytes at this version."""
@@ -135,7 +196,8 @@ class Session:
         """
         with self._gate:
             if not self.has(key, version):
-                self._records[key] = self._begin_offload(key, storage, version, source())
+                with profiler_range("offload", self.layer):
+                    self._records[key] = self._begin_offload(key, storage, version, source())
             record = self._records[key]
             record.handles += 1
             self._live += 1
@@ -149,18 +211,18 @@ class Session:
             error, self._error = self._error, None
             raise error
         size_bytes = source.numel()
+        self._retire_finished()
         self._make_room(size_bytes)
         # The copy may start when the kernels queued so far have run: they write these bytes.
         ready = self.device.compute_stream().record()
         slot = self._store.offload(source, ready)
-        record = StorageRecord(key, storage, version, source, slot, self._log)
+        record = StorageRecord(key, storage, version, source, slot, self._log, self.layer)
         self._offloading.append(record)
         self._offloading_bytes += size_bytes
-        self._stored_bytes += size_bytes
-        meter = self.meter
-        meter.num_offloaded += 1
-        meter.offloaded_bytes += size_bytes
-        meter.peak_stored_bytes = max(meter.peak_stored_bytes, self._stored_bytes)
+        self._stored_bytes[slot.tier] += size_bytes
+        if self._recorder is not None:
+            self._recorder.copy("offload", _subject(record), slot.offloaded)
+        self.meter.note_offload(size_bytes, self._stored_bytes)
         self._note_peak()
         return record
 
@@ -169,7 +231,11 @@ class Session:
         while self._offloading and self._offloading_bytes + size_bytes > self._bound_bytes:
             oldest = self._offloading[0]
             # After this wait, memory freed now is reused only once the copy has read it.
-            self._wait(oldest.slot.offloaded)
+            self._wait(oldest, oldest.slot.offloaded)
+            self._retire_offload()
+
+    def _retire_finished(self) -> None:
+        while self._offloading and self._offloading[0].slot.offloaded.query():
             self._retire_offload()
 
     def _retire_offload(self) -> None:
@@ -178,7 +244,10 @@ class Session:
         self._offloading_bytes -= record.size_bytes
         failure = record.slot.offloaded.failure
         if failure is None:
-            record.release_source()
+            with profiler_range("release", record.layer):
+                record.release_source()
+            if self._recorder is not None:
+                self._recorder.moment("release", _subject(record))
         elif record.state is not RecordState.DROPPED:
             self._error = failure  # the bytes stay where they are; the next offload says why
 
@@ -202,16 +271,23 @@ class Session:
                 flat, event = record.buffer, record.reloaded
             self._prefetch(record.forward)
         if event is not None:
-            if not event.query():
-                self.meter.late_reloads += 1
-            self._wait(event)  # kernels queued from now on read these bytes
+            self._wait(record, event, is_reload=True)  # kernels queued from now on read these bytes
             with self._gate:
                 self._note_read(record, saved)
         return flat
 
+    def note_backward(self, log: ForwardLog) -> None:
+        """Backward is at work on what a forward kept: what has left comes next."""
+        with self._gate:
+            log.note_backward()
+            self._prefetch(log)
+
     def _begin_reload(self, record: StorageRecord) -> None:
-        buffer, reloaded = self._store.reload(record.slot)
+        with profiler_range("reload", record.layer):
+            buffer, reloaded = self._store.reload(record.slot)
         record.begin_reload(buffer, reloaded)
+        if self._recorder is not None:
+            self._recorder.copy("reload", _subject(record), reloaded)
         self._reloaded[record] = None
         self._reloaded_bytes += record.size_bytes
         self.meter.reloaded_bytes += record.size_bytes
@@ -269,10 +345,16 @@ class Session:
             if record.unread < record.handles:
                 self._release_buffer(record)
 
-    def _wait(self, event: AbstractEvent) -> None:
-        begin_s = time.perf_counter()
-        self.device.compute_stream().wait(event)
-        self.meter.stall_s += time.perf_counter() - begin_s
+    def _wait(
+        self, record: StorageRecord, event: AbstractEvent, *, is_reload: bool = False
+    ) -> None:
+        """Order what is queued from now on after ``event``."""
+        before = self.device.moment()
+        self.meter.waits.append((before, event, is_reload))
+        with profiler_range("wait", record.layer):
+            self.device.compute_stream().wait(event)
+        if self._recorder is not None:
+            self._recorder.compute("wait", _subject(record), before.event)
 
     # ---- ends ---------------------------------------------------------------------------------
 
@@ -331,8 +413,7 @@ class Session:
         while self._dead_small:
             self._live -= 1
             self._kept_bytes -= self._dead_small.popleft()
-        while self._offloading and self._offloading[0].slot.offloaded.query():
-            self._retire_offload()
+        self._retire_finished()
         if self._abandoned:
             self._abandoned = [held for held in self._abandoned if not held[1].query()]
         if not self._live:
@@ -364,7 +445,7 @@ class Session:
         # A source whose copy is under way stays until `_retire_offload`: the copy reads it.
         record.move_to(RecordState.DROPPED)
         self._store.drop(record.slot)
-        self._stored_bytes -= record.size_bytes
+        self._stored_bytes[record.slot.tier] -= record.size_bytes
         log = record.forward
         log.remove(record)
         if not log.live and log.wanted:
@@ -376,9 +457,17 @@ class Session:
 
     def _finish_step_if_over(self) -> None:
         if not self._live and not self._forwards and self.meter.num_saved:
-            self.stats = self.meter.freeze(self._tier)
-            self.meter = StepMeter()
+            self.meter.capacity_bytes = self._store.host_capacity_bytes
+            self._finished, self.meter = self.meter, StepMeter()
+            self._microbatches = 0
+            if self._recorder is not None:
+                self._recorder.begin_backward(None)
+                self._trace, self._recorder = self._recorder, None
 
     def _close_if_idle(self) -> None:
         if self._closing and not self._live and not self._forwards:
             self._store.close()
+
+
+def _subject(record: StorageRecord) -> Subject:
+    return Subject(record.layer, record.forward.number, record.size_bytes)

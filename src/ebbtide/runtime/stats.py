@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import final
 
+from ebbtide.devices.base import AbstractEvent, Origin
 from ebbtide.units import format_size
 
 
@@ -29,8 +31,10 @@ class StepStats:
         peak_disk_bytes: most offloaded bytes in the disk tier at once.
         num_saved: tensors saved.
         num_offloaded: storages (or gathered views) offloaded.
-        late_reloads: reloads that were not complete when backward asked for them.
-        stall_s: host seconds spent waiting for copies.
+        late_reloads: reloads that compute had to wait for.
+        stall_s: seconds that compute waited for copies, down and up.
+        host_capacity_bytes: host memory taken for the host tier, page-locked where the model is on
+            an accelerator; it is kept from step to step, and given back on `detach`.
     """
 
     saved_bytes: int = 0
@@ -46,6 +50,7 @@ class StepStats:
     num_offloaded: int = 0
     late_reloads: int = 0
     stall_s: float = 0.0
+    host_capacity_bytes: int = 0
 
     def __str__(self) -> str:
         lines = []
@@ -54,13 +59,17 @@ class StepStats:
             text = format_size(value) if field.name.endswith("_bytes") else f"{value:,}"
             if field.name == "stall_s":
                 text = f"{value:.3f} s"
-            lines.append(f"{field.name:<18} {text:>12}")
+            lines.append(f"{field.name:<19} {text:>12}")
         return "\n".join(lines)
 
 
 @final
 class StepMeter:
-    """The counters of the step that is running."""
+    """The counters of the step that is running.
+
+    Attributes:
+        waits: where compute began to wait, for what, and whether that was a reload.
+    """
 
     def __init__(self) -> None:
         self.saved_bytes = 0
@@ -69,14 +78,23 @@ class StepMeter:
         self.offloaded_bytes = 0
         self.reloaded_bytes = 0
         self.peak_device_bytes = 0
-        self.peak_stored_bytes = 0
+        self.peak_host_bytes = 0
+        self.peak_disk_bytes = 0
         self.num_saved = 0
         self.num_offloaded = 0
-        self.late_reloads = 0
-        self.stall_s = 0.0
+        self.capacity_bytes = 0
+        self.waits: list[tuple[Origin, AbstractEvent, bool]] = []
 
-    def freeze(self, tier: str) -> StepStats:
-        """The finished step's figures. ``tier``: where the store keeps bytes, `host` or `disk`."""
+    def note_offload(self, size_bytes: int, stored_bytes: Mapping[str, int]) -> None:
+        """Count an offload, after which the tiers hold ``stored_bytes``."""
+        self.num_offloaded += 1
+        self.offloaded_bytes += size_bytes
+        self.peak_host_bytes = max(self.peak_host_bytes, stored_bytes["host"])
+        self.peak_disk_bytes = max(self.peak_disk_bytes, stored_bytes["disk"])
+
+    def freeze(self) -> StepStats:
+        """The finished step's figures; waits until the device has come so far."""
+        late_s = [(event.since(before), is_reload) for before, event, is_reload in self.waits]
         return StepStats(
             saved_bytes=self.saved_bytes,
             unique_bytes=self.kept_bytes + self.offloaded_bytes,
@@ -85,10 +103,11 @@ class StepMeter:
             offloaded_bytes=self.offloaded_bytes,
             reloaded_bytes=self.reloaded_bytes,
             peak_device_bytes=self.peak_device_bytes,
-            peak_host_bytes=self.peak_stored_bytes if tier == "host" else 0,
-            peak_disk_bytes=self.peak_stored_bytes if tier == "disk" else 0,
+            peak_host_bytes=self.peak_host_bytes,
+            peak_disk_bytes=self.peak_disk_bytes,
             num_saved=self.num_saved,
             num_offloaded=self.num_offloaded,
-            late_reloads=self.late_reloads,
-            stall_s=self.stall_s,
+            late_reloads=sum(is_reload for seconds, is_reload in late_s if seconds > 0),
+            stall_s=sum(seconds for seconds, _ in late_s if seconds > 0),
+            host_capacity_bytes=self.capacity_bytes,
         )

@@ -20,12 +20,14 @@ class Slot:
         extent: where they are.
         size_bytes: how many of them are the tensor's.
         offloaded: reached when the copy down is complete; until then the source must live.
+        tier: where they are, `host` or `disk`.
         readers: one for each reload, true once it reads the extent no more.
     """
 
     extent: Extent
     size_bytes: int
     offloaded: AbstractEvent
+    tier: str = "host"
     readers: list[Callable[[], bool]] = field(default_factory=list)
 
     def in_use(self) -> bool:
@@ -53,6 +55,11 @@ class AbstractStore(ABC):
     @abstractmethod
     def used_bytes(self) -> int:
         """Bytes in use now, those that wait for their last reader among them."""
+
+    @property
+    def host_capacity_bytes(self) -> int:
+        """Host memory among `capacity_bytes`."""
+        return 0
 
     @abstractmethod
     def offload(self, source: torch.Tensor, ready: AbstractEvent) -> Slot:

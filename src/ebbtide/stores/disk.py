@@ -51,8 +51,8 @@ class DiskStore(AbstractStore):
         self.directory = _default_directory() if directory is None else directory
         self._file: _File | None = _File(self.directory)
         self._extents = ExtentAllocator(mmap.ALLOCATIONGRANULARITY)
-        self._writer = WorkLane("ebbtide-disk-write")
-        self._reader = WorkLane("ebbtide-disk-read")
+        self._writer = WorkLane("ebbtide-disk-write", "disk")
+        self._reader = WorkLane("ebbtide-disk-read", "disk")
         self.on_progress: Callable[[], None] | None = None
 
     @property
@@ -73,7 +73,8 @@ class DiskStore(AbstractStore):
             ready.synchronize()
             _write_all(file.fd, view, extent.offset_bytes)
 
-        return Slot(extent, size_bytes, self._writer.submit(write, then=self.on_progress))
+        written = self._writer.submit(write, then=self.on_progress)
+        return Slot(extent, size_bytes, written, "disk")
 
     def reload(self, slot: Slot) -> tuple[torch.Tensor, AbstractEvent]:
         file, offset, offloaded = self._open_file(), slot.extent.offset_bytes, slot.offloaded

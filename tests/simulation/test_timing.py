@@ -1,0 +1,152 @@
+"""Peaks and stalls in virtual time, from arithmetic."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from ebbtide.devices.simulated import SimulatedDevice
+from ebbtide.hooks.activations import ActivationHooks
+from ebbtide.hooks.parameters import ParameterIndex
+from ebbtide.runtime.ranges import Layer as LayerName
+from ebbtide.runtime.session import Session
+from ebbtide.runtime.stats import StepStats
+from ebbtide.stores.pinned import PinnedStore
+
+SIZE_BYTES = 64 * 1024  # one layer's activation
+FORWARD_S = 1e-3
+BACKWARD_S = 2e-3
+FAST = 2 * SIZE_BYTES / FORWARD_S  # bytes/s: a copy takes half a layer's forward
+SLOW = FAST / 10  # five forwards, two and a half backwards
+
+
+class Layer(torch.autograd.Function):
+    """Saves its input, and takes its time."""
+
+    @staticmethod
+    def forward(ctx, x, device):
+        ctx.save_for_backward(x)
+        ctx.device = device
+        out = x.sin()
+        device.compute(FORWARD_S)
+        return out
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        result = gradient * x.cos()
+        del x
+        ctx.device.compute(BACKWARD_S)
+        return result, None
+
+
+class Run:
+    """A few steps of ``num_layers`` equal layers, of which the first ``offloaded`` leave."""
+
+    def __init__(
+        self, num_layers: int, offloaded: int, bandwidth_bytes_per_s: float, bound_bytes: int
+    ) -> None:
+        self.device = SimulatedDevice(0, 0.0, bandwidth_bytes_per_s, timely=True)
+        self.store = PinnedStore(self.device, slab_bytes=SIZE_BYTES)
+        self.session = Session(self.device, self.store, bound_bytes, traced=True)
+        self.hooks = ActivationHooks(self.session, ParameterIndex([]), min_bytes=SIZE_BYTES)
+        self.num_layers, self.offloaded = num_layers, offloaded
+        self.step_s = 0.0
+
+    def step(self) -> Tensor:
+        begin_s = self.device.now_s
+        torch.manual_seed(0)
+        x = torch.randn(SIZE_BYTES // 4, requires_grad=True)
+        h = x * 1.0
+        assert self.hooks.begin()
+        for number in range(self.num_layers):
+            self.hooks.offloading = number < self.offloaded
+            self.session.layer = LayerName(number, f"blocks.{number}")
+            h = Layer.apply(h, self.device)
+        self.hooks.end()
+        h.backward(torch.ones_like(h))
+        self.session.poll()
+        self.step_s = self.device.now_s - begin_s
+        assert x.grad is not None
+        return x.grad
+
+    def steps(self, count: int = 3) -> StepStats:
+        expected = self.plain()
+        for _ in range(count):
+            assert torch.equal(self.step(), expected)
+        return self.session.stats
+
+    def plain(self) -> Tensor:
+        torch.manual_seed(0)
+        x = torch.randn(SIZE_BYTES // 4, requires_grad=True)
+        h = x * 1.0
+        for _ in range(self.num_layers):
+            h = h.sin()
+        h.backward(torch.ones_like(h))
+        assert x.grad is not None
+        return x.grad
+
+
+@pytest.mark.parametrize(("num_layers", "offloaded"), [(8, 3), (8, 6), (20, 4), (20, 16)])
+def test_peak_is_the_layers_that_stay_plus_what_is_in_flight(
+    num_layers: int, offloaded: int
+) -> None:
+    run = Run(num_layers, offloaded, FAST, bound_bytes=2 * SIZE_BYTES)
+    stats = run.steps()
+    stay_bytes = (num_layers - offloaded) * SIZE_BYTES
+    # At the end of forward all that stays is there. Backward begins, and the reloads of the two
+    # layers that the bound allows begin while the last layer's activation still is.
+    in_flight_bytes = min(2, offloaded) * SIZE_BYTES
+    assert stats.peak_device_bytes == stay_bytes + in_flight_bytes
+    assert stats.kept_bytes == stay_bytes
+    assert stats.offloaded_bytes == stats.reloaded_bytes == offloaded * SIZE_BYTES
+    assert stats.peak_host_bytes == offloaded * SIZE_BYTES
+
+
+def test_fast_copies_are_never_late() -> None:
+    run = Run(20, 16, FAST, bound_bytes=2 * SIZE_BYTES)
+    stats = run.steps()
+    assert stats.late_reloads == 0
+    assert stats.stall_s == 0
+    assert run.step_s == pytest.approx(20 * (FORWARD_S + BACKWARD_S))
+
+
+def test_a_first_step_is_not_late_either() -> None:
+    assert Run(20, 16, FAST, bound_bytes=2 * SIZE_BYTES).steps(1).late_reloads == 0
+
+
+def test_slow_copies_give_the_same_numbers_later() -> None:
+    run = Run(20, 16, SLOW, bound_bytes=2 * SIZE_BYTES)
+    stats = run.steps()  # compares the gradients
+    assert stats.late_reloads > 0
+    assert stats.stall_s == pytest.approx(run.step_s - 20 * (FORWARD_S + BACKWARD_S))
+    # The link is never faster than its bandwidth: 16 layers down, then 16 up.
+    assert run.step_s > 16 * SIZE_BYTES / SLOW
+
+
+@pytest.mark.parametrize("tensors", [1, 2, 5])
+def test_what_is_in_flight_stays_within_the_bound_however_slow_the_link(tensors: int) -> None:
+    stats = Run(12, 12, SLOW, bound_bytes=tensors * SIZE_BYTES).steps()
+    # The bound holds each way; when backward begins, the last offloads are still on their way.
+    assert tensors * SIZE_BYTES <= stats.peak_device_bytes <= 2 * tensors * SIZE_BYTES
+
+
+def test_lanes_overlap_compute() -> None:
+    run = Run(20, 16, FAST, bound_bytes=2 * SIZE_BYTES)
+    run.steps()
+    trace = run.session.trace
+    copies = [event for event in trace.events if event.what in ("offload", "reload")]
+    assert len(copies) == 2 * 16
+    assert {event.lane for event in copies} == {"d2h", "h2d"}
+    assert all(event.duration_s == pytest.approx(SIZE_BYTES / FAST) for event in copies)
+    assert all(event.duration_s == 0 for event in trace.events if event.what == "wait")
+
+
+def test_the_users_profiler_shows_ranges_named_by_layer() -> None:
+    run = Run(6, 4, FAST, bound_bytes=2 * SIZE_BYTES)
+    run.step()
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        run.step()
+    names = {event.key for event in profiler.key_averages() if event.key.startswith("ebbtide")}
+    whats = ("offload", "release", "reload", "wait")
+    assert names == {f"ebbtide::{what} {i} blocks.{i}" for what in whats for i in range(4)}
