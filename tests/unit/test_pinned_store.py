@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import threading
 from collections.abc import Iterator
+from random import Random
 from types import SimpleNamespace
 
 import psutil
@@ -12,13 +14,17 @@ import pytest
 import torch
 
 from ebbtide.devices.cpu import CpuDevice, LaneEvent
+from ebbtide.devices.simulated import SimulatedDevice
 from ebbtide.errors import StoreFullError
+from ebbtide.stores.base import Slot
 from ebbtide.stores.pinned import PinnedStore
+from page_locks import step
 from store_bench import WAIT_S, now, offload, random_bytes, reload, wait_for
 
 MIB, GIB = 2**20, 2**30
 ALIGNMENT = 512
-SLAB_BYTES = 256 * MIB  # slabs are no smaller; they take no RAM before they are written to
+PAGE = mmap.PAGESIZE
+SLAB_BYTES = 256 * MIB  # on a CPU they take no RAM before they are written to
 
 
 @pytest.fixture
@@ -43,7 +49,10 @@ def test_bytes_come_back_as_they_were(store: PinnedStore, size_bytes: int) -> No
     assert buffer.dtype is torch.uint8
     assert torch.equal(buffer, source)
     assert store.used_bytes == -(-size_bytes // ALIGNMENT) * ALIGNMENT
-    assert store.capacity_bytes == SLAB_BYTES
+    # As many whole tensors as 256 MiB hold, in whole pages.
+    tensor_bytes = -(-size_bytes // ALIGNMENT) * ALIGNMENT
+    slab_bytes = SLAB_BYTES // tensor_bytes * tensor_bytes
+    assert store.capacity_bytes == -(-slab_bytes // PAGE) * PAGE
 
 
 def test_many_slots_at_once_do_not_disturb_each_other(store: PinnedStore) -> None:
@@ -103,7 +112,7 @@ def test_a_copy_that_fails_is_told_to_whoever_waits_for_it(store: PinnedStore) -
 
 
 def test_dropped_extents_are_reused(store: PinnedStore) -> None:
-    """100 rounds of 8 x 1 MiB stay within the first slab."""
+    """100 rounds of 8 x 1 MiB stay within the 8 MiB that the first leaves."""
     source = random_bytes(MIB)
     for _ in range(100):
         slots = [offload(store, source) for _ in range(8)]
@@ -111,13 +120,14 @@ def test_dropped_extents_are_reused(store: PinnedStore) -> None:
         for slot in slots:
             store.drop(slot)
         assert store.used_bytes == 0
-    assert store.capacity_bytes == SLAB_BYTES
+    assert store.capacity_bytes == 8 * MIB
 
 
 def test_a_copy_down_that_nobody_wants_any_more_does_no_harm(
     store: PinnedStore, ready: LaneEvent
 ) -> None:
     """Its slot is dropped while it waits. Whoever writes to that extent next writes after it."""
+    kept = store.offload(random_bytes(ALIGNMENT), now())  # else the store were at rest
     unwanted = store.offload(random_bytes(ALIGNMENT, seed=1), ready)
     store.drop(unwanted)
     sources = [random_bytes(ALIGNMENT, seed=seed) for seed in (2, 3)]
@@ -128,12 +138,14 @@ def test_a_copy_down_that_nobody_wants_any_more_does_no_harm(
         assert torch.equal(reload(store, slot), source)
         store.drop(slot)
     assert unwanted.offloaded.query()
+    store.drop(kept)
     assert store.used_bytes == 0
 
 
 def test_an_extent_is_not_reused_while_it_is_being_read() -> None:
     device = CpuDevice()
     store = PinnedStore(device)
+    offload(store, random_bytes(1))  # else the store were at rest
     source = random_bytes(2 * ALIGNMENT)
     slot = offload(store, source.clone())
     go_on = threading.Event()
@@ -148,25 +160,44 @@ def test_an_extent_is_not_reused_while_it_is_being_read() -> None:
     assert torch.equal(buffer, source)
     # The buffer is a copy and needs the extent no more.
     assert not slot.in_use()
-    assert store.used_bytes == 2 * ALIGNMENT
+    assert store.used_bytes == (1 + 2) * ALIGNMENT
 
 
 def test_extents_of_several_slabs_go_back_where_they_came_from() -> None:
-    """With slabs of 2 MiB or more: 3 MiB need one of 4, the next power of two."""
+    """Slabs of about 2 MiB: two tensors of 1 MiB, or one of 3."""
     store = PinnedStore(CpuDevice(), slab_bytes=2 * MIB)
     small, large = random_bytes(MIB), random_bytes(3 * MIB, seed=1)
-    slots = [offload(store, source) for source in (small, large, small, small)]
-    # 1 + 1 MiB in the first slab, 3 + 1 in the second.
-    assert store.capacity_bytes == store.used_bytes == (2 + 4) * MIB
-    for slot, source in zip(slots, (small, large, small, small), strict=True):
+    sources = (small, large, small)
+    slots = [offload(store, source) for source in sources]
+    assert store.capacity_bytes == store.used_bytes == (2 + 3) * MIB
+    for slot, source in zip(slots, sources, strict=True):
         assert torch.equal(reload(store, slot), source)
     for slot in slots:
         store.drop(slot)
     assert store.used_bytes == 0
-    # Each slab is one run again: 4 MiB and 2 MiB fit without a new one.
-    again = [offload(store, torch.zeros(size, dtype=torch.uint8)) for size in (4 * MIB, 2 * MIB)]
-    assert store.capacity_bytes == (2 + 4) * MIB
+    # Each slab is one run again: 3 MiB and 2 MiB fit without a new one.
+    again = [offload(store, torch.zeros(size, dtype=torch.uint8)) for size in (3 * MIB, 2 * MIB)]
+    assert store.capacity_bytes == (2 + 3) * MIB
     assert [slot.extent.offset_bytes for slot in again] == [0, 0]
+
+
+def test_the_next_step_waits_for_the_readers_of_the_last_rather_than_grow() -> None:
+    """The host may come to the next step while copies of the last are queued still."""
+    device = CpuDevice()
+    store = PinnedStore(device, slab_bytes=MIB)
+    slots = [offload(store, random_bytes(MIB, seed=seed)) for seed in (0, 1)]
+    store.drop(slots[0])
+    go_on = threading.Event()
+    device._h2d.submit(lambda: go_on.wait(WAIT_S) and None)
+    buffer, _ = store.reload(slots[1])
+    store.drop(slots[1])
+    assert store.used_bytes == MIB
+    threading.Timer(0.05, go_on.set).start()
+    again = [offload(store, random_bytes(MIB, seed=seed)) for seed in (2, 3)]
+    assert store.capacity_bytes == 2 * MIB
+    assert torch.equal(buffer, random_bytes(MIB, seed=1))
+    for slot, seed in zip(again, (2, 3), strict=True):
+        assert torch.equal(reload(store, slot), random_bytes(MIB, seed=seed))
 
 
 # Free RAM
@@ -175,28 +206,45 @@ def test_extents_of_several_slabs_go_back_where_they_came_from() -> None:
 def test_too_little_free_ram_is_an_error_before_anything_is_taken(
     store: PinnedStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 200 MiB free RAM 95 % may be taken: 190 MiB, and a slab has 256."""
-    free_ram(monkeypatch, 200 * MIB)
+    """Of 20 MiB free RAM 95 % may be taken: 19 MiB."""
+    free_ram(monkeypatch, 20 * MIB)
+    assert not store.has_room(20 * MIB)
     with pytest.raises(StoreFullError) as raised:
-        store.offload(random_bytes(MIB), now())
+        store.offload(random_bytes(20 * MIB), now())
     assert raised.value.errno == errno.ENOMEM
-    for figure in ("190.0 MiB of RAM to spare", "next 256.0 MiB", "beside 0 B"):
+    for figure in ("19.0 MiB of RAM to spare", "next 20.0 MiB", "beside 0 B"):
         assert figure in str(raised.value)
     assert "ActivationPolicy(num_layers=...)" in str(raised.value)
     assert (store.capacity_bytes, store.used_bytes) == (0, 0)
-    free_ram(monkeypatch, 300 * MIB)  # 285 MiB
+    # With room for less than a slab it is a smaller one: 19 of 1 MiB.
+    assert store.has_room(MIB)
     assert torch.equal(reload(store, offload(store, random_bytes(MIB))), random_bytes(MIB))
+    assert store.capacity_bytes == 19 * MIB
 
 
 def test_what_was_saved_before_is_not_lost_when_ram_runs_out(
     store: PinnedStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept = offload(store, random_bytes(1000))
-    free_ram(monkeypatch, 2 * GIB)  # 1.9 GiB of them
-    with pytest.raises(StoreFullError, match=r"1\.90 GiB of RAM .* next 2\.00 GiB .* 256\.0 MiB"):
+    free_ram(monkeypatch, GIB)  # 972.8 MiB of them
+    with pytest.raises(StoreFullError, match=r"972\.8 MiB of RAM .* next 1\.00 GiB .* 256\.0 MiB"):
         store.offload(torch.empty(GIB + 1, dtype=torch.uint8), now())
+    # 262144 tensors of 1024 bytes are 256 MiB to the byte.
     assert (store.capacity_bytes, store.used_bytes) == (SLAB_BYTES, 1024)
     assert torch.equal(reload(store, kept), random_bytes(1000))
+
+
+def test_memory_that_cannot_be_mapped_is_too_little_ram(
+    store: PinnedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOMEM, "overcommitted")
+
+    monkeypatch.setattr(mmap, "mmap", refuse)
+    with pytest.raises(StoreFullError, match="RAM to spare"):
+        store.offload(random_bytes(MIB), now())
+    monkeypatch.undo()
+    assert torch.equal(reload(store, offload(store, random_bytes(MIB))), random_bytes(MIB))
 
 
 def test_a_slab_that_is_there_needs_no_free_ram(
@@ -205,6 +253,69 @@ def test_a_slab_that_is_there_needs_no_free_ram(
     offload(store, random_bytes(1000))
     free_ram(monkeypatch, 0)
     assert torch.equal(reload(store, offload(store, random_bytes(MIB))), random_bytes(MIB))
+
+
+# Budget
+
+
+def test_the_budget_is_the_most_that_is_taken() -> None:
+    """Of 10 MiB and a page: three tensors of 3 MiB are one slab; one of 1 MiB and a page fits."""
+    store = PinnedStore(CpuDevice(), budget_bytes=10 * MIB + PAGE + 1)
+    slots = [offload(store, random_bytes(3 * MIB, seed=seed)) for seed in range(3)]
+    assert store.capacity_bytes == 9 * MIB
+    assert not store.has_room(MIB + PAGE + 1)
+    with pytest.raises(StoreFullError) as raised:
+        store.offload(random_bytes(MIB + PAGE + 1), now())
+    assert raised.value.errno == errno.EDQUOT
+    for part in ("host_budget allows 10.0 MiB", "9.0 MiB are taken", "next 1.0 MiB", "raise host_"):
+        assert part in str(raised.value)
+    assert 'store="tiered"' in str(raised.value)
+    assert store.has_room(MIB + PAGE)
+    slots.append(offload(store, random_bytes(MIB + PAGE, seed=3)))
+    assert store.capacity_bytes == 10 * MIB + PAGE
+    assert not store.has_room(1)
+    for seed, slot in enumerate(slots):
+        expected = random_bytes(slot.size_bytes, seed=seed)
+        assert torch.equal(reload(store, slot), expected)
+
+
+def test_a_budget_in_free_slabs_that_are_too_small_is_had_anyway() -> None:
+    """Slabs of 2 + 2 MiB are all of the budget, nothing is in use, and 3 MiB come."""
+    store = PinnedStore(CpuDevice(), budget_bytes=4 * MIB, slab_bytes=2 * MIB)
+    step(store, [2 * MIB, 2 * MIB])
+    kept = offload(store, random_bytes(1))
+    assert not store.has_room(3 * MIB)
+    store.drop(kept)
+    assert store.has_room(3 * MIB)
+    step(store, [3 * MIB])
+    # One slab for the most that was in use at once, so that the first step fits again too.
+    assert store.capacity_bytes == 4 * MIB
+    step(store, [2 * MIB, 2 * MIB])
+    assert store.capacity_bytes == 4 * MIB
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_has_room_foretells_what_offload_does(seed: int) -> None:
+    random = Random(seed)
+    store = PinnedStore(SimulatedDevice(seed), budget_bytes=40 * PAGE, slab_bytes=8 * PAGE)
+    source = torch.zeros(12 * PAGE, dtype=torch.uint8)
+    live: list[Slot] = []
+    refused = 0
+    for _ in range(400):
+        size_bytes = random.randrange(1, 12 * PAGE)
+        has_room = store.has_room(size_bytes)
+        ready = store._device.compute_stream().record()
+        try:
+            live.append(store.offload(source[:size_bytes], ready))
+        except StoreFullError:
+            assert not has_room
+            refused += 1
+            while live and random.random() < 0.9:
+                store.drop(live.pop(random.randrange(len(live))))
+        else:
+            assert has_room
+        assert store.capacity_bytes <= 40 * PAGE
+    assert refused
 
 
 # Ends

@@ -26,6 +26,10 @@ class ExtentAllocator:
 
     Args:
         alignment_bytes: every extent begins and ends on a multiple of this.
+
+    Attributes:
+        peak_end_bytes: where the extent ended that reached furthest. The same calls succeed, with
+            the same extents, where the range has only that capacity.
     """
 
     def __init__(self, alignment_bytes: int) -> None:
@@ -33,6 +37,7 @@ class ExtentAllocator:
         self._free: list[Extent] = []  # sorted by offset, no two of them touch
         self.capacity_bytes = 0
         self.used_bytes = 0
+        self.peak_end_bytes = 0
 
     def round_up(self, size_bytes: int) -> int:
         return -(-max(size_bytes, 1) // self._alignment) * self._alignment
@@ -44,19 +49,27 @@ class ExtentAllocator:
         self.capacity_bytes += size
 
     def allocate(self, size_bytes: int) -> Extent | None:
-        """The smallest free run that holds ``size_bytes``, or None when the range must grow."""
+        """A part of the smallest free run that holds ``size_bytes``; None: the range must grow.
+
+        The run at the end is for what fits nowhere else: how long it is then decides nothing but
+        whether it suffices, and what was never reached there can be cut off.
+        """
         size = self.round_up(size_bytes)
-        fitting = [run for run in self._free if run.size_bytes >= size]
-        if not fitting:
+        run = self._find(size)
+        if run is None:
             return None
-        run = min(fitting, key=lambda run: run.size_bytes)
         at = bisect.bisect_left(self._free, run)
         if run.size_bytes == size:
             del self._free[at]
         else:
             self._free[at] = Extent(run.offset_bytes + size, run.size_bytes - size)
         self.used_bytes += size
+        self.peak_end_bytes = max(self.peak_end_bytes, run.offset_bytes + size)
         return Extent(run.offset_bytes, size)
+
+    def fits(self, size_bytes: int) -> bool:
+        """Whether `allocate` would succeed."""
+        return self._find(self.round_up(size_bytes)) is not None
 
     def missing_bytes(self, size_bytes: int) -> int:
         """How far the range must grow for ``size_bytes``: a free run at its end counts."""
@@ -69,6 +82,13 @@ class ExtentAllocator:
     def free(self, extent: Extent) -> None:
         self.used_bytes -= extent.size_bytes
         self._insert(extent)
+
+    def _find(self, size: int) -> Extent | None:
+        return min(
+            (run for run in self._free if run.size_bytes >= size),
+            key=lambda run: (run.end_bytes == self.capacity_bytes, run.size_bytes),
+            default=None,
+        )
 
     def _insert(self, run: Extent) -> None:
         at = bisect.bisect_left(self._free, run)

@@ -1,0 +1,222 @@
+"""How much host memory the host store takes for what training steps ask of it.
+
+A model trains on the CPU through a real session and a real `PinnedStore`; every offload and every
+drop is noted. The same steps are then replayed, with every tensor larger by the scale: as if the
+grid were finer or the batch larger. Nothing is copied in the replay, so its memory is only mapped.
+Beside it stands what torch's page-locked allocator takes for the same tensors: each rounded up to a
+power of two, and a block serves only tensors that round up to its size.
+
+Run: ``python -m benchmarks.pinned``
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import itertools
+from collections.abc import Callable
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks import record
+from ebbtide.cli.config import DemoConfig
+from ebbtide.cli.darcy_fno import build_model
+from ebbtide.devices.base import AbstractEvent
+from ebbtide.devices.cpu import CpuDevice, LaneEvent
+from ebbtide.hooks.activations import ActivationHooks
+from ebbtide.hooks.parameters import ParameterIndex
+from ebbtide.runtime.session import Session
+from ebbtide.stores.base import AbstractStore, Slot
+from ebbtide.stores.pinned import PinnedStore
+from ebbtide.units import format_size
+
+_BOUND_BYTES = 64 * 2**20
+_STEPS = 3
+
+
+class Move(NamedTuple):
+    """One offload, or the drop of what it gave."""
+
+    number: int
+    size_bytes: int
+    drops: bool
+
+
+@final
+class NotingStore(AbstractStore):
+    """A store that notes in `moves` what it is asked for.
+
+    Args:
+        store: does the work.
+    """
+
+    def __init__(self, store: AbstractStore) -> None:
+        super().__init__()
+        self.moves: list[Move] = []
+        self._store = store
+        self._numbers: dict[Slot, int] = {}
+        self._count = itertools.count()
+
+    @property
+    def capacity_bytes(self) -> int:
+        return self._store.capacity_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        return self._store.used_bytes
+
+    def offload(self, source: Tensor, ready: AbstractEvent) -> Slot:
+        slot = self._store.offload(source, ready)
+        self._numbers[slot] = next(self._count)
+        self.moves.append(Move(self._numbers[slot], slot.size_bytes, drops=False))
+        return slot
+
+    def reload(self, slot: Slot) -> tuple[Tensor, AbstractEvent]:
+        return self._store.reload(slot)
+
+    def read_ahead(self, slot: Slot) -> None:
+        self._store.read_ahead(slot)
+
+    def drop(self, slot: Slot) -> None:
+        self.moves.append(Move(self._numbers.pop(slot), slot.size_bytes, drops=True))
+        self._store.drop(slot)
+
+    def close(self) -> None:
+        self._store.close()
+
+    def _free(self, slot: Slot) -> None:
+        raise NotImplementedError
+
+
+def main() -> None:
+    """Measure and write the result file."""
+    arguments = _arguments()
+    torch.manual_seed(0)
+    results = {}
+    rows = [
+        "| model | tensors a step | requested | pinned in step 1 | from step 2 | after step 3 "
+        "| requested / pinned | torch's allocator |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name, make in (("FNO", _fno), ("transformer", _transformer)):
+        steps = _note_steps(*make(arguments), arguments.min_bytes)
+        figures = _replay(steps, arguments.scale) | {
+            "torch_bytes": _torch_bytes(steps, arguments.scale)
+        }
+        results[name] = figures | {"moves": steps}
+        sizes = [
+            format_size(figures[key])
+            for key in ("requested_bytes", "step_1_bytes", "step_2_bytes", "step_3_bytes")
+        ]
+        tensors = sum(not move.drops for move in steps[0])
+        cells = [name, str(tensors), *sizes, f"{figures['efficiency']:.4f}"]
+        rows.append(f"| {' | '.join(cells)} | {format_size(figures['torch_bytes'])} |")
+    table = "\n".join(rows)
+    print(table)
+    print(record.save("pinned", vars(arguments), results, table).name)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--resolution", type=int, default=64, help="nodes a side of FNO's grid")
+    parser.add_argument("--batch-size", type=int, default=4)
+    parser.add_argument("--min-bytes", type=int, default=16 * 1024)
+    parser.add_argument("--scale", type=int, default=64, help="of the replay, times every tensor")
+    return parser.parse_args()
+
+
+def _fno(arguments: argparse.Namespace) -> tuple[nn.Module, Tensor]:
+    x = torch.rand(arguments.batch_size, 1, arguments.resolution, arguments.resolution)
+    return build_model(DemoConfig()), x
+
+
+def _transformer(arguments: argparse.Namespace) -> tuple[nn.Module, Tensor]:
+    layer = nn.TransformerEncoderLayer(
+        d_model=192, nhead=3, dim_feedforward=768, batch_first=True, norm_first=True
+    )
+    model = nn.TransformerEncoder(layer, num_layers=6, enable_nested_tensor=False)
+    return model, torch.rand(arguments.batch_size, 197, 192)  # as an image of 14 x 14 patches
+
+
+def _note_steps(model: nn.Module, x: Tensor, min_bytes: int) -> list[list[Move]]:
+    """What each training step asks of the store."""
+    device = CpuDevice()
+    store = NotingStore(PinnedStore(device))
+    session = Session(device, store, _BOUND_BYTES)
+    hooks = ActivationHooks(session, ParameterIndex([model]), min_bytes)
+    optimizer = torch.optim.AdamW(model.parameters())
+    steps = []
+    for _ in range(_STEPS):
+        hooks.begin()
+        try:
+            loss = model(x).square().mean()
+        finally:
+            hooks.end()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        del loss
+        session.poll()
+        steps.append(store.moves)
+        store.moves = []
+    session.close()
+    return steps
+
+
+def _replay(steps: list[list[Move]], scale: int) -> dict[str, Any]:
+    """What a store holds at the end of each step, once the next has begun."""
+    device = _NoCopies()
+    store = PinnedStore(device.device)
+    capacities = []
+    slots: dict[int, Slot] = {}
+    begun = LaneEvent()
+    begun.finish()
+    for step in steps:
+        for move in step:
+            if move.drops:
+                store.drop(slots.pop(move.number))
+            else:
+                source = torch.empty(move.size_bytes * scale, dtype=torch.uint8)
+                slots[move.number] = store.offload(source, begun)
+        capacities.append(store.capacity_bytes)
+    store.has_room(1)  # as the next step would: trims, if there is anything to trim
+    figures = {
+        "requested_bytes": store.peak_requested_bytes,
+        "step_1_bytes": capacities[0],
+        "step_2_bytes": capacities[1],
+        "step_3_bytes": store.capacity_bytes,
+        "efficiency": store.efficiency,
+    }
+    store.close()
+    return figures
+
+
+@final
+class _NoCopies:
+    """A CPU device on which nothing is copied."""
+
+    def __init__(self) -> None:
+        self.device = CpuDevice()
+        copy: Callable[..., AbstractEvent] = self._copy
+        self.device.copy_down = copy  # type: ignore[method-assign]
+
+    def _copy(self, target: Tensor, source: Tensor, *after: AbstractEvent) -> AbstractEvent:
+        assert target.numel() == source.numel()
+        return after[0]
+
+
+def _torch_bytes(steps: list[list[Move]], scale: int) -> int:
+    """What torch holds after the steps: it keeps every block, for tensors of the same size."""
+    now: collections.Counter[int] = collections.Counter()
+    most: collections.Counter[int] = collections.Counter()
+    for move in itertools.chain.from_iterable(steps):
+        block_bytes = 1 << (move.size_bytes * scale - 1).bit_length()
+        now[block_bytes] += -1 if move.drops else 1
+        most[block_bytes] = max(most[block_bytes], now[block_bytes])
+    return sum(block_bytes * count for block_bytes, count in most.items())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,309 @@
+"""Blocks of host memory: exact, touched before they are locked, unlocked before they are gone."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import gc
+import mmap
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ebbtide.devices.cpu import CpuDevice
+from ebbtide.stores import host_memory
+from ebbtide.stores.host_memory import HostMemory, allocate_by_torch, map_exactly, whole_pages
+from page_locks import PageLocks, is_mapped, kernel_flags, resident_bytes
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+MIB = 2**20
+PAGE = mmap.PAGESIZE
+
+
+def locking(refuses: bool = False) -> tuple[CpuDevice, PageLocks]:
+    device = CpuDevice()
+    return device, PageLocks(device, refuses)
+
+
+def mapped(device: CpuDevice, size_bytes: int) -> HostMemory:
+    memory = map_exactly(device, size_bytes)
+    assert memory is not None
+    return memory
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "rounded_bytes"), [(0, 0), (1, PAGE), (PAGE, PAGE), (PAGE + 1, 2 * PAGE)]
+)
+def test_sizes_are_whole_pages(size_bytes: int, rounded_bytes: int) -> None:
+    assert whole_pages(size_bytes) == rounded_bytes
+
+
+# Exact, and touched first
+
+
+def test_a_block_is_as_large_as_asked_for_and_locked_whole() -> None:
+    device, locks = locking()
+    memory = mapped(device, 3 * MIB + PAGE)
+    assert memory.tensor.shape == (3 * MIB + PAGE,)
+    assert memory.tensor.dtype is torch.uint8
+    assert locks.locked == {memory.tensor.data_ptr(): 3 * MIB + PAGE}
+    assert memory.tensor.data_ptr() % PAGE == 0
+    assert memory.refusal is None
+
+
+def test_a_device_that_locks_nothing_gets_memory_that_takes_no_ram_yet() -> None:
+    memory = mapped(CpuDevice(), 64 * MIB)
+    memory.tensor[5 * PAGE] = 1
+    # The page that was written; the system may round up to a huge one.
+    assert resident_bytes(memory.tensor.data_ptr()) <= 2 * MIB
+
+
+@pytest.mark.parametrize("size_bytes", [PAGE, 31 * MIB + PAGE, 96 * MIB + PAGE])
+@pytest.mark.parametrize("madvise", ["the kernel's", "an old kernel's", "none"])
+def test_every_page_is_touched_before_the_lock(
+    monkeypatch: pytest.MonkeyPatch, size_bytes: int, madvise: str
+) -> None:
+    """Of sizes that one thread touches, and several: no page is left over at the end of a share."""
+
+    def refuse(*_: int) -> int:
+        ctypes.set_errno(errno.EINVAL)
+        return -1
+
+    if madvise != "the kernel's":
+        monkeypatch.setattr(host_memory, "_MADVISE", refuse if madvise != "none" else None)
+    monkeypatch.setattr(host_memory, "_num_cores", lambda: 3)
+    device, locks = locking()
+    resident: list[int] = []
+    pin = device.pin
+
+    def look(address: int, size_bytes: int) -> object:
+        resident.append(_incore(address, size_bytes))
+        return pin(address, size_bytes)
+
+    monkeypatch.setattr(device, "pin", look)
+    memory = mapped(device, size_bytes)
+    assert resident == [size_bytes // PAGE]
+    assert memory.tensor.count_nonzero() == 0
+    assert locks.size_bytes == size_bytes
+
+
+def _incore(address: int, size_bytes: int) -> int:
+    """Pages that are there, of a range whose neighbours may share its mapping."""
+    with open("/proc/self/pagemap", "rb") as file:
+        file.seek(address // PAGE * 8)
+        entries = file.read(size_bytes // PAGE * 8)
+    return sum(bool(entry & 0x80) for entry in entries[7::8])
+
+
+# Ends
+
+
+def test_a_block_is_unlocked_once_and_then_unmapped() -> None:
+    device, locks = locking()
+    memory = mapped(device, MIB)
+    address = memory.tensor.data_ptr()
+    memory.give_back()
+    assert locks.log == ["pin", "unlock"]
+    assert not is_mapped(address)
+    memory.give_back()
+    del memory
+    gc.collect()
+    assert locks.log == ["pin", "unlock"]
+
+
+def test_a_block_stays_mapped_while_a_tensor_refers_to_it() -> None:
+    device, locks = locking()
+    memory = mapped(device, MIB)
+    view = memory.tensor.narrow(0, 5, 3)
+    address = memory.tensor.data_ptr()
+    memory.give_back()
+    assert not locks.locked
+    assert is_mapped(address)
+    assert view.fill_(7).tolist() == [7, 7, 7]
+    del view
+    assert not is_mapped(address)
+
+
+def test_a_block_that_is_only_collected_is_unlocked_after_its_copies() -> None:
+    """`PageLocks` fails an unlock of what is not mapped any more."""
+    device, locks = locking()
+    memory = mapped(device, MIB)
+    address = memory.tensor.data_ptr()
+    del memory
+    gc.collect()
+    assert locks.log == ["pin", "finish", "unlock"]
+    assert not is_mapped(address)
+
+
+def test_a_collected_block_with_a_view_is_unlocked_and_the_view_lives() -> None:
+    device, locks = locking()
+    view = mapped(device, MIB).tensor[:2]
+    gc.collect()
+    assert not locks.locked
+    assert view.fill_(7).tolist() == [7, 7]
+
+
+# Forked children
+
+
+def test_a_locked_block_is_not_for_children() -> None:
+    """A share in it would make the kernel copy all of it for each worker of a data loader."""
+    device, locks = locking()
+    memory = mapped(device, 8 * MIB)
+    assert "dc" in kernel_flags(memory.tensor.data_ptr())  # do not copy on fork
+    locks.refuses = True
+    pageable = mapped(device, 16 * MIB)
+    assert "dc" not in kernel_flags(pageable.tensor.data_ptr())
+
+
+def test_a_child_neither_unlocks_nor_unmaps(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, locks = locking()
+    blocks = [mapped(device, MIB), mapped(device, 2 * MIB)]
+    addresses = [memory.tensor.data_ptr() for memory in blocks]
+    parent = os.getpid()
+    inherited: list[torch.Tensor] = []
+    monkeypatch.setattr(host_memory, "_inherited", inherited)
+    monkeypatch.setattr(os, "getpid", lambda: parent + 1)
+    blocks.pop().give_back()
+    del blocks
+    gc.collect()
+    assert locks.log == ["pin", "pin"]
+    assert sorted(tensor.data_ptr() for tensor in inherited) == sorted(addresses)
+
+
+# Refusals, and torch's own allocator
+
+
+def test_a_refused_block_is_there_all_the_same() -> None:
+    device, locks = locking(refuses=True)
+    memory = mapped(device, MIB)
+    assert isinstance(memory.refusal, OSError)
+    assert memory.refusal.errno == errno.ENOMEM
+    address = memory.tensor.data_ptr()
+    assert memory.tensor.fill_(3).eq(3).all()
+    memory.give_back()
+    assert locks.log == ["pin"]
+    assert not is_mapped(address)
+
+
+def test_a_device_that_takes_only_torchs_memory_gets_no_mapping() -> None:
+    device, _ = locking()
+    addresses: list[int] = []
+    device.pin = lambda address, _: addresses.append(address)
+    assert map_exactly(device, MIB) is None
+    assert not is_mapped(addresses[0])
+
+
+def test_torchs_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    empty, asked = torch.empty, []
+
+    def pretend(size: int, *, pin_memory: bool = False, **other: object) -> torch.Tensor:
+        asked.append((size, pin_memory))
+        return empty(size, **other)
+
+    monkeypatch.setattr(torch, "empty", pretend)
+    memory = allocate_by_torch(CpuDevice(), 2048)
+    assert asked == [(2048, True)]
+    assert memory.refusal is None
+    assert memory.tensor.shape == (2048,)
+    memory.give_back()
+
+
+def test_torchs_refusal_gives_pageable_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    empty = torch.empty
+
+    def refuse(size: int, *, pin_memory: bool = False, **other: object) -> torch.Tensor:
+        if pin_memory:
+            raise RuntimeError("refused on purpose")
+        return empty(size, **other)
+
+    monkeypatch.setattr(torch, "empty", refuse)
+    memory = allocate_by_torch(CpuDevice(), 2048)
+    assert str(memory.refusal) == "refused on purpose"
+    assert memory.tensor.shape == (2048,)
+
+
+# Placement
+
+
+@pytest.fixture
+def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A system with two nodes, and a GPU at 0001:0a:1f.0, on node 1."""
+    for node in (0, 1):
+        (tmp_path / f"devices/system/node/node{node}").mkdir(parents=True)
+    device = tmp_path / "bus/pci/devices/0001:0a:1f.0"
+    device.mkdir(parents=True)
+    (device / "numa_node").write_text("1\n")
+    monkeypatch.setattr(host_memory, "_SYSFS", tmp_path)
+    properties = SimpleNamespace(pci_domain_id=1, pci_bus_id=10, pci_device_id=31)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    return tmp_path
+
+
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.mark.usefixtures("system")
+def test_the_node_of_a_gpu_is_read_from_the_system() -> None:
+    assert host_memory._numa_node(CUDA) == 1
+    assert host_memory._numa_node(torch.device("xpu", 0)) is None
+
+
+@pytest.mark.parametrize("text", ["-1\n", "", None])
+def test_a_system_that_does_not_tell_the_node_is_no_error(system: Path, text: str | None) -> None:
+    file = system / "bus/pci/devices/0001:0a:1f.0/numa_node"
+    file.unlink() if text is None else file.write_text(text)
+    assert host_memory._numa_node(CUDA) is None
+
+
+def test_one_node_is_no_choice(system: Path) -> None:
+    (system / "devices/system/node/node1").rmdir()
+    assert host_memory._numa_node(CUDA) is None
+
+
+@pytest.mark.usefixtures("system")
+def test_a_torch_that_does_not_tell_the_address_is_no_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace())
+    assert host_memory._numa_node(CUDA) is None
+
+
+@pytest.mark.parametrize("node", [0, 5, 64, 100])
+def test_the_system_is_asked_for_the_node(monkeypatch: pytest.MonkeyPatch, node: int) -> None:
+    calls: list[tuple[object, ...]] = []
+    monkeypatch.setattr(host_memory, "_numa_node", lambda _: node)
+    monkeypatch.setattr(host_memory, "_SYSCALL", lambda *arguments: calls.append(arguments) or -1)
+    device, locks = locking()
+    memory = mapped(device, MIB)
+    ((number, address, size_bytes, policy, mask, bits, flags),) = calls
+    assert number.value in host_memory._MBIND.values()
+    assert (address.value, size_bytes.value) == (memory.tensor.data_ptr(), MIB)
+    assert (policy.value, flags.value) == (1, 0)  # MPOL_PREFERRED
+    assert int.from_bytes(bytes(mask), sys.byteorder) == 1 << node
+    assert bits.value > node + 1  # the kernel looks at one bit less
+    assert locks.size_bytes == MIB
+
+
+def test_the_kernel_understands_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Node 0 is on every machine; kernels without NUMA, and sandboxes, do not have the call."""
+    results: list[int] = []
+    syscall = host_memory._SYSCALL
+    assert syscall is not None
+    monkeypatch.setattr(host_memory, "_numa_node", lambda _: 0)
+
+    def call(*arguments: object) -> int:
+        results.append(syscall(*arguments))
+        return results[-1]
+
+    monkeypatch.setattr(host_memory, "_SYSCALL", call)
+    device, _ = locking()
+    mapped(device, MIB)
+    if results[0] and ctypes.get_errno() in (errno.ENOSYS, errno.EPERM):
+        pytest.skip("no mbind here")
+    assert results == [0]
