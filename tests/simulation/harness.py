@@ -1,35 +1,71 @@
-"""Runs a program on the simulated device and checks what must hold after it."""
+"""Runs a program on the simulated device and checks what must hold during and after it."""
 
+import contextlib
 import gc
-import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
+from ebbtide.devices.base import AbstractEvent
 from ebbtide.devices.simulated import SimulatedDevice
 from ebbtide.hooks.activations import ActivationHooks
 from ebbtide.hooks.parameters import ParameterIndex
+from ebbtide.runtime.saved import OffloadedTensor
 from ebbtide.runtime.session import Session
+from ebbtide.stores.base import Slot
 from ebbtide.stores.pinned import PinnedStore
-from programs import Outcome, Program
+from programs import Outcome, Program, Source
 
 KIB = 1024
+SAVED_BY_ONE_KERNEL = 3
+"""Most reloaded tensors that backward holds after the session has let go: `hypot` saves three."""
+
+
+@dataclass(frozen=True)
+class Knobs:
+    """What of a simulation is not the program.
+
+    Args:
+        device_seed: decides the order of copies.
+        bound_bytes: on bytes in flight.
+        eagerness: how often a copy runs earlier than it must.
+        backward_stream: backward computes on another stream than forward.
+        closes_early: the session is closed while copies are under way.
+    """
+
+    device_seed: int
+    bound_bytes: int
+    eagerness: float
+    backward_stream: bool
+    closes_early: bool
+
+    @classmethod
+    def of(cls, seed: int) -> "Knobs":
+        return cls(
+            device_seed=seed,
+            bound_bytes=(0, 4 * KIB, 16 * KIB, 256 * KIB)[seed % 4],
+            eagerness=(0.0, 0.1, 0.6)[seed % 3],
+            backward_stream=seed % 5 == 0,
+            closes_early=bool(seed % 2),
+        )
 
 
 class Simulation:
     """One session on a simulated device, whose bounds and eagerness follow from the seed."""
 
-    def __init__(self, seed: int) -> None:
-        self.seed = seed
-        self.bound_bytes = (0, 4 * KIB, 16 * KIB, 256 * KIB)[seed % 4]
-        self.device = SimulatedDevice(seed, eagerness=(0.0, 0.1, 0.6)[seed % 3])
+    def __init__(self, seed: int, knobs: Knobs | None = None) -> None:
+        self.knobs = knobs or Knobs.of(seed)
+        bound_bytes = self.knobs.bound_bytes
+        self.device = SimulatedDevice(self.knobs.device_seed, eagerness=self.knobs.eagerness)
         self.store = PinnedStore(self.device, slab_bytes=32 * KIB)
-        self.session = Session(self.device, self.store, "host", self.bound_bytes)
+        self.session = Session(self.device, self.store, max_inflight_bytes=bound_bytes)
         self.hooks = ActivationHooks(self.session, ParameterIndex([]), min_bytes=512)
-        self._backward_stream = seed % 5 == 0
 
-    def forward(self, function: Callable[[], Tensor]) -> Tensor:
+    def forward(self, function: Callable[[], Any]) -> Any:
         """Run a forward with hooks; what comes after it may run on another compute stream."""
         began = self.hooks.begin()
         self.device.current = 0
@@ -38,88 +74,246 @@ class Simulation:
         finally:
             if began:
                 self.hooks.end()
-            self.device.current = int(self._backward_stream)
+            self.device.current = int(self.knobs.backward_stream)
 
     def switch(self, offloading: bool) -> None:
         self.hooks.offloading = offloading
 
+    def check_account(self) -> None:
+        """No graph is alive and the session holds nothing for one; copies may be under way."""
+        session = self.session
+        assert session._live == 0, f"{session._live} handles are alive"
+        assert session._forwards == 0
+        assert not session._records
+        assert not session._reloaded
+        assert session._reloaded_bytes == 0
+        assert not session._kept
+        assert session._kept_bytes == 0
+        assert not any(session._stored_bytes.values())
+        under_way_bytes = sum(record.size_bytes for record in session._offloading)
+        assert session._offloading_bytes == under_way_bytes
+        assert session.meter.num_saved == 0, "the session's step has not ended"
+
     def check_at_rest(self) -> None:
         """Nothing is under way, held or stored any more."""
-        gc.collect()  # tracebacks of programs that raised
-        if self.seed % 2:
+        if self.knobs.closes_early:
             self.session.close()  # with copies still under way
             assert not self.session._offloading, "memory is held after close"
         self.device.finish_copies()
         self.session.poll()
+        self.check_account()
         session = self.session
-        assert session._live == 0
-        assert not session._records
         assert not session._offloading
-        assert session._offloading_bytes == 0
-        assert not session._reloaded
-        assert session._reloaded_bytes == 0
-        assert session._kept_bytes == 0
-        assert session._stored_bytes == 0
         assert not [held for held in session._abandoned if not held[1].query()]
         session._abandoned.clear()
         assert self.store.used_bytes == 0
         assert self.device.allocated_bytes() == 0
 
 
-def simulate(seed: int) -> tuple[Outcome, Outcome, Simulation]:
-    """The outcome of a seed's program plainly, and offloaded on the simulated device."""
-    plain = Program(seed).run(lambda function: function())
-    simulation = Simulation(seed)
-    offloaded = Program(seed, simulation.switch).run(simulation.forward)
-    return plain, offloaded, simulation
+@dataclass
+class Watch:
+    """Follows a simulation while it runs: its slots, its device memory, its bytes in flight.
 
+    What is wrong is noted and raised after the step, for nothing can raise out of a `__del__`.
 
-def check(seed: int) -> Simulation:
-    """Simulate a seed and check everything; the message of a failure names the seed."""
-    try:
-        plain, offloaded, simulation = simulate(seed)
-        assert offloaded.errors == plain.errors
-        assert len(offloaded.tensors) == len(plain.tensors)
-        for got, expected in zip(offloaded.tensors, plain.tensors, strict=True):
-            same = torch.equal(_bits(got), _bits(expected))
-            assert same, "numbers differ from plain autograd"
-        if set(plain.errors) <= {"interrupted forward"} or not torch_leaks(seed):
-            simulation.check_at_rest()
-    except Exception as error:
-        raise AssertionError(f"seed {seed}: {type(error).__name__}: {error}") from error
-    return simulation
-
-
-class _Held:
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor.detach()
-        self.version = tensor._version
-
-    def restore(self) -> Tensor:
-        if self.tensor._version != self.version:
-            raise RuntimeError("modified in place")
-        return self.tensor
-
-
-def torch_leaks(seed: int) -> bool:
-    """Whether torch itself never lets go of a program's graph, with hooks that only hold.
-
-    It can when a backward raises inside the backward of a reentrant checkpoint.
+    Attributes:
+        slots: how often each slot that the store gave out, and that is not dropped, was reloaded.
+        offloads: slots given out.
+        reloads: of all of them together.
+        read: slots that were reloaded, then dropped.
+        unread: slots that were dropped without it.
+        largest_bytes: the largest slot so far.
+        most_excess: reloaded bytes beyond the bound, at most, in units of the largest slot.
+        wrong: what must not have happened.
     """
-    alive: weakref.WeakSet[_Held] = weakref.WeakSet()
 
-    def pack(tensor: Tensor) -> _Held:
-        held = _Held(tensor)
-        alive.add(held)
-        return held
+    simulation: Simulation
+    slots: dict[Slot, int] = field(default_factory=dict)
+    offloads: int = 0
+    reloads: int = 0
+    read: int = 0
+    unread: int = 0
+    largest_bytes: int = 0
+    most_excess: float = 0.0
+    wrong: list[str] = field(default_factory=list)
+    _saved_again: list[tuple[StorageWeakRef, int]] = field(default_factory=list)
+    _read_slots: set[Slot] = field(default_factory=set)
+    _errors: int = 0
 
-    def forward(function: Callable[[], Tensor]) -> Tensor:
-        with torch.autograd.graph.saved_tensors_hooks(pack, _Held.restore):
-            return function()
+    def __post_init__(self) -> None:
+        self._watch_offloads()
+        self._watch_reloads()
+        self._watch_memory()
 
-    Program(seed).run(forward)
-    gc.collect()
-    return bool(alive)
+    def after_step(self, outcome: Outcome) -> None:
+        """All graphs of the step are gone: check what holds although copies are under way."""
+        if len(outcome.errors) > self._errors:
+            self._errors = len(outcome.errors)
+            drain_autograd()
+        assert not self.wrong, self.wrong[0]
+        self.simulation.check_account()
+        assert not self.slots, f"{len(self.slots)} slots were never dropped"
+        assert self.offloads == self.read + self.unread
+        assert self.reloads >= self.read
+        assert self._held_bytes() == 0, "device memory is alive that the session does not count"
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+    def _require(self, condition: bool, otherwise: str) -> None:
+        if not condition:
+            self.wrong.append(otherwise)
+
+    def _watch_offloads(self) -> None:
+        session, store = self.simulation.session, self.simulation.store
+        offload, drop = store.offload, store.drop
+
+        def watched_offload(source: Tensor, ready: AbstractEvent) -> Slot:
+            alone = session._offloading_bytes == 0
+            fits = session._offloading_bytes + source.numel() <= session._bound_bytes
+            self._require(alone or fits, "more bytes than the bound are on their way down")
+            slot = offload(source, ready)
+            self.slots[slot] = 0
+            self.offloads += 1
+            self.largest_bytes = max(self.largest_bytes, slot.size_bytes)
+            return slot
+
+        def watched_drop(slot: Slot) -> None:
+            self._require(slot in self.slots, "a slot was dropped twice")
+            if self.slots.pop(slot, 0):
+                self.read += 1
+            else:
+                self.unread += 1
+            self._read_slots.discard(slot)
+            drop(slot)
+
+        store.offload, store.drop = watched_offload, watched_drop
+
+    def _watch_reloads(self) -> None:
+        session, store = self.simulation.session, self.simulation.store
+        reload, prefetch = store.reload, session._prefetch
+        prefetching = False
+
+        def watched_reload(slot: Slot) -> tuple[Tensor, AbstractEvent]:
+            self._require(slot in self.slots, "a slot was reloaded after it was dropped")
+            self._require_room(slot, prefetching)
+            self.slots[slot] = self.slots.get(slot, 0) + 1
+            self.reloads += 1
+            self._read_slots.discard(slot)
+            return reload(slot)
+
+        def watched_prefetch(*args: Any) -> None:
+            nonlocal prefetching
+            prefetching = True
+            try:
+                prefetch(*args)
+            finally:
+                prefetching = False
+
+        store.reload, session._prefetch = watched_reload, watched_prefetch
+
+    def _require_room(self, slot: Slot, prefetching: bool) -> None:
+        """A prefetch fits in the bound or is alone; a reload on demand comes on top of that."""
+        session = self.simulation.session
+        most_bytes = max(session._bound_bytes, self.largest_bytes)
+        if prefetching:
+            fits = session._reloaded_bytes + slot.size_bytes <= session._bound_bytes
+            self._require(fits or not session._reloaded, "a prefetch exceeds the bound")
+        unread = [r for r in session._reloaded if r.slot not in self._read_slots]
+        unread_bytes = sum(record.size_bytes for record in unread)
+        self._require(unread_bytes <= most_bytes, "reloads that nobody has read exceed the bound")
+        excess_bytes = session._reloaded_bytes + slot.size_bytes - most_bytes
+        self.most_excess = max(self.most_excess, excess_bytes / self.largest_bytes)
+
+    def _watch_memory(self) -> None:
+        device, session = self.simulation.device, self.simulation.session
+        allocate, bring_back = device.allocate, session.bring_back
+
+        def watched_allocate(size_bytes: int) -> Tensor:
+            self._saved_again = [known for known in self._saved_again if not known[0].expired()]
+            held_bytes = self._held_bytes() - sum(size for _, size in self._saved_again)
+            most_bytes = SAVED_BY_ONE_KERNEL * self.largest_bytes
+            self._require(held_bytes <= most_bytes, "device memory outlives its last reader")
+            return allocate(size_bytes)
+
+        def watched_bring_back(saved: OffloadedTensor) -> Tensor:
+            flat = bring_back(saved)
+            self._read_slots.add(saved.record.slot)
+            # The backward of a backward keeps what the first one read.
+            if torch.is_grad_enabled() and saved.record.source is None:
+                reference = StorageWeakRef(flat.untyped_storage())
+                self._saved_again.append((reference, flat.numel()))
+            return flat
+
+        device.allocate, session.bring_back = watched_allocate, watched_bring_back
+
+    def _held_bytes(self) -> int:
+        """Device bytes given out and alive beyond what the session accounts for."""
+        session = self.simulation.session
+        own = [record.buffer for record in session._reloaded]
+        own += [memory for memory, _ in session._abandoned]
+        # In the backward of a backward, what was reloaded is saved again and leaves again.
+        own += [record.source for record in session._offloading]
+        addresses = {memory.untyped_storage()._cdata for memory in own}
+        return sum(
+            allocation.size_bytes
+            for allocation in self.simulation.device._allocations
+            if not allocation.expired() and allocation.storage.cdata not in addresses
+        )
+
+
+def simulate(source: Source, knobs: Knobs | None = None) -> tuple[Outcome, Outcome, Watch]:
+    """The outcome of a program plainly, and offloaded on the simulated device.
+
+    Args:
+        source: of the program: a seed, or a tape.
+        knobs: of the simulation; those of the seed if there is one.
+    """
+    plain = Program(source).run(lambda function: function())
+    simulation = Simulation(source if isinstance(source, int) else 0, knobs)
+    watch = Watch(simulation)
+    program = Program(source, simulation.switch)
+    offloaded = program.run(simulation.forward, watch.after_step)
+    return plain, offloaded, watch
+
+
+def check(source: Source, knobs: Knobs | None = None) -> Simulation:
+    """Simulate a program and check everything; the message of a failure names the seed."""
+    return check_outcome(source, knobs)[1].simulation
+
+
+def check_outcome(source: Source, knobs: Knobs | None = None) -> tuple[Outcome, Watch]:
+    """`check`, for those who want to know what the program did, too."""
+    try:
+        with without_collector():
+            plain, offloaded, watch = simulate(source, knobs)
+            assert offloaded.errors == plain.errors
+            assert len(offloaded.tensors) == len(plain.tensors)
+            for got, expected in zip(offloaded.tensors, plain.tensors, strict=True):
+                same = torch.equal(_bits(got), _bits(expected))
+                assert same, "numbers differ from plain autograd"
+            watch.simulation.check_at_rest()
+    except Exception as error:
+        name = "seed" if isinstance(source, int) else "tape"
+        raise AssertionError(f"{name} {source}: {type(error).__name__}: {error}") from error
+    return offloaded, watch
+
+
+@contextlib.contextmanager
+def without_collector() -> Iterator[None]:
+    """What dies within must die by its references alone."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def drain_autograd() -> None:
+    """Run a backward of nothing.
+
+    After a backward that raised, torch's queue keeps what had been ready to run, and with it parts
+    of the graph, until the thread's next backward.
+    """
+    torch.ones(1, requires_grad=True).sum().backward()
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -1,20 +1,25 @@
-"""Random programs: what training code does to autograd, drawn from a seed.
+"""Random programs: what training code does to autograd, drawn from a seed or from a tape.
 
 A program is run twice, plainly and with its saved tensors offloaded, and must give the same bits,
-or the same kind of error. It is a few steps of: forwards of several microbatches, in a random order
-with their backwards; retained and dropped graphs; exceptions half-way; `no_grad` in between.
+or the same kind of error. It is a few steps of: forwards of several microbatches of two networks,
+in the order of some schedule with their backwards; layers absent in some forwards; retained
+and dropped graphs; gradients of gradients; exceptions half-way; changes in place.
 """
 
 import random
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 WIDTH = 32
-Run = Callable[[Callable[[], Tensor]], Tensor]
+Source = int | Sequence[int]
+"""What a program is drawn from: a seed, or the numbers of a tape."""
+Run = Callable[[Callable[[], Any]], Any]
 """Runs one forward, with hooks or without."""
 
 UNARY: dict[str, Callable[[Tensor], Tensor]] = {
@@ -67,98 +72,277 @@ class _FailInBackward(torch.autograd.Function):
 
 @dataclass
 class Outcome:
-    """What a program computed: losses, gradients, and the names of the errors it met."""
+    """What a program computed and met.
+
+    Attributes:
+        tensors: losses and gradients.
+        errors: the names of the errors, in order.
+        content: how often the program did what.
+        num_steps: finished, or raised.
+    """
 
     tensors: list[Tensor] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
+    content: Counter[str] = field(default_factory=Counter)
+    num_steps: int = 0
+
+
+class Tape(random.Random):
+    """Choices read from a list of numbers, which hypothesis can generate and shrink.
+
+    Zeros follow when it is used up, and zeros mean a short, simple program.
+    """
+
+    def __init__(self, numbers: Sequence[int]) -> None:
+        super().__init__(0)
+        self._numbers = iter(numbers)
+
+    def random(self) -> float:
+        return self.getrandbits(8) / 256
+
+    def getrandbits(self, k: int) -> int:
+        return next(self._numbers, 0) % (1 << k)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One operation of a network on the pool of tensors so far; zeros are the simplest one."""
+
+    kind: str
+    name: str
+    first: int
+    second: int
+    offloaded: bool
+
+
+Network = list[Layer]
+Action = tuple[str, int]
+
+
+def draw_network(draw: random.Random, unary: Sequence[str]) -> Network:
+    layers = []
+    for _ in range(draw.randint(2, 8)):
+        choice = draw.random()
+        if choice < 0.58:
+            kind, name = "unary", draw.choice(unary)
+        elif choice < 0.83:
+            kind, name = "binary", draw.choice(list(BINARY))
+        elif choice < 0.93:
+            kind, name = "linear", ""
+        else:
+            kind, name = ("forget", "") if choice < 0.97 else ("without gradient", "")
+        places = draw.getrandbits(4), draw.getrandbits(4)
+        layers.append(Layer(kind, name, *places, offloaded=draw.random() < 0.85))
+    return layers
+
+
+def one_forward_one_backward(microbatches: int, warmup: int) -> list[Action]:
+    """Some forwards to warm up, then one forward and one backward in turn, then what is left."""
+    actions = [("forward", number) for number in range(warmup)]
+    for number in range(warmup, microbatches):
+        actions += [("forward", number), ("backward", number - warmup)]
+    return actions + [("backward", n) for n in range(microbatches - warmup, microbatches)]
+
+
+def any_order(draw: random.Random, microbatches: int) -> list[Action]:
+    actions: list[Action] = []
+    waiting: list[int] = []
+    for number in range(microbatches):
+        actions.append(("forward", number))
+        waiting.append(number)
+        while waiting and draw.random() < 0.5:
+            actions.append(("backward", waiting.pop(draw.randrange(len(waiting)))))
+    while waiting:
+        actions.append(("backward", waiting.pop(draw.randrange(len(waiting)))))
+    return actions
 
 
 class Program:
-    """The program of one seed; `run` repeats exactly the same one.
+    """The program of one source; `run` repeats exactly the same one.
 
     Args:
-        seed: draws everything.
+        source: draws everything: a seed, or the numbers of a tape.
         switch: called within forwards with whether what follows is to be offloaded.
+        unary: the functions that networks are drawn from.
     """
 
-    def __init__(self, seed: int, switch: Callable[[bool], None] = lambda _: None) -> None:
-        self._seed = seed
+    def __init__(
+        self,
+        source: Source,
+        switch: Callable[[bool], None] = lambda _: None,
+        unary: Sequence[str] = tuple(UNARY),
+    ) -> None:
+        self._source = source
         self._switch = switch
+        self._unary = unary
 
-    def run(self, run: Run) -> Outcome:
-        draw = random.Random(self._seed)
-        torch.manual_seed(self._seed)
+    def run(self, run: Run, after_step: Callable[[Outcome], None] = lambda _: None) -> Outcome:
+        """Run it.
+
+        Args:
+            run: runs each forward.
+            after_step: called when all graphs of a step are gone.
+        """
+        seeded = isinstance(self._source, int)
+        draw = random.Random(self._source) if seeded else Tape(self._source)
+        torch.manual_seed(self._source if seeded else 0)
         outcome = Outcome()
         weights = [torch.randn(WIDTH, WIDTH, requires_grad=True) for _ in range(2)]
+        networks = [draw_network(draw, self._unary) for _ in range(2)]
         for _ in range(draw.randint(1, 3)):
-            self._step(draw, run, weights, outcome)
+            _Step(draw, run, self._switch, weights, networks, outcome).run()
             outcome.tensors += [w.grad.clone() for w in weights if w.grad is not None]
-            if draw.random() < 0.3:
+            outcome.num_steps += 1
+            after_step(outcome)
+            if draw.random() > 0.7:
                 with torch.no_grad():
                     for weight in weights:
                         weight.mul_(0.9)
         return outcome
 
-    def _step(self, draw: random.Random, run: Run, weights: list[Tensor], outcome: Outcome) -> None:
-        """A random order of the forwards and backwards of a few microbatches."""
-        waiting: list[Tensor] = []
+
+@dataclass
+class _Microbatch:
+    """A graph that waits for its backward, and its output if the caller has kept that."""
+
+    loss: Tensor
+    output: Tensor | None
+
+
+@dataclass
+class _Step:
+    draw: random.Random
+    how_to_run: Run
+    switch: Callable[[bool], None]
+    weights: list[Tensor]
+    networks: list[Network]
+    outcome: Outcome
+
+    def run(self) -> None:
+        waiting: dict[int, _Microbatch] = {}
         x = torch.randn(16, WIDTH)
-        for _ in range(draw.randint(1, 4)):
-            if draw.random() < 0.2 and not x.requires_grad:
-                x.mul_(0.7)  # the input buffer is filled again; a graph may still refer to it
-            else:
-                x = torch.randn(draw.choice((8, 16, 48)), WIDTH, requires_grad=draw.random() < 0.5)
-            plan = random.Random(draw.random())
-            try:
-                waiting.append(run(lambda plan=plan, x=x: self._forward(plan, x, weights)))
-            except InterruptedStepError:
-                outcome.errors.append("interrupted forward")
-            while waiting and draw.random() < 0.5:
-                self._backward(draw, waiting.pop(draw.randrange(len(waiting))), outcome)
-        while waiting:
-            self._backward(draw, waiting.pop(draw.randrange(len(waiting))), outcome)
+        for action, number in self._schedule():
+            if action == "forward":
+                x = self._input(x)
+                microbatch = self._try_forward(x)
+                if microbatch is not None:
+                    waiting[number] = microbatch
+                del microbatch
+            elif number in waiting:
+                self._backward(waiting.pop(number))
 
-    def _forward(self, plan: random.Random, x: Tensor, weights: list[Tensor]) -> Tensor:
-        pool = [x, x @ plan.choice(weights) / WIDTH**0.5]
-        self._switch(True)
-        for _ in range(plan.randint(2, 10)):
-            choice = plan.random()
-            self._switch(plan.random() < 0.85)
-            if choice < 0.55:
-                pool.append(UNARY[plan.choice(list(UNARY))](plan.choice(pool)))
-            elif choice < 0.8:
-                a = plan.choice(pool)
-                b = plan.choice([t for t in pool if t.shape == a.shape])
-                pool.append(BINARY[plan.choice(list(BINARY))](a, b))
-            elif choice < 0.9:
-                pool.append(plan.choice(pool) @ plan.choice(weights).t() / WIDTH**0.5)
-            elif choice < 0.93:
-                with torch.no_grad():
-                    plan.choice(pool[1:]).mul_(0.5)
-            elif choice < 0.96 and len(pool) > 2:
-                del pool[plan.randrange(2, len(pool))]
-            elif choice < 0.97:
-                raise InterruptedStepError
-            elif choice < 0.98:
-                pool.append(_FailInBackward.apply(plan.choice(pool)))
-            else:
-                with torch.no_grad():
-                    pool[-1].sin()
-        self._switch(True)
-        return torch.stack([t.square().mean() for t in pool]).sum()
+    def _schedule(self) -> list[Action]:
+        microbatches = self.draw.randint(1, 4)
+        if microbatches > 1:
+            self.outcome.content["several microbatches"] += 1
+            if self.draw.random() < 0.4:
+                self.outcome.content["1F1B"] += 1
+                return one_forward_one_backward(
+                    microbatches, self.draw.randint(1, microbatches - 1)
+                )
+        return any_order(self.draw, microbatches)
 
-    def _backward(self, draw: random.Random, loss: Tensor, outcome: Outcome) -> None:
-        outcome.tensors.append(loss.detach().clone())
-        how = draw.random()
-        if how < 0.1:
-            return  # dropped
+    def _input(self, x: Tensor) -> Tensor:
+        if self.draw.random() > 0.8 and not x.requires_grad:
+            self.outcome.content["input refilled"] += 1
+            return x.mul_(0.7)  # a graph may still refer to it
+        size = self.draw.choice((8, 16, 48))
+        return torch.randn(size, WIDTH, requires_grad=self.draw.random() >= 0.5)
+
+    def _try_forward(self, x: Tensor) -> _Microbatch | None:
+        layers = list(self.networks[self.draw.random() > 0.8])
+        exits = self.draw.random()
+        if exits > 0.85:
+            self.outcome.content["early exit"] += 1
+            del layers[self.draw.randint(1, len(layers)) :]
+        elif exits > 0.7:
+            self.outcome.content["layer absent"] += 1
+            del layers[self.draw.randrange(len(layers))]
+        accident, at = self.draw.random(), self.draw.randrange(len(layers))
+        keeps_output = self.draw.random() > 0.7
         try:
-            if how < 0.25:
-                loss.backward(retain_graph=True)
-            loss.backward()
+            return self.how_to_run(lambda: self._forward(x, layers, accident, at, keeps_output))
         except InterruptedStepError:
-            outcome.errors.append("interrupted backward")
+            self.outcome.errors.append("interrupted forward")
+            return None
+
+    def _forward(
+        self, x: Tensor, layers: Network, accident: float, at: int, keeps_output: bool
+    ) -> _Microbatch:
+        pool = [x, x @ self.weights[0] / WIDTH**0.5]
+        for place, layer in enumerate(layers):
+            self.switch(layer.offloaded)
+            self._apply(layer, pool)
+            if place == at:
+                self._meet(accident, pool)
+        self.switch(True)
+        loss = torch.stack([t.square().mean() for t in pool]).sum()
+        return _Microbatch(loss, pool[-1].detach() if keeps_output else None)
+
+    def _apply(self, layer: Layer, pool: list[Tensor]) -> None:
+        a = pool[layer.first % len(pool)]
+        if layer.kind == "unary":
+            pool.append(UNARY[layer.name](a))
+        elif layer.kind == "binary":
+            same = [t for t in pool if t.shape == a.shape]
+            pool.append(BINARY[layer.name](a, same[layer.second % len(same)]))
+        elif layer.kind == "linear":
+            pool.append(a @ self.weights[layer.second % 2].t() / WIDTH**0.5)
+        elif layer.kind == "forget" and len(pool) > 2:
+            del pool[2 + layer.first % (len(pool) - 2)]
+        else:
+            with torch.no_grad():
+                a.sin()
+
+    def _meet(self, accident: float, pool: list[Tensor]) -> None:
+        if accident > 0.95:
+            raise InterruptedStepError
+        if accident > 0.91:
+            pool.append(_FailInBackward.apply(pool[-1]))
+        elif accident > 0.79:
+            with torch.no_grad():
+                pool[-1].mul_(0.5)
+
+    def _backward(self, microbatch: _Microbatch) -> None:
+        self.outcome.tensors.append(microbatch.loss.detach().clone())
+        if microbatch.output is not None and self.draw.random() > 0.7:
+            self.outcome.content["output changed"] += 1
+            with torch.no_grad():
+                microbatch.output.mul_(0.5)  # its bytes may be in the store, it itself is not
+        how = self.draw.random()
+        try:
+            self._differentiate(microbatch.loss, how)
+        except InterruptedStepError:
+            self.outcome.errors.append("interrupted backward")
         except RuntimeError as error:
-            if "modified" not in str(error):
+            known = {"modified": "modified in place", "use_reentrant": "reentrant within grad"}
+            names = [name for word, name in known.items() if word in str(error)]
+            if not names:
                 raise
-            outcome.errors.append("modified in place")
+            self.outcome.errors.append(names[0])
+
+    def _differentiate(self, loss: Tensor, how: float) -> None:
+        content = self.outcome.content
+        if how > 0.92:
+            content["dropped"] += 1
+        elif how > 0.8:
+            content["retained"] += 1
+            loss.backward(retain_graph=True)
+            loss.backward()
+        elif how > 0.72:
+            content["double backward"] += 1
+            (loss + self._penalty(loss)).backward()
+        elif how > 0.66:
+            content["double backward, hooked"] += 1
+            (loss + self.how_to_run(lambda: self._penalty(loss))).backward()
+        elif how > 0.62:
+            content["some gradients only"] += 1
+            torch.autograd.grad(loss, self.weights[:1])
+        else:
+            content["backward"] += 1
+            loss.backward()
+
+    def _penalty(self, loss: Tensor) -> Tensor:
+        """A number that depends on gradients, as physics-informed losses do."""
+        gradients = torch.autograd.grad(loss, self.weights, create_graph=True, allow_unused=True)
+        return torch.stack([g.square().mean() for g in gradients if g is not None]).sum()

@@ -1,15 +1,89 @@
 """The engine under adversarial orders of copies, against plain autograd."""
 
 import os
+from collections import Counter
+from dataclasses import dataclass, field
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from harness import check
+from harness import KIB, Knobs, Watch, check, check_outcome
+from programs import Outcome, one_forward_one_backward
 
 SEEDS = int(os.environ.get("EBBTIDE_SIMULATION_SEEDS", "300"))
 """`make soak` runs many more."""
 
 CHUNK = 50
+GENERATED = max(900, SEEDS // 4)
+TAPES = st.integers(0, 500).flatmap(lambda size: st.binary(min_size=size, max_size=size))
+KNOBS = st.builds(
+    Knobs,
+    device_seed=st.integers(0, 2**16),
+    bound_bytes=st.sampled_from((0, 1 * KIB, 4 * KIB, 16 * KIB, 256 * KIB)),
+    eagerness=st.sampled_from((0.0, 0.1, 0.3, 0.6)),
+    backward_stream=st.booleans(),
+    closes_early=st.booleans(),
+)
+
+
+@dataclass
+class Tally:
+    """What programs did, all together."""
+
+    programs: int = 0
+    offloading: int = 0
+    offloads: int = 0
+    unread: int = 0
+    reloads: int = 0
+    most_excess: float = 0.0
+    content: Counter[str] = field(default_factory=Counter)
+    errors: Counter[str] = field(default_factory=Counter)
+
+    def add(self, outcome: Outcome, watch: Watch) -> None:
+        self.programs += 1
+        self.offloading += watch.offloads > 0
+        self.offloads += watch.offloads
+        self.unread += watch.unread
+        self.reloads += watch.reloads
+        self.most_excess = max(self.most_excess, watch.most_excess)
+        self.content += outcome.content
+        self.errors.update(outcome.errors)
+
+    def check(self) -> None:
+        """Everything worth testing happens, and often."""
+        assert self.offloading > 0.7 * self.programs
+        assert self.offloads > 5 * self.programs
+        assert self.reloads > 3 * self.programs
+        assert self.unread > 0.5 * self.programs
+        for name in CONTENT:
+            assert self.content[name] > self.programs // 40, name
+        for name in ERRORS:
+            assert self.errors[name] > self.programs // 100, name
+        assert set(self.content) == CONTENT
+        assert set(self.errors) == ERRORS
+
+
+CONTENT = {
+    "1F1B",
+    "backward",
+    "double backward",
+    "double backward, hooked",
+    "dropped",
+    "early exit",
+    "input refilled",
+    "layer absent",
+    "output changed",
+    "retained",
+    "several microbatches",
+    "some gradients only",
+}
+ERRORS = {
+    "interrupted backward",
+    "interrupted forward",
+    "modified in place",
+    "reentrant within grad",
+}
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS, CHUNK))
@@ -18,25 +92,47 @@ def test_random_programs(first: int) -> None:
         check(seed)
 
 
+def test_generated_programs() -> None:
+    """The same, where hypothesis generates program and simulation, and shrinks what fails."""
+    tally = Tally()
+
+    @settings(
+        deadline=None,
+        max_examples=GENERATED,
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(TAPES, KNOBS)
+    def generated(tape: bytes, knobs: Knobs) -> None:
+        tally.add(*check_outcome(tape, knobs))
+
+    generated()
+    tally.check()
+
+
 def test_programs_do_what_they_are_for() -> None:
     """Over some seeds, everything worth testing happens at all."""
-    from harness import simulate
-
-    offloads = reloads = late = 0
-    errors: set[str] = set()
+    tally, late = Tally(), 0
     for seed in range(120):
-        _, offloaded, simulation = simulate(seed)
-        errors.update(offloaded.errors)
-        stats = simulation.session.stats
-        offloads += stats.num_offloaded
-        reloads += stats.reloaded_bytes
-        late += stats.late_reloads
-    assert errors == {"interrupted forward", "interrupted backward", "modified in place"}
-    assert offloads > 300
-    assert reloads > 0
+        outcome, watch = check_outcome(seed)
+        tally.add(outcome, watch)
+        late += watch.simulation.session.stats.late_reloads
+    tally.check()
     assert late > 0
+
+
+def test_1f1b_is_what_pipelines_run() -> None:
+    text = " ".join(f"{action[0]}{number}" for action, number in one_forward_one_backward(5, 2))
+    assert text == "f0 f1 f2 b0 f3 b1 f4 b2 b3 b4"
 
 
 def test_a_seed_replays() -> None:
     assert check(7).device.trace == check(7).device.trace
     assert check(7).device.trace != check(8).device.trace
+
+
+def test_a_tape_replays() -> None:
+    tape, knobs = bytes(range(1, 255, 3)) * 3, Knobs.of(7)
+    assert check(tape, knobs).device.trace
+    assert check(tape, knobs).device.trace == check(tape, knobs).device.trace
