@@ -30,8 +30,8 @@ MUTATIONS = (
     Mutation(
         name="the copy down waits for the kernels that write its source",
         file="stores/pinned.py",
-        old="self._device.copy_down(memory, source, ready)",
-        new="self._device.copy_down(memory, source)",
+        old="self._device.copy_down(memory, source, ready, *self._reads)",
+        new="self._device.copy_down(memory, source, *self._reads)",
         hazard="The copy reads memory that queued kernels have not written yet.",
     ),
     Mutation(
@@ -44,7 +44,7 @@ MUTATIONS = (
     Mutation(
         name="compute waits for the oldest copy down before its source is released early",
         file="runtime/session.py",
-        old="            self._wait(oldest.slot.offloaded)\n",
+        old="            self._wait(oldest, oldest.slot.offloaded)\n",
         new="",
         hazard="Past the bound on bytes in flight, kernels queued next reuse memory that the copy "
         "still reads.",
@@ -75,7 +75,8 @@ MUTATIONS = (
     Mutation(
         name="compute waits for the copy up",
         file="runtime/session.py",
-        old="            self._wait(event)  # kernels queued from now on read these bytes\n",
+        old="            self._wait(record, event, is_reload=True)  "
+        "# kernels queued from now on read these bytes\n",
         new="",
         hazard="Backward kernels read a buffer that the copy has not filled.",
     ),
@@ -95,11 +96,26 @@ MUTATIONS = (
         hazard="The same.",
     ),
     Mutation(
-        name="host memory is not reused while a copy up may read it",
-        file="stores/base.py",
-        old="return bool(self.readers)",
-        new="return False",
-        hazard="The next offload overwrites bytes that are on their way up.",
+        name="a copy down waits for the copies up that read its host memory before",
+        file="stores/pinned.py",
+        old="ready, *self._reads)",
+        new="ready)",
+        hazard="The next offload overwrites bytes that are on their way up: a dropped slot is "
+        "reused at once.",
+    ),
+    Mutation(
+        name="such a copy up is forgotten only when it has been seen complete",
+        file="stores/pinned.py",
+        old="self._reads = [read for read in self._reads if not read.query()]",
+        new="self._reads = []",
+        hazard="The same.",
+    ),
+    Mutation(
+        name="the store waits for its copies before it cuts its slabs to size",
+        file="stores/pinned.py",
+        old="        device.finish_copies()\n",
+        new="",
+        hazard="A copy that nobody wants any more goes on in memory that was given back.",
     ),
     Mutation(
         name="the store waits for its copies before it gives host memory back",

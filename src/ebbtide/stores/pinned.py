@@ -216,8 +216,8 @@ class _Slabs:
             errno.EDQUOT,
             f"host_budget allows {format_size(self._budget_bytes)} of host memory, "
             f"{format_size(self.capacity_bytes)} are taken, and the next {format_size(size_bytes)} "
-            f"of offloaded activations do not fit; raise host_budget, or let the rest go to disk "
-            f'with store="tiered"',
+            f"of offloaded activations do not fit; raise host_budget, or offload "
+            f"fewer layers (ActivationPolicy(num_layers=...))",
         )
 
     def _out_of_ram(self, size_bytes: int, free_bytes: int) -> StoreFullError:
@@ -264,7 +264,8 @@ class PinnedStore(AbstractStore):
         super().__init__()
         self._device = device
         self._slabs = _Slabs(device, budget_bytes, slab_bytes)
-        self._num_slots = 0  # given out, and not free again
+        self._num_slots = 0  # given out, and not dropped again
+        self._reads: list[AbstractEvent] = []  # copies up from dropped slots, not seen complete
         self._requested_bytes = 0
         self.peak_requested_bytes = 0
 
@@ -273,8 +274,11 @@ class PinnedStore(AbstractStore):
         return self._slabs.capacity_bytes
 
     @property
+    def host_capacity_bytes(self) -> int:
+        return self.capacity_bytes
+
+    @property
     def used_bytes(self) -> int:
-        self.collect()
         return self._slabs.used_bytes
 
     @property
@@ -286,15 +290,15 @@ class PinnedStore(AbstractStore):
     def has_room(self, size_bytes: int) -> bool:
         """Whether `offload` of so many bytes would find room now."""
         self._settle()
-        if not self._slabs.fits(size_bytes):
-            self._wait_for_readers()
         return self._slabs.fits(size_bytes) or self._slabs.could_grow(size_bytes)
 
     def offload(self, source: torch.Tensor, ready: AbstractEvent) -> Slot:
         size_bytes = source.numel()
         slab, extent = self._allocate(size_bytes)
         memory = slab.memory.tensor.narrow(0, extent.offset_bytes, size_bytes)
-        offloaded = self._device.copy_down(memory, source, ready)
+        # Who read these bytes before may not have finished: dropped slots are reused at once.
+        self._reads = [read for read in self._reads if not read.query()]
+        offloaded = self._device.copy_down(memory, source, ready, *self._reads)
         self._num_slots += 1
         self._requested_bytes += size_bytes
         self.peak_requested_bytes = max(self.peak_requested_bytes, self._requested_bytes)
@@ -306,9 +310,19 @@ class PinnedStore(AbstractStore):
         # The allocator may hand out memory that queued kernels still read: the copy waits for them.
         allocated = self._device.compute_stream().record()
         reloaded = self._device.copy_up(buffer, slot.memory(), allocated, slot.offloaded)
-        slot.readers.append(reloaded.query)
         slot.reloaded = reloaded
         return buffer, reloaded
+
+    def drop(self, slot: Slot) -> None:
+        """Forget a slot. Its bytes are free at once: the device orders who writes there next.
+
+        The host cannot wait here for the last copy up. It runs ahead of the device, and would come
+        to a stop at the first offload of every step.
+        """
+        assert isinstance(slot, _HostSlot)
+        if slot.reloaded is not None:
+            self._reads.append(slot.reloaded)
+        self._free(slot)
 
     def read_ahead(self, slot: Slot) -> None:
         """Nothing to prepare: host memory is as near as it gets."""
@@ -321,9 +335,6 @@ class PinnedStore(AbstractStore):
     def _allocate(self, size_bytes: int) -> tuple[_Slab, Extent]:
         self._settle()
         found = self._slabs.allocate(size_bytes)
-        if found is None:
-            self._wait_for_readers()
-            found = self._slabs.allocate(size_bytes)
         if found is None:
             self._grow(size_bytes)
             found = self._slabs.allocate(size_bytes)
@@ -340,9 +351,8 @@ class PinnedStore(AbstractStore):
             self._resize(sizes)  # none of the slabs is large enough, and none is in use
 
     def _settle(self) -> None:
-        """Take back what is free. Trim if a step is over and it has grown."""
-        self.collect()
-        if self._slabs.grown and self._num_slots == len(self._dropped):
+        """Trim if a step is over and it has grown."""
+        if self._slabs.grown and not self._num_slots:
             self._slabs.grown = False
             sizes = self._slabs.trimmed()
             if any(slab.capacity_bytes != size_bytes for slab, size_bytes in sizes):
@@ -355,23 +365,9 @@ class PinnedStore(AbstractStore):
         # any more may be under way still: it would write to memory that is no longer ours.
         device = self._device
         device.finish_copies()
-        self.collect()
+        self._reads.clear()
         assert not self._slabs.used_bytes
         self._slabs.resize(sizes)
-
-    def _wait_for_readers(self) -> None:
-        """Wait for the copies up of what was dropped.
-
-        A host that runs ahead of the device begins the next step while the last one's copies are
-        queued still: without this wait the store would grow to hold both.
-        """
-        for slot in self._dropped:
-            assert isinstance(slot, _HostSlot)
-            if slot.reloaded is not None:
-                # Who waits for the bytes is told of a failure; here they are wanted no more.
-                with contextlib.suppress(Exception):
-                    slot.reloaded.synchronize()
-        self.collect()
 
     def _free(self, slot: Slot) -> None:
         assert isinstance(slot, _HostSlot)
