@@ -78,6 +78,7 @@ def offload(
     activations: ActivationPolicy | None = None,
     layers: Sequence[nn.Module | str] | None = None,
     store: str = "auto",
+    host_budget: int | str | None = None,
     trace: bool = False,
 ) -> OffloadHandle:
     """Let a model's saved activations leave the device during forward and return for backward.
@@ -93,6 +94,8 @@ def offload(
         store: where bytes go: ``"host"`` (pinned memory; for a model on an accelerator),
             ``"disk"`` or ``"disk:/some/dir"`` (a file without a name; for a model on a CPU), or
             ``"auto"``, whichever of them fits the model.
+        host_budget: the most host memory to take for a model on an accelerator, in bytes or as text
+            such as ``"24GiB"``; past it the forward raises `StoreFullError`. None: what is free.
         trace: record every step for ``handle.trace``. On an accelerator the host then waits for
             the device once a step, so ask for it to look, not to train.
 
@@ -112,7 +115,7 @@ def offload(
         )
     found = find_layers(model) if layers is None else match_layers(model, layers)
     _check_layer_counts(policy, found)
-    engine = Engine([model], policy, store, traced=trace)
+    engine = Engine([model], policy, store, host_budget=host_budget, traced=trace)
     tracker = LayerTracker(found, policy.num_layers, policy.keep_last, engine)
     wrapped = OffloadedForward(model.forward, engine.hooks, tracker)
     hooks = tracker.attach()
@@ -127,6 +130,7 @@ def wrap_forward_with_offload(
     activations: ActivationPolicy | None = None,
     store: str = "auto",
     device: torch.device | str | None = None,
+    host_budget: int | str | None = None,
     trace: bool = False,
 ) -> OffloadedForward:
     """Wrap one callable so that what autograd saves inside it is offloaded.
@@ -142,6 +146,7 @@ def wrap_forward_with_offload(
         store: as for `offload`.
         device: where the callable computes, if it refers to no module with parameters; None: the
             current accelerator if there is one, else the CPU.
+        host_budget: as for `offload`.
         trace: as for `offload`.
 
     Returns:
@@ -162,7 +167,7 @@ def wrap_forward_with_offload(
     for module in modules:
         _refuse_second_offload(module)
     home = None if device is None else torch.device(device)
-    engine = Engine(modules, policy, store, home, traced=trace)
+    engine = Engine(modules, policy, store, home, host_budget=host_budget, traced=trace)
     wrapped = OffloadedForward(forward, engine.hooks, None)
     wrapped.handle = OffloadHandle(engine, (), [wrapped.deactivate])
     return wrapped

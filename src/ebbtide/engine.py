@@ -23,6 +23,7 @@ from ebbtide.runtime.stats import StepStats
 from ebbtide.stores.disk import DiskStore
 from ebbtide.stores.pinned import PinnedStore
 from ebbtide.tracing.events import Trace
+from ebbtide.units import parse_size_bytes
 
 _INFLIGHT_BYTES = 256 * 2**20
 _CPU_INFLIGHT_BYTES = 64 * 2**20
@@ -37,6 +38,7 @@ class Engine:
         policy: what to offload.
         store: where bytes go, as `ebbtide.offload` describes it.
         device: where to compute when there are no modules to tell.
+        host_budget: the most host memory to take, in bytes or as text such as ``"24GiB"``.
         traced: whether to record every step.
 
     Raises:
@@ -50,9 +52,13 @@ class Engine:
         store: str,
         device: torch.device | None = None,
         *,
+        host_budget: int | str | None = None,
         traced: bool = False,
     ) -> None:
         self._modules = modules
+        self._host_budget_bytes = (
+            None if host_budget is None else parse_size_bytes(host_budget, name="host_budget")
+        )
         self._traced = traced
         self._policy = policy
         self._store = store
@@ -117,7 +123,13 @@ class Engine:
         return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
     def _build(self, torch_device: torch.device) -> tuple[Session, ActivationHooks]:
-        session = build_session(torch_device, self._store, self._policy, traced=self._traced)
+        session = build_session(
+            torch_device,
+            self._store,
+            self._policy,
+            host_budget_bytes=self._host_budget_bytes,
+            traced=self._traced,
+        )
         parameters = ParameterIndex(self._modules)
         return session, ActivationHooks(session, parameters, int(self._policy.min_bytes))
 
@@ -148,12 +160,18 @@ def find_device(modules: Sequence[nn.Module]) -> torch.device | None:
 
 
 def build_session(
-    torch_device: torch.device, store: str, policy: ActivationPolicy, *, traced: bool = False
+    torch_device: torch.device,
+    store: str,
+    policy: ActivationPolicy,
+    *,
+    host_budget_bytes: int | None = None,
+    traced: bool = False,
 ) -> Session:
     """A session for a device, with the store that was asked for.
 
     Raises:
-        PolicyError: the store's name is unknown or does not fit the device.
+        PolicyError: the store's name is unknown or does not fit the device, or there is a budget
+            for a tier that is not used.
     """
     bound_bytes = _CPU_INFLIGHT_BYTES if torch_device.type == "cpu" else _INFLIGHT_BYTES
     if policy.max_inflight_bytes is not None:
@@ -172,10 +190,15 @@ def build_session(
             f'store="disk" takes the activations of a model on the CPU; this one is on '
             f'{torch_device}. Use store="host" or "auto"'
         )
+    if on_cpu and host_budget_bytes is not None:
+        raise PolicyError(
+            "host_budget bounds the host memory that holds activations of an accelerator; this "
+            "model is on the CPU and its activations go to disk. Leave host_budget out"
+        )
     if on_cpu:
         disk = DiskStore(Path(directory) if directory else None)
         session = Session(CpuDevice(), disk, bound_bytes, traced=traced)
         disk.on_progress = session.weak_poll()
         return session
     device: AbstractDevice = AcceleratorDevice(torch_device)
-    return Session(device, PinnedStore(device), bound_bytes, traced=traced)
+    return Session(device, PinnedStore(device, host_budget_bytes), bound_bytes, traced=traced)

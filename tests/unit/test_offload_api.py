@@ -269,3 +269,12 @@ def test_model_that_changes_type_and_parameters_between_steps() -> None:
         model(torch.randn(16, 32, dtype=torch.float64)).sum().backward()
         # Per block: the inputs of both Linear layers, one of which is ReLU's result too.
         assert handle.stats.offloaded_bytes == 4 * 2 * 16 * 32 * 8
+
+
+def test_a_host_budget_is_read_and_refused_where_there_is_no_host_tier() -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(ebbtide.PolicyError, match="host_budget='lots' cannot be read"):
+        ebbtide.offload(model, host_budget="lots")
+    with pytest.raises(ebbtide.PolicyError, match="Leave host_budget out"):
+        ebbtide.offload(model, host_budget="1GiB")
+    assert "forward" not in model.__dict__

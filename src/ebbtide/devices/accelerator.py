@@ -104,13 +104,16 @@ class AcceleratorDevice(AbstractDevice):
             return None
         # torch has no generic call for this; ROCm's builds spell it the same.
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        status = runtime.cudaHostRegister(address, size_bytes, _PORTABLE)
+        # Without a device set, the call would make a context on the first one.
+        with torch.cuda.device(self.torch_device):
+            status = runtime.cudaHostRegister(address, size_bytes, _PORTABLE)
         if int(status):
             self._clear_error()
             raise OSError(errno.ENOMEM, f"cudaHostRegister: {runtime.cudaGetErrorString(status)}")
 
         def unlock() -> None:
-            runtime.cudaHostUnregister(address)
+            with torch.cuda.device(self.torch_device):
+                runtime.cudaHostUnregister(address)
 
         return unlock
 
