@@ -78,6 +78,16 @@ class _Copy:
     done: bool = False  # its bytes have moved
     known: bool = False  # the host has seen that they have
 
+    def learn(self) -> None:
+        """The host has seen that this copy has run, and so all that it waited for."""
+        todo = [self]
+        while todo:
+            copy = todo.pop()
+            if not copy.known:
+                copy.known = True
+                todo.extend(copy.before)
+        self.before = []
+
     def overlaps(self, other: _Copy) -> bool:
         """Whether they touch the same memory and one of them writes it."""
         return (
@@ -142,12 +152,13 @@ class _CopyEvent(AbstractEvent):
             self._device.stir()
         elif self.copy.end_s <= self._device.now_s:
             self._device.run(self.copy)
-        self.copy.known = self.copy.done
+        if self.copy.done:
+            self.copy.learn()
         return self.copy.done
 
     def synchronize(self) -> None:
         self._device.compute_stream().wait(self)
-        self.copy.known = True
+        self.copy.learn()
 
     def since(self, origin: Origin) -> float:
         return self.copy.end_s - origin.host_s
@@ -341,7 +352,7 @@ class SimulatedDevice(AbstractDevice):
         self.clock += 1
         queue = self._queues[lane]
         self._unknown = [copy for copy in self._unknown if not copy.known]
-        before = [copy for copy in self._unknown if copy.lane == lane]
+        before = [copy for copy in self._unknown if copy.lane == lane][-1:]  # it follows the others
         for event in after:
             if isinstance(event, _CopyEvent):
                 before.append(event.copy)
