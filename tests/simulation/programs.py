@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch._dynamo  # checkpoint imports it on first use, and that keeps the caller's frame alive
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
