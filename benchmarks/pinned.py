@@ -24,7 +24,8 @@ from benchmarks import record
 from ebbtide.cli.config import DemoConfig
 from ebbtide.cli.darcy_fno import build_model
 from ebbtide.devices.base import AbstractEvent
-from ebbtide.devices.cpu import CpuDevice, LaneEvent
+from ebbtide.devices.cpu import CpuDevice
+from ebbtide.devices.lanes import LaneEvent
 from ebbtide.hooks.activations import ActivationHooks
 from ebbtide.hooks.parameters import ParameterIndex
 from ebbtide.runtime.session import Session

@@ -91,11 +91,13 @@ def offload(
         activations: what to offload; None: everything large enough.
         layers: the modules whose calls are layers, or glob patterns of their names such as
             ``"blocks.*.mlp"``; None: the model's repeated blocks.
-        store: where bytes go: ``"host"`` (pinned memory; for a model on an accelerator),
-            ``"disk"`` or ``"disk:/some/dir"`` (a file without a name; for a model on a CPU), or
-            ``"auto"``, whichever of them fits the model.
+        store: where bytes go: ``"host"`` (page-locked memory), ``"disk"`` or ``"disk:/some/dir"``
+            (a file without a name), ``"tiered"`` or ``"tiered:/some/dir"`` (host memory as far as
+            it goes, disk for the rest), or ``"auto"``: host for a model on an accelerator, disk
+            for one on a CPU, which is all that a CPU's activations can go to.
         host_budget: the most host memory to take for a model on an accelerator, in bytes or as text
-            such as ``"24GiB"``; past it the forward raises `StoreFullError`. None: what is free.
+            such as ``"24GiB"``. Past it the rest goes to disk if the store is tiered; else the
+            forward raises `StoreFullError`. None: what is free.
         trace: record every step for ``handle.trace``. On an accelerator the host then waits for
             the device once a step, so ask for it to look, not to train.
 

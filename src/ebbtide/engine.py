@@ -20,13 +20,17 @@ from ebbtide.policy import ActivationPolicy
 from ebbtide.runtime.ranges import Layer
 from ebbtide.runtime.session import Session
 from ebbtide.runtime.stats import StepStats
+from ebbtide.stores.base import AbstractStore
 from ebbtide.stores.disk import DiskStore
 from ebbtide.stores.pinned import PinnedStore
+from ebbtide.stores.staged import LEAST_STAGING_BYTES, STAGING_BYTES, StagedDiskStore
+from ebbtide.stores.tiered import TieredStore
 from ebbtide.tracing.events import Trace
-from ebbtide.units import parse_size_bytes
+from ebbtide.units import format_size, parse_size_bytes
 
 _INFLIGHT_BYTES = 256 * 2**20
 _CPU_INFLIGHT_BYTES = 64 * 2**20
+_STAGING_SHARE = 4  # a tiered store's chunks are at most this part of host_budget
 
 
 @final
@@ -173,32 +177,75 @@ def build_session(
         PolicyError: the store's name is unknown or does not fit the device, or there is a budget
             for a tier that is not used.
     """
-    bound_bytes = _CPU_INFLIGHT_BYTES if torch_device.type == "cpu" else _INFLIGHT_BYTES
+    on_cpu = torch_device.type == "cpu"
+    bound_bytes = _CPU_INFLIGHT_BYTES if on_cpu else _INFLIGHT_BYTES
     if policy.max_inflight_bytes is not None:
         bound_bytes = int(policy.max_inflight_bytes)
-    kind, _, directory = store.partition(":")
-    on_cpu = torch_device.type == "cpu"
-    if kind not in ("auto", "host", "disk") or (directory and kind != "disk"):
-        raise PolicyError(f'store={store!r} is not one of "auto", "host", "disk", "disk:/some/dir"')
-    if kind == "host" and on_cpu:
-        raise PolicyError(
-            'store="host" would copy RAM to RAM: the model computes on the CPU, so host memory is '
-            'where its activations are already. Use store="disk" or "auto"'
-        )
-    if kind == "disk" and not on_cpu:
-        raise PolicyError(
-            f'store="disk" takes the activations of a model on the CPU; this one is on '
-            f'{torch_device}. Use store="host" or "auto"'
-        )
-    if on_cpu and host_budget_bytes is not None:
-        raise PolicyError(
-            "host_budget bounds the host memory that holds activations of an accelerator; this "
-            "model is on the CPU and its activations go to disk. Leave host_budget out"
-        )
+    kind, directory = _parse_store(store)
     if on_cpu:
-        disk = DiskStore(Path(directory) if directory else None)
+        _check_for_cpu(kind, host_budget_bytes)
+        disk = DiskStore(directory)
         session = Session(CpuDevice(), disk, bound_bytes, traced=traced)
         disk.on_progress = session.weak_poll()
         return session
     device: AbstractDevice = AcceleratorDevice(torch_device)
-    return Session(device, PinnedStore(device, host_budget_bytes), bound_bytes, traced=traced)
+    chosen = build_store(device, kind, directory, host_budget_bytes)
+    return Session(device, chosen, bound_bytes, traced=traced)
+
+
+def build_store(
+    device: AbstractDevice, kind: str, directory: Path | None, budget_bytes: int | None
+) -> AbstractStore:
+    """A store for a model that is not on the CPU.
+
+    Args:
+        device: where the model is.
+        kind: ``"auto"``, ``"host"``, ``"disk"`` or ``"tiered"``.
+        directory: for what goes to disk; None: the system's for temporary files.
+        budget_bytes: the most host memory to take, chunks on the way to disk included.
+
+    Raises:
+        PolicyError: the budget is too small, or the directory cannot be written to.
+    """
+    if kind in ("auto", "host"):
+        return PinnedStore(device, budget_bytes)
+    share = 1 if kind == "disk" else _STAGING_SHARE
+    least_bytes = LEAST_STAGING_BYTES * share
+    if budget_bytes is not None and budget_bytes < least_bytes:
+        raise PolicyError(
+            f"host_budget is {format_size(budget_bytes)}, and what goes to disk goes through host "
+            f"memory; allow {format_size(least_bytes)} at least"
+        )
+    staging_bytes = STAGING_BYTES
+    if budget_bytes is not None:
+        staging_bytes = min(staging_bytes, budget_bytes // share)
+    disk = StagedDiskStore(device, directory, staging_bytes)
+    if kind == "disk":
+        return disk
+    rest_bytes = None if budget_bytes is None else budget_bytes - staging_bytes
+    return TieredStore(PinnedStore(device, rest_bytes), disk)
+
+
+def _parse_store(store: str) -> tuple[str, Path | None]:
+    kind, _, directory = store.partition(":")
+    if kind not in ("auto", "host", "disk", "tiered") or (
+        directory and kind not in ("disk", "tiered")
+    ):
+        raise PolicyError(
+            f'store={store!r} is not one of "auto", "host", "disk", "disk:/some/dir", "tiered", '
+            f'"tiered:/some/dir"'
+        )
+    return kind, Path(directory) if directory else None
+
+
+def _check_for_cpu(kind: str, host_budget_bytes: int | None) -> None:
+    if kind in ("host", "tiered"):
+        raise PolicyError(
+            f'store="{kind}" would copy RAM to RAM: the model computes on the CPU, so host memory '
+            f'is where its activations are already. Use store="disk" or "auto"'
+        )
+    if host_budget_bytes is not None:
+        raise PolicyError(
+            "host_budget bounds the host memory that holds activations of an accelerator; this "
+            "model is on the CPU and its activations go to disk. Leave host_budget out"
+        )

@@ -1,10 +1,16 @@
 """Runs a program on the simulated device and checks what must hold during and after it."""
 
 import contextlib
+import errno
 import gc
+import itertools
+import os
+import random
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -16,9 +22,12 @@ from ebbtide.hooks.activations import ActivationHooks
 from ebbtide.hooks.parameters import ParameterIndex
 from ebbtide.runtime.saved import OffloadedTensor
 from ebbtide.runtime.session import Session
-from ebbtide.stores.base import Slot
+from ebbtide.stores import disk_file
+from ebbtide.stores.base import AbstractStore, Slot
 from ebbtide.stores.pinned import PinnedStore
-from programs import Outcome, Program, Source
+from ebbtide.stores.staged import StagedDiskStore
+from ebbtide.stores.tiered import TieredStore
+from programs import Outcome, Program, Run, Source
 
 KIB = 1024
 SAVED_BY_ONE_KERNEL = 3
@@ -35,6 +44,11 @@ class Knobs:
         eagerness: how often a copy runs earlier than it must.
         backward_stream: backward computes on another stream than forward.
         closes_early: the session is closed while copies are under way.
+        store: `host`, `disk` or `tiered`.
+        refusals: how often the system refuses to page-lock memory.
+        slow_copies: how often a copy takes ten times as long.
+        short_calls: how often a read or a write moves less than it was asked for.
+        failures: how often the disk is full, or a write to it fails.
     """
 
     device_seed: int
@@ -42,6 +56,11 @@ class Knobs:
     eagerness: float
     backward_stream: bool
     closes_early: bool
+    store: str = "host"
+    refusals: float = 0.0
+    slow_copies: float = 0.0
+    short_calls: float = 0.0
+    failures: float = 0.0
 
     @classmethod
     def of(cls, seed: int) -> "Knobs":
@@ -51,7 +70,47 @@ class Knobs:
             eagerness=(0.0, 0.1, 0.6)[seed % 3],
             backward_stream=seed % 5 == 0,
             closes_early=bool(seed % 2),
+            store=("host", "host", "host", "disk", "disk", "tiered", "tiered")[seed % 7],
+            refusals=(0.0, 0.0, 0.3, 1.0)[seed % 11 % 4],
+            slow_copies=(0.0, 0.3)[seed % 13 % 2],
+            short_calls=(0.0, 0.5)[seed % 17 % 2],
+            failures=(0.0, 0.0, 0.1, 0.9)[seed % 19 % 4],
         )
+
+
+class FaultyOs:
+    """The module `os` on a bad day, as far as stores on disk use it.
+
+    Args:
+        knobs: what goes wrong how often; the device's seed says when.
+    """
+
+    def __init__(self, knobs: Knobs) -> None:
+        self._knobs = knobs
+        self._choices = random.Random(knobs.device_seed)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
+
+    def pwrite(self, fd: int, view: memoryview, offset: int) -> int:
+        self._fail(errno.EIO)
+        return os.pwrite(fd, self._shortened(view), offset)
+
+    def preadv(self, fd: int, views: list[memoryview], offset: int) -> int:
+        return os.preadv(fd, [self._shortened(view) for view in views], offset)
+
+    def posix_fallocate(self, fd: int, offset: int, size_bytes: int) -> None:
+        self._fail(errno.ENOSPC)
+        os.posix_fallocate(fd, offset, size_bytes)
+
+    def _shortened(self, view: memoryview) -> memoryview:
+        if self._choices.random() < self._knobs.short_calls:
+            return view[: self._choices.randint(1, len(view))]
+        return view
+
+    def _fail(self, code: int) -> None:
+        if self._choices.random() < self._knobs.failures:
+            raise OSError(code, os.strerror(code))
 
 
 class Simulation:
@@ -61,7 +120,10 @@ class Simulation:
         self.knobs = knobs or Knobs.of(seed)
         bound_bytes = self.knobs.bound_bytes
         self.device = SimulatedDevice(self.knobs.device_seed, eagerness=self.knobs.eagerness)
-        self.store = PinnedStore(self.device, slab_bytes=32 * KIB)
+        self.device.pins_host_memory = True
+        self.device.refusals = self.knobs.refusals
+        self.device.slow_copies = self.knobs.slow_copies
+        self.store = _make_store(self.device, self.knobs.store)
         self.session = Session(self.device, self.store, max_inflight_bytes=bound_bytes)
         self.hooks = ActivationHooks(self.session, ParameterIndex([]), min_bytes=512)
 
@@ -99,6 +161,8 @@ class Simulation:
         if self.knobs.closes_early:
             self.session.close()  # with copies still under way
             assert not self.session._offloading, "memory is held after close"
+            assert not self.device.has_jobs(), "workers have something to do after close"
+        self.device.finish_jobs()
         self.device.finish_copies()
         self.session.poll()
         self.check_account()
@@ -108,6 +172,19 @@ class Simulation:
         session._abandoned.clear()
         assert self.store.used_bytes == 0
         assert self.device.allocated_bytes() == 0
+        self.session.close()
+        assert self.store.host_capacity_bytes == 0
+        assert self.device.pinned_bytes == 0
+
+
+def _make_store(device: SimulatedDevice, kind: str) -> AbstractStore:
+    """A store so small that its chunks and slabs are used again and again."""
+    if kind == "host":
+        return PinnedStore(device, slab_bytes=32 * KIB)
+    disk = StagedDiskStore(device, staging_bytes=16 * KIB, growth_bytes=64 * KIB)
+    if kind == "disk":
+        return disk
+    return TieredStore(PinnedStore(device, budget_bytes=24 * KIB, slab_bytes=8 * KIB), disk)
 
 
 @dataclass
@@ -267,12 +344,41 @@ def simulate(source: Source, knobs: Knobs | None = None) -> tuple[Outcome, Outco
         source: of the program: a seed, or a tape.
         knobs: of the simulation; those of the seed if there is one.
     """
-    plain = Program(source).run(lambda function: function())
     simulation = Simulation(source if isinstance(source, int) else 0, knobs)
     watch = Watch(simulation)
     program = Program(source, simulation.switch)
-    offloaded = program.run(simulation.forward, watch.after_step)
+    failed: set[int] = set()
+    with mock.patch.object(disk_file, "os", FaultyOs(simulation.knobs)), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "the system refused to page-lock", RuntimeWarning)
+        offloaded = program.run(_noting_failures(simulation.forward, failed), watch.after_step)
+    plain = Program(source).run(_failing_again(failed))
     return plain, offloaded, watch
+
+
+def _noting_failures(run: Run, failed: set[int]) -> Run:
+    numbers = itertools.count()
+
+    def run_noting(function: Callable[[], Any]) -> Any:
+        number = next(numbers)
+        try:
+            return run(function)
+        except OSError:
+            failed.add(number)
+            raise
+
+    return run_noting
+
+
+def _failing_again(failed: set[int]) -> Run:
+    """Runs forwards plainly, but for those that the store could not take."""
+    numbers = itertools.count()
+
+    def run_failing(function: Callable[[], Any]) -> Any:
+        if next(numbers) in failed:
+            raise OSError
+        return function()
+
+    return run_failing
 
 
 def check(source: Source, knobs: Knobs | None = None) -> Simulation:

@@ -266,6 +266,9 @@ class _Step:
         except InterruptedStepError:
             self.outcome.errors.append("interrupted forward")
             return None
+        except OSError:
+            self.outcome.errors.append("store failed")
+            return None
 
     def _forward(
         self, x: Tensor, layers: Network, accident: float, at: int, keeps_output: bool
@@ -315,6 +318,8 @@ class _Step:
             self._differentiate(microbatch.loss, how)
         except InterruptedStepError:
             self.outcome.errors.append("interrupted backward")
+        except OSError:
+            self.outcome.errors.append("store failed")
         except RuntimeError as error:
             known = {"modified": "modified in place", "use_reentrant": "reentrant within grad"}
             names = [name for word, name in known.items() if word in str(error)]

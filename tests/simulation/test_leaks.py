@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import psutil
 import pytest
 
+from ebbtide.devices.base import AbstractDevice
 from ebbtide.devices.cpu import CpuDevice
 from ebbtide.hooks.activations import ActivationHooks
 from ebbtide.hooks.parameters import ParameterIndex
@@ -20,8 +21,11 @@ from ebbtide.runtime.kept import LargeKept, SmallKept
 from ebbtide.runtime.records import StorageRecord
 from ebbtide.runtime.saved import OffloadedTensor
 from ebbtide.runtime.session import Session
-from ebbtide.stores.base import Slot
+from ebbtide.stores.base import AbstractStore, Slot
 from ebbtide.stores.disk import DiskStore
+from ebbtide.stores.pinned import PinnedStore
+from ebbtide.stores.staged import StagedDiskStore
+from ebbtide.stores.tiered import TieredStore
 from harness import KIB, Simulation, drain_autograd, without_collector
 from programs import Program
 
@@ -60,13 +64,12 @@ class SimulatedBench(Simulation):
         self.session.close()
 
 
-class DiskBench:
-    """The real CPU device with the disk store; tensors leave and come back in worker threads."""
+class ThreadBench:
+    """The real CPU device; tensors leave and come back in worker threads."""
 
-    def __init__(self, seed: int) -> None:
-        self.store = DiskStore()
-        self.session = Session(CpuDevice(), self.store, max_inflight_bytes=(8 * KIB) << seed % 4)
-        self.store.on_progress = self.session.weak_poll()
+    def __init__(self, seed: int, device: AbstractDevice, store: AbstractStore) -> None:
+        self.store = store
+        self.session = Session(device, store, max_inflight_bytes=(8 * KIB) << seed % 4)
         self.hooks = ActivationHooks(self.session, ParameterIndex([]), min_bytes=512)
 
     def forward(self, function: Callable[[], Any]) -> Any:
@@ -97,7 +100,26 @@ class DiskBench:
         return not under_way and self.store.used_bytes == 0
 
 
-@pytest.mark.parametrize("bench_type", [SimulatedBench, DiskBench])
+class DiskBench(ThreadBench):
+    def __init__(self, seed: int) -> None:
+        store = DiskStore()
+        super().__init__(seed, CpuDevice(), store)
+        store.on_progress = self.session.weak_poll()
+
+
+class TieredBench(ThreadBench):
+    """As on an accelerator, with threads for its streams."""
+
+    def __init__(self, seed: int) -> None:
+        device = CpuDevice()
+        disk = StagedDiskStore(device, staging_bytes=64 * KIB)
+        super().__init__(
+            seed, device, TieredStore(PinnedStore(device, budget_bytes=64 * KIB), disk)
+        )
+
+
+@pytest.mark.filterwarnings("ignore:the system refused to page-lock")
+@pytest.mark.parametrize("bench_type", [SimulatedBench, DiskBench, TieredBench])
 def test_a_thousand_steps_leave_nothing(bench_type: Callable[[int], Bench]) -> None:
     _run_sessions(bench_type, 0, SESSION_STEPS)  # what torch and Python start once and keep
     threads, files = _num_threads(), _num_files()

@@ -24,6 +24,11 @@ KNOBS = st.builds(
     eagerness=st.sampled_from((0.0, 0.1, 0.3, 0.6)),
     backward_stream=st.booleans(),
     closes_early=st.booleans(),
+    store=st.sampled_from(("host", "disk", "tiered")),
+    refusals=st.sampled_from((0.0, 0.3, 1.0)),
+    slow_copies=st.sampled_from((0.0, 0.3)),
+    short_calls=st.sampled_from((0.0, 0.5)),
+    failures=st.sampled_from((0.0, 0.0, 0.1, 0.9)),
 )
 
 
@@ -83,6 +88,7 @@ ERRORS = {
     "interrupted forward",
     "modified in place",
     "reentrant within grad",
+    "store failed",
 }
 
 

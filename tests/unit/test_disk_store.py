@@ -17,7 +17,7 @@ import psutil
 import pytest
 import torch
 
-from ebbtide.devices.cpu import LaneEvent
+from ebbtide.devices.lanes import LaneEvent
 from ebbtide.errors import PolicyError, StoreFullError
 from ebbtide.stores.base import Slot
 from ebbtide.stores.disk import DiskStore
@@ -484,7 +484,7 @@ def test_the_default_is_the_directory_for_temporary_files(
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     store = DiskStore()
-    assert store.directory == tmp_path
+    assert store._file.directory == tmp_path
     store.close()
 
 

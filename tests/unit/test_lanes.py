@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from ebbtide.devices import cpu
-from ebbtide.devices.cpu import CpuDevice, LaneEvent, WorkLane
+from ebbtide.devices import lanes
+from ebbtide.devices.cpu import CpuDevice
+from ebbtide.devices.lanes import LaneEvent, WorkLane
 
 WAIT_S = 5.0  # far more than anything here takes; reached only when a test fails
 
@@ -298,7 +299,7 @@ def test_first_submissions_from_two_threads_start_one_thread(
 
     submitting = [threading.Thread(target=submit) for _ in range(2)]
     with monkeypatch.context() as patch:
-        patch.setattr(cpu.threading, "Thread", SlowThread)
+        patch.setattr(lanes.threading, "Thread", SlowThread)
         for thread in submitting:
             thread.start()
         assert ends(submitting)

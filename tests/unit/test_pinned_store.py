@@ -13,7 +13,8 @@ import psutil
 import pytest
 import torch
 
-from ebbtide.devices.cpu import CpuDevice, LaneEvent
+from ebbtide.devices.cpu import CpuDevice
+from ebbtide.devices.lanes import LaneEvent
 from ebbtide.devices.simulated import SimulatedDevice
 from ebbtide.errors import StoreFullError
 from ebbtide.stores.base import Slot

@@ -10,7 +10,15 @@ from typing import final
 
 import torch
 
-from ebbtide.devices.base import AbstractDevice, AbstractEvent, AbstractStream, Origin, Span
+from ebbtide.devices.base import (
+    AbstractDevice,
+    AbstractEvent,
+    AbstractLane,
+    AbstractStream,
+    Origin,
+    Span,
+)
+from ebbtide.devices.lanes import WorkLane
 
 _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device
 
@@ -131,6 +139,9 @@ class AcceleratorDevice(AbstractDevice):
         self, target: torch.Tensor, source: torch.Tensor, *after: AbstractEvent
     ) -> AbstractEvent:
         return self._copy_on(self._h2d, target, source, after)
+
+    def lane(self, name: str, lane: str) -> AbstractLane:
+        return WorkLane(name, lane)
 
     def finish_copies(self) -> None:
         for stream in (self._d2h, self._h2d):

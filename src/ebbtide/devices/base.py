@@ -43,6 +43,10 @@ class AbstractEvent(ABC):
     def since(self, origin: Origin) -> float:
         """Seconds from ``origin`` to this point; blocks the host until it is reached."""
 
+    def settled(self) -> AbstractEvent:
+        """The same point, once it is on a stream: blocks the host while a worker is to queue it."""
+        return self
+
     def spans(self, origin: Origin) -> list[Span]:  # noqa: ARG002
         """When the work that ends at this point ran, if the device `keeps_time`."""
         return []
@@ -65,7 +69,26 @@ class AbstractStream(ABC):
 
     @abstractmethod
     def wait(self, event: AbstractEvent) -> None:
-        """Let nothing queued from now on start before ``event`` is reached."""
+        """Let nothing queued from now on start before ``event``, which is settled, is reached."""
+
+
+class AbstractLane(ABC):
+    """A worker on the host that runs callables in the order in which they were submitted."""
+
+    @abstractmethod
+    def submit(
+        self, work: Callable[[], None], then: Callable[[], None] | None = None
+    ) -> AbstractEvent:
+        """Queue ``work``; the returned event is reached when it has run, or failed.
+
+        Args:
+            work: runs in the worker.
+            then: runs there right after the event has been reached, whether or not work failed.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Finish what was submitted, then end the worker."""
 
 
 class AbstractDevice(ABC):
@@ -152,6 +175,15 @@ class AbstractDevice(ABC):
 
         Streams:
             Both tensors must live, and ``source`` stay unwritten, until the returned event.
+        """
+
+    @abstractmethod
+    def lane(self, name: str, lane: str) -> AbstractLane:
+        """A worker beside the streams, for what the device cannot do by itself: a disk.
+
+        Args:
+            name: of its thread.
+            lane: as traces call it.
         """
 
     @abstractmethod

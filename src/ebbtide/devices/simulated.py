@@ -9,14 +9,19 @@ copy has run. The rest is checked where it happens and raises `RaceError`:
 - a copy up into memory that was allocated after the newest event it waits for, so that queued
   kernels may still read it;
 - a copy whose source or target was freed before it ran;
-- two copies of the same memory, one of them writing, in no order.
+- two copies of the same memory, one of them writing, in no order;
+- a worker that waits for itself.
 
 Beside that order runs a virtual time: kernels take as long as `SimulatedDevice.compute` is told,
 copies their bytes over the bandwidth of the link, each lane one copy at a time. A `timely` device
 answers whether an event is reached by that time instead of by chance.
 
+Workers (`SimulatedDevice.lane`) are no threads: their jobs run in the calling one, in order within
+a lane and at any moment between lanes.
+
 Not modelled: kernels that run late themselves, for which the events stand that copies must wait
-for; in virtual time, a host that runs ahead of the device, latency, and a link that is slower when
+for; what one host thread has seen and another has not; a job that another interrupts; in virtual
+time, what jobs take, a host that runs ahead of the device, latency, and a link that is slower when
 both directions are busy.
 """
 
@@ -31,7 +36,14 @@ from typing import final
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ebbtide.devices.base import AbstractDevice, AbstractEvent, AbstractStream, Origin, Span
+from ebbtide.devices.base import (
+    AbstractDevice,
+    AbstractEvent,
+    AbstractLane,
+    AbstractStream,
+    Origin,
+    Span,
+)
 
 _POISON = 0xFF  # every float, complex and bfloat16 made of it is NaN
 
@@ -157,7 +169,10 @@ class _CopyEvent(AbstractEvent):
         return self.copy.done
 
     def synchronize(self) -> None:
-        self._device.compute_stream().wait(self)
+        if self._device.working:
+            self._device.run(self.copy)
+        else:  # kernels that the host queues from now on come later, too
+            self._device.compute_stream().wait(self)
         self.copy.learn()
 
     def since(self, origin: Origin) -> float:
@@ -166,6 +181,94 @@ class _CopyEvent(AbstractEvent):
     def spans(self, origin: Origin) -> list[Span]:
         begin_s = self.copy.begin_s - origin.host_s
         return [Span(self.copy.lane, begin_s, self.since(origin))]
+
+
+@final
+class _JobEvent(AbstractEvent):
+    """The end of a worker's job. In virtual time a job takes none."""
+
+    def __init__(self, lane: _Lane, time_s: float) -> None:
+        self._lane = lane
+        self._time_s = time_s
+        self.done = False
+
+    def query(self) -> bool:
+        self._lane.stir()
+        return self.done
+
+    def synchronize(self) -> None:
+        self._lane.run_to(self)
+        if self.failure is not None:
+            raise self.failure
+
+    def since(self, origin: Origin) -> float:
+        self._lane.run_to(self)
+        return self._time_s - origin.host_s
+
+
+_Job = tuple[Callable[[], None], _JobEvent, Callable[[], None] | None]
+
+
+@final
+class _Lane(AbstractLane):
+    """A worker whose jobs run late, or as early as the device's choices let them."""
+
+    def __init__(self, device: SimulatedDevice, lane: str) -> None:
+        self._device = device
+        self._lane = lane
+        self._jobs: list[_Job] = []
+        self._count = 0
+        self._busy = False
+
+    def submit(
+        self, work: Callable[[], None], then: Callable[[], None] | None = None
+    ) -> AbstractEvent:
+        event = _JobEvent(self, self._device.now_s)
+        self._jobs.append((work, event, then))
+        self._device.stir()
+        return event
+
+    def close(self) -> None:
+        while self._jobs:
+            self.run_to(self._jobs[-1][1])
+
+    def has_jobs(self) -> bool:
+        return bool(self._jobs)
+
+    def stir(self) -> None:
+        if self._device.timely:
+            self.run_one()
+        else:
+            self._device.stir()
+
+    def run_to(self, event: _JobEvent) -> None:
+        """Run jobs until that one is done."""
+        while not event.done:
+            if self._busy:
+                raise RaceError("a worker waits for a job of its own: it would hang")
+            self.run_one()
+
+    def run_one(self) -> None:
+        """Run the oldest job, if there is one and none is running."""
+        if self._busy or not self._jobs:
+            return
+        work, event, then = self._jobs.pop(0)
+        self._busy = True
+        self._device.working += 1
+        try:
+            work()
+        except RaceError:
+            raise
+        except BaseException as error:
+            event.failure = error.with_traceback(None)
+        finally:
+            self._device.working -= 1
+            self._busy = False
+            event.done = True
+        self._device.trace.append((self._lane, self._count))
+        self._count += 1
+        if then is not None:
+            then()
 
 
 @final
@@ -246,6 +349,9 @@ class SimulatedDevice(AbstractDevice):
         self._count = 0
         self._unknown: list[_Copy] = []  # what the host cannot be sure has run
         self._allocations: list[_Allocation] = []
+        self._lanes: list[_Lane] = []
+        self._last_down = (0, -1)  # storage and event of the last copy down
+        self.working = 0  # workers' jobs, nested: one can wait for another
 
     def compute_stream(self) -> AbstractStream:
         return self._compute[self.current]
@@ -291,9 +397,12 @@ class SimulatedDevice(AbstractDevice):
     def copy_down(
         self, target: torch.Tensor, source: torch.Tensor, *after: AbstractEvent
     ) -> AbstractEvent:
-        if self._newest(after) < self.clock:
+        origin = (source.untyped_storage()._cdata, self._newest(after))
+        # Copies of one tensor in pieces wait for the same event.
+        if origin[1] < self.clock and origin != self._last_down:
             raise RaceError("a copy down does not wait for the kernels that wrote its source")
-        target.fill_(_POISON)
+        self._last_down = origin
+        self._poison(target)
         return self._queue("d2h", target, source, after)
 
     def copy_up(
@@ -303,6 +412,19 @@ class SimulatedDevice(AbstractDevice):
         if self._newest(after) < allocated:
             raise RaceError("a copy up does not wait for kernels that may still read its target")
         return self._queue("h2d", target, source, after)
+
+    def lane(self, name: str, lane: str) -> AbstractLane:  # noqa: ARG002
+        self._lanes.append(_Lane(self, lane))
+        return self._lanes[-1]
+
+    def has_jobs(self) -> bool:
+        """Whether a worker has something to do."""
+        return any(lane.has_jobs() for lane in self._lanes)
+
+    def finish_jobs(self) -> None:
+        """Let all workers do what they have to do."""
+        for lane in self._lanes:
+            lane.close()
 
     def finish_copies(self) -> None:
         for queue in self._queues.values():
@@ -320,9 +442,11 @@ class SimulatedDevice(AbstractDevice):
         if self.timely:
             return
         while self._choices.random() < self._eagerness:
-            lane = self._choices.choice(("d2h", "h2d"))
-            if self._queues[lane]:
-                self.run(self._queues[lane][0])
+            lane = self._choices.randrange(2 + len(self._lanes))
+            if lane >= 2:
+                self._lanes[lane - 2].run_one()
+            elif queue := self._queues["d2h" if lane == 0 else "h2d"]:
+                self.run(queue[0])
 
     def run(self, copy: _Copy) -> None:
         """Run a copy, after all that it waits for."""
@@ -342,6 +466,12 @@ class SimulatedDevice(AbstractDevice):
         self._queues[copy.lane].remove(copy)
         self.trace.append((copy.lane, copy.number))
 
+    def _poison(self, target: torch.Tensor) -> None:
+        """Spoil what a copy will overwrite, unless copies before it are still to read that."""
+        end = _End(target)
+        if not any(end.overlaps(copy.source) for copy in self._queues["h2d"]):
+            target.fill_(_POISON)
+
     def _queue(
         self,
         lane: str,
@@ -349,7 +479,8 @@ class SimulatedDevice(AbstractDevice):
         source: torch.Tensor,
         after: tuple[AbstractEvent, ...],
     ) -> AbstractEvent:
-        self.clock += 1
+        if not self.working:  # workers queue no kernels
+            self.clock += 1
         queue = self._queues[lane]
         self._unknown = [copy for copy in self._unknown if not copy.known]
         before = [copy for copy in self._unknown if copy.lane == lane][-1:]  # it follows the others

@@ -352,7 +352,8 @@ class Session:
         before = self.device.moment()
         self.meter.waits.append((before, event, is_reload))
         with profiler_range("wait", record.layer):
-            self.device.compute_stream().wait(event)
+            # A reload from disk is queued by a worker, once it has read the bytes.
+            self.device.compute_stream().wait(event.settled())
         if self._recorder is not None:
             self._recorder.compute("wait", _subject(record), before.event)
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -21,30 +20,16 @@ class Slot:
         size_bytes: how many of them are the tensor's.
         offloaded: reached when the copy down is complete; until then the source must live.
         tier: where they are, `host` or `disk`.
-        readers: one for each reload, true once it reads the extent no more.
     """
 
     extent: Extent
     size_bytes: int
     offloaded: AbstractEvent
     tier: str = "host"
-    readers: list[Callable[[], bool]] = field(default_factory=list)
-
-    def in_use(self) -> bool:
-        """Whether the extent may still be read.
-
-        The copy that writes it may be under way still: the next one to write here is queued on
-        the same stream, behind it.
-        """
-        self.readers = [finished for finished in self.readers if not finished()]
-        return bool(self.readers)
 
 
 class AbstractStore(ABC):
     """Keeps bytes in a lower tier. Its session calls it from one thread at a time."""
-
-    def __init__(self) -> None:
-        self._dropped: list[Slot] = []
 
     @property
     @abstractmethod
@@ -92,24 +77,9 @@ class AbstractStore(ABC):
     def read_ahead(self, slot: Slot) -> None:
         """Prepare for a reload that is expected, without taking device memory for it."""
 
+    @abstractmethod
     def drop(self, slot: Slot) -> None:
         """Forget a slot. Its bytes are reused once nothing reads them any more."""
-        self._dropped.append(slot)
-        self.collect()
-
-    def collect(self) -> None:
-        """Take back what was dropped and is in use no more."""
-        waiting = []
-        for slot in self._dropped:
-            if slot.in_use():
-                waiting.append(slot)
-            else:
-                self._free(slot)
-        self._dropped = waiting
-
-    @abstractmethod
-    def _free(self, slot: Slot) -> None:
-        """Make a slot's extent available again."""
 
     @abstractmethod
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The disk tier: one unlinked file, written and read by worker threads.
+"""The disk tier of a model on a CPU: one file, written and read by worker threads.
 
 A write goes straight from the tensor's memory to the file, without a copy in between. A reload maps
 the file's bytes instead of reading them into fresh memory: while the page cache still has them that
@@ -9,27 +9,37 @@ private, so whoever writes to a reloaded tensor writes to a copy of their own.
 from __future__ import annotations
 
 import ctypes
-import errno
 import mmap
-import os
-import tempfile
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import final
 
 import torch
 
 from ebbtide.devices.base import AbstractEvent
-from ebbtide.devices.cpu import WorkLane
-from ebbtide.errors import PolicyError, StoreFullError
+from ebbtide.devices.lanes import WorkLane
 from ebbtide.stores.base import AbstractStore, Slot
-from ebbtide.stores.extents import Extent, ExtentAllocator
-from ebbtide.units import format_size
+from ebbtide.stores.disk_file import DiskFile
 
-_GROWTH_BYTES = 64 * 2**20
 _MADV_POPULATE_READ = 22  # Linux 5.14 and later
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@final
+@dataclass(eq=False)
+class _MappedSlot(Slot):
+    """A slot with its readers: one for each reload, true once it reads the extent no more."""
+
+    readers: list[Callable[[], bool]] = field(default_factory=list)
+
+    def in_use(self) -> bool:
+        """Whether the extent may still be read.
+
+        The write to it may be under way still: the next one to write here is queued behind it.
+        """
+        self.readers = [finished for finished in self.readers if not finished()]
+        return bool(self.readers)
 
 
 @final
@@ -47,37 +57,37 @@ class DiskStore(AbstractStore):
     """
 
     def __init__(self, directory: Path | None = None) -> None:
-        super().__init__()
-        self.directory = _default_directory() if directory is None else directory
-        self._file: _File | None = _File(self.directory)
-        self._extents = ExtentAllocator(mmap.ALLOCATIONGRANULARITY)
+        self._dropped: list[_MappedSlot] = []
+        self._file = DiskFile(directory)
         self._writer = WorkLane("ebbtide-disk-write", "disk")
         self._reader = WorkLane("ebbtide-disk-read", "disk")
         self.on_progress: Callable[[], None] | None = None
 
     @property
     def capacity_bytes(self) -> int:
-        return self._extents.capacity_bytes
+        return self._file.capacity_bytes
 
     @property
     def used_bytes(self) -> int:
-        self.collect()
-        return self._extents.used_bytes
+        self._collect()
+        return self._file.used_bytes
 
     def offload(self, source: torch.Tensor, ready: AbstractEvent) -> Slot:
         size_bytes = source.numel()
-        extent = self._allocate(size_bytes)
-        file, view = self._open_file(), source.numpy().data
+        self._collect()
+        extent = self._file.allocate(size_bytes)
+        file, view = self._file.open, source.numpy().data
 
         def write() -> None:
             ready.synchronize()
-            _write_all(file.fd, view, extent.offset_bytes)
+            file.write(view, extent.offset_bytes)
 
         written = self._writer.submit(write, then=self.on_progress)
-        return Slot(extent, size_bytes, written, "disk")
+        return _MappedSlot(extent, size_bytes, written, "disk")
 
     def reload(self, slot: Slot) -> tuple[torch.Tensor, AbstractEvent]:
-        file, offset, offloaded = self._open_file(), slot.extent.offset_bytes, slot.offloaded
+        assert isinstance(slot, _MappedSlot)
+        file, offset, offloaded = self._file.open, slot.extent.offset_bytes, slot.offloaded
         try:
             mapping = _Mapping(
                 file.fd,
@@ -92,7 +102,7 @@ class DiskStore(AbstractStore):
 
             def fill() -> None:
                 offloaded.synchronize()
-                _read_all(file.fd, view, offset)
+                file.read(view, offset)
 
             event = self._reader.submit(fill)
             slot.readers.append(event.query)
@@ -110,106 +120,33 @@ class DiskStore(AbstractStore):
         return buffer, self._reader.submit(read_ahead)
 
     def read_ahead(self, slot: Slot) -> None:
-        file, extent = self._open_file(), slot.extent
+        file, extent = self._file.open, slot.extent
+        self._reader.submit(lambda: file.read_ahead(extent))
 
-        def advise() -> None:
-            os.posix_fadvise(
-                file.fd, extent.offset_bytes, extent.size_bytes, os.POSIX_FADV_WILLNEED
-            )
-
-        self._reader.submit(advise)
+    def drop(self, slot: Slot) -> None:
+        assert isinstance(slot, _MappedSlot)
+        self._dropped.append(slot)
+        self._collect()
 
     def close(self) -> None:
         self._writer.close()
         self._reader.close()
-        self._file = None
+        self._file.close()
 
-    def _open_file(self) -> _File:
-        assert self._file is not None, "the store is closed"
-        return self._file
-
-    def _allocate(self, size_bytes: int) -> Extent:
-        self.collect()
-        extent = self._extents.allocate(size_bytes)
-        if extent is None:
-            missing_bytes = self._extents.missing_bytes(size_bytes)
-            if not self._grow(max(missing_bytes, _GROWTH_BYTES)) and not self._grow(missing_bytes):
-                raise StoreFullError(
-                    errno.ENOSPC,
-                    f"no room for {format_size(missing_bytes)} more in {self.directory}, where "
-                    f"{format_size(self._extents.capacity_bytes)} of activations are already; free "
-                    f'some, choose another directory (store="disk:/some/dir"), or offload fewer '
-                    f"layers (ActivationPolicy(num_layers=...))",
-                )
-            extent = self._extents.allocate(size_bytes)
-            assert extent is not None
-        return extent
-
-    def _grow(self, size_bytes: int) -> bool:
-        """Reserve bytes on disk now, so that a full disk shows here and not in a write."""
-        size_bytes = self._extents.round_up(size_bytes)
-        capacity_bytes = self._extents.capacity_bytes
-        fd = self._open_file().fd
-        try:
-            os.posix_fallocate(fd, capacity_bytes, size_bytes)
-        except OSError as error:
-            if error.errno not in _NO_ROOM:
-                raise
-            os.ftruncate(fd, capacity_bytes)  # what did not suffice is for others to use
-            return False
-        self._extents.grow(size_bytes)
-        return True
-
-    def _free(self, slot: Slot) -> None:
-        self._extents.free(slot.extent)
+    def _collect(self) -> None:
+        """Take back what was dropped and is in use no more."""
+        waiting = []
+        for slot in self._dropped:
+            if slot.in_use():
+                waiting.append(slot)
+            else:
+                self._file.free(slot.extent)
+        self._dropped = waiting
 
 
 @final
 class _Mapping(mmap.mmap):
     """A mapped extent that can be referred to weakly, so that its end can be seen."""
-
-
-@final
-class _File:
-    """An open file without a name. Work that is queued holds it, so it closes after the last."""
-
-    def __init__(self, directory: Path) -> None:
-        self.fd = -1
-        try:
-            self.fd, name = tempfile.mkstemp(prefix="ebbtide-", dir=directory)
-        except OSError as error:
-            raise PolicyError(
-                f"cannot create a file in {directory}: {error.strerror}; name a directory that "
-                f'exists and can be written to, such as store="disk:/some/dir"'
-            ) from error
-        os.unlink(name)
-
-    def __del__(self) -> None:
-        if self.fd >= 0:
-            os.close(self.fd)
-
-
-def _default_directory() -> Path:
-    try:
-        return Path(tempfile.gettempdir())
-    except OSError as error:
-        raise PolicyError(
-            f'{error.strerror}; name a directory, such as store="disk:/some/dir"'
-        ) from error
-
-
-def _write_all(fd: int, view: memoryview, offset: int) -> None:
-    while view:
-        written = os.pwrite(fd, view, offset)
-        view, offset = view[written:], offset + written
-
-
-def _read_all(fd: int, view: memoryview, offset: int) -> None:
-    while view:
-        read = os.preadv(fd, [view], offset)
-        if read == 0:
-            raise OSError(errno.EIO, "the file of offloaded activations ended early")
-        view, offset = view[read:], offset + read
 
 
 def _populate(address: int, size_bytes: int) -> None:

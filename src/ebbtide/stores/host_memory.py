@@ -15,6 +15,7 @@ import os
 import platform
 import sys
 import threading
+import warnings
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,7 @@ from typing import Any, final
 import torch
 
 from ebbtide.devices.base import AbstractDevice
+from ebbtide.units import format_size
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14 and later
 _MPOL_PREFERRED = 1
@@ -45,7 +47,8 @@ class HostMemory:
         tensor: the bytes; it, and whatever is a view of it, keeps the block mapped.
         device: whose copies read and write the bytes.
         unlock: undoes the page-lock, if there is one that does not end with `tensor`.
-        refusal: why the block is pageable where the device wanted it page-locked.
+        refusal: why the block is pageable where the device wanted it page-locked. As text: the
+            error would hold on to what ran when it was raised, a whole forward perhaps.
 
     Shape:
         tensor: (size_bytes,), uint8.
@@ -56,7 +59,7 @@ class HostMemory:
         tensor: torch.Tensor,
         device: AbstractDevice,
         unlock: Callable[[], None] | None = None,
-        refusal: Exception | None = None,
+        refusal: str | None = None,
     ) -> None:
         self.tensor = tensor
         self.refusal = refusal
@@ -105,7 +108,7 @@ def map_exactly(device: AbstractDevice, size_bytes: int) -> HostMemory | None:
         unlock = device.pin(address, size_bytes)
     except OSError as refusal:
         _share_with_children(mapping, True)
-        return HostMemory(tensor, device, refusal=refusal.with_traceback(None))
+        return HostMemory(tensor, device, refusal=str(refusal))
     if unlock is None:
         return None
     return HostMemory(tensor, device, unlock)
@@ -122,7 +125,19 @@ def allocate_by_torch(device: AbstractDevice, size_bytes: int) -> HostMemory:
         return HostMemory(torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True), device)
     except RuntimeError as refusal:
         tensor = torch.empty(size_bytes, dtype=torch.uint8)
-        return HostMemory(tensor, device, refusal=refusal.with_traceback(None))
+        return HostMemory(tensor, device, refusal=str(refusal))
+
+
+def warn_of_pageable(size_bytes: int, refusal: str) -> None:
+    """Say that a block is pageable, and what follows from it."""
+    warnings.warn(
+        f"the system refused to page-lock {format_size(size_bytes)} of host memory ({refusal}); "
+        f"ebbtide goes on with pageable memory: the numbers are the same, but copies no longer "
+        f"overlap with compute. Raise the limit on locked memory (ulimit -l), free RAM, or set a "
+        f"smaller host_budget",
+        RuntimeWarning,
+        stacklevel=2,
+    )
 
 
 # ---- ends ---------------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ import contextlib
 import errno
 import mmap
 import sys
-import warnings
 from dataclasses import dataclass, field
 from typing import final
 
@@ -25,7 +24,13 @@ from ebbtide.devices.base import AbstractDevice, AbstractEvent
 from ebbtide.errors import StoreFullError
 from ebbtide.stores.base import AbstractStore, Slot
 from ebbtide.stores.extents import Extent, ExtentAllocator
-from ebbtide.stores.host_memory import HostMemory, allocate_by_torch, map_exactly, whole_pages
+from ebbtide.stores.host_memory import (
+    HostMemory,
+    allocate_by_torch,
+    map_exactly,
+    warn_of_pageable,
+    whole_pages,
+)
 from ebbtide.units import format_size
 
 _SLAB_BYTES = 256 * 2**20
@@ -156,7 +161,7 @@ class _Slabs:
             raise self._out_of_ram(size_bytes, _free_ram()) from error
         if memory is not None and memory.refusal is not None and not self._warned:
             self._warned = True
-            _warn(size_bytes, memory.refusal)
+            warn_of_pageable(size_bytes, memory.refusal)
         return memory
 
     def trimmed(self) -> _Sizes:
@@ -216,8 +221,9 @@ class _Slabs:
             errno.EDQUOT,
             f"host_budget allows {format_size(self._budget_bytes)} of host memory, "
             f"{format_size(self.capacity_bytes)} are taken, and the next {format_size(size_bytes)} "
-            f"of offloaded activations do not fit; raise host_budget, or offload "
-            f"fewer layers (ActivationPolicy(num_layers=...))",
+            f"of offloaded activations do not fit; raise host_budget, let the "
+            f'rest go to disk (store="tiered"), or offload fewer layers '
+            f"(ActivationPolicy(num_layers=...))",
         )
 
     def _out_of_ram(self, size_bytes: int, free_bytes: int) -> StoreFullError:
@@ -225,8 +231,9 @@ class _Slabs:
             errno.ENOMEM,
             f"the host has {format_size(free_bytes)} of RAM to spare and the next "
             f"{format_size(size_bytes)} of offloaded activations do not fit, beside "
-            f"{format_size(self.capacity_bytes)} that are there; offload fewer layers "
-            f"(ActivationPolicy(num_layers=...)) or free host memory",
+            f"{format_size(self.capacity_bytes)} that are there; free host memory, let "
+            f'the rest go to disk (store="tiered"), or offload fewer layers '
+            f"(ActivationPolicy(num_layers=...))",
         )
 
 
@@ -261,7 +268,6 @@ class PinnedStore(AbstractStore):
         budget_bytes: int | None = None,
         slab_bytes: int = _SLAB_BYTES,
     ) -> None:
-        super().__init__()
         self._device = device
         self._slabs = _Slabs(device, budget_bytes, slab_bytes)
         self._num_slots = 0  # given out, and not dropped again
@@ -374,17 +380,6 @@ class PinnedStore(AbstractStore):
         slot.slab.extents.free(slot.extent)
         self._num_slots -= 1
         self._requested_bytes -= slot.size_bytes
-
-
-def _warn(size_bytes: int, refusal: Exception) -> None:
-    warnings.warn(
-        f"the system refused to page-lock {format_size(size_bytes)} of host memory ({refusal}); "
-        f"ebbtide goes on with pageable memory: the numbers are the same, but copies no longer "
-        f"overlap with compute. Raise the limit on locked memory (ulimit -l), free RAM, or set a "
-        f"smaller host_budget",
-        RuntimeWarning,
-        stacklevel=2,
-    )
 
 
 def _free_ram() -> int:

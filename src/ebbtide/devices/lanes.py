@@ -1,0 +1,121 @@
+"""Worker threads that do host work in order: copies of a CPU, reads and writes of a disk."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import final
+
+from ebbtide.devices.base import AbstractEvent, AbstractLane, Origin, Span
+
+_LOG = logging.getLogger(__name__)
+
+
+@final
+class LaneEvent(AbstractEvent):
+    """The end of one piece of a worker thread's work, with the error it ended in, if any.
+
+    Args:
+        lane: whose work it is, as traces call it.
+    """
+
+    def __init__(self, lane: str = "") -> None:
+        self._lane = lane
+        self._done = threading.Event()
+        self._begin_s = self._end_s = 0.0
+
+    def begin(self) -> None:
+        self._begin_s = time.perf_counter()
+
+    def finish(self, failure: BaseException | None = None) -> None:
+        self.failure = failure
+        self._end_s = time.perf_counter()
+        self._done.set()
+
+    def query(self) -> bool:
+        return self._done.is_set()
+
+    def synchronize(self) -> None:
+        self._done.wait()
+        if self.failure is not None:
+            raise self.failure
+
+    def since(self, origin: Origin) -> float:
+        self._done.wait()
+        return self._end_s - origin.host_s
+
+    def spans(self, origin: Origin) -> list[Span]:
+        self._done.wait()
+        return [Span(self._lane, self._begin_s - origin.host_s, self._end_s - origin.host_s)]
+
+
+_Job = tuple[Callable[[], None], LaneEvent, Callable[[], None] | None]
+
+
+@final
+class WorkLane(AbstractLane):
+    """A worker thread that runs callables in the order they were submitted.
+
+    The thread starts with the first submission and ends when the lane is closed or collected; it
+    holds no reference to the lane.
+
+    Args:
+        name: of the thread.
+        lane: as traces call it.
+    """
+
+    def __init__(self, name: str, lane: str = "") -> None:
+        self._name = name
+        self._lane = lane
+        self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._starting = threading.Lock()
+        self._finalizer = weakref.finalize(self, self._queue.put, None)
+
+    def submit(self, work: Callable[[], None], then: Callable[[], None] | None = None) -> LaneEvent:
+        """Queue ``work``; the returned event is reached when it has run, or failed.
+
+        Args:
+            work: runs in the lane's thread.
+            then: runs there right after the event has been reached, whether or not work failed.
+        """
+        event = LaneEvent(self._lane)
+        with self._starting:
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=_run_lane, args=(self._queue,), name=self._name, daemon=True
+                )
+                self._thread.start()
+        self._queue.put((work, event, then))
+        return event
+
+    def close(self) -> None:
+        """Finish what was submitted and end the thread."""
+        self._finalizer()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+
+def _run_lane(jobs: queue.SimpleQueue[_Job | None]) -> None:
+    while (job := jobs.get()) is not None:
+        work, event, then = job
+        failure: BaseException | None = None
+        event.begin()
+        try:
+            work()
+        except BaseException as error:  # whoever waits gets it, whatever it is
+            # Without its traceback, whose frames would keep the work's tensors alive.
+            failure = error.with_traceback(None)
+        # What the work refers to (a tensor's memory) must not live until the next job comes.
+        del job, work
+        event.finish(failure)
+        if then is not None:
+            try:
+                then()
+            except Exception:
+                _LOG.exception("what follows work in a lane failed; the lane goes on")
+        del event, then, failure

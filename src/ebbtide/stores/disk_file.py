@@ -1,0 +1,147 @@
+"""A file without a name in which extents are reused: what every store on disk writes to."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import tempfile
+from pathlib import Path
+from typing import final
+
+from ebbtide.errors import PolicyError, StoreFullError
+from ebbtide.stores.extents import Extent, ExtentAllocator
+from ebbtide.units import format_size
+
+GROWTH_BYTES = 64 * 2**20
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@final
+class OpenFile:
+    """A file without a name, open until nobody refers to it.
+
+    Args:
+        directory: where it lives.
+
+    Raises:
+        PolicyError: ``directory`` is missing or cannot be written to.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.fd = -1
+        try:
+            self.fd, name = tempfile.mkstemp(prefix="ebbtide-", dir=directory)
+        except OSError as error:
+            raise PolicyError(
+                f"cannot create a file in {directory}: {error.strerror}; name a directory that "
+                f'exists and can be written to, such as store="disk:/some/dir"'
+            ) from error
+        os.unlink(name)
+
+    def __del__(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+
+    def write(self, view: memoryview, offset_bytes: int) -> None:
+        """Write all of ``view`` at an offset."""
+        while view:
+            written = os.pwrite(self.fd, view, offset_bytes)
+            view, offset_bytes = view[written:], offset_bytes + written
+
+    def read(self, view: memoryview, offset_bytes: int) -> None:
+        """Fill ``view`` from an offset."""
+        while view:
+            read = os.preadv(self.fd, [view], offset_bytes)
+            if read == 0:
+                raise OSError(errno.EIO, "the file of offloaded activations ended early")
+            view, offset_bytes = view[read:], offset_bytes + read
+
+    def read_ahead(self, extent: Extent) -> None:
+        """Tell the system that an extent will be read soon."""
+        os.posix_fadvise(self.fd, extent.offset_bytes, extent.size_bytes, os.POSIX_FADV_WILLNEED)
+
+
+@final
+class DiskFile:
+    """An unlinked file, gone when the process is, and who has which part of it.
+
+    Args:
+        directory: where the file lives; None: the system's directory for temporary files.
+        growth_bytes: by how much it grows at a time, where the disk has so much.
+
+    Raises:
+        PolicyError: ``directory`` is missing or cannot be written to.
+    """
+
+    def __init__(self, directory: Path | None = None, growth_bytes: int = GROWTH_BYTES) -> None:
+        self._growth_bytes = growth_bytes
+        self.directory = _default_directory() if directory is None else directory
+        self._extents = ExtentAllocator(mmap.ALLOCATIONGRANULARITY)
+        self._open: OpenFile | None = OpenFile(self.directory)
+
+    @property
+    def open(self) -> OpenFile:
+        """What work that reads or writes holds on to."""
+        assert self._open is not None, "the store is closed"
+        return self._open
+
+    def close(self) -> None:
+        """Let go of the file. It closes after the last work that holds it."""
+        self._open = None
+
+    @property
+    def capacity_bytes(self) -> int:
+        return self._extents.capacity_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        return self._extents.used_bytes
+
+    def allocate(self, size_bytes: int) -> Extent:
+        """An extent that is backed by the disk.
+
+        Raises:
+            StoreFullError: the disk has no room for it.
+        """
+        extent = self._extents.allocate(size_bytes)
+        if extent is None:
+            missing_bytes = self._extents.missing_bytes(size_bytes)
+            if not self._grow(max(missing_bytes, self._growth_bytes)) and not self._grow(
+                missing_bytes
+            ):
+                raise StoreFullError(
+                    errno.ENOSPC,
+                    f"no room for {format_size(missing_bytes)} more in {self.directory}, where "
+                    f"{format_size(self.capacity_bytes)} of activations are already; free "
+                    f'some, choose another directory (store="disk:/some/dir"), or offload fewer '
+                    f"layers (ActivationPolicy(num_layers=...))",
+                )
+            extent = self._extents.allocate(size_bytes)
+            assert extent is not None
+        return extent
+
+    def free(self, extent: Extent) -> None:
+        self._extents.free(extent)
+
+    def _grow(self, size_bytes: int) -> bool:
+        """Reserve bytes on disk now, so that a full disk shows here and not in a write."""
+        fd, size_bytes = self.open.fd, self._extents.round_up(size_bytes)
+        try:
+            os.posix_fallocate(fd, self.capacity_bytes, size_bytes)
+        except OSError as error:
+            if error.errno not in _NO_ROOM:
+                raise
+            os.ftruncate(fd, self.capacity_bytes)  # what did not suffice is for others to use
+            return False
+        self._extents.grow(size_bytes)
+        return True
+
+
+def _default_directory() -> Path:
+    try:
+        return Path(tempfile.gettempdir())
+    except OSError as error:
+        raise PolicyError(
+            f'{error.strerror}; name a directory, such as store="disk:/some/dir"'
+        ) from error
