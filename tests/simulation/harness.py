@@ -1,6 +1,7 @@
 """Runs a program on the simulated device and checks what must hold during and after it."""
 
 import contextlib
+import dataclasses
 import errno
 import gc
 import itertools
@@ -27,7 +28,7 @@ from ebbtide.stores.base import AbstractStore, Slot
 from ebbtide.stores.pinned import PinnedStore
 from ebbtide.stores.staged import StagedDiskStore
 from ebbtide.stores.tiered import TieredStore
-from programs import Outcome, Program, Run, Source
+from programs import WIDTH, Outcome, Program, Run, Source
 
 KIB = 1024
 SAVED_BY_ONE_KERNEL = 3
@@ -83,9 +84,14 @@ class FaultyOs:
 
     Args:
         knobs: what goes wrong how often; the device's seed says when.
+
+    Attributes:
+        failing_reads: how often a read fails. Backward then raises after it has added to some
+            gradients, so random programs could not be compared with plain autograd.
     """
 
     def __init__(self, knobs: Knobs) -> None:
+        self.failing_reads = 0.0
         self._knobs = knobs
         self._choices = random.Random(knobs.device_seed)
 
@@ -97,6 +103,8 @@ class FaultyOs:
         return os.pwrite(fd, self._shortened(view), offset)
 
     def preadv(self, fd: int, views: list[memoryview], offset: int) -> int:
+        if self._choices.random() < self.failing_reads:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
         return os.preadv(fd, [self._shortened(view) for view in views], offset)
 
     def posix_fallocate(self, fd: int, offset: int, size_bytes: int) -> None:
@@ -383,24 +391,58 @@ def _failing_again(failed: set[int]) -> Run:
 
 def check(source: Source, knobs: Knobs | None = None) -> Simulation:
     """Simulate a program and check everything; the message of a failure names the seed."""
+    if isinstance(source, int) and knobs is None:
+        with _named(source):
+            check_failed_reads(source)
     return check_outcome(source, knobs)[1].simulation
+
+
+def check_failed_reads(seed: int) -> None:
+    """A chain whose bytes cannot all be read: backward raises, or is right, and nothing is left."""
+    knobs = dataclasses.replace(Knobs.of(seed), store="disk", failures=0.0)
+    simulation = Simulation(seed, knobs)
+    faulty = FaultyOs(knobs)
+    x = torch.linspace(-1, 1, 64 * WIDTH).view(-1, WIDTH).requires_grad_()
+
+    def chain() -> Tensor:
+        y = x
+        for _ in range(6):
+            y = y.sin()
+        return y.sum()
+
+    expected = torch.autograd.grad(chain(), x)[0]
+    with mock.patch.object(disk_file, "os", faulty), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "the system refused to page-lock", RuntimeWarning)
+        loss = simulation.forward(chain)
+        faulty.failing_reads = 0.1
+        with contextlib.suppress(OSError):
+            assert torch.equal(torch.autograd.grad(loss, x)[0], expected)
+        del loss
+        drain_autograd()
+        simulation.check_at_rest()
 
 
 def check_outcome(source: Source, knobs: Knobs | None = None) -> tuple[Outcome, Watch]:
     """`check`, for those who want to know what the program did, too."""
+    with _named(source), without_collector():
+        plain, offloaded, watch = simulate(source, knobs)
+        assert offloaded.errors == plain.errors
+        assert len(offloaded.tensors) == len(plain.tensors)
+        for got, expected in zip(offloaded.tensors, plain.tensors, strict=True):
+            same = torch.equal(_bits(got), _bits(expected))
+            assert same, "numbers differ from plain autograd"
+        watch.simulation.check_at_rest()
+    return offloaded, watch
+
+
+@contextlib.contextmanager
+def _named(source: Source) -> Iterator[None]:
+    """What fails within says what replays it."""
     try:
-        with without_collector():
-            plain, offloaded, watch = simulate(source, knobs)
-            assert offloaded.errors == plain.errors
-            assert len(offloaded.tensors) == len(plain.tensors)
-            for got, expected in zip(offloaded.tensors, plain.tensors, strict=True):
-                same = torch.equal(_bits(got), _bits(expected))
-                assert same, "numbers differ from plain autograd"
-            watch.simulation.check_at_rest()
+        yield
     except Exception as error:
         name = "seed" if isinstance(source, int) else "tape"
         raise AssertionError(f"{name} {source}: {type(error).__name__}: {error}") from error
-    return offloaded, watch
 
 
 @contextlib.contextmanager

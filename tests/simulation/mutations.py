@@ -77,7 +77,7 @@ MUTATIONS = (
         file="runtime/session.py",
         old="            self._wait(record, event, is_reload=True)  "
         "# kernels queued from now on read these bytes\n",
-        new="",
+        new="            pass\n",
         hazard="Backward kernels read a buffer that the copy has not filled.",
     ),
     Mutation(
@@ -225,6 +225,14 @@ MUTATIONS = (
         old="return self.reading.query() and all(copy.query() for copy in self.copies)",
         new="return self.reading.query()",
         hazard="A buffer that nobody wants any more is freed while a copy still writes to it.",
+    ),
+    Mutation(
+        name="a buffer is held while copies of a failed reload are under way",
+        file="runtime/session.py",
+        old="                self._abandoned.append((flat, event))  # copies may be under way\n",
+        new="                pass\n",
+        hazard="Part of the bytes could be read and are on their way into the buffer when backward "
+        "raises and frees it.",
     ),
     Mutation(
         name="writes to disk end before the chunks are given back",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 import time
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from ebbtide.devices import lanes
+from ebbtide.devices.base import raise_again
 from ebbtide.devices.cpu import CpuDevice
 from ebbtide.devices.lanes import LaneEvent, WorkLane
 
@@ -338,5 +340,31 @@ def test_a_copy_waits_for_its_events_and_passes_their_failure_on() -> None:
     failed.finish(OSError("on purpose"))
     not_copied = device.copy_down(target, torch.zeros(8), failed)
     wait_for(not_copied)
-    assert not_copied.failure is failed.failure
+    assert str(not_copied.failure) == "on purpose"
     assert target.all()
+
+
+def test_an_error_that_cannot_be_copied_is_raised_itself() -> None:
+    class TwoArgumentsError(Exception):
+        def __init__(self, one: str, two: str) -> None:
+            super().__init__(one + two)
+
+    error = TwoArgumentsError("on ", "purpose")
+    with pytest.raises(TwoArgumentsError, match="on purpose") as raised:
+        raise_again(error)
+    assert raised.value is error
+
+
+def test_an_error_does_not_keep_its_event_alive() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        event = LaneEvent()
+        event.finish(OSError("on purpose"))
+        gone = weakref.ref(event)
+        with contextlib.suppress(OSError):
+            event.synchronize()
+        del event
+        assert gone() is None
+    finally:
+        gc.enable()

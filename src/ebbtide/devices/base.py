@@ -7,9 +7,10 @@ CPU's copy lanes are worker threads, a CPU's compute stream is the calling threa
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 
@@ -58,6 +59,22 @@ class AbstractEvent(ABC):
     @abstractmethod
     def synchronize(self) -> None:
         """Block the host until the point is reached; raise what the work before it raised."""
+
+
+def raise_again(failure: BaseException) -> NoReturn:
+    """Raise an error that an event keeps, as a copy of it.
+
+    A raised error refers to the frames it passes, and those to the event: neither would die before
+    the garbage collector comes, nor would the graph whose backward raised.
+    """
+    try:
+        error = copy.copy(failure)
+    except Exception:  # an error whose class cannot be called with its own arguments
+        error = failure
+    try:
+        raise error
+    finally:
+        del error  # this frame is one of those
 
 
 class AbstractStream(ABC):

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable
 from typing import final
 
-from ebbtide.devices.base import AbstractEvent, AbstractLane, Origin, Span
+from ebbtide.devices.base import AbstractEvent, AbstractLane, Origin, Span, raise_again
 
 _LOG = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class LaneEvent(AbstractEvent):
     def synchronize(self) -> None:
         self._done.wait()
         if self.failure is not None:
-            raise self.failure
+            raise_again(self.failure)
 
     def since(self, origin: Origin) -> float:
         self._done.wait()

@@ -43,6 +43,7 @@ from ebbtide.devices.base import (
     AbstractStream,
     Origin,
     Span,
+    raise_again,
 )
 
 _POISON = 0xFF  # every float, complex and bfloat16 made of it is NaN
@@ -199,7 +200,7 @@ class _JobEvent(AbstractEvent):
     def synchronize(self) -> None:
         self._lane.run_to(self)
         if self.failure is not None:
-            raise self.failure
+            raise_again(self.failure)
 
     def since(self, origin: Origin) -> float:
         self._lane.run_to(self)

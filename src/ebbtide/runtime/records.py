@@ -13,7 +13,7 @@ Which copies of a record's bytes exist in each state:
 from __future__ import annotations
 
 from collections.abc import Hashable
-from enum import Enum, auto
+from enum import IntEnum, auto
 from typing import final
 
 import torch
@@ -25,7 +25,7 @@ from ebbtide.runtime.ranges import Layer
 from ebbtide.stores.base import Slot
 
 
-class RecordState(Enum):
+class RecordState(IntEnum):
     OFFLOADING = auto()
     OFFLOADED = auto()
     RELOADED = auto()
@@ -120,7 +120,6 @@ class StorageRecord:
 
     def begin_reload(self, buffer: torch.Tensor, reloaded: AbstractEvent) -> None:
         self.move_to(RecordState.RELOADED)
-        self.expected = False
         self.buffer, self.reloaded, self.awaited = buffer, reloaded, False
         self.generation += 1
         self.unread = self.handles

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, final
 
 import torch
 
-from ebbtide.devices.base import AbstractDevice, AbstractEvent
-from ebbtide.runtime.forward import ForwardLog
+from ebbtide.devices.base import AbstractDevice, AbstractEvent, raise_again
+from ebbtide.runtime.forward import ForwardLog, UnpackOrder
 from ebbtide.runtime.gate import Gate
 from ebbtide.runtime.kept import SmallKept
 from ebbtide.runtime.ranges import Layer, profiler_range
@@ -81,9 +81,11 @@ class Session:
         self._live = 0
         self._forwards = 0  # that run now
         self._microbatches = 0  # forwards that this step has begun
-        self._log = ForwardLog(None, 0)
-        self._learned: tuple[list[int] | None, int] = (None, 0)
+        self._log = ForwardLog(None)
+        self._expected_bytes = 0  # that the store has been told to expect
+        self._learned: UnpackOrder | None = None
         self._closing = False
+        self._polled = False
         self._error: BaseException | None = None
         self.meter = StepMeter()
 
@@ -109,7 +111,7 @@ class Session:
             if self._traced and self._recorder is None:
                 self._recorder = StepRecorder(self.device)
             self._forwards += 1
-            self._log = ForwardLog(*self._learned, number=self._microbatches)
+            self._log = ForwardLog(self._learned, self._microbatches)
             self._microbatches += 1
         return SmallKept(self)
 
@@ -159,6 +161,7 @@ class Session:
             The log of the forward that runs.
         """
         with self._gate:
+            self._retire_finished()
             self._live += 1
             holders, _ = self._kept.get(key, (0, 0))
             counted = 0 if key in self._records else size_bytes
@@ -209,7 +212,7 @@ class Session:
     ) -> StorageRecord:
         if self._error is not None:
             error, self._error = self._error, None
-            raise error
+            raise_again(error)
         size_bytes = source.numel()
         self._retire_finished()
         self._make_room(size_bytes)
@@ -246,6 +249,7 @@ class Session:
         if failure is None:
             with profiler_range("release", record.layer):
                 record.release_source()
+            record.forward.note_offloaded(record.ordinal)
             if self._recorder is not None:
                 self._recorder.moment("release", _subject(record))
         elif record.state is not RecordState.DROPPED:
@@ -269,20 +273,33 @@ class Session:
                     self._begin_reload(record)
                 assert record.buffer is not None and record.reloaded is not None
                 flat, event = record.buffer, record.reloaded
+            self._retire_finished()
             self._prefetch(record.forward)
-        if event is not None:
-            self._wait(record, event, is_reload=True)  # kernels queued from now on read these bytes
-            with self._gate:
+            if event is not None:
                 self._note_read(record, saved)
+        if event is not None:
+            self._wait_for_reload(record, flat, event)
         return flat
+
+    def _wait_for_reload(
+        self, record: StorageRecord, flat: torch.Tensor, event: AbstractEvent
+    ) -> None:
+        try:
+            self._wait(record, event, is_reload=True)  # kernels queued from now on read these bytes
+        except BaseException:  # the disk could not be read
+            with self._gate:
+                self._abandoned.append((flat, event))  # copies may be under way
+            raise
 
     def note_backward(self, log: ForwardLog) -> None:
         """Backward is at work on what a forward kept: what has left comes next."""
         with self._gate:
             log.note_backward()
+            self._retire_finished()
             self._prefetch(log)
 
     def _begin_reload(self, record: StorageRecord) -> None:
+        self._expect(record, False)
         with profiler_range("reload", record.layer):
             buffer, reloaded = self._store.reload(record.slot)
         record.begin_reload(buffer, reloaded)
@@ -314,35 +331,48 @@ class Session:
             # while the copy still writes to it.
             self._abandoned.append((record.buffer, record.reloaded))
         record.release_buffer()
+        record.forward.note_offloaded(record.ordinal)
 
     def _prefetch(self, log: ForwardLog) -> None:
         """Reload what backward wants next, as far as the bound allows; announce what follows."""
-        announced_bytes = 0
-        for record in log.upcoming():
-            if record.state is not RecordState.OFFLOADED:
-                continue
-            if not announced_bytes and self._has_room(record.size_bytes):
+        while (record := log.next_reload()) is not None:
+            if record.state is RecordState.OFFLOADED:
+                if not self._has_room(record):
+                    break
                 self._begin_reload(record)
-                continue
-            announced_bytes += record.size_bytes
-            if not record.expected:
-                record.expected = True
+            log.pass_reload()
+        if self._store.reads_ahead:
+            self._announce(log)
+
+    def _announce(self, log: ForwardLog) -> None:
+        """Tell the store what to expect, some way ahead."""
+        most_bytes = _READ_AHEAD * self._bound_bytes
+        while self._expected_bytes <= most_bytes and (record := log.next_announcement()):
+            if record.state is RecordState.OFFLOADED and not record.expected:
+                self._expect(record, True)
                 self._store.read_ahead(record.slot)
-            if announced_bytes > _READ_AHEAD * self._bound_bytes:
-                return
+            log.pass_announcement()
 
-    def _has_room(self, size_bytes: int) -> bool:
+    def _expect(self, record: StorageRecord, expected: bool) -> None:
+        self._expected_bytes += (expected - record.expected) * record.size_bytes
+        record.expected = expected
+
+    def _has_room(self, record: StorageRecord) -> bool:
         """Whether a reload stays within the bound, after letting go of buffers read once."""
-        if self._reloaded_bytes + size_bytes > self._bound_bytes:
-            self._evict(size_bytes)
-        return not self._reloaded or self._reloaded_bytes + size_bytes <= self._bound_bytes
+        if self._reloaded_bytes + record.size_bytes > self._bound_bytes:
+            self._evict(record)
+        fits = self._reloaded_bytes + record.size_bytes <= self._bound_bytes
+        return fits or not self._reloaded
 
-    def _evict(self, size_bytes: int) -> None:
-        """Let go of buffers that were read once and wait for a later reader, oldest first."""
+    def _evict(self, wanted: StorageRecord) -> None:
+        """Let go of buffers that were read and have a reader to come, but not before this one."""
+        log = wanted.forward
+        place = log.next_use(wanted.ordinal)
         for record in list(self._reloaded):
-            if self._reloaded_bytes + size_bytes <= self._bound_bytes:
+            if self._reloaded_bytes + wanted.size_bytes <= self._bound_bytes:
                 return
-            if record.unread < record.handles:
+            sooner = record.forward is log and log.next_use(record.ordinal) < place
+            if record.unread < record.handles and not sooner:
                 self._release_buffer(record)
 
     def _wait(
@@ -376,6 +406,7 @@ class Session:
 
     def poll(self) -> None:
         """Let go of what finished copies no longer need. Any thread may call this."""
+        self._polled = True
         self._gate.knock()
 
     def weak_poll(self) -> Callable[[], None]:
@@ -396,14 +427,11 @@ class Session:
             self._close_if_idle()
 
     def has_deferred_work(self) -> bool:
-        return bool(
-            self._dead
-            or self._dead_small
-            or (self._offloading and self._offloading[0].slot.offloaded.query())
-            or (self._abandoned and self._abandoned[0][1].query())
-        )
+        # No look at events, which costs: this is asked twice for each saved tensor.
+        return bool(self._dead or self._dead_small or self._polled)
 
     def do_deferred_work(self) -> None:
+        self._polled = False
         while self._dead:
             record, mark = self._dead.popleft()
             self._live -= 1
@@ -414,12 +442,16 @@ class Session:
         while self._dead_small:
             self._live -= 1
             self._kept_bytes -= self._dead_small.popleft()
-        self._retire_finished()
-        if self._abandoned:
-            self._abandoned = [held for held in self._abandoned if not held[1].query()]
+        self._let_go_of_finished()
         if not self._live:
             self._finish_step_if_over()
             self._close_if_idle()
+
+    def _let_go_of_finished(self) -> None:
+        """Let go of what copies under way had needed."""
+        self._retire_finished()
+        if self._abandoned:
+            self._abandoned = [held for held in self._abandoned if not held[1].query()]
 
     def _forget_kept(self, key: int) -> None:
         holders, size_bytes = self._kept.pop(key)
@@ -445,12 +477,13 @@ class Session:
             self._release_buffer(record)
         # A source whose copy is under way stays until `_retire_offload`: the copy reads it.
         record.move_to(RecordState.DROPPED)
+        self._expect(record, False)
         self._store.drop(record.slot)
         self._stored_bytes[record.slot.tier] -= record.size_bytes
         log = record.forward
         log.remove(record)
-        if not log.live and log.wanted:
-            self._learned = (log.wanted, len(log.records))
+        if not log.live:
+            self._learned = log.learned() or self._learned
 
     def _note_peak(self) -> None:
         now_bytes = self._kept_bytes + self._offloading_bytes + self._reloaded_bytes
@@ -468,6 +501,7 @@ class Session:
     def _close_if_idle(self) -> None:
         if self._closing and not self._live and not self._forwards:
             self._store.close()
+            self._let_go_of_finished()
 
 
 def _subject(record: StorageRecord) -> Subject:

@@ -29,7 +29,13 @@ class Slot:
 
 
 class AbstractStore(ABC):
-    """Keeps bytes in a lower tier. Its session calls it from one thread at a time."""
+    """Keeps bytes in a lower tier. Its session calls it from one thread at a time.
+
+    Attributes:
+        reads_ahead: whether `read_ahead` does anything.
+    """
+
+    reads_ahead: bool = True
 
     @property
     @abstractmethod

@@ -84,11 +84,14 @@ class ExtentAllocator:
         self._insert(extent)
 
     def _find(self, size: int) -> Extent | None:
-        return min(
-            (run for run in self._free if run.size_bytes >= size),
-            key=lambda run: (run.end_bytes == self.capacity_bytes, run.size_bytes),
-            default=None,
-        )
+        best = None
+        for run in self._free:
+            fits = run.size_bytes >= size and run.end_bytes != self.capacity_bytes
+            if fits and (best is None or run.size_bytes < best.size_bytes):
+                best = run
+        if best is None and self._free and self._free[-1].size_bytes >= size:
+            return self._free[-1]  # only the last run can reach the end
+        return best
 
     def _insert(self, run: Extent) -> None:
         at = bisect.bisect_left(self._free, run)

@@ -262,6 +262,8 @@ class PinnedStore(AbstractStore):
         peak_requested_bytes: the most bytes of tensors held at once since the store began.
     """
 
+    reads_ahead = False  # host memory is as near as it gets
+
     def __init__(
         self,
         device: AbstractDevice,
@@ -331,7 +333,7 @@ class PinnedStore(AbstractStore):
         self._free(slot)
 
     def read_ahead(self, slot: Slot) -> None:
-        """Nothing to prepare: host memory is as near as it gets."""
+        """Nothing to prepare."""
 
     def close(self) -> None:
         # A copy must not outlive the memory it reads or writes, nor the session that lets go of it.

@@ -1,0 +1,154 @@
+"""What backward is expected to want, and how little it costs to know."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+
+import ebbtide
+from ebbtide.devices.cpu import CpuDevice
+from ebbtide.hooks.activations import ActivationHooks
+from ebbtide.hooks.parameters import ParameterIndex
+from ebbtide.runtime.forward import ForwardLog, UnpackOrder
+from ebbtide.runtime.session import Session
+from ebbtide.stores.pinned import PinnedStore
+
+
+@dataclass
+class Record:
+    ordinal: int
+
+
+def filled(num_records: int, learned: UnpackOrder | None = None) -> ForwardLog:
+    log = ForwardLog(learned)
+    for ordinal in range(num_records):
+        log.add(Record(ordinal))
+        log.note_save(ordinal)
+    return log
+
+
+def reloads(log: ForwardLog, most: int = 100) -> list[int]:
+    """What is brought back from here on, if there is room for so many."""
+    ordinals = []
+    while len(ordinals) < most and (record := log.next_reload()) is not None:
+        ordinals.append(record.ordinal)
+        log.pass_reload()
+    return ordinals
+
+
+def test_nothing_comes_back_before_backward() -> None:
+    assert filled(3).next_reload() is None
+
+
+def test_without_history_the_last_comes_first() -> None:
+    log = filled(4)
+    log.note_backward()
+    assert reloads(log) == [3, 2, 1, 0]
+    assert reloads(log) == []
+
+
+def test_what_backward_has_passed_is_not_brought_back() -> None:
+    log = filled(6)
+    log.note_unpack(5)
+    log.note_unpack(3)
+    assert reloads(log) == [2, 1, 0]
+
+
+def test_what_has_died_is_not_brought_back() -> None:
+    log = filled(3)
+    log.note_backward()
+    log.remove(log.records[1])
+    assert reloads(log) == [2, 0]
+
+
+def test_what_leaves_again_comes_back_for_its_next_use_only() -> None:
+    """Backward wants 2, 1, 0, 1."""
+    log = filled(3, UnpackOrder([2, 1, 0, 1], 3))
+    log.note_unpack(2)
+    assert reloads(log) == [1, 0, 1]
+    log.note_unpack(1)
+    log.note_offloaded(1)
+    assert reloads(log) == [1]  # place 3, not place 1
+    log.note_offloaded(2)
+    assert reloads(log) == []  # never again
+
+
+def test_an_unexpected_use_leaves_the_guess() -> None:
+    log = filled(4, UnpackOrder([3, 2, 0], 4))
+    log.note_unpack(3)
+    log.note_unpack(1)
+    assert reloads(log) == [2, 0]
+
+
+def test_an_order_is_learned_once() -> None:
+    first = filled(3)
+    for ordinal in (1, 2, 2, 0):
+        first.note_unpack(ordinal)
+    learned = first.learned()
+    assert learned is not None
+    assert learned.ordinals == [1, 2, 0]
+    second = filled(3, learned)
+    for ordinal in (1, 2, 0):
+        second.note_unpack(ordinal)
+    assert second.learned() is learned
+    assert filled(3, learned).learned() is None, "there was no backward"
+
+
+def test_an_order_over_other_records_is_forgotten() -> None:
+    log = filled(4, UnpackOrder([0, 1, 2], 3))
+    log.note_backward()
+    assert reloads(log) == [3, 2, 1, 0]
+
+
+def test_announcements_follow_the_reloads() -> None:
+    log = filled(5)
+    log.note_backward()
+    assert reloads(log, most=2) == [4, 3]
+    announced = []
+    while (record := log.next_announcement()) is not None:
+        announced.append(record.ordinal)
+        log.pass_announcement()
+    assert announced == [2, 1, 0]
+
+
+class CountingList(list):
+    looked_at = 0
+
+    def __getitem__(self, place):
+        CountingList.looked_at += 1
+        return super().__getitem__(place)
+
+
+@pytest.mark.parametrize("learns", [False, True])
+def test_backward_looks_at_each_record_a_few_times(learns: bool) -> None:
+    """2,000 records that all fit: a look at all that is to come, each time, would be 2 million."""
+    device = CpuDevice()
+    session = Session(device, PinnedStore(device), max_inflight_bytes=2**30)
+    hooks = ActivationHooks(session, ParameterIndex([]), min_bytes=1)
+    for _ in range(1 + learns):
+        CountingList.looked_at = 0
+        hooks.begin()
+        session._log.records = CountingList()
+        x = torch.ones(4, requires_grad=True)
+        y = x
+        for _ in range(2000):
+            y = y.sin()
+        hooks.end()
+        y.sum().backward()
+        del y
+    assert 2000 <= CountingList.looked_at < 5 * 2000
+    session.close()
+
+
+def test_the_second_step_of_a_model_knows_its_order() -> None:
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(3)])
+    with ebbtide.offload(model, activations=ebbtide.ActivationPolicy(min_bytes=1)) as handle:
+        for _ in range(2):
+            model(torch.randn(8, 64)).sum().backward()
+        learned = handle._engine._session._learned
+        assert learned is not None
+        model(torch.randn(8, 64)).sum().backward()
+        assert handle._engine._session._learned is learned
