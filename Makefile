@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo test check soak bench clean
+.PHONY: demo test check soak bench gpu clean
 
 demo: $(VENV)/.demo  ## train an FNO on Darcy flow with and without offload, and compare
 	$(BIN)/ebbtide demo
@@ -22,8 +22,18 @@ check: $(VENV)/.dev  ## lint, formatting, types
 soak: $(VENV)/.dev  ## the engine under thousands of adversarial orders of copies
 	EBBTIDE_SIMULATION_SEEDS=20000 $(BIN)/python -m pytest --timeout 0 tests/simulation
 
-bench: $(VENV)/.dev  ## measure the overhead per saved tensor; results go to benchmarks/results
+bench: $(VENV)/.dev  ## measure what needs no accelerator; results go to benchmarks/results
 	$(BIN)/python -m benchmarks.overhead
+	$(BIN)/python -m benchmarks.pinned
+	$(BIN)/python -m benchmarks.report
+
+# As found: no installs, no network. It takes the .venv if there is one, else the system's Python.
+GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
+GPU_FLAGS ?=
+
+gpu:  ## test and measure on an accelerator, against every peer that is installed
+	@$(GPU_PYTHON) -c "import torch" || { echo "make gpu needs a Python with torch: make gpu GPU_PYTHON=..."; exit 2; }
+	PYTHONPATH=src $(GPU_PYTHON) -m benchmarks.gpu $(GPU_FLAGS)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build runs

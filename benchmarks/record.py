@@ -22,17 +22,25 @@ def environment() -> dict[str, Any]:
     return {
         "date": datetime.date.today().isoformat(),
         "device": _device_name(),
+        "driver": _driver(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "torch": torch.__version__,
+        "cuda": torch.version.cuda or "none",
         "ebbtide": ebbtide.__version__,
         "commit": _commit(),
         "system": f"{platform.system()} {platform.release()}",
     }
 
 
-def save(case: str, configuration: dict[str, Any], results: dict[str, Any], table: str) -> Path:
+def save(
+    case: str,
+    configuration: dict[str, Any],
+    results: dict[str, Any],
+    table: str,
+    directory: Path = RESULTS,
+) -> Path:
     """Write ``DATE_DEVICE_CASE.json`` and the same as a Markdown table beside it.
 
     Args:
@@ -40,13 +48,14 @@ def save(case: str, configuration: dict[str, Any], results: dict[str, Any], tabl
         configuration: the arguments that the figures depend on.
         results: figures and samples; units are in the keys.
         table: Markdown for people.
+        directory: where to write.
 
     Returns:
         The path of the JSON file.
     """
     facts = environment()
     name = f"{facts['date']}_{facts['device'].replace(' ', '-')}_{case}"
-    path = RESULTS / f"{name}.json"
+    path = directory / f"{name}.json"
     document = {
         "case": case,
         "environment": facts,
@@ -68,12 +77,24 @@ def _device_name() -> str:
     return platform.machine()
 
 
+def _driver() -> str:
+    if not torch.cuda.is_available():
+        return "none"
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return answer.splitlines()[0].strip()
+
+
 def _commit() -> str:
+    if "EBBTIDE_COMMIT" in os.environ:  # for a copy of the tree without its history
+        return os.environ["EBBTIDE_COMMIT"]
     git = ["git", "-C", str(RESULTS.parent)]
-    head = subprocess.run(
-        [*git, "describe", "--always", "--dirty", "--exclude", "*"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    describe = [*git, "describe", "--always", "--dirty", "--exclude", "*"]
+    try:
+        head = subprocess.run(describe, capture_output=True, text=True, check=False)
+    except OSError:
+        return "unknown"
     return head.stdout.strip() or "unknown"

@@ -4,6 +4,8 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -31,9 +33,24 @@ for seed in range(int(sys.argv[2])):
 """
 
 
+Run = subprocess.CompletedProcess[str]
+
+
+@pytest.fixture(scope="module")
+def runs(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Future[Run]]]:
+    """The mutations whose tests were asked for, as many at a time as there are cores."""
+    items = [item for item in request.session.items if hasattr(item, "callspec")]
+    chosen = [i.callspec.params["mutation"] for i in items if "mutation" in i.callspec.params]
+    pool = ThreadPoolExecutor(os.cpu_count())
+    yield {m.name: pool.submit(_run_mutated, m, tmp_path_factory.mktemp("m")) for m in chosen}
+    pool.shutdown(cancel_futures=True)
+
+
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
-def test_simulation_catches(mutation: Mutation, tmp_path: Path) -> None:
-    result = _run_mutated(mutation, tmp_path)
+def test_simulation_catches(mutation: Mutation, runs: dict[str, Future[Run]]) -> None:
+    result = runs[mutation.name].result()
     assert result.returncode == 1, f"not caught by {SEEDS} seeds\n{result.stdout}{result.stderr}"
     assert "caught: seed" in result.stdout, result.stderr
 
@@ -46,7 +63,7 @@ def test_documentation_lists_every_guard() -> None:
         assert mutation.hazard in flat, mutation.name
 
 
-def _run_mutated(mutation: Mutation, directory: Path) -> subprocess.CompletedProcess[str]:
+def _run_mutated(mutation: Mutation, directory: Path) -> Run:
     shutil.copytree(SOURCE, directory / "ebbtide", ignore=shutil.ignore_patterns("__pycache__"))
     file = directory / "ebbtide" / mutation.file
     text = file.read_text()

@@ -1,0 +1,220 @@
+"""The GPU suite in one call: tests, then every case, most valuable first, within a time limit.
+
+Each result is written as soon as it is there, so a failure or the limit loses nothing before it.
+Run: ``make gpu``, or ``python -m benchmarks.gpu --out DIR --limit-s 540 --only NAME,...``
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fnmatch
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import record
+from benchmarks.jobs import Job, jobs, tiny_jobs
+from benchmarks.tables import CASES, tables_of
+from benchmarks.trial import request
+
+ROOT = Path(__file__).parents[1]
+_TRIAL_LIMIT_S = 240.0
+_TESTS_SHARE = 0.4  # of the limit
+_TOO_LATE: dict[str, Any] = {"skipped": "the time limit was reached"}
+
+
+def main() -> None:
+    """Run the suite; exits 2 where there is nothing to run it on, 1 if a test or a trial failed."""
+    arguments = _arguments()
+    device = _find_device(arguments.device)
+    chosen = _choose(tiny_jobs() if arguments.tiny else jobs(), arguments.only)
+    if arguments.list:
+        print("\n".join(job.name for job in chosen))
+        return
+    suite = Suite(device, arguments.out, time.monotonic() + arguments.limit_s)
+    if arguments.resume is not None:
+        suite.resume(arguments.resume)
+    if arguments.tests:
+        suite.run_tests(_TESTS_SHARE * arguments.limit_s)
+    for job in chosen:
+        suite.run_job(job)
+    suite.print_tables()
+    sys.exit(suite.failed)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=record.RESULTS, help="for result files")
+    parser.add_argument("--limit-s", type=float, default=540.0, help="seconds for all of it")
+    parser.add_argument("--only", default="*", help="jobs by name or pattern, separated by commas")
+    parser.add_argument("--device", default="auto", help="auto, cuda, xpu ... or cpu, a dry run")
+    parser.add_argument("--tiny", action="store_true", help="every case's code on tiny models")
+    parser.add_argument("--no-tests", dest="tests", action="store_false", help="measure only")
+    parser.add_argument(
+        "--resume", type=Path, metavar="DIR", help="go on from result files of the same commit"
+    )
+    parser.add_argument("--list", action="store_true", help="print the jobs and stop")
+    return parser.parse_args()
+
+
+def _find_device(name: str) -> torch.device:
+    if name != "auto":
+        return torch.device(name)
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        print(
+            "no accelerator: torch sees none on this machine, so there is nothing that the GPU "
+            "suite could measure.\nInstall a torch built for your accelerator and its driver, or "
+            "run every case's code on the CPU:\n  python -m benchmarks.gpu --device cpu --tiny "
+            "--out DIR",
+            file=sys.stderr,
+        )
+        sys.exit(2)
+    return accelerator
+
+
+def _choose(all_jobs: Sequence[Job], only: str) -> list[Job]:
+    patterns = [pattern.strip() for pattern in only.split(",")]
+    chosen = [j for j in all_jobs if any(fnmatch.fnmatch(j.name, p) for p in patterns)]
+    unknown = [p for p in patterns if not any(fnmatch.fnmatch(j.name, p) for j in all_jobs)]
+    if unknown:
+        names = ", ".join(job.name for job in all_jobs)
+        print(f"no job is called {', '.join(unknown)}; there are: {names}", file=sys.stderr)
+        sys.exit(2)
+    return chosen
+
+
+class Suite:
+    """Runs jobs until the deadline and writes what they gave.
+
+    Args:
+        device: to run on.
+        directory: for result files.
+        deadline_s: on the monotonic clock.
+
+    Attributes:
+        failed: whether a test or a trial did not do what it should.
+    """
+
+    def __init__(self, device: torch.device, directory: Path, deadline_s: float) -> None:
+        self.failed = False
+        self._device = device
+        self._directory = directory
+        self._deadline_s = deadline_s
+        self._tests = "not run"
+        self._results: dict[str, dict[str, Any]] = {}
+        directory.mkdir(parents=True, exist_ok=True)
+
+    def run_tests(self, limit_s: float) -> None:
+        """`tests/gpu`, the parity suite among them, in a process of their own."""
+        command = [sys.executable, "-m", "pytest", "-q", "--no-header", "tests/gpu"]
+        on = {} if self._device.type != "cpu" else {"EBBTIDE_GPU_TESTS_ON": "cpu"}
+        output, code = _run(command, limit_s, on)
+        lines = output.strip().splitlines()
+        print("\n".join(lines[-60:]), flush=True)
+        self._tests = lines[-1].strip("= ") if lines else "no output"
+        if code is None:
+            self._tests = f"stopped after {limit_s:.0f} s; last line: {self._tests}"
+        self.failed |= code != 0
+
+    def resume(self, directory: Path) -> None:
+        """Take over what an earlier call has measured here, at the same commit."""
+        here = record.environment()
+        for file in sorted(directory.glob("*.json")):
+            document = json.loads(file.read_text())
+            there = document.get("environment", {})
+            same = all(there.get(key) == here[key] for key in ("device", "torch", "commit"))
+            if same and document.get("case") in CASES:
+                self._tests = document["configuration"]["tests"]
+                # A case's file has a copy of the link's figures, for its table.
+                own = {name: entry for name, entry in document["results"].items() if name != "link"}
+                self._results[document["case"]] = (
+                    document["results"] if document["case"] == "link" else own
+                )
+
+    def run_job(self, job: Job) -> None:
+        """Put a job's question to all of its modes, as far as time allows."""
+        known = self._results.get(job.case, {}).get(job.name, {}).get("modes", {})
+        for mode in job.modes:
+            if mode in known and "failed" not in known[mode] and known[mode] != _TOO_LATE:
+                continue
+            left_s = self._deadline_s - time.monotonic()
+            limit_s = min(left_s, _TRIAL_LIMIT_S)
+            self._note(job, mode, self._ask(job, mode, limit_s) if left_s > 5 else _TOO_LATE)
+
+    def _ask(self, job: Job, mode: str, limit_s: float) -> dict[str, Any]:
+        text = request(job.task, mode, str(self._device), job.shape, **job.more)
+        begin_s = time.monotonic()
+        output, code = _run([sys.executable, "-m", "benchmarks.trial", text], limit_s, {})
+        took_s = time.monotonic() - begin_s
+        lines = output.strip().splitlines()
+        if code == 0 and lines:
+            with contextlib.suppress(ValueError):
+                answer: dict[str, Any] = json.loads(lines[-1])
+                answer["trial_s"] = took_s
+                return answer
+        self.failed = True
+        why = f"stopped after {limit_s:.0f} s" if code is None else f"exit {code}"
+        return {"failed": f"{why}: {' | '.join(lines[-3:])[-600:]}"}
+
+    def _note(self, job: Job, mode: str, answer: dict[str, Any]) -> None:
+        short = next((f"{k}: {answer[k]}" for k in ("skipped", "failed") if k in answer), "")
+        if "step_s" in answer:
+            short = f"{answer['step_s'] * 1e3:.1f} ms"
+        print(f"{job.name:<28} {mode:<24} {short[:100]}", flush=True)
+        case = self._results.setdefault(job.case, {})
+        entry = case.setdefault(job.name, {"job": asdict(job), "modes": {}})
+        entry["modes"][mode] = answer
+        self._save(job.case)
+
+    def _save(self, case: str) -> None:
+        results = dict(self._results[case])
+        if case != "link" and "link" in self._results:
+            results["link"] = self._results["link"]["link"]  # for the limits in its table
+        configuration = {"device": str(self._device), "tests": self._tests}
+        table = tables_of(case, results)
+        record.save(case, configuration, results, table, self._directory)
+
+    def print_tables(self) -> None:
+        """All tables, last, where a log that is cut from the top still has them."""
+        for case in self._results:
+            results = {"link": self._results.get("link", {}).get("link"), **self._results[case]}
+            print(f"\n## {case}\n\n{tables_of(case, results)}")
+        print(f"\ntests: {self._tests}")
+
+
+def _run(command: list[str], limit_s: float, more: dict[str, str]) -> tuple[str, int | None]:
+    """Output and exit status of a process, which is killed with its children at the limit."""
+    environment = {**os.environ, **more}
+    paths = [str(ROOT), str(ROOT / "src"), environment.get("PYTHONPATH", "")]
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=limit_s)
+        return output, process.returncode
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        return output, None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""Writes docs/benchmarks.md from the result files; no figure in it is typed by hand.
+
+Run: ``python -m benchmarks.report``
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.record import RESULTS
+from benchmarks.tables import CASES, tables_of
+from ebbtide.units import format_size
+
+PAGE = RESULTS.parents[1] / "docs" / "benchmarks.md"
+
+_INTRODUCTION = """\
+# Benchmarks
+
+This page is written by `python -m benchmarks.report` from the files in `benchmarks/results`, which
+hold every sample. Each table names its machine, date and commit. `make gpu` measures on an
+accelerator, `make bench` and `ebbtide demo` anywhere.
+
+`x none` is the ratio to the same model without offload, `exposed` the time that a step takes longer
+than without, `x limit` the ratio to what no schedule can beat: the time to compute, or to move the
+bytes over the link one way, whichever is longer. `down` and `up` are what copies moved in a step,
+whoever asked for them, from the profiler's record. Peak is the accelerator's allocated memory; on a
+CPU it is RSS.
+"""
+
+_TITLES = {
+    "demo": "An FNO on Darcy flow, with and without offload",
+    "pinned": "Page-locked memory taken for what a step asks",
+    "overhead": "Host time per saved tensor",
+    "link": "The link between host and accelerator",
+    "transformer": "A transformer of about a billion parameters",
+    "fno": "Fourier neural operators",
+}
+
+
+def main() -> None:
+    """Write the page."""
+    PAGE.write_text(page(RESULTS))
+    print(PAGE.name)
+
+
+def page(directory: Path) -> str:
+    """The page for the result files of a directory, the newest of each machine and case."""
+    newest: dict[tuple[str, str], Path] = {}
+    for file in sorted(directory.glob("*.json")):
+        _, device, case = file.stem.split("_", 2)
+        newest[device, case] = file  # names begin with the date
+    files = sorted(newest.values(), key=_rank)
+    sections = [_section(file) for file in files]
+    has_accelerator = any(_measured_on_accelerator(file) for file in files)
+    note = "" if has_accelerator else _NOT_ON_AN_ACCELERATOR
+    return "\n".join([_INTRODUCTION + note, *sections])
+
+
+_NOT_ON_AN_ACCELERATOR = """
+**Nothing here has been measured on an accelerator yet.** Until `make gpu` has run on one, no claim
+about its speed or memory is made.
+"""
+
+
+def _rank(file: Path) -> tuple[bool, int, str]:
+    case = file.stem.split("_", 2)[2]
+    order = list(_TITLES)
+    return (
+        not _measured_on_accelerator(file),
+        order.index(case) if case in order else len(order),
+        file.name,
+    )
+
+
+def _measured_on_accelerator(file: Path) -> bool:
+    document = json.loads(file.read_text())
+    environment = document["environment"]
+    return bool(environment.get("accelerator") or environment.get("driver", "none") != "none")
+
+
+def _section(file: Path) -> str:
+    document = json.loads(file.read_text())
+    case = file.stem.split("_", 2)[2]
+    table = _TABLES.get(case, _table_beside)(document, file)
+    facts = document["environment"]
+    keys = ("cpu", "device", "driver", "cores", "python", "torch", "cuda", "commit")
+    known = [f"{key} {facts[key]}" for key in keys if facts.get(key) not in (None, "none")]
+    where = ", ".join([f"date {file.stem.split('_')[0]}", *known])
+    tests = document.get("configuration", {}).get("tests")
+    if tests:
+        where += f"; tests on this device: {tests}"
+    title = _TITLES.get(case, case)
+    return f"## {title}\n\n{table}\n\n{where} (`benchmarks/results/{file.name}`)\n"
+
+
+def _table_beside(_: dict[str, Any], file: Path) -> str:
+    """The table that a benchmark has written beside its figures."""
+    lines = file.with_suffix(".md").read_text().splitlines()
+    return "\n".join(line for line in lines if line.startswith("|"))
+
+
+def _table_of_case(document: dict[str, Any], _: Path) -> str:
+    results = document["results"]
+    if set(results) <= {"activation", "parameter"}:
+        return _table_beside(document, _)
+    return tables_of(document["case"], results)
+
+
+def _table_of_demo(document: dict[str, Any], _: Path) -> str:
+    modes, shape = document["modes"], document["configuration"]
+    plain = modes["none"]
+    above = {name: mode["peak_bytes"] - mode["idle_bytes"] for name, mode in modes.items()}
+    header = "| mode | peak above idle | x none | step | x none | bits |\n|---|---|---|---|---|---|"
+    rows = []
+    for name, mode in modes.items():
+        same = mode["parameters_sha256"] == plain["parameters_sha256"]
+        rows.append(
+            f"| {name} | {format_size(above[name])} | {above[name] / above['none']:.2f} | "
+            f"{mode['median_s']:.2f} s | {mode['median_s'] / plain['median_s']:.2f} | "
+            f"{'same' if same else 'differ'} |"
+        )
+    what = f"{shape['resolution']} x {shape['resolution']}, batch {shape['batch_size']}"
+    return f"{what}, {shape['steps']} steps\n\n" + "\n".join([header, *rows])
+
+
+_TABLES: dict[str, Callable[[dict[str, Any], Path], str]] = {
+    "demo": _table_of_demo,
+    **dict.fromkeys(CASES, _table_of_case),
+}
+
+
+if __name__ == "__main__":
+    main()

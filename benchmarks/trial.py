@@ -1,0 +1,377 @@
+"""One process, one mode: trains a model for some steps and says what they took.
+
+Run by `benchmarks.gpu`: ``python -m benchmarks.trial '{"case": …, "mode": …}'``; the last line of
+the output is the result as JSON.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import ebbtide
+from benchmarks.models import Stack, fno, transformer
+from benchmarks.modes import AbstractMode, Context, all_modes
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model and its batch.
+
+    Args:
+        model: ``"transformer"``, ``"fno2d"`` or ``"fno3d"``.
+        size: length of the sequence, or points along each side of the grid.
+        batch: samples in a step.
+        width: of a transformer; channels of an FNO.
+        num_layers: how many blocks.
+        modes: Fourier modes kept in each direction.
+        precision: ``"bf16"`` (weights too) or ``"fp32"``.
+    """
+
+    model: str
+    size: int
+    batch: int
+    width: int
+    num_layers: int
+    modes: int = 16
+    precision: str = "fp32"
+
+    @property
+    def dimensions(self) -> int:
+        return 3 if self.model == "fno3d" else 2
+
+    def build(self, device: torch.device) -> Stack:
+        torch.manual_seed(0)
+        if self.model == "transformer":
+            model = transformer(self.num_layers, self.width, max(1, self.width // 128), 32_000)
+        else:
+            model = fno(self.width, self.modes, self.dimensions, self.num_layers)
+        dtype = torch.bfloat16 if self.precision == "bf16" else None
+        return model.to(device=device, dtype=dtype)
+
+    def draw(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """An input and its target. Values decide no timing here; what they look like is smooth."""
+        generator = torch.Generator().manual_seed(0)
+        if self.model == "transformer":
+            size = (self.batch, self.size)
+            x = torch.randint(32_000, size, generator=generator)
+            return x.to(device), x.roll(-1, 1).to(device)
+        size = (self.batch, 1, *[self.size] * self.dimensions)
+        coarse = torch.randn(self.batch, 1, *[8] * self.dimensions, generator=generator)
+        x = F.interpolate(coarse, size=size[2:], mode="nearest")
+        return x.to(device), x.sin().to(device)
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        if self.model == "transformer":
+            return F.cross_entropy(output.flatten(0, 1), target.flatten())
+        return F.mse_loss(output, target)
+
+
+class Trainer:
+    """A model that trains in one mode.
+
+    Args:
+        shape: of the model and its batch.
+        mode: how it keeps what autograd saves.
+        device: where it computes.
+    """
+
+    def __init__(self, shape: Shape, mode: AbstractMode, device: torch.device) -> None:
+        self.device = device
+        self.model = shape.build(device)
+        self.context: Context = mode.attach(self.model)
+        parameters = list(self.model.parameters())
+        real = not any(parameter.is_complex() for parameter in parameters)
+        self.optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=real, foreach=False)
+        self._loss = shape.loss
+        self._batch = shape.draw(device)
+
+    def step(self) -> Tensor:
+        x, target = self._batch
+        with self.context():
+            loss = self._loss(self.model(x), target)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+
+def main() -> None:
+    """Run what the argument says and print the result."""
+    request = json.loads(sys.argv[1])
+    device = torch.device(request["device"])
+    mode = all_modes()[request["mode"]]
+    missing = mode.missing(device)
+    if missing is not None:
+        print(json.dumps({"skipped": missing}))
+        return
+    if device.type == "cpu":
+        torch.set_num_threads(request.get("threads", torch.get_num_threads()))
+    if request["task"] == "link":
+        answer = _run_link(request, device)
+    elif request["task"] == "capacity":
+        answer = _run_capacity(request, device)
+    else:
+        task = {"steps": _run_steps, "overhead": _run_overhead}[request["task"]]
+        answer = task(request, mode, device)
+    print(json.dumps(answer))
+
+
+# ---- steps --------------------------------------------------------------------------------------
+
+
+def _run_steps(request: dict[str, Any], mode: AbstractMode, device: torch.device) -> dict[str, Any]:
+    shape = Shape(**request["shape"])
+    try:
+        trainer = Trainer(shape, mode, device)
+        losses = [trainer.step() for _ in range(request["warmup"])]
+        seconds, peak_bytes = _time_steps(trainer, request["steps"], losses)
+        moved_bytes = _moved_bytes(trainer)
+    except torch.OutOfMemoryError as error:
+        return {"out_of_memory": str(error).splitlines()[0]}
+    return {
+        "step_s": statistics.median(seconds),
+        "samples_s": seconds,
+        "peak_bytes": peak_bytes,
+        "host_peak_rss_bytes": _peak_rss_bytes(),
+        "parameters": sum(p.numel() for p in trainer.model.parameters()),
+        "losses": [float(loss).hex() for loss in losses],
+        "mode": mode.figures(),
+        **moved_bytes,
+    }
+
+
+def _time_steps(trainer: Trainer, steps: int, losses: list[Tensor]) -> tuple[list[float], int]:
+    """Seconds of each step, and the most device memory in use at once.
+
+    On an accelerator time is the device's own, between events; on a CPU memory is the peak of RSS
+    above what the process had before the steps.
+    """
+    seconds = []
+    if trainer.device.type == "cpu":
+        before_bytes = psutil.Process().memory_info().rss
+        for _ in range(steps):
+            begin_s = time.perf_counter()
+            losses.append(trainer.step())
+            seconds.append(time.perf_counter() - begin_s)
+        return seconds, max(0, _peak_rss_bytes() - before_bytes)
+    torch.accelerator.reset_peak_memory_stats()
+    for _ in range(steps):
+        begin, end = (torch.Event(trainer.device, enable_timing=True) for _ in range(2))
+        begin.record()
+        losses.append(trainer.step())
+        end.record()
+        end.synchronize()
+        seconds.append(begin.elapsed_time(end) / 1e3)
+    return seconds, int(torch.accelerator.max_memory_allocated())
+
+
+def _peak_rss_bytes() -> int:
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _moved_bytes(trainer: Trainer) -> dict[str, Any]:
+    """Bytes that copies between host and device move in a step, whoever asks for them.
+
+    Taken from the profiler's record of copies on the device, so that it is the same for all modes.
+    """
+    if trainer.device.type != "cuda":
+        return {"down_bytes": None, "up_bytes": None}
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        trainer.step()
+        torch.accelerator.synchronize()
+    with tempfile.TemporaryDirectory() as directory:
+        file = Path(directory) / "trace.json"
+        profiler.export_chrome_trace(str(file))
+        events = json.loads(file.read_text())["traceEvents"]
+    moved = {"down_bytes": 0, "up_bytes": 0, "down_s": 0.0, "up_s": 0.0}
+    for event in events:
+        for way, name in (("down", "Memcpy DtoH"), ("up", "Memcpy HtoD")):
+            if str(event.get("name", "")).startswith(name):
+                moved[f"{way}_bytes"] += int(event.get("args", {}).get("bytes", 0))
+                moved[f"{way}_s"] += float(event.get("dur", 0)) / 1e6
+    return moved
+
+
+# ---- capacity -----------------------------------------------------------------------------------
+
+
+def _run_capacity(request: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """The largest value of one field of the shape that trains within a memory limit."""
+    field, step, most = request["field"], request["multiple"], request["most"]
+    if device.type == "cuda":
+        total_bytes = torch.cuda.get_device_properties(device).total_memory
+        fraction = request["limit_bytes"] / total_bytes
+        torch.cuda.set_per_process_memory_fraction(min(1.0, fraction), device)
+    tried: dict[int, bool] = {}
+
+    def trains(count: int) -> bool:
+        value = count * step
+        if value not in tried:
+            fields = {**request["shape"], field: value}
+            tried[value] = _trains(Shape(**fields), request["mode"], device)
+        return tried[value]
+
+    largest = largest_that(trains, most // step)
+    return {"largest": largest * step, "tried": tried}
+
+
+def largest_that(holds: Callable[[int], bool], most: int) -> int:
+    """The largest count up to ``most`` for which ``holds``, if it holds for all smaller ones."""
+    low, high = 0, 1
+    while high <= most and holds(high):
+        low, high = high, 2 * high
+    high = min(high, most + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        if holds(middle):
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def _trains(shape: Shape, mode: str, device: torch.device) -> bool:
+    """Whether two steps run; what they took is given back either way."""
+    trainer = None
+    try:
+        trainer = Trainer(shape, all_modes()[mode], device)
+        for _ in range(2):
+            trainer.step()
+        if device.type != "cpu":
+            torch.accelerator.synchronize()
+        fits = True
+    except (torch.OutOfMemoryError, ebbtide.StoreFullError):
+        fits = False
+    del trainer
+    gc.collect()
+    if device.type == "cuda":
+        with contextlib.suppress(RuntimeError):
+            torch.cuda.empty_cache()
+    return fits
+
+
+# ---- overhead -----------------------------------------------------------------------------------
+
+
+def _run_overhead(
+    request: dict[str, Any], mode: AbstractMode, device: torch.device
+) -> dict[str, Any]:
+    """Seconds that 10,000 small saved tensors take, forward and backward, on the host."""
+    from benchmarks.overhead import Chain
+
+    chain = Chain(request["tensors"], "activation", 16).to(device)
+    model = Stack(torch.nn.Identity(), [chain], torch.nn.Identity())
+    context = mode.attach(model)
+    seconds = []
+    for _ in range(request["warmup"] + request["steps"]):
+        x = torch.ones(16, device=device, requires_grad=True)
+        gc.collect()
+        gc.disable()
+        begin_s = time.perf_counter()
+        with context():
+            out = model(x)
+        out.backward(torch.ones_like(out))
+        seconds.append(time.perf_counter() - begin_s)
+        gc.enable()
+        if device.type != "cpu":
+            torch.accelerator.synchronize()
+    seconds = seconds[request["warmup"] :]
+    return {"step_s": statistics.median(seconds), "samples_s": seconds}
+
+
+# ---- link ---------------------------------------------------------------------------------------
+
+
+def _run_link(request: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """Bandwidths between host and device, and what page-locked memory costs."""
+    size_bytes = request["size_bytes"]
+    results: dict[str, Any] = {"size_bytes": size_bytes}
+    near = [torch.empty(size_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
+    for kind in ("pageable", "pinned"):
+        pinned = kind == "pinned" and device.type != "cpu"
+        far = [torch.zeros(size_bytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
+        down, up = (far[0], near[0]), (near[1], far[1])
+        for way, copies in (("down", [down]), ("up", [up]), ("both", [down, up])):
+            seconds = _time_copies(copies, device, request["steps"])
+            results[f"{kind}_{way}_bytes_per_s"] = len(copies) * size_bytes / seconds
+        del far
+    results["pinning_s_per_gib"] = _pinning_costs(device, size_bytes)
+    return results
+
+
+def _time_copies(copies: list[tuple[Tensor, Tensor]], device: torch.device, times: int) -> float:
+    """Median seconds for copies that run side by side, each on a stream of its own."""
+    seconds = []
+    streams = [torch.Stream(device) for _ in copies] if device.type != "cpu" else []
+    for _ in range(times + 1):
+        begin_s = time.perf_counter()
+        for number, (target, source) in enumerate(copies):
+            with streams[number] if streams else contextlib.nullcontext():
+                target.copy_(source, non_blocking=True)
+        for stream in streams:
+            stream.synchronize()
+        seconds.append(time.perf_counter() - begin_s)
+    return statistics.median(seconds[1:])
+
+
+def _pinning_costs(device: torch.device, size_bytes: int) -> dict[str, float]:
+    """Seconds per GiB to get page-locked memory, by each method."""
+    if device.type != "cuda":
+        return {}
+    from ebbtide.devices.accelerator import AcceleratorDevice
+    from ebbtide.stores.host_memory import map_exactly
+
+    def by_ebbtide() -> None:
+        memory = map_exactly(AcceleratorDevice(device), size_bytes)
+        assert memory is not None
+        assert memory.refusal is None
+        memory.give_back()
+
+    def by_torch() -> None:
+        torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def by_torch_from_pageable() -> None:
+        torch.zeros(size_bytes, dtype=torch.uint8).pin_memory()
+
+    methods = {
+        "ebbtide, mapped and registered": by_ebbtide,
+        "torch, pin_memory=True": by_torch,
+        "torch, zeros().pin_memory()": by_torch_from_pageable,
+    }
+    costs = {}
+    for name, method in methods.items():
+        begin_s = time.perf_counter()
+        method()
+        costs[name] = (time.perf_counter() - begin_s) / (size_bytes / 2**30)
+    return costs
+
+
+def request(task: str, mode: str, device: str, shape: Shape | None = None, **more: Any) -> str:
+    """The argument of a trial."""
+    fields = {"task": task, "mode": mode, "device": device, **more}
+    if shape is not None:
+        fields["shape"] = asdict(shape)
+    return json.dumps(fields)
+
+
+if __name__ == "__main__":
+    main()
