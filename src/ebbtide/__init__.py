@@ -3,6 +3,7 @@
 from ebbtide.api import OffloadHandle, offload, wrap_forward_with_offload
 from ebbtide.errors import EbbtideError, PolicyError, SavedTensorModifiedError, StoreFullError
 from ebbtide.policy import ActivationPolicy
+from ebbtide.runtime.recipes import RebuildRecipe, register_rebuild
 from ebbtide.runtime.stats import StepStats
 from ebbtide.tracing.events import Trace, TraceEvent
 from ebbtide.version import __version__
@@ -12,6 +13,7 @@ __all__ = [
     "EbbtideError",
     "OffloadHandle",
     "PolicyError",
+    "RebuildRecipe",
     "SavedTensorModifiedError",
     "StepStats",
     "StoreFullError",
@@ -19,5 +21,6 @@ __all__ = [
     "TraceEvent",
     "__version__",
     "offload",
+    "register_rebuild",
     "wrap_forward_with_offload",
 ]

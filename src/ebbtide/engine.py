@@ -135,7 +135,9 @@ class Engine:
             traced=self._traced,
         )
         parameters = ParameterIndex(self._modules)
-        return session, ActivationHooks(session, parameters, int(self._policy.min_bytes))
+        policy = self._policy
+        hooks = ActivationHooks(session, parameters, int(policy.min_bytes), rebuild=policy.rebuild)
+        return session, hooks
 
 
 def find_device(modules: Sequence[nn.Module]) -> torch.device | None:

@@ -27,6 +27,9 @@ class ActivationPolicy:
             copy is on the way: offloads not finished, and reloads not yet used. One tensor larger
             than the bound still moves, alone. ``None``: 256 MiB for a model on an accelerator,
             64 MiB on a CPU, where a reload maps pages that were read ahead outside the process.
+        rebuild: what one cheap operation gives again from another saved tensor (a GELU's output
+            from its input) is neither kept nor moved; backward runs that operation again. The
+            bits are the same. With ``num_layers=0`` that is all that happens.
 
     Raises:
         PolicyError: a value is out of range.
@@ -36,6 +39,7 @@ class ActivationPolicy:
     min_bytes: int | str = DEFAULT_MIN_BYTES
     keep_last: int = 0
     max_inflight_bytes: int | str | None = None
+    rebuild: bool = True
 
     def __post_init__(self) -> None:
         if self.num_layers is not None:

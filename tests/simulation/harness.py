@@ -50,6 +50,7 @@ class Knobs:
         slow_copies: how often a copy takes ten times as long.
         short_calls: how often a read or a write moves less than it was asked for.
         failures: how often the disk is full, or a write to it fails.
+        rebuild: what a recipe gives again is neither kept nor moved.
     """
 
     device_seed: int
@@ -62,6 +63,7 @@ class Knobs:
     slow_copies: float = 0.0
     short_calls: float = 0.0
     failures: float = 0.0
+    rebuild: bool = False
 
     @classmethod
     def of(cls, seed: int) -> "Knobs":
@@ -76,6 +78,7 @@ class Knobs:
             slow_copies=(0.0, 0.3)[seed % 13 % 2],
             short_calls=(0.0, 0.5)[seed % 17 % 2],
             failures=(0.0, 0.0, 0.1, 0.9)[seed % 19 % 4],
+            rebuild=bool(seed % 23 % 2),
         )
 
 
@@ -133,7 +136,9 @@ class Simulation:
         self.device.slow_copies = self.knobs.slow_copies
         self.store = _make_store(self.device, self.knobs.store)
         self.session = Session(self.device, self.store, max_inflight_bytes=bound_bytes)
-        self.hooks = ActivationHooks(self.session, ParameterIndex([]), min_bytes=512)
+        self.hooks = ActivationHooks(
+            self.session, ParameterIndex([]), min_bytes=512, rebuild=self.knobs.rebuild
+        )
 
     def forward(self, function: Callable[[], Any]) -> Any:
         """Run a forward with hooks; what comes after it may run on another compute stream."""
@@ -157,6 +162,8 @@ class Simulation:
         assert not session._records
         assert not session._reloaded
         assert session._reloaded_bytes == 0
+        assert not session._rebuilt
+        assert session._rebuilt_bytes == 0
         assert not session._kept
         assert session._kept_bytes == 0
         assert not any(session._stored_bytes.values())
@@ -207,6 +214,7 @@ class Watch:
         reloads: of all of them together.
         read: slots that were reloaded, then dropped.
         unread: slots that were dropped without it.
+        rebuilds: storages that are rebuilt.
         largest_bytes: the largest slot so far.
         most_excess: reloaded bytes beyond the bound, at most, in units of the largest slot.
         wrong: what must not have happened.
@@ -218,6 +226,7 @@ class Watch:
     reloads: int = 0
     read: int = 0
     unread: int = 0
+    rebuilds: int = 0
     largest_bytes: int = 0
     most_excess: float = 0.0
     wrong: list[str] = field(default_factory=list)
@@ -229,6 +238,7 @@ class Watch:
         self._watch_offloads()
         self._watch_reloads()
         self._watch_memory()
+        self._watch_rebuilds()
 
     def after_step(self, outcome: Outcome) -> None:
         """All graphs of the step are gone: check what holds although copies are under way."""
@@ -271,6 +281,16 @@ class Watch:
             drop(slot)
 
         store.offload, store.drop = watched_offload, watched_drop
+
+    def _watch_rebuilds(self) -> None:
+        session = self.simulation.session
+        leave_out = session.leave_out
+
+        def watched_leave_out(*args: Any) -> Any:
+            self.rebuilds += 1
+            return leave_out(*args)
+
+        session.leave_out = watched_leave_out
 
     def _watch_reloads(self) -> None:
         session, store = self.simulation.session, self.simulation.store
@@ -354,12 +374,13 @@ def simulate(source: Source, knobs: Knobs | None = None) -> tuple[Outcome, Outco
     """
     simulation = Simulation(source if isinstance(source, int) else 0, knobs)
     watch = Watch(simulation)
-    program = Program(source, simulation.switch)
+    rebuild = simulation.knobs.rebuild
+    program = Program(source, simulation.switch, starts_over=rebuild)
     failed: set[int] = set()
     with mock.patch.object(disk_file, "os", FaultyOs(simulation.knobs)), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "the system refused to page-lock", RuntimeWarning)
         offloaded = program.run(_noting_failures(simulation.forward, failed), watch.after_step)
-    plain = Program(source).run(_failing_again(failed))
+    plain = Program(source, starts_over=rebuild).run(_failing_again(failed))
     return plain, offloaded, watch
 
 

@@ -128,8 +128,8 @@ MUTATIONS = (
     Mutation(
         name="a record is shared only at the same version",
         file="runtime/session.py",
-        old="return record is not None and record.version == version",
-        new="return record is not None",
+        old="return type(record) is StorageRecord and record.version == version",
+        new="return type(record) is StorageRecord",
         hazard="A tensor saved again after a legal in-place change gets its old bytes in backward.",
     ),
     Mutation(
@@ -143,8 +143,8 @@ MUTATIONS = (
     Mutation(
         name="in-place changes are seen after the bytes have left",
         file="runtime/saved.py",
-        old="        if self._probe._version != self._version:\n",
-        new="        if False:\n",
+        old="return self._probe._version != self._version",
+        new="return False",
         hazard="Hooks switch autograd's own check off: a modified saved tensor gives wrong "
         "gradients without a word.",
     ),
@@ -255,5 +255,20 @@ MUTATIONS = (
         "        self._device.finish_copies()\n",
         new="",
         hazard="The same, for the device.",
+    ),
+    Mutation(
+        name="a rebuild record pins the identity of the storage it stands for",
+        file="runtime/rebuilt.py",
+        old="self.identity = StorageWeakRef(storage)  # type: ignore[no-untyped-call]",
+        new="self.identity = None",
+        hazard="A freed GELU output's address comes back at once, for another tensor: it would be "
+        "taken for the first.",
+    ),
+    Mutation(
+        name="what was changed in place is not rebuilt",
+        file="hooks/rebuild.py",
+        old="if node is None or output._version:",
+        new="if node is None:",
+        hazard="The operation gives the values from before the change.",
     ),
 )

@@ -165,6 +165,8 @@ class Program:
         source: draws everything: a seed, or the numbers of a tape.
         switch: called within forwards with whether what follows is to be offloaded.
         unary: the functions that networks are drawn from.
+        starts_over: a backward that meets a tensor modified in place leaves no gradients. How far
+            it comes before it raises is not the same where inputs are read for a rebuild.
     """
 
     def __init__(
@@ -172,7 +174,10 @@ class Program:
         source: Source,
         switch: Callable[[bool], None] = lambda _: None,
         unary: Sequence[str] = tuple(UNARY),
+        *,
+        starts_over: bool = False,
     ) -> None:
+        self._starts_over = starts_over
         self._source = source
         self._switch = switch
         self._unary = unary
@@ -191,7 +196,8 @@ class Program:
         weights = [torch.randn(WIDTH, WIDTH, requires_grad=True) for _ in range(2)]
         networks = [draw_network(draw, self._unary) for _ in range(2)]
         for _ in range(draw.randint(1, 3)):
-            _Step(draw, run, self._switch, weights, networks, outcome).run()
+            step = _Step(draw, run, self._switch, weights, networks, outcome, self._starts_over)
+            step.run()
             outcome.tensors += [w.grad.clone() for w in weights if w.grad is not None]
             outcome.num_steps += 1
             after_step(outcome)
@@ -218,6 +224,7 @@ class _Step:
     weights: list[Tensor]
     networks: list[Network]
     outcome: Outcome
+    starts_over: bool = False
 
     def run(self) -> None:
         waiting: dict[int, _Microbatch] = {}
@@ -326,6 +333,9 @@ class _Step:
             if not names:
                 raise
             self.outcome.errors.append(names[0])
+            if self.starts_over:
+                for weight in self.weights:
+                    weight.grad = None
 
     def _differentiate(self, loss: Tensor, how: float) -> None:
         content = self.outcome.content

@@ -29,6 +29,7 @@ KNOBS = st.builds(
     slow_copies=st.sampled_from((0.0, 0.3)),
     short_calls=st.sampled_from((0.0, 0.5)),
     failures=st.sampled_from((0.0, 0.0, 0.1, 0.9)),
+    rebuild=st.booleans(),
 )
 
 
@@ -41,6 +42,7 @@ class Tally:
     offloads: int = 0
     unread: int = 0
     reloads: int = 0
+    rebuilds: int = 0
     most_excess: float = 0.0
     content: Counter[str] = field(default_factory=Counter)
     errors: Counter[str] = field(default_factory=Counter)
@@ -51,6 +53,7 @@ class Tally:
         self.offloads += watch.offloads
         self.unread += watch.unread
         self.reloads += watch.reloads
+        self.rebuilds += watch.rebuilds
         self.most_excess = max(self.most_excess, watch.most_excess)
         self.content += outcome.content
         self.errors.update(outcome.errors)
@@ -60,6 +63,7 @@ class Tally:
         assert self.offloading > 0.7 * self.programs
         assert self.offloads > 5 * self.programs
         assert self.reloads > 3 * self.programs
+        assert self.rebuilds > 0.5 * self.programs
         assert self.unread > 0.5 * self.programs
         for name in CONTENT:
             assert self.content[name] > self.programs // 40, name

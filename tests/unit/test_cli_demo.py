@@ -81,8 +81,8 @@ def test_ebbtide_offloads_and_changes_no_bit(figures: dict) -> None:
     plain, offloaded = figures["modes"]["none"], figures["modes"]["ebbtide"]
     assert offloaded["compared"] is True
     assert offloaded["first_difference"] is None
-    # About 27 unique tensors of 2 MiB.
-    assert 40 * 2**20 < offloaded["steps"][1]["stats"]["offloaded_bytes"] < 60 * 2**20
+    # About 27 unique tensors of 2 MiB, less 12 that GELUs give again.
+    assert 25 * 2**20 < offloaded["steps"][1]["stats"]["offloaded_bytes"] < 40 * 2**20
     for one, other in zip(plain["steps"], offloaded["steps"], strict=True):
         assert one["loss"] == other["loss"]
         assert one["gradients_sha256"] == other["gradients_sha256"]

@@ -27,7 +27,7 @@ def test_example_trains_and_offloads(name: str, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     offloaded = re.search(r"offloaded_bytes +([\d.]+) MiB", done.stdout)
-    # 4 samples x 32 channels x 64 x 64 nodes x 4 B = 2 MiB, about 27 of them: 54 MiB. A figure far
-    # below would say that most of it stayed.
+    # 4 samples x 32 channels x 64 x 64 nodes x 4 B = 2 MiB, about 27 of them, less 12
+    # that GELUs give again: 30 MiB. A figure far below would say that most of it stayed.
     assert offloaded is not None
-    assert 40 < float(offloaded[1]) < 60
+    assert 25 < float(offloaded[1]) < 40

@@ -63,7 +63,7 @@ def stack(num_layers: int = 4, run_layer: Callable[..., Tensor] | None = None) -
 
 
 def policy(num_layers: int | None = None, keep_last: int = 0) -> ActivationPolicy:
-    return ActivationPolicy(num_layers=num_layers, keep_last=keep_last, min_bytes=1)
+    return ActivationPolicy(num_layers=num_layers, keep_last=keep_last, min_bytes=1, rebuild=False)
 
 
 def step(handle: ebbtide.OffloadHandle, model: nn.Module, width: int = WIDTH) -> StepStats:

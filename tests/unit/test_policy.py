@@ -18,6 +18,7 @@ def test_defaults() -> None:
         "min_bytes": 1024 * 1024,
         "keep_last": 0,
         "max_inflight_bytes": None,
+        "rebuild": True,
     }
 
 

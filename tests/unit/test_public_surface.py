@@ -16,6 +16,7 @@ def test_exported_names() -> None:
         "EbbtideError",
         "OffloadHandle",
         "PolicyError",
+        "RebuildRecipe",
         "SavedTensorModifiedError",
         "StepStats",
         "StoreFullError",
@@ -23,6 +24,7 @@ def test_exported_names() -> None:
         "TraceEvent",
         "__version__",
         "offload",
+        "register_rebuild",
         "wrap_forward_with_offload",
     ]
 

@@ -11,7 +11,7 @@ from ebbtide import ActivationPolicy
 from zoo import ENTRIES, Entry
 
 BY_NAME = {entry.name: entry for entry in ENTRIES}
-EVERYTHING = ActivationPolicy(min_bytes=1)
+EVERYTHING = ActivationPolicy(min_bytes=1, rebuild=False)
 
 
 @dataclass
@@ -150,8 +150,8 @@ def test_peaks_and_counts_of_a_chain() -> None:
             return x
 
     model = Chain()
-    policy = ActivationPolicy(max_inflight_bytes=size_bytes)
-    policy = ActivationPolicy(min_bytes=1, max_inflight_bytes=size_bytes)
+    policy = ActivationPolicy(max_inflight_bytes=size_bytes, rebuild=False)
+    policy = ActivationPolicy(min_bytes=1, max_inflight_bytes=size_bytes, rebuild=False)
     with ebbtide.offload(model, activations=policy) as handle:
         for _ in range(3):
             model(torch.zeros(size_bytes // 4)).sum().backward()

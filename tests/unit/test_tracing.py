@@ -29,7 +29,7 @@ def model() -> nn.Sequential:
 
 
 # One activation in flight: all but the last have left when backward begins.
-POLICY = ebbtide.ActivationPolicy(min_bytes=32 * KIB, max_inflight_bytes=64 * KIB)
+POLICY = ebbtide.ActivationPolicy(min_bytes=32 * KIB, max_inflight_bytes=64 * KIB, rebuild=False)
 
 
 def offload(net: nn.Module, *, trace: bool = False) -> ebbtide.OffloadHandle:

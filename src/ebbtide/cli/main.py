@@ -36,7 +36,7 @@ def demo(
     steps: Annotated[int, typer.Option(help="Steps per mode; of five, three are timed.")] = 15,
     modes: Annotated[str, typer.Option(help="What to compare.")] = "none,save_on_cpu,ebbtide",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, xpu ...")] = "auto",
-    store: Annotated[str, typer.Option(help="auto, host, disk, tiered or disk:/some/dir.")] = "auto",
+    store: Annotated[str, typer.Option(help="auto, host, disk[:/some/dir] or tiered.")] = "auto",
     data: Annotated[
         Path | None, typer.Option(help="Published .pt files, or where to keep generated data.")
     ] = None,

@@ -286,6 +286,10 @@ class _ComputeStream(AbstractStream):
     def wait(self, event: AbstractEvent) -> None:
         # Kernels that the host queues from now on run at once, so the copy must have run. Only
         # this stream is ordered after it: the host, the other streams know nothing of it.
+        if isinstance(event, _ComputeEvent):
+            self._waited |= event.waited
+            self.now_s = max(self.now_s, event.time_s)
+            return
         assert isinstance(event, _CopyEvent)
         self._device.run(event.copy)
         self._waited.add(event.copy)

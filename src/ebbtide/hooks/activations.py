@@ -10,8 +10,16 @@ import torch
 from torch import nn
 
 from ebbtide.hooks.parameters import ParameterIndex
+from ebbtide.hooks.rebuild import RebuildFinder
 from ebbtide.runtime.kept import LargeKept, SmallKept
-from ebbtide.runtime.saved import CompositeTensor, OffloadedTensor, Saved, hold, restore
+from ebbtide.runtime.saved import (
+    CompositeTensor,
+    OffloadedTensor,
+    RebuiltTensor,
+    Saved,
+    hold,
+    restore,
+)
 from ebbtide.runtime.session import Session
 
 _PLAIN_TYPES = frozenset({torch.Tensor, nn.Parameter})
@@ -25,13 +33,22 @@ class ActivationHooks:
         session: moves what is offloaded.
         parameters: what is not an activation.
         min_bytes: smaller storages stay on the device.
+        rebuild: whether what a recipe gives again is neither kept nor moved.
 
     Attributes:
         offloading: whether what is saved now is to leave; layers switch it.
     """
 
-    def __init__(self, session: Session, parameters: ParameterIndex, min_bytes: int) -> None:
+    def __init__(
+        self,
+        session: Session,
+        parameters: ParameterIndex,
+        min_bytes: int,
+        *,
+        rebuild: bool = False,
+    ) -> None:
         self.offloading = True
+        self._finder = RebuildFinder() if rebuild else None
         self._session = session
         self._device = session.device.torch_device
         self._parameters = parameters
@@ -91,12 +108,37 @@ class ActivationHooks:
         if self._parameters.owns(tensor, storage.data_ptr()):
             self._session.meter.parameter_bytes += size_bytes
             return hold(tensor)
-        address = storage._cdata
-        shared = self._session.has(address, tensor._version)  # then it has left already
+        if self._finder is None or storage.nbytes() < self._min_bytes:
+            return self._keep_or_offload(tensor, storage)
+        saved = self._rebuild(tensor, storage, self._finder)
+        if saved is None:
+            saved = self._keep_or_offload(tensor, storage)
+        self._finder.note(tensor, saved)
+        return saved
+
+    def _rebuild(
+        self, tensor: torch.Tensor, storage: torch.UntypedStorage, finder: RebuildFinder
+    ) -> Saved | None:
+        session, address, version = self._session, storage._cdata, tensor._version
+        record = session.rebuilt(address, version)
+        if record is None:
+            if session.has(address, version) or session.keeps(address):
+                return None  # its bytes are there already
+            call = finder.find(tensor, storage)
+            if call is None:
+                return None
+            record = session.leave_out(address, storage, version, call)
+        return RebuiltTensor(session, record, tensor)
+
+    def _keep_or_offload(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> Saved:
+        address, version = storage._cdata, tensor._version
+        shared = self._session.has(address, version)  # then it has left already
         leaves = self.offloading and storage.nbytes() >= self._min_bytes
         if (shared or leaves) and not tensor.is_quantized:
             return self._offload(tensor, storage, address)
-        return hold(tensor, LargeKept(self._session, address, storage.nbytes()))
+        plain = tensor.detach()
+        size_bytes = storage.nbytes()
+        return plain, version, LargeKept(self._session, plain, version, address, size_bytes)
 
     def _offload(self, tensor: torch.Tensor, storage: torch.UntypedStorage, address: int) -> Saved:
         session, version = self._session, tensor._version

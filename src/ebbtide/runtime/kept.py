@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, final
 
+from torch import Tensor
+
 if TYPE_CHECKING:
     from ebbtide.runtime.session import Session
 
@@ -39,13 +41,19 @@ class LargeKept:
 
     Args:
         session: that counts it.
-        address: of its storage, which a handle keeps alive.
+        tensor: itself, detached.
+        version: at which it was saved.
+        address: of its storage.
         size_bytes: of the storage.
     """
 
-    __slots__ = ("_address", "_log", "_session")
+    __slots__ = ("__weakref__", "_address", "_log", "_session", "tensor", "version")
 
-    def __init__(self, session: Session, address: int, size_bytes: int) -> None:
+    def __init__(
+        self, session: Session, tensor: Tensor, version: int, address: int, size_bytes: int
+    ) -> None:
+        self.tensor = tensor
+        self.version = version
         self._log = session.keep(address, size_bytes)
         self._address = address
         self._session = session

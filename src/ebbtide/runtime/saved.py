@@ -10,6 +10,8 @@ import torch
 
 from ebbtide.errors import SavedTensorModifiedError
 from ebbtide.runtime.kept import LargeKept, SmallKept
+from ebbtide.runtime.ranges import profiler_range
+from ebbtide.runtime.rebuilt import RebuildRecord
 from ebbtide.runtime.records import StorageRecord
 from ebbtide.runtime.session import Session
 
@@ -74,8 +76,78 @@ def restore(saved: Saved) -> torch.Tensor:
     return tensor
 
 
+class AbstractDeparted(AbstractSaved):
+    """A plain tensor without its bytes: what else it takes to make it again.
+
+    Args:
+        tensor: what was saved.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_conj",
+        "_dtype",
+        "_neg",
+        "_offset",
+        "_probe",
+        "_size",
+        "_stride",
+        "_version",
+    )
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._dtype = tensor.dtype
+        self._size = tensor.shape
+        self._stride = tensor.stride()
+        self._offset = tensor.storage_offset()
+        self._conj = tensor.is_conj()
+        self._neg = tensor.is_neg()
+        self._version = tensor._version
+        # Shares the version counter and, emptied, not the memory: modifications made after the
+        # bytes have left are seen as native autograd sees them.
+        self._probe = tensor.detach()
+        self._probe.data = _empty_like(self._probe)
+
+    @property
+    def shape(self) -> tuple[object, ...]:
+        """What the tensor looks like, to compare."""
+        return self._size, self._stride, self._dtype, self._probe.device
+
+    @abstractmethod
+    def share(self) -> AbstractDeparted:
+        """One more handle on the same tensor, for somebody else who needs it."""
+
+    @abstractmethod
+    def inspect(self) -> torch.Tensor:
+        """The tensor, for a look during forward: backward has not come to it."""
+
+    def _share_geometry(self, other: AbstractDeparted) -> None:
+        for name in AbstractDeparted.__slots__[1:]:
+            setattr(self, name, getattr(other, name))
+
+    @property
+    def version(self) -> int:
+        """At which the tensor was saved."""
+        return self._version
+
+    def is_modified(self) -> bool:
+        """Whether it was changed in place since."""
+        return self._probe._version != self._version
+
+    def _check_version(self) -> None:
+        if self.is_modified():
+            _raise_modified(self._probe, self._version, self._size)
+
+    def _tensor_in(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        tensor = torch.empty(0, dtype=self._dtype, device=storage.device)
+        tensor.set_(storage, self._offset, self._size, self._stride)
+        if self._conj:
+            tensor = tensor.conj()
+        return torch._neg_view(tensor) if self._neg else tensor
+
+
 @final
-class OffloadedTensor(AbstractSaved):
+class OffloadedTensor(AbstractDeparted):
     """A tensor whose bytes are in a record.
 
     Args:
@@ -89,20 +161,7 @@ class OffloadedTensor(AbstractSaved):
         generation: the reload of the record that this handle has read; 0 for none.
     """
 
-    __slots__ = (
-        "_conj",
-        "_dtype",
-        "_neg",
-        "_offset",
-        "_packed_size",
-        "_probe",
-        "_session",
-        "_size",
-        "_stride",
-        "_version",
-        "generation",
-        "record",
-    )
+    __slots__ = ("_packed_size", "_session", "generation", "record")
 
     def __init__(
         self,
@@ -115,31 +174,28 @@ class OffloadedTensor(AbstractSaved):
         self.record = record
         self.generation = 0
         self._packed_size = packed_size
-        self._dtype = tensor.dtype
-        self._size = tensor.shape
-        self._stride = tensor.stride()
-        self._offset = tensor.storage_offset()
-        self._conj = tensor.is_conj()
-        self._neg = tensor.is_neg()
-        self._version = tensor._version
-        # Shares the version counter and, emptied, not the memory: modifications made after the
-        # bytes have left are seen as native autograd sees them.
-        self._probe = tensor.detach()
-        self._probe.data = _empty_like(self._probe)
+        super().__init__(tensor)
+
+    def share(self) -> OffloadedTensor:
+        other = OffloadedTensor.__new__(OffloadedTensor)
+        other._session, other.record, other.generation = self._session, self.record, 0
+        other._packed_size = self._packed_size
+        self._session.share(self.record)
+        other._share_geometry(self)
+        return other
 
     def restore(self) -> torch.Tensor:
-        if self._probe._version != self._version:
-            _raise_modified(self._probe, self._version, self._size)
-        flat = self._session.bring_back(self)
+        self._check_version()
+        return self._tensor_of(self._session.bring_back(self))
+
+    def inspect(self) -> torch.Tensor:
+        self._check_version()
+        return self._tensor_of(self._session.inspect(self.record))
+
+    def _tensor_of(self, flat: torch.Tensor) -> torch.Tensor:
         if self._packed_size is None:
-            storage = flat.untyped_storage()
-        else:
-            storage = self._scatter(flat, self._packed_size)
-        tensor = torch.empty(0, dtype=self._dtype, device=flat.device)
-        tensor.set_(storage, self._offset, self._size, self._stride)
-        if self._conj:
-            tensor = tensor.conj()
-        return torch._neg_view(tensor) if self._neg else tensor
+            return self._tensor_in(flat.untyped_storage())
+        return self._tensor_in(self._scatter(flat, self._packed_size))
 
     def _scatter(self, flat: torch.Tensor, packed_size: tuple[int, ...]) -> torch.UntypedStorage:
         """A storage with the gathered elements where the saved view had them.
@@ -155,6 +211,70 @@ class OffloadedTensor(AbstractSaved):
 
     def __del__(self) -> None:
         self._session.forget(self.record, self.generation)
+
+
+@final
+class RebuiltTensor(AbstractDeparted):
+    """A tensor whose bytes are computed again.
+
+    Args:
+        session: that knows the record.
+        record: the record, this handle counted among its `handles` already.
+        tensor: what was saved.
+
+    Attributes:
+        generation: the rebuild of the record that this handle has read; 0 for none.
+    """
+
+    __slots__ = ("_session", "generation", "record")
+
+    def __init__(self, session: Session, record: RebuildRecord, tensor: torch.Tensor) -> None:
+        self._session = session
+        self.record = record
+        self.generation = 0
+        super().__init__(tensor)
+
+    def share(self) -> RebuiltTensor:
+        other = RebuiltTensor.__new__(RebuiltTensor)
+        other._session, other.record, other.generation = self._session, self.record, 0
+        self._session.share(self.record)
+        other._share_geometry(self)
+        return other
+
+    def restore(self) -> torch.Tensor:
+        self._check_version()
+        record = self.record
+        value = self._session.begin_rebuild(record)
+        if value is None:
+            with profiler_range("rebuild", record.layer):
+                value = record.call.run([restore(saved) for saved in record.call.inputs])
+        # Two threads may have rebuilt it at once: either result will do.
+        self._session.end_rebuild(self, value)
+        return self._tensor_in(value.untyped_storage())
+
+    def inspect(self) -> torch.Tensor:
+        self._check_version()
+        call = self.record.call
+        value = call.run([inspect(saved) for saved in call.inputs])
+        return self._tensor_in(value.untyped_storage())
+
+    def __del__(self) -> None:
+        self._session.forget(self.record, self.generation)
+
+
+def share(saved: Saved) -> Saved | None:
+    """One more handle on a saved tensor; None if it is of a kind that has none."""
+    if type(saved) is tuple:
+        return saved
+    return saved.share() if isinstance(saved, AbstractDeparted) else None
+
+
+def inspect(saved: Saved) -> torch.Tensor:
+    """A saved tensor, for a look during forward: backward has not come to it."""
+    if type(saved) is tuple:
+        return saved[0]
+    assert isinstance(saved, AbstractDeparted)
+    return saved.inspect()
 
 
 @final

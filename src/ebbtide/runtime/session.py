@@ -14,6 +14,7 @@ from ebbtide.runtime.forward import ForwardLog, UnpackOrder
 from ebbtide.runtime.gate import Gate
 from ebbtide.runtime.kept import SmallKept
 from ebbtide.runtime.ranges import Layer, profiler_range
+from ebbtide.runtime.rebuilt import Call, RebuildRecord
 from ebbtide.runtime.recorder import StepRecorder, Subject
 from ebbtide.runtime.records import RecordState, StorageRecord
 from ebbtide.runtime.stats import StepMeter, StepStats
@@ -21,7 +22,7 @@ from ebbtide.stores.base import AbstractStore
 from ebbtide.tracing.events import Trace
 
 if TYPE_CHECKING:
-    from ebbtide.runtime.saved import OffloadedTensor
+    from ebbtide.runtime.saved import OffloadedTensor, RebuiltTensor
 
 _READ_AHEAD = 4  # times the bound on bytes in flight: what the store is told to expect
 
@@ -67,13 +68,16 @@ class Session:
         self._trace: StepRecorder | Trace = Trace()
         self._bound_bytes = max_inflight_bytes
         self._gate = Gate(self)
-        self._records: dict[Hashable, StorageRecord] = {}
+        self._records: dict[Hashable, StorageRecord | RebuildRecord] = {}
+        self._rebuilt: dict[RebuildRecord, None] = {}  # whose value is held, oldest first
+        self._rebuilt_bytes = 0
         self._offloading: deque[StorageRecord] = deque()
         self._offloading_bytes = 0
         self._reloaded: dict[StorageRecord, None] = {}  # in the order of their reloads
         self._reloaded_bytes = 0
         self._abandoned: list[tuple[torch.Tensor, AbstractEvent]] = []
-        self._dead: deque[tuple[StorageRecord | None, int]] = deque()
+        self._dead: deque[tuple[StorageRecord | RebuildRecord | None, int]] = deque()
+        self._rebuilding: dict[RebuildRecord, AbstractEvent] = {}  # where compute began to
         self._dead_small: deque[int] = deque()
         self._kept: dict[int, tuple[int, int]] = {}  # storage address -> (holders, bytes counted)
         self._kept_bytes = 0
@@ -174,10 +178,14 @@ class Session:
                 self._kept[key] = (holders + 1, self._kept[key][1])
             return self._log
 
+    def keeps(self, key: int) -> bool:
+        """Whether a large tensor that stays on the device has this storage."""
+        return key in self._kept
+
     def has(self, key: Hashable, version: int) -> bool:
         """Whether a live record holds these bytes at this version."""
         record = self._records.get(key)
-        return record is not None and record.version == version
+        return type(record) is StorageRecord and record.version == version
 
     def offload(
         self,
@@ -202,10 +210,20 @@ class Session:
                 with profiler_range("offload", self.layer):
                     self._records[key] = self._begin_offload(key, storage, version, source())
             record = self._records[key]
-            record.handles += 1
-            self._live += 1
-            record.forward.note_save(record.ordinal)
+            assert isinstance(record, StorageRecord)
+            self._add_handle(record)
             return record
+
+    def share(self, record: StorageRecord | RebuildRecord) -> None:
+        """Count one more handle of a record."""
+        with self._gate:
+            self._add_handle(record)
+
+    def _add_handle(self, record: StorageRecord | RebuildRecord) -> None:
+        record.handles += 1
+        self._live += 1
+        if isinstance(record, StorageRecord):
+            record.forward.note_save(record.ordinal)
 
     def _begin_offload(
         self, key: Hashable, storage: torch.UntypedStorage, version: int, source: torch.Tensor
@@ -387,9 +405,95 @@ class Session:
         if self._recorder is not None:
             self._recorder.compute("wait", _subject(record), before.event)
 
+    # ---- rebuilding ---------------------------------------------------------------------------
+
+    def rebuilt(self, key: Hashable, version: int) -> RebuildRecord | None:
+        """The live record of bytes that are to be rebuilt, if there is one at this version.
+
+        Its handles are one more after this call.
+        """
+        record = self._records.get(key)
+        if not isinstance(record, RebuildRecord) or record.version != version:
+            return None
+        self.share(record)
+        return record
+
+    def leave_out(
+        self, key: Hashable, storage: torch.UntypedStorage, version: int, call: Call
+    ) -> RebuildRecord:
+        """Neither keep nor move some bytes: `call` gives them again."""
+        with self._gate:
+            record = RebuildRecord(key, storage, version, call, self.layer, self._log.number)
+            self._records[key] = record
+            self._add_handle(record)
+            self.meter.rebuilt_bytes += record.size_bytes
+            return record
+
+    def inspect(self, record: StorageRecord) -> torch.Tensor:
+        """The bytes of a record on the device, while backward has not begun.
+
+        Shape:
+            (size_bytes,), uint8.
+        """
+        with self._gate:
+            if record.source is not None:
+                return record.source
+            flat, event = self._store.reload(record.slot)
+        self._wait_for_reload(record, flat, event)
+        return flat
+
+    def begin_rebuild(self, record: RebuildRecord) -> torch.Tensor | None:
+        """The record's value if it is there, ready for what the calling thread queues next."""
+        with self._gate:
+            value, ready = record.value, record.ready
+            if self._recorder is not None and value is None:
+                self._rebuilding[record] = self._recorder.mark()
+        if value is not None and ready is not None:
+            # Another reader rebuilt it, perhaps on another stream.
+            self.device.compute_stream().wait(ready)
+        return value
+
+    def end_rebuild(self, saved: RebuiltTensor, value: torch.Tensor) -> None:
+        """A handle has read the value; the last one to do so lets go of it."""
+        record = saved.record
+        with self._gate:
+            if record.value is None:
+                record.value, record.ready = value, self.device.compute_stream().record()
+                record.generation += 1
+                record.unread = record.handles
+                self._rebuilt[record] = None
+                self._rebuilt_bytes += record.size_bytes
+                self._note_peak()
+                begun = self._rebuilding.pop(record, None)
+                if self._recorder is not None and begun is not None:
+                    subject = Subject(record.layer, record.number, record.size_bytes)
+                    self._recorder.compute("rebuild", subject, begun)
+            if saved.generation != record.generation:
+                saved.generation = record.generation
+                record.unread -= 1
+            if not record.unread:
+                self._release_value(record)
+            while self._rebuilt_bytes > self._bound_bytes and self._rebuilt:
+                self._release_value(next(iter(self._rebuilt)))  # who comes later rebuilds it again
+
+    def _release_value(self, record: RebuildRecord) -> None:
+        if record.value is not None:
+            record.value = record.ready = None
+            del self._rebuilt[record]
+            self._rebuilt_bytes -= record.size_bytes
+
+    def _forget_rebuilt(self, record: RebuildRecord, generation: int) -> None:
+        record.handles -= 1
+        if record.value is not None and generation != record.generation:
+            record.unread -= 1
+        if record.value is not None and not record.unread:
+            self._release_value(record)
+        if not record.handles and self._records.get(record.key) is record:
+            del self._records[record.key]
+
     # ---- ends ---------------------------------------------------------------------------------
 
-    def forget(self, record: StorageRecord | None, mark: int) -> None:
+    def forget(self, record: StorageRecord | RebuildRecord | None, mark: int) -> None:
         """A saved tensor has died. See [Note: deferred work].
 
         Args:
@@ -437,6 +541,8 @@ class Session:
             self._live -= 1
             if record is None:
                 self._forget_kept(mark)
+            elif isinstance(record, RebuildRecord):
+                self._forget_rebuilt(record, mark)
             else:
                 self._forget_handle(record, mark)
         while self._dead_small:
@@ -486,7 +592,8 @@ class Session:
             self._learned = log.learned() or self._learned
 
     def _note_peak(self) -> None:
-        now_bytes = self._kept_bytes + self._offloading_bytes + self._reloaded_bytes
+        now_bytes = self._kept_bytes + self._offloading_bytes
+        now_bytes += self._reloaded_bytes + self._rebuilt_bytes
         self.meter.peak_device_bytes = max(self.meter.peak_device_bytes, now_bytes)
 
     def _finish_step_if_over(self) -> None:
