@@ -44,7 +44,7 @@ MUTATIONS = (
     Mutation(
         name="compute waits for the oldest copy down before its source is released early",
         file="runtime/session.py",
-        old="            self._wait(oldest, oldest.slot.offloaded)\n",
+        old="            self._wait(oldest, oldest.slot.offloaded, oldest.home)\n",
         new="",
         hazard="Past the bound on bytes in flight, kernels queued next reuse memory that the copy "
         "still reads.",
@@ -75,8 +75,7 @@ MUTATIONS = (
     Mutation(
         name="compute waits for the copy up",
         file="runtime/session.py",
-        old="            self._wait(record, event, is_reload=True)  "
-        "# kernels queued from now on read these bytes\n",
+        old="            self._wait(record, event, self.device.compute_stream(), is_reload=True)\n",
         new="            pass\n",
         hazard="Backward kernels read a buffer that the copy has not filled.",
     ),

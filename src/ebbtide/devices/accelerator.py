@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import final
 
 import torch
@@ -107,6 +107,12 @@ class AcceleratorDevice(AbstractDevice):
     def allocate(self, size_bytes: int) -> torch.Tensor:
         return torch.empty(size_bytes, dtype=torch.uint8, device=self.torch_device)
 
+    def note_use(self, memory: torch.Tensor, home: AbstractStream) -> None:
+        assert isinstance(home, _AcceleratorStream)
+        current = torch.accelerator.current_stream(self.torch_device)
+        if current != home.stream:
+            memory.record_stream(current)
+
     def pin(self, address: int, size_bytes: int) -> Callable[[], None] | None:
         if self.torch_device.type != "cuda":
             return None
@@ -157,6 +163,23 @@ class AcceleratorDevice(AbstractDevice):
         for event in after:
             stream.wait(event)
         begun = stream.mark() if self.keeps_time else None
-        with stream.stream:
+        with _current(stream.stream):
             target.copy_(source, non_blocking=True)
         return _AcceleratorEvent(stream.mark(), stream.lane, begun)
+
+
+@contextlib.contextmanager
+def _current(stream: torch.Stream) -> Iterator[None]:
+    """Queue on ``stream`` what the calling thread queues within.
+
+    Not ``with stream:``, which keeps what was current in the stream itself: two threads that copy
+    at once, backward's and a worker's, would put back each other's (pytorch#176560).
+    """
+    accelerator = torch.accelerator
+    index, before = accelerator.current_device_index(), accelerator.current_stream(stream.device)
+    accelerator.set_stream(stream)  # makes the stream's device current, too
+    try:
+        yield
+    finally:
+        accelerator.set_stream(before)
+        accelerator.set_device_index(index)

@@ -153,6 +153,13 @@ class AbstractDevice(ABC):
             an event that the compute stream recorded after this call.
         """
 
+    def note_use(self, memory: torch.Tensor, home: AbstractStream) -> None:  # noqa: B027
+        """The current compute stream is about to use memory that was allocated on ``home``.
+
+        Where the two differ, the allocator must not hand the memory out again on ``home`` before
+        the current stream has finished with it. Nothing to do where memory belongs to no stream.
+        """
+
     @abstractmethod
     def pin(self, address: int, size_bytes: int) -> Callable[[], None] | None:
         """Page-lock host memory that is mapped already, so that copies do not block the host.

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ebbtide.devices.base import AbstractEvent
+from ebbtide.devices.base import AbstractEvent, AbstractStream
 from ebbtide.runtime.ranges import Layer
 from ebbtide.runtime.recipes import Constants, RebuildRecipe
 
@@ -63,6 +63,7 @@ class RebuildRecord:
         size_bytes: of the storage.
         layer: that saved it first.
         number: of the forward that saved it.
+        home: the compute stream to which the memory of `value` belongs.
         value: the storage's bytes while somebody is still to read them.
         ready: `value` holds them after this event.
         generation: counts rebuilds, so that a handle knows which one it has read.
@@ -74,6 +75,7 @@ class RebuildRecord:
         "call",
         "generation",
         "handles",
+        "home",
         "identity",
         "key",
         "layer",
@@ -103,6 +105,7 @@ class RebuildRecord:
         self.number = number
         self.value: Tensor | None = None
         self.ready: AbstractEvent | None = None
+        self.home: AbstractStream | None = None
         self.generation = 0
         self.handles = 0
         self.unread = 0

@@ -19,7 +19,7 @@ from typing import final
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ebbtide.devices.base import AbstractEvent
+from ebbtide.devices.base import AbstractEvent, AbstractStream
 from ebbtide.runtime.forward import ForwardLog
 from ebbtide.runtime.ranges import Layer
 from ebbtide.stores.base import Slot
@@ -49,6 +49,7 @@ class StorageRecord:
         identity: a weak reference to the source storage. While it exists no other storage can
             have the same address, so a lookup by address finds this storage or nothing.
         version: of the saved tensors that share this record.
+        home: the compute stream to which the memory of `source`, later of `buffer`, belongs.
         source: the device bytes until the copy down is complete, (size_bytes,) uint8.
         buffer: the device bytes after a reload, (size_bytes,) uint8.
         reloaded: after this event `buffer` holds the bytes.
@@ -67,6 +68,7 @@ class StorageRecord:
         "forward",
         "generation",
         "handles",
+        "home",
         "identity",
         "key",
         "layer",
@@ -88,6 +90,7 @@ class StorageRecord:
         source: torch.Tensor,
         slot: Slot,
         forward: ForwardLog,
+        home: AbstractStream,
         layer: Layer | None = None,
     ) -> None:
         self.key = key
@@ -95,6 +98,7 @@ class StorageRecord:
         self.identity = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         self.version = version
         self.size_bytes = source.numel()
+        self.home = home
         self.source: torch.Tensor | None = source
         self.slot = slot
         self.forward = forward
@@ -118,9 +122,11 @@ class StorageRecord:
         if self.state is RecordState.OFFLOADING:
             self.move_to(RecordState.OFFLOADED)
 
-    def begin_reload(self, buffer: torch.Tensor, reloaded: AbstractEvent) -> None:
+    def begin_reload(
+        self, buffer: torch.Tensor, reloaded: AbstractEvent, home: AbstractStream
+    ) -> None:
         self.move_to(RecordState.RELOADED)
-        self.buffer, self.reloaded, self.awaited = buffer, reloaded, False
+        self.buffer, self.reloaded, self.home, self.awaited = buffer, reloaded, home, False
         self.generation += 1
         self.unread = self.handles
 

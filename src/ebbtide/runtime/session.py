@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, final
 
 import torch
 
-from ebbtide.devices.base import AbstractDevice, AbstractEvent, raise_again
+from ebbtide.devices.base import AbstractDevice, AbstractEvent, AbstractStream, raise_again
 from ebbtide.runtime.forward import ForwardLog, UnpackOrder
 from ebbtide.runtime.gate import Gate
 from ebbtide.runtime.kept import SmallKept
@@ -235,9 +235,9 @@ class Session:
         self._retire_finished()
         self._make_room(size_bytes)
         # The copy may start when the kernels queued so far have run: they write these bytes.
-        ready = self.device.compute_stream().record()
-        slot = self._store.offload(source, ready)
-        record = StorageRecord(key, storage, version, source, slot, self._log, self.layer)
+        home = self.device.compute_stream()
+        slot = self._store.offload(source, home.record())
+        record = StorageRecord(key, storage, version, source, slot, self._log, home, self.layer)
         self._offloading.append(record)
         self._offloading_bytes += size_bytes
         self._stored_bytes[slot.tier] += size_bytes
@@ -251,8 +251,9 @@ class Session:
         """Hold the compute stream back while too many bytes are on their way down."""
         while self._offloading and self._offloading_bytes + size_bytes > self._bound_bytes:
             oldest = self._offloading[0]
-            # After this wait, memory freed now is reused only once the copy has read it.
-            self._wait(oldest, oldest.slot.offloaded)
+            # After this wait, memory freed now is reused only once the copy has read it: that is
+            # in the order of the stream to which it belongs.
+            self._wait(oldest, oldest.slot.offloaded, oldest.home)
             self._retire_offload()
 
     def _retire_finished(self) -> None:
@@ -291,19 +292,22 @@ class Session:
                     self._begin_reload(record)
                 assert record.buffer is not None and record.reloaded is not None
                 flat, event = record.buffer, record.reloaded
+            home = record.home
             self._retire_finished()
             self._prefetch(record.forward)
             if event is not None:
                 self._note_read(record, saved)
         if event is not None:
             self._wait_for_reload(record, flat, event)
+        self.device.note_use(flat, home)
         return flat
 
     def _wait_for_reload(
         self, record: StorageRecord, flat: torch.Tensor, event: AbstractEvent
     ) -> None:
         try:
-            self._wait(record, event, is_reload=True)  # kernels queued from now on read these bytes
+            # Kernels queued from now on read these bytes.
+            self._wait(record, event, self.device.compute_stream(), is_reload=True)
         except BaseException:  # the disk could not be read
             with self._gate:
                 self._abandoned.append((flat, event))  # copies may be under way
@@ -320,7 +324,7 @@ class Session:
         self._expect(record, False)
         with profiler_range("reload", record.layer):
             buffer, reloaded = self._store.reload(record.slot)
-        record.begin_reload(buffer, reloaded)
+        record.begin_reload(buffer, reloaded, self.device.compute_stream())
         if self._recorder is not None:
             self._recorder.copy("reload", _subject(record), reloaded)
         self._reloaded[record] = None
@@ -394,14 +398,19 @@ class Session:
                 self._release_buffer(record)
 
     def _wait(
-        self, record: StorageRecord, event: AbstractEvent, *, is_reload: bool = False
+        self,
+        record: StorageRecord,
+        event: AbstractEvent,
+        stream: AbstractStream,
+        *,
+        is_reload: bool = False,
     ) -> None:
-        """Order what is queued from now on after ``event``."""
+        """Order what is queued on ``stream`` from now on after ``event``."""
         before = self.device.moment()
         self.meter.waits.append((before, event, is_reload))
         with profiler_range("wait", record.layer):
             # A reload from disk is queued by a worker, once it has read the bytes.
-            self.device.compute_stream().wait(event.settled())
+            stream.wait(event.settled())
         if self._recorder is not None:
             self._recorder.compute("wait", _subject(record), before.event)
 
@@ -445,12 +454,13 @@ class Session:
     def begin_rebuild(self, record: RebuildRecord) -> torch.Tensor | None:
         """The record's value if it is there, ready for what the calling thread queues next."""
         with self._gate:
-            value, ready = record.value, record.ready
+            value, ready, home = record.value, record.ready, record.home
             if self._recorder is not None and value is None:
                 self._rebuilding[record] = self._recorder.mark()
-        if value is not None and ready is not None:
+        if value is not None and ready is not None and home is not None:
             # Another reader rebuilt it, perhaps on another stream.
             self.device.compute_stream().wait(ready)
+            self.device.note_use(value, home)
         return value
 
     def end_rebuild(self, saved: RebuiltTensor, value: torch.Tensor) -> None:
@@ -458,7 +468,8 @@ class Session:
         record = saved.record
         with self._gate:
             if record.value is None:
-                record.value, record.ready = value, self.device.compute_stream().record()
+                record.value, record.home = value, self.device.compute_stream()
+                record.ready = record.home.record()
                 record.generation += 1
                 record.unread = record.handles
                 self._rebuilt[record] = None
