@@ -25,6 +25,7 @@ soak: $(VENV)/.dev  ## the engine under thousands of adversarial orders of copie
 bench: $(VENV)/.dev  ## measure what needs no accelerator; results go to benchmarks/results
 	$(BIN)/python -m benchmarks.overhead
 	$(BIN)/python -m benchmarks.pinned
+	$(BIN)/python -m benchmarks.rebuild
 	$(BIN)/python -m benchmarks.report
 
 # As found: no installs, no network. It takes the .venv if there is one, else the system's Python.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, final
 
@@ -117,6 +118,8 @@ def offload(
         )
     found = find_layers(model) if layers is None else match_layers(model, layers)
     _check_layer_counts(policy, found)
+    _refuse_compiled([model, *found.modules])
+    _warn_of_one_region(model)
     engine = Engine([model], policy, store, host_budget=host_budget, traced=trace)
     tracker = LayerTracker(found, policy.num_layers, policy.keep_last, engine)
     wrapped = OffloadedForward(model.forward, engine.hooks, tracker)
@@ -168,6 +171,7 @@ def wrap_forward_with_offload(
     modules = list(_modules_of(forward))
     for module in modules:
         _refuse_second_offload(module)
+    _refuse_compiled(modules)
     home = None if device is None else torch.device(device)
     engine = Engine(modules, policy, store, home, host_budget=host_budget, traced=trace)
     wrapped = OffloadedForward(forward, engine.hooks, None)
@@ -183,6 +187,30 @@ def _refuse_second_offload(model: nn.Module) -> None:
                 f"{name or 'the model'} ({type(module).__name__}) is offloaded already; call "
                 f"detach() on the handle of that offload first"
             )
+
+
+def _refuse_compiled(hooked: Iterable[nn.Module]) -> None:
+    """The compiler would trace into our hooks where a module's own call is what it compiles."""
+    for module in hooked:
+        if module._compiled_call_impl is not None:
+            raise PolicyError(
+                f"{type(module).__name__} was compiled in place, by module.compile(); use "
+                f"torch.compile(module) instead and offload what that returns, or the model that "
+                f"holds it"
+            )
+
+
+def _warn_of_one_region(model: nn.Module) -> None:
+    """The backward of a compiled region unpacks all that the region saved before it begins."""
+    region = hasattr(model, "_orig_mod") or hasattr(model.forward, "_torchdynamo_orig_callable")
+    if region:
+        warnings.warn(
+            "the whole model is compiled as one region, whose backward asks for all that it saved "
+            "at once: offloading gains memory in forward only, not at the peak. Compile its "
+            "layers one by one instead, and offload the model that holds them",
+            RuntimeWarning,
+            stacklevel=3,
+        )
 
 
 def _check_layer_counts(policy: ActivationPolicy, layers: LayerModules) -> None:

@@ -45,6 +45,8 @@ class ActivationPolicy:
         if self.num_layers is not None:
             _check_count("num_layers", self.num_layers)
         _check_count("keep_last", self.keep_last)
+        if not isinstance(self.rebuild, bool):
+            raise PolicyError(f"rebuild must be True or False, got {self.rebuild!r}")
         for name in ("min_bytes", "max_inflight_bytes"):
             value = getattr(self, name)
             if value is not None:

@@ -3,6 +3,7 @@
 import contextlib
 import importlib.util
 import shutil
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -101,28 +102,30 @@ def _compiled_forward(model: nn.Sequential) -> nn.Module:
     return model
 
 
-IN_PLACE = (
-    pytest.mark.xfail(reason="dynamo traces into the hooks of what is compiled in place"),
-    pytest.mark.filterwarnings("ignore"),
-)
-
-
 @pytest.mark.parametrize(
-    "compiled",
-    [
-        _compiled_layers,
-        _compiled_model,
-        _compiled_forward,
-        pytest.param(_layers_compiled_in_place, marks=IN_PLACE),
-        pytest.param(_model_compiled_in_place, marks=IN_PLACE),
-    ],
+    ("compiled", "warns"),
+    [(_compiled_layers, False), (_compiled_model, True), (_compiled_forward, True)],
 )
-def test_compiled(compiled: Callable[[nn.Sequential], nn.Module], device: torch.device) -> None:
+def test_compiled(
+    compiled: Callable[[nn.Sequential], nn.Module], warns: bool, device: torch.device
+) -> None:
     torch.compiler.reset()
     model = compiled(tower(device, num_layers=3))
-    stats = assert_parity(model, batch(device))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        stats = assert_parity(model, batch(device))
+    assert warns == any("compiled as one region" in str(w.message) for w in caught)
     # What the compiler saves is its own choice, but each layer's input is among it.
     assert stats.offloaded_bytes >= SIZE_BYTES
+
+
+@pytest.mark.parametrize("compiled", [_layers_compiled_in_place, _model_compiled_in_place])
+def test_what_is_compiled_in_place_is_refused(
+    compiled: Callable[[nn.Sequential], nn.Module], device: torch.device
+) -> None:
+    model = compiled(tower(device, num_layers=3))
+    with pytest.raises(ebbtide.PolicyError, match="compiled in place"):
+        ebbtide.offload(model)
 
 
 # ---- checkpoint ---------------------------------------------------------------------------------

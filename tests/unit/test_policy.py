@@ -80,3 +80,8 @@ def test_replace_validates_again() -> None:
 def test_a_policy_survives_pickling() -> None:
     policy = ActivationPolicy(num_layers=3, min_bytes="1KiB", keep_last=1)
     assert pickle.loads(pickle.dumps(policy)) == policy
+
+
+def test_rebuild_is_a_switch() -> None:
+    with pytest.raises(PolicyError, match="rebuild must be True or False, got 'yes'"):
+        ActivationPolicy(rebuild="yes")

@@ -22,6 +22,7 @@ class Mode(enum.Enum):
 
     NONE = "none"
     SAVE_ON_CPU = "save_on_cpu"
+    REBUILD = "rebuild"  # ebbtide, and nothing leaves
     EBBTIDE = "ebbtide"
 
 
@@ -49,7 +50,7 @@ class DemoConfig:
     resolution: int = 256
     batch_size: int = 8
     steps: int = 15
-    modes: tuple[Mode, ...] = tuple(Mode)
+    modes: tuple[Mode, ...] = (Mode.NONE, Mode.SAVE_ON_CPU, Mode.EBBTIDE)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     store: str = "auto"
     data: Path | None = None

@@ -10,8 +10,13 @@ from ebbtide.cli.config import DemoConfig, Mode
 from ebbtide.cli.results import ModeResult
 
 # From the palette of Okabe and Ito, which colour-blind readers tell apart.
-_COLOURS = {Mode.NONE: "#D55E00", Mode.SAVE_ON_CPU: "#E69F00", Mode.EBBTIDE: "#0072B2"}
-_NAMES = {Mode.NONE: "no offload", Mode.SAVE_ON_CPU: "save_on_cpu", Mode.EBBTIDE: "ebbtide"}
+_COLOURS = {
+    Mode.NONE: "#D55E00",
+    Mode.SAVE_ON_CPU: "#E69F00",
+    Mode.REBUILD: "#009E73",
+    Mode.EBBTIDE: "#0072B2",
+}
+_NAMES = {mode: mode.value for mode in Mode} | {Mode.NONE: "no offload"}
 _PIXELS_PER_INCH = 200
 _SIZE_INCHES = (8.0, 3.0)
 

@@ -78,6 +78,7 @@ def _stats_rows(results: list[ModeResult]) -> Iterator[tuple[str, _Cell]]:
 
     yield "Saved by autograd in a step", size("saved_bytes")
     yield "  without repeats and weights", size("unique_bytes")
+    yield "  rebuilt in backward", size("rebuilt_bytes")
     yield "  offloaded", size("offloaded_bytes")
 
 
@@ -91,6 +92,8 @@ def limits(config: DemoConfig, results: list[ModeResult]) -> Iterator[str]:
 
 
 def _limits_of(config: DemoConfig, result: ModeResult, stats: StepStats) -> Iterator[str]:
+    if result.mode is Mode.REBUILD:
+        return
     if not stats.offloaded_bytes:
         yield "Nothing was offloaded: no saved tensor was large enough. Raise --resolution."
         return

@@ -168,6 +168,9 @@ class ModeTrainer:
 def _offload(model: nn.Module, mode: Mode, config: DemoConfig) -> ebbtide.OffloadHandle | None:
     if mode is Mode.EBBTIDE:
         return ebbtide.offload(model, store=config.store)
+    if mode is Mode.REBUILD:
+        nothing_leaves = ebbtide.ActivationPolicy(num_layers=0)
+        return ebbtide.offload(model, activations=nothing_leaves, store=config.store)
     if mode is Mode.SAVE_ON_CPU:
         forward = model.forward
 
