@@ -29,7 +29,8 @@ class ActivationPolicy:
             64 MiB on a CPU, where a reload maps pages that were read ahead outside the process.
         rebuild: what one cheap operation gives again from another saved tensor (a GELU's output
             from its input) is neither kept nor moved; backward runs that operation again. The
-            bits are the same. With ``num_layers=0`` that is all that happens.
+            bits are the same. Masks, and on a CPU indices, are packed before they leave. With
+            ``num_layers=0`` nothing leaves, and rebuilding is all that happens.
 
     Raises:
         PolicyError: a value is out of range.

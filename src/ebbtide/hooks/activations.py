@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Hashable
 from typing import final
 
 import torch
 from torch import nn
 
+from ebbtide.hooks.packing import BitPacking, find_packing
 from ebbtide.hooks.parameters import ParameterIndex
 from ebbtide.hooks.rebuild import RebuildFinder
 from ebbtide.runtime.kept import LargeKept, SmallKept
@@ -33,7 +35,8 @@ class ActivationHooks:
         session: moves what is offloaded.
         parameters: what is not an activation.
         min_bytes: smaller storages stay on the device.
-        rebuild: whether what a recipe gives again is neither kept nor moved.
+        rebuild: whether what a recipe gives again is neither kept nor moved, and masks and indices
+            are packed before they leave.
 
     Attributes:
         offloading: whether what is saved now is to leave; layers switch it.
@@ -49,6 +52,7 @@ class ActivationHooks:
     ) -> None:
         self.offloading = True
         self._finder = RebuildFinder() if rebuild else None
+        self._packs = rebuild
         self._session = session
         self._device = session.device.torch_device
         self._parameters = parameters
@@ -150,7 +154,14 @@ class ActivationHooks:
             or session.has(address, version)
             or _may_overlap(distinct, stride)
         ):
-            record = session.offload(address, storage, version, lambda: _bytes_of(storage))
+            key: Hashable = address
+            packing = None
+            if self._packs and not session.has(address, version):
+                packing = find_packing(tensor, storage)
+                if type(packing) is BitPacking:
+                    # For other masks alone: who sees the same bytes as numbers wants them all.
+                    key = (address, torch.bool)
+            record = session.offload(key, storage, version, lambda: _bytes_of(storage), packing)
             return OffloadedTensor(session, record, tensor, None)
         offset = int(tensor.storage_offset())
         key = (address, tensor.dtype, distinct, stride, offset)

@@ -12,6 +12,7 @@ Which copies of a record's bytes exist in each state:
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Hashable
 from enum import IntEnum, auto
 from typing import final
@@ -40,6 +41,26 @@ _TRANSITIONS = {
 }
 
 
+class AbstractPacking(ABC):
+    """How a storage's bytes become fewer before they leave, and what they were again."""
+
+    @abstractmethod
+    def pack(self, flat: torch.Tensor) -> torch.Tensor:
+        """The bytes that leave.
+
+        Shape:
+            flat: (size_bytes,), uint8. Returns (packed_bytes,), uint8.
+        """
+
+    @abstractmethod
+    def unpack(self, packed: torch.Tensor, size_bytes: int) -> torch.Tensor:
+        """The storage's bytes as they were.
+
+        Shape:
+            packed: (packed_bytes,), uint8. Returns (size_bytes,), uint8.
+        """
+
+
 @final
 class StorageRecord:
     """The bytes of one storage, or of one view gathered from it, that left the device.
@@ -54,6 +75,8 @@ class StorageRecord:
         buffer: the device bytes after a reload, (size_bytes,) uint8.
         reloaded: after this event `buffer` holds the bytes.
         layer: that saved it first, None outside layers.
+        packing: what `source`, slot and `buffer` hold is packed by it; None if it is not.
+        unpacked_bytes: of the storage, or of the gathered view.
         awaited: the compute stream waits for `reloaded`, so `buffer` may be freed in its order.
         expected: the store has been told that a reload will come.
         generation: counts reloads, so that a handle knows which one it has read.
@@ -73,11 +96,13 @@ class StorageRecord:
         "key",
         "layer",
         "ordinal",
+        "packing",
         "reloaded",
         "size_bytes",
         "slot",
         "source",
         "state",
+        "unpacked_bytes",
         "unread",
         "version",
     )
@@ -103,6 +128,8 @@ class StorageRecord:
         self.slot = slot
         self.forward = forward
         self.ordinal = forward.add(self)
+        self.packing: AbstractPacking | None = None
+        self.unpacked_bytes = self.size_bytes
         self.state = RecordState.OFFLOADING
         self.buffer: torch.Tensor | None = None
         self.reloaded: AbstractEvent | None = None
@@ -111,6 +138,10 @@ class StorageRecord:
         self.generation = 0
         self.handles = 0
         self.unread = 0
+
+    def unpack(self, flat: torch.Tensor) -> torch.Tensor:
+        """What `flat`, the record's bytes, were before they left."""
+        return flat if self.packing is None else self.packing.unpack(flat, self.unpacked_bytes)
 
     def move_to(self, state: RecordState) -> None:
         assert state in _TRANSITIONS[self.state], f"{self.state} -> {state}"

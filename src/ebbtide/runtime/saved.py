@@ -194,7 +194,7 @@ class OffloadedTensor(AbstractDeparted):
 
     def _tensor_of(self, flat: torch.Tensor) -> torch.Tensor:
         if self._packed_size is None:
-            return self._tensor_in(flat.untyped_storage())
+            return self._tensor_in(self.record.unpack(flat).untyped_storage())
         return self._tensor_in(self._scatter(flat, self._packed_size))
 
     def _scatter(self, flat: torch.Tensor, packed_size: tuple[int, ...]) -> torch.UntypedStorage:

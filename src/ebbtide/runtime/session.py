@@ -16,7 +16,7 @@ from ebbtide.runtime.kept import SmallKept
 from ebbtide.runtime.ranges import Layer, profiler_range
 from ebbtide.runtime.rebuilt import Call, RebuildRecord
 from ebbtide.runtime.recorder import StepRecorder, Subject
-from ebbtide.runtime.records import RecordState, StorageRecord
+from ebbtide.runtime.records import AbstractPacking, RecordState, StorageRecord
 from ebbtide.runtime.stats import StepMeter, StepStats
 from ebbtide.stores.base import AbstractStore
 from ebbtide.tracing.events import Trace
@@ -193,6 +193,7 @@ class Session:
         storage: torch.UntypedStorage,
         version: int,
         source: Callable[[], torch.Tensor],
+        packing: AbstractPacking | None = None,
     ) -> StorageRecord:
         """The record of some bytes: one that exists at this version, or a new one that leaves now.
 
@@ -201,6 +202,7 @@ class Session:
             storage: the storage that was saved.
             version: of the saved tensor.
             source: gives the bytes to copy, (size_bytes,) uint8, when the record is new.
+            packing: makes fewer of them first.
 
         Raises:
             StoreFullError: the store has no room. The saved tensor was not taken.
@@ -208,7 +210,9 @@ class Session:
         with self._gate:
             if not self.has(key, version):
                 with profiler_range("offload", self.layer):
-                    self._records[key] = self._begin_offload(key, storage, version, source())
+                    self._records[key] = self._pack_and_offload(
+                        key, storage, version, source(), packing
+                    )
             record = self._records[key]
             assert isinstance(record, StorageRecord)
             self._add_handle(record)
@@ -224,6 +228,22 @@ class Session:
         self._live += 1
         if isinstance(record, StorageRecord):
             record.forward.note_save(record.ordinal)
+
+    def _pack_and_offload(
+        self,
+        key: Hashable,
+        storage: torch.UntypedStorage,
+        version: int,
+        flat: torch.Tensor,
+        packing: AbstractPacking | None,
+    ) -> StorageRecord:
+        if packing is None:
+            return self._begin_offload(key, storage, version, flat)
+        packed = packing.pack(flat)
+        record = self._begin_offload(key, storage, version, packed)
+        record.packing, record.unpacked_bytes = packing, flat.numel()
+        self.meter.packed_bytes += flat.numel() - packed.numel()
+        return record
 
     def _begin_offload(
         self, key: Hashable, storage: torch.UntypedStorage, version: int, source: torch.Tensor

@@ -21,12 +21,14 @@ class StepStats:
     Attributes:
         saved_bytes: every save counted, as a copy of each saved tensor would move them.
         unique_bytes: after sharing storages, without parameters: kept_bytes + offloaded_bytes +
-            rebuilt_bytes.
+            rebuilt_bytes + packed_bytes.
         parameter_bytes: saves that are a parameter or buffer, a view of one or its cast copy.
         kept_bytes: unique bytes that stayed on the device.
         offloaded_bytes: unique bytes copied to a lower tier.
         reloaded_bytes: bytes copied back.
         rebuilt_bytes: unique bytes neither kept nor moved: backward computes them again.
+        packed_bytes: unique bytes that packing took off what was offloaded: of a mask, seven in
+            eight.
         peak_device_bytes: most bytes of saved tensors on the device at once, those of copies under
             way included, parameters excluded.
         peak_host_bytes: most offloaded bytes in the host tier at once.
@@ -46,6 +48,7 @@ class StepStats:
     offloaded_bytes: int = 0
     reloaded_bytes: int = 0
     rebuilt_bytes: int = 0
+    packed_bytes: int = 0
     peak_device_bytes: int = 0
     peak_host_bytes: int = 0
     peak_disk_bytes: int = 0
@@ -81,6 +84,7 @@ class StepMeter:
         self.offloaded_bytes = 0
         self.reloaded_bytes = 0
         self.rebuilt_bytes = 0
+        self.packed_bytes = 0
         self.peak_device_bytes = 0
         self.peak_host_bytes = 0
         self.peak_disk_bytes = 0
@@ -101,12 +105,16 @@ class StepMeter:
         late_s = [(event.since(before), is_reload) for before, event, is_reload in self.waits]
         return StepStats(
             saved_bytes=self.saved_bytes,
-            unique_bytes=self.kept_bytes + self.offloaded_bytes + self.rebuilt_bytes,
+            unique_bytes=self.kept_bytes
+            + self.offloaded_bytes
+            + self.rebuilt_bytes
+            + self.packed_bytes,
             parameter_bytes=self.parameter_bytes,
             kept_bytes=self.kept_bytes,
             offloaded_bytes=self.offloaded_bytes,
             reloaded_bytes=self.reloaded_bytes,
             rebuilt_bytes=self.rebuilt_bytes,
+            packed_bytes=self.packed_bytes,
             peak_device_bytes=self.peak_device_bytes,
             peak_host_bytes=self.peak_host_bytes,
             peak_disk_bytes=self.peak_disk_bytes,

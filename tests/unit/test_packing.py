@@ -1,0 +1,143 @@
+"""Masks as bits and indices in narrow types: fewer bytes leave, the same come back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import ebbtide
+from ebbtide.hooks.packing import BitPacking, NarrowPacking, find_packing
+from ebbtide.runtime.saved import restore
+
+POLICY = ebbtide.ActivationPolicy(min_bytes=256)
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+
+
+def round_trip(tensor: Tensor) -> int:
+    """Packs and unpacks all of a tensor's storage; returns the packed size in bytes."""
+    packing = find_packing(tensor, tensor.untyped_storage())
+    assert packing is not None
+    flat = bytes_of(tensor)
+    packed = packing.pack(flat)
+    assert packed.dtype is torch.uint8
+    assert torch.equal(packing.unpack(packed, flat.numel()), flat)
+    return packed.numel()
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.booleans(), min_size=1, max_size=100))
+def test_a_mask_is_one_bit_an_element(values: list[bool]) -> None:
+    assert round_trip(torch.tensor(values)) == -(-len(values) // 8)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=20), st.integers(0, 56))
+def test_whole_numbers_take_the_narrowest_type(values: list[int], shift: int) -> None:
+    numbers = torch.tensor([value >> shift for value in values])
+    least, most = int(numbers.min()), int(numbers.max())
+    fits = [
+        (least >= 0 and most < 2**8, 1),
+        (least >= -(2**15) and most < 2**15, 2),
+        (least >= -(2**31) and most < 2**31, 4),
+    ]
+    width = next((width for fit, width in fits if fit), None)
+    if width is None:
+        assert find_packing(numbers, numbers.untyped_storage()) is None
+    else:
+        assert round_trip(numbers) == width * len(values)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.zeros(8), torch.zeros(8, dtype=torch.int32), torch.zeros(8, dtype=torch.uint8)],
+    ids=["float", "int32", "bytes"],
+)
+def test_nothing_else_is_packed(tensor: Tensor) -> None:
+    assert find_packing(tensor, tensor.untyped_storage()) is None
+
+
+@pytest.mark.parametrize("mask_first", [True, False])
+def test_bytes_seen_as_a_mask_and_as_numbers(mask_first: bool) -> None:
+    """A mask is one bit, but whoever saved the same bytes as numbers gets each of them back."""
+    numbers = torch.arange(4096, dtype=torch.uint8)
+    mask = numbers.view(torch.bool)
+    weight = nn.Linear(1, 1)
+    pair = (mask, numbers) if mask_first else (numbers, mask)
+    with ebbtide.offload(weight, activations=POLICY, layers=[]) as handle:
+        hooks = handle._engine.hooks()
+        hooks.begin()
+        saved = [hooks.pack(tensor) for tensor in pair]
+        hooks.end()
+        for tensor, one in zip(pair, saved, strict=True):
+            again = restore(one)
+            assert again.dtype is tensor.dtype
+            assert torch.equal(again, tensor)
+        del saved, one
+
+
+def test_on_an_accelerator_the_host_does_not_wait_for_the_size_of_indices() -> None:
+    """The meta device stands for one: its numbers cannot be read at all."""
+    indices = torch.zeros(8, dtype=torch.int64, device="meta")
+    assert find_packing(indices, indices.untyped_storage()) is None
+    mask = torch.zeros(8, dtype=torch.bool, device="meta")
+    assert isinstance(find_packing(mask, mask.untyped_storage()), BitPacking)
+
+
+def test_a_narrow_type_is_named() -> None:
+    packing = NarrowPacking(torch.int16)
+    numbers = torch.tensor([-5, 300])
+    assert packing.pack(bytes_of(numbers)).numel() == 4
+
+
+class Model(nn.Module):
+    """Saves a mask of 64 x 64 B, and indices of 64 x 8 B and 8 x 16 x 16 x 8 B."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(300, 64)
+        self.conv = nn.Conv2d(1, 8, 3, padding=1)
+
+    def forward(self, tokens: Tensor, image: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        x = torch.where(x > 0, x * 2, x * 0.5)
+        return x.sum() + F.max_pool2d(self.conv(image), 2).square().sum()
+
+
+def step(model: nn.Module) -> list[Tensor]:
+    torch.manual_seed(1)
+    tokens, image = torch.randint(300, (64,)), torch.randn(1, 1, 32, 32)
+    model.zero_grad()
+    model(tokens, image).backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def test_a_model_with_masks_and_indices_trains_the_same() -> None:
+    torch.manual_seed(0)
+    model = Model()
+    expected = step(model)
+    with ebbtide.offload(model, activations=POLICY, layers=["embedding", "conv"]) as handle:
+        for got, plain in zip(step(model), expected, strict=True):
+            assert torch.equal(got, plain)
+        stats = handle.stats
+    mask = 64 * 64 * 7 // 8
+    tokens = 64 * (8 - 2)  # up to 299: two bytes
+    places = 8 * 16 * 16 * (8 - 2)  # up to 1023: two bytes
+    assert stats.packed_bytes == mask + tokens + places
+    assert stats.unique_bytes == stats.kept_bytes + stats.offloaded_bytes + (
+        stats.rebuilt_bytes + stats.packed_bytes
+    )
+
+
+def test_what_stays_is_not_packed() -> None:
+    model = Model()
+    policy = ebbtide.ActivationPolicy(num_layers=0, min_bytes=256)
+    with ebbtide.offload(model, activations=policy, layers=["embedding", "conv"]) as handle:
+        step(model)
+        assert handle.stats.packed_bytes == 0
