@@ -160,10 +160,10 @@ class Simulation:
         assert session._live == 0, f"{session._live} handles are alive"
         assert session._forwards == 0
         assert not session._records
-        assert not session._reloaded
-        assert session._reloaded_bytes == 0
-        assert not session._rebuilt
-        assert session._rebuilt_bytes == 0
+        assert not session._reloads.held
+        assert session._reloads.held_bytes == 0
+        assert not session._rebuilds.held
+        assert session._rebuilds.held_bytes == 0
         assert not session._kept
         assert session._kept_bytes == 0
         assert not any(session._stored_bytes.values())
@@ -183,8 +183,8 @@ class Simulation:
         self.check_account()
         session = self.session
         assert not session._offloading
-        assert not [held for held in session._abandoned if not held[1].query()]
-        session._abandoned.clear()
+        assert not [held for held in session._reloads.abandoned if not held[1].query()]
+        session._reloads.abandoned.clear()
         assert self.store.used_bytes == 0
         assert self.device.allocated_bytes() == 0
         self.session.close()
@@ -294,7 +294,7 @@ class Watch:
 
     def _watch_reloads(self) -> None:
         session, store = self.simulation.session, self.simulation.store
-        reload, prefetch = store.reload, session._prefetch
+        reload, prefetch = store.reload, session._reloads.prefetch
         prefetching = False
 
         def watched_reload(slot: Slot) -> tuple[Tensor, AbstractEvent]:
@@ -305,27 +305,27 @@ class Watch:
             self._read_slots.discard(slot)
             return reload(slot)
 
-        def watched_prefetch(*args: Any) -> None:
+        def watched_prefetch(*args: Any) -> Any:
             nonlocal prefetching
             prefetching = True
             try:
-                prefetch(*args)
+                return prefetch(*args)
             finally:
                 prefetching = False
 
-        store.reload, session._prefetch = watched_reload, watched_prefetch
+        store.reload, session._reloads.prefetch = watched_reload, watched_prefetch
 
     def _require_room(self, slot: Slot, prefetching: bool) -> None:
         """A prefetch fits in the bound or is alone; a reload on demand comes on top of that."""
         session = self.simulation.session
         most_bytes = max(session._bound_bytes, self.largest_bytes)
         if prefetching:
-            fits = session._reloaded_bytes + slot.size_bytes <= session._bound_bytes
-            self._require(fits or not session._reloaded, "a prefetch exceeds the bound")
-        unread = [r for r in session._reloaded if r.slot not in self._read_slots]
+            fits = session._reloads.held_bytes + slot.size_bytes <= session._bound_bytes
+            self._require(fits or not session._reloads.held, "a prefetch exceeds the bound")
+        unread = [r for r in session._reloads.held if r.slot not in self._read_slots]
         unread_bytes = sum(record.size_bytes for record in unread)
         self._require(unread_bytes <= most_bytes, "reloads that nobody has read exceed the bound")
-        excess_bytes = session._reloaded_bytes + slot.size_bytes - most_bytes
+        excess_bytes = session._reloads.held_bytes + slot.size_bytes - most_bytes
         self.most_excess = max(self.most_excess, excess_bytes / self.largest_bytes)
 
     def _watch_memory(self) -> None:
@@ -353,8 +353,8 @@ class Watch:
     def _held_bytes(self) -> int:
         """Device bytes given out and alive beyond what the session accounts for."""
         session = self.simulation.session
-        own = [record.buffer for record in session._reloaded]
-        own += [memory for memory, _ in session._abandoned]
+        own = [record.buffer for record in session._reloads.held]
+        own += [memory for memory, _ in session._reloads.abandoned]
         # In the backward of a backward, what was reloaded is saved again and leaves again.
         own += [record.source for record in session._offloading]
         addresses = {memory.untyped_storage()._cdata for memory in own}

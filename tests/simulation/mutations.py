@@ -81,7 +81,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="a buffer that nobody waited for is held until its copy up is complete",
-        file="runtime/session.py",
+        file="runtime/reloads.py",
         old="        if not record.awaited:\n",
         new="        if False:\n",
         hazard="A graph dies while its bytes are on their way up: the buffer is freed, handed out "
@@ -89,9 +89,9 @@ MUTATIONS = (
     ),
     Mutation(
         name="held buffers are let go only when their copy up has been seen complete",
-        file="runtime/session.py",
-        old="self._abandoned = [held for held in self._abandoned if not held[1].query()]",
-        new="self._abandoned = []",
+        file="runtime/reloads.py",
+        old="self.abandoned = [held for held in self.abandoned if not held[1].query()]",
+        new="self.abandoned = []",
         hazard="The same.",
     ),
     Mutation(
@@ -228,7 +228,7 @@ MUTATIONS = (
     Mutation(
         name="a buffer is held while copies of a failed reload are under way",
         file="runtime/session.py",
-        old="                self._abandoned.append((flat, event))  # copies may be under way\n",
+        old="                self._reloads.abandoned.append((flat, event))  # a copy may run\n",
         new="                pass\n",
         hazard="Part of the bytes could be read and are on their way into the buffer when backward "
         "raises and frees it.",

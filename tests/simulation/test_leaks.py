@@ -89,14 +89,14 @@ class ThreadBench:
     def finish(self) -> None:
         _wait_until(self._at_rest, "copies did not end, or bytes were left in the store")
         assert self.session._live == 0
-        assert self.session._reloaded_bytes == 0
+        assert self.session._reloads.held_bytes == 0
         assert self.session._kept_bytes == 0
         assert not any(self.session._stored_bytes.values())
         self.session.close()
 
     def _at_rest(self) -> bool:
         self.session.poll()
-        under_way = self.session._offloading or self.session._abandoned
+        under_way = self.session._offloading or self.session._reloads.abandoned
         return not under_way and self.store.used_bytes == 0
 
 

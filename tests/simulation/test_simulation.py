@@ -15,7 +15,7 @@ SEEDS = int(os.environ.get("EBBTIDE_SIMULATION_SEEDS", "300"))
 """`make soak` runs many more."""
 
 CHUNK = 50
-GENERATED = max(900, SEEDS // 4)
+GENERATED = max(700, SEEDS // 4)
 TAPES = st.integers(0, 500).flatmap(lambda size: st.binary(min_size=size, max_size=size))
 KNOBS = st.builds(
     Knobs,
@@ -102,6 +102,7 @@ def test_random_programs(first: int) -> None:
         check(seed)
 
 
+@pytest.mark.timeout(900)
 def test_generated_programs() -> None:
     """The same, where hypothesis generates program and simulation, and shrinks what fails."""
     tally = Tally()

@@ -59,8 +59,8 @@ def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
     bench.session.poll()
     assert bench.session._live == 0
     assert not bench.session._records
-    assert not bench.session._rebuilt
-    assert bench.session._rebuilt_bytes == 0
+    assert not bench.session._rebuilds.held
+    assert bench.session._rebuilds.held_bytes == 0
     bench.session.close()
 
 

@@ -45,7 +45,7 @@ class Bench:
         """Wait for the copies under way and let go of what they held."""
         deadline_s = time.monotonic() + 10
         # What a dropped slot still has in use is in use until the last reader is gone.
-        while self.session._offloading or self.session._abandoned or self._dropped():
+        while self.session._offloading or self.session._reloads.abandoned or self._dropped():
             self.session.poll()
             assert time.monotonic() < deadline_s, "copies did not end"
             time.sleep(0.001)

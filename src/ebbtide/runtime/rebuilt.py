@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ebbtide.devices.base import AbstractEvent, AbstractStream
+from ebbtide.devices.base import AbstractDevice, AbstractEvent, AbstractStream
 from ebbtide.runtime.ranges import Layer
 from ebbtide.runtime.recipes import Constants, RebuildRecipe
 
@@ -109,3 +109,74 @@ class RebuildRecord:
         self.generation = 0
         self.handles = 0
         self.unread = 0
+
+
+@final
+class Rebuilds:
+    """The values of rebuild records. Its session calls it with the lock held.
+
+    Args:
+        device: whose compute streams rebuild them.
+        bound_bytes: on values that wait for another reader.
+
+    Attributes:
+        held: records whose value is there, oldest first.
+        held_bytes: of their values.
+    """
+
+    def __init__(self, device: AbstractDevice, bound_bytes: int) -> None:
+        self._device = device
+        self._bound_bytes = bound_bytes
+        self.held: dict[RebuildRecord, None] = {}
+        self.held_bytes = 0
+
+    def value(self, record: RebuildRecord) -> Tensor | None:
+        """A record's value if it is there, ready for what the calling thread queues next."""
+        value, ready, home = record.value, record.ready, record.home
+        if value is not None and ready is not None and home is not None:
+            # Another reader rebuilt it, perhaps on another stream.
+            self._device.compute_stream().wait(ready)
+            self._device.note_use(value, home)
+        return value
+
+    def hold(self, record: RebuildRecord, value: Tensor) -> None:
+        """A record has been rebuilt on the current compute stream."""
+        record.value, record.home = value, self._device.compute_stream()
+        record.ready = record.home.record()
+        record.generation += 1
+        record.unread = record.handles
+        self.held[record] = None
+        self.held_bytes += record.size_bytes
+
+    def note_read(self, record: RebuildRecord, generation: int) -> int:
+        """A handle has read a value.
+
+        Args:
+            record: has been rebuilt.
+            generation: the rebuild that the handle has read before; 0 for none.
+
+        Returns:
+            The one that it has read now.
+        """
+        if generation != record.generation:
+            record.unread -= 1
+        self._release_if_read(record)
+        while self.held_bytes > self._bound_bytes:
+            self._release(next(iter(self.held)))  # who comes later rebuilds it again
+        return record.generation
+
+    def forget_handle(self, record: RebuildRecord, generation: int) -> None:
+        """A handle has died that had read that rebuild."""
+        record.handles -= 1
+        if record.value is not None and generation != record.generation:
+            record.unread -= 1
+        self._release_if_read(record)
+
+    def _release_if_read(self, record: RebuildRecord) -> None:
+        if record.value is not None and not record.unread:
+            self._release(record)
+
+    def _release(self, record: RebuildRecord) -> None:
+        record.value = record.ready = record.home = None
+        del self.held[record]
+        self.held_bytes -= record.size_bytes

@@ -14,17 +14,16 @@ from ebbtide.runtime.forward import ForwardLog, UnpackOrder
 from ebbtide.runtime.gate import Gate
 from ebbtide.runtime.kept import SmallKept
 from ebbtide.runtime.ranges import Layer, profiler_range
-from ebbtide.runtime.rebuilt import Call, RebuildRecord
+from ebbtide.runtime.rebuilt import Call, RebuildRecord, Rebuilds
 from ebbtide.runtime.recorder import StepRecorder, Subject
 from ebbtide.runtime.records import AbstractPacking, RecordState, StorageRecord
+from ebbtide.runtime.reloads import Reloads
 from ebbtide.runtime.stats import StepMeter, StepStats
 from ebbtide.stores.base import AbstractStore
 from ebbtide.tracing.events import Trace
 
 if TYPE_CHECKING:
     from ebbtide.runtime.saved import OffloadedTensor, RebuiltTensor
-
-_READ_AHEAD = 4  # times the bound on bytes in flight: what the store is told to expect
 
 
 @final
@@ -61,6 +60,8 @@ class Session:
         self.device = device
         self.layer: Layer | None = None
         self._store = store
+        self._reloads = Reloads(device, store, max_inflight_bytes)
+        self._rebuilds = Rebuilds(device, max_inflight_bytes)
         self._traced = traced
         device.keeps_time = traced
         self._finished: StepMeter | StepStats = StepStats()
@@ -69,13 +70,8 @@ class Session:
         self._bound_bytes = max_inflight_bytes
         self._gate = Gate(self)
         self._records: dict[Hashable, StorageRecord | RebuildRecord] = {}
-        self._rebuilt: dict[RebuildRecord, None] = {}  # whose value is held, oldest first
-        self._rebuilt_bytes = 0
         self._offloading: deque[StorageRecord] = deque()
         self._offloading_bytes = 0
-        self._reloaded: dict[StorageRecord, None] = {}  # in the order of their reloads
-        self._reloaded_bytes = 0
-        self._abandoned: list[tuple[torch.Tensor, AbstractEvent]] = []
         self._dead: deque[tuple[StorageRecord | RebuildRecord | None, int]] = deque()
         self._rebuilding: dict[RebuildRecord, AbstractEvent] = {}  # where compute began to
         self._dead_small: deque[int] = deque()
@@ -86,7 +82,6 @@ class Session:
         self._forwards = 0  # that run now
         self._microbatches = 0  # forwards that this step has begun
         self._log = ForwardLog(None)
-        self._expected_bytes = 0  # that the store has been told to expect
         self._learned: UnpackOrder | None = None
         self._closing = False
         self._polled = False
@@ -316,7 +311,7 @@ class Session:
             self._retire_finished()
             self._prefetch(record.forward)
             if event is not None:
-                self._note_read(record, saved)
+                saved.generation = self._reloads.note_read(record, saved.generation)
         if event is not None:
             self._wait_for_reload(record, flat, event)
         self.device.note_use(flat, home)
@@ -330,7 +325,7 @@ class Session:
             self._wait(record, event, self.device.compute_stream(), is_reload=True)
         except BaseException:  # the disk could not be read
             with self._gate:
-                self._abandoned.append((flat, event))  # copies may be under way
+                self._reloads.abandoned.append((flat, event))  # a copy may run
             raise
 
     def note_backward(self, log: ForwardLog) -> None:
@@ -341,81 +336,19 @@ class Session:
             self._prefetch(log)
 
     def _begin_reload(self, record: StorageRecord) -> None:
-        self._expect(record, False)
-        with profiler_range("reload", record.layer):
-            buffer, reloaded = self._store.reload(record.slot)
-        record.begin_reload(buffer, reloaded, self.device.compute_stream())
-        if self._recorder is not None:
-            self._recorder.copy("reload", _subject(record), reloaded)
-        self._reloaded[record] = None
-        self._reloaded_bytes += record.size_bytes
-        self.meter.reloaded_bytes += record.size_bytes
-        self._note_peak()
-
-    def _note_read(self, record: StorageRecord, saved: OffloadedTensor) -> None:
-        record.awaited = True
-        if saved.generation != record.generation:
-            saved.generation = record.generation
-            record.unread -= 1
-            self._release_if_read(record)
-
-    def _release_if_read(self, record: StorageRecord) -> None:
-        """Let go of a buffer that all have read; who still computes with it keeps it alive."""
-        if record.state is RecordState.RELOADED and not record.unread:
-            self._release_buffer(record)
-
-    def _release_buffer(self, record: StorageRecord) -> None:
-        assert record.buffer is not None and record.reloaded is not None
-        del self._reloaded[record]
-        self._reloaded_bytes -= record.size_bytes
-        if not record.awaited:
-            # No kernel waits for this copy: freed now, the memory could be handed out again
-            # while the copy still writes to it.
-            self._abandoned.append((record.buffer, record.reloaded))
-        record.release_buffer()
-        record.forward.note_offloaded(record.ordinal)
+        self._reloads.begin(record)
+        self._note_reload(record)
 
     def _prefetch(self, log: ForwardLog) -> None:
-        """Reload what backward wants next, as far as the bound allows; announce what follows."""
-        while (record := log.next_reload()) is not None:
-            if record.state is RecordState.OFFLOADED:
-                if not self._has_room(record):
-                    break
-                self._begin_reload(record)
-            log.pass_reload()
-        if self._store.reads_ahead:
-            self._announce(log)
+        for record in self._reloads.prefetch(log):
+            self._note_reload(record)
 
-    def _announce(self, log: ForwardLog) -> None:
-        """Tell the store what to expect, some way ahead."""
-        most_bytes = _READ_AHEAD * self._bound_bytes
-        while self._expected_bytes <= most_bytes and (record := log.next_announcement()):
-            if record.state is RecordState.OFFLOADED and not record.expected:
-                self._expect(record, True)
-                self._store.read_ahead(record.slot)
-            log.pass_announcement()
-
-    def _expect(self, record: StorageRecord, expected: bool) -> None:
-        self._expected_bytes += (expected - record.expected) * record.size_bytes
-        record.expected = expected
-
-    def _has_room(self, record: StorageRecord) -> bool:
-        """Whether a reload stays within the bound, after letting go of buffers read once."""
-        if self._reloaded_bytes + record.size_bytes > self._bound_bytes:
-            self._evict(record)
-        fits = self._reloaded_bytes + record.size_bytes <= self._bound_bytes
-        return fits or not self._reloaded
-
-    def _evict(self, wanted: StorageRecord) -> None:
-        """Let go of buffers that were read and have a reader to come, but not before this one."""
-        log = wanted.forward
-        place = log.next_use(wanted.ordinal)
-        for record in list(self._reloaded):
-            if self._reloaded_bytes + wanted.size_bytes <= self._bound_bytes:
-                return
-            sooner = record.forward is log and log.next_use(record.ordinal) < place
-            if record.unread < record.handles and not sooner:
-                self._release_buffer(record)
+    def _note_reload(self, record: StorageRecord) -> None:
+        assert record.reloaded is not None
+        if self._recorder is not None:
+            self._recorder.copy("reload", _subject(record), record.reloaded)
+        self.meter.reloaded_bytes += record.size_bytes
+        self._note_peak()
 
     def _wait(
         self,
@@ -474,51 +407,25 @@ class Session:
     def begin_rebuild(self, record: RebuildRecord) -> torch.Tensor | None:
         """The record's value if it is there, ready for what the calling thread queues next."""
         with self._gate:
-            value, ready, home = record.value, record.ready, record.home
-            if self._recorder is not None and value is None:
+            if record.value is None and self._recorder is not None:
                 self._rebuilding[record] = self._recorder.mark()
-        if value is not None and ready is not None and home is not None:
-            # Another reader rebuilt it, perhaps on another stream.
-            self.device.compute_stream().wait(ready)
-            self.device.note_use(value, home)
-        return value
+            return self._rebuilds.value(record)
 
     def end_rebuild(self, saved: RebuiltTensor, value: torch.Tensor) -> None:
         """A handle has read the value; the last one to do so lets go of it."""
         record = saved.record
         with self._gate:
             if record.value is None:
-                record.value, record.home = value, self.device.compute_stream()
-                record.ready = record.home.record()
-                record.generation += 1
-                record.unread = record.handles
-                self._rebuilt[record] = None
-                self._rebuilt_bytes += record.size_bytes
+                self._rebuilds.hold(record, value)
                 self._note_peak()
                 begun = self._rebuilding.pop(record, None)
                 if self._recorder is not None and begun is not None:
                     subject = Subject(record.layer, record.number, record.size_bytes)
                     self._recorder.compute("rebuild", subject, begun)
-            if saved.generation != record.generation:
-                saved.generation = record.generation
-                record.unread -= 1
-            if not record.unread:
-                self._release_value(record)
-            while self._rebuilt_bytes > self._bound_bytes and self._rebuilt:
-                self._release_value(next(iter(self._rebuilt)))  # who comes later rebuilds it again
-
-    def _release_value(self, record: RebuildRecord) -> None:
-        if record.value is not None:
-            record.value = record.ready = None
-            del self._rebuilt[record]
-            self._rebuilt_bytes -= record.size_bytes
+            saved.generation = self._rebuilds.note_read(record, saved.generation)
 
     def _forget_rebuilt(self, record: RebuildRecord, generation: int) -> None:
-        record.handles -= 1
-        if record.value is not None and generation != record.generation:
-            record.unread -= 1
-        if record.value is not None and not record.unread:
-            self._release_value(record)
+        self._rebuilds.forget_handle(record, generation)
         if not record.handles and self._records.get(record.key) is record:
             del self._records[record.key]
 
@@ -587,8 +494,7 @@ class Session:
     def _let_go_of_finished(self) -> None:
         """Let go of what copies under way had needed."""
         self._retire_finished()
-        if self._abandoned:
-            self._abandoned = [held for held in self._abandoned if not held[1].query()]
+        self._reloads.let_go_of_finished()
 
     def _forget_kept(self, key: int) -> None:
         holders, size_bytes = self._kept.pop(key)
@@ -602,7 +508,7 @@ class Session:
         if record.state is RecordState.RELOADED and generation != record.generation:
             record.unread -= 1
         if record.handles:
-            self._release_if_read(record)
+            self._reloads.release_if_read(record)
         else:
             self._drop(record)
 
@@ -611,10 +517,10 @@ class Session:
         if self._records.get(record.key) is record:
             del self._records[record.key]
         if record.state is RecordState.RELOADED:
-            self._release_buffer(record)
+            self._reloads.release(record)
         # A source whose copy is under way stays until `_retire_offload`: the copy reads it.
         record.move_to(RecordState.DROPPED)
-        self._expect(record, False)
+        self._reloads.expect(record, False)
         self._store.drop(record.slot)
         self._stored_bytes[record.slot.tier] -= record.size_bytes
         log = record.forward
@@ -624,7 +530,7 @@ class Session:
 
     def _note_peak(self) -> None:
         now_bytes = self._kept_bytes + self._offloading_bytes
-        now_bytes += self._reloaded_bytes + self._rebuilt_bytes
+        now_bytes += self._reloads.held_bytes + self._rebuilds.held_bytes
         self.meter.peak_device_bytes = max(self.meter.peak_device_bytes, now_bytes)
 
     def _finish_step_if_over(self) -> None:
