@@ -165,8 +165,9 @@ class Program:
         source: draws everything: a seed, or the numbers of a tape.
         switch: called within forwards with whether what follows is to be offloaded.
         unary: the functions that networks are drawn from.
-        starts_over: a backward that meets a tensor modified in place leaves no gradients. How far
-            it comes before it raises is not the same where inputs are read for a rebuild.
+        starts_over: a backward that raises leaves no gradients, and one over a tensor modified in
+            place is asked for all of them. Where inputs are read for a rebuild, it raises earlier,
+            and also where plain autograd would not have needed that input (docs/guides/rebuild.md).
     """
 
     def __init__(
@@ -214,6 +215,7 @@ class _Microbatch:
 
     loss: Tensor
     output: Tensor | None
+    changed: bool
 
 
 @dataclass
@@ -288,7 +290,8 @@ class _Step:
                 self._meet(accident, pool)
         self.switch(True)
         loss = torch.stack([t.square().mean() for t in pool]).sum()
-        return _Microbatch(loss, pool[-1].detach() if keeps_output else None)
+        output = pool[-1].detach() if keeps_output else None
+        return _Microbatch(loss, output, changed=0.79 < accident <= 0.91)
 
     def _apply(self, layer: Layer, pool: list[Tensor]) -> None:
         a = pool[layer.first % len(pool)]
@@ -320,11 +323,15 @@ class _Step:
             self.outcome.content["output changed"] += 1
             with torch.no_grad():
                 microbatch.output.mul_(0.5)  # its bytes may be in the store, it itself is not
+            microbatch.changed = True
         how = self.draw.random()
         try:
+            if self.starts_over and microbatch.changed:
+                how = min(how, 0.5)
             self._differentiate(microbatch.loss, how)
         except InterruptedStepError:
             self.outcome.errors.append("interrupted backward")
+            self._start_over()
         except OSError:
             self.outcome.errors.append("store failed")
         except RuntimeError as error:
@@ -333,9 +340,12 @@ class _Step:
             if not names:
                 raise
             self.outcome.errors.append(names[0])
-            if self.starts_over:
-                for weight in self.weights:
-                    weight.grad = None
+            self._start_over()
+
+    def _start_over(self) -> None:
+        if self.starts_over:
+            for weight in self.weights:
+                weight.grad = None
 
     def _differentiate(self, loss: Tensor, how: float) -> None:
         content = self.outcome.content

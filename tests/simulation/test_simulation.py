@@ -15,7 +15,7 @@ SEEDS = int(os.environ.get("EBBTIDE_SIMULATION_SEEDS", "300"))
 """`make soak` runs many more."""
 
 CHUNK = 50
-GENERATED = max(700, SEEDS // 4)
+GENERATED = max(800, SEEDS // 4)
 TAPES = st.integers(0, 500).flatmap(lambda size: st.binary(min_size=size, max_size=size))
 KNOBS = st.builds(
     Knobs,
@@ -68,7 +68,7 @@ class Tally:
         for name in CONTENT:
             assert self.content[name] > self.programs // 40, name
         for name in ERRORS:
-            assert self.errors[name] > self.programs // 100, name
+            assert self.errors[name] > self.programs // 300, name
         assert set(self.content) == CONTENT
         assert set(self.errors) == ERRORS
 
