@@ -117,7 +117,7 @@ class Rebuilds:
 
     Args:
         device: whose compute streams rebuild them.
-        bound_bytes: on values that wait for another reader.
+        bound_bytes: on values that wait for another reader, with the reloads that do.
 
     Attributes:
         held: records whose value is there, oldest first.
@@ -148,12 +148,13 @@ class Rebuilds:
         self.held[record] = None
         self.held_bytes += record.size_bytes
 
-    def note_read(self, record: RebuildRecord, generation: int) -> int:
+    def note_read(self, record: RebuildRecord, generation: int, beside_bytes: int) -> int:
         """A handle has read a value.
 
         Args:
             record: has been rebuilt.
             generation: the rebuild that the handle has read before; 0 for none.
+            beside_bytes: what is held of other kinds, under the same bound.
 
         Returns:
             The one that it has read now.
@@ -161,9 +162,18 @@ class Rebuilds:
         if generation != record.generation:
             record.unread -= 1
         self._release_if_read(record)
-        while self.held_bytes > self._bound_bytes:
-            self._release(next(iter(self.held)))  # who comes later rebuilds it again
+        self.make_room(0, beside_bytes)
         return record.generation
+
+    def make_room(self, size_bytes: int, beside_bytes: int) -> None:
+        """Let go of values while there is more than the bound; who comes later rebuilds them again.
+
+        Args:
+            size_bytes: of what is to come.
+            beside_bytes: what is held of other kinds, under the same bound.
+        """
+        while self.held and self.held_bytes + beside_bytes + size_bytes > self._bound_bytes:
+            self._release(next(iter(self.held)))
 
     def forget_handle(self, record: RebuildRecord, generation: int) -> None:
         """A handle has died that had read that rebuild."""

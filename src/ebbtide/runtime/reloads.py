@@ -88,8 +88,20 @@ class Reloads:
 
     # ---- ahead of need ------------------------------------------------------------------------
 
-    def prefetch(self, log: ForwardLog) -> list[StorageRecord]:
+    def make_room(self, size_bytes: int) -> None:
+        """Let go of buffers that were read, for what is wanted now; they come back once more."""
+        for record in list(self.held):
+            if self.held_bytes + size_bytes <= self._bound_bytes:
+                return
+            if record.unread < record.handles:
+                self.release(record)
+
+    def prefetch(self, log: ForwardLog, beside_bytes: int) -> list[StorageRecord]:
         """Reload what backward wants next, as far as the bound allows; announce what follows.
+
+        Args:
+            log: of the forward whose backward runs.
+            beside_bytes: what is held of other kinds, under the same bound.
 
         Returns:
             What is on its way now.
@@ -97,7 +109,7 @@ class Reloads:
         begun = []
         while (record := log.next_reload()) is not None:
             if record.state is RecordState.OFFLOADED:
-                if not self._has_room(record):
+                if not self._has_room(record, beside_bytes):
                     break
                 self.begin(record)
                 begun.append(record)
@@ -120,19 +132,20 @@ class Reloads:
                 self._store.read_ahead(record.slot)
             log.pass_announcement()
 
-    def _has_room(self, record: StorageRecord) -> bool:
+    def _has_room(self, record: StorageRecord, beside_bytes: int) -> bool:
         """Whether a reload stays within the bound, after letting go of buffers read once."""
-        if self.held_bytes + record.size_bytes > self._bound_bytes:
-            self._evict(record)
-        fits = self.held_bytes + record.size_bytes <= self._bound_bytes
-        return fits or not self.held
+        room_bytes = self._bound_bytes - beside_bytes
+        if self.held_bytes + record.size_bytes > room_bytes:
+            self._evict(record, room_bytes)
+        fits = self.held_bytes + record.size_bytes <= room_bytes
+        return fits or not (self.held or beside_bytes)
 
-    def _evict(self, wanted: StorageRecord) -> None:
+    def _evict(self, wanted: StorageRecord, room_bytes: int) -> None:
         """Let go of buffers that were read and have a reader to come, but not before this one."""
         log = wanted.forward
         place = log.next_use(wanted.ordinal)
         for record in list(self.held):
-            if self.held_bytes + wanted.size_bytes <= self._bound_bytes:
+            if self.held_bytes + wanted.size_bytes <= room_bytes:
                 return
             sooner = record.forward is log and log.next_use(record.ordinal) < place
             if record.unread < record.handles and not sooner:

@@ -304,6 +304,8 @@ class Session:
                 flat, event = record.source, None
             else:
                 if record.buffer is None:
+                    self._reloads.make_room(record.size_bytes)
+                    self._rebuilds.make_room(record.size_bytes, self._reloads.held_bytes)
                     self._begin_reload(record)
                 assert record.buffer is not None and record.reloaded is not None
                 flat, event = record.buffer, record.reloaded
@@ -340,7 +342,7 @@ class Session:
         self._note_reload(record)
 
     def _prefetch(self, log: ForwardLog) -> None:
-        for record in self._reloads.prefetch(log):
+        for record in self._reloads.prefetch(log, self._rebuilds.held_bytes):
             self._note_reload(record)
 
     def _note_reload(self, record: StorageRecord) -> None:
@@ -407,6 +409,8 @@ class Session:
     def begin_rebuild(self, record: RebuildRecord) -> torch.Tensor | None:
         """The record's value if it is there, ready for what the calling thread queues next."""
         with self._gate:
+            if record.value is None:
+                self._rebuilds.make_room(record.size_bytes, self._reloads.held_bytes)
             if record.value is None and self._recorder is not None:
                 self._rebuilding[record] = self._recorder.mark()
             return self._rebuilds.value(record)
@@ -418,11 +422,15 @@ class Session:
             if record.value is None:
                 self._rebuilds.hold(record, value)
                 self._note_peak()
+                # Its inputs may be wanted again, but not before what has been rebuilt.
+                self._reloads.make_room(record.size_bytes)
                 begun = self._rebuilding.pop(record, None)
                 if self._recorder is not None and begun is not None:
                     subject = Subject(record.layer, record.number, record.size_bytes)
                     self._recorder.compute("rebuild", subject, begun)
-            saved.generation = self._rebuilds.note_read(record, saved.generation)
+            saved.generation = self._rebuilds.note_read(
+                record, saved.generation, self._reloads.held_bytes
+            )
 
     def _forget_rebuilt(self, record: RebuildRecord, generation: int) -> None:
         self._rebuilds.forget_handle(record, generation)
