@@ -37,7 +37,8 @@ class Chain(nn.Module):
 
     Args:
         steps: how many.
-        by: what is saved: an ``"activation"``, or the module's own ``"parameter"``.
+        by: what is saved: an ``"activation"``, one whose operation is ``"unknown"`` to rebuilding,
+            or the module's own ``"parameter"``.
         size: elements of the activation.
     """
 
@@ -45,7 +46,7 @@ class Chain(nn.Module):
         super().__init__()
         self.steps = steps
         self.by = by
-        self.weight = nn.Parameter(torch.ones(size), requires_grad=by == "activation")
+        self.weight = nn.Parameter(torch.ones(size), requires_grad=by != "parameter")
 
     def forward(self, x: Tensor) -> Tensor:
         if self.by == "parameter":
@@ -53,8 +54,9 @@ class Chain(nn.Module):
                 x = x * self.weight  # saves the frozen weight
             return x
         x = x * self.weight
+        function = torch.erf if self.by == "unknown" else torch.sin
         for _ in range(self.steps - 1):
-            x = x.sin()  # saves its input
+            x = function(x)  # saves its input
         return x
 
 
@@ -96,7 +98,12 @@ def _measure(by: str, steps: int, rounds: int, size: int) -> dict[str, list[floa
         "ebbtide, passed through": (offloaded, contextlib.nullcontext),
     }
     if by == "activation":
-        modes["ebbtide, moved in no time"] = (plain, _offload_in_no_time(plain))
+        modes["ebbtide, moved in no time"] = (plain, _offload_in_no_time(plain, rebuild=False))
+        unknown = Chain(steps, "unknown", size)
+        modes["an operation without a recipe: none"] = (unknown, contextlib.nullcontext)
+        for rebuild in (False, True):
+            name = f"an operation without a recipe: moved, rebuild={rebuild}"
+            modes[name] = (unknown, _offload_in_no_time(unknown, rebuild=rebuild))
     samples: dict[str, list[float]] = {name: [] for name in modes}
     for turn in range(rounds + 1):
         for name, (model, context) in modes.items():
@@ -123,11 +130,11 @@ def _identity_hooks() -> contextlib.AbstractContextManager[object]:
     return torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
 
 
-def _offload_in_no_time(model: Chain) -> Context:
+def _offload_in_no_time(model: Chain, *, rebuild: bool) -> Context:
     """Everything leaves, on a device whose copies are no work."""
     device = InstantDevice()
     session = Session(device, PinnedStore(device), max_inflight_bytes=256 * 2**20)
-    hooks = ActivationHooks(session, ParameterIndex([model]), min_bytes=1)
+    hooks = ActivationHooks(session, ParameterIndex([model]), min_bytes=1, rebuild=rebuild)
 
     @contextlib.contextmanager
     def offloading() -> Iterator[None]:

@@ -10,7 +10,7 @@ from typing import final
 import torch
 from torch import nn
 
-from ebbtide.hooks.packing import BitPacking, find_packing
+from ebbtide.hooks.packing import PACKED, BitPacking, find_packing
 from ebbtide.hooks.parameters import ParameterIndex
 from ebbtide.hooks.rebuild import RebuildFinder
 from ebbtide.runtime.kept import LargeKept, SmallKept
@@ -112,7 +112,7 @@ class ActivationHooks:
         if self._parameters.owns(tensor, storage.data_ptr()):
             self._session.meter.parameter_bytes += size_bytes
             return hold(tensor)
-        if self._finder is None or storage.nbytes() < self._min_bytes:
+        if self._finder is None or tensor.grad_fn is None or storage.nbytes() < self._min_bytes:
             return self._keep_or_offload(tensor, storage)
         saved = self._rebuild(tensor, storage, self._finder)
         if saved is None:
@@ -156,7 +156,7 @@ class ActivationHooks:
         ):
             key: Hashable = address
             packing = None
-            if self._packs and not session.has(address, version):
+            if self._packs and tensor.dtype in PACKED and not session.has(address, version):
                 packing = find_packing(tensor, storage)
                 if type(packing) is BitPacking:
                     # For other masks alone: who sees the same bytes as numbers wants them all.

@@ -9,6 +9,9 @@ from torch import Tensor
 
 from ebbtide.runtime.records import AbstractPacking
 
+PACKED = frozenset({torch.bool, torch.int64})
+"""What `find_packing` looks at."""
+
 _BITS = 8
 _NARROW = (torch.uint8, torch.int16, torch.int32)
 

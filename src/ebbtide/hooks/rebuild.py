@@ -15,6 +15,7 @@ from ebbtide.runtime.rebuilt import MOST_STEPS, Call
 from ebbtide.runtime.recipes import RECIPES
 from ebbtide.runtime.saved import (
     AbstractDeparted,
+    OffloadedTensor,
     RebuiltTensor,
     Saved,
     inspect,
@@ -24,6 +25,9 @@ from ebbtide.runtime.saved import (
 
 _LOG = logging.getLogger("ebbtide")
 _NOTE = "ebbtide.saved"  # in a node's metadata, with the number of the output
+
+
+_HOLDERS = frozenset({LargeKept, OffloadedTensor, RebuiltTensor})
 
 
 @final
@@ -42,7 +46,7 @@ class RebuildFinder:
         if node is None:
             return
         holder = saved[2] if type(saved) is tuple else saved
-        if isinstance(holder, (LargeKept, AbstractDeparted)):
+        if type(holder) in _HOLDERS:
             metadata: Any = node.metadata
             metadata[_NOTE, tensor.output_nr] = weakref.ref(holder)
 

@@ -163,7 +163,7 @@ class Session:
             self._retire_finished()
             self._live += 1
             holders, _ = self._kept.get(key, (0, 0))
-            counted = 0 if key in self._records else size_bytes
+            counted = 0 if type(self._records.get(key)) is StorageRecord else size_bytes
             if not holders:
                 self._kept_bytes += counted
                 self.meter.kept_bytes += counted
