@@ -2,6 +2,7 @@
 
 EbbtideError
 ├── PolicyError (ValueError)                    an argument cannot be honoured
+├── ScheduleError (ValueError)                  a schedule cannot be read or run
 ├── StoreFullError (OSError)                    a lower tier cannot take more bytes
 └── SavedTensorModifiedError (RuntimeError)     a saved tensor was changed in place before backward
 """
@@ -15,6 +16,10 @@ class EbbtideError(Exception):
 
 class PolicyError(EbbtideError, ValueError):
     """An argument, or its combination with this model, cannot be honoured."""
+
+
+class ScheduleError(EbbtideError, ValueError):
+    """A schedule cannot be read, or what it says cannot be run; the message marks the line."""
 
 
 class StoreFullError(EbbtideError, OSError):

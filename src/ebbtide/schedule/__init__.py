@@ -1,0 +1,23 @@
+"""What moves when: schedules, their text, their builders. Pure Python."""
+
+from ebbtide.schedule.builders import default, from_table, manual
+from ebbtide.schedule.check import first_use
+from ebbtide.schedule.passes import Action, Direction, Pass, Unit, Verb, parse_action, parse_pass
+from ebbtide.schedule.pipeline import from_pipeline
+from ebbtide.schedule.schedule import Schedule
+
+__all__ = [
+    "Action",
+    "Direction",
+    "Pass",
+    "Schedule",
+    "Unit",
+    "Verb",
+    "default",
+    "first_use",
+    "from_pipeline",
+    "from_table",
+    "manual",
+    "parse_action",
+    "parse_pass",
+]

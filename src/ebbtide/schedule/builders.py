@@ -1,0 +1,151 @@
+"""Builders: the default for k of N layers, a table, and lines written by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from ebbtide.errors import ScheduleError
+from ebbtide.schedule.passes import (
+    Action,
+    Direction,
+    Pass,
+    Unit,
+    Verb,
+    parse_action,
+    parse_pass,
+    read_order,
+)
+from ebbtide.schedule.schedule import Schedule
+
+TableRow = tuple[bool, int, bool, int]
+"""``(offload_fwd, offload_num, reload_fwd, reload_num)``: out before layer ``offload_num`` starts
+its forward (True) or backward (False), back from when ``reload_num`` starts its."""
+
+Order = str | Iterable[str | Pass]
+"""Passes in order: text such as ``"F0..F3 B3..B0"``, or one by one."""
+
+
+def default(num_layers: int, model_layers: int) -> Schedule:
+    """The schedule for the first k of N layers, with as much time for each copy as there is.
+
+    Layers 0 to k-1 leave as they are computed. Layer i must be out before layer N-k+i computes,
+    and starts back once that has finished its backward. N-k layers are the most on the device.
+
+    Args:
+        num_layers: k, from 0 to N-1.
+        model_layers: N, 1 or more.
+
+    Returns:
+        The schedule, checked, over ``F0..F{N-1} B{N-1}..B0``.
+
+    Raises:
+        ScheduleError: k or N is out of range.
+    """
+    _check_layers(model_layers)
+    if _is_no_count(num_layers) or not num_layers < model_layers:
+        raise ScheduleError(
+            f"num_layers={num_layers!r} must be a whole number from 0 to model_layers - 1 = "
+            f"{model_layers - 1}: the last layer's backward comes at once, so it stays"
+        )
+    later = model_layers - num_layers
+    table = {layer: (True, later + layer, False, later + layer - 1) for layer in range(num_layers)}
+    return from_table(table, model_layers)
+
+
+def from_table(
+    table: Mapping[int, TableRow], model_layers: int, *, order: Order | None = None
+) -> Schedule:
+    """The schedule that a synchronization table tells.
+
+    Args:
+        table: for each layer that leaves, ``(offload_fwd, offload_num, reload_fwd, reload_num)``:
+            it is out before layer ``offload_num`` starts its forward (True) or backward (False),
+            and starts back when ``reload_num`` starts its forward or backward.
+        model_layers: layers in the order; one model run on eight microbatches is eight layers.
+        order: in which the passes come; None: all forwards, then the backwards in reverse.
+
+    Returns:
+        The schedule, checked.
+
+    Raises:
+        ScheduleError: the table cannot be read, or what it says cannot be run.
+    """
+    _check_layers(model_layers)
+    passes = plain_order(model_layers) if order is None else read_order(order)
+    numbered = Schedule(passes).num_layers
+    if numbered != model_layers:
+        raise ScheduleError(f"the order has {numbered} layers, not model_layers={model_layers}")
+    offloads, releases, reloads = [], [], []
+    for layer, row in table.items():
+        if _is_no_count(layer) or not _is_row(row):
+            raise ScheduleError(
+                f"the table's row {layer!r}: {row!r} is not of the form layer: (offload_fwd, "
+                f"offload_num, reload_fwd, reload_num), such as 1: (False, 0, True, 4)"
+            )
+        unit = Unit(layer)
+        offload_fwd, offload_num, reload_fwd, reload_num = row
+        offloads.append((Pass(Direction.FORWARD, unit), Action(Verb.OFFLOAD, unit)))
+        releases.append((_anchor(offload_fwd, offload_num), Action(Verb.RELEASE, unit)))
+        reloads.append((_anchor(reload_fwd, reload_num), Action(Verb.RELOAD, unit)))
+    # At one anchor, what goes makes room for what comes.
+    return Schedule(passes, [*releases, *offloads, *reloads]).check()
+
+
+def manual(
+    lines: Mapping[str, str | Iterable[str]],
+    model_layers: int | None = None,
+    *,
+    order: Order | None = None,
+) -> Schedule:
+    """A schedule written by hand.
+
+    Args:
+        lines: what to do at each anchor, ``{"F16": "release 0", "B17": ["reload 2", ...]}``.
+        model_layers: how many layers there are, if ``order`` does not say.
+        order: in which the passes come; None: all forwards, then the backwards in reverse.
+
+    Returns:
+        The schedule, checked.
+
+    Raises:
+        ScheduleError: a line cannot be read, or what it says cannot be run.
+    """
+    if order is None:
+        if model_layers is None:
+            raise ScheduleError("give model_layers, or the order in which the passes come")
+        _check_layers(model_layers)
+        passes = plain_order(model_layers)
+    else:
+        passes = read_order(order)
+    actions = []
+    for anchor, words in lines.items():
+        for word in words.split(",") if isinstance(words, str) else words:
+            actions.append((parse_pass(anchor), parse_action(word)))
+    return Schedule(passes, actions).check()
+
+
+def plain_order(model_layers: int) -> tuple[Pass, ...]:
+    """All forwards, then all backwards in reverse."""
+    forwards = [Pass(Direction.FORWARD, Unit(layer)) for layer in range(model_layers)]
+    backwards = [Pass(Direction.BACKWARD, Unit(layer)) for layer in range(model_layers)]
+    return (*forwards, *reversed(backwards))
+
+
+def _anchor(forward: bool, layer: int) -> Pass:
+    return Pass(Direction.FORWARD if forward else Direction.BACKWARD, Unit(layer))
+
+
+def _check_layers(model_layers: int) -> None:
+    if _is_no_count(model_layers) or model_layers < 1:
+        raise ScheduleError(f"model_layers must be a whole number, 1 or more, got {model_layers!r}")
+
+
+def _is_row(row: object) -> bool:
+    if not isinstance(row, Sequence) or len(row) != 4:
+        return False
+    flags, counts = row[::2], row[1::2]
+    return all(isinstance(flag, bool) for flag in flags) and not any(map(_is_no_count, counts))
+
+
+def _is_no_count(value: object) -> bool:
+    return isinstance(value, bool) or not isinstance(value, int) or value < 0
