@@ -9,6 +9,8 @@ from os import PathLike
 from typing import final
 
 from ebbtide.tracing.chrome import write_chrome
+from ebbtide.tracing.plot import write_plot
+from ebbtide.tracing.timeline import render_timeline
 
 LANES = ("compute", "d2h", "h2d", "disk", "cpu_optimizer")
 
@@ -19,8 +21,8 @@ class TraceEvent:
     """Something that one lane did for one layer.
 
     Attributes:
-        what: ``"forward"``, ``"backward"``, ``"offload"``, ``"release"``, ``"reload"`` or
-            ``"wait"``.
+        what: ``"forward"``, ``"backward"``, ``"offload"``, ``"release"``, ``"reload"``, ``"wait"``
+            or ``"rebuild"``.
         lane: what did it: ``"compute"``, ``"d2h"``, ``"h2d"``, ``"disk"`` or ``"cpu_optimizer"``.
         begin_s: seconds since the step began.
         end_s: the same; a release takes no time.
@@ -58,7 +60,8 @@ class TraceEvent:
 class Trace:
     """The events of one step, in the order in which they began.
 
-    `print` shows how busy each lane was. `save` writes a file for Perfetto.
+    `print` shows how busy each lane was, `timeline` and `plot` when it did what. `save` writes a
+    file for Perfetto.
     """
 
     def __init__(self, events: Iterable[TraceEvent] = ()) -> None:
@@ -83,6 +86,37 @@ class Trace:
         Source: Trace Event Format, Google.
         """
         write_chrome(path, self.events, LANES)
+
+    def timeline(self, width: int = 80) -> str:
+        """Draw lanes by time in plain text.
+
+        A column shows what fills most of its time: passes as ``F3>>>`` and ``B3<<<``, copies and
+        waits with the layer's number, signs alone where that has no room. The last lines say what
+        the signs mean.
+
+        Args:
+            width: columns that no line exceeds, 40 or more.
+
+        Returns:
+            Lines of ASCII, without a newline at the end. The axis is in s, ms or us.
+
+        Raises:
+            PolicyError: ``width`` is less than 40.
+        """
+        return render_timeline(self.events, LANES, width)
+
+    def plot(self, path: str | PathLike[str]) -> None:
+        """Draw lanes by time as a picture, 12 inches wide.
+
+        Args:
+            path: of the file, such as ``"step.png"``; ``.svg`` and ``.pdf`` can be written too.
+
+        Raises:
+            PolicyError: the path ends in something else.
+            ImportError: matplotlib is missing; ``pip install "ebbtide[plots]"``.
+            OSError: the file cannot be written.
+        """
+        write_plot(path, self.events, LANES)
 
     def __str__(self) -> str:
         if not self.events:

@@ -1,0 +1,284 @@
+"""A trace as a picture: lanes by time, blocks coloured by what they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ebbtide.errors import PolicyError
+from ebbtide.tracing.timeline import TimeUnit, segments, short_label
+
+if TYPE_CHECKING:
+    from ebbtide.tracing.events import TraceEvent
+
+SUFFIXES = (".png", ".svg", ".pdf")
+
+# From the palette of Okabe and Ito, which colour-blind readers tell apart; their lightness differs
+# too, and a wait is hatched.
+_COLOURS = {
+    "forward": "#56B4E9",
+    "backward": "#0072B2",
+    "rebuild": "#CC79A7",
+    "wait": "#D55E00",
+    "offload": "#E69F00",
+    "reload": "#009E73",
+}
+_OTHER_COLOUR = "#999999"
+_INK = "#222222"
+_DARK = ("backward", "reload", "wait")  # labels on them are white
+_WIDTH_INCHES = 12.0
+_LANE_INCHES = {"compute": 0.62, "release": 0.3}
+_OTHER_LANE_INCHES = 0.42
+_ROW_INCHES = 0.2  # of events side by side in a lane
+_AROUND_INCHES = 1.25  # title, axis and legend
+_PIXELS_PER_INCH = 200
+_LABEL_POINTS = (8.0, 7.0, 6.0)
+_CHARACTER = 0.62  # width of a digit over the size of the font
+_EDGED_POINTS = 3.0  # a white edge would hide what is narrower
+
+
+class _Block(NamedTuple):
+    """A rectangle: times in seconds, height from the top in inches."""
+
+    event: TraceEvent
+    begin_s: float
+    end_s: float
+    top: float
+    height: float
+
+    @property
+    def duration_s(self) -> float:
+        return self.end_s - self.begin_s
+
+
+class _Lane(NamedTuple):
+    name: str
+    middle: float  # inches from the top
+    blocks: list[_Block]
+    releases: list[TraceEvent]
+
+
+def write_plot(
+    path: str | PathLike[str], events: Sequence[TraceEvent], lanes: Sequence[str]
+) -> None:
+    """Write the picture, 12 inches wide, as high as its lanes need.
+
+    Args:
+        path: of the file; its suffix says which format.
+        events: in the order in which they began.
+        lanes: from top to bottom; those without events are left out.
+
+    Raises:
+        PolicyError: the suffix is not one of `SUFFIXES`.
+        ImportError: matplotlib is not installed.
+        OSError: the file cannot be written.
+    """
+    suffix = Path(path).suffix.lower()
+    if suffix not in SUFFIXES:
+        raise PolicyError(f"path must end in {', '.join(SUFFIXES)}, got {str(path)!r}")
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        message = 'a plot needs matplotlib: pip install "ebbtide[plots]"'
+        raise ImportError(message) from error
+
+    rows, height = _lay_out(events, lanes)
+    size = (_WIDTH_INCHES, height + _AROUND_INCHES)
+    figure = Figure(figsize=size, dpi=_PIXELS_PER_INCH, layout="constrained")
+    FigureCanvasAgg(figure)
+    _draw(figure, events, rows, height)
+    figure.savefig(path, format=suffix[1:])
+
+
+def _lay_out(events: Sequence[TraceEvent], lanes: Sequence[str]) -> tuple[list[_Lane], float]:
+    """The lanes that have events from top to bottom, and their height in inches."""
+    result: list[_Lane] = []
+    top = 0.0
+    for name in (lanes[0], "release", *lanes[1:]):
+        moments = name == "release"
+        here = [
+            event
+            for event in events
+            if moments == (event.what == "release") and (moments or event.lane == name)
+        ]
+        if not here:
+            continue
+        compute = name == lanes[0]
+        rows = [0] * len(here) if compute or moments else _side_by_side(here)
+        height = max(_LANE_INCHES.get(name, _OTHER_LANE_INCHES), _ROW_INCHES * (max(rows) + 1))
+        blocks = [] if moments else _blocks(here, rows, top, height, nested=compute)
+        result.append(_Lane(name, top + height / 2, blocks, here if moments else []))
+        top += height
+    return result, max(top, _OTHER_LANE_INCHES)
+
+
+def _blocks(
+    events: Sequence[TraceEvent], rows: Sequence[int], top: float, height: float, *, nested: bool
+) -> list[_Block]:
+    """The lane's rectangles: of nested events the innermost, of others each in its row."""
+    top, height = top + 0.06, height - 0.12
+    seen = segments(events) if nested else []  # none if nothing took any time
+    if seen:
+        return [_Block(events[n], begin_s, end_s, top, height) for begin_s, end_s, n in seen]
+    each = height / (max(rows) + 1)
+    return [
+        _Block(event, event.begin_s, event.end_s, top + row * each, each)
+        for event, row in zip(events, rows, strict=True)
+    ]
+
+
+def _side_by_side(events: Sequence[TraceEvent]) -> list[int]:
+    """For each event the first row in which nothing overlaps it (two disk threads, say)."""
+    ends: list[float] = []
+    rows: list[int] = []
+    for event in events:
+        free = (row for row, end_s in enumerate(ends) if end_s <= event.begin_s)
+        row = next(free, len(ends))
+        ends[row : row + 1] = [event.end_s]
+        rows.append(row)
+    return rows
+
+
+def _draw(figure: Any, events: Sequence[TraceEvent], lanes: list[_Lane], height: float) -> None:
+    axes = figure.subplots()
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.set_ylim(height, 0)
+    axes.set_yticks([lane.middle for lane in lanes], [lane.name for lane in lanes])
+    axes.tick_params(axis="y", length=0, labelsize=10)
+    axes.tick_params(axis="x", labelsize=9)
+    axes.grid(axis="x", color="#E3E3E3", linewidth=0.7)
+    axes.set_axisbelow(True)
+    if not events:
+        axes.set_title("An empty trace", loc="left", fontsize=11)
+        axes.set_xticks([])
+        return
+    unit = TimeUnit.of(events)
+    axes.set_xlim(*_limits(unit))
+    axes.ticklabel_format(axis="x", style="plain", useOffset=False)
+    axes.set_xlabel(f"time since the step began ({unit.name})", fontsize=10)
+    axes.set_title(_title(events, unit), loc="left", fontsize=11)
+    _draw_legend(figure, lanes)
+    figure.draw_without_rendering()  # from here on it is known how much room a block has
+    points = axes.get_window_extent().width / figure.dpi * 72
+    left, right = axes.get_xlim()
+    for lane in lanes:
+        _draw_blocks(axes, lane.blocks, unit, points / (right - left))
+        _draw_releases(axes, lane, unit, points / (right - left))
+
+
+def _limits(unit: TimeUnit) -> tuple[float, float]:
+    begin, end = unit.begin_s * unit.per_s, unit.end_s * unit.per_s
+    margin = (end - begin) * 0.003 or 0.5
+    return begin - margin, end + margin
+
+
+def _title(events: Sequence[TraceEvent], unit: TimeUnit) -> str:
+    title = f"Timeline: {unit.write(unit.end_s - unit.begin_s)}"
+    waits_s = [event.duration_s for event in events if event.what == "wait"]
+    if waits_s:
+        title += f", of which compute waited {unit.write(sum(waits_s))}"
+    return title
+
+
+def _draw_legend(figure: Any, lanes: Sequence[_Lane]) -> None:
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    occurring = {block.event.what for lane in lanes for block in lane.blocks}
+    entries: list[Any] = [
+        Patch(**_style(what), linewidth=0, label=what)
+        for what in (*_COLOURS, *sorted(occurring - _COLOURS.keys()))
+        if what in occurring
+    ]
+    if any(lane.releases for lane in lanes):
+        release = Line2D([], [], marker="v", color=_INK, linestyle="none", markersize=5)
+        release.set_label("release")
+        entries.append(release)
+    figure.legend(
+        handles=entries,
+        loc="outside lower center",
+        ncols=max(1, len(entries)),
+        fontsize=9,
+        frameon=False,
+        handlelength=1.4,
+    )
+
+
+def _style(what: str) -> dict[str, Any]:
+    style = {"facecolor": _COLOURS.get(what, _OTHER_COLOUR), "edgecolor": "white"}
+    return style | ({"hatch": "////"} if what == "wait" else {})
+
+
+def _draw_blocks(
+    axes: Any, blocks: Sequence[_Block], unit: TimeUnit, points_per_unit: float
+) -> None:
+    from matplotlib.patches import Rectangle
+
+    widest: dict[int, _Block] = {}
+    for block in blocks:
+        begin, length = block.begin_s * unit.per_s, block.duration_s * unit.per_s
+        style = _style(block.event.what) | {"linewidth": 0.6}
+        if length * points_per_unit < _EDGED_POINTS:
+            style |= {"edgecolor": style["facecolor"], "hatch": None, "zorder": 2}
+        axes.add_patch(Rectangle((begin, block.top), length, block.height, **style))
+        most = widest.setdefault(id(block.event), block)
+        if block.duration_s > most.duration_s:
+            widest[id(block.event)] = block
+    _draw_labels(axes, list(widest.values()), unit, points_per_unit)
+
+
+def _draw_labels(
+    axes: Any, blocks: Sequence[_Block], unit: TimeUnit, points_per_unit: float
+) -> None:
+    """In the middle of each block that has room, for each kind in one size."""
+    fits = [
+        (block, _fit(block, block.duration_s * unit.per_s * points_per_unit)) for block in blocks
+    ]
+    sizes: dict[str, float] = {}
+    for block, (text, size) in fits:
+        if text:
+            sizes[block.event.what] = min(size, sizes.get(block.event.what, size))
+    for block, (text, _) in fits:
+        if not text:
+            continue
+        what = block.event.what
+        at = (block.begin_s + block.end_s) / 2 * unit.per_s, block.top + block.height / 2
+        style: dict[str, Any] = {"ha": "center", "va": "center_baseline", "fontsize": sizes[what]}
+        if what == "wait":  # not on top of its hatching
+            style["bbox"] = {"facecolor": _COLOURS[what], "linewidth": 0, "pad": 1}
+        colour = "white" if what in _DARK else _INK
+        axes.text(*at, text, **style, color=colour, linespacing=1.0)
+
+
+def _fit(block: _Block, points: float) -> tuple[str, float]:
+    """The label for a block of that width, if need be in two lines or smaller, and its size."""
+    text = short_label(block.event)
+    for lines in (text, text.replace(".", "\n")):
+        longest = max(len(line) for line in lines.split("\n"))
+        for size in _LABEL_POINTS:
+            high = 1.3 * size * len(lines.split("\n"))
+            if _CHARACTER * size * longest + 2 <= points and high <= block.height * 72:
+                return lines, size
+    return "", 0.0
+
+
+def _draw_releases(axes: Any, lane: _Lane, unit: TimeUnit, points_per_unit: float) -> None:
+    """A triangle at each, with the label to its right if there is room before the next."""
+    if not lane.releases:
+        return
+    times = [event.begin_s * unit.per_s for event in lane.releases]
+    axes.plot(times, [lane.middle] * len(times), "v", color=_INK, markersize=5, markeredgewidth=0)
+    nexts = [*times[1:], axes.get_xlim()[1]]
+    for event, time, end in zip(lane.releases, times, nexts, strict=True):
+        text = short_label(event)
+        size = _LABEL_POINTS[1]
+        if (end - time) * points_per_unit >= _CHARACTER * size * len(text) + 8:
+            at: dict[str, Any] = {
+                "xytext": (4, 0),
+                "textcoords": "offset points",
+                "va": "center_baseline",
+            }
+            axes.annotate(text, (time, lane.middle), **at, fontsize=size, color=_INK)

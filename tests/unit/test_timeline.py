@@ -1,0 +1,325 @@
+"""Traces drawn by time: as text, compared literally, and as a picture."""
+
+from __future__ import annotations
+
+import builtins
+import itertools
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ebbtide.errors import PolicyError
+from ebbtide.tracing.events import LANES, Trace, TraceEvent
+from ebbtide.tracing.plot import SUFFIXES
+from ebbtide.tracing.timeline import segments
+
+MS = 1e-3
+
+
+def event(
+    what: str, lane: str, begin_ms: float, end_ms: float, layer: int | None = 0, microbatch: int = 0
+) -> TraceEvent:
+    return TraceEvent(what, lane, begin_ms * MS, end_ms * MS, layer, microbatch)
+
+
+def offloaded_step() -> Trace:
+    """Two layers; the first one's activation leaves, and is late when backward wants it."""
+    return Trace(
+        [
+            event("forward", "compute", 0, 4, 0),
+            event("forward", "compute", 4, 8, 1),
+            event("offload", "d2h", 2, 6, 0),
+            event("release", "compute", 6, 6, 0),
+            event("backward", "compute", 8, 16, 1),
+            event("reload", "h2d", 10, 20, 0),
+            event("backward", "compute", 16, 32, 0),
+            event("wait", "compute", 16, 20, 0),
+        ]
+    )
+
+
+def rows(text: str) -> dict[str, str]:
+    """What stands behind the names of rows, which are as wide as the longest and a space."""
+    names = [line.split(" ")[0] for line in text.splitlines()]
+    names = [name for name in names if name in {*LANES, "wait", "release", "ms"}]
+    margin = max(map(len, names)) + 1
+    drawn = {line[:margin].rstrip(): line[margin:] for line in text.splitlines()}
+    return {name: drawn[name] for name in names if name != "ms"}
+
+
+# Text
+
+
+def test_a_step_reads_from_left_to_right() -> None:
+    # 40 columns less 8 for the names are 32: one for each millisecond.
+    assert offloaded_step().timeline(width=40).splitlines() == [
+        "32.0 ms, compute waited 4.00 ms",
+        "a column is 1.00 ms",
+        "ms      |0        |10       |20       |",
+        "compute F0>>F1>>B1<<<<<<    B0<<<<<<<<<<",
+        "wait                    0~~~",
+        "release       |0",
+        "d2h       0vvv",
+        "h2d               0^^^^^^^^^",
+        "F3 >) forward  B3 <( backward  3 ~- wait",
+        "3 vu offload  3 ^n reload  |3 release",
+    ]
+
+
+def test_neighbours_without_room_for_labels_are_told_apart() -> None:
+    # 64 ms in 32 columns of 2 ms: 1 column for the first three, 2 for the fourth.
+    ends = [0, 2, 4, 6, 10]
+    passes = [
+        event("forward", "compute", begin, end, layer)
+        for layer, (begin, end) in enumerate(itertools.pairwise(ends))
+    ]
+    copies = [event("offload", "d2h", 10 + 2 * i, 12 + 2 * i, i) for i in range(3)]
+    end = event("reload", "h2d", 56, 64, 12, microbatch=3)  # `12.m3` and a sign do not fit in 4
+    drawn = rows(Trace([*passes, *copies, end]).timeline(width=40))
+    assert drawn["compute"] == ">)>F3"
+    assert drawn["d2h"] == "     vuv"
+    assert drawn["h2d"] == " " * 28 + "^^^^"
+
+
+def test_microbatches_are_named_where_they_fit() -> None:
+    events = [event("forward", "compute", 8 * i, 8 * i + 8, 3, i) for i in range(4)]
+    copy = event("offload", "d2h", 8, 16, 3, 1)
+    drawn = rows(Trace([*events, copy]).timeline(width=40))
+    assert drawn["compute"] == "F3>>>>>>F3.m1>>>F3.m2>>>F3.m3>>>"
+    assert drawn["d2h"] == "        3.m1vvvv"
+
+
+def test_what_fills_most_of_a_column_wins() -> None:
+    # Columns of 1 ms. In the second: forward 0.2 + 0.25 + 0.15, backward 0.4 in one piece.
+    events = [
+        event("forward", "compute", 0, 1.2, 0),
+        event("backward", "compute", 1.2, 1.6, 1),
+        event("forward", "compute", 1.6, 1.85, 2),
+        event("forward", "compute", 1.85, 2.0, 3),
+        event("forward", "compute", 2.6, 3.0, 4),  # less than half of the third
+        event("forward", "compute", 31, 32, 5),
+    ]
+    assert rows(Trace(events).timeline(width=40))["compute"] == ">):" + " " * 28 + ">"
+
+
+def test_releases_of_one_column_share_a_marker() -> None:
+    events = [event("release", "compute", at, at, layer) for layer, at in enumerate((0, 4, 4.1, 9))]
+    events += [event("release", "compute", 31, 31, 7), event("release", "compute", 31.5, 31.5, 7)]
+    events += [event("forward", "compute", 0, 32, 0)]
+    assert rows(Trace(events).timeline(width=40))["release"] == (
+        "|0  |    |3                    |"  # no room for the 7 at the edge
+    )
+
+
+def test_the_innermost_event_is_seen() -> None:
+    outer = event("backward", "compute", 0, 32, 1)
+    inner = event("rebuild", "compute", 8, 16, 1)
+    assert rows(Trace([outer, inner]).timeline(width=40))["compute"] == (
+        "B1<<<<<<1+++++++B1<<<<<<<<<<<<<<"
+    )
+
+
+def test_an_empty_trace_says_so() -> None:
+    assert Trace().timeline() == "an empty trace"
+
+
+def test_one_event_fills_its_row() -> None:
+    lines = Trace([event("forward", "compute", 0, 1)]).timeline(width=40).splitlines()
+    assert "compute " + "F0".ljust(32, ">") in lines
+
+
+def test_events_that_take_no_time_leave_a_mark() -> None:
+    events = [
+        TraceEvent(what, lane, 2.0, 2.0, 3)
+        for what, lane in [("forward", "compute"), ("release", "compute"), ("offload", "disk")]
+    ]
+    assert Trace(events).timeline(width=40).splitlines() == [
+        "0 s",
+        "s       |2",
+        "compute :",
+        "release |3",
+        "disk    :",
+        "|3 release  : under half a column",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("end_s", "unit", "ticks"),
+    [
+        (7.0, "s ", ["0", "2", "4", "6"]),
+        (0.25, "ms", ["0", "100", "200"]),
+        (1e-3, "ms", ["0.0", "0.5"]),
+        (45e-6, "us", ["0", "20", "40"]),
+    ],
+)
+def test_ticks_are_few_round_and_in_a_fitting_unit(
+    end_s: float, unit: str, ticks: list[str]
+) -> None:
+    axis = Trace([TraceEvent("forward", "compute", 0.0, end_s, 0)]).timeline(width=40)
+    line = axis.splitlines()[1]
+    assert line.startswith(unit)
+    assert [text.strip() for text in line.split("|")[1:] if text.strip()] == ticks
+
+
+def test_a_late_trace_begins_where_its_first_event_does() -> None:
+    events = [event("forward", "compute", 1000 + 8 * i, 1008 + 8 * i, i) for i in range(4)]
+    lines = Trace(events).timeline(width=40).splitlines()
+    assert lines[1] == "ms      |1000     |1010     |1020     |"
+    assert lines[2] == "compute F0>>>>>>F1>>>>>>F2>>>>>>F3>>>>>>"
+
+
+@pytest.mark.parametrize("width", [39, 0, -1])
+def test_too_few_columns_are_refused(width: int) -> None:
+    with pytest.raises(PolicyError, match="width must be 40 columns or more"):
+        offloaded_step().timeline(width)
+
+
+# Whatever the trace
+
+WHATS = ("forward", "backward", "rebuild", "wait", "release", "offload", "reload", "step")
+
+
+@st.composite
+def traces(draw: st.DrawFn) -> Trace:
+    begin_s = draw(st.integers(0, 10**6)) * 1e-6 * draw(st.sampled_from([1e-3, 1, 1e3]))
+    scale_s = draw(st.sampled_from([1e-6, 1e-3, 1.0]))
+    result = []
+    for _ in range(draw(st.integers(1, 30))):
+        begin, duration = draw(st.integers(0, 10**4)), draw(st.integers(0, 10**4))
+        first_s, last_s = (begin_s + scale_s * n / 7 for n in (begin, begin + duration))
+        what, lane = draw(st.sampled_from(WHATS)), draw(st.sampled_from(LANES))
+        layer = draw(st.none() | st.integers(0, 200))
+        microbatch = draw(st.integers(0, 12))
+        result.append(
+            TraceEvent(
+                what, lane, first_s, first_s if what == "release" else last_s, layer, microbatch
+            )
+        )
+    return Trace(result)
+
+
+@given(trace=traces(), width=st.integers(40, 140))
+def test_no_line_is_wider_than_asked_for(trace: Trace, width: int) -> None:
+    text = trace.timeline(width)
+    assert max(map(len, text.splitlines())) <= width
+    assert text.isascii()
+
+
+@given(trace=traces(), width=st.integers(40, 140))
+def test_every_lane_with_an_event_shows_a_mark(trace: Trace, width: int) -> None:
+    drawn = rows(trace.timeline(width))
+    own = {"wait", "release"}
+    expected = {e.what if e.what in own else e.lane for e in trace.events}
+    assert drawn.keys() == expected
+    order = ["compute", "wait", "release", *LANES[1:]]
+    assert list(drawn) == [name for name in order if name in expected]
+    assert all(row.strip() for row in drawn.values())
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 9)), min_size=1, max_size=40))
+def test_blocks_stand_in_the_order_of_their_events(gaps: list[tuple[int, int]]) -> None:
+    at, events = 0, []
+    for layer, (gap, duration) in enumerate(gaps):
+        events.append(event("forward", "compute", at + gap, at + gap + duration, layer))
+        at += gap + duration
+    row = rows(Trace(events).timeline(width=120))["compute"]
+    labels = [int(text) for text in re.findall(r"F(\d+)", row)]
+    assert labels == sorted(set(labels))
+    columns = 120 - len("compute ")
+    whole = at - gaps[0][0] or 1
+    roomy = [n for n, (_, duration) in enumerate(gaps) if duration * columns >= 5 * whole]
+    assert set(roomy) <= set(labels)  # five columns hold `F12`, wherever the bins begin
+
+
+@given(traces())
+def test_segments_show_each_instant_once(trace: Trace) -> None:
+    seen = segments(trace.events)
+    for before, after in itertools.pairwise(seen):
+        assert before.end_s <= after.begin_s
+    for begin_s, end_s, number in seen:
+        shown = trace.events[number]
+        assert shown.begin_s <= begin_s < end_s <= shown.end_s
+        # Nothing that began later was running there.
+        later = [e for e in trace.events if shown.begin_s < e.begin_s < e.end_s]
+        assert not any(e.begin_s < end_s and begin_s < e.end_s for e in later)
+    length_s = sum(end_s - begin_s for begin_s, end_s, _ in seen)
+    assert length_s == pytest.approx(_covered_s(trace), rel=1e-6, abs=1e-12)
+
+
+def _covered_s(trace: Trace) -> float:
+    """How long anything was running; events come in order of their begin."""
+    covered_s, until_s = 0.0, float("-inf")
+    for e in trace.events:
+        covered_s += max(0.0, e.end_s - max(e.begin_s, until_s))
+        until_s = max(until_s, e.end_s)
+    return covered_s
+
+
+# Pictures
+
+SIGNATURES = {".png": b"\x89PNG", ".svg": b"<?xml", ".pdf": b"%PDF"}
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_a_picture_is_written_in_the_format_of_its_suffix(tmp_path: Path, suffix: str) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / f"step{suffix}"
+    offloaded_step().plot(path)
+    data = path.read_bytes()
+    assert data.startswith(SIGNATURES[suffix])
+    assert len(data) > 4096
+
+
+@pytest.mark.parametrize(
+    "trace",
+    [
+        Trace(),
+        Trace([event("forward", "compute", 0, 1)]),
+        Trace([event("wait", "compute", 5, 5), event("offload", "disk", 5, 5)]),
+        Trace([event("release", "compute", 5, 5)]),
+        Trace([event("reload", "disk", i, i + 3, None) for i in range(9)]),  # threads cross
+        Trace([event("step", "cpu_optimizer", i, i + 1, i, i) for i in range(400)]),
+    ],
+    ids=["empty", "one", "no time", "a moment", "crossing", "many"],
+)
+def test_any_trace_can_be_drawn(tmp_path: Path, trace: Trace) -> None:
+    pytest.importorskip("matplotlib")
+    trace.plot(tmp_path / "step.png")
+    assert (tmp_path / "step.png").stat().st_size > 0
+
+
+def test_a_picture_names_lanes_and_passes(tmp_path: Path) -> None:
+    matplotlib = pytest.importorskip("matplotlib")
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        offloaded_step().plot(tmp_path / "step.svg")
+    texts = re.findall(r">([^<>\n]+)</(?:text|tspan)>", (tmp_path / "step.svg").read_text())
+    assert {"compute", "release", "d2h", "h2d", "F0", "F1", "B1", "B0"} <= set(texts)
+    assert {"forward", "backward", "offload", "reload", "wait"} <= set(texts)
+    assert "Timeline: 32.0 ms, of which compute waited 4.00 ms" in texts
+    assert "time since the step began (ms)" in texts
+
+
+@pytest.mark.parametrize("name", ["step.jpeg", "step", "step.json"])
+def test_an_unknown_suffix_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(PolicyError, match=r"must end in \.png, \.svg, \.pdf, got .*step"):
+        offloaded_step().plot(tmp_path / name)
+
+
+def test_without_matplotlib_the_error_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = builtins.__import__
+
+    def without(name: str, *args: Any) -> Any:
+        if name.partition(".")[0] == "matplotlib":
+            raise ModuleNotFoundError(name)
+        return real(name, *args)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(ImportError, match=re.escape('pip install "ebbtide[plots]"')):
+        offloaded_step().plot(tmp_path / "step.png")
+    assert not (tmp_path / "step.png").exists()
