@@ -1,10 +1,19 @@
 """Offload training state from accelerator memory, and bring it back in time."""
 
+from ebbtide import schedule
 from ebbtide.api import OffloadHandle, offload, wrap_forward_with_offload
-from ebbtide.errors import EbbtideError, PolicyError, SavedTensorModifiedError, StoreFullError
+from ebbtide.errors import (
+    EbbtideError,
+    PolicyError,
+    SavedTensorModifiedError,
+    ScheduleError,
+    StoreFullError,
+)
+from ebbtide.loops import OffloadSession
 from ebbtide.policy import ActivationPolicy
 from ebbtide.runtime.recipes import RebuildRecipe, register_rebuild
 from ebbtide.runtime.stats import StepStats
+from ebbtide.schedule import Schedule
 from ebbtide.tracing.events import Trace, TraceEvent
 from ebbtide.version import __version__
 
@@ -12,9 +21,12 @@ __all__ = [
     "ActivationPolicy",
     "EbbtideError",
     "OffloadHandle",
+    "OffloadSession",
     "PolicyError",
     "RebuildRecipe",
     "SavedTensorModifiedError",
+    "Schedule",
+    "ScheduleError",
     "StepStats",
     "StoreFullError",
     "Trace",
@@ -22,5 +34,6 @@ __all__ = [
     "__version__",
     "offload",
     "register_rebuild",
+    "schedule",
     "wrap_forward_with_offload",
 ]

@@ -17,6 +17,7 @@ from ebbtide.hooks.forward import OffloadedForward
 from ebbtide.hooks.layers import LayerModules, LayerTracker, ModuleHook, find_layers, match_layers
 from ebbtide.policy import ActivationPolicy
 from ebbtide.runtime.stats import StepStats
+from ebbtide.schedule import Schedule
 from ebbtide.tracing.events import Trace
 
 
@@ -51,6 +52,14 @@ class OffloadHandle:
         """
         return self._engine.trace
 
+    @property
+    def schedule(self) -> Schedule | None:
+        """The schedule in force: print it and it reads as a table. None: there is none.
+
+        Without one, bytes leave as they are saved and come back as backward is about to ask.
+        """
+        return self._engine.schedule
+
     def detach(self) -> None:
         """Put the model back exactly as it was. A second call does nothing.
 
@@ -81,6 +90,7 @@ def offload(
     store: str = "auto",
     host_budget: int | str | None = None,
     trace: bool = False,
+    schedule: Schedule | None = None,
 ) -> OffloadHandle:
     """Let a model's saved activations leave the device during forward and return for backward.
 
@@ -101,6 +111,9 @@ def offload(
             forward raises `StoreFullError`. None: what is free.
         trace: record every step for ``handle.trace``. On an accelerator the host then waits for
             the device once a step, so ask for it to look, not to train.
+        schedule: what moves when, layer by layer; see `ebbtide.schedule`. None: bytes leave as they
+            are saved and come back in the order in which the backward before asked for them, within
+            `ActivationPolicy.max_inflight_bytes`.
 
     Returns:
         A handle with the statistics of the last step and `detach`.
@@ -108,6 +121,7 @@ def offload(
     Raises:
         PolicyError: the model has no parameters, or several devices; it is offloaded already;
             layers, policy or store do not fit it. The model is as it was.
+        ScheduleError: the schedule cannot be run. The model is as it was.
     """
     policy = ActivationPolicy() if activations is None else activations
     _refuse_second_offload(model)
@@ -118,9 +132,12 @@ def offload(
         )
     found = find_layers(model) if layers is None else match_layers(model, layers)
     _check_layer_counts(policy, found)
+    _check_schedule(schedule, policy, found)
     _refuse_compiled([model, *found.modules])
     _warn_of_one_region(model)
-    engine = Engine([model], policy, store, host_budget=host_budget, traced=trace)
+    engine = Engine(
+        [model], policy, store, host_budget=host_budget, traced=trace, schedule=schedule
+    )
     tracker = LayerTracker(found, policy.num_layers, policy.keep_last, engine)
     wrapped = OffloadedForward(model.forward, engine.hooks, tracker)
     hooks = tracker.attach()
@@ -229,6 +246,35 @@ def _check_layer_counts(policy: ActivationPolicy, layers: LayerModules) -> None:
                 f"they are called more than once in a forward, each call is a layer: name them, "
                 f"layers={layers.names[:2]}"
             )
+
+
+def _check_schedule(
+    schedule: Schedule | None, policy: ActivationPolicy, layers: LayerModules
+) -> None:
+    if schedule is None:
+        return
+    if not isinstance(schedule, Schedule):
+        raise PolicyError(
+            f"schedule must be an ebbtide.Schedule, got {schedule!r}; text is read by "
+            f"ebbtide.Schedule.parse(text)"
+        )
+    schedule.check()
+    if policy.num_layers is not None or policy.keep_last:
+        raise PolicyError(
+            "a schedule says which layers leave: leave num_layers and keep_last of the policy out"
+        )
+    if not layers.modules:
+        raise PolicyError(
+            "a schedule speaks of layers, and the model has no repeated blocks; name its layers, "
+            "such as layers=[model.encoder, model.decoder]"
+        )
+    if layers.num_calls is not None and schedule.num_layers > layers.num_calls:
+        raise PolicyError(
+            f"the schedule has {schedule.num_layers} layers and the model {layers.num_calls} "
+            f"({', '.join(layers.names[:3])}, ...); microbatches are written F0.m1, and layers "
+            f"that are called more than once in a forward are to be named: layers="
+            f"{layers.names[:2]}"
+        )
 
 
 def _restore_forward(model: nn.Module, wrapped: OffloadedForward, before: object) -> None:

@@ -18,8 +18,10 @@ from ebbtide.hooks.activations import ActivationHooks
 from ebbtide.hooks.parameters import ParameterIndex
 from ebbtide.policy import ActivationPolicy
 from ebbtide.runtime.ranges import Layer
+from ebbtide.runtime.rounds import UnitRecords
 from ebbtide.runtime.session import Session
 from ebbtide.runtime.stats import StepStats
+from ebbtide.schedule import Action, Direction, Schedule, Unit
 from ebbtide.stores.base import AbstractStore
 from ebbtide.stores.disk import DiskStore
 from ebbtide.stores.pinned import PinnedStore
@@ -44,9 +46,16 @@ class Engine:
         device: where to compute when there are no modules to tell.
         host_budget: the most host memory to take, in bytes or as text such as ``"24GiB"``.
         traced: whether to record every step.
+        schedule: says what moves when; None: what leaves does so at once.
+        manual: nothing moves by the schedule, but as `act` is told.
+
+    Attributes:
+        schedule: as given.
+        manual: as given.
 
     Raises:
         PolicyError: the modules, the device and the store do not fit together.
+        ScheduleError: the schedule cannot be run.
     """
 
     def __init__(
@@ -58,7 +67,13 @@ class Engine:
         *,
         host_budget: int | str | None = None,
         traced: bool = False,
+        schedule: Schedule | None = None,
+        manual: bool = False,
     ) -> None:
+        self.schedule = schedule
+        self.manual = manual
+        self._units: dict[Layer, UnitRecords] = {}  # of the forward that runs now
+        self._microbatch = 0
         self._modules = modules
         self._host_budget_bytes = (
             None if host_budget is None else parse_size_bytes(host_budget, name="host_budget")
@@ -99,20 +114,96 @@ class Engine:
             self._session, self._hooks = session, hooks
         return self._hooks
 
+    def begin_forward(self) -> None:
+        """A forward of the model begins."""
+        if self.schedule is not None:
+            self._units.clear()
+            self._microbatch = self._session.next_microbatch()
+
+    def end_forward(self, *, completed: bool) -> None:
+        """It has ended, or was interrupted."""
+        if self.schedule is not None:
+            self._units.clear()
+            self._session.end_microbatch(self._microbatch, completed=completed)
+
     def switch(self, offloading: bool, layer: Layer | None) -> None:
         """Say whether what is saved from now on is to leave, and whose it is."""
-        self._hooks.offloading = offloading
         self._session.layer = layer
+        if self.schedule is None:
+            self._hooks.offloading = offloading
+        else:
+            records = None if layer is None else self._units[layer]
+            self._session.switch_unit(records)
+            self._hooks.offloading = records is not None and records.leaves
 
     def begin_layer(self, layer: Layer) -> None:
         """A layer's forward begins."""
+        if self.schedule is not None:
+            unit = Unit(layer.index, self._microbatch)
+            self._units[layer] = self._session.begin_unit(unit)
         self._session.begin_layer(layer)
 
     def end_layer(self, layer: Layer, output: Any) -> None:
         """A layer's forward has ended."""
-        if self._traced:
+        self._session.end_layer()
+        if self._traced or self.schedule is not None:
             leaves = tree_leaves(output)
-            self._session.end_layer(layer, [x for x in leaves if isinstance(x, torch.Tensor)])
+            outputs = [x for x in leaves if isinstance(x, torch.Tensor)]
+            self._session.note_outputs(layer, self._units.get(layer), outputs)
+
+    # ---- loops written by hand ----------------------------------------------------------------
+
+    @property
+    def torch_device(self) -> torch.device:
+        """Where the model computes."""
+        return self._session.device.torch_device
+
+    def open_layer(self, unit: Unit | None) -> tuple[Layer, UnitRecords] | None:
+        """A block begins that is one layer. Returns None where autograd does not record.
+
+        Args:
+            unit: which; None: the forward that is next in the order.
+        """
+        hooks = self.hooks()
+        if not hooks.are_wanted():
+            return None
+        session = self._session
+        records = session.begin_unit(unit)
+        hooks.begin()
+        session.switch_unit(records)
+        layer = Layer(records.unit.layer, "")
+        session.layer, hooks.offloading = layer, records.leaves
+        session.begin_layer(layer)
+        return layer, records
+
+    def close_layer(self, *, interrupted: bool) -> None:
+        """The block has ended, or an exception left it."""
+        session = self._session
+        session.end_layer()
+        session.layer = None
+        session.switch_unit(None)
+        self._hooks.offloading = False
+        self._hooks.end()
+        if interrupted:
+            session.abandon_round()
+
+    def note_outputs(
+        self, layer: Layer, records: UnitRecords, outputs: Sequence[torch.Tensor]
+    ) -> None:
+        """These are what a layer gave."""
+        self._session.note_outputs(layer, records, outputs)
+
+    def begin_backward(self, unit: Unit, direction: Direction) -> None:
+        """The backward of a unit of the current round begins."""
+        self._session.begin_backward_of(unit, direction)
+
+    def act(self, action: Action) -> None:
+        """Move what a unit saved, where nothing moves by itself.
+
+        Raises:
+            ScheduleError: it is not its turn.
+        """
+        self._session.act(action)
 
     def close(self) -> None:
         """Give the store back when the last graph that needs it is gone."""
@@ -133,6 +224,8 @@ class Engine:
             self._policy,
             host_budget_bytes=self._host_budget_bytes,
             traced=self._traced,
+            schedule=self.schedule,
+            manual=self.manual,
         )
         parameters = ParameterIndex(self._modules)
         policy = self._policy
@@ -172,6 +265,8 @@ def build_session(
     *,
     host_budget_bytes: int | None = None,
     traced: bool = False,
+    schedule: Schedule | None = None,
+    manual: bool = False,
 ) -> Session:
     """A session for a device, with the store that was asked for.
 
@@ -187,12 +282,14 @@ def build_session(
     if on_cpu:
         _check_for_cpu(kind, host_budget_bytes)
         disk = DiskStore(directory)
-        session = Session(CpuDevice(), disk, bound_bytes, traced=traced)
+        session = Session(
+            CpuDevice(), disk, bound_bytes, traced=traced, schedule=schedule, manual=manual
+        )
         disk.on_progress = session.weak_poll()
         return session
     device: AbstractDevice = AcceleratorDevice(torch_device)
     chosen = build_store(device, kind, directory, host_budget_bytes)
-    return Session(device, chosen, bound_bytes, traced=traced)
+    return Session(device, chosen, bound_bytes, traced=traced, schedule=schedule, manual=manual)
 
 
 def build_store(

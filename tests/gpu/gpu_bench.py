@@ -167,7 +167,7 @@ def settle(session: Session) -> None:
     """Finish the copies under way, and let go of what they had needed."""
     finish_device(session.device.torch_device)
     deadline_s = time.monotonic() + WAIT_S
-    while session._offloading or session._reloads.abandoned or session.has_deferred_work():
+    while session._offloads.queue or session._reloads.abandoned or session.has_deferred_work():
         session.poll()
         assert time.monotonic() < deadline_s, "copies did not end"
         time.sleep(0.001)

@@ -166,23 +166,23 @@ class Simulation:
         assert session._rebuilds.held_bytes == 0
         assert not session._kept
         assert session._kept_bytes == 0
-        assert not any(session._stored_bytes.values())
-        under_way_bytes = sum(record.size_bytes for record in session._offloading)
-        assert session._offloading_bytes == under_way_bytes
+        assert not any(session._account.stored_bytes.values())
+        under_way_bytes = sum(record.size_bytes for record in session._offloads.queue)
+        assert session._offloads.queued_bytes == under_way_bytes
         assert session.meter.num_saved == 0, "the session's step has not ended"
 
     def check_at_rest(self) -> None:
         """Nothing is under way, held or stored any more."""
         if self.knobs.closes_early:
             self.session.close()  # with copies still under way
-            assert not self.session._offloading, "memory is held after close"
+            assert not self.session._offloads.queue, "memory is held after close"
             assert not self.device.has_jobs(), "workers have something to do after close"
         self.device.finish_jobs()
         self.device.finish_copies()
         self.session.poll()
         self.check_account()
         session = self.session
-        assert not session._offloading
+        assert not session._offloads.queue
         assert not [held for held in session._reloads.abandoned if not held[1].query()]
         session._reloads.abandoned.clear()
         assert self.store.used_bytes == 0
@@ -262,8 +262,8 @@ class Watch:
         offload, drop = store.offload, store.drop
 
         def watched_offload(source: Tensor, ready: AbstractEvent) -> Slot:
-            alone = session._offloading_bytes == 0
-            fits = session._offloading_bytes + source.numel() <= session._bound_bytes
+            alone = session._offloads.queued_bytes == 0
+            fits = session._offloads.queued_bytes + source.numel() <= session._offloads._bound_bytes
             self._require(alone or fits, "more bytes than the bound are on their way down")
             slot = offload(source, ready)
             self.slots[slot] = 0
@@ -318,9 +318,9 @@ class Watch:
     def _require_room(self, slot: Slot, prefetching: bool) -> None:
         """A prefetch fits in the bound or is alone; a reload on demand comes on top of that."""
         session = self.simulation.session
-        most_bytes = max(session._bound_bytes, self.largest_bytes)
+        most_bytes = max(session._offloads._bound_bytes, self.largest_bytes)
         if prefetching:
-            fits = session._reloads.held_bytes + slot.size_bytes <= session._bound_bytes
+            fits = session._reloads.held_bytes + slot.size_bytes <= session._offloads._bound_bytes
             self._require(fits or not session._reloads.held, "a prefetch exceeds the bound")
         unread = [r for r in session._reloads.held if r.slot not in self._read_slots]
         unread_bytes = sum(record.size_bytes for record in unread)
@@ -356,7 +356,7 @@ class Watch:
         own = [record.buffer for record in session._reloads.held]
         own += [memory for memory, _ in session._reloads.abandoned]
         # In the backward of a backward, what was reloaded is saved again and leaves again.
-        own += [record.source for record in session._offloading]
+        own += [record.source for record in session._offloads.queue]
         addresses = {memory.untyped_storage()._cdata for memory in own}
         return sum(
             allocation.size_bytes

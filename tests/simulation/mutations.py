@@ -36,24 +36,24 @@ MUTATIONS = (
     ),
     Mutation(
         name="the source is held until its copy down is complete",
-        file="runtime/session.py",
-        old="        self._offloading.append(record)\n",
-        new="        self._offloading.append(record)\n        record.release_source()\n",
+        file="runtime/offloads.py",
+        old="        self.queue.append(record)\n",
+        new="        self.queue.append(record)\n        record.release_source()\n",
         hazard="The source's memory is handed out again and overwritten while the copy reads it.",
     ),
     Mutation(
         name="compute waits for the oldest copy down before its source is released early",
-        file="runtime/session.py",
-        old="            self._wait(oldest, oldest.slot.offloaded, oldest.home)\n",
+        file="runtime/offloads.py",
+        old="            self._account.wait(oldest, oldest.slot.offloaded, oldest.home)\n",
         new="",
         hazard="Past the bound on bytes in flight, kernels queued next reuse memory that the copy "
         "still reads.",
     ),
     Mutation(
         name="a source is released only when its copy down has been seen complete",
-        file="runtime/session.py",
-        old="        while self._offloading and self._offloading[0].slot.offloaded.query():\n",
-        new="        while self._offloading:\n",
+        file="runtime/offloads.py",
+        old="        while self.queue and self._is_complete(self.queue[0]):\n",
+        new="        while self.queue:\n",
         hazard="The same, at any moment at which the engine tidies up.",
     ),
     Mutation(
@@ -75,7 +75,8 @@ MUTATIONS = (
     Mutation(
         name="compute waits for the copy up",
         file="runtime/session.py",
-        old="            self._wait(record, event, self.device.compute_stream(), is_reload=True)\n",
+        old="            self._account.wait(record, event, self.device.compute_stream(), "
+        "is_reload=True)\n",
         new="            pass\n",
         hazard="Backward kernels read a buffer that the copy has not filled.",
     ),
@@ -127,8 +128,8 @@ MUTATIONS = (
     Mutation(
         name="a record is shared only at the same version",
         file="runtime/session.py",
-        old="return type(record) is StorageRecord and record.version == version",
-        new="return type(record) is StorageRecord",
+        old="type(record) is StorageRecord and record.version == version and",
+        new="type(record) is StorageRecord and",
         hazard="A tensor saved again after a legal in-place change gets its old bytes in backward.",
     ),
     Mutation(

@@ -91,12 +91,12 @@ class ThreadBench:
         assert self.session._live == 0
         assert self.session._reloads.held_bytes == 0
         assert self.session._kept_bytes == 0
-        assert not any(self.session._stored_bytes.values())
+        assert not any(self.session._account.stored_bytes.values())
         self.session.close()
 
     def _at_rest(self) -> bool:
         self.session.poll()
-        under_way = self.session._offloading or self.session._reloads.abandoned
+        under_way = self.session._offloads.queue or self.session._reloads.abandoned
         return not under_way and self.store.used_bytes == 0
 
 

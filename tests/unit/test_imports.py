@@ -24,7 +24,7 @@ CHAIN = [
     ["stores"],
     ["runtime"],
     ["hooks"],
-    ["engine", "api"],
+    ["engine", "api", "loops"],
     ["__init__"],
     ["compat", "integrations", "cli"],
 ]

@@ -15,9 +15,12 @@ def test_exported_names() -> None:
         "ActivationPolicy",
         "EbbtideError",
         "OffloadHandle",
+        "OffloadSession",
         "PolicyError",
         "RebuildRecipe",
         "SavedTensorModifiedError",
+        "Schedule",
+        "ScheduleError",
         "StepStats",
         "StoreFullError",
         "Trace",
@@ -25,6 +28,7 @@ def test_exported_names() -> None:
         "__version__",
         "offload",
         "register_rebuild",
+        "schedule",
         "wrap_forward_with_offload",
     ]
 
@@ -84,6 +88,7 @@ def test_every_argument_is_explained(function: Callable[..., object]) -> None:
     ("error", "builtin"),
     [
         (ebbtide.PolicyError, ValueError),
+        (ebbtide.ScheduleError, ValueError),
         (ebbtide.StoreFullError, OSError),
         (ebbtide.SavedTensorModifiedError, RuntimeError),
     ],

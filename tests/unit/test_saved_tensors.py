@@ -45,7 +45,7 @@ class Bench:
         """Wait for the copies under way and let go of what they held."""
         deadline_s = time.monotonic() + 10
         # What a dropped slot still has in use is in use until the last reader is gone.
-        while self.session._offloading or self.session._reloads.abandoned or self._dropped():
+        while self.session._offloads.queue or self.session._reloads.abandoned or self._dropped():
             self.session.poll()
             assert time.monotonic() < deadline_s, "copies did not end"
             time.sleep(0.001)
@@ -268,7 +268,7 @@ def test_dropped_graph_leaves_nothing_behind(bench: Bench) -> None:
         bench.settle()
         assert bench.store.used_bytes == 0
         assert not bench.session._records
-        assert not bench.session._offloading
+        assert not bench.session._offloads.queue
         assert bench.session._live == 0
     finally:
         gc.enable()

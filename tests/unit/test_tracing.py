@@ -55,7 +55,7 @@ def test_nothing_is_recorded_unless_asked_for() -> None:
     net = model()
     with offload(net) as handle:
         step(net)
-        assert handle._engine._session._recorder is None
+        assert handle._engine._session._account.recorder is None
         with pytest.raises(ebbtide.PolicyError, match="trace=True"):
             _ = handle.trace
 

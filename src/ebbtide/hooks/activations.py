@@ -59,13 +59,18 @@ class ActivationHooks:
         self._small: list[SmallKept] = []  # of the forwards that run now, innermost last
         self._min_bytes = max(min_bytes, 1)  # no bytes, no copy
 
+    @staticmethod
+    def are_wanted() -> bool:
+        """Whether `begin` would hook anything here."""
+        return torch.is_grad_enabled() and not _checkpoint_is_recording()
+
     def begin(self) -> bool:
         """Hook what autograd saves from now on. Returns whether `end` must follow.
 
         Nothing is hooked where autograd does not record, nor inside `torch.utils.checkpoint`: what
         that saves is to be recomputed, and taking it away would undo that.
         """
-        if not torch.is_grad_enabled() or _checkpoint_is_recording():
+        if not self.are_wanted():
             return False
         self._parameters.refresh()
         self._small.append(self._session.begin_forward())

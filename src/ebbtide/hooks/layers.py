@@ -183,6 +183,12 @@ def _make_inert_hook() -> Callable[..., Any]:
 class LayerListener(Protocol):
     """Who wants to know where a forward is."""
 
+    def begin_forward(self) -> None:
+        """A forward of the model begins."""
+
+    def end_forward(self, *, completed: bool) -> None:
+        """It has ended, or was interrupted."""
+
     def switch(self, offloading: bool, layer: Layer | None) -> None:
         """What is saved from now on belongs to ``layer`` and is to leave, or not."""
 
@@ -234,11 +240,13 @@ class LayerTracker:
         self._next = 0
         self._open.clear()
         self._active = True
+        self._told.begin_forward()
         self._tell()
 
     def end_forward(self, *, completed: bool) -> None:
         """Learn how many layers a forward has; the next one knows which of them are the last."""
         self._active = False
+        self._told.end_forward(completed=completed)
         if not completed:
             return
         wanted = self._num_layers or 0
@@ -255,8 +263,8 @@ class LayerTracker:
             layer = Layer(self._next, name)
             self._open.append(layer)
             self._next += 1
-            self._tell()
             self._told.begin_layer(layer)
+            self._tell()
 
     def _end_layer(self, output: Any) -> None:
         if self._counts() and self._open:

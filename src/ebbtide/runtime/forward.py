@@ -54,10 +54,15 @@ class ForwardLog:
     Args:
         learned: the order of the previous backward, or None.
         number: which of the step's forwards this is, from 0.
+
+    Attributes:
+        prefetches: whether backward brings back what comes next; where a schedule is followed, the
+            schedule does.
     """
 
     def __init__(self, learned: UnpackOrder | None, number: int = 0) -> None:
         self.number = number
+        self.prefetches = True
         self.records: list[StorageRecord | None] = []
         self.live = 0
         self._wanted: list[int] = []

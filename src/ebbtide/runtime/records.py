@@ -4,6 +4,7 @@ Which copies of a record's bytes exist in each state:
 
 | state      | on the device             | in the store               |
 |------------|---------------------------|----------------------------|
+| HELD       | the source                | nothing yet                |
 | OFFLOADING | the source                | on the way                 |
 | OFFLOADED  | nothing of ours           | yes                        |
 | RELOADED   | a buffer (or on its way)  | yes                        |
@@ -15,7 +16,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Hashable
 from enum import IntEnum, auto
-from typing import final
+from typing import TYPE_CHECKING, final
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -25,8 +26,12 @@ from ebbtide.runtime.forward import ForwardLog
 from ebbtide.runtime.ranges import Layer
 from ebbtide.stores.base import Slot
 
+if TYPE_CHECKING:
+    from ebbtide.runtime.rounds import UnitRecords
+
 
 class RecordState(IntEnum):
+    HELD = auto()
     OFFLOADING = auto()
     OFFLOADED = auto()
     RELOADED = auto()
@@ -34,6 +39,7 @@ class RecordState(IntEnum):
 
 
 _TRANSITIONS = {
+    RecordState.HELD: {RecordState.OFFLOADING, RecordState.DROPPED},
     RecordState.OFFLOADING: {RecordState.OFFLOADED, RecordState.DROPPED},
     RecordState.OFFLOADED: {RecordState.RELOADED, RecordState.DROPPED},
     RecordState.RELOADED: {RecordState.OFFLOADED, RecordState.DROPPED},
@@ -72,6 +78,10 @@ class StorageRecord:
         version: of the saved tensors that share this record.
         home: the compute stream to which the memory of `source`, later of `buffer`, belongs.
         source: the device bytes until the copy down is complete, (size_bytes,) uint8.
+        slot: where they go, None until their copy has begun.
+        owner: what a schedule knows of the unit that saved it last; None without a schedule.
+        held: a schedule says when the source goes.
+        stays: a schedule brought the buffer back: it stays until the graph lets go.
         buffer: the device bytes after a reload, (size_bytes,) uint8.
         reloaded: after this event `buffer` holds the bytes.
         layer: that saved it first, None outside layers.
@@ -91,17 +101,20 @@ class StorageRecord:
         "forward",
         "generation",
         "handles",
+        "held",
         "home",
         "identity",
         "key",
         "layer",
         "ordinal",
+        "owner",
         "packing",
         "reloaded",
         "size_bytes",
         "slot",
         "source",
         "state",
+        "stays",
         "unpacked_bytes",
         "unread",
         "version",
@@ -113,7 +126,6 @@ class StorageRecord:
         storage: torch.UntypedStorage,
         version: int,
         source: torch.Tensor,
-        slot: Slot,
         forward: ForwardLog,
         home: AbstractStream,
         layer: Layer | None = None,
@@ -125,12 +137,15 @@ class StorageRecord:
         self.size_bytes = source.numel()
         self.home = home
         self.source: torch.Tensor | None = source
-        self.slot = slot
+        self.slot: Slot | None = None
+        self.owner: UnitRecords | None = None
+        self.held = False
+        self.stays = False
         self.forward = forward
         self.ordinal = forward.add(self)
         self.packing: AbstractPacking | None = None
         self.unpacked_bytes = self.size_bytes
-        self.state = RecordState.OFFLOADING
+        self.state = RecordState.HELD
         self.buffer: torch.Tensor | None = None
         self.reloaded: AbstractEvent | None = None
         self.awaited = False
@@ -146,6 +161,11 @@ class StorageRecord:
     def move_to(self, state: RecordState) -> None:
         assert state in _TRANSITIONS[self.state], f"{self.state} -> {state}"
         self.state = state
+
+    def begin_offload(self, slot: Slot) -> None:
+        """The copy down is queued."""
+        self.move_to(RecordState.OFFLOADING)
+        self.slot = slot
 
     def release_source(self) -> None:
         """The store has the bytes: the device memory goes, unless the model holds it too."""
@@ -165,3 +185,4 @@ class StorageRecord:
         """The bytes are in the store still: backward can ask again."""
         self.move_to(RecordState.OFFLOADED)
         self.buffer = self.reloaded = None
+        self.stays = False

@@ -42,6 +42,7 @@ class Reloads:
     def begin(self, record: StorageRecord) -> None:
         """Queue the copy up of a record."""
         self.expect(record, False)
+        assert record.slot is not None
         with profiler_range("reload", record.layer):
             buffer, reloaded = self._store.reload(record.slot)
         record.begin_reload(buffer, reloaded, self._device.compute_stream())
@@ -66,7 +67,7 @@ class Reloads:
 
     def release_if_read(self, record: StorageRecord) -> None:
         """Let go of a buffer that all have read; who still computes with it keeps it alive."""
-        if record.state is RecordState.RELOADED and not record.unread:
+        if record.state is RecordState.RELOADED and not record.unread and not record.stays:
             self.release(record)
 
     def release(self, record: StorageRecord) -> None:
@@ -93,7 +94,7 @@ class Reloads:
         for record in list(self.held):
             if self.held_bytes + size_bytes <= self._bound_bytes:
                 return
-            if record.unread < record.handles:
+            if record.unread < record.handles and not record.stays:
                 self.release(record)
 
     def prefetch(self, log: ForwardLog, beside_bytes: int) -> list[StorageRecord]:
@@ -128,6 +129,7 @@ class Reloads:
         most_bytes = _READ_AHEAD * self._bound_bytes
         while self._expected_bytes <= most_bytes and (record := log.next_announcement()):
             if record.state is RecordState.OFFLOADED and not record.expected:
+                assert record.slot is not None
                 self.expect(record, True)
                 self._store.read_ahead(record.slot)
             log.pass_announcement()
@@ -148,5 +150,5 @@ class Reloads:
             if self.held_bytes + wanted.size_bytes <= room_bytes:
                 return
             sooner = record.forward is log and log.next_use(record.ordinal) < place
-            if record.unread < record.handles and not sooner:
+            if record.unread < record.handles and not sooner and not record.stays:
                 self.release(record)

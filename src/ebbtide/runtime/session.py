@@ -9,16 +9,20 @@ from typing import TYPE_CHECKING, final
 
 import torch
 
-from ebbtide.devices.base import AbstractDevice, AbstractEvent, AbstractStream, raise_again
+from ebbtide.devices.base import AbstractDevice, AbstractEvent, raise_again
+from ebbtide.runtime.account import Account
 from ebbtide.runtime.forward import ForwardLog, UnpackOrder
 from ebbtide.runtime.gate import Gate
 from ebbtide.runtime.kept import SmallKept
+from ebbtide.runtime.offloads import Offloads
 from ebbtide.runtime.ranges import Layer, profiler_range
 from ebbtide.runtime.rebuilt import Call, RebuildRecord, Rebuilds
-from ebbtide.runtime.recorder import StepRecorder, Subject
+from ebbtide.runtime.recorder import Subject
 from ebbtide.runtime.records import AbstractPacking, RecordState, StorageRecord
 from ebbtide.runtime.reloads import Reloads
-from ebbtide.runtime.stats import StepMeter, StepStats
+from ebbtide.runtime.rounds import Rounds, UnitRecords
+from ebbtide.runtime.stats import StepStats
+from ebbtide.schedule import Action, Direction, Schedule, Unit, Verb
 from ebbtide.stores.base import AbstractStore
 from ebbtide.tracing.events import Trace
 
@@ -37,12 +41,15 @@ class Session:
     Args:
         device: where the model computes.
         store: where bytes go. Owned by the session.
-        tier: what the store's tier is called in the statistics, `host` or `disk`.
         max_inflight_bytes: the bound that `ActivationPolicy` describes.
         traced: whether to record every step.
+        schedule: says what moves when; None: what is saved while the hooks offload leaves at once,
+            and comes back as backward asks.
+        manual: nothing moves by the schedule; `act` is told.
 
     Attributes:
         layer: the layer that runs now, None outside layers.
+        meter: the counters of the step that runs.
 
     Streams:
         `offload` and `bring_back` queue work on the calling thread's compute stream and on the
@@ -56,28 +63,29 @@ class Session:
         max_inflight_bytes: int,
         *,
         traced: bool = False,
+        schedule: Schedule | None = None,
+        manual: bool = False,
     ) -> None:
         self.device = device
         self.layer: Layer | None = None
         self._store = store
+        self._account = Account(device, traced=traced)
+        self._offloads = Offloads(store, self._account, max_inflight_bytes)
         self._reloads = Reloads(device, store, max_inflight_bytes)
         self._rebuilds = Rebuilds(device, max_inflight_bytes)
-        self._traced = traced
-        device.keeps_time = traced
-        self._finished: StepMeter | StepStats = StepStats()
-        self._recorder: StepRecorder | None = None
-        self._trace: StepRecorder | Trace = Trace()
-        self._bound_bytes = max_inflight_bytes
+        self._rounds: Rounds | None = None
+        if schedule is not None:
+            self._rounds = Rounds(
+                schedule, self._offloads, self._reloads, self._begin_reload, manual=manual
+            )
+        self._unit: UnitRecords | None = None  # whose forward runs now
         self._gate = Gate(self)
         self._records: dict[Hashable, StorageRecord | RebuildRecord] = {}
-        self._offloading: deque[StorageRecord] = deque()
-        self._offloading_bytes = 0
         self._dead: deque[tuple[StorageRecord | RebuildRecord | None, int]] = deque()
         self._rebuilding: dict[RebuildRecord, AbstractEvent] = {}  # where compute began to
         self._dead_small: deque[int] = deque()
         self._kept: dict[int, tuple[int, int]] = {}  # storage address -> (holders, bytes counted)
         self._kept_bytes = 0
-        self._stored_bytes = {"host": 0, "disk": 0}
         self._live = 0
         self._forwards = 0  # that run now
         self._microbatches = 0  # forwards that this step has begun
@@ -85,32 +93,27 @@ class Session:
         self._learned: UnpackOrder | None = None
         self._closing = False
         self._polled = False
-        self._error: BaseException | None = None
-        self.meter = StepMeter()
+        self.meter = self._account.meter
 
     @property
     def stats(self) -> StepStats:
         """The last finished step. Reading it waits until the device has finished that step."""
-        if isinstance(self._finished, StepMeter):
-            self._finished = self._finished.freeze()
-        return self._finished
+        return self._account.stats
 
     @property
     def trace(self) -> Trace:
         """What the last finished step did. Reading it waits until the device has finished it."""
-        if isinstance(self._trace, StepRecorder):
-            self._trace = self._trace.trace()
-        return self._trace
+        return self._account.trace
 
     # ---- forward ------------------------------------------------------------------------------
 
     def begin_forward(self) -> SmallKept:
         """A forward whose saved tensors come here begins. Returns the count of its small ones."""
         with self._gate:
-            if self._traced and self._recorder is None:
-                self._recorder = StepRecorder(self.device)
+            self._account.begin()
             self._forwards += 1
             self._log = ForwardLog(self._learned, self._microbatches)
+            self._log.prefetches = self._rounds is None
             self._microbatches += 1
         return SmallKept(self)
 
@@ -129,23 +132,120 @@ class Session:
 
     def begin_layer(self, layer: Layer) -> None:
         """A layer's forward begins; layers can be nested."""
-        if self._recorder is not None:
-            self._recorder.begin_forward(Subject(layer, self._log.number))
+        recorder = self._account.recorder
+        if recorder is not None:
+            recorder.begin_forward(Subject(layer, self._log.number))
 
-    def end_layer(self, layer: Layer, outputs: Iterable[torch.Tensor]) -> None:
-        """A layer's forward has ended with these outputs: its backward begins with them."""
-        if self._recorder is None:
+    def end_layer(self) -> None:
+        """The innermost layer's forward has ended."""
+        recorder = self._account.recorder
+        if recorder is not None:
+            recorder.end_forward()
+
+    def note_outputs(
+        self, layer: Layer, unit: UnitRecords | None, outputs: Iterable[torch.Tensor]
+    ) -> None:
+        """A layer's backward begins with the backward of these, its outputs.
+
+        Args:
+            layer: which.
+            unit: what the schedule knows of it, if there is one.
+            outputs: of its forward.
+        """
+        recorder = self._account.recorder
+        if recorder is None and unit is None:
             return
-        self._recorder.end_forward()
-        subject, recorder = Subject(layer, self._log.number), weakref.ref(self._recorder)
+        about = Subject(layer, self._log.number)
+        known = None if recorder is None else weakref.ref(recorder)
 
         def begin_backward(_: object) -> None:
-            alive = recorder()
+            if unit is not None:
+                self.begin_backward(unit)
+            alive = None if known is None else known()
             if alive is not None:
-                alive.begin_backward(subject)
+                alive.begin_backward(about)
 
         for node in {tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None}:
             node.register_prehook(begin_backward)
+
+    # ---- schedule -----------------------------------------------------------------------------
+
+    def begin_unit(self, unit: Unit | None = None) -> UnitRecords:
+        """The forward of a unit begins: what its schedule hangs on that is done now.
+
+        Args:
+            unit: which; None: the one that is next in the order.
+
+        Returns:
+            What the schedule knows of it, for `switch_unit` and `begin_backward`.
+        """
+        rounds = self._rounds
+        assert rounds is not None
+        with self._gate:
+            current = rounds.current
+            given_up = rounds.is_open() and not self._live
+            if current is not None and given_up and current.waits_for_backward():
+                rounds.abandon()  # all graphs of the round are gone
+                self._finish_step_if_over()
+            records = rounds.begin_forward(rounds.next_unit() if unit is None else unit)
+            self._note_peak()
+        return records
+
+    def switch_unit(self, records: UnitRecords | None) -> None:
+        """What is saved from now on belongs to this unit; None: to no unit, so it is kept."""
+        self._unit = records
+        if records is not None:
+            assert self._rounds is not None
+            self._log = self._rounds.log(records)
+
+    def next_microbatch(self) -> int:
+        """The microbatch of a forward of the whole model that begins now."""
+        assert self._rounds is not None
+        return self._rounds.next_microbatch()
+
+    def end_microbatch(self, number: int, *, completed: bool) -> None:
+        """A forward of the whole model has ended."""
+        assert self._rounds is not None
+        with self._gate:
+            if completed:
+                self._rounds.end_microbatch(number)
+            else:
+                self._rounds.abandon()
+            self._finish_step_if_over()
+
+    def begin_backward(
+        self, records: UnitRecords, direction: Direction = Direction.BACKWARD
+    ) -> None:
+        """The backward of a unit begins: what its schedule hangs on that is done now."""
+        assert self._rounds is not None
+        with self._gate:
+            self._rounds.begin_backward(records, direction)
+
+    def begin_backward_of(self, unit: Unit, direction: Direction) -> None:
+        """The backward of a unit begins, of the newest round that has it."""
+        assert self._rounds is not None
+        with self._gate:
+            current = self._rounds.current
+            records = None if current is None else current.units.get(unit)
+            if records is not None:
+                self._rounds.begin_backward(records, direction)
+
+    def act(self, action: Action) -> None:
+        """Move what a unit saved, told by hand.
+
+        Raises:
+            ScheduleError: it is not its turn.
+        """
+        assert self._rounds is not None
+        with self._gate:
+            self._rounds.act(action)
+
+    def abandon_round(self) -> None:
+        """A forward was interrupted: the next one begins another round of the schedule."""
+        if self._rounds is not None:
+            with self._gate:
+                self._rounds.abandon()
+                self._finish_step_if_over()
 
     # ---- saved tensors ------------------------------------------------------------------------
 
@@ -160,10 +260,12 @@ class Session:
             The log of the forward that runs.
         """
         with self._gate:
-            self._retire_finished()
+            self._offloads.retire_finished()
             self._live += 1
             holders, _ = self._kept.get(key, (0, 0))
-            counted = 0 if type(self._records.get(key)) is StorageRecord else size_bytes
+            record = self._records.get(key)
+            there = isinstance(record, StorageRecord) and record.source is not None
+            counted = 0 if there else size_bytes
             if not holders:
                 self._kept_bytes += counted
                 self.meter.kept_bytes += counted
@@ -180,7 +282,14 @@ class Session:
     def has(self, key: Hashable, version: int) -> bool:
         """Whether a live record holds these bytes at this version."""
         record = self._records.get(key)
-        return type(record) is StorageRecord and record.version == version
+        return (
+            type(record) is StorageRecord and record.version == version and self._can_share(record)
+        )
+
+    def _can_share(self, record: StorageRecord) -> bool:
+        """Whether what a unit saves can be in this record: it stays, if the unit is to stay."""
+        unit = self._unit
+        return unit is None or unit.leaves or not unit.followed or record.source is not None
 
     def offload(
         self,
@@ -219,10 +328,24 @@ class Session:
             self._add_handle(record)
 
     def _add_handle(self, record: StorageRecord | RebuildRecord) -> None:
-        record.handles += 1
-        self._live += 1
         if isinstance(record, StorageRecord):
             record.forward.note_save(record.ordinal)
+        if self._unit is not None:
+            self._claim(record, self._unit)
+        record.handles += 1
+        self._live += 1
+
+    def _claim(self, record: StorageRecord | RebuildRecord, unit: UnitRecords) -> None:
+        """A unit saves what is in a record, or is rebuilt from records, perhaps of other units."""
+        if isinstance(record, RebuildRecord):
+            for saved in record.call.inputs:
+                source = getattr(saved, "record", None)
+                if source is not None:
+                    self._claim(source, unit)
+        elif unit.wants(record):
+            if record.state is RecordState.HELD and Verb.OFFLOAD in unit.done:
+                self._offloads.begin(record)  # the unit that saved it first is in no hurry
+            unit.take(record)
 
     def _pack_and_offload(
         self,
@@ -232,6 +355,9 @@ class Session:
         flat: torch.Tensor,
         packing: AbstractPacking | None,
     ) -> StorageRecord:
+        unit = self._unit
+        if unit is not None and unit.followed and not unit.at_once:
+            return self._hold(key, storage, version, flat)
         if packing is None:
             return self._begin_offload(key, storage, version, flat)
         packed = packing.pack(flat)
@@ -240,54 +366,40 @@ class Session:
         self.meter.packed_bytes += flat.numel() - packed.numel()
         return record
 
-    def _begin_offload(
+    def _hold(
         self, key: Hashable, storage: torch.UntypedStorage, version: int, source: torch.Tensor
     ) -> StorageRecord:
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise_again(error)
-        size_bytes = source.numel()
-        self._retire_finished()
-        self._make_room(size_bytes)
-        # The copy may start when the kernels queued so far have run: they write these bytes.
+        """A record whose offload is due later."""
         home = self.device.compute_stream()
-        slot = self._store.offload(source, home.record())
-        record = StorageRecord(key, storage, version, source, slot, self._log, home, self.layer)
-        self._offloading.append(record)
-        self._offloading_bytes += size_bytes
-        self._stored_bytes[slot.tier] += size_bytes
-        if self._recorder is not None:
-            self._recorder.copy("offload", _subject(record), slot.offloaded)
-        self.meter.note_offload(size_bytes, self._stored_bytes)
+        record = StorageRecord(key, storage, version, source, self._log, home, self.layer)
+        self._offloads.hold(record)
         self._note_peak()
         return record
 
-    def _make_room(self, size_bytes: int) -> None:
-        """Hold the compute stream back while too many bytes are on their way down."""
-        while self._offloading and self._offloading_bytes + size_bytes > self._bound_bytes:
-            oldest = self._offloading[0]
-            # After this wait, memory freed now is reused only once the copy has read it: that is
-            # in the order of the stream to which it belongs.
-            self._wait(oldest, oldest.slot.offloaded, oldest.home)
-            self._retire_offload()
-
-    def _retire_finished(self) -> None:
-        while self._offloading and self._offloading[0].slot.offloaded.query():
-            self._retire_offload()
-
-    def _retire_offload(self) -> None:
-        """The oldest copy down is complete, or compute is ordered after it: its source can go."""
-        record = self._offloading.popleft()
-        self._offloading_bytes -= record.size_bytes
-        failure = record.slot.offloaded.failure
-        if failure is None:
-            with profiler_range("release", record.layer):
-                record.release_source()
-            record.forward.note_offloaded(record.ordinal)
-            if self._recorder is not None:
-                self._recorder.moment("release", _subject(record))
-        elif record.state is not RecordState.DROPPED:
-            self._error = failure  # the bytes stay where they are; the next offload says why
+    def _begin_offload(
+        self, key: Hashable, storage: torch.UntypedStorage, version: int, source: torch.Tensor
+    ) -> StorageRecord:
+        offloads = self._offloads
+        if offloads.error is not None:
+            error, offloads.error = offloads.error, None
+            raise_again(error)
+        offloads.retire_finished()
+        followed = self._unit is not None and self._unit.followed
+        if not followed:
+            offloads.make_room(source.numel())
+        home = self.device.compute_stream()
+        record = StorageRecord(key, storage, version, source, self._log, home, self.layer)
+        try:
+            offloads.begin(record)
+        except BaseException:
+            self._log.remove(record)
+            raise
+        if followed:
+            offloads.hold(record)
+        else:
+            offloads.enqueue(record)
+        self._note_peak()
+        return record
 
     # ---- backward -----------------------------------------------------------------------------
 
@@ -310,7 +422,7 @@ class Session:
                 assert record.buffer is not None and record.reloaded is not None
                 flat, event = record.buffer, record.reloaded
             home = record.home
-            self._retire_finished()
+            self._offloads.retire_finished()
             self._prefetch(record.forward)
             if event is not None:
                 saved.generation = self._reloads.note_read(record, saved.generation)
@@ -324,7 +436,7 @@ class Session:
     ) -> None:
         try:
             # Kernels queued from now on read these bytes.
-            self._wait(record, event, self.device.compute_stream(), is_reload=True)
+            self._account.wait(record, event, self.device.compute_stream(), is_reload=True)
         except BaseException:  # the disk could not be read
             with self._gate:
                 self._reloads.abandoned.append((flat, event))  # a copy may run
@@ -334,7 +446,7 @@ class Session:
         """Backward is at work on what a forward kept: what has left comes next."""
         with self._gate:
             log.note_backward()
-            self._retire_finished()
+            self._offloads.retire_finished()
             self._prefetch(log)
 
     def _begin_reload(self, record: StorageRecord) -> None:
@@ -342,32 +454,13 @@ class Session:
         self._note_reload(record)
 
     def _prefetch(self, log: ForwardLog) -> None:
-        for record in self._reloads.prefetch(log, self._rebuilds.held_bytes):
-            self._note_reload(record)
+        if log.prefetches:
+            for record in self._reloads.prefetch(log, self._rebuilds.held_bytes):
+                self._note_reload(record)
 
     def _note_reload(self, record: StorageRecord) -> None:
-        assert record.reloaded is not None
-        if self._recorder is not None:
-            self._recorder.copy("reload", _subject(record), record.reloaded)
-        self.meter.reloaded_bytes += record.size_bytes
+        self._account.note_reload(record)
         self._note_peak()
-
-    def _wait(
-        self,
-        record: StorageRecord,
-        event: AbstractEvent,
-        stream: AbstractStream,
-        *,
-        is_reload: bool = False,
-    ) -> None:
-        """Order what is queued on ``stream`` from now on after ``event``."""
-        before = self.device.moment()
-        self.meter.waits.append((before, event, is_reload))
-        with profiler_range("wait", record.layer):
-            # A reload from disk is queued by a worker, once it has read the bytes.
-            stream.wait(event.settled())
-        if self._recorder is not None:
-            self._recorder.compute("wait", _subject(record), before.event)
 
     # ---- rebuilding ---------------------------------------------------------------------------
 
@@ -402,6 +495,7 @@ class Session:
         with self._gate:
             if record.source is not None:
                 return record.source
+            assert record.slot is not None
             flat, event = self._store.reload(record.slot)
         self._wait_for_reload(record, flat, event)
         return flat
@@ -411,8 +505,8 @@ class Session:
         with self._gate:
             if record.value is None:
                 self._rebuilds.make_room(record.size_bytes, self._reloads.held_bytes)
-            if record.value is None and self._recorder is not None:
-                self._rebuilding[record] = self._recorder.mark()
+            if record.value is None and self._account.recorder is not None:
+                self._rebuilding[record] = self._account.recorder.mark()
             return self._rebuilds.value(record)
 
     def end_rebuild(self, saved: RebuiltTensor, value: torch.Tensor) -> None:
@@ -425,9 +519,9 @@ class Session:
                 # Its inputs may be wanted again, but not before what has been rebuilt.
                 self._reloads.make_room(record.size_bytes)
                 begun = self._rebuilding.pop(record, None)
-                if self._recorder is not None and begun is not None:
-                    subject = Subject(record.layer, record.number, record.size_bytes)
-                    self._recorder.compute("rebuild", subject, begun)
+                if self._account.recorder is not None and begun is not None:
+                    about = Subject(record.layer, record.number, record.size_bytes)
+                    self._account.recorder.compute("rebuild", about, begun)
             saved.generation = self._rebuilds.note_read(
                 record, saved.generation, self._reloads.held_bytes
             )
@@ -501,7 +595,7 @@ class Session:
 
     def _let_go_of_finished(self) -> None:
         """Let go of what copies under way had needed."""
-        self._retire_finished()
+        self._offloads.retire_finished()
         self._reloads.let_go_of_finished()
 
     def _forget_kept(self, key: int) -> None:
@@ -526,35 +620,37 @@ class Session:
             del self._records[record.key]
         if record.state is RecordState.RELOADED:
             self._reloads.release(record)
-        # A source whose copy is under way stays until `_retire_offload`: the copy reads it.
+        if record.owner is not None:
+            record.owner.forget(record)
+        # A source whose copy is under way stays until that is complete: the copy reads it.
+        self._offloads.let_go(record)
         record.move_to(RecordState.DROPPED)
         self._reloads.expect(record, False)
-        self._store.drop(record.slot)
-        self._stored_bytes[record.slot.tier] -= record.size_bytes
+        if record.slot is not None:
+            self._store.drop(record.slot)
+            self._account.stored_bytes[record.slot.tier] -= record.size_bytes
         log = record.forward
         log.remove(record)
         if not log.live:
             self._learned = log.learned() or self._learned
 
     def _note_peak(self) -> None:
-        now_bytes = self._kept_bytes + self._offloading_bytes
+        now_bytes = self._kept_bytes + self._offloads.queued_bytes + self._offloads.held_bytes
         now_bytes += self._reloads.held_bytes + self._rebuilds.held_bytes
-        self.meter.peak_device_bytes = max(self.meter.peak_device_bytes, now_bytes)
+        self._account.note_device_bytes(now_bytes)
 
     def _finish_step_if_over(self) -> None:
-        if not self._live and not self._forwards and self.meter.num_saved:
-            self.meter.capacity_bytes = self._store.host_capacity_bytes
-            self._finished, self.meter = self.meter, StepMeter()
-            self._microbatches = 0
-            if self._recorder is not None:
-                self._recorder.begin_backward(None)
-                self._trace, self._recorder = self._recorder, None
+        if self._live or self._forwards or not self.meter.num_saved:
+            return
+        if self._rounds is not None:
+            if self._rounds.is_open():
+                return  # between the graphs of a round
+            self._rounds.finish_step()
+        self._account.finish(self._store.host_capacity_bytes)
+        self.meter = self._account.meter
+        self._microbatches = 0
 
     def _close_if_idle(self) -> None:
         if self._closing and not self._live and not self._forwards:
             self._store.close()
             self._let_go_of_finished()
-
-
-def _subject(record: StorageRecord) -> Subject:
-    return Subject(record.layer, record.forward.number, record.size_bytes)
