@@ -16,6 +16,7 @@ from ebbtide.errors import PolicyError
 from ebbtide.hooks.forward import OffloadedForward
 from ebbtide.hooks.layers import LayerModules, LayerTracker, ModuleHook, find_layers, match_layers
 from ebbtide.policy import ActivationPolicy
+from ebbtide.runtime.rounds import Following
 from ebbtide.runtime.stats import StepStats
 from ebbtide.schedule import Schedule
 from ebbtide.tracing.events import Trace
@@ -124,7 +125,7 @@ def offload(
         ScheduleError: the schedule cannot be run. The model is as it was.
     """
     policy = ActivationPolicy() if activations is None else activations
-    _refuse_second_offload(model)
+    refuse_second_offload(model)
     if next(model.parameters(), None) is None:
         raise PolicyError(
             f"{type(model).__name__} has no parameters, so nothing says where it computes; wrap "
@@ -135,8 +136,9 @@ def offload(
     _check_schedule(schedule, policy, found)
     _refuse_compiled([model, *found.modules])
     _warn_of_one_region(model)
+    following = None if schedule is None else Following(schedule)
     engine = Engine(
-        [model], policy, store, host_budget=host_budget, traced=trace, schedule=schedule
+        [model], policy, store, host_budget=host_budget, traced=trace, following=following
     )
     tracker = LayerTracker(found, policy.num_layers, policy.keep_last, engine)
     wrapped = OffloadedForward(model.forward, engine.hooks, tracker)
@@ -187,7 +189,7 @@ def wrap_forward_with_offload(
         raise PolicyError("this forward is wrapped already; wrap the original one, once")
     modules = list(_modules_of(forward))
     for module in modules:
-        _refuse_second_offload(module)
+        refuse_second_offload(module)
     _refuse_compiled(modules)
     home = None if device is None else torch.device(device)
     engine = Engine(modules, policy, store, home, host_budget=host_budget, traced=trace)
@@ -196,7 +198,12 @@ def wrap_forward_with_offload(
     return wrapped
 
 
-def _refuse_second_offload(model: nn.Module) -> None:
+def refuse_second_offload(model: nn.Module) -> None:
+    """Raise if a model, or a part of it, is offloaded already.
+
+    Raises:
+        PolicyError: it is.
+    """
     for name, module in model.named_modules():
         wrapped = isinstance(module.__dict__.get("forward"), OffloadedForward)
         if wrapped or any(isinstance(hook, ModuleHook) for hook in module._forward_hooks.values()):

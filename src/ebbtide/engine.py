@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, final
 
@@ -18,7 +18,7 @@ from ebbtide.hooks.activations import ActivationHooks
 from ebbtide.hooks.parameters import ParameterIndex
 from ebbtide.policy import ActivationPolicy
 from ebbtide.runtime.ranges import Layer
-from ebbtide.runtime.rounds import UnitRecords
+from ebbtide.runtime.rounds import Following, UnitRecords
 from ebbtide.runtime.session import Session
 from ebbtide.runtime.stats import StepStats
 from ebbtide.schedule import Action, Direction, Schedule, Unit
@@ -46,12 +46,10 @@ class Engine:
         device: where to compute when there are no modules to tell.
         host_budget: the most host memory to take, in bytes or as text such as ``"24GiB"``.
         traced: whether to record every step.
-        schedule: says what moves when; None: what leaves does so at once.
-        manual: nothing moves by the schedule, but as `act` is told.
+        following: the schedule that says what moves when; None: what leaves does so at once.
 
     Attributes:
-        schedule: as given.
-        manual: as given.
+        following: as given.
 
     Raises:
         PolicyError: the modules, the device and the store do not fit together.
@@ -67,11 +65,9 @@ class Engine:
         *,
         host_budget: int | str | None = None,
         traced: bool = False,
-        schedule: Schedule | None = None,
-        manual: bool = False,
+        following: Following | None = None,
     ) -> None:
-        self.schedule = schedule
-        self.manual = manual
+        self.following = following
         self._units: dict[Layer, UnitRecords] = {}  # of the forward that runs now
         self._microbatch = 0
         self._modules = modules
@@ -114,22 +110,27 @@ class Engine:
             self._session, self._hooks = session, hooks
         return self._hooks
 
+    @property
+    def schedule(self) -> Schedule | None:
+        """What moves when, if a schedule says so."""
+        return None if self.following is None else self.following.schedule
+
     def begin_forward(self) -> None:
         """A forward of the model begins."""
-        if self.schedule is not None:
+        if self.following is not None:
             self._units.clear()
             self._microbatch = self._session.next_microbatch()
 
     def end_forward(self, *, completed: bool) -> None:
         """It has ended, or was interrupted."""
-        if self.schedule is not None:
+        if self.following is not None:
             self._units.clear()
             self._session.end_microbatch(self._microbatch, completed=completed)
 
     def switch(self, offloading: bool, layer: Layer | None) -> None:
         """Say whether what is saved from now on is to leave, and whose it is."""
         self._session.layer = layer
-        if self.schedule is None:
+        if self.following is None:
             self._hooks.offloading = offloading
         else:
             records = None if layer is None else self._units[layer]
@@ -138,7 +139,7 @@ class Engine:
 
     def begin_layer(self, layer: Layer) -> None:
         """A layer's forward begins."""
-        if self.schedule is not None:
+        if self.following is not None:
             unit = Unit(layer.index, self._microbatch)
             self._units[layer] = self._session.begin_unit(unit)
         self._session.begin_layer(layer)
@@ -146,7 +147,7 @@ class Engine:
     def end_layer(self, layer: Layer, output: Any) -> None:
         """A layer's forward has ended."""
         self._session.end_layer()
-        if self._traced or self.schedule is not None:
+        if self._traced or self.following is not None:
             leaves = tree_leaves(output)
             outputs = [x for x in leaves if isinstance(x, torch.Tensor)]
             self._session.note_outputs(layer, self._units.get(layer), outputs)
@@ -158,18 +159,21 @@ class Engine:
         """Where the model computes."""
         return self._session.device.torch_device
 
-    def open_layer(self, unit: Unit | None) -> tuple[Layer, UnitRecords] | None:
+    def open_layer(
+        self, unit: Unit | None, held: Iterable[torch.Tensor] = ()
+    ) -> tuple[Layer, UnitRecords] | None:
         """A block begins that is one layer. Returns None where autograd does not record.
 
         Args:
             unit: which; None: the forward that is next in the order.
+            held: tensors that the caller keeps on the device until its backward in any case.
         """
         hooks = self.hooks()
         if not hooks.are_wanted():
             return None
         session = self._session
         records = session.begin_unit(unit)
-        hooks.begin()
+        hooks.begin(held)
         session.switch_unit(records)
         layer = Layer(records.unit.layer, "")
         session.layer, hooks.offloading = layer, records.leaves
@@ -196,6 +200,14 @@ class Engine:
     def begin_backward(self, unit: Unit, direction: Direction) -> None:
         """The backward of a unit of the current round begins."""
         self._session.begin_backward_of(unit, direction)
+
+    def end_backward(self) -> None:
+        """The backward that began last has ended; for the trace alone."""
+        self._session.end_backward()
+
+    def abandon_round(self) -> None:
+        """Passes that the current round still waits for will not come: another one begins."""
+        self._session.abandon_round()
 
     def act(self, action: Action) -> None:
         """Move what a unit saved, where nothing moves by itself.
@@ -224,8 +236,7 @@ class Engine:
             self._policy,
             host_budget_bytes=self._host_budget_bytes,
             traced=self._traced,
-            schedule=self.schedule,
-            manual=self.manual,
+            following=self.following,
         )
         parameters = ParameterIndex(self._modules)
         policy = self._policy
@@ -265,8 +276,7 @@ def build_session(
     *,
     host_budget_bytes: int | None = None,
     traced: bool = False,
-    schedule: Schedule | None = None,
-    manual: bool = False,
+    following: Following | None = None,
 ) -> Session:
     """A session for a device, with the store that was asked for.
 
@@ -282,14 +292,12 @@ def build_session(
     if on_cpu:
         _check_for_cpu(kind, host_budget_bytes)
         disk = DiskStore(directory)
-        session = Session(
-            CpuDevice(), disk, bound_bytes, traced=traced, schedule=schedule, manual=manual
-        )
+        session = Session(CpuDevice(), disk, bound_bytes, traced=traced, following=following)
         disk.on_progress = session.weak_poll()
         return session
     device: AbstractDevice = AcceleratorDevice(torch_device)
     chosen = build_store(device, kind, directory, host_budget_bytes)
-    return Session(device, chosen, bound_bytes, traced=traced, schedule=schedule, manual=manual)
+    return Session(device, chosen, bound_bytes, traced=traced, following=following)
 
 
 def build_store(

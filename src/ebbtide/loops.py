@@ -14,7 +14,7 @@ from ebbtide.engine import Engine
 from ebbtide.errors import PolicyError
 from ebbtide.policy import ActivationPolicy
 from ebbtide.runtime.ranges import Layer
-from ebbtide.runtime.rounds import UnitRecords
+from ebbtide.runtime.rounds import Following, UnitRecords
 from ebbtide.runtime.stats import StepStats
 from ebbtide.schedule import Action, Direction, Schedule, Unit, Verb, default, manual
 from ebbtide.tracing.events import Trace
@@ -45,6 +45,8 @@ class OffloadSession:
         model_layers: layers in a forward; the next one begins another forward.
         schedule: what moves when, instead of the two counts; or ``"manual"`` with
             ``model_layers``: nothing moves but by `start_offload`, `release` and `start_reload`.
+        any_order: the order of the schedule is not known for sure: what hangs on an anchor is done
+            when its pass comes, whatever came before.
         modules: whose parameters and buffers are not activations, for what is no `nn.Parameter`
             and follows from none; None: parameters are known as such anyway.
         device: where the loop computes; None: the device of ``modules``, else the current
@@ -65,6 +67,7 @@ class OffloadSession:
         model_layers: int | None = None,
         *,
         schedule: Schedule | str | None = None,
+        any_order: bool = False,
         modules: Sequence[nn.Module] = (),
         device: torch.device | str | None = None,
         activations: ActivationPolicy | None = None,
@@ -86,8 +89,7 @@ class OffloadSession:
             None if device is None else torch.device(device),
             host_budget=host_budget,
             traced=trace,
-            schedule=chosen,
-            manual=by_hand,
+            following=Following(chosen, manual=by_hand, any_order=any_order),
         )
         self._open: tuple[Layer, UnitRecords] | None = None
         self._closed: tuple[Layer, UnitRecords] | None = None
@@ -217,7 +219,8 @@ class OffloadSession:
         self.close()
 
     def _act(self, verb: Verb, layer: int) -> None:
-        if not self._engine.manual:
+        following = self._engine.following
+        if following is None or not following.manual:
             raise PolicyError(
                 f'this session follows a schedule; make it with OffloadSession(schedule="manual", '
                 f"model_layers=...) to {verb.value} by hand"

@@ -48,7 +48,7 @@ def on_device(
     built: list[Session] = []
 
     def build_session(*_: Any, **others: Any) -> Session:
-        kept = {name: others[name] for name in ("traced", "schedule", "manual") if name in others}
+        kept = {name: others[name] for name in ("traced", "following") if name in others}
         built.append(Session(device, make_store(), bound_bytes, **kept))
         return built[-1]
 

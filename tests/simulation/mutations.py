@@ -17,6 +17,7 @@ class Mutation:
         old: the code with the guard.
         new: the same without it.
         hazard: what the guard prevents.
+        check: of the programs that are to see it: `check` of harness, or of schedule_programs.
     """
 
     name: str
@@ -24,6 +25,7 @@ class Mutation:
     old: str
     new: str
     hazard: str
+    check: str = "harness.check"
 
 
 MUTATIONS = (
@@ -55,6 +57,23 @@ MUTATIONS = (
         old="        while self.queue and self._is_complete(self.queue[0]):\n",
         new="        while self.queue:\n",
         hazard="The same, at any moment at which the engine tidies up.",
+    ),
+    Mutation(
+        name="compute waits for the copy down of what a schedule releases",
+        file="runtime/offloads.py",
+        old="            self._account.wait(record, record.slot.offloaded, record.home)\n",
+        new="",
+        hazard="Kernels queued after the anchor reuse memory that the copy still reads.",
+        check="schedule_programs.check_schedule",
+    ),
+    Mutation(
+        name="a source that a schedule held is held on when its graph dies",
+        file="runtime/offloads.py",
+        old="                self.enqueue(record)\n",
+        new="                record.release_source()\n",
+        hazard="The graph is dropped while the copy is on its way down: the memory is handed out "
+        "again and overwritten while the copy reads it.",
+        check="schedule_programs.check_schedule",
     ),
     Mutation(
         name="the copy up waits for the kernels queued before its buffer was allocated",

@@ -23,7 +23,9 @@ import torch
 torch.set_num_threads(1)
 import ebbtide
 assert ebbtide.__file__.startswith(sys.argv[1]), "the mutated copy must be what runs"
-from harness import check
+import importlib
+module, _, name = sys.argv[3].partition(".")
+check = getattr(importlib.import_module(module), name)
 for seed in range(int(sys.argv[2])):
     try:
         check(seed)
@@ -52,7 +54,7 @@ def runs(
 def test_simulation_catches(mutation: Mutation, runs: dict[str, Future[Run]]) -> None:
     result = runs[mutation.name].result()
     assert result.returncode == 1, f"not caught by {SEEDS} seeds\n{result.stdout}{result.stderr}"
-    assert "caught: seed" in result.stdout, result.stderr
+    assert "caught: " in result.stdout, result.stderr
 
 
 def test_documentation_lists_every_guard() -> None:
@@ -71,7 +73,7 @@ def _run_mutated(mutation: Mutation, directory: Path) -> Run:
     file.write_text(text.replace(mutation.old, mutation.new))
     paths = [str(directory), str(Path(__file__).parent)]
     return subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(directory), str(SEEDS)],
+        [sys.executable, "-c", PROGRAM, str(directory), str(SEEDS), mutation.check],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         capture_output=True,
         text=True,

@@ -19,7 +19,7 @@ FAST = 2 * SIZE_BYTES / FORWARD_S  # bytes/s: a copy takes half a layer's forwar
 SLOW = FAST / 20
 POLICY = ebbtide.ActivationPolicy(min_bytes=SIZE_BYTES, rebuild=False)
 
-SEEDS = max(100, int(os.environ.get("EBBTIDE_SIMULATION_SEEDS", "0")))
+SEEDS = max(300, int(os.environ.get("EBBTIDE_SIMULATION_SEEDS", "0")))
 
 PIPELINE_ORDER = "F0 F1 F2 F3 B0 F4 B1 F5 B2 F6 B3 F7 B4 B5 B6 B7"
 TABLE = {

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from typing import final
 
 import torch
 from torch import nn
 
+from ebbtide.hooks.marks import is_marked
 from ebbtide.hooks.packing import PACKED, BitPacking, find_packing
 from ebbtide.hooks.parameters import ParameterIndex
 from ebbtide.hooks.rebuild import RebuildFinder
+from ebbtide.runtime.composite import CompositeTensor, QuantizedTensor, is_quantized
 from ebbtide.runtime.kept import LargeKept, SmallKept
 from ebbtide.runtime.saved import (
-    CompositeTensor,
     OffloadedTensor,
     RebuiltTensor,
     Saved,
@@ -64,15 +65,18 @@ class ActivationHooks:
         """Whether `begin` would hook anything here."""
         return torch.is_grad_enabled() and not _checkpoint_is_recording()
 
-    def begin(self) -> bool:
+    def begin(self, held: Iterable[torch.Tensor] = ()) -> bool:
         """Hook what autograd saves from now on. Returns whether `end` must follow.
 
         Nothing is hooked where autograd does not record, nor inside `torch.utils.checkpoint`: what
         that saves is to be recomputed, and taking it away would undo that.
+
+        Args:
+            held: tensors that stay on the device in any case, as parameters do.
         """
         if not self.are_wanted():
             return False
-        self._parameters.refresh()
+        self._parameters.refresh(held)
         self._small.append(self._session.begin_forward())
         torch._C._autograd._push_saved_tensors_default_hooks(self.pack, restore)
         return True
@@ -143,6 +147,8 @@ class ActivationHooks:
         address, version = storage._cdata, tensor._version
         shared = self._session.has(address, version)  # then it has left already
         leaves = self.offloading and storage.nbytes() >= self._min_bytes
+        if is_marked(storage):
+            shared = leaves = False
         if (shared or leaves) and not tensor.is_quantized:
             return self._offload(tensor, storage, address)
         plain = tensor.detach()
@@ -178,6 +184,8 @@ class ActivationHooks:
     def _pack_unusual(self, tensor: torch.Tensor) -> Saved:
         if tensor.device == self._device and hasattr(tensor, "__tensor_flatten__"):
             return CompositeTensor(tensor, self.pack)  # its inner tensors count
+        if tensor.device == self._device and is_quantized(tensor):
+            return QuantizedTensor(tensor, self.pack)  # so do these
         self._session.meter.num_saved += 1
         with contextlib.suppress(RuntimeError):  # sparse tensors and some subclasses cannot say
             self._session.meter.saved_bytes += tensor.nbytes

@@ -31,9 +31,16 @@ class ParameterIndex:
         self._frozen_shapes: set[torch.Size] = set()
         self._copying = _copying_nodes()
 
-    def refresh(self) -> None:
-        """Look at the modules again: parameters can have been replaced, frozen or moved."""
+    def refresh(self, held: Iterable[torch.Tensor] = ()) -> None:
+        """Look at the modules again: parameters can have been replaced, frozen or moved.
+
+        Args:
+            held: tensors that somebody else keeps on the device as long as autograd would.
+        """
         pointers: set[int] = set()
+        for tensor in held:
+            pointers.add(tensor.data_ptr())
+            pointers.add(tensor.untyped_storage().data_ptr())
         frozen_shapes: set[torch.Size] = set()
         for module in self._modules:
             for parameter in module.parameters():

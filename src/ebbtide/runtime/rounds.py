@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import final
 
 from ebbtide.errors import ScheduleError
@@ -20,6 +21,22 @@ from ebbtide.runtime.offloads import Offloads
 from ebbtide.runtime.records import RecordState, StorageRecord
 from ebbtide.runtime.reloads import Reloads
 from ebbtide.schedule import Action, Direction, Pass, Schedule, Unit, Verb, first_use
+
+
+@final
+@dataclass(frozen=True)
+class Following:
+    """A schedule, and how it is followed.
+
+    Attributes:
+        schedule: what moves when.
+        manual: nothing is done at anchors; `act` is told. All units are held until then.
+        any_order: passes may come in another order; each anchor is done when its pass comes.
+    """
+
+    schedule: Schedule
+    manual: bool = False
+    any_order: bool = False
 
 
 @final
@@ -110,8 +127,7 @@ class Rounds:
     """The rounds of a session. It calls with the lock held.
 
     Args:
-        schedule: what to follow.
-        manual: nothing is done at anchors; `act` is told. All units are held until then.
+        following: what to follow, and how.
         offloads: the way down.
         reloads: the way up.
         reload: queues the copy up of a record.
@@ -119,15 +135,15 @@ class Rounds:
 
     def __init__(
         self,
-        schedule: Schedule,
+        following: Following,
         offloads: Offloads,
         reloads: Reloads,
         reload: Callable[[StorageRecord], None],
-        *,
-        manual: bool = False,
     ) -> None:
-        self.schedule = schedule.check()
-        self.manual = manual
+        schedule = following.schedule.check()
+        self.schedule = schedule
+        self.manual = following.manual
+        self._any_order = following.any_order
         self._offloads = offloads
         self._reloads = reloads
         self._reload = reload
@@ -209,6 +225,9 @@ class Rounds:
         each = Pass(Direction.FORWARD, unit)
         if current is None or not self.is_open() or each in current.begun:
             if current is not None and self.is_open():
+                if not self.manual:
+                    due = next(due for due in self._forwards if due not in current.begun)
+                    self._warn(f"{each} came where {due} was due")
                 self._depart(current)
             current = self.begin_round()
         self._begin(current, each)
@@ -238,7 +257,8 @@ class Rounds:
         if each in current.begun:
             return  # a second backward through a retained graph
         place = self._places.get(each)
-        if not current.departed and not self.manual and not self._is_due(current, place):
+        strict = not (current.departed or self.manual or self._any_order)
+        if strict and not self._is_due(current, place):
             due = self.schedule.order[current.place : current.place + 1]
             instead = f"where {due[0]} was due" if due else "after the last pass"
             self._warn(f"{each} came {instead}")
@@ -248,7 +268,8 @@ class Rounds:
             return
         if self.manual:
             return
-        for passed in self.schedule.order[current.place : place + 1]:
+        begin = place if self._any_order else current.place
+        for passed in self.schedule.order[begin : place + 1]:
             for action in self._actions.get(passed, ()):
                 records = current.units.get(action.unit)
                 if records is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import NoReturn, final
 
 import torch
@@ -275,29 +274,6 @@ def inspect(saved: Saved) -> torch.Tensor:
         return saved[0]
     assert isinstance(saved, AbstractDeparted)
     return saved.inspect()
-
-
-@final
-class CompositeTensor(AbstractSaved):
-    """A wrapper subclass (DTensor, a quantized tensor): its inner tensors, saved one by one."""
-
-    __slots__ = ("_context", "_inner", "_others", "_size", "_stride", "_type")
-
-    def __init__(self, tensor: torch.Tensor, pack: Callable[[torch.Tensor], Saved]) -> None:
-        names, self._context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-        parts = {name: getattr(tensor, name) for name in names}
-        # DTensor's parts are its local tensor and, from torch 2.13 on, its mesh.
-        self._others = {n: p for n, p in parts.items() if not isinstance(p, torch.Tensor)}
-        self._inner = {n: pack(p) for n, p in parts.items() if isinstance(p, torch.Tensor)}
-        self._type = type(tensor)
-        self._size = tensor.shape
-        self._stride = tensor.stride()
-
-    def restore(self) -> torch.Tensor:
-        parts = {name: restore(saved) for name, saved in self._inner.items()} | self._others
-        return self._type.__tensor_unflatten__(  # type: ignore[attr-defined, no-any-return]
-            parts, self._context, self._size, self._stride
-        )
 
 
 def _empty_like(tensor: torch.Tensor) -> torch.Tensor:

@@ -20,9 +20,9 @@ from ebbtide.runtime.rebuilt import Call, RebuildRecord, Rebuilds
 from ebbtide.runtime.recorder import Subject
 from ebbtide.runtime.records import AbstractPacking, RecordState, StorageRecord
 from ebbtide.runtime.reloads import Reloads
-from ebbtide.runtime.rounds import Rounds, UnitRecords
+from ebbtide.runtime.rounds import Following, Rounds, UnitRecords
 from ebbtide.runtime.stats import StepStats
-from ebbtide.schedule import Action, Direction, Schedule, Unit, Verb
+from ebbtide.schedule import Action, Direction, Unit, Verb
 from ebbtide.stores.base import AbstractStore
 from ebbtide.tracing.events import Trace
 
@@ -43,9 +43,8 @@ class Session:
         store: where bytes go. Owned by the session.
         max_inflight_bytes: the bound that `ActivationPolicy` describes.
         traced: whether to record every step.
-        schedule: says what moves when; None: what is saved while the hooks offload leaves at once,
-            and comes back as backward asks.
-        manual: nothing moves by the schedule; `act` is told.
+        following: the schedule that says what moves when; None: what is saved while the hooks
+            offload leaves at once, and comes back as backward asks.
 
     Attributes:
         layer: the layer that runs now, None outside layers.
@@ -63,8 +62,7 @@ class Session:
         max_inflight_bytes: int,
         *,
         traced: bool = False,
-        schedule: Schedule | None = None,
-        manual: bool = False,
+        following: Following | None = None,
     ) -> None:
         self.device = device
         self.layer: Layer | None = None
@@ -74,10 +72,8 @@ class Session:
         self._reloads = Reloads(device, store, max_inflight_bytes)
         self._rebuilds = Rebuilds(device, max_inflight_bytes)
         self._rounds: Rounds | None = None
-        if schedule is not None:
-            self._rounds = Rounds(
-                schedule, self._offloads, self._reloads, self._begin_reload, manual=manual
-            )
+        if following is not None:
+            self._rounds = Rounds(following, self._offloads, self._reloads, self._begin_reload)
         self._unit: UnitRecords | None = None  # whose forward runs now
         self._gate = Gate(self)
         self._records: dict[Hashable, StorageRecord | RebuildRecord] = {}
@@ -229,6 +225,15 @@ class Session:
             records = None if current is None else current.units.get(unit)
             if records is not None:
                 self._rounds.begin_backward(records, direction)
+                if self._account.recorder is not None:
+                    number = self._rounds.log(records).number
+                    self._account.recorder.begin_backward(Subject(Layer(unit.layer, ""), number))
+
+    def end_backward(self) -> None:
+        """The backward that began last has ended; for the trace alone."""
+        with self._gate:
+            if self._account.recorder is not None:
+                self._account.recorder.begin_backward(None)
 
     def act(self, action: Action) -> None:
         """Move what a unit saved, told by hand.

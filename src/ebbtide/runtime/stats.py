@@ -22,7 +22,8 @@ class StepStats:
         saved_bytes: every save counted, as a copy of each saved tensor would move them.
         unique_bytes: after sharing storages, without parameters: kept_bytes + offloaded_bytes +
             rebuilt_bytes + packed_bytes.
-        parameter_bytes: saves that are a parameter or buffer, a view of one or its cast copy.
+        parameter_bytes: saves that are a parameter or buffer, a view of one or its cast copy; in a
+            pipeline also the input of a stage, which the stage keeps whether it is saved or not.
         kept_bytes: unique bytes that stayed on the device.
         offloaded_bytes: unique bytes copied to a lower tier.
         reloaded_bytes: bytes copied back.

@@ -1,6 +1,6 @@
 """What moves when: schedules, their text, their builders. Pure Python."""
 
-from ebbtide.schedule.builders import default, from_table, manual
+from ebbtide.schedule.builders import default, find_order, from_table, manual
 from ebbtide.schedule.check import first_use
 from ebbtide.schedule.passes import Action, Direction, Pass, Unit, Verb, parse_action, parse_pass
 from ebbtide.schedule.pipeline import from_pipeline
@@ -14,6 +14,7 @@ __all__ = [
     "Unit",
     "Verb",
     "default",
+    "find_order",
     "first_use",
     "from_pipeline",
     "from_table",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import graphlib
 from collections.abc import Iterable, Mapping, Sequence
 
 from ebbtide.errors import ScheduleError
@@ -122,6 +123,52 @@ def manual(
         for word in words.split(",") if isinstance(words, str) else words:
             actions.append((parse_pass(anchor), parse_action(word)))
     return Schedule(passes, actions).check()
+
+
+def find_order(table: Mapping[int, TableRow], model_layers: int) -> tuple[Pass, ...]:
+    """An order of passes in which a table can be run, forwards as early as it lets them.
+
+    Args:
+        table: as for `from_table`.
+        model_layers: layers in a round; their forwards come in ascending order.
+
+    Returns:
+        The plain order if that fits; else one of those that do.
+
+    Raises:
+        ScheduleError: none does.
+    """
+    try:
+        return from_table(table, model_layers).order
+    except ScheduleError as error:
+        refused = error
+    before: dict[Pass, set[Pass]] = {each: set() for each in plain_order(model_layers)}
+    for layer in range(model_layers):
+        before[_anchor(False, layer)].add(_anchor(True, layer))
+        if layer:
+            before[_anchor(True, layer)].add(_anchor(True, layer - 1))
+    for layer, (offload_fwd, offload_num, reload_fwd, reload_num) in table.items():
+        out, back = _anchor(offload_fwd, offload_num), _anchor(reload_fwd, reload_num)
+        use = _anchor(False, layer)
+        if not {out, back, use} <= before.keys():
+            raise refused
+        before[out].add(_anchor(True, layer))
+        before[back].add(out)
+        if back != use:
+            before[use].add(back)
+    sorter = graphlib.TopologicalSorter(before)
+    try:
+        sorter.prepare()
+    except graphlib.CycleError:
+        raise refused from None
+    order: list[Pass] = []
+    ready: list[Pass] = []
+    while sorter.is_active():
+        ready += sorter.get_ready()
+        ready.sort(key=lambda each: (not each.is_forward, each.unit))
+        order.append(ready.pop(0))
+        sorter.done(order[-1])
+    return from_table(table, model_layers, order=order).order
 
 
 def plain_order(model_layers: int) -> tuple[Pass, ...]:

@@ -1,0 +1,1 @@
+"""Drop-ins: other projects' spellings, done by ebbtide."""
