@@ -11,6 +11,7 @@ from ebbtide.errors import (
 )
 from ebbtide.loops import OffloadSession
 from ebbtide.policy import ActivationPolicy
+from ebbtide.rehearsal import rehearse
 from ebbtide.runtime.recipes import RebuildRecipe, register_rebuild
 from ebbtide.runtime.stats import StepStats
 from ebbtide.schedule import Schedule
@@ -34,6 +35,7 @@ __all__ = [
     "__version__",
     "offload",
     "register_rebuild",
+    "rehearse",
     "schedule",
     "wrap_forward_with_offload",
 ]

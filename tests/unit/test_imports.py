@@ -24,7 +24,7 @@ CHAIN = [
     ["stores"],
     ["runtime"],
     ["hooks"],
-    ["engine", "api", "loops"],
+    ["engine", "api", "loops", "rehearsal"],
     ["__init__"],
     ["compat", "integrations", "cli"],
 ]

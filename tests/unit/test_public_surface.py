@@ -28,6 +28,7 @@ def test_exported_names() -> None:
         "__version__",
         "offload",
         "register_rebuild",
+        "rehearse",
         "schedule",
         "wrap_forward_with_offload",
     ]

@@ -71,5 +71,32 @@ def demo(
         raise typer.Exit(1)
 
 
+@app.command()
+def schedule(
+    file: Annotated[
+        Path | None, typer.Argument(help="A schedule as text; - for the input.")
+    ] = None,
+    layers: Annotated[str | None, typer.Option(help="The default for k of N: 4/20.")] = None,
+    pipeline: Annotated[str | None, typer.Option(help='A rank: "0F0 0F1 0B0 0B1".')] = None,
+    resident: Annotated[int, typer.Option(help="Of a pipeline, units on the device.")] = 1,
+    layer_size: Annotated[str, typer.Option(help="That a layer saves.")] = "64MiB",
+    forward_ms: Annotated[float, typer.Option(help="Of a layer; backward: twice.")] = 10.0,
+    bandwidth: Annotated[float, typer.Option(help="GB/s of the link, each way.")] = 25.0,
+    out: Annotated[Path | None, typer.Option(help="Picture: .png, .svg or .pdf.")] = None,
+) -> None:
+    """Check a schedule and show the step that it makes, without a model."""
+    from ebbtide.cli.config import UsageError
+    from ebbtide.cli.show import show_schedule
+    from ebbtide.errors import EbbtideError
+
+    try:
+        show_schedule(
+            file, layers, pipeline, resident, layer_size, forward_ms / 1e3, bandwidth * 1e9, out
+        )
+    except (UsageError, EbbtideError, OSError, ImportError) as error:
+        typer.echo(f"ebbtide schedule: {error}", err=True)
+        raise typer.Exit(2) from None
+
+
 if __name__ == "__main__":
     app()

@@ -17,7 +17,7 @@ from ebbtide.runtime.kept import SmallKept
 from ebbtide.runtime.offloads import Offloads
 from ebbtide.runtime.ranges import Layer, profiler_range
 from ebbtide.runtime.rebuilt import Call, RebuildRecord, Rebuilds
-from ebbtide.runtime.recorder import Subject
+from ebbtide.runtime.recorder import StepRecorder, Subject
 from ebbtide.runtime.records import AbstractPacking, RecordState, StorageRecord
 from ebbtide.runtime.reloads import Reloads
 from ebbtide.runtime.rounds import Following, Rounds, UnitRecords
@@ -100,6 +100,11 @@ class Session:
     def trace(self) -> Trace:
         """What the last finished step did. Reading it waits until the device has finished it."""
         return self._account.trace
+
+    @property
+    def recorder(self) -> StepRecorder | None:
+        """Of the step that runs; None where nothing is recorded."""
+        return self._account.recorder
 
     # ---- forward ------------------------------------------------------------------------------
 

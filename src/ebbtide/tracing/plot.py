@@ -269,11 +269,14 @@ def _draw_releases(axes: Any, lane: _Lane, unit: TimeUnit, points_per_unit: floa
     """A triangle at each, with the label to its right if there is room before the next."""
     if not lane.releases:
         return
-    times = [event.begin_s * unit.per_s for event in lane.releases]
+    labels: dict[float, dict[str, None]] = {}  # several at one moment are written together
+    for event in lane.releases:
+        labels.setdefault(event.begin_s * unit.per_s, {})[short_label(event)] = None
+    times = list(labels)
     axes.plot(times, [lane.middle] * len(times), "v", color=_INK, markersize=5, markeredgewidth=0)
     nexts = [*times[1:], axes.get_xlim()[1]]
-    for event, time, end in zip(lane.releases, times, nexts, strict=True):
-        text = short_label(event)
+    for time, end in zip(times, nexts, strict=True):
+        text = ", ".join(labels[time])
         size = _LABEL_POINTS[1]
         if (end - time) * points_per_unit >= _CHARACTER * size * len(text) + 8:
             at: dict[str, Any] = {

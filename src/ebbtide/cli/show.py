@@ -1,0 +1,74 @@
+"""``ebbtide schedule``: a schedule, what it promises, and the step that it makes."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import typer
+
+from ebbtide.cli.config import UsageError
+from ebbtide.rehearsal import rehearse
+from ebbtide.schedule import Schedule, default, from_pipeline
+from ebbtide.units import format_size, parse_size_bytes
+
+_MOST_LINES = 24  # of the schedule that are shown
+
+
+# The options of the command, one for one.
+def show_schedule(
+    file: Path | None,
+    layers: str | None,
+    pipeline: str | None,
+    resident: int,
+    layer_size: str,
+    forward_s: float,
+    bandwidth_bytes_per_s: float,
+    out: Path | None,
+) -> None:
+    """Print the schedule, its peak and its timeline.
+
+    Raises:
+        UsageError: not exactly one schedule was asked for.
+        ScheduleError: it cannot be read or run.
+        PolicyError: a size or a time makes no sense.
+    """
+    if sum(given is not None for given in (file, layers, pipeline)) != 1:
+        raise UsageError("give one schedule: a file, --layers 4/20, or --pipeline with --resident")
+    plan = _read(file, layers, pipeline, resident)
+    layer_bytes = parse_size_bytes(layer_size, name="--layer-size")
+    trace = rehearse(
+        plan,
+        layer_bytes=layer_bytes,
+        forward_s=forward_s,
+        bandwidth_bytes_per_s=bandwidth_bytes_per_s,
+    )
+    lines = str(plan).splitlines()
+    rest = len(lines) - _MOST_LINES
+    shown = lines if rest <= 1 else [*lines[:_MOST_LINES], f"... and {rest} lines more"]
+    typer.echo("\n".join(shown))
+    without = Schedule(plan.order).peak_resident
+    typer.echo(
+        f"\nAt once on the device: {plan.peak_resident} x {layer_size} = "
+        f"{format_size(plan.peak_resident * layer_bytes)}; without it {without} x = "
+        f"{format_size(without * layer_bytes)}.\n"
+        f"A copy takes {layer_bytes / bandwidth_bytes_per_s * 1e3:.3g} ms.\n"
+    )
+    typer.echo(trace.timeline())
+    if out is not None:
+        trace.plot(out)
+        typer.echo(f"\nPicture: {out}")
+
+
+def _read(file: Path | None, layers: str | None, pipeline: str | None, resident: int) -> Schedule:
+    if pipeline is not None:
+        return from_pipeline(pipeline, resident=resident)
+    if layers is not None:
+        match = re.fullmatch(r"(\d+)/(\d+)", layers.strip())
+        if match is None:
+            raise UsageError(f"--layers {layers!r} is not of the form k/N, such as 4/20")
+        return default(int(match[1]), int(match[2]))
+    assert file is not None
+    text = sys.stdin.read() if str(file) == "-" else file.read_text()
+    return Schedule.parse(text).check()
