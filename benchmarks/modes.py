@@ -94,7 +94,7 @@ class Library(AbstractMode):
         arguments: of that function, after the model.
     """
 
-    def __init__(self, name: str, note: str, module: str, *arguments: Any) -> None:
+    def __init__(self, name: str, note: str, module: str, **arguments: Any) -> None:
         super().__init__(name, note)
         self._module = module
         self._arguments = arguments
@@ -108,7 +108,7 @@ class Library(AbstractMode):
     def attach(self, model: Stack) -> Context:
         module = importlib.import_module(self._module)
         # One manager for all steps, as their trainers have.
-        manager = module.get_act_offloading_ctx_manager(model, *self._arguments)
+        manager = module.get_act_offloading_ctx_manager(model, **self._arguments)
         return lambda: manager
 
 
@@ -210,8 +210,19 @@ def all_modes() -> dict[str, AbstractMode]:
             "the same inside save_on_cpu",
             SaveOnCpu("save_on_cpu", ""),
         ),
-        Library("torchtune", "OffloadActivations with streams", "torchtune.training", True),
-        Library("trl", "OffloadActivations with streams", "trl.models.activation_offloading"),
+        Library(
+            "torchtune",
+            "OffloadActivations with streams",
+            "torchtune.training",
+            enable_activation_offloading=True,
+        ),
+        # Its warning about a missing head wants accelerate's state, which only its trainers make.
+        Library(
+            "trl",
+            "OffloadActivations with streams",
+            "trl.models.activation_offloading",
+            warn_if_no_head=False,
+        ),
         MegatronFineGrained("megatron", "fine-grained activation offload"),
         Fsdp2Offload("fsdp2", "fully_shard on one rank with CPUOffloadPolicy"),
         Ebbtide("ebbtide", "all that pays"),
