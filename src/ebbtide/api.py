@@ -16,8 +16,8 @@ from ebbtide.errors import PolicyError
 from ebbtide.hooks.forward import OffloadedForward
 from ebbtide.hooks.layers import LayerModules, LayerTracker, ModuleHook, find_layers, match_layers
 from ebbtide.policy import ActivationPolicy
-from ebbtide.runtime.rounds import Following
 from ebbtide.runtime.stats import StepStats
+from ebbtide.runtime.units import Following
 from ebbtide.schedule import Schedule
 from ebbtide.tracing.events import Trace
 

@@ -17,10 +17,11 @@ from ebbtide.errors import PolicyError
 from ebbtide.hooks.activations import ActivationHooks
 from ebbtide.hooks.parameters import ParameterIndex
 from ebbtide.policy import ActivationPolicy
+from ebbtide.runtime.conductor import Conductor
 from ebbtide.runtime.ranges import Layer
-from ebbtide.runtime.rounds import Following, UnitRecords
 from ebbtide.runtime.session import Session
 from ebbtide.runtime.stats import StepStats
+from ebbtide.runtime.units import Following, UnitRecords
 from ebbtide.schedule import Action, Direction, Schedule, Unit
 from ebbtide.stores.base import AbstractStore
 from ebbtide.stores.disk import DiskStore
@@ -115,17 +116,23 @@ class Engine:
         """What moves when, if a schedule says so."""
         return None if self.following is None else self.following.schedule
 
+    @property
+    def _conductor(self) -> Conductor:
+        conductor = self._session.conductor
+        assert conductor is not None, "there is no schedule"
+        return conductor
+
     def begin_forward(self) -> None:
         """A forward of the model begins."""
         if self.following is not None:
             self._units.clear()
-            self._microbatch = self._session.next_microbatch()
+            self._microbatch = self._conductor.next_microbatch()
 
     def end_forward(self, *, completed: bool) -> None:
         """It has ended, or was interrupted."""
         if self.following is not None:
             self._units.clear()
-            self._session.end_microbatch(self._microbatch, completed=completed)
+            self._conductor.end_microbatch(self._microbatch, completed=completed)
 
     def switch(self, offloading: bool, layer: Layer | None) -> None:
         """Say whether what is saved from now on is to leave, and whose it is."""
@@ -141,7 +148,7 @@ class Engine:
         """A layer's forward begins."""
         if self.following is not None:
             unit = Unit(layer.index, self._microbatch)
-            self._units[layer] = self._session.begin_unit(unit)
+            self._units[layer] = self._conductor.begin_unit(unit)
         self._session.begin_layer(layer)
 
     def end_layer(self, layer: Layer, output: Any) -> None:
@@ -172,7 +179,7 @@ class Engine:
         if not hooks.are_wanted():
             return None
         session = self._session
-        records = session.begin_unit(unit)
+        records = self._conductor.begin_unit(unit)
         hooks.begin(held)
         session.switch_unit(records)
         layer = Layer(records.unit.layer, "")
@@ -189,7 +196,7 @@ class Engine:
         self._hooks.offloading = False
         self._hooks.end()
         if interrupted:
-            session.abandon_round()
+            self._conductor.abandon()
 
     def note_outputs(
         self, layer: Layer, records: UnitRecords, outputs: Sequence[torch.Tensor]
@@ -199,15 +206,15 @@ class Engine:
 
     def begin_backward(self, unit: Unit, direction: Direction) -> None:
         """The backward of a unit of the current round begins."""
-        self._session.begin_backward_of(unit, direction)
+        self._conductor.begin_backward_of(unit, direction)
 
     def end_backward(self) -> None:
         """The backward that began last has ended; for the trace alone."""
-        self._session.end_backward()
+        self._conductor.end_backward()
 
     def abandon_round(self) -> None:
         """Passes that the current round still waits for will not come: another one begins."""
-        self._session.abandon_round()
+        self._conductor.abandon()
 
     def act(self, action: Action) -> None:
         """Move what a unit saved, where nothing moves by itself.
@@ -215,7 +222,7 @@ class Engine:
         Raises:
             ScheduleError: it is not its turn.
         """
-        self._session.act(action)
+        self._conductor.act(action)
 
     def close(self) -> None:
         """Give the store back when the last graph that needs it is gone."""

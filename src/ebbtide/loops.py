@@ -14,8 +14,8 @@ from ebbtide.engine import Engine
 from ebbtide.errors import PolicyError
 from ebbtide.policy import ActivationPolicy
 from ebbtide.runtime.ranges import Layer
-from ebbtide.runtime.rounds import Following, UnitRecords
 from ebbtide.runtime.stats import StepStats
+from ebbtide.runtime.units import Following, UnitRecords
 from ebbtide.schedule import Action, Direction, Schedule, Unit, Verb, default, manual
 from ebbtide.tracing.events import Trace
 

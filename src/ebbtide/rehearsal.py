@@ -13,10 +13,9 @@ from ebbtide.errors import PolicyError
 from ebbtide.hooks.activations import ActivationHooks
 from ebbtide.hooks.parameters import ParameterIndex
 from ebbtide.runtime.ranges import Layer
-from ebbtide.runtime.recorder import Subject
-from ebbtide.runtime.rounds import Following, UnitRecords
 from ebbtide.runtime.saved import Saved, restore
 from ebbtide.runtime.session import Session
+from ebbtide.runtime.units import Following
 from ebbtide.schedule import Direction, Pass, Schedule, Unit
 from ebbtide.stores.pinned import PinnedStore
 from ebbtide.tracing.events import Trace
@@ -98,13 +97,14 @@ class _Rehearsal:
         self._hooks = ActivationHooks(self._session, ParameterIndex([]), min_bytes=1)
         last = {each.unit: each for each in schedule.order}
         self._last = set(last.values())
-        self._saved: dict[Unit, tuple[UnitRecords, Saved]] = {}
+        self._saved: dict[Unit, Saved] = {}
 
     def forward(self, unit: Unit, duration_s: float) -> None:
         """A layer computes, and saves one tensor at the end of it."""
         session, hooks = self._session, self._hooks
         layer = Layer(unit.layer, "")
-        records = session.begin_unit(unit)
+        assert session.conductor is not None
+        records = session.conductor.begin_unit(unit)
         hooks.begin()
         session.switch_unit(records)
         session.layer, hooks.offloading = layer, records.leaves
@@ -115,15 +115,14 @@ class _Rehearsal:
         session.layer = None
         session.switch_unit(None)
         hooks.end()
-        self._saved[unit] = records, saved
+        self._saved[unit] = saved
 
     def backward(self, each: Pass, duration_s: float) -> None:
         """A layer's backward reads what it saved, and computes."""
-        records, saved = self._saved[each.unit]
-        self._session.begin_backward(records, each.direction)
-        recorder = self._session.recorder
-        if recorder is not None:
-            recorder.begin_backward(Subject(Layer(each.unit.layer, ""), each.unit.microbatch))
+        saved = self._saved[each.unit]
+        conductor = self._session.conductor
+        assert conductor is not None
+        conductor.begin_backward_of(each.unit, each.direction)
         restore(saved)
         self._device.compute(duration_s)
         if each in self._last:

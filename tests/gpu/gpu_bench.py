@@ -178,8 +178,8 @@ def assert_at_rest(handle: ebbtide.OffloadHandle) -> None:
     session = session_of(handle)
     settle(session)
     assert not session._records
-    assert session._live == 0
-    assert session._kept_bytes == session._reloads.held_bytes == 0
+    assert session._account.live == 0
+    assert session._kept.size_bytes == session._reloads.held_bytes == 0
     assert session._store.used_bytes == 0
 
 

@@ -157,15 +157,15 @@ class Simulation:
     def check_account(self) -> None:
         """No graph is alive and the session holds nothing for one; copies may be under way."""
         session = self.session
-        assert session._live == 0, f"{session._live} handles are alive"
+        assert session._account.live == 0, f"{session._account.live} handles are alive"
         assert session._forwards == 0
         assert not session._records
         assert not session._reloads.held
         assert session._reloads.held_bytes == 0
         assert not session._rebuilds.held
         assert session._rebuilds.held_bytes == 0
-        assert not session._kept
-        assert session._kept_bytes == 0
+        assert not session._kept.holders
+        assert session._kept.size_bytes == 0
         assert not any(session._account.stored_bytes.values())
         under_way_bytes = sum(record.size_bytes for record in session._offloads.queue)
         assert session._offloads.queued_bytes == under_way_bytes

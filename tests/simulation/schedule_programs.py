@@ -15,8 +15,8 @@ from torch import Tensor
 
 import ebbtide
 from ebbtide import schedule
-from ebbtide.runtime.rounds import UnitRecords
 from ebbtide.runtime.session import Session
+from ebbtide.runtime.units import UnitRecords
 from ebbtide.schedule import Action, Pass, Schedule, Unit, Verb, parse_pass
 from harness import Knobs, Simulation, drain_autograd, without_collector
 from loops import on_device
@@ -161,7 +161,8 @@ def _check(seed: int, step: Step, knobs: Knobs) -> Counter[str]:
     content["followed"] += not departures
     content["said so"] += len(departures)
     content["moved"] += watch.released
-    session.abandon_round()
+    assert session.conductor is not None
+    session.conductor.abandon()
     simulation.check_at_rest()
     return content
 

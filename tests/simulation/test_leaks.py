@@ -88,9 +88,9 @@ class ThreadBench:
 
     def finish(self) -> None:
         _wait_until(self._at_rest, "copies did not end, or bytes were left in the store")
-        assert self.session._live == 0
+        assert self.session._account.live == 0
         assert self.session._reloads.held_bytes == 0
-        assert self.session._kept_bytes == 0
+        assert self.session._kept.size_bytes == 0
         assert not any(self.session._account.stored_bytes.values())
         self.session.close()
 

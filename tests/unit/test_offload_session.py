@@ -2,6 +2,7 @@
 
 import gc
 import warnings
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -362,3 +363,17 @@ def test_no_schedule_is_none() -> None:
 def test_no_layers_no_schedule() -> None:
     with pytest.raises(PolicyError, match="no repeated blocks"):
         ebbtide.offload(nn.Linear(3, 3), schedule=schedule.default(1, 2))
+
+
+def test_a_session_that_nobody_holds_goes_at_once() -> None:
+    layers = blocks(3)
+    gc.disable()
+    try:
+        loop = session(1, 3)
+        run(loop, layers, torch.randn(64, 32)).backward()
+        gone = weakref.ref(loop._engine._session)
+        loop.close()
+        del loop
+        assert gone() is None
+    finally:
+        gc.enable()

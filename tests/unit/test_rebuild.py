@@ -57,7 +57,7 @@ def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
     yield bench
     gc.enable()
     bench.session.poll()
-    assert bench.session._live == 0
+    assert bench.session._account.live == 0
     assert not bench.session._records
     assert not bench.session._rebuilds.held
     assert bench.session._rebuilds.held_bytes == 0

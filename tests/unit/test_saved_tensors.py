@@ -269,7 +269,7 @@ def test_dropped_graph_leaves_nothing_behind(bench: Bench) -> None:
         assert bench.store.used_bytes == 0
         assert not bench.session._records
         assert not bench.session._offloads.queue
-        assert bench.session._live == 0
+        assert bench.session._account.live == 0
     finally:
         gc.enable()
 

@@ -122,7 +122,7 @@ def test_a_traced_step_leaves_no_graph_behind() -> None:
         try:
             loss = net(torch.randn(ROWS, WIDTH)).mean()
             del loss
-            assert handle._engine._session._live == 0
+            assert handle._engine._session._account.live == 0
         finally:
             gc.enable()
 

@@ -24,6 +24,8 @@ class Account:
         meter: the counters of the step that runs.
         recorder: of the step that runs, None where nothing is recorded.
         stored_bytes: at rest in each tier, or on their way there.
+        device_bytes: of saved tensors on the device now, whatever holds them.
+        live: saved tensors that a graph holds.
     """
 
     def __init__(self, device: AbstractDevice, *, traced: bool) -> None:
@@ -35,6 +37,8 @@ class Account:
         self.meter = StepMeter()
         self.recorder: StepRecorder | None = None
         self.stored_bytes = {"host": 0, "disk": 0}
+        self.device_bytes = 0
+        self.live = 0
 
     @property
     def stats(self) -> StepStats:
@@ -84,9 +88,14 @@ class Account:
             self.recorder.copy("reload", subject(record), record.reloaded)
         self.meter.reloaded_bytes += record.size_bytes
 
-    def note_device_bytes(self, now_bytes: int) -> None:
-        """So many bytes of saved tensors are on the device now."""
-        self.meter.peak_device_bytes = max(self.meter.peak_device_bytes, now_bytes)
+    def take(self, size_bytes: int) -> None:
+        """So many bytes more are held on the device."""
+        self.device_bytes += size_bytes
+        self.meter.peak_device_bytes = max(self.meter.peak_device_bytes, self.device_bytes)
+
+    def give(self, size_bytes: int) -> None:
+        """So many bytes are held no longer."""
+        self.device_bytes -= size_bytes
 
     def wait(
         self,

@@ -6,8 +6,54 @@ from typing import TYPE_CHECKING, final
 
 from torch import Tensor
 
+from ebbtide.runtime.account import Account
+
 if TYPE_CHECKING:
     from ebbtide.runtime.session import Session
+
+
+@final
+class KeptStorages:
+    """The large storages that stay on the device. Its session calls it with the lock held.
+
+    Args:
+        account: told of the bytes that they hold.
+
+    Attributes:
+        holders: by the address of a storage, how many saved tensors hold it, and the bytes counted.
+        size_bytes: that are held, those of small tensors among them.
+    """
+
+    def __init__(self, account: Account) -> None:
+        self._account = account
+        self.holders: dict[int, tuple[int, int]] = {}
+        self.size_bytes = 0
+
+    def add(self, address: int, size_bytes: int) -> None:
+        """One more saved tensor holds a storage; it counts once."""
+        holders, counted_bytes = self.holders.get(address, (0, size_bytes))
+        if not holders:
+            self.count(counted_bytes)
+        self.holders[address] = (holders + 1, counted_bytes)
+
+    def forget(self, address: int) -> None:
+        """One saved tensor less holds it."""
+        holders, counted_bytes = self.holders.pop(address)
+        if holders > 1:
+            self.holders[address] = (holders - 1, counted_bytes)
+        else:
+            self.discount(counted_bytes)
+
+    def count(self, size_bytes: int) -> None:
+        """So many bytes stay on the device."""
+        self.size_bytes += size_bytes
+        self._account.meter.kept_bytes += size_bytes
+        self._account.take(size_bytes)
+
+    def discount(self, size_bytes: int) -> None:
+        """So many bytes are held no longer."""
+        self.size_bytes -= size_bytes
+        self._account.give(size_bytes)
 
 
 @final

@@ -52,17 +52,18 @@ class Offloads:
         """Let a source go as soon as its copy is complete."""
         self.queue.append(record)
         self.queued_bytes += record.size_bytes
+        self._account.take(record.size_bytes)
 
     def hold(self, record: StorageRecord) -> None:
         """Hold a source until somebody says otherwise."""
         record.held = True
         self.held_bytes += record.size_bytes
+        self._account.take(record.size_bytes)
 
     def let_go(self, record: StorageRecord) -> None:
         """Hold a source no longer: it goes when its copy, if one has begun, is complete."""
         if record.held:
-            record.held = False
-            self.held_bytes -= record.size_bytes
+            self._unhold(record)
             if record.slot is None:
                 record.source = None
             else:
@@ -75,9 +76,13 @@ class Offloads:
             # Memory freed now is reused only once the copy has read it: that is in the order of
             # the stream to which it belongs.
             self._account.wait(record, record.slot.offloaded, record.home)
-            record.held = False
-            self.held_bytes -= record.size_bytes
+            self._unhold(record)
             self._let_go_of_source(record)
+
+    def _unhold(self, record: StorageRecord) -> None:
+        record.held = False
+        self.held_bytes -= record.size_bytes
+        self._account.give(record.size_bytes)
 
     def make_room(self, size_bytes: int) -> None:
         """Hold the compute stream back while too many bytes are on their way down."""
@@ -103,6 +108,7 @@ class Offloads:
         """The oldest copy down is complete, or compute is ordered after it: its source can go."""
         record = self.queue.popleft()
         self.queued_bytes -= record.size_bytes
+        self._account.give(record.size_bytes)
         self._let_go_of_source(record)
 
     def _let_go_of_source(self, record: StorageRecord) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ebbtide.devices.base import AbstractDevice, AbstractEvent, AbstractStream
+from ebbtide.runtime.account import Account
 from ebbtide.runtime.ranges import Layer
 from ebbtide.runtime.recipes import Constants, RebuildRecipe
 
@@ -117,6 +118,7 @@ class Rebuilds:
 
     Args:
         device: whose compute streams rebuild them.
+        account: told of the bytes that they hold.
         bound_bytes: on values that wait for another reader, with the reloads that do.
 
     Attributes:
@@ -124,8 +126,9 @@ class Rebuilds:
         held_bytes: of their values.
     """
 
-    def __init__(self, device: AbstractDevice, bound_bytes: int) -> None:
+    def __init__(self, device: AbstractDevice, account: Account, bound_bytes: int) -> None:
         self._device = device
+        self._account = account
         self._bound_bytes = bound_bytes
         self.held: dict[RebuildRecord, None] = {}
         self.held_bytes = 0
@@ -147,6 +150,7 @@ class Rebuilds:
         record.unread = record.handles
         self.held[record] = None
         self.held_bytes += record.size_bytes
+        self._account.take(record.size_bytes)
 
     def note_read(self, record: RebuildRecord, generation: int, beside_bytes: int) -> int:
         """A handle has read a value.
@@ -190,3 +194,4 @@ class Rebuilds:
         record.value = record.ready = record.home = None
         del self.held[record]
         self.held_bytes -= record.size_bytes
+        self._account.give(record.size_bytes)

@@ -27,7 +27,7 @@ from ebbtide.runtime.ranges import Layer
 from ebbtide.stores.base import Slot
 
 if TYPE_CHECKING:
-    from ebbtide.runtime.rounds import UnitRecords
+    from ebbtide.runtime.units import UnitRecords
 
 
 class RecordState(IntEnum):

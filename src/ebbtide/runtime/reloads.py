@@ -7,6 +7,7 @@ from typing import final
 import torch
 
 from ebbtide.devices.base import AbstractDevice, AbstractEvent
+from ebbtide.runtime.account import Account
 from ebbtide.runtime.forward import ForwardLog
 from ebbtide.runtime.ranges import profiler_range
 from ebbtide.runtime.records import RecordState, StorageRecord
@@ -22,6 +23,7 @@ class Reloads:
     Args:
         device: whose compute stream the buffers belong to.
         store: where they come from.
+        account: told of what happens.
         bound_bytes: on buffers brought back ahead of need; one alone may be larger.
 
     Attributes:
@@ -30,9 +32,12 @@ class Reloads:
         abandoned: buffers that nobody wants any more, and that copies under way still write to.
     """
 
-    def __init__(self, device: AbstractDevice, store: AbstractStore, bound_bytes: int) -> None:
+    def __init__(
+        self, device: AbstractDevice, store: AbstractStore, account: Account, bound_bytes: int
+    ) -> None:
         self._device = device
         self._store = store
+        self._account = account
         self._bound_bytes = bound_bytes
         self.held: dict[StorageRecord, None] = {}
         self.held_bytes = 0
@@ -48,6 +53,8 @@ class Reloads:
         record.begin_reload(buffer, reloaded, self._device.compute_stream())
         self.held[record] = None
         self.held_bytes += record.size_bytes
+        self._account.note_reload(record)
+        self._account.take(record.size_bytes)
 
     def note_read(self, record: StorageRecord, generation: int) -> int:
         """A handle reads a record's buffer, and compute waits for it.
@@ -75,6 +82,7 @@ class Reloads:
         assert record.buffer is not None and record.reloaded is not None
         del self.held[record]
         self.held_bytes -= record.size_bytes
+        self._account.give(record.size_bytes)
         if not record.awaited:
             # No kernel waits for this copy: freed now, the memory could be handed out again
             # while the copy still writes to it.
@@ -97,27 +105,21 @@ class Reloads:
             if record.unread < record.handles and not record.stays:
                 self.release(record)
 
-    def prefetch(self, log: ForwardLog, beside_bytes: int) -> list[StorageRecord]:
+    def prefetch(self, log: ForwardLog, beside_bytes: int) -> None:
         """Reload what backward wants next, as far as the bound allows; announce what follows.
 
         Args:
             log: of the forward whose backward runs.
             beside_bytes: what is held of other kinds, under the same bound.
-
-        Returns:
-            What is on its way now.
         """
-        begun = []
         while (record := log.next_reload()) is not None:
             if record.state is RecordState.OFFLOADED:
                 if not self._has_room(record, beside_bytes):
                     break
                 self.begin(record)
-                begun.append(record)
             log.pass_reload()
         if self._store.reads_ahead:
             self._announce(log)
-        return begun
 
     def expect(self, record: StorageRecord, expected: bool) -> None:
         """Note whether the store has been told that a reload will come."""

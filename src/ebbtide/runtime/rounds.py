@@ -11,115 +11,15 @@ in the default way, as copies end and as backward asks.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import final
 
 from ebbtide.errors import ScheduleError
 from ebbtide.runtime.forward import ForwardLog
 from ebbtide.runtime.offloads import Offloads
-from ebbtide.runtime.records import RecordState, StorageRecord
+from ebbtide.runtime.records import RecordState
 from ebbtide.runtime.reloads import Reloads
-from ebbtide.schedule import Action, Direction, Pass, Schedule, Unit, Verb, first_use
-
-
-@final
-@dataclass(frozen=True)
-class Following:
-    """A schedule, and how it is followed.
-
-    Attributes:
-        schedule: what moves when.
-        manual: nothing is done at anchors; `act` is told. All units are held until then.
-        any_order: passes may come in another order; each anchor is done when its pass comes.
-    """
-
-    schedule: Schedule
-    manual: bool = False
-    any_order: bool = False
-
-
-@final
-class UnitRecords:
-    """The records that come and go with a unit.
-
-    A record that several units share comes and goes with the one whose backward is first, and
-    stays if one of them stays.
-
-    Attributes:
-        unit: which.
-        use: place in the order at which its backward begins.
-        round: that it belongs to.
-        leaves: whether the schedule offloads it.
-        at_once: whether it leaves as it is saved; else it is held until its offload is due.
-        done: what has been done with it.
-        records: alive, in the order of their first save.
-    """
-
-    def __init__(self, unit: Unit, use: int, owner: Round, *, leaves: bool, at_once: bool) -> None:
-        self.unit = unit
-        self.use = use
-        self.round = owner
-        self.leaves = leaves
-        self.at_once = at_once
-        self.done: set[Verb] = {Verb.OFFLOAD} if leaves and at_once else set()
-        self.records: dict[StorageRecord, None] = {}
-
-    @property
-    def followed(self) -> bool:
-        """Whether its schedule decides when its records move."""
-        return not self.round.departed
-
-    def wants(self, record: StorageRecord) -> bool:
-        """Whether a record that it saves too is to come and go with it from now on."""
-        owner = record.owner
-        if not self.followed or owner is self:
-            return False
-        if owner is None:
-            return True
-        first = self.use < owner.use if self.leaves else record.source is not None
-        return owner.leaves and owner.round is self.round and first
-
-    def take(self, record: StorageRecord) -> None:
-        """Let a record come and go with this unit."""
-        if record.owner is not None:
-            del record.owner.records[record]
-        record.owner = self
-        self.records[record] = None
-
-    def forget(self, record: StorageRecord) -> None:
-        """A record is no more."""
-        del self.records[record]
-        record.owner = None
-
-
-@final
-class Round:
-    """One pass through the order of a schedule.
-
-    Attributes:
-        number: of the round in its step.
-        place: in the order, of the first pass that has not begun.
-        begun: passes that have.
-        departed: from here on it is offloaded in the default way.
-        units: whose forward has begun.
-        logs: of its microbatches.
-        closed: no more of its forwards will come.
-    """
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.closed = False
-        self.place = 0
-        self.begun: set[Pass] = set()
-        self.departed = False
-        self.units: dict[Unit, UnitRecords] = {}
-        self.logs: dict[int, ForwardLog] = {}
-
-    def waits_for_backward(self) -> bool:
-        """Whether the forward of a unit has begun and its backward has not."""
-        backwards = {each.unit for each in self.begun if not each.is_forward}
-        return any(each.unit not in backwards for each in self.begun if each.is_forward)
+from ebbtide.runtime.units import Following, Round, UnitRecords
+from ebbtide.schedule import Action, Direction, Pass, Unit, Verb, first_use
 
 
 @final
@@ -130,23 +30,15 @@ class Rounds:
         following: what to follow, and how.
         offloads: the way down.
         reloads: the way up.
-        reload: queues the copy up of a record.
     """
 
-    def __init__(
-        self,
-        following: Following,
-        offloads: Offloads,
-        reloads: Reloads,
-        reload: Callable[[StorageRecord], None],
-    ) -> None:
+    def __init__(self, following: Following, offloads: Offloads, reloads: Reloads) -> None:
         schedule = following.schedule.check()
         self.schedule = schedule
         self.manual = following.manual
         self._any_order = following.any_order
         self._offloads = offloads
         self._reloads = reloads
-        self._reload = reload
         self._actions = schedule.actions
         self._places = {each: place for place, each in enumerate(schedule.order)}
         self._forwards = [each for each in schedule.order if each.is_forward]
@@ -169,6 +61,16 @@ class Rounds:
         if current is None or current.closed:
             return False
         return not all(each in current.begun for each in self._forwards)
+
+    def is_given_up(self, live: int) -> bool:
+        """Whether all graphs of the current round are gone before it is over.
+
+        Args:
+            live: saved tensors that a graph holds.
+        """
+        current = self.current
+        waits = current is not None and current.waits_for_backward()
+        return waits and not live and self.is_open()
 
     def abandon(self) -> None:
         """The current round will not go on: a forward was interrupted. The next begins another."""
@@ -343,7 +245,7 @@ class Rounds:
         else:
             for record in reversed(records.records):
                 if record.state is RecordState.OFFLOADED:
-                    self._reload(record)
+                    self._reloads.begin(record)
                 if record.state is RecordState.RELOADED:
                     record.stays = True
         records.done.add(verb)

@@ -11,18 +11,20 @@ import torch
 
 from ebbtide.devices.base import AbstractDevice, AbstractEvent, raise_again
 from ebbtide.runtime.account import Account
+from ebbtide.runtime.conductor import Conductor
 from ebbtide.runtime.forward import ForwardLog, UnpackOrder
 from ebbtide.runtime.gate import Gate
-from ebbtide.runtime.kept import SmallKept
+from ebbtide.runtime.kept import KeptStorages, SmallKept
 from ebbtide.runtime.offloads import Offloads
 from ebbtide.runtime.ranges import Layer, profiler_range
 from ebbtide.runtime.rebuilt import Call, RebuildRecord, Rebuilds
-from ebbtide.runtime.recorder import StepRecorder, Subject
+from ebbtide.runtime.recorder import Subject
 from ebbtide.runtime.records import AbstractPacking, RecordState, StorageRecord
 from ebbtide.runtime.reloads import Reloads
-from ebbtide.runtime.rounds import Following, Rounds, UnitRecords
+from ebbtide.runtime.rounds import Rounds
 from ebbtide.runtime.stats import StepStats
-from ebbtide.schedule import Action, Direction, Unit, Verb
+from ebbtide.runtime.units import Following, UnitRecords
+from ebbtide.schedule import Verb
 from ebbtide.stores.base import AbstractStore
 from ebbtide.tracing.events import Trace
 
@@ -49,6 +51,7 @@ class Session:
     Attributes:
         layer: the layer that runs now, None outside layers.
         meter: the counters of the step that runs.
+        conductor: where there is a schedule, told which passes begin.
 
     Streams:
         `offload` and `bring_back` queue work on the calling thread's compute stream and on the
@@ -69,20 +72,20 @@ class Session:
         self._store = store
         self._account = Account(device, traced=traced)
         self._offloads = Offloads(store, self._account, max_inflight_bytes)
-        self._reloads = Reloads(device, store, max_inflight_bytes)
-        self._rebuilds = Rebuilds(device, max_inflight_bytes)
-        self._rounds: Rounds | None = None
-        if following is not None:
-            self._rounds = Rounds(following, self._offloads, self._reloads, self._begin_reload)
-        self._unit: UnitRecords | None = None  # whose forward runs now
+        self._reloads = Reloads(device, store, self._account, max_inflight_bytes)
+        self._rebuilds = Rebuilds(device, self._account, max_inflight_bytes)
+        self._kept = KeptStorages(self._account)
         self._gate = Gate(self)
+        self._rounds: Rounds | None = None
+        self.conductor: Conductor | None = None
+        if following is not None:
+            self._rounds = Rounds(following, self._offloads, self._reloads)
+            self.conductor = Conductor(self._rounds, self._gate, self._account)
+        self._unit: UnitRecords | None = None  # whose forward runs now
         self._records: dict[Hashable, StorageRecord | RebuildRecord] = {}
         self._dead: deque[tuple[StorageRecord | RebuildRecord | None, int]] = deque()
         self._rebuilding: dict[RebuildRecord, AbstractEvent] = {}  # where compute began to
         self._dead_small: deque[int] = deque()
-        self._kept: dict[int, tuple[int, int]] = {}  # storage address -> (holders, bytes counted)
-        self._kept_bytes = 0
-        self._live = 0
         self._forwards = 0  # that run now
         self._microbatches = 0  # forwards that this step has begun
         self._log = ForwardLog(None)
@@ -101,11 +104,6 @@ class Session:
         """What the last finished step did. Reading it waits until the device has finished it."""
         return self._account.trace
 
-    @property
-    def recorder(self) -> StepRecorder | None:
-        """Of the step that runs; None where nothing is recorded."""
-        return self._account.recorder
-
     # ---- forward ------------------------------------------------------------------------------
 
     def begin_forward(self) -> SmallKept:
@@ -122,10 +120,8 @@ class Session:
         """The forward that `begin_forward` gave ``small`` for has ended, in whatever way."""
         with self._gate:
             if small.pointers:
-                self._live += 1
-                self._kept_bytes += small.size_bytes
-                self.meter.kept_bytes += small.size_bytes
-                self._note_peak()
+                self._account.live += 1
+                self._kept.count(small.size_bytes)
             self._forwards -= 1
             self._finish_step_if_over()
 
@@ -153,15 +149,15 @@ class Session:
             unit: what the schedule knows of it, if there is one.
             outputs: of its forward.
         """
-        recorder = self._account.recorder
+        recorder, conductor = self._account.recorder, self.conductor
         if recorder is None and unit is None:
             return
         about = Subject(layer, self._log.number)
         known = None if recorder is None else weakref.ref(recorder)
 
         def begin_backward(_: object) -> None:
-            if unit is not None:
-                self.begin_backward(unit)
+            if unit is not None and conductor is not None:
+                conductor.begin_backward(unit)
             alive = None if known is None else known()
             if alive is not None:
                 alive.begin_backward(about)
@@ -169,93 +165,12 @@ class Session:
         for node in {tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None}:
             node.register_prehook(begin_backward)
 
-    # ---- schedule -----------------------------------------------------------------------------
-
-    def begin_unit(self, unit: Unit | None = None) -> UnitRecords:
-        """The forward of a unit begins: what its schedule hangs on that is done now.
-
-        Args:
-            unit: which; None: the one that is next in the order.
-
-        Returns:
-            What the schedule knows of it, for `switch_unit` and `begin_backward`.
-        """
-        rounds = self._rounds
-        assert rounds is not None
-        with self._gate:
-            current = rounds.current
-            given_up = rounds.is_open() and not self._live
-            if current is not None and given_up and current.waits_for_backward():
-                rounds.abandon()  # all graphs of the round are gone
-                self._finish_step_if_over()
-            records = rounds.begin_forward(rounds.next_unit() if unit is None else unit)
-            self._note_peak()
-        return records
-
     def switch_unit(self, records: UnitRecords | None) -> None:
         """What is saved from now on belongs to this unit; None: to no unit, so it is kept."""
         self._unit = records
         if records is not None:
             assert self._rounds is not None
             self._log = self._rounds.log(records)
-
-    def next_microbatch(self) -> int:
-        """The microbatch of a forward of the whole model that begins now."""
-        assert self._rounds is not None
-        return self._rounds.next_microbatch()
-
-    def end_microbatch(self, number: int, *, completed: bool) -> None:
-        """A forward of the whole model has ended."""
-        assert self._rounds is not None
-        with self._gate:
-            if completed:
-                self._rounds.end_microbatch(number)
-            else:
-                self._rounds.abandon()
-            self._finish_step_if_over()
-
-    def begin_backward(
-        self, records: UnitRecords, direction: Direction = Direction.BACKWARD
-    ) -> None:
-        """The backward of a unit begins: what its schedule hangs on that is done now."""
-        assert self._rounds is not None
-        with self._gate:
-            self._rounds.begin_backward(records, direction)
-
-    def begin_backward_of(self, unit: Unit, direction: Direction) -> None:
-        """The backward of a unit begins, of the newest round that has it."""
-        assert self._rounds is not None
-        with self._gate:
-            current = self._rounds.current
-            records = None if current is None else current.units.get(unit)
-            if records is not None:
-                self._rounds.begin_backward(records, direction)
-                if self._account.recorder is not None:
-                    number = self._rounds.log(records).number
-                    self._account.recorder.begin_backward(Subject(Layer(unit.layer, ""), number))
-
-    def end_backward(self) -> None:
-        """The backward that began last has ended; for the trace alone."""
-        with self._gate:
-            if self._account.recorder is not None:
-                self._account.recorder.begin_backward(None)
-
-    def act(self, action: Action) -> None:
-        """Move what a unit saved, told by hand.
-
-        Raises:
-            ScheduleError: it is not its turn.
-        """
-        assert self._rounds is not None
-        with self._gate:
-            self._rounds.act(action)
-
-    def abandon_round(self) -> None:
-        """A forward was interrupted: the next one begins another round of the schedule."""
-        if self._rounds is not None:
-            with self._gate:
-                self._rounds.abandon()
-                self._finish_step_if_over()
 
     # ---- saved tensors ------------------------------------------------------------------------
 
@@ -271,23 +186,15 @@ class Session:
         """
         with self._gate:
             self._offloads.retire_finished()
-            self._live += 1
-            holders, _ = self._kept.get(key, (0, 0))
+            self._account.live += 1
             record = self._records.get(key)
             there = isinstance(record, StorageRecord) and record.source is not None
-            counted = 0 if there else size_bytes
-            if not holders:
-                self._kept_bytes += counted
-                self.meter.kept_bytes += counted
-                self._note_peak()
-                self._kept[key] = (1, counted)
-            else:
-                self._kept[key] = (holders + 1, self._kept[key][1])
+            self._kept.add(key, 0 if there else size_bytes)
             return self._log
 
     def keeps(self, key: int) -> bool:
         """Whether a large tensor that stays on the device has this storage."""
-        return key in self._kept
+        return key in self._kept.holders
 
     def has(self, key: Hashable, version: int) -> bool:
         """Whether a live record holds these bytes at this version."""
@@ -343,7 +250,7 @@ class Session:
         if self._unit is not None:
             self._claim(record, self._unit)
         record.handles += 1
-        self._live += 1
+        self._account.live += 1
 
     def _claim(self, record: StorageRecord | RebuildRecord, unit: UnitRecords) -> None:
         """A unit saves what is in a record, or is rebuilt from records, perhaps of other units."""
@@ -383,7 +290,6 @@ class Session:
         home = self.device.compute_stream()
         record = StorageRecord(key, storage, version, source, self._log, home, self.layer)
         self._offloads.hold(record)
-        self._note_peak()
         return record
 
     def _begin_offload(
@@ -408,7 +314,6 @@ class Session:
             offloads.hold(record)
         else:
             offloads.enqueue(record)
-        self._note_peak()
         return record
 
     # ---- backward -----------------------------------------------------------------------------
@@ -428,7 +333,7 @@ class Session:
                 if record.buffer is None:
                     self._reloads.make_room(record.size_bytes)
                     self._rebuilds.make_room(record.size_bytes, self._reloads.held_bytes)
-                    self._begin_reload(record)
+                    self._reloads.begin(record)
                 assert record.buffer is not None and record.reloaded is not None
                 flat, event = record.buffer, record.reloaded
             home = record.home
@@ -459,18 +364,9 @@ class Session:
             self._offloads.retire_finished()
             self._prefetch(log)
 
-    def _begin_reload(self, record: StorageRecord) -> None:
-        self._reloads.begin(record)
-        self._note_reload(record)
-
     def _prefetch(self, log: ForwardLog) -> None:
         if log.prefetches:
-            for record in self._reloads.prefetch(log, self._rebuilds.held_bytes):
-                self._note_reload(record)
-
-    def _note_reload(self, record: StorageRecord) -> None:
-        self._account.note_reload(record)
-        self._note_peak()
+            self._reloads.prefetch(log, self._rebuilds.held_bytes)
 
     # ---- rebuilding ---------------------------------------------------------------------------
 
@@ -525,7 +421,6 @@ class Session:
         with self._gate:
             if record.value is None:
                 self._rebuilds.hold(record, value)
-                self._note_peak()
                 # Its inputs may be wanted again, but not before what has been rebuilt.
                 self._reloads.make_room(record.size_bytes)
                 begun = self._rebuilding.pop(record, None)
@@ -582,24 +477,27 @@ class Session:
 
     def has_deferred_work(self) -> bool:
         # No look at events, which costs: this is asked twice for each saved tensor.
-        return bool(self._dead or self._dead_small or self._polled)
+        news = self.conductor is not None and self.conductor.news
+        return bool(self._dead or self._dead_small or self._polled or news)
 
     def do_deferred_work(self) -> None:
         self._polled = False
+        if self.conductor is not None:
+            self.conductor.news = False
         while self._dead:
             record, mark = self._dead.popleft()
-            self._live -= 1
+            self._account.live -= 1
             if record is None:
-                self._forget_kept(mark)
+                self._kept.forget(mark)
             elif isinstance(record, RebuildRecord):
                 self._forget_rebuilt(record, mark)
             else:
                 self._forget_handle(record, mark)
         while self._dead_small:
-            self._live -= 1
-            self._kept_bytes -= self._dead_small.popleft()
+            self._account.live -= 1
+            self._kept.discount(self._dead_small.popleft())
         self._let_go_of_finished()
-        if not self._live:
+        if not self._account.live:
             self._finish_step_if_over()
             self._close_if_idle()
 
@@ -607,13 +505,6 @@ class Session:
         """Let go of what copies under way had needed."""
         self._offloads.retire_finished()
         self._reloads.let_go_of_finished()
-
-    def _forget_kept(self, key: int) -> None:
-        holders, size_bytes = self._kept.pop(key)
-        if holders > 1:
-            self._kept[key] = (holders - 1, size_bytes)
-        else:
-            self._kept_bytes -= size_bytes
 
     def _forget_handle(self, record: StorageRecord, generation: int) -> None:
         record.handles -= 1
@@ -644,13 +535,8 @@ class Session:
         if not log.live:
             self._learned = log.learned() or self._learned
 
-    def _note_peak(self) -> None:
-        now_bytes = self._kept_bytes + self._offloads.queued_bytes + self._offloads.held_bytes
-        now_bytes += self._reloads.held_bytes + self._rebuilds.held_bytes
-        self._account.note_device_bytes(now_bytes)
-
     def _finish_step_if_over(self) -> None:
-        if self._live or self._forwards or not self.meter.num_saved:
+        if self._account.live or self._forwards or not self.meter.num_saved:
             return
         if self._rounds is not None:
             if self._rounds.is_open():
@@ -661,6 +547,6 @@ class Session:
         self._microbatches = 0
 
     def _close_if_idle(self) -> None:
-        if self._closing and not self._live and not self._forwards:
+        if self._closing and not self._account.live and not self._forwards:
             self._store.close()
             self._let_go_of_finished()
