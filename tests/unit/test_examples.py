@@ -31,3 +31,23 @@ def test_example_trains_and_offloads(name: str, tmp_path: Path) -> None:
     # that GELUs give again: 30 MiB. A figure far below would say that most of it stayed.
     assert offloaded is not None
     assert 25 < float(offloaded[1]) < 40
+
+
+@pytest.mark.slow
+def test_pipeline_keeps_less_on_every_rank() -> None:
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    # The launcher looks for a free port itself.
+    launch += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    done = subprocess.run(
+        [*launch, EXAMPLES / "pipeline.py", "--steps", "1", "--microbatches", "4"],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    peaks = re.findall(r"backward ([\d.]+) MiB, offloaded ([\d.]+) MiB", done.stdout)
+    # Five units are in flight on the first rank, three on the second; two are to stay.
+    (all_0, two_0), (all_1, two_1) = [tuple(map(float, each)) for each in peaks]
+    assert two_0 / all_0 == pytest.approx(2 / 5, rel=0.1)
+    assert two_1 / all_1 == pytest.approx(2 / 3, rel=0.1)

@@ -1,0 +1,1 @@
+"""Offload inside other projects' training loops, one module for each; import the one you need."""

@@ -1,0 +1,289 @@
+"""Offload for the stages of `torch.distributed.pipelining`, in the order that their schedule has.
+
+The forward of one microbatch on one stage is one unit, ``F2.m5``. The methods of a stage that run a
+forward or a backward are wrapped, and the one that begins a step; nothing else is touched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, final
+
+import torch
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
+from torch.distributed.pipelining.stage import _PipelineStageBase
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ebbtide.api import OffloadHandle, refuse_second_offload
+from ebbtide.engine import Engine
+from ebbtide.errors import PolicyError, ScheduleError
+from ebbtide.policy import ActivationPolicy
+from ebbtide.runtime.units import Following
+from ebbtide.schedule import Direction, Schedule, Unit, from_pipeline
+
+PipelineSchedule = PipelineScheduleSingle | PipelineScheduleMulti
+
+
+def offload_stages(
+    pipeline: PipelineSchedule,
+    *,
+    resident: int | None = None,
+    lead: int = 1,
+    schedule: Schedule | None = None,
+    activations: ActivationPolicy | None = None,
+    store: str = "auto",
+    host_budget: int | str | None = None,
+    trace: bool = False,
+) -> OffloadHandle:
+    """Let what this rank's stages save for backward leave the device while other microbatches run.
+
+    ::
+
+        pipeline = Schedule1F1B(stage, n_microbatches=8, loss_fn=loss_fn)
+        handle = offload_stages(pipeline, resident=2)
+        pipeline.step(batch)
+
+    Losses and gradients stay the same to the bit. Every rank calls it for itself, and its
+    ``resident`` can be its own. `eval`, `no_grad` and the run by which a stage finds out its shapes
+    pass through.
+
+    Not counted, because the pipeline itself keeps it there until backward: each microbatch's input
+    and output of a stage. What autograd saves of an input stays where it is.
+
+    Args:
+        pipeline: any schedule of `torch.distributed.pipelining`, as built on this rank.
+        resident: the most units, a microbatch on one of the rank's stages each, whose saved tensors
+            are on the device at once, the one that runs included.
+        lead: as for `ebbtide.schedule.from_pipeline`.
+        schedule: what moves when, instead of ``resident``; in the order of this rank.
+        activations: `min_bytes` and `rebuild` of it; the other fields belong to the schedule.
+        store: as for `ebbtide.offload`.
+        host_budget: as for `ebbtide.offload`.
+        trace: as for `ebbtide.offload`; layers are numbered by their stage.
+
+    Returns:
+        A handle with the schedule, the statistics of the last step and `detach`.
+
+    Raises:
+        PolicyError: arguments contradict each other, the stages are on several devices, or one of
+            them or a part of it is offloaded already. Nothing was changed.
+        ScheduleError: ``resident`` is too small for this rank's order, or the schedule is for
+            another one. Nothing was changed.
+    """
+    stages = _find_stages(pipeline)
+    policy = ActivationPolicy() if activations is None else activations
+    if policy.num_layers is not None or policy.keep_last:
+        raise PolicyError(
+            "num_layers and keep_last of the policy count layers of a model; of a pipeline's "
+            "stages the schedule says what leaves: offload_stages(..., resident=...)"
+        )
+    for stage in stages:
+        _refuse_second_offload(stage)
+    engine = Engine(
+        [stage.submod for stage in stages],
+        policy,
+        store,
+        torch.device(stages[0].device),
+        host_budget=host_budget,
+        traced=trace,
+        following=Following(_choose_schedule(pipeline, stages[0], resident, lead, schedule)),
+    )
+    hooks = [StageHook(stage, engine) for stage in stages]
+    names = [f"stage {stage.stage_index}" for stage in stages]
+    return OffloadHandle(engine, names, [hook.detach for hook in hooks])
+
+
+@final
+class StageHook:
+    """Tells an engine of the passes of one stage. It stands before methods of the stage.
+
+    Args:
+        stage: whose methods are wrapped, as attributes of this one object.
+        engine: told of them.
+    """
+
+    def __init__(self, stage: _PipelineStageBase, engine: Engine) -> None:
+        self._stage = stage
+        self._engine = engine
+        self._active = True
+        self._wrapped = {
+            wrapper.__name__: wrapper
+            for wrapper in (
+                self.clear_runtime_states,
+                self.forward_one_chunk,
+                self.backward_one_chunk,
+                self.backward_weight_one_chunk,
+            )
+        }
+        self._plain: dict[str, Callable[..., Any]] = {
+            name: getattr(stage, name) for name in self._wrapped
+        }
+        self._before = {name: stage.__dict__[name] for name in self._wrapped if _has(stage, name)}
+        vars(stage).update(self._wrapped)
+
+    def detach(self) -> None:
+        """Put the stage back as it was."""
+        self._active = False
+        attributes = vars(self._stage)
+        for name, wrapper in self._wrapped.items():
+            if attributes.get(name) != wrapper:
+                continue  # somebody wrapped it again; inside that it only passes calls on now
+            if name in self._before:
+                attributes[name] = self._before[name]
+            else:
+                del attributes[name]
+
+    # ---- what the stage's methods are while it is offloaded -----------------------------------
+
+    def clear_runtime_states(self) -> None:
+        """A step begins: what the one before has left out, after an exception say, never comes."""
+        if self._active:
+            self._engine.abandon_round()
+        self._plain["clear_runtime_states"]()
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """The forward of a microbatch is a unit, if a backward follows."""
+        with self._forward(fwd_chunk_id, args, kwargs):
+            return self._plain["forward_one_chunk"](fwd_chunk_id, *args, **kwargs)
+
+    def backward_one_chunk(
+        self,
+        bwd_chunk_id: int,
+        loss: Any = None,
+        full_backward: bool = True,
+        last_backward: bool = False,
+    ) -> Any:
+        """Its backward, or the part of it that the stage before waits for."""
+        part = Direction.BACKWARD if full_backward else Direction.BACKWARD_INPUT
+        outputs = self._last_outputs(bwd_chunk_id)
+        with self._backward(bwd_chunk_id, part):
+            result = self._plain["backward_one_chunk"](
+                bwd_chunk_id, loss=loss, full_backward=full_backward, last_backward=last_backward
+            )
+        if outputs:
+            self._let_go_of_graph(outputs)
+        return result
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> Any:
+        """The other part. Of the first stage of a pipeline, torch runs all of it here."""
+        with self._backward(bwd_chunk_id, Direction.BACKWARD_WEIGHT):
+            return self._plain["backward_weight_one_chunk"](
+                bwd_chunk_id, last_backward=last_backward
+            )
+
+    @contextlib.contextmanager
+    def _forward(self, microbatch: int, *arguments: Any) -> Iterator[None]:
+        opened = None
+        if self._active and self._stage.has_backward:
+            unit = Unit(self._stage.stage_index, microbatch)
+            opened = self._engine.open_layer(unit, self._inputs(microbatch, arguments))
+        if opened is None:
+            yield
+            return
+        try:
+            yield
+        finally:
+            # What an exception leaves out is given up when the next step begins.
+            self._engine.close_layer(interrupted=False)
+
+    @contextlib.contextmanager
+    def _backward(self, microbatch: int, part: Direction) -> Iterator[None]:
+        if not (self._active and self._stage.has_backward):
+            yield
+            return
+        self._engine.begin_backward(Unit(self._stage.stage_index, microbatch), part)
+        try:
+            yield
+        finally:
+            self._engine.end_backward()
+
+    def _last_outputs(self, microbatch: int) -> list[Any]:
+        """What the last stage of a pipeline made of a microbatch, if its backward is to come."""
+        stage = self._stage
+        if not (self._active and stage.has_backward and stage.is_last and not stage.is_first):
+            return []
+        return tree_leaves(stage.fwd_cache[microbatch][0]) if microbatch in stage.fwd_cache else []
+
+    def _let_go_of_graph(self, outputs: Sequence[Any]) -> None:
+        """Do for outputs that are views what torch does for the others: take them off the graph.
+
+        They are kept to be returned from the step. With them a graph would live on, and after a
+        backward in two parts what that has saved.
+        """
+        views = {id(leaf) for leaf in outputs if getattr(leaf, "grad_fn", None) is not None}
+        if views:
+            chunks = self._stage.output_chunks
+            chunks[:] = tree_map(lambda leaf: leaf.detach() if id(leaf) in views else leaf, chunks)
+
+    def _inputs(self, microbatch: int, arguments: Any) -> list[torch.Tensor]:
+        """What the stage computes from: it keeps that until backward, and its buffers for good."""
+        infos = tree_leaves(self._stage.args_recv_info.get(microbatch, ()))
+        received = [getattr(info, "buffer", None) for info in infos]
+        return [leaf for leaf in tree_leaves([received, arguments]) if type(leaf) is torch.Tensor]
+
+
+def _has(stage: _PipelineStageBase, name: str) -> bool:
+    return name in vars(stage)
+
+
+def _find_stages(pipeline: PipelineSchedule) -> Sequence[_PipelineStageBase]:
+    if isinstance(pipeline, PipelineScheduleSingle):
+        return [pipeline._stage]
+    if isinstance(pipeline, PipelineScheduleMulti):
+        return pipeline._stages
+    raise PolicyError(
+        f"offload_stages takes a schedule of torch.distributed.pipelining, such as "
+        f"Schedule1F1B(stage, n_microbatches, loss_fn), got {type(pipeline).__name__}"
+    )
+
+
+def _refuse_second_offload(stage: _PipelineStageBase) -> None:
+    owner = getattr(vars(stage).get("forward_one_chunk"), "__self__", None)
+    if isinstance(owner, StageHook):
+        raise PolicyError(
+            f"stage {stage.stage_index} is offloaded already; call detach() on the handle of that "
+            f"offload first"
+        )
+    refuse_second_offload(stage.submod)
+
+
+def _choose_schedule(
+    pipeline: PipelineSchedule,
+    stage: _PipelineStageBase,
+    resident: int | None,
+    lead: int,
+    schedule: Schedule | None,
+) -> Schedule:
+    """The schedule that the arguments ask for."""
+    if (resident is None) == (schedule is None):
+        raise PolicyError(
+            "give resident, how many microbatches of a stage may be on the device at once, or a "
+            "schedule; one of them"
+        )
+    if schedule is not None and not isinstance(schedule, Schedule):
+        raise PolicyError(
+            f"schedule must be an ebbtide.Schedule, got {schedule!r}; text is read by "
+            f"ebbtide.Schedule.parse(text)"
+        )
+    # What is run has the communication in it, where there is such an order.
+    order = getattr(pipeline, "pipeline_order_with_comms", None) or pipeline.pipeline_order
+    if not order:
+        if schedule is not None:
+            return schedule
+        raise PolicyError(
+            f"{type(pipeline).__name__} does not tell its order (pipeline_order is empty); give "
+            f"schedule=ebbtide.schedule.from_pipeline('0F0 0F1 0B0 0B1 ...', resident=...)"
+        )
+    number = stage.stage_index
+    if schedule is None:
+        assert resident is not None
+        return from_pipeline(order, number, resident=resident, lead=lead)
+    due = from_pipeline(order, number, resident=sys.maxsize).order
+    if schedule.order != due:
+        raise ScheduleError(
+            f"the schedule is for another order than this rank's. The schedule:\n{schedule}\n"
+            f"This rank:\n{Schedule(due)}"
+        )
+    return schedule
