@@ -10,7 +10,7 @@ from ebbtide.errors import (
     StoreFullError,
 )
 from ebbtide.loops import OffloadSession
-from ebbtide.policy import ActivationPolicy
+from ebbtide.policy import ActivationPolicy, WeightPolicy
 from ebbtide.rehearsal import rehearse
 from ebbtide.runtime.recipes import RebuildRecipe, register_rebuild
 from ebbtide.runtime.stats import StepStats
@@ -32,6 +32,7 @@ __all__ = [
     "StoreFullError",
     "Trace",
     "TraceEvent",
+    "WeightPolicy",
     "__version__",
     "offload",
     "register_rebuild",

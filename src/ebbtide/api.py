@@ -15,7 +15,7 @@ from ebbtide.engine import Engine
 from ebbtide.errors import PolicyError
 from ebbtide.hooks.forward import OffloadedForward
 from ebbtide.hooks.layers import LayerModules, LayerTracker, ModuleHook, find_layers, match_layers
-from ebbtide.policy import ActivationPolicy
+from ebbtide.policy import ActivationPolicy, WeightPolicy
 from ebbtide.runtime.stats import StepStats
 from ebbtide.runtime.units import Following
 from ebbtide.schedule import Schedule
@@ -87,6 +87,7 @@ def offload(
     model: nn.Module,
     *,
     activations: ActivationPolicy | None = None,
+    weights: WeightPolicy | None = None,
     layers: Sequence[nn.Module | str] | None = None,
     store: str = "auto",
     host_budget: int | str | None = None,
@@ -100,7 +101,9 @@ def offload(
 
     Args:
         model: any module with its parameters on one device.
-        activations: what to offload; None: everything large enough.
+        activations: what to offload; None: everything large enough, or nothing if ``weights`` is
+            given.
+        weights: which weights rest on the host; None: none.
         layers: the modules whose calls are layers, or glob patterns of their names such as
             ``"blocks.*.mlp"``; None: the model's repeated blocks.
         store: where bytes go: ``"host"`` (page-locked memory), ``"disk"`` or ``"disk:/some/dir"``
@@ -124,7 +127,10 @@ def offload(
             layers, policy or store do not fit it. The model is as it was.
         ScheduleError: the schedule cannot be run. The model is as it was.
     """
-    policy = ActivationPolicy() if activations is None else activations
+    policy = activations
+    if policy is None:
+        none = ActivationPolicy(num_layers=0, rebuild=False)
+        policy = ActivationPolicy() if weights is None or schedule is not None else none
     refuse_second_offload(model)
     if next(model.parameters(), None) is None:
         raise PolicyError(
@@ -140,11 +146,16 @@ def offload(
     engine = Engine(
         [model], policy, store, host_budget=host_budget, traced=trace, following=following
     )
+    resting = None if weights is None else engine.offload_weights(model, found, weights)
     tracker = LayerTracker(found, policy.num_layers, policy.keep_last, engine)
-    wrapped = OffloadedForward(model.forward, engine.hooks, tracker)
+    wrapped = OffloadedForward(model.forward, engine.hooks, tracker, resting)
     hooks = tracker.attach()
-    undo = [functools.partial(_restore_forward, model, wrapped, model.__dict__.get("forward"))]
+    undo: list[Callable[[], None]] = [
+        functools.partial(_restore_forward, model, wrapped, model.__dict__.get("forward"))
+    ]
     model.forward = wrapped
+    if resting is not None:
+        undo.append(resting.detach)
     return OffloadHandle(engine, found.names, [*undo, *(hook.remove for hook in hooks)])
 
 

@@ -15,8 +15,10 @@ from ebbtide.devices.base import AbstractDevice
 from ebbtide.devices.cpu import CpuDevice
 from ebbtide.errors import PolicyError
 from ebbtide.hooks.activations import ActivationHooks
+from ebbtide.hooks.layers import LayerModules
 from ebbtide.hooks.parameters import ParameterIndex
-from ebbtide.policy import ActivationPolicy
+from ebbtide.hooks.weights import WeightHooks
+from ebbtide.policy import ActivationPolicy, WeightPolicy
 from ebbtide.runtime.conductor import Conductor
 from ebbtide.runtime.ranges import Layer
 from ebbtide.runtime.session import Session
@@ -103,6 +105,8 @@ class Engine:
     def hooks(self) -> ActivationHooks:
         """The hooks for a forward that begins now."""
         first = next((p for module in self._modules for p in module.parameters()), None)
+        if self._hooks.weights is not None:
+            return self._hooks  # parameters rest on the host: they do not tell where the model is
         if first is not None and first.device != self._session.device.torch_device:
             device = find_device(self._modules)
             assert device is not None
@@ -110,6 +114,26 @@ class Engine:
             self._session.close()
             self._session, self._hooks = session, hooks
         return self._hooks
+
+    def offload_weights(
+        self, model: nn.Module, layers: LayerModules, policy: WeightPolicy
+    ) -> WeightHooks:
+        """Let weights of these layers rest on the host from now on.
+
+        Raises:
+            PolicyError: they cannot; nothing has been moved.
+        """
+        device = self._session.device
+        if isinstance(device, CpuDevice):
+            raise PolicyError(
+                "the model is on the CPU, where its weights are in host memory already; weights "
+                "are offloaded from an accelerator"
+            )
+        weights = WeightHooks(
+            model, layers, policy.num_layers, int(policy.min_bytes), device, _INFLIGHT_BYTES
+        )
+        self._hooks.weights = weights
+        return weights
 
     @property
     def schedule(self) -> Schedule | None:

@@ -54,6 +54,32 @@ class ActivationPolicy:
                 object.__setattr__(self, name, parse_size_bytes(value, name=name))
 
 
+@dataclass(frozen=True)
+class WeightPolicy:
+    """Which weights rest in host memory, and come to the device only while their layer works.
+
+    A parameter of such a layer is a tensor of the host between uses: any optimizer steps there, and
+    its state stays there. Before the layer's forward, and again before its backward, the layer's
+    weights come to the device in one copy, one layer ahead; gradients leave as they are made and
+    accumulate in ``param.grad`` on the host. At most two layers' weights are on the device at once.
+
+    Args:
+        num_layers: of the first ``num_layers`` layers of the model. ``None``: of all layers.
+        min_bytes: the weights of a smaller layer stay. An int, or text such as ``"1MiB"``.
+
+    Raises:
+        PolicyError: a value is out of range.
+    """
+
+    num_layers: int | None = None
+    min_bytes: int | str = 0
+
+    def __post_init__(self) -> None:
+        if self.num_layers is not None:
+            _check_count("num_layers", self.num_layers)
+        object.__setattr__(self, "min_bytes", parse_size_bytes(self.min_bytes, name="min_bytes"))
+
+
 def _check_count(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise PolicyError(f"{name} must be a whole number of layers, 0 or more, got {value!r}")

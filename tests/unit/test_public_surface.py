@@ -25,6 +25,7 @@ def test_exported_names() -> None:
         "StoreFullError",
         "Trace",
         "TraceEvent",
+        "WeightPolicy",
         "__version__",
         "offload",
         "register_rebuild",

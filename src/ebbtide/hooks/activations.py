@@ -14,6 +14,7 @@ from ebbtide.hooks.marks import is_marked
 from ebbtide.hooks.packing import PACKED, BitPacking, find_packing
 from ebbtide.hooks.parameters import ParameterIndex
 from ebbtide.hooks.rebuild import RebuildFinder
+from ebbtide.hooks.weights import WeightHooks
 from ebbtide.runtime.composite import CompositeTensor, QuantizedTensor, is_quantized
 from ebbtide.runtime.kept import LargeKept, SmallKept
 from ebbtide.runtime.saved import (
@@ -41,6 +42,7 @@ class ActivationHooks:
 
     Attributes:
         offloading: whether what is saved now is to leave; layers switch it.
+        weights: that rest on the host, if there are any.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class ActivationHooks:
         rebuild: bool = False,
     ) -> None:
         self.offloading = True
+        self.weights: WeightHooks | None = None
         self._finder = RebuildFinder() if rebuild else None
         self._packs = rebuild
         self._session = session
@@ -104,6 +107,11 @@ class ActivationHooks:
         meter.saved_bytes += size_bytes
         base = tensor._base
         whole = tensor if base is None else base
+        if self.weights is not None:
+            saved = self.weights.pack(tensor)
+            if saved is not None:
+                meter.parameter_bytes += size_bytes
+                return saved
         pointer = whole.data_ptr()
         if self._parameters.owns(tensor, pointer):
             meter.parameter_bytes += size_bytes

@@ -11,6 +11,7 @@ from torch import nn
 
 from ebbtide.hooks.activations import ActivationHooks
 from ebbtide.hooks.layers import LayerTracker
+from ebbtide.hooks.weights import WeightHooks
 
 
 @final
@@ -24,6 +25,7 @@ class OffloadedForward:
         forward: what is wrapped.
         hooks: gives the saved-tensor hooks for a call that begins now.
         tracker: numbers the layers, where there are any.
+        weights: come to the device while their layers work, where they rest on the host.
 
     Attributes:
         handle: the statistics and the way back, where `wrap_forward_with_offload` made it.
@@ -36,7 +38,9 @@ class OffloadedForward:
         forward: Callable[..., Any],
         hooks: Callable[[], ActivationHooks],
         tracker: LayerTracker | None,
+        weights: WeightHooks | None = None,
     ) -> None:
+        self._weights = weights
         functools.update_wrapper(self, forward)
         self._forward = forward
         self._hooks = hooks
@@ -50,6 +54,15 @@ class OffloadedForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self._active:
             return self._forward(*args, **kwargs)
+        if self._weights is None:
+            return self._call(*args, **kwargs)
+        self._weights.begin_forward()
+        try:
+            return self._call(*args, **kwargs)
+        finally:
+            self._weights.end_forward()
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
         hooks = self._hooks()
         if not hooks.begin():
             return self._forward(*args, **kwargs)

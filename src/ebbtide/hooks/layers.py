@@ -82,6 +82,18 @@ def _repeated_blocks(name: str, module: nn.Module, *, is_root: bool) -> list[Lay
     ]
 
 
+def lists_by_index(module: nn.Module) -> dict[str, nn.ModuleList]:
+    """The lists of which a module that is called once for each index uses one element a call."""
+    if not _is_called_by_index(module):
+        return {}
+    lists = {n: c for n, c in module.named_children() if isinstance(c, nn.ModuleList) and len(c)}
+    lengths = Counter(len(child) for child in lists.values())
+    if not lengths:
+        return {}
+    length = max(lengths.items(), key=lambda item: item[1])[0]
+    return {name: child for name, child in lists.items() if len(child) == length}
+
+
 def _is_called_by_index(module: nn.Module) -> bool:
     try:
         parameters = inspect.signature(module.forward).parameters

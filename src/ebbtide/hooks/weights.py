@@ -1,0 +1,210 @@
+"""Weights of a model's layers: which come and go together, and when modules use them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Any, final
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves
+
+from ebbtide.devices.base import AbstractDevice
+from ebbtide.errors import PolicyError
+from ebbtide.hooks.layers import LayerModules, ModuleHook, lists_by_index
+from ebbtide.runtime.gradients import Gradients
+from ebbtide.runtime.saved import Saved
+from ebbtide.runtime.weights import WeightGroup, Weights, WeightTensor
+
+Unit = tuple[list[nn.Module], list[tuple[str, nn.Parameter]]]
+"""Modules whose begin brings parameters, and these with their names."""
+
+
+@final
+class WeightHooks:
+    """Lets the weights of some layers rest on the host, of one model.
+
+    Args:
+        model: whose layers.
+        layers: the layers.
+        num_layers: the first this many of them; None: all.
+        min_bytes: a layer with less stays on the device.
+        device: where the model computes; its parameters are there.
+        bound_bytes: on gradients under way.
+
+    Raises:
+        PolicyError: a parameter cannot rest on the host; nothing has been moved.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: LayerModules,
+        num_layers: int | None,
+        min_bytes: int,
+        device: AbstractDevice,
+        bound_bytes: int,
+    ) -> None:
+        units = _find_units(layers)[:num_layers]
+        units = [unit for unit in units if _size_bytes(unit) >= max(min_bytes, 1)]
+        _check(model, units)
+        groups, used = _make_groups(units, device)
+        self._used = [*used, *_find_others(model, groups, used)]
+        self.weights = Weights(device, groups)
+        self.gradients = Gradients(device, self.weights, bound_bytes)
+        self._device = device
+        self._members = {id(m.parameter): m for group in groups for m in group.members}
+        self._hooks: list[Any] = [register_optimizer_step_pre_hook(self._before_step)]
+        for module, needed in self._used:
+            self._hook(module, needed)
+
+    def _hook(self, module: nn.Module, groups: Sequence[WeightGroup]) -> None:
+        begin = ModuleHook(module, functools.partial(self._begin, groups))
+        end = ModuleHook(module, functools.partial(self._end, groups))
+        self._hooks.append(module.register_forward_pre_hook(begin, prepend=True))
+        self._hooks.append(module.register_forward_hook(end, always_call=True))
+
+    def _begin(self, groups: Sequence[WeightGroup], _: Any) -> None:
+        for group in groups:
+            self.weights.enter(group)
+
+    def _end(self, groups: Sequence[WeightGroup], output: Any) -> None:
+        """A module has ended; its backward begins with that of its outputs."""
+        for group in groups:
+            self.weights.leave(group)
+        outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+        for node in {tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None}:
+            node.register_prehook(lambda _: self.gradients.begin_backward(groups))
+
+    def begin_forward(self) -> None:
+        """A forward of the model begins."""
+        self.weights.begin_forward()
+        self.gradients.watch()
+
+    def end_forward(self) -> None:
+        """It has ended."""
+        self.weights.end_forward()
+
+    def pack(self, tensor: torch.Tensor) -> Saved | None:
+        """What stands for a saved tensor that is a view of a weight; None if it is none."""
+        group = self.weights.group_at(tensor.untyped_storage())
+        return None if group is None else WeightTensor(self.weights, group, tensor)
+
+    def detach(self) -> None:
+        """Bring everything back to the device, gradients too."""
+        self.gradients.close()
+        while self._hooks:
+            self._hooks.pop().remove()
+        self.weights.settle()
+        home = self._device.torch_device
+        for member in self._members.values():
+            parameter = member.parameter
+            gradient, parameter.grad = parameter.grad, None
+            parameter.data = parameter.data.to(home, copy=True)
+            if gradient is not None:
+                parameter.grad = gradient.to(home, copy=True)
+            member.host = parameter.data
+        self.gradients.give_back()
+        self.weights.close()
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """An optimizer is about to change values at rest."""
+        mine = [p for g in optimizer.param_groups for p in g["params"] if id(p) in self._members]
+        if not mine:
+            return
+        self.weights.settle()
+        for parameter in mine:
+            for name, value in optimizer.state.get(parameter, {}).items():
+                moved = isinstance(value, torch.Tensor) and value.device != parameter.device
+                if moved and value.dim():
+                    raise PolicyError(
+                        f"{type(optimizer).__name__} holds {name!r} of "
+                        f"{self._members[id(parameter)].name} on {value.device}, and that weight "
+                        f"rests on the host now; make the optimizer after ebbtide.offload, or load "
+                        f"its state_dict again: optimizer.load_state_dict(optimizer.state_dict())"
+                    )
+
+
+def _find_units(layers: LayerModules) -> list[Unit]:
+    units: list[Unit] = []
+    for name, module in zip(layers.names, layers.modules, strict=True):
+        lists = lists_by_index(module)
+        inner: set[int] = set()
+        for index in range(len(next(iter(lists.values()))) if lists else 0):
+            elements = [(list_name, blocks[index]) for list_name, blocks in lists.items()]
+            named = [
+                (f"{name}.{list_name}.{index}.{parameter_name}", parameter)
+                for list_name, element in elements
+                for parameter_name, parameter in element.named_parameters()
+            ]
+            inner |= {id(parameter) for _, parameter in named}
+            units.append(([element for _, element in elements], named))
+        rest = [(f"{name}.{n}", p) for n, p in module.named_parameters() if id(p) not in inner]
+        if rest:
+            units.append(([module], rest))
+    return units
+
+
+def _size_bytes(unit: Unit) -> int:
+    return sum(parameter.numel() * parameter.element_size() for _, parameter in unit[1])
+
+
+def _check(model: nn.Module, units: Sequence[Unit]) -> None:
+    if not units:
+        raise PolicyError(
+            "no layer has weights to offload: name some, layers=[model.encoder, ...], or lower "
+            "WeightPolicy(min_bytes=...)"
+        )
+    for _, named in units:
+        for name, parameter in named:
+            if type(parameter) is not nn.Parameter:
+                raise PolicyError(
+                    f"{name} is a {type(parameter).__name__}, not a plain nn.Parameter; offload "
+                    f"weights before the model is sharded (FSDP, DTensor), or leave that layer out"
+                )
+            if parameter.layout is not torch.strided:
+                raise PolicyError(f"{name} is sparse; leave its layer out")
+    del model
+
+
+def _find_others(
+    model: nn.Module,
+    groups: Sequence[WeightGroup],
+    used: Iterable[tuple[nn.Module, Sequence[WeightGroup]]],
+) -> list[tuple[nn.Module, list[WeightGroup]]]:
+    """Modules outside the layers that share a weight with one of them, such as a tied head."""
+    home = {id(member.parameter): group for group in groups for member in group.members}
+    covered = {
+        (id(inner), id(g)) for module, own in used for inner in module.modules() for g in own
+    }
+    others = []
+    for module in model.modules():
+        needed = dict.fromkeys(
+            home[id(parameter)]
+            for parameter in module.parameters(recurse=False)
+            if id(parameter) in home
+        )
+        missing = [group for group in needed if (id(module), id(group)) not in covered]
+        if missing:
+            others.append((module, missing))
+    return others
+
+
+def _make_groups(
+    units: Iterable[Unit], device: AbstractDevice
+) -> tuple[list[WeightGroup], list[tuple[nn.Module, list[WeightGroup]]]]:
+    """A group for each unit; a tied parameter belongs to the first that has it."""
+    groups: list[WeightGroup] = []
+    home: dict[int, WeightGroup] = {}
+    used: list[tuple[nn.Module, list[WeightGroup]]] = []
+    for modules, named in units:
+        own = [(name, p) for name, p in named if id(p) not in home]
+        needed = dict.fromkeys(home[id(p)] for _, p in named if id(p) in home)
+        if own:
+            groups.append(WeightGroup(len(groups), own, device))
+            home |= {id(parameter): groups[-1] for _, parameter in own}
+            needed[groups[-1]] = None
+        used += [(module, list(needed)) for module in modules]
+    return groups, used

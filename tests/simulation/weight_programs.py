@@ -1,0 +1,285 @@
+"""Random training with weights at rest on the host, against plain training.
+
+A program is a net of a few modules, some of which share weights, are called twice, or are left out
+now and then; and some steps of microbatches in any order, retained and dropped graphs, evaluations,
+exceptions half-way, changes of weights by hand, and an optimizer.
+"""
+
+import random
+import warnings
+from collections import Counter
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import ebbtide
+from ebbtide.devices.simulated import SimulatedDevice
+from ebbtide.hooks.weights import WeightHooks
+from ebbtide.stores.pinned import PinnedStore
+from harness import drain_autograd, without_collector
+from loops import on_device
+from programs import InterruptedStepError, any_order
+
+WIDTH = 16
+
+
+class _FailInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):  # noqa: ARG004
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):  # noqa: ARG004
+        raise InterruptedStepError
+
+
+class _Look:
+    """Sees that weights are on the device while a block works with them."""
+
+    def __init__(self) -> None:
+        self.weights: WeightHooks | None = None
+
+    def __call__(self, block: nn.Module) -> None:
+        if self.weights is None:
+            return
+        for parameter in block.parameters():
+            if id(parameter) in self.weights._members:
+                group = self.weights.weights.group_at(parameter.untyped_storage())
+                assert group is not None, "a weight that a block works with is on the host"
+
+
+class Block(nn.Module):
+    """Some weights, used in a way of their own."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.look = _Look()
+        self.first = nn.Linear(WIDTH, 2 * WIDTH)
+        self.second = nn.Linear(2 * WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.randn(WIDTH, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "checkpoint":
+            return checkpoint(self._run, x, use_reentrant=False)
+        if self.kind == "twice":
+            return self._run(self._run(x).sin())
+        return self._run(x)
+
+    def _run(self, x: Tensor) -> Tensor:
+        self.look(self)
+        y = self.second(torch.tanh(self.first(x)))
+        if self.kind == "complex":
+            y = torch.view_as_real(torch.fft.fft(y) * self.scale).sum(-1)
+        elif self.kind == "functional":  # weights without the module that has them
+            y = nn.functional.linear(y, self.second.weight @ self.first.weight) * self.scale.real
+        return y / WIDTH**0.5
+
+
+class Net(nn.Module):
+    """Blocks in a row, of which a call can leave one out or take another order."""
+
+    def __init__(self, kinds: list[str], tied: list[tuple[int, int]]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(kind) for kind in kinds)
+        self.head = nn.Linear(WIDTH, WIDTH)
+        for one, other in tied:
+            self.blocks[other].second.weight = self.blocks[one].second.weight
+
+    def forward(self, x: Tensor, order: list[int], accident: tuple[str, int]) -> Tensor:
+        for place, number in enumerate(order):
+            x = x + self.blocks[number](x)
+            if place == accident[1]:
+                if accident[0] == "forward":
+                    raise InterruptedStepError
+                if accident[0] == "backward":
+                    x = _FailInBackward.apply(x)
+        return self.head(x).square().mean()
+
+
+@dataclass
+class Tally:
+    """What programs did, all together."""
+
+    content: Counter[str] = field(default_factory=Counter)
+
+
+def check_weights(seed: int, tally: Tally | None = None) -> None:
+    """Train plainly and with weights at rest; compare everything."""
+    with without_collector(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "the system refused to page-lock", RuntimeWarning)
+        try:
+            content = _check(seed)
+        except Exception as error:
+            raise AssertionError(f"weights seed {seed}: {type(error).__name__}: {error}") from error
+    if tally is not None:
+        tally.content += content
+
+
+def _check(seed: int) -> Counter[str]:
+    draw = random.Random(seed)
+    plain, mine = _make(seed), _make(seed)
+    device = SimulatedDevice(seed, eagerness=draw.choice((0.0, 0.1, 0.6)))
+    device.pins_host_memory = True
+    device.refusals = draw.choice((0.0, 0.5))
+    both = draw.random() < 0.5
+    activations = ebbtide.ActivationPolicy(min_bytes=128) if both else None
+    policy = ebbtide.WeightPolicy(num_layers=draw.choice((None, None, 2)))
+    with on_device(device, lambda: PinnedStore(device, slab_bytes=2**15), draw.choice((0, 2**18))):
+        handle = ebbtide.offload(mine, activations=activations, weights=policy)
+    weights = handle._engine._hooks.weights
+    for module, _ in weights._used:
+        if isinstance(module, Block):
+            module.look.weights = weights
+    weights.gradients._bound_bytes = draw.choice((0, 2**12, 2**20))
+    trainings = [_Training(seed, plain, None), _Training(seed, mine, device)]
+    for number in range(4):
+        for training in trainings:
+            training.step(number)
+        drain_autograd()
+        expected, got = (training.state() for training in trainings)
+        assert got.keys() == expected.keys(), got.keys() ^ expected.keys()
+        for name, value in got.items():
+            assert torch.equal(value, expected[name]), f"{name} differs in step {number}"
+    weights.weights.settle()
+    device.finish_copies()
+    handle._engine._session.poll()
+    # A module with a tied weight needs the group of the other one, too.
+    needed = 2 + sum(len(used) > 1 for _, used in weights._used)
+    most = sorted(group.size_bytes for group in weights.weights.groups)[-needed:]
+    assert weights.weights.peak_groups <= needed, "too many groups are on the device"
+    assert device.allocated_bytes() <= sum(most)
+    handle.detach()
+    device.finish_copies()
+    handle._engine._session.poll()
+    assert device.allocated_bytes() == 0
+    assert device.pinned_bytes == 0
+    expected = dict(plain.named_parameters())
+    for name, parameter in mine.named_parameters():
+        assert torch.equal(parameter, expected[name]), f"{name} differs after detach"
+    return trainings[1].content
+
+
+def _make(seed: int) -> Net:
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    count = draw.randint(2, 5)
+    kinds = ["plain", "plain", "complex", "functional", "checkpoint", "twice"]
+    tied = [(0, count - 1)] if draw.random() < 0.3 else []
+    net = Net([draw.choice(kinds) for _ in range(count)], tied)
+    if draw.random() < 0.3:
+        net.blocks[draw.randrange(count)].first.weight.requires_grad_(False)
+    return net
+
+
+class _Training:
+    """Steps of one net, the same for the same seed."""
+
+    def __init__(self, seed: int, net: Net, device: SimulatedDevice | None) -> None:
+        self.net = net
+        self.device = device
+        self.draw = random.Random(seed + 1)
+        self.seed = seed
+        self.content: Counter[str] = Counter()
+        self.losses: list[Tensor] = []
+        self.held: list[tuple[Tensor, Tensor]] = []  # gradients that the user keeps, and copies
+        self.backward_stream = self.draw.random() < 0.3
+        chosen = self.draw.choice(("sgd", "adamw", "fused"))
+        if chosen == "sgd":
+            self.optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        else:
+            real = [p for p in net.parameters() if not p.is_complex()]
+            some = real if chosen == "fused" else net.parameters()
+            self.optimizer = torch.optim.AdamW(some, lr=0.01, fused=chosen == "fused")
+
+    def state(self) -> dict[str, Tensor]:
+        """Everything that must be the same."""
+        found = {f"loss {n}": loss for n, loss in enumerate(self.losses)}
+        found |= {name: p.detach().clone() for name, p in self.net.named_parameters()}
+        grads = {n: p.grad for n, p in self.net.named_parameters() if p.grad is not None}
+        found |= {f"{name}.grad": grad.clone() for name, grad in grads.items()}
+        for number, state in enumerate(self.optimizer.state.values()):
+            tensors = {k: v for k, v in state.items() if isinstance(v, Tensor)}
+            found |= {f"{number}.{key}": value.clone() for key, value in tensors.items()}
+        for grad, copy in self.held:
+            assert torch.equal(grad, copy), "a gradient that somebody holds was overwritten"
+        return found
+
+    def step(self, number: int) -> None:
+        draw = self.draw
+        torch.manual_seed(self.seed * 31 + number)
+        if draw.random() < 0.8:
+            self.optimizer.zero_grad(set_to_none=draw.random() < 0.7)
+        waiting: dict[int, Tensor] = {}
+        for action, microbatch in any_order(draw, draw.randint(1, 3)):
+            if action == "forward":
+                loss = self._forward()
+                if loss is not None:
+                    waiting[microbatch] = loss
+            elif microbatch in waiting:
+                self._backward(waiting.pop(microbatch))
+        waiting.clear()
+        if draw.random() < 0.3:
+            for p in self.net.parameters():
+                if p.grad is not None:
+                    self.held.append((p.grad, p.grad.clone()))
+            self.net.zero_grad()
+            self.content["held gradients"] += 1
+        if draw.random() < 0.3:
+            nn.utils.clip_grad_norm_(self.net.parameters(), 0.5)
+        self.optimizer.step()
+        if draw.random() < 0.2:
+            self.content["changed by hand"] += 1
+            for p in self.net.parameters():
+                p.data = p.data * 0.9 if draw.random() < 0.5 else p.data.mul_(0.9)
+
+    def _forward(self) -> Tensor | None:
+        draw, count = self.draw, len(self.net.blocks)
+        order = list(range(count))
+        if draw.random() < 0.4:
+            self.content["another order"] += 1
+            draw.shuffle(order)
+            del order[draw.randint(1, count) :]
+        accident = draw.choice(("", "", "", "forward", "backward")), draw.randrange(len(order))
+        x = torch.randn(4, WIDTH, requires_grad=draw.random() < 0.5)
+        if self.device is not None:
+            self.device.current = 0
+        try:
+            if draw.random() < 0.2:
+                self.content["evaluated"] += 1
+                with torch.no_grad():
+                    self.losses.append(self.net(x, order, ("", 0)))
+            loss = self.net(x, order, accident)
+        except InterruptedStepError:
+            self.content["interrupted forward"] += 1
+            return None
+        finally:
+            if self.device is not None:
+                self.device.current = int(self.backward_stream)
+        self.losses.append(loss.detach().clone())
+        return loss
+
+    def _backward(self, loss: Tensor) -> None:
+        how = self.draw.random()
+        try:
+            if how < 0.1:
+                self.content["dropped"] += 1
+            elif how < 0.25:
+                self.content["retained"] += 1
+                loss.backward(retain_graph=True)
+                loss.backward()
+            elif how < 0.35:
+                self.content["asked for"] += 1
+                some = list(self.net.head.parameters())
+                some += [p for p in self.net.blocks.parameters() if p.requires_grad]
+                found = torch.autograd.grad(loss, some, allow_unused=True)
+                self.losses += [g.clone() for g in found if g is not None]
+            else:
+                self.content["backward"] += 1
+                loss.backward()
+        except InterruptedStepError:
+            self.content["interrupted backward"] += 1
+            for p in self.net.parameters():  # what of it was added, nobody can say
+                p.grad = None
