@@ -130,7 +130,13 @@ class Engine:
                 "are offloaded from an accelerator"
             )
         weights = WeightHooks(
-            model, layers, policy.num_layers, int(policy.min_bytes), device, _INFLIGHT_BYTES
+            model,
+            layers,
+            policy.num_layers,
+            int(policy.min_bytes),
+            device,
+            _INFLIGHT_BYTES,
+            double_buffering=policy.double_buffering,
         )
         self._hooks.weights = weights
         return weights

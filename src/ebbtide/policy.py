@@ -60,11 +60,14 @@ class WeightPolicy:
 
     A parameter of such a layer is a tensor of the host between uses: any optimizer steps there, and
     its state stays there. Before the layer's forward, and again before its backward, the layer's
-    weights come to the device in one copy, one layer ahead; gradients leave as they are made and
-    accumulate in ``param.grad`` on the host. At most two layers' weights are on the device at once.
+    weights come to the device in one copy; gradients leave as they are made and accumulate in
+    ``param.grad`` on the host. At most two layers' weights are on the device at once.
 
     Args:
         num_layers: of the first ``num_layers`` layers of the model. ``None``: of all layers.
+        double_buffering: the next layer's weights come while a layer works, into a second buffer,
+            so that their copy costs no time. ``False``: one layer's weights are there at a time,
+            and each layer waits for its own.
         min_bytes: the weights of a smaller layer stay. An int, or text such as ``"1MiB"``.
 
     Raises:
@@ -72,11 +75,16 @@ class WeightPolicy:
     """
 
     num_layers: int | None = None
+    double_buffering: bool = True
     min_bytes: int | str = 0
 
     def __post_init__(self) -> None:
         if self.num_layers is not None:
             _check_count("num_layers", self.num_layers)
+        if not isinstance(self.double_buffering, bool):
+            raise PolicyError(
+                f"double_buffering must be True or False, got {self.double_buffering!r}"
+            )
         object.__setattr__(self, "min_bytes", parse_size_bytes(self.min_bytes, name="min_bytes"))
 
 

@@ -31,6 +31,7 @@ class WeightHooks:
         layers: the layers.
         num_layers: the first this many of them; None: all.
         min_bytes: a layer with less stays on the device.
+        double_buffering: as for `Weights`.
         device: where the model computes; its parameters are there.
         bound_bytes: on gradients under way.
 
@@ -46,13 +47,15 @@ class WeightHooks:
         min_bytes: int,
         device: AbstractDevice,
         bound_bytes: int,
+        *,
+        double_buffering: bool = True,
     ) -> None:
         units = _find_units(layers)[:num_layers]
         units = [unit for unit in units if _size_bytes(unit) >= max(min_bytes, 1)]
         _check(model, units)
         groups, used = _make_groups(units, device)
         self._used = [*used, *_find_others(model, groups, used)]
-        self.weights = Weights(device, groups)
+        self.weights = Weights(device, groups, double_buffering=double_buffering)
         self.gradients = Gradients(device, self.weights, bound_bytes)
         self._device = device
         self._members = {id(m.parameter): m for group in groups for m in group.members}

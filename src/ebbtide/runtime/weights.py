@@ -160,13 +160,21 @@ class Weights:
     Args:
         device: where the model computes.
         groups: in the order of the model.
+        double_buffering: the next group comes while one works; else one is there at a time.
 
     Streams:
         `enter` and `bring` queue copies up and make the current compute stream wait for them; the
         host does not block.
     """
 
-    def __init__(self, device: AbstractDevice, groups: Sequence[WeightGroup]) -> None:
+    def __init__(
+        self,
+        device: AbstractDevice,
+        groups: Sequence[WeightGroup],
+        *,
+        double_buffering: bool = True,
+    ) -> None:
+        self._most = 2 if double_buffering else 1  # groups, besides those of open modules
         self.device = device
         self.groups = groups
         self._lock = threading.RLock()
@@ -305,11 +313,11 @@ class Weights:
 
     def _load(self, group: WeightGroup, keep: WeightGroup | None) -> None:
         for other in list(self._resident):
-            if len(self._resident) < 2:
+            if len(self._resident) < self._most:
                 break
             if not other.open and other is not keep:
                 self._release(other)
-        if keep is not None and len(self._resident) >= 2:
+        if keep is not None and len(self._resident) >= self._most:
             return  # modules that are open hold theirs: what comes next waits for its turn
         self._abandoned = [held for held in self._abandoned if not held[1].query()]
         group.buffer = self.device.allocate(group.size_bytes)
