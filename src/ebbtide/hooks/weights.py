@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, final
 
@@ -15,8 +16,9 @@ from ebbtide.devices.base import AbstractDevice
 from ebbtide.errors import PolicyError
 from ebbtide.hooks.layers import LayerModules, ModuleHook, lists_by_index
 from ebbtide.runtime.gradients import Gradients
+from ebbtide.runtime.resting import WeightGroup, allocate_host_memory
 from ebbtide.runtime.saved import Saved
-from ebbtide.runtime.weights import WeightGroup, Weights, WeightTensor
+from ebbtide.runtime.weights import Weights, WeightTensor
 
 Unit = tuple[list[nn.Module], list[tuple[str, nn.Parameter]]]
 """Modules whose begin brings parameters, and these with their names."""
@@ -54,12 +56,18 @@ class WeightHooks:
         units = [unit for unit in units if _size_bytes(unit) >= max(min_bytes, 1)]
         _check(model, units)
         groups, used = _make_groups(units, device)
+        _find_places(model, groups)
         self._used = [*used, *_find_others(model, groups, used)]
-        self.weights = Weights(device, groups, double_buffering=double_buffering)
-        self.gradients = Gradients(device, self.weights, bound_bytes)
+        self.gradients = Gradients(device, groups, bound_bytes)
+        self.weights = Weights(
+            device, groups, self.gradients.link, double_buffering=double_buffering
+        )
         self._device = device
         self._members = {id(m.parameter): m for group in groups for m in group.members}
-        self._hooks: list[Any] = [register_optimizer_step_pre_hook(self._before_step)]
+        # All optimizers share this hook: it must not keep the model alive.
+        watch = functools.partial(_before_step, weakref.ref(self))
+        self._hooks: list[Any] = [register_optimizer_step_pre_hook(watch)]
+        weakref.finalize(self, self._hooks[0].remove).atexit = False
         for module, needed in self._used:
             self._hook(module, needed)
 
@@ -79,12 +87,11 @@ class WeightHooks:
             self.weights.leave(group)
         outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
         for node in {tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None}:
-            node.register_prehook(lambda _: self.gradients.begin_backward(groups))
+            node.register_prehook(lambda _: self.weights.begin_backward(groups))
 
     def begin_forward(self) -> None:
         """A forward of the model begins."""
         self.weights.begin_forward()
-        self.gradients.watch()
 
     def end_forward(self) -> None:
         """It has ended."""
@@ -103,16 +110,10 @@ class WeightHooks:
         self.weights.settle()
         home = self._device.torch_device
         for member in self._members.values():
-            parameter = member.parameter
-            gradient, parameter.grad = parameter.grad, None
-            parameter.data = parameter.data.to(home, copy=True)
-            if gradient is not None:
-                parameter.grad = gradient.to(home, copy=True)
-            member.host = parameter.data
-        self.gradients.give_back()
+            member.leave_for(home)
         self.weights.close()
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer is about to change values at rest."""
         mine = [p for g in optimizer.param_groups for p in g["params"] if id(p) in self._members]
         if not mine:
@@ -128,6 +129,14 @@ class WeightHooks:
                         f"rests on the host now; make the optimizer after ebbtide.offload, or load "
                         f"its state_dict again: optimizer.load_state_dict(optimizer.state_dict())"
                     )
+
+
+def _before_step(
+    hooks: weakref.ref[WeightHooks], optimizer: torch.optim.Optimizer, *_: Any
+) -> None:
+    found = hooks()
+    if found is not None:
+        found.before_step(optimizer)
 
 
 def _find_units(layers: LayerModules) -> list[Unit]:
@@ -195,10 +204,20 @@ def _find_others(
     return others
 
 
+def _find_places(model: nn.Module, groups: Sequence[WeightGroup]) -> None:
+    """Which modules hold the parameters, and under which names."""
+    members = {id(member.parameter): member for group in groups for member in group.members}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if id(parameter) in members:
+                members[id(parameter)].places.append((module, name))
+
+
 def _make_groups(
     units: Iterable[Unit], device: AbstractDevice
 ) -> tuple[list[WeightGroup], list[tuple[nn.Module, list[WeightGroup]]]]:
     """A group for each unit; a tied parameter belongs to the first that has it."""
+    allocate = functools.partial(allocate_host_memory, device)
     groups: list[WeightGroup] = []
     home: dict[int, WeightGroup] = {}
     used: list[tuple[nn.Module, list[WeightGroup]]] = []
@@ -206,7 +225,7 @@ def _make_groups(
         own = [(name, p) for name, p in named if id(p) not in home]
         needed = dict.fromkeys(home[id(p)] for _, p in named if id(p) in home)
         if own:
-            groups.append(WeightGroup(len(groups), own, device))
+            groups.append(WeightGroup(len(groups), own, allocate))
             home |= {id(parameter): groups[-1] for _, parameter in own}
             needed[groups[-1]] = None
         used += [(module, list(needed)) for module in modules]

@@ -1,10 +1,9 @@
 """Weights that are on the device only while they work: groups that come and go.
 
-A parameter of a group rests in host memory: there, the `nn.Parameter` is a tensor of the host. When
-a module that uses it is entered, its data is a view of a device buffer into which the whole group
-has been copied; when the module is left, it is the host's again. The buffer goes when room is
-needed: at most two groups are there at once, the one that works and the one that is next, and those
-of modules that are still open around them.
+A parameter of a group rests in host memory ([Note: a parameter never moves]). When a module that
+uses it is entered, a stand-in takes its place there: a view of a device buffer into which the whole
+group has been copied. The buffer goes when room is needed: at most two groups are there at once,
+the one that works and the one that is next, and those of modules that are still open around them.
 
 What autograd saves of a weight is a view of such a buffer. It is replaced by a `WeightTensor`,
 which finds the bytes at the same place of whatever buffer the group is in when backward asks.
@@ -12,117 +11,21 @@ which finds the bytes at the same place of whatever buffer the group is in when 
 
 from __future__ import annotations
 
-import math
+import functools
 import threading
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from typing import final
 
 import torch
-from torch import nn
 
-from ebbtide.devices.base import AbstractDevice, AbstractEvent, AbstractStream
-from ebbtide.runtime.ranges import Layer, profiler_range
+from ebbtide.devices.base import AbstractDevice, AbstractEvent
+from ebbtide.runtime.ranges import profiler_range
+from ebbtide.runtime.resting import RestingParameter, WeightGroup
 from ebbtide.runtime.saved import AbstractDeparted
-from ebbtide.stores.host_memory import (
-    HostMemory,
-    allocate_by_torch,
-    map_exactly,
-    warn_of_pageable,
-    whole_pages,
-)
 
-_ALIGNMENT_BYTES = 512
-
-
-@final
-class RestingParameter:
-    """A parameter, and where it rests.
-
-    Attributes:
-        parameter: the one object that model and optimizer know.
-        name: in the model.
-        offset_bytes: in the memory of its group, on the host and on the device.
-        size_bytes: of its values.
-        host: its values at rest, in a storage of their own.
-        version: of the parameter when the group came to the device.
-    """
-
-    def __init__(self, name: str, parameter: nn.Parameter, offset_bytes: int) -> None:
-        self.name = name
-        self.parameter = parameter
-        self.offset_bytes = offset_bytes
-        self.size_bytes = parameter.numel() * parameter.element_size()
-        self._size, self._stride = parameter.shape, _dense_stride(parameter)
-        self.host = parameter.data
-        self.version = 0
-
-    def view_of(self, memory: torch.Tensor) -> torch.Tensor:
-        """Its values in the memory of its group, sharing the storage."""
-        dtype = self.parameter.dtype
-        view = torch.empty(0, dtype=dtype, device=memory.device)
-        offset = self.offset_bytes // dtype.itemsize
-        return view.set_(memory.untyped_storage(), offset, self._size, self._stride)
-
-    def own_view_of(self, memory: torch.Tensor) -> torch.Tensor:
-        """Its values in host memory of its group, in a storage of their own.
-
-        So that `torch.save` writes this parameter and not its group.
-        """
-        part = memory.numpy()[self.offset_bytes : self.offset_bytes + self.size_bytes]
-        flat = torch.from_numpy(part).view(self.parameter.dtype)
-        return flat.as_strided(self._size, self._stride)
-
-    def rest_in(self, memory: torch.Tensor) -> None:
-        """Move its values to host memory of its group."""
-        self.host = self.own_view_of(memory)
-        self.host.copy_(self.parameter.data)
-        self.parameter.data = self.host
-
-    def adopt(self) -> None:
-        """Take values that somebody else has given it (`parameter.data = ...`, `model.to(...)`)."""
-        if self.parameter.data_ptr() != self.host.data_ptr():
-            self.host.copy_(self.parameter.data)
-            self.parameter.data = self.host
-
-
-@final
-class WeightGroup:
-    """Parameters that come and go together, in one copy.
-
-    Attributes:
-        number: in the order of the model.
-        members: its parameters.
-        size_bytes: of its memory, padding included.
-        memory: of the host.
-        buffer: on the device, (size_bytes,) uint8; None while it is not there.
-        loaded: after this event the buffer holds the values.
-        awaited: the compute stream waits for `loaded`.
-        home: the compute stream to which the buffer's memory belongs.
-        open: modules between their begin and their end that use it.
-    """
-
-    def __init__(
-        self, number: int, parameters: Sequence[tuple[str, nn.Parameter]], device: AbstractDevice
-    ) -> None:
-        self.number = number
-        self.members: list[RestingParameter] = []
-        self.size_bytes = 0
-        for name, parameter in parameters:
-            self.members.append(RestingParameter(name, parameter, self.size_bytes))
-            self.size_bytes += _aligned(self.members[-1].size_bytes)
-        self.memory = allocate_host_memory(device, self.size_bytes)
-        for member in self.members:
-            member.rest_in(self.memory.tensor)
-        self.buffer: torch.Tensor | None = None
-        self.loaded: AbstractEvent | None = None
-        self.awaited = False
-        self.home: AbstractStream | None = None
-        self.open = 0
-
-    @property
-    def layer(self) -> Layer:
-        """For ranges in the profiler."""
-        return Layer(self.number, "weights")
+Link = Callable[[RestingParameter, torch.Tensor], torch.Tensor]
+"""Gives a parameter's stand-in: its values in a buffer, computed from it for autograd."""
 
 
 @final
@@ -135,15 +38,22 @@ class WeightTensor(AbstractDeparted):
         tensor: what was saved, a view of the group's buffer.
     """
 
-    __slots__ = ("_group", "_weights")
+    __slots__ = ("_group", "_parameter", "_parameter_version", "_weights")
 
     def __init__(self, weights: Weights, group: WeightGroup, tensor: torch.Tensor) -> None:
         self._weights = weights
         self._group = group
         super().__init__(tensor)
+        self._parameter = group.member_at(int(self._offset) * tensor.element_size()).parameter
+        self._parameter_version = self._parameter._version
+        weights.note_saved(self)
 
     def share(self) -> WeightTensor:
         return self  # it holds nothing
+
+    def is_modified(self) -> bool:
+        # In the forward, the stand-in was changed; after it, the parameter.
+        return super().is_modified() or self._parameter._version != self._parameter_version
 
     def restore(self) -> torch.Tensor:
         self._check_version()
@@ -154,12 +64,28 @@ class WeightTensor(AbstractDeparted):
 
 
 @final
+class _Backward:
+    """One backward that is running. The engine holds it, as what it calls at the end."""
+
+    def __init__(self, end: Callable[[], None]) -> None:
+        self._end = end
+        torch.autograd.Variable._execution_engine.queue_callback(self)
+
+    def __call__(self) -> None:
+        self._end()
+
+    def __del__(self) -> None:  # it may have raised
+        self._end()
+
+
+@final
 class Weights:
     """The groups of one model.
 
     Args:
         device: where the model computes.
         groups: in the order of the model.
+        link: gives stand-ins.
         double_buffering: the next group comes while one works; else one is there at a time.
 
     Streams:
@@ -171,12 +97,14 @@ class Weights:
         self,
         device: AbstractDevice,
         groups: Sequence[WeightGroup],
+        link: Link,
         *,
         double_buffering: bool = True,
     ) -> None:
         self._most = 2 if double_buffering else 1  # groups, besides those of open modules
         self.device = device
         self.groups = groups
+        self._link = link
         self._lock = threading.RLock()
         self._resident: dict[WeightGroup, None] = {}  # least recently used first
         self._at: dict[int, WeightGroup] = {}  # by the identity of the buffer's storage
@@ -185,32 +113,42 @@ class Weights:
         self._expected: list[WeightGroup] = []  # uses since the forward before began
         self._place = 0  # in what is expected: behind the last use
         self._running = 0  # forwards of the model
+        self._backwards: weakref.WeakValueDictionary[int, _Backward] = weakref.WeakValueDictionary()
         self._in_backward: dict[int, Sequence[WeightGroup]] = {}  # by task
+        self._saved: weakref.WeakSet[WeightTensor] = weakref.WeakSet()
         self.peak_groups = 0
 
     # ---- forward ------------------------------------------------------------------------------
 
     def begin_forward(self) -> None:
-        """A forward of the model begins: the values at rest are what counts."""
+        """A forward of the model begins: the values at rest are what counts.
+
+        Raises:
+            PolicyError: somebody has given a parameter another shape or type.
+        """
         with self._lock:
+            if not self._running and not self._any_open():
+                self._start_over()
             self._running += 1
-            self._start_over()
 
     def _start_over(self) -> None:
-        with self._lock:
-            if self._uses:
-                self._expected, self._uses = self._uses, []
-            self._place = 0
-            for group in list(self._resident):
-                self._release(group)  # an optimizer may have been at work since
-            for group in self.groups:
-                for member in group.members:
-                    member.adopt()
+        if self._uses:
+            self._expected, self._uses = self._uses, []
+        self._place = 0
+        for group in list(self._resident):
+            self._release(group)  # an optimizer may have been at work since
+        for group in self.groups:
+            for member in group.members:
+                member.adopt()
 
     def end_forward(self) -> None:
         """The forward has ended. From now on the host may change values at rest."""
         with self._lock:
             self._running -= 1
+            if not self._running:
+                for group in self.groups:
+                    for member in group.members:
+                        member.kept = None
         self.settle()
 
     def enter(self, group: WeightGroup) -> None:
@@ -219,12 +157,28 @@ class Weights:
             in_backward = torch._C._current_graph_task_id() != -1
             if not self._running and not in_backward and not self._any_open():
                 self._start_over()  # the module is called by itself, outside the model's forward
-            buffer = self._bring(group)
-            if not group.open:
-                for member in group.members:
-                    member.parameter.data = member.view_of(buffer)
-                    member.version = member.parameter._version
+            recorded = torch.is_grad_enabled()
+            if not group.open or recorded > group.recorded:
+                # Only where hooks take what autograd saves is the memory free after the call.
+                hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+                keep = hooked and self._running > 0 and not in_backward
+                self._show(group, recorded=recorded, keep=keep)
             group.open += 1
+
+    def _show(self, group: WeightGroup, *, recorded: bool, keep: bool) -> None:
+        buffer = self._bring(group)
+        group.recorded = recorded
+        for member in group.members:
+            if not (recorded and member.parameter.requires_grad):
+                member.show(member.view_of(buffer))
+            elif keep and member.kept is not None:
+                member.kept.data = member.view_of(buffer)
+                member.show(member.kept)
+            else:
+                stand_in = self._link(member, buffer)
+                if keep:
+                    member.kept = stand_in
+                member.show(stand_in)
 
     def _any_open(self) -> bool:
         return any(group.open for group in self._resident)
@@ -235,33 +189,45 @@ class Weights:
             group.open -= 1
             if not group.open:
                 for member in group.members:
-                    if member.parameter._version != member.version:
-                        # The forward itself has changed it: that must not be lost.
-                        member.host.copy_(member.parameter.data)
-                    member.parameter.data = member.host
+                    member.hide()
 
     # ---- backward -----------------------------------------------------------------------------
 
-    def begin_backward(self, task: int, groups: Sequence[WeightGroup]) -> None:
+    def begin_backward(self, groups: Sequence[WeightGroup]) -> None:
         """The backward of a module begins, and that of the one before it is over.
 
         What is recomputed in it finds its weights on the device.
 
         Args:
-            task: which backward it is part of.
             groups: that the module uses.
         """
+        task = torch._C._current_graph_task_id()
         with self._lock:
-            self.end_backward(task)
-            for group in groups:
-                self.enter(group)
+            self._note_backward(task)
+            self._end_modules(task)
+            with torch.enable_grad():  # what is recomputed is recorded
+                for group in groups:
+                    self.enter(group)
             self._in_backward[task] = groups
 
-    def end_backward(self, task: int) -> None:
-        """The backward is over, or has raised."""
+    def _note_backward(self, task: int) -> None:
+        """Let the end of the backward that is running be told."""
+        if task not in self._backwards:
+            self._backwards[task] = _Backward(functools.partial(self._end_backward, task))
+
+    def _end_backward(self, task: int) -> None:
+        """The backward is over, or has raised. The host may change values at rest."""
+        self._end_modules(task)
+        self.settle()
+
+    def _end_modules(self, task: int) -> None:
         with self._lock:
             for group in self._in_backward.pop(task, ()):
                 self.leave(group)
+
+    def note_saved(self, saved: WeightTensor) -> None:
+        """A graph will ask for a weight."""
+        self._saved.add(saved)
 
     def group_at(self, storage: torch.UntypedStorage) -> WeightGroup | None:
         """The group whose buffer has this storage."""
@@ -274,6 +240,9 @@ class Weights:
             (size_bytes,), uint8.
         """
         with self._lock:
+            task = torch._C._current_graph_task_id()
+            if task != -1:
+                self._note_backward(task)
             return self._bring(group)
 
     def settle(self) -> None:
@@ -287,12 +256,15 @@ class Weights:
             self._abandoned.clear()
 
     def close(self) -> None:
-        """Let go of all buffers, and of the host memory. The parameters must have left it."""
+        """Let go of all buffers, and of the host memory. The parameters must have left it.
+
+        If a graph is alive that needs the values, they go with the last such graph.
+        """
         with self._lock:
             for group in list(self._resident):
                 self._release(group)
         self.settle()
-        with self._lock:
+        if not self._saved:
             for group in self.groups:
                 group.memory.give_back()
 
@@ -364,23 +336,3 @@ class Weights:
             return self.groups[later] if later < len(self.groups) else None
         # A first backward: what was used before it, in reverse.
         return self.groups[last.number - 1] if last.number else None
-
-
-def allocate_host_memory(device: AbstractDevice, size_bytes: int) -> HostMemory:
-    """Host memory that copies need not block for, where the system grants it."""
-    size_bytes = whole_pages(max(size_bytes, 1))
-    memory = map_exactly(device, size_bytes)
-    if memory is None:
-        memory = allocate_by_torch(device, 2 ** math.ceil(math.log2(size_bytes)))
-    if memory.refusal is not None:
-        warn_of_pageable(size_bytes, memory.refusal)
-    return memory
-
-
-def _aligned(size_bytes: int) -> int:
-    return -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-
-
-def _dense_stride(parameter: torch.Tensor) -> tuple[int, ...]:
-    """The parameter's strides if its elements fill their memory; else those of a packed one."""
-    return torch.empty_like(parameter, device="meta").stride()

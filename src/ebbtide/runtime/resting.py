@@ -1,0 +1,267 @@
+"""Weights at rest: what a parameter is while its layer does not work.
+
+[Note: a parameter never moves] The `nn.Parameter` is a tensor of the host from offload to detach.
+While a module that uses it is open, the module holds a stand-in in the parameter's place: a tensor
+of the device, which autograd knows as computed from the parameter. (To give the parameter itself
+device memory and take it away would cut it off from graphs: autograd forgets where a leaf's
+gradient goes when its device changes, so that `torch.autograd.grad` and `backward(inputs=...)`
+would find nothing.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import final
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ebbtide.devices.base import AbstractDevice, AbstractEvent, AbstractStream
+from ebbtide.errors import PolicyError
+from ebbtide.runtime.ranges import Layer
+from ebbtide.stores.host_memory import (
+    HostMemory,
+    allocate_by_torch,
+    map_exactly,
+    warn_of_pageable,
+    whole_pages,
+)
+
+Allocate = Callable[[int], HostMemory]
+"""Gives host memory of at least so many bytes."""
+
+_ALIGNMENT_BYTES = 512
+
+
+@final
+class RestingParameter:
+    """A parameter, and where it rests.
+
+    Attributes:
+        parameter: the one object that model and optimizer know.
+        name: in the model.
+        offset_bytes: in the memory of its group, on the host and on the device.
+        size_bytes: of its values.
+        host: its values at rest, in a storage of their own.
+        places: the modules that hold it, and under which name.
+        stand_in: what modules hold while they are open; None while none is.
+        kept: the stand-in of this forward, for the calls that follow, without memory meanwhile.
+        departed: whether it is the device's again.
+    """
+
+    def __init__(self, name: str, parameter: nn.Parameter, offset_bytes: int) -> None:
+        self.name = name
+        self.parameter = parameter
+        self.offset_bytes = offset_bytes
+        self.size_bytes = parameter.numel() * parameter.element_size()
+        self._size, self._stride = parameter.shape, _dense_stride(parameter)
+        self.host = parameter.data
+        self.places: list[tuple[nn.Module, str]] = []
+        self.stand_in: torch.Tensor | None = None
+        self.kept: torch.Tensor | None = None
+        self.departed = False
+        self._version = 0  # of the stand-in when it was shown
+
+    def view_of(self, memory: torch.Tensor) -> torch.Tensor:
+        """Its values in the memory of its group, sharing the storage."""
+        dtype = self.host.dtype
+        view = torch.empty(0, dtype=dtype, device=memory.device)
+        offset = self.offset_bytes // dtype.itemsize
+        return view.set_(memory.untyped_storage(), offset, self._size, self._stride)
+
+    def own_view_of(self, memory: torch.Tensor) -> torch.Tensor:
+        """Its values in host memory of its group, in a storage of their own.
+
+        So that `torch.save` writes this parameter and not its group.
+        """
+        return self.own_view_at(memory, self.offset_bytes)
+
+    def own_view_at(self, memory: torch.Tensor, offset_bytes: int) -> torch.Tensor:
+        """Values like its own at a place of host memory, in a storage of their own."""
+        part = memory.numpy()[offset_bytes : offset_bytes + self.size_bytes]
+        flat = torch.from_numpy(part).view(self.host.dtype)
+        return flat.as_strided(self._size, self._stride)
+
+    def rest_in(self, memory: torch.Tensor) -> None:
+        """Move its values to host memory of its group, and its gradient to the host."""
+        self.host = self.own_view_of(memory)
+        self._rest()
+
+    def _rest(self) -> None:
+        parameter = self.parameter
+        gradient, parameter.grad = parameter.grad, None
+        self.host.copy_(parameter.data)
+        parameter.data = self.host
+        if gradient is not None:
+            parameter.grad = gradient.to(self.host.device)
+
+    def leave_for(self, home: torch.device) -> None:
+        """Let the parameter, and its gradient, be tensors of the device again."""
+        parameter = self.parameter
+        gradient, parameter.grad = parameter.grad, None
+        parameter.data = self.host = parameter.data.to(home, copy=True)
+        if gradient is not None:
+            parameter.grad = gradient.to(home, copy=True)
+        self.departed = True
+
+    def adopt(self) -> None:
+        """Take values that somebody else has given it (`parameter.data = ...`, `model.to(...)`).
+
+        Raises:
+            PolicyError: they are of another shape or type.
+        """
+        given = self.parameter.data
+        if given.data_ptr() == self.host.data_ptr():
+            return
+        if given.shape != self._size or given.dtype != self.host.dtype:
+            raise PolicyError(
+                f"{self.name} rests on the host as {self.host.dtype} of shape {tuple(self._size)}, "
+                f"and was given {given.dtype} of shape {tuple(given.shape)}; call detach() on the "
+                f"offload's handle first, change the model, and offload it again"
+            )
+        self._rest()
+
+    def show(self, stand_in: torch.Tensor) -> None:
+        """Let the modules hold this in its place. What they hold of others' stays."""
+        present = self.parameter if self.stand_in is None else self.stand_in
+        self._exchange(present, stand_in)
+        self.stand_in, self._version = stand_in, stand_in._version
+
+    def hide(self) -> None:
+        """Let the modules hold the parameter again."""
+        shown, self.stand_in = self.stand_in, None
+        if shown is None:
+            return
+        self._exchange(shown, self.parameter)
+        if shown._version != self._version:
+            self.host.copy_(shown.data)  # the forward itself has changed it: keep that
+        if shown is self.kept:
+            # What autograd saved of it refers to the group, not to this memory.
+            shown.data = torch.empty(0, dtype=shown.dtype, device=shown.device)
+
+    def _exchange(self, present: torch.Tensor, following: torch.Tensor) -> None:
+        for module, name in self.places:
+            if module._parameters.get(name) is present:
+                module._parameters[name] = following  # type: ignore[assignment]
+
+
+@final
+class WeightGroup:
+    """Parameters that come and go together, in one copy.
+
+    Args:
+        number: in the order of the model.
+        parameters: with their names; their values move to the host.
+        allocate: gives host memory.
+
+    Attributes:
+        number: in the order of the model.
+        members: its parameters.
+        size_bytes: of its memory, padding included.
+        memory: of the host.
+        buffer: on the device, (size_bytes,) uint8; None while it is not there.
+        loaded: after this event the buffer holds the values.
+        awaited: the compute stream waits for `loaded`.
+        home: the compute stream to which the buffer's memory belongs.
+        open: modules between their begin and their end that use it.
+        recorded: whether autograd records what is done with what these modules hold.
+    """
+
+    def __init__(
+        self, number: int, parameters: Sequence[tuple[str, nn.Parameter]], allocate: Allocate
+    ) -> None:
+        self.number = number
+        self.members: list[RestingParameter] = []
+        self.size_bytes = 0
+        for name, parameter in parameters:
+            self.members.append(RestingParameter(name, parameter, self.size_bytes))
+            self.size_bytes += _aligned(self.members[-1].size_bytes)
+        self.memory = allocate(self.size_bytes)
+        for member in self.members:
+            member.rest_in(self.memory.tensor)
+        self.buffer: torch.Tensor | None = None
+        self.loaded: AbstractEvent | None = None
+        self.awaited = False
+        self.home: AbstractStream | None = None
+        self.open = 0
+        self.recorded = False
+
+    @property
+    def layer(self) -> Layer:
+        """For ranges in the profiler."""
+        return Layer(self.number, "weights")
+
+    def member_at(self, offset_bytes: int) -> RestingParameter:
+        """Whose values are at this place of its memory."""
+        for member in reversed(self.members):
+            if member.offset_bytes <= offset_bytes and member.size_bytes:
+                return member
+        return self.members[0]
+
+
+@final
+class Landings:
+    """Host memory for the gradients of one group, in blocks that hold one of each.
+
+    Args:
+        group: whose gradients.
+        allocate: gives host memory.
+
+    Attributes:
+        blocks: each of the size of the group.
+    """
+
+    def __init__(self, group: WeightGroup, allocate: Allocate) -> None:
+        self._group = group
+        self._allocate = allocate
+        self.blocks: list[HostMemory] = []
+        self._given: dict[tuple[int, int], StorageWeakRef] = {}  # by offset and block
+
+    def take(self, member: RestingParameter) -> torch.Tensor:
+        """Memory for one gradient that nobody holds any more, in a storage of its own."""
+        number = 0
+        while True:
+            if number == len(self.blocks):
+                self.blocks.append(self._allocate(self._group.size_bytes))
+            given = self._given.get((member.offset_bytes, number))
+            if given is None or given.expired():  # type: ignore[no-untyped-call]
+                break
+            number += 1
+        landing = member.own_view_of(self.blocks[number].tensor)
+        reference = StorageWeakRef(landing.untyped_storage())  # type: ignore[no-untyped-call]
+        self._given[member.offset_bytes, number] = reference
+        return landing
+
+    def holds(self, gradient: torch.Tensor) -> bool:
+        """Whether a gradient is in this memory."""
+        address = gradient.data_ptr()
+        begins = (block.tensor.data_ptr() for block in self.blocks)
+        return any(begin <= address < begin + self._group.size_bytes for begin in begins)
+
+    def give_back(self) -> None:
+        """Give the memory back; a gradient that somebody holds keeps it mapped."""
+        while self.blocks:
+            self.blocks.pop().give_back()
+        self._given.clear()
+
+
+def allocate_host_memory(device: AbstractDevice, size_bytes: int) -> HostMemory:
+    """Host memory that copies need not block for, where the system grants it."""
+    size_bytes = whole_pages(max(size_bytes, 1))
+    memory = map_exactly(device, size_bytes)
+    if memory is None:
+        memory = allocate_by_torch(device, 2 ** math.ceil(math.log2(size_bytes)))
+    if memory.refusal is not None:
+        warn_of_pageable(size_bytes, memory.refusal)
+    return memory
+
+
+def _aligned(size_bytes: int) -> int:
+    return -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+
+
+def _dense_stride(parameter: torch.Tensor) -> tuple[int, ...]:
+    """The parameter's strides if its elements fill their memory; else those of a packed one."""
+    return torch.empty_like(parameter, device="meta").stride()

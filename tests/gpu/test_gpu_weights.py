@@ -1,0 +1,112 @@
+"""Weights that rest on the host, on the device: the same bits, and the memory that they free."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ebbtide
+from gpu_bench import MIB, batch, finish_device, mean_square, needs_accelerator, tower
+
+LAYERS = 6
+pytestmark = needs_accelerator
+
+
+def train_on_host(model: nn.Module, x: Tensor, steps: int = 4) -> dict[str, Tensor]:
+    """Train with an optimizer that steps on the host, wherever parameters are."""
+    optimizer: torch.optim.Optimizer | None = None
+    mirror: list[nn.Parameter] = []
+    for _ in range(steps):
+        model.zero_grad()
+        for turn in range(2):
+            mean_square(model(x * (turn + 1))).backward()
+        parameters = list(model.parameters())
+        if not mirror:
+            mirror = [nn.Parameter(p.detach().cpu().clone()) for p in parameters]
+            optimizer = torch.optim.AdamW(mirror, lr=1e-3)
+        for resting, parameter in zip(mirror, parameters, strict=True):
+            assert parameter.grad is not None
+            resting.grad = parameter.grad.cpu()
+        assert optimizer is not None
+        optimizer.step()
+        with torch.no_grad():
+            for resting, parameter in zip(mirror, parameters, strict=True):
+                parameter.copy_(resting)
+    return {name: p.detach().cpu().clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("double_buffering", [True, False])
+@pytest.mark.parametrize("activations", [None, ebbtide.ActivationPolicy(min_bytes=1)])
+def test_training_is_the_same(
+    device: torch.device, activations: ebbtide.ActivationPolicy | None, double_buffering: bool
+) -> None:
+    model, x = tower(device, LAYERS), batch(device)
+    expected = train_on_host(copy.deepcopy(model), x)
+    policy = ebbtide.WeightPolicy(double_buffering=double_buffering)
+    with ebbtide.offload(model, activations=activations, weights=policy):
+        assert {p.device.type for p in model.parameters()} == {"cpu"}
+        got = train_on_host(model, x)
+    assert {p.device for p in model.parameters()} == {device}
+    for name, value in expected.items():
+        assert torch.equal(got[name], value), name
+
+
+def test_an_optimizer_steps_on_the_host(device: torch.device) -> None:
+    model, x = tower(device, LAYERS), batch(device)
+    with ebbtide.offload(model, weights=ebbtide.WeightPolicy()):
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        before = [p.detach().clone() for p in model.parameters()]
+        for _ in range(3):
+            optimizer.zero_grad()
+            mean_square(model(x)).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            with torch.no_grad():
+                model(x)
+        for old, parameter in zip(before, model.parameters(), strict=True):
+            assert not torch.equal(old, parameter), "a weight was never updated"
+        state = torch.optim.Optimizer.state_dict(optimizer)["state"]
+        assert all(v.device.type == "cpu" for s in state.values() for v in s.values())
+
+
+def test_the_device_holds_two_layers(device: torch.device) -> None:
+    width = 2048  # a layer's weights: 2048 x 2048 x 4 B = 16 MiB, and a bias
+    model, x = tower(device, LAYERS, width), batch(device, 64, width)
+    layer_bytes = (width * width + width) * 4
+    policy = ebbtide.WeightPolicy()
+    with ebbtide.offload(model, weights=policy):
+        mean_square(model(x)).backward()
+        finish_device(device)
+        torch.accelerator.reset_peak_memory_stats(device)
+        resting_bytes = torch.accelerator.memory_allocated(device)
+        mean_square(model(x)).backward()
+        finish_device(device)
+        peak_bytes = torch.accelerator.max_memory_allocated(device) - resting_bytes
+    # Two layers' weights, the gradients of as many that are on their way, and activations.
+    assert peak_bytes < 5 * layer_bytes + 32 * MIB
+    assert peak_bytes < LAYERS * layer_bytes * 2, "more than weights and gradients without offload"
+
+
+def test_torch_finds_gradients_that_are_asked_for(device: torch.device) -> None:
+    model, x = tower(device, LAYERS), batch(device)
+    expected = torch.autograd.grad(mean_square(model(x)), list(model.parameters()))
+    with ebbtide.offload(model, weights=ebbtide.WeightPolicy()):
+        got = torch.autograd.grad(mean_square(model(x)), list(model.parameters()))
+    for mine, theirs in zip(got, expected, strict=True):
+        assert torch.equal(mine.cpu(), theirs.cpu())
+
+
+def test_an_optimizer_from_before_is_found_out(device: torch.device) -> None:
+    model, x = tower(device, LAYERS), batch(device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    mean_square(model(x)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with warnings.catch_warnings(), ebbtide.offload(model, weights=ebbtide.WeightPolicy()):
+        mean_square(model(x)).backward()
+        with pytest.raises(ebbtide.PolicyError, match="make the optimizer after"):
+            optimizer.step()
+        optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.step()

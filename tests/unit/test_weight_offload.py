@@ -1,0 +1,800 @@
+"""Weights at rest on the host: everything that training does with them gives the same bits."""
+
+import copy
+import functools
+import gc
+import io
+import itertools
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import ebbtide
+from ebbtide import ActivationPolicy, OffloadHandle, PolicyError, WeightPolicy
+from ebbtide.devices.simulated import SimulatedDevice
+from ebbtide.errors import SavedTensorModifiedError
+from ebbtide.stores.pinned import PinnedStore
+from loops import on_device
+from zoo import assert_bitwise_equal
+
+WIDTH = 16
+
+
+class Block(nn.Module):
+    """A perceptron with a scale of its own, computed in one of several ways."""
+
+    def __init__(self, kind: str = "plain") -> None:
+        super().__init__()
+        self.kind = kind
+        self.first = nn.Linear(WIDTH, 2 * WIDTH)
+        self.second = nn.Linear(2 * WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.rand(WIDTH) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "plain":
+            return self.compute(x)
+        return checkpoint(self.compute, x, use_reentrant=self.kind == "reentrant")
+
+    def compute(self, x: Tensor) -> Tensor:
+        return x + self.second(nn.functional.gelu(self.first(x))) * self.scale
+
+
+class Net(nn.Module):
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__()
+        self.enter = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(blocks or [Block() for _ in range(4)])
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).square().mean()
+
+
+def batch(number: int) -> Tensor:
+    return torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(number))
+
+
+@contextmanager
+def offloaded(model: nn.Module, seed: int = 0, **how: Any) -> Iterator[OffloadHandle]:
+    """Within, the weights of the blocks rest on the host; after, nothing is left of it."""
+    device = SimulatedDevice(seed, eagerness=(0.0, 0.1, 0.6)[seed % 3])
+    with on_device(device, lambda: PinnedStore(device, slab_bytes=2**16)):
+        handle = ebbtide.offload(model, weights=WeightPolicy(), **how)
+    yield handle
+    weights = handle._engine._hooks.weights.weights
+    assert weights.peak_groups <= 2
+    groups = sorted(group.size_bytes for group in weights.groups)
+    weights.settle()
+    assert sum(groups[-2:]) >= sum(g.size_bytes for g in weights.groups if g.buffer is not None)
+    handle.detach()
+    device.finish_copies()
+    handle._engine._session.poll()
+    assert device.allocated_bytes() == 0
+
+
+Run = Callable[[nn.Module], list[Tensor | None]]
+
+
+def state(model: nn.Module) -> dict[str, Tensor | None]:
+    found: dict[str, Tensor | None] = {n: p.detach().clone() for n, p in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        found[f"{name}.grad"] = None if parameter.grad is None else parameter.grad.clone()
+    return found | {n: b.clone() for n, b in model.named_buffers()}
+
+
+def check(make: Callable[[], nn.Module], run: Run, **how: Any) -> None:
+    """A run gives the same with weights at rest as without, whatever the order of copies."""
+    torch.manual_seed(0)
+    plain = make()
+    torch.manual_seed(1)
+    expected = dict(enumerate(run(plain)))
+    for seed in range(3):
+        torch.manual_seed(0)
+        model = make()
+        torch.manual_seed(1)
+        with offloaded(model, seed, **how):
+            got = dict(enumerate(run(model)))
+            assert_bitwise_equal(state(model), state(plain))
+        assert_bitwise_equal(got, expected)
+        assert_bitwise_equal(state(model), state(plain))
+
+
+def steps(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    count: int = 3,
+    loss: Callable[[nn.Module, Tensor], Tensor] = lambda model, x: model(x),
+) -> list[Tensor | None]:
+    """Plain training. Every weight that had a gradient has changed."""
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    losses: list[Tensor | None] = []
+    for number in range(count):
+        optimizer.zero_grad()
+        value = loss(model, batch(number))
+        value.backward()
+        optimizer.step()
+        losses.append(value.detach().clone())
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            assert not torch.equal(parameter, before[name]), f"{name} did not change"
+    states = [optimizer.state[p] for p in model.parameters() if p in optimizer.state]
+    return losses + [v.clone() for s in states for v in s.values() if isinstance(v, Tensor)]
+
+
+# ---- optimizers ---------------------------------------------------------------------------------
+
+OPTIMIZERS = {
+    **{
+        name: getattr(torch.optim, name)
+        for name in [
+            "Adadelta",
+            "Adafactor",
+            "Adagrad",
+            "Adam",
+            "Adamax",
+            "ASGD",
+            "NAdam",
+            "RAdam",
+            "RMSprop",
+            "Rprop",
+        ]
+    },
+    "AdamW": torch.optim.AdamW,
+    "AdamW fused": lambda params: torch.optim.AdamW(params, fused=True),
+    "AdamW foreach": lambda params: torch.optim.AdamW(params, foreach=True),
+    "SGD fused": lambda params: torch.optim.SGD(params, lr=0.1, fused=True),
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers(name: str) -> None:
+    check(Net, lambda model: steps(model, OPTIMIZERS[name](model.parameters()), count=10))
+
+
+def test_lbfgs() -> None:
+    def run(model: nn.Module) -> list[Tensor | None]:
+        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4)
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = model(batch(0))
+            loss.backward()
+            return loss
+
+        return [optimizer.step(closure).detach().clone() for _ in range(3)]
+
+    check(Net, run)
+
+
+def test_schedulers_accumulation_and_clipping() -> None:
+    def run(model: nn.Module) -> list[Tensor | None]:
+        optimizer = torch.optim.AdamW(model.parameters())
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10)
+        norms: list[Tensor | None] = []
+        for number in range(10):
+            optimizer.zero_grad(set_to_none=number % 2 == 0)
+            for microbatch in range(3):
+                model(batch(10 * number + microbatch)).backward()
+            norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.1).clone())
+            optimizer.step()
+            scheduler.step()
+            with torch.no_grad():
+                norms.append(model(batch(99)).clone())
+        return norms
+
+    check(Net, run)
+
+
+def test_gradient_scaler() -> None:
+    def run(model: nn.Module) -> list[Tensor | None]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler(
+            "cpu", init_scale=2.0**126, backoff_factor=2.0**-40
+        )  # the first steps overflow
+        scales: list[Tensor | None] = []
+        for number in range(10):
+            optimizer.zero_grad()
+            scaler.scale(model(batch(number))).backward()
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            scales.append(torch.tensor(scaler.get_scale()))
+        return scales
+
+    check(Net, run)
+
+
+def test_an_optimizer_that_steps_in_backward() -> None:
+    def run(model: nn.Module) -> list[Tensor | None]:
+        for parameter in model.parameters():
+            optimizer = torch.optim.AdamW([parameter])
+
+            def step(parameter: Tensor, optimizer: Any = optimizer) -> None:
+                optimizer.step()
+                parameter.grad = None
+
+            parameter.register_post_accumulate_grad_hook(step)
+        losses: list[Tensor | None] = []
+        for number in range(5):
+            loss = model(batch(number))
+            loss.backward()
+            losses.append(loss.detach().clone())
+        return losses
+
+    check(Net, run)
+
+
+# ---- models -------------------------------------------------------------------------------------
+
+
+def _tied() -> Net:
+    net = Net(*[Block() for _ in range(4)])
+    net.blocks[1].first.weight = net.blocks[0].first.weight
+    net.blocks[3] = net.blocks[2]
+    return net
+
+
+def _outside() -> Net:
+    net = Net()
+    net.enter.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+    net.blocks[2].second = nn.Sequential(nn.Linear(2 * WIDTH, WIDTH), net.enter)
+    return net
+
+
+def _frozen() -> Net:
+    net = Net()
+    net.blocks[1].requires_grad_(False)
+    net.blocks[2].first.weight.requires_grad_(False)
+    return net
+
+
+class Convolution(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(4, 4, 3, padding=1)
+        self.norm = nn.BatchNorm2d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        image = x.reshape(-1, 4, 2, 2).contiguous(memory_format=torch.channels_last)
+        return self.norm(self.conv(image)).reshape(x.shape)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.LSTM(WIDTH, WIDTH, num_layers=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.cell(x.unsqueeze(1))[0].squeeze(1)
+
+
+class Spectral(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH // 2 + 1, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.fft.irfft(torch.fft.rfft(x) * self.weight.sum(0).conj())
+
+
+class Sometimes(nn.Module):
+    """Another branch in every call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x + self.branches[(self.calls - 1) // 2 % 3](x)
+
+
+def _reparametrized(wrap: Callable[[nn.Linear], nn.Module]) -> Callable[[], Net]:
+    def make() -> Net:
+        net = Net()
+        for block in net.blocks:
+            wrap(block.first)
+        return net
+
+    return make
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "sequential": lambda: nn.Sequential(*[Block() for _ in range(4)]),
+    "tied": _tied,
+    "tied with a module outside": _outside,
+    "frozen": _frozen,
+    "checkpoint": lambda: Net(*[Block("checkpoint") for _ in range(4)]),
+    "reentrant checkpoint": lambda: Net(*[Block("reentrant") for _ in range(4)]),
+    "channels_last": lambda: Net(*[Convolution() for _ in range(3)]).to(
+        memory_format=torch.channels_last
+    ),
+    "lstm": lambda: Net(*[Recurrent() for _ in range(3)]),
+    "complex": lambda: Net(*[Spectral() for _ in range(3)]),
+    "sometimes": lambda: Net(*[Sometimes() for _ in range(3)]),
+    "weight_norm": _reparametrized(nn.utils.weight_norm),
+    "weight_norm parametrization": _reparametrized(nn.utils.parametrizations.weight_norm),
+    "spectral_norm": _reparametrized(nn.utils.spectral_norm),
+    "orthogonal": _reparametrized(nn.utils.parametrizations.orthogonal),
+    "double": lambda: Net().double(),
+    "bfloat16": lambda: Net().bfloat16(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+@pytest.mark.parametrize("how", ["weights", "weights and activations"])
+@pytest.mark.parametrize("name", MODELS)
+def test_models(name: str, how: str) -> None:
+    def run(model: nn.Module) -> list[Tensor | None]:
+        dtype = next(model.parameters()).real.dtype
+        return steps(
+            model,
+            torch.optim.AdamW(model.parameters(), lr=0.01),
+            count=10,
+            loss=lambda model, x: model(x.to(dtype)).square().mean(),
+        )
+
+    both = ActivationPolicy(min_bytes=256) if how != "weights" else None
+    check(MODELS[name], run, activations=both)
+
+
+def test_autocast() -> None:
+    def run(model: nn.Module) -> list[Tensor | None]:
+        def loss(model: nn.Module, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                return model(x)
+
+        return steps(model, count=10, loss=loss)
+
+    check(Net, run)
+
+
+def test_sparse_gradients() -> None:
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(10, WIDTH, sparse=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.table(x.argmax(-1) % 10)
+
+    def run(model: nn.Module) -> list[Tensor | None]:
+        losses: list[Tensor | None] = []
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for number in range(3):
+            optimizer.zero_grad()
+            for microbatch in range(2):
+                loss = model(batch(10 * number + microbatch))
+                loss.backward()
+                losses.append(loss.detach().clone())
+            losses += [p.grad.to_dense() for p in model.parameters() if p.grad is not None]
+            optimizer.step()
+        optimizer.zero_grad()
+        return losses
+
+    check(lambda: Net(*[Table() for _ in range(3)]), run)
+
+
+def test_a_schedule_of_activations() -> None:
+    schedule = ebbtide.schedule.default(2, 4)
+    check(
+        Net,
+        steps,
+        activations=ActivationPolicy(min_bytes=256),
+        schedule=schedule,
+    )
+
+
+# ---- backward -----------------------------------------------------------------------------------
+
+
+def _asked_for(model: nn.Module) -> list[Tensor | None]:
+    parameters = list(model.parameters())
+    found = list(torch.autograd.grad(model(batch(0)), parameters))
+    model(batch(1)).backward()
+    found += torch.autograd.grad(model(batch(2)), parameters)
+    model(batch(3)).backward(inputs=parameters[:3])
+    return found
+
+
+def _retained(model: nn.Module) -> list[Tensor | None]:
+    loss = model(batch(0))
+    loss.backward(retain_graph=True)
+    first = [p.grad.clone() for p in model.parameters()]
+    loss.backward()
+    return [*first, loss.detach()]
+
+
+def _double(model: nn.Module) -> list[Tensor | None]:
+    x = batch(0).requires_grad_()
+    parameters = list(model.parameters())
+    (slope,) = torch.autograd.grad(model(x), x, create_graph=True)
+    slope.square().sum().backward()
+    gradients = torch.autograd.grad(model(x), parameters, create_graph=True)
+    penalty = sum(g.square().sum() for g in gradients)
+    penalty.backward()
+    return [slope.detach(), penalty.detach(), x.grad]
+
+
+def _create_graph(model: nn.Module) -> list[Tensor | None]:
+    model(batch(0)).backward(create_graph=True)
+    total = sum(p.grad.square().sum() for p in model.parameters())
+    found = list(torch.autograd.grad(total, list(model.parameters())))
+    model.zero_grad()
+    return found
+
+
+class _Fail(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):  # noqa: ARG004
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):  # noqa: ARG004
+        raise ArithmeticError
+
+
+def _raises(model: nn.Module) -> list[Tensor | None]:
+    found: list[Tensor | None] = []
+    for where in (0, 2):
+        model(batch(0)).backward()
+        block = model.blocks[where]
+        handle = block.register_forward_hook(lambda *call: _Fail.apply(call[-1]))
+        loss = model(batch(1))
+        handle.remove()
+        with pytest.raises(ArithmeticError):
+            loss.backward()
+        found += [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+        model.zero_grad()
+        found += steps(model)
+    return found
+
+
+def _raises_in_forward(model: nn.Module) -> list[Tensor | None]:
+    def fail(*_: Any) -> None:
+        raise ArithmeticError
+
+    found = steps(model)
+    handle = model.blocks[2].second.register_forward_hook(fail)
+    with pytest.raises(ArithmeticError):
+        model(batch(0))
+    handle.remove()
+    return found + steps(model)
+
+
+def _in_flight(model: nn.Module) -> list[Tensor | None]:
+    losses = [model(batch(n)) for n in range(4)]
+    losses[2].backward()
+    with torch.no_grad():
+        between = model(batch(9))
+    (losses[0] + losses[1]).backward()
+    del losses
+    return [between, *steps(model)]
+
+
+def _no_backward(model: nn.Module) -> list[Tensor | None]:
+    first = model(batch(0)).detach()
+    kept = model(batch(1))
+    found = steps(model)
+    return [first, kept.detach(), *found]
+
+
+def _alone(model: nn.Module) -> list[Tensor | None]:
+    """Blocks without the model, with other saved-tensor hooks and without any."""
+    x = model.blocks[1](batch(0))
+    x = model.blocks[3](model.blocks[1](x))
+    x.square().mean().backward()
+    with torch.autograd.graph.save_on_cpu():
+        y = model.blocks[2](batch(1))
+    y.square().mean().backward()
+    with torch.no_grad(), torch.enable_grad():
+        model.blocks[0](batch(2)).sum().backward()
+    return [x.detach(), y.detach(), *steps(model)]
+
+
+def _zeroed(model: nn.Module) -> list[Tensor | None]:
+    found: list[Tensor | None] = []
+    for to_none in (True, False):
+        model(batch(0)).backward()
+        loss = model(batch(1))
+        model.zero_grad(set_to_none=to_none)
+        loss.backward()
+        found += [p.grad.clone() for p in model.parameters()]
+        held = [p.grad for p in model.parameters()]
+        copies = [g.clone() for g in held]
+        model.zero_grad()
+        found += steps(model, count=1)
+        model.zero_grad()
+        model(batch(2)).backward()
+        for gradient, expected in zip(held, copies, strict=True):
+            assert torch.equal(gradient, expected), "a gradient that somebody holds was overwritten"
+    return found
+
+
+def _hooked(model: nn.Module) -> list[Tensor | None]:
+    seen: dict[Tensor, list[Tensor | None]] = {p: [] for p in model.parameters()}
+
+    def before(parameter: Tensor, gradient: Tensor) -> Tensor:
+        seen[parameter].append(gradient.clone())
+        return gradient * 0.5
+
+    def after(parameter: Tensor) -> None:
+        seen[parameter].append(parameter.grad.clone())
+        parameter.grad.clamp_(-0.01, 0.01)
+
+    handles = [p.register_hook(functools.partial(before, p)) for p in seen]
+    handles += [p.register_post_accumulate_grad_hook(after) for p in seen]
+    for number in range(3):
+        model(batch(number)).backward()
+    while handles:
+        handles.pop().remove()
+    return [*itertools.chain(*seen.values()), *steps(model)]
+
+
+def _given(model: nn.Module) -> list[Tensor | None]:
+    found = steps(model)
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 0.5
+    with torch.no_grad():
+        for parameter in model.blocks[0].parameters():
+            parameter.mul_(0.5)
+    found += steps(model)
+    nn.init.ones_(model.blocks[1].scale)
+    return found + steps(model)
+
+
+def _thawed(model: nn.Module) -> list[Tensor | None]:
+    model.blocks[1].requires_grad_(False)
+    found = steps(model)
+    assert model.blocks[1].scale.grad is None
+    model.blocks[1].requires_grad_(True)
+    model.blocks[2].requires_grad_(False)
+    return found + steps(model)
+
+
+def _restored(model: nn.Module) -> list[Tensor | None]:
+    """A checkpoint is written and read again, by a model and an optimizer that are offloaded."""
+    optimizer = torch.optim.AdamW(model.parameters())
+    steps(model, optimizer)
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    values = sum(p.nbytes for p in model.parameters())
+    assert file.tell() < 3 * values + 200 * len(list(model.parameters())) * 10
+    steps(model, optimizer)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    model.load_state_dict(saved["model"])
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.load_state_dict(saved["optimizer"])
+    return steps(model, optimizer)
+
+
+def _averaged(model: nn.Module) -> list[Tensor | None]:
+    average = torch.optim.swa_utils.AveragedModel(
+        model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+    )
+    found: list[Tensor | None] = []
+    for _ in range(3):
+        found += steps(model)
+        average.update_parameters(model)
+    copied = copy.deepcopy(model)
+    found += steps(copied)
+    with torch.no_grad():
+        found.append(average(batch(5)).clone())
+    return [*found, *(p.detach().clone() for p in copied.parameters())]
+
+
+def _changed_in_forward(model: nn.Module) -> list[Tensor | None]:
+    def clamp(module: nn.Module, *_: Any) -> None:
+        with torch.no_grad():
+            module.scale.clamp_(max=0.9)
+
+    handle = model.blocks[1].register_forward_pre_hook(clamp)
+    found = steps(model)
+    handle.remove()
+    return found
+
+
+def _inside_no_grad(model: nn.Module) -> list[Tensor | None]:
+    """A layer that differentiates by itself, as models of forces do, while evaluating."""
+
+    def force(x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            inner = x.detach().requires_grad_()
+            energy = (inner @ block.first.weight.t()).square().sum()
+            (slope,) = torch.autograd.grad(energy, inner, create_graph=True)
+        return block.second(block.first(x)) + slope
+
+    block = model.blocks[1]
+    block.compute = force
+    with torch.no_grad():
+        first = model(batch(0))
+    return [first, *steps(model)]
+
+
+def _penalized(model: nn.Module) -> list[Tensor | None]:
+    """A loss that looks at the weights themselves, where they rest."""
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x) + 0.1 * sum(p.square().sum() for p in model.parameters())
+
+    return steps(model, count=5, loss=loss)
+
+
+CASES = (
+    _asked_for,
+    _retained,
+    _double,
+    _create_graph,
+    _raises,
+    _raises_in_forward,
+    _in_flight,
+    _no_backward,
+    _alone,
+    _zeroed,
+    _hooked,
+    _given,
+    _thawed,
+    _restored,
+    _averaged,
+    _changed_in_forward,
+    _inside_no_grad,
+    _penalized,
+)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__[1:])
+def test_cases(case: Run) -> None:
+    check(Net, case)
+
+
+# ---- ends ---------------------------------------------------------------------------------------
+
+
+def test_state_dict_is_no_larger_than_the_model() -> None:
+    plain, model = Net(), Net()
+    files = io.BytesIO(), io.BytesIO()
+    torch.save(plain.state_dict(), files[0])
+    with offloaded(model):
+        steps(model)
+        torch.save(model.state_dict(), files[1])
+    assert files[1].tell() == files[0].tell()
+    assert b"ebbtide" not in files[1].getvalue()
+
+
+def test_detach_between_forward_and_backward() -> None:
+    torch.manual_seed(0)
+    plain = Net()
+    plain(batch(0)).backward()
+    plain(batch(1)).backward()
+    torch.manual_seed(0)
+    model = Net()
+    with offloaded(model):
+        model(batch(0)).backward()
+        loss = model(batch(1))
+    loss.backward()
+    assert_bitwise_equal(state(model), state(plain))
+
+
+def test_a_weight_changed_before_backward_is_seen() -> None:
+    model = Net()
+    with offloaded(model):
+        loss = model(batch(0))
+        with torch.no_grad():
+            model.blocks[1].second.weight.mul_(2)
+        with pytest.raises(SavedTensorModifiedError):
+            loss.backward()
+        del loss
+
+
+def test_without_the_handle_the_model_trains_on() -> None:
+    plain, model = Net(), Net()
+    model.load_state_dict(plain.state_dict())
+    device = SimulatedDevice(0)
+    with on_device(device, lambda: PinnedStore(device, slab_bytes=2**16)):
+        handle = ebbtide.offload(model, weights=WeightPolicy())
+    del handle
+    steps(plain)
+    steps(model)
+    assert_bitwise_equal(state(model), state(plain))
+
+
+@pytest.mark.parametrize("how", ["detached", "dropped"])
+def test_nothing_is_left_behind(how: str) -> None:
+    """With the cyclic collector off: what is detached goes at once, whatever else lives on."""
+    device = SimulatedDevice(0)
+    gc.collect()
+    gc.disable()
+    try:
+        model = Net()
+        with on_device(device, lambda: PinnedStore(device, slab_bytes=2**16)):
+            handle = ebbtide.offload(model, weights=WeightPolicy())
+        steps(model)
+        weights = handle._engine._hooks.weights.weights
+        known = [weakref.ref(group) for group in weights.groups]
+        known += [weakref.ref(m) for group in weights.groups for m in group.members]
+        del weights
+        if how == "detached":
+            handle.detach()
+            device.finish_copies()
+            assert device.allocated_bytes() == 0
+            assert device.pinned_bytes == 0
+        else:
+            del model
+        del handle
+        if how == "dropped":
+            gc.collect()  # a model that is offloaded refers to itself
+            device.finish_copies()
+            assert device.allocated_bytes() == 0
+        assert not [reference() for reference in known if reference() is not None]
+    finally:
+        gc.enable()
+
+
+# ---- refusals -----------------------------------------------------------------------------------
+
+
+def test_a_second_offload_is_refused() -> None:
+    model = Net()
+    with offloaded(model), pytest.raises(PolicyError, match="offloaded already"):
+        ebbtide.offload(model, weights=WeightPolicy())
+
+
+class Sharded(nn.Parameter):
+    """As FSDP puts into its modules."""
+
+
+@pytest.mark.parametrize("bad", ["sharded", "meta", "nothing"])
+def test_what_cannot_rest_is_refused(bad: str) -> None:
+    model: nn.Module = Net()
+    if bad == "sharded":
+        model.blocks[2].second.weight = Sharded(torch.randn(WIDTH, 2 * WIDTH))
+    elif bad == "meta":
+        model = model.to("meta")
+    else:
+        model = nn.Linear(2, 2)
+    said = {"sharded": "before the model is sharded", "meta": "materialise", "nothing": "layers="}
+    before = list(model.parameters())
+    device = SimulatedDevice(0)
+    with (
+        on_device(device, lambda: PinnedStore(device, slab_bytes=2**16)),
+        pytest.raises(PolicyError, match=said[bad]),
+    ):
+        ebbtide.offload(model, weights=WeightPolicy())
+    assert "forward" not in model.__dict__
+    assert [id(p) for p in model.parameters()] == [id(p) for p in before]
+
+
+def test_an_optimizer_that_holds_state_on_the_device_is_refused() -> None:
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    steps(model, optimizer)
+    with offloaded(model):
+        steps(model, optimizer)
+        for values in optimizer.state.values():
+            values["exp_avg"] = values["exp_avg"].to("meta")  # as good as any other device
+        with pytest.raises(PolicyError, match="load_state_dict"):
+            steps(model, optimizer)
+
+
+def test_another_type_is_refused() -> None:
+    model = Net()
+    with offloaded(model):
+        model.double()
+        with pytest.raises(PolicyError, match=r"detach\(\)"):
+            model(batch(0).double())
+        model.float()
+        steps(model)
