@@ -116,9 +116,6 @@ class WeightHooks:
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer is about to change values at rest."""
         mine = [p for g in optimizer.param_groups for p in g["params"] if id(p) in self._members]
-        if not mine:
-            return
-        self.weights.settle()
         for parameter in mine:
             for name, value in optimizer.state.get(parameter, {}).items():
                 moved = isinstance(value, torch.Tensor) and value.device != parameter.device

@@ -100,11 +100,13 @@ class Gradients:
         self._under_way: list[_Departure] = []
         self._under_way_bytes = 0
 
-    def link(self, member: RestingParameter, buffer: torch.Tensor) -> torch.Tensor:
-        """A stand-in for a parameter that wants a gradient: its values in this buffer."""
-        resting = _Stay.apply(member.parameter, member, self)  # type: ignore[no-untyped-call]
-        stand_in: torch.Tensor = _Move.apply(resting, buffer, member, self)  # type: ignore[no-untyped-call]
-        return stand_in
+    def link(self, members: Sequence[RestingParameter], buffer: torch.Tensor) -> list[torch.Tensor]:
+        """Stand-ins for parameters that want a gradient: their values in this buffer."""
+        # Autograd runs the younger nodes first: all gradients are on their way before one is
+        # waited for.
+        resting = [_Stay.apply(m.parameter, m, self) for m in members]  # type: ignore[no-untyped-call]
+        pairs = zip(resting, members, strict=True)
+        return [_Move.apply(there, buffer, m, self) for there, m in pairs]  # type: ignore[no-untyped-call]
 
     def send(self, member: RestingParameter, gradient: torch.Tensor) -> torch.Tensor | None:
         """Let a gradient leave.

@@ -24,8 +24,8 @@ from ebbtide.runtime.ranges import profiler_range
 from ebbtide.runtime.resting import RestingParameter, WeightGroup
 from ebbtide.runtime.saved import AbstractDeparted
 
-Link = Callable[[RestingParameter, torch.Tensor], torch.Tensor]
-"""Gives a parameter's stand-in: its values in a buffer, computed from it for autograd."""
+Link = Callable[[Sequence[RestingParameter], torch.Tensor], list[torch.Tensor]]
+"""Gives parameters' stand-ins: their values in a buffer, computed from them for autograd."""
 
 
 @final
@@ -142,14 +142,17 @@ class Weights:
                 member.adopt()
 
     def end_forward(self) -> None:
-        """The forward has ended. From now on the host may change values at rest."""
+        """The forward has ended.
+
+        The host may change values at rest from now on. A copy up that still reads them is of a
+        group that nobody has entered; the next forward lets go of it.
+        """
         with self._lock:
             self._running -= 1
             if not self._running:
                 for group in self.groups:
                     for member in group.members:
                         member.kept = None
-        self.settle()
 
     def enter(self, group: WeightGroup) -> None:
         """A module begins that uses these parameters."""
@@ -168,6 +171,7 @@ class Weights:
     def _show(self, group: WeightGroup, *, recorded: bool, keep: bool) -> None:
         buffer = self._bring(group)
         group.recorded = recorded
+        fresh = []
         for member in group.members:
             if not (recorded and member.parameter.requires_grad):
                 member.show(member.view_of(buffer))
@@ -175,10 +179,11 @@ class Weights:
                 member.kept.data = member.view_of(buffer)
                 member.show(member.kept)
             else:
-                stand_in = self._link(member, buffer)
-                if keep:
-                    member.kept = stand_in
-                member.show(stand_in)
+                fresh.append(member)
+        for member, stand_in in zip(fresh, self._link(fresh, buffer), strict=True):
+            if keep:
+                member.kept = stand_in
+            member.show(stand_in)
 
     def _any_open(self) -> bool:
         return any(group.open for group in self._resident)
@@ -216,9 +221,8 @@ class Weights:
             self._backwards[task] = _Backward(functools.partial(self._end_backward, task))
 
     def _end_backward(self, task: int) -> None:
-        """The backward is over, or has raised. The host may change values at rest."""
+        """The backward is over, or has raised."""
         self._end_modules(task)
-        self.settle()
 
     def _end_modules(self, task: int) -> None:
         with self._lock:
@@ -246,7 +250,7 @@ class Weights:
             return self._bring(group)
 
     def settle(self) -> None:
-        """Block the host until no copy reads values at rest: then they may be changed."""
+        """Block the host until no copy reads values at rest: their memory may go."""
         with self._lock:
             events = [group.loaded for group in self._resident]
             events += [event for _, event in self._abandoned]
