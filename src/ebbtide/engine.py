@@ -27,6 +27,7 @@ from ebbtide.runtime.units import Following, UnitRecords
 from ebbtide.schedule import Action, Direction, Schedule, Unit
 from ebbtide.stores.base import AbstractStore
 from ebbtide.stores.disk import DiskStore
+from ebbtide.stores.mapped import MappedMemory
 from ebbtide.stores.pinned import PinnedStore
 from ebbtide.stores.staged import LEAST_STAGING_BYTES, STAGING_BYTES, StagedDiskStore
 from ebbtide.stores.tiered import TieredStore
@@ -124,11 +125,8 @@ class Engine:
             PolicyError: they cannot; nothing has been moved.
         """
         device = self._session.device
-        if isinstance(device, CpuDevice):
-            raise PolicyError(
-                "the model is on the CPU, where its weights are in host memory already; weights "
-                "are offloaded from an accelerator"
-            )
+        on_cpu = isinstance(device, CpuDevice)
+        memory = MappedMemory(device, _parse_store(self._store)[1]) if on_cpu else None
         weights = WeightHooks(
             model,
             layers,
@@ -137,6 +135,7 @@ class Engine:
             device,
             _INFLIGHT_BYTES,
             double_buffering=policy.double_buffering,
+            memory=memory,
         )
         self._hooks.weights = weights
         return weights

@@ -34,6 +34,22 @@ def test_example_trains_and_offloads(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_model_larger_than_memory_trains() -> None:
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / "larger_than_memory.py", "--limit", "224MiB", "--steps", "2"],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    # Weights, gradients and two moments of 9 layers of 8 MiB each are 288 MiB.
+    assert re.search(r"peak, as it is .* does not fit", done.stdout)
+    assert re.search(r"peak, offloaded .* fits", done.stdout)
+    assert "the same, to the bit" in done.stdout
+
+
+@pytest.mark.slow
 def test_pipeline_keeps_less_on_every_rank() -> None:
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     # The launcher looks for a free port itself.

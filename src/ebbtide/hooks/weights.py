@@ -16,9 +16,11 @@ from ebbtide.devices.base import AbstractDevice
 from ebbtide.errors import PolicyError
 from ebbtide.hooks.layers import LayerModules, ModuleHook, lists_by_index
 from ebbtide.runtime.gradients import Gradients
-from ebbtide.runtime.resting import WeightGroup, allocate_host_memory
+from ebbtide.runtime.mapped import MappedWeights
+from ebbtide.runtime.resting import Allocate, WeightGroup, allocate_host_memory
 from ebbtide.runtime.saved import Saved
 from ebbtide.runtime.weights import Weights, WeightTensor
+from ebbtide.stores.mapped import MappedMemory
 
 Unit = tuple[list[nn.Module], list[tuple[str, nn.Parameter]]]
 """Modules whose begin brings parameters, and these with their names."""
@@ -36,6 +38,7 @@ class WeightHooks:
         double_buffering: as for `Weights`.
         device: where the model computes; its parameters are there.
         bound_bytes: on gradients under way.
+        memory: of a model on a CPU, what its weights rest in; None: host memory of a device.
 
     Raises:
         PolicyError: a parameter cannot rest on the host; nothing has been moved.
@@ -51,17 +54,22 @@ class WeightHooks:
         bound_bytes: int,
         *,
         double_buffering: bool = True,
+        memory: MappedMemory | None = None,
     ) -> None:
         units = _find_units(layers)[:num_layers]
         units = [unit for unit in units if _size_bytes(unit) >= max(min_bytes, 1)]
         _check(model, units)
-        groups, used = _make_groups(units, device)
+        of_device = functools.partial(allocate_host_memory, device)
+        groups, used = _make_groups(units, of_device if memory is None else memory.allocate)
         _find_places(model, groups)
         self._used = [*used, *_find_others(model, groups, used)]
         self.gradients = Gradients(device, groups, bound_bytes)
-        self.weights = Weights(
-            device, groups, self.gradients.link, double_buffering=double_buffering
-        )
+        self.weights: Weights | MappedWeights
+        if memory is None:
+            link = self.gradients.link
+            self.weights = Weights(device, groups, link, double_buffering=double_buffering)
+        else:
+            self.weights = MappedWeights(device, groups, memory, double_buffering=double_buffering)
         self._device = device
         self._members = {id(m.parameter): m for group in groups for m in group.members}
         # All optimizers share this hook: it must not keep the model alive.
@@ -99,8 +107,11 @@ class WeightHooks:
 
     def pack(self, tensor: torch.Tensor) -> Saved | None:
         """What stands for a saved tensor that is a view of a weight; None if it is none."""
-        group = self.weights.group_at(tensor.untyped_storage())
-        return None if group is None else WeightTensor(self.weights, group, tensor)
+        weights = self.weights
+        if isinstance(weights, MappedWeights):
+            return None  # it is in the file
+        group = weights.group_at(tensor.untyped_storage())
+        return None if group is None else WeightTensor(weights, group, tensor)
 
     def detach(self) -> None:
         """Bring everything back to the device, gradients too."""
@@ -211,10 +222,9 @@ def _find_places(model: nn.Module, groups: Sequence[WeightGroup]) -> None:
 
 
 def _make_groups(
-    units: Iterable[Unit], device: AbstractDevice
+    units: Iterable[Unit], allocate: Allocate
 ) -> tuple[list[WeightGroup], list[tuple[nn.Module, list[WeightGroup]]]]:
     """A group for each unit; a tied parameter belongs to the first that has it."""
-    allocate = functools.partial(allocate_host_memory, device)
     groups: list[WeightGroup] = []
     home: dict[int, WeightGroup] = {}
     used: list[tuple[nn.Module, list[WeightGroup]]] = []

@@ -8,7 +8,6 @@ private, so whoever writes to a reloaded tensor writes to a copy of their own.
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import weakref
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from ebbtide.devices.base import AbstractEvent
 from ebbtide.devices.lanes import WorkLane
 from ebbtide.stores.base import AbstractStore, Slot
 from ebbtide.stores.disk_file import DiskFile
+from ebbtide.stores.mapped import MADVISE
 
 _MADV_POPULATE_READ = 22  # Linux 5.14 and later
 
@@ -151,19 +151,5 @@ class _Mapping(mmap.mmap):
 
 def _populate(address: int, size_bytes: int) -> None:
     """Read a mapping's bytes ahead. Where the kernel cannot, they come on first use."""
-    if _MADVISE is not None:
-        _MADVISE(address, size_bytes, _MADV_POPULATE_READ)
-
-
-def _find_madvise() -> Callable[[int, int, int], int] | None:
-    # Through ctypes because mmap.madvise holds the interpreter lock while it reads.
-    try:
-        madvise = ctypes.CDLL(None, use_errno=True).madvise
-    except (OSError, AttributeError):
-        return None
-    madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    madvise.restype = ctypes.c_int
-    return madvise
-
-
-_MADVISE = _find_madvise()
+    if MADVISE is not None:
+        MADVISE(address, size_bytes, _MADV_POPULATE_READ)

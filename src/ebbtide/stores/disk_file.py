@@ -76,7 +76,7 @@ class DiskFile:
 
     def __init__(self, directory: Path | None = None, growth_bytes: int = GROWTH_BYTES) -> None:
         self._growth_bytes = growth_bytes
-        self.directory = _default_directory() if directory is None else directory
+        self.directory = default_directory() if directory is None else directory
         self._extents = ExtentAllocator(mmap.ALLOCATIONGRANULARITY)
         self._open: OpenFile | None = OpenFile(self.directory)
 
@@ -138,7 +138,12 @@ class DiskFile:
         return True
 
 
-def _default_directory() -> Path:
+def default_directory() -> Path:
+    """The system's directory for temporary files.
+
+    Raises:
+        PolicyError: there is none.
+    """
     try:
         return Path(tempfile.gettempdir())
     except OSError as error:
