@@ -147,7 +147,7 @@ def offload(
         [model], policy, store, host_budget=host_budget, traced=trace, following=following
     )
     resting = None if weights is None else engine.offload_weights(model, found, weights)
-    tracker = LayerTracker(found, policy.num_layers, policy.keep_last, engine)
+    tracker = LayerTracker(found, policy, engine)
     wrapped = OffloadedForward(model.forward, engine.hooks, tracker, resting)
     hooks = tracker.attach()
     undo: list[Callable[[], None]] = [
@@ -176,8 +176,8 @@ def wrap_forward_with_offload(
 
     Args:
         forward: a module's bound forward, or any callable.
-        activations: as for `offload`. A callable has no layers: `num_layers` and `keep_last` must
-            be left at their defaults.
+        activations: as for `offload`. A callable has no layers: `num_layers`, `keep_last` and
+            `fraction` must be left at their defaults.
         store: as for `offload`.
         device: where the callable computes, if it refers to no module with parameters; None: the
             current accelerator if there is one, else the CPU.
@@ -191,7 +191,7 @@ def wrap_forward_with_offload(
         PolicyError: ``forward`` is wrapped already, or the policy or the store does not fit.
     """
     policy = ActivationPolicy() if activations is None else activations
-    if policy.num_layers is not None or policy.keep_last:
+    if policy.counts_layers:
         raise PolicyError(
             "a wrapped forward has no layers to count; use ebbtide.offload(model, "
             "activations=ActivationPolicy(num_layers=..., keep_last=...))"
@@ -249,11 +249,11 @@ def _warn_of_one_region(model: nn.Module) -> None:
 
 
 def _check_layer_counts(policy: ActivationPolicy, layers: LayerModules) -> None:
-    if policy.num_layers is None and not policy.keep_last:
+    if not policy.counts_layers:
         return
     if not layers.modules:
         raise PolicyError(
-            "num_layers and keep_last count layers, and the model has no repeated blocks; name "
+            "the policy counts layers, and the model has no repeated blocks; name "
             "its layers, such as layers=[model.encoder, model.decoder]"
         )
     for name, count in (("num_layers", policy.num_layers), ("keep_last", policy.keep_last)):
@@ -277,9 +277,10 @@ def _check_schedule(
             f"ebbtide.Schedule.parse(text)"
         )
     schedule.check()
-    if policy.num_layers is not None or policy.keep_last:
+    if policy.counts_layers:
         raise PolicyError(
-            "a schedule says which layers leave: leave num_layers and keep_last of the policy out"
+            "a schedule says which layers leave: leave num_layers, keep_last and fraction of the "
+            "policy out"
         )
     if not layers.modules:
         raise PolicyError(

@@ -127,16 +127,7 @@ class Engine:
         device = self._session.device
         on_cpu = isinstance(device, CpuDevice)
         memory = MappedMemory(device, _parse_store(self._store)[1]) if on_cpu else None
-        weights = WeightHooks(
-            model,
-            layers,
-            policy.num_layers,
-            int(policy.min_bytes),
-            device,
-            _INFLIGHT_BYTES,
-            double_buffering=policy.double_buffering,
-            memory=memory,
-        )
+        weights = WeightHooks(model, layers, policy, device, _INFLIGHT_BYTES, memory=memory)
         self._hooks.weights = weights
         return weights
 

@@ -77,9 +77,10 @@ class OffloadSession:
     ) -> None:
         chosen, by_hand = _choose_schedule(num_layers, model_layers, schedule)
         policy = ActivationPolicy() if activations is None else activations
-        if policy.num_layers is not None or policy.keep_last:
+        if policy.counts_layers:
             raise PolicyError(
-                "num_layers and keep_last of the policy count layers of a model; a session takes "
+                "num_layers and keep_last of the policy count layers of a model, and so does "
+                "fraction; a session takes "
                 "OffloadSession(num_layers=..., model_layers=...) or a schedule"
             )
         self._engine = Engine(

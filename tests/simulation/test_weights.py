@@ -3,7 +3,13 @@
 import os
 
 import pytest
+import torch
+from torch import Tensor, nn
 
+import ebbtide
+from ebbtide.devices.simulated import SimulatedDevice
+from ebbtide.stores.pinned import PinnedStore
+from loops import on_device
 from weight_programs import Tally, check_weights
 
 SEEDS = max(200, int(os.environ.get("EBBTIDE_SIMULATION_SEEDS", "0")))
@@ -28,3 +34,58 @@ def test_random_training(first: int) -> None:
         check_weights(seed, tally)
     assert set(tally.content) == CONTENT
     assert min(tally.content.values()) > 10
+
+
+@pytest.mark.parametrize(("double_buffering", "groups"), [(True, 2), (False, 1)])
+def test_the_peak_is_two_groups(double_buffering: bool, groups: int) -> None:
+    """Of equal layers, two are on the device at once, or one: no more, no less."""
+    device = SimulatedDevice(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(6)])
+    policy = ebbtide.WeightPolicy(double_buffering=double_buffering)
+    with on_device(device, lambda: PinnedStore(device, slab_bytes=2**15)):
+        handle = ebbtide.offload(model, weights=policy)
+    peak_bytes = 0
+    allocate = device.allocate
+
+    def watched(size_bytes: int) -> Tensor:
+        nonlocal peak_bytes
+        device.finish_copies()  # what nobody waits for goes when its copy has ended
+        memory = allocate(size_bytes)
+        peak_bytes = max(peak_bytes, device.allocated_bytes())
+        return memory
+
+    device.allocate = watched
+    for _ in range(3):
+        model(torch.randn(4, 32)).sum().backward()
+    # 32 x 32 weights and 32 of the bias, 4 bytes each, in whole blocks of 512 bytes.
+    layer_bytes = 32 * 32 * 4 + 512
+    assert peak_bytes == groups * layer_bytes
+    handle.detach()
+
+
+def test_copies_hide_behind_compute() -> None:
+    """In virtual time, a link that is fast enough makes no layer wait but the first."""
+    size_bytes = (64 * 64 + 64) * 4
+    compute_s = 1e-3
+    device = SimulatedDevice(0, 0.0, 2 * size_bytes / compute_s, timely=True)
+
+    class Timed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(64, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            device.compute(compute_s)
+            return self.linear(x).tanh()
+
+    model = nn.Sequential(*[Timed() for _ in range(8)])
+    with on_device(device, lambda: PinnedStore(device, slab_bytes=2**15)):
+        handle = ebbtide.offload(model, weights=ebbtide.WeightPolicy())
+    for _ in range(2):
+        begin_s = device.now_s
+        with torch.no_grad():
+            model(torch.randn(4, 64))
+        took_s = device.now_s - begin_s
+    copy_s = handle._engine._hooks.weights.weights.groups[0].size_bytes * compute_s / 2 / size_bytes
+    assert took_s == pytest.approx(8 * compute_s + copy_s)
+    handle.detach()

@@ -484,3 +484,13 @@ def test_a_forward_that_did_not_finish_warns_of_nothing() -> None:
         with contextlib.suppress(ValueError):
             step(handle, model)
         assert step(handle, model).offloaded_bytes == 4 * 2 * S
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
+def test_a_share_of_the_layers_leaves(fraction: float) -> None:
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)])
+    policy = ebbtide.ActivationPolicy(min_bytes=1, fraction=fraction, rebuild=False)
+    with ebbtide.offload(model, activations=policy, trace=True) as handle:
+        model(torch.randn(64, 64)).sum().backward()
+        left = {event.layer for event in handle.trace.events if event.what == "offload"}
+    assert left == {0.0: set(), 0.5: {1, 3}, 1.0: {0, 1, 2, 3}}[fraction]

@@ -73,6 +73,54 @@ def test_ten_steps_are_the_same(kind: str, double_buffering: bool, tmp_path: Pat
     train(mine, kind, 1)  # goes on, plainly
 
 
+@pytest.mark.parametrize(
+    ("policy", "names"),
+    [
+        (ebbtide.WeightPolicy(num_layers=2), ["0", "1"]),
+        (ebbtide.WeightPolicy(keep_last=3), ["0"]),
+        (ebbtide.WeightPolicy(fraction=0.5), ["1", "3"]),
+        (ebbtide.WeightPolicy(num_layers=3, keep_last=2, fraction=0.5), ["1"]),
+    ],
+)
+def test_which_layers(policy: ebbtide.WeightPolicy, names: list[str]) -> None:
+    with ebbtide.offload(make(), weights=policy) as handle:
+        hooks = handle._engine._hooks.weights
+        resting = [member.name for member in hooks._members.values()]
+        assert resting == [f"{name}.0.{kind}" for name in names for kind in ("weight", "bias")]
+
+
+def test_layers_by_name_and_a_pipeline_stage() -> None:
+    """A stage of a pipeline is a model like any other."""
+    dist = torch.distributed
+    pipelining = pytest.importorskip("torch.distributed.pipelining")
+
+    def losses(*, offloaded: bool) -> tuple[list[Tensor], nn.Module]:
+        model, found = make(), []
+        if offloaded:
+            activations = ebbtide.ActivationPolicy(min_bytes=1024)
+            weights = ebbtide.WeightPolicy()
+            ebbtide.offload(model, activations=activations, weights=weights, layers=["*.0"])
+        stage = pipelining.PipelineStage(model, 0, 1, torch.device("cpu"))
+        pipeline = pipelining.ScheduleGPipe(stage, 4, loss_fn=nn.functional.mse_loss)
+        optimizer = torch.optim.AdamW(model.parameters())
+        torch.manual_seed(1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            x = torch.randn(32, WIDTH)
+            pipeline.step(x, target=x.sin(), losses=found)
+            optimizer.step()
+        return [loss.detach() for loss in found], model
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        expected, plain = losses(offloaded=False)
+        got, mine = losses(offloaded=True)
+    finally:
+        dist.destroy_process_group()
+    assert all(map(torch.equal, got, expected))
+    assert all(map(torch.equal, mine.parameters(), plain.parameters()))
+
+
 def test_with_activations(tmp_path: Path) -> None:
     plain, mine = make(), make()
     expected = train(plain, "adamw")

@@ -17,6 +17,7 @@ def test_defaults() -> None:
         "num_layers": None,
         "min_bytes": 1024 * 1024,
         "keep_last": 0,
+        "fraction": 1.0,
         "max_inflight_bytes": None,
         "rebuild": True,
     }
@@ -85,3 +86,46 @@ def test_a_policy_survives_pickling() -> None:
 def test_rebuild_is_a_switch() -> None:
     with pytest.raises(PolicyError, match="rebuild must be True or False, got 'yes'"):
         ActivationPolicy(rebuild="yes")
+
+
+@pytest.mark.parametrize("fraction", [-0.1, 1.1, True, "half", None])
+@pytest.mark.parametrize("policy", [ActivationPolicy, ebbtide.WeightPolicy])
+def test_a_fraction_is_a_share(policy: type, fraction: object) -> None:
+    with pytest.raises(PolicyError, match="from 0 to 1"):
+        policy(fraction=fraction)
+
+
+@pytest.mark.parametrize(
+    ("fraction", "chosen"),
+    [
+        (0.0, []),
+        (0.25, [3, 7]),
+        (1 / 3, [2, 5, 8]),
+        (0.5, [1, 3, 5, 7, 9]),
+        (0.75, [1, 2, 3, 5, 6, 7, 9]),
+        (1, list(range(10))),
+    ],
+)
+def test_a_share_is_spread_evenly(fraction: float, chosen: list[int]) -> None:
+    policy = ActivationPolicy(fraction=fraction)
+    assert [index for index in range(10) if policy.chooses(index)] == chosen
+
+
+def test_counting_layers() -> None:
+    assert not ActivationPolicy().counts_layers
+    assert ActivationPolicy(num_layers=0).counts_layers
+    assert ActivationPolicy(keep_last=1).counts_layers
+    assert ActivationPolicy(fraction=0.5).counts_layers
+
+
+@pytest.mark.parametrize("value", [-1, 1.5, True])
+@pytest.mark.parametrize("name", ["num_layers", "keep_last"])
+def test_weight_policy_counts(name: str, value: object) -> None:
+    with pytest.raises(PolicyError, match=f"{name} must be a whole number"):
+        ebbtide.WeightPolicy(**{name: value})
+
+
+def test_weight_policy_flags_and_sizes() -> None:
+    assert ebbtide.WeightPolicy(min_bytes="2KiB").min_bytes == 2048
+    with pytest.raises(PolicyError, match="double_buffering"):
+        ebbtide.WeightPolicy(double_buffering=1)

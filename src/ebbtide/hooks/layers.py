@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ebbtide.errors import PolicyError
+from ebbtide.policy import ActivationPolicy
 from ebbtide.runtime.ranges import Layer
 
 
@@ -217,21 +218,21 @@ class LayerTracker:
 
     Args:
         layers: the modules whose calls are layers.
-        num_layers: offload the first this many, and nothing outside layers; None: everything.
-        keep_last: keep this many at the end, however many `num_layers` allows.
+        policy: which of them leave; if it counts layers, nothing outside layers does, but for
+            `keep_last` alone.
         told: told of every change, see `LayerListener`.
     """
 
     def __init__(
         self,
         layers: LayerModules,
-        num_layers: int | None,
-        keep_last: int,
+        policy: ActivationPolicy,
         told: LayerListener,
     ) -> None:
         self._layers = layers
-        self._num_layers = num_layers
-        self._keep_last = keep_last
+        self._policy = policy
+        self._num_layers = policy.num_layers
+        self._keep_last = policy.keep_last
         self._told = told
         self._num_calls = layers.num_calls
         self._next = 0
@@ -266,7 +267,7 @@ class LayerTracker:
             warnings.warn(
                 f"num_layers={wanted}, but this forward called only {self._next} layers "
                 f"({', '.join(self._layers.names[:3])}, ...); all of them are offloaded",
-                stacklevel=5,  # the call of the model
+                stacklevel=6,  # the call of the model
             )
         self._num_calls = self._next
 
@@ -292,10 +293,11 @@ class LayerTracker:
 
     def _tell(self) -> None:
         if not self._open:
-            self._told.switch(self._num_layers is None, None)
+            self._told.switch(self._num_layers is None and self._policy.fraction == 1, None)
             return
         layer = self._open[-1]
         within = self._num_layers is None or layer.index < self._num_layers
+        within = within and self._policy.chooses(layer.index)
         num_calls = self._num_calls
         last = num_calls is not None and layer.index >= num_calls - self._keep_last
         self._told.switch(within and not last, layer)

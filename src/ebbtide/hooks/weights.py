@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from ebbtide.devices.base import AbstractDevice
 from ebbtide.errors import PolicyError
 from ebbtide.hooks.layers import LayerModules, ModuleHook, lists_by_index
+from ebbtide.policy import WeightPolicy, is_in_share
 from ebbtide.runtime.gradients import Gradients
 from ebbtide.runtime.mapped import MappedWeights
 from ebbtide.runtime.resting import Allocate, WeightGroup, allocate_host_memory
@@ -33,9 +34,7 @@ class WeightHooks:
     Args:
         model: whose layers.
         layers: the layers.
-        num_layers: the first this many of them; None: all.
-        min_bytes: a layer with less stays on the device.
-        double_buffering: as for `Weights`.
+        policy: of which layers, and how.
         device: where the model computes; its parameters are there.
         bound_bytes: on gradients under way.
         memory: of a model on a CPU, what its weights rest in; None: host memory of a device.
@@ -48,16 +47,13 @@ class WeightHooks:
         self,
         model: nn.Module,
         layers: LayerModules,
-        num_layers: int | None,
-        min_bytes: int,
+        policy: WeightPolicy,
         device: AbstractDevice,
         bound_bytes: int,
         *,
-        double_buffering: bool = True,
         memory: MappedMemory | None = None,
     ) -> None:
-        units = _find_units(layers)[:num_layers]
-        units = [unit for unit in units if _size_bytes(unit) >= max(min_bytes, 1)]
+        units = _choose(_find_units(layers), policy)
         _check(model, units)
         of_device = functools.partial(allocate_host_memory, device)
         groups, used = _make_groups(units, of_device if memory is None else memory.allocate)
@@ -67,9 +63,11 @@ class WeightHooks:
         self.weights: Weights | MappedWeights
         if memory is None:
             link = self.gradients.link
-            self.weights = Weights(device, groups, link, double_buffering=double_buffering)
+            self.weights = Weights(device, groups, link, double_buffering=policy.double_buffering)
         else:
-            self.weights = MappedWeights(device, groups, memory, double_buffering=double_buffering)
+            self.weights = MappedWeights(
+                device, groups, memory, double_buffering=policy.double_buffering
+            )
         self._device = device
         self._members = {id(m.parameter): m for group in groups for m in group.members}
         # All optimizers share this hook: it must not keep the model alive.
@@ -165,6 +163,15 @@ def _find_units(layers: LayerModules) -> list[Unit]:
         if rest:
             units.append(([module], rest))
     return units
+
+
+def _choose(units: Sequence[Unit], policy: WeightPolicy) -> list[Unit]:
+    least_bytes = max(int(policy.min_bytes), 1)
+    return [
+        unit
+        for number, unit in enumerate(units[: len(units) - policy.keep_last][: policy.num_layers])
+        if is_in_share(number, policy.fraction) and _size_bytes(unit) >= least_bytes
+    ]
 
 
 def _size_bytes(unit: Unit) -> int:
