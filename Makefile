@@ -57,4 +57,6 @@ $(VENV)/.demo: $(VENV)/.torch pyproject.toml
 $(VENV)/.dev: $(VENV)/.demo
 	$(PIP) --editable ".[neuralop,plots,dev]"
 	$(PIP) --no-deps --no-build-isolation torch-harmonics
+	# A peer of the GPU suite, as far as it can be tried without one; it asks for torch again.
+	$(PIP) --no-deps trl accelerate datasets
 	touch $@

@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
@@ -299,3 +300,15 @@ def test_a_table_without_its_baseline_is_a_table() -> None:
 
 def test_the_page_is_what_the_results_say() -> None:
     assert report.PAGE.read_text() == report.page(RESULTS), "run python -m benchmarks.report"
+
+
+def test_trls_wrapper_attaches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as TRL's own class comes without an accelerator: it is made, for streams to come."""
+    pytest.importorskip("trl.models.activation_offloading")
+    mode = all_modes()["trl"]
+    assert mode.missing(torch.device("cpu")) == "needs an accelerator"
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_, **__: cpu)
+    monkeypatch.setattr(torch, "Stream", lambda *_, **__: None)
+    context = mode.attach(nn.Sequential(nn.Linear(4, 4)))
+    assert type(context()).__name__ == "OffloadActivations"
