@@ -187,13 +187,22 @@ def test_a_full_disk_is_said_and_nothing_is_lost(monkeypatch: pytest.MonkeyPatch
     model = make()
     before = [p.detach().clone() for p in model.parameters()]
 
-    def refuse(*_: int) -> None:
-        raise OSError(28, "No space left on device")
+    room = 2
+    allocate = os.posix_fallocate
 
+    def refuse(*arguments: int) -> None:
+        nonlocal room
+        if not room:
+            raise OSError(28, "No space left on device")
+        room -= 1
+        allocate(*arguments)
+
+    addresses = {p.data_ptr() for p in model[2:].parameters()}
     monkeypatch.setattr(os, "posix_fallocate", refuse)
     with pytest.raises(ebbtide.StoreFullError, match="weights, gradients or optimizer state"):
         ebbtide.offload(model, weights=ebbtide.WeightPolicy())
     monkeypatch.undo()
+    assert {p.data_ptr() for p in model[2:].parameters()} == addresses, "these never moved"
     for old, parameter in zip(before, model.parameters(), strict=True):
         assert torch.equal(old, parameter)
     ebbtide.offload(model, weights=ebbtide.WeightPolicy()).detach()

@@ -56,7 +56,8 @@ class WeightHooks:
         units = _choose(_find_units(layers), policy)
         _check(model, units)
         of_device = functools.partial(allocate_host_memory, device)
-        groups, used = _make_groups(units, of_device if memory is None else memory.allocate)
+        allocate = of_device if memory is None else memory.allocate
+        groups, used = _make_groups(units, allocate, device.torch_device)
         _find_places(model, groups)
         self._used = [*used, *_find_others(model, groups, used)]
         self.gradients = Gradients(device, groups, bound_bytes)
@@ -229,10 +230,27 @@ def _find_places(model: nn.Module, groups: Sequence[WeightGroup]) -> None:
 
 
 def _make_groups(
-    units: Iterable[Unit], allocate: Allocate
+    units: Iterable[Unit], allocate: Allocate, home: torch.device
 ) -> tuple[list[WeightGroup], list[tuple[nn.Module, list[WeightGroup]]]]:
-    """A group for each unit; a tied parameter belongs to the first that has it."""
+    """A group for each unit; a tied parameter belongs to the first that has it.
+
+    If there is no room for one of them, all are on their device again when that is raised.
+    """
     groups: list[WeightGroup] = []
+    try:
+        return groups, _fill_groups(units, allocate, groups)
+    except BaseException:
+        for group in groups:
+            for member in group.members:
+                member.leave_for(home)
+            group.memory.give_back()
+        raise
+
+
+def _fill_groups(
+    units: Iterable[Unit], allocate: Allocate, groups: list[WeightGroup]
+) -> list[tuple[nn.Module, list[WeightGroup]]]:
+    """Append the groups. Returns which modules use which."""
     home: dict[int, WeightGroup] = {}
     used: list[tuple[nn.Module, list[WeightGroup]]] = []
     for modules, named in units:
@@ -243,4 +261,4 @@ def _make_groups(
             home |= {id(parameter): groups[-1] for _, parameter in own}
             needed[groups[-1]] = None
         used += [(module, list(needed)) for module in modules]
-    return groups, used
+    return used
