@@ -95,11 +95,13 @@ def test_layers_by_name_and_a_pipeline_stage() -> None:
     pipelining = pytest.importorskip("torch.distributed.pipelining")
 
     def losses(*, offloaded: bool) -> tuple[list[Tensor], nn.Module]:
-        model, found = make(), []
+        model, found, handle = make(), [], None
         if offloaded:
             activations = ebbtide.ActivationPolicy(min_bytes=1024)
             weights = ebbtide.WeightPolicy()
-            ebbtide.offload(model, activations=activations, weights=weights, layers=["*.0"])
+            handle = ebbtide.offload(
+                model, activations=activations, weights=weights, layers=["*.0"]
+            )
         stage = pipelining.PipelineStage(model, 0, 1, torch.device("cpu"))
         pipeline = pipelining.ScheduleGPipe(stage, 4, loss_fn=nn.functional.mse_loss)
         optimizer = torch.optim.AdamW(model.parameters())
@@ -109,6 +111,8 @@ def test_layers_by_name_and_a_pipeline_stage() -> None:
             x = torch.randn(32, WIDTH)
             pipeline.step(x, target=x.sin(), losses=found)
             optimizer.step()
+        if handle is not None:
+            handle.detach()
         return [loss.detach() for loss in found], model
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
