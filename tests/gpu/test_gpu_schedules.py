@@ -23,18 +23,10 @@ from gpu_bench import (
     side_stream,
     tower,
 )
+from schedule_orders import PIPELINE_ORDER, TABLE
 from zoo import assert_bitwise_equal, gradients
 
 LAYERS = 8
-PIPELINE_ORDER = "F0 F1 F2 F3 B0 F4 B1 F5 B2 F6 B3 F7 B4 B5 B6 B7"
-TABLE = {
-    1: (False, 0, True, 4),
-    2: (False, 0, True, 5),
-    3: (True, 4, True, 6),
-    4: (True, 5, True, 7),
-    5: (True, 6, False, 4),
-    6: (True, 7, False, 5),
-}
 
 
 @pytest.mark.parametrize("store", STORES)

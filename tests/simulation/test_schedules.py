@@ -13,6 +13,7 @@ from ebbtide.schedule import Schedule, Verb
 from ebbtide.stores.pinned import PinnedStore
 from ebbtide.tracing.events import Trace
 from loops import BACKWARD_S, FORWARD_S, SIZE_BYTES, Work, on_device, run_layers, run_microbatches
+from schedule_orders import PIPELINE_ORDER, TABLE
 from schedule_programs import Tally, check_schedule
 
 FAST = 2 * SIZE_BYTES / FORWARD_S  # bytes/s: a copy takes half a layer's forward
@@ -20,16 +21,6 @@ SLOW = FAST / 20
 POLICY = ebbtide.ActivationPolicy(min_bytes=SIZE_BYTES, rebuild=False)
 
 SEEDS = max(300, int(os.environ.get("EBBTIDE_SIMULATION_SEEDS", "0")))
-
-PIPELINE_ORDER = "F0 F1 F2 F3 B0 F4 B1 F5 B2 F6 B3 F7 B4 B5 B6 B7"
-TABLE = {
-    1: (False, 0, True, 4),
-    2: (False, 0, True, 5),
-    3: (True, 4, True, 6),
-    4: (True, 5, True, 7),
-    5: (True, 6, False, 4),
-    6: (True, 7, False, 5),
-}
 
 
 def timely(bandwidth_bytes_per_s: float) -> SimulatedDevice:

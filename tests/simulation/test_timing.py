@@ -12,32 +12,10 @@ from ebbtide.runtime.ranges import Layer as LayerName
 from ebbtide.runtime.session import Session
 from ebbtide.runtime.stats import StepStats
 from ebbtide.stores.pinned import PinnedStore
+from loops import BACKWARD_S, FORWARD_S, SIZE_BYTES, Work
 
-SIZE_BYTES = 64 * 1024  # one layer's activation
-FORWARD_S = 1e-3
-BACKWARD_S = 2e-3
 FAST = 2 * SIZE_BYTES / FORWARD_S  # bytes/s: a copy takes half a layer's forward
 SLOW = FAST / 10  # five forwards, two and a half backwards
-
-
-class Layer(torch.autograd.Function):
-    """Saves its input, and takes its time."""
-
-    @staticmethod
-    def forward(ctx, x, device):
-        ctx.save_for_backward(x)
-        ctx.device = device
-        out = x.sin()
-        device.compute(FORWARD_S)
-        return out
-
-    @staticmethod
-    def backward(ctx, gradient):
-        (x,) = ctx.saved_tensors
-        result = gradient * x.cos()
-        del x
-        ctx.device.compute(BACKWARD_S)
-        return result, None
 
 
 class Run:
@@ -62,7 +40,7 @@ class Run:
         for number in range(self.num_layers):
             self.hooks.offloading = number < self.offloaded
             self.session.layer = LayerName(number, f"blocks.{number}")
-            h = Layer.apply(h, self.device)
+            h = Work.apply(h, self.device)
         self.hooks.end()
         h.backward(torch.ones_like(h))
         self.session.poll()

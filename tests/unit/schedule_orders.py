@@ -16,6 +16,20 @@ from ebbtide.schedule.builders import TableRow
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 
 
+PIPELINE_ORDER = "F0 F1 F2 F3 B0 F4 B1 F5 B2 F6 B3 F7 B4 B5 B6 B7"
+"""Eight microbatches on one model, of which four are in flight."""
+
+TABLE: dict[int, TableRow] = {
+    1: (False, 0, True, 4),
+    2: (False, 0, True, 5),
+    3: (True, 4, True, 6),
+    4: (True, 5, True, 7),
+    5: (True, 6, False, 4),
+    6: (True, 7, False, 5),
+}
+"""What leaves in that order, and when."""
+
+
 @st.composite
 def orders(draw: st.DrawFn, max_layers: int = 12) -> tuple[Pass, ...]:
     """Any order in which each layer has a forward and, later, a backward."""

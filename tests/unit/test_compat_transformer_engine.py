@@ -11,16 +11,8 @@ from torch import Tensor, nn
 import ebbtide
 from ebbtide import PolicyError, ScheduleError
 from ebbtide.compat.transformer_engine import get_cpu_offload_context, mark_not_offload
+from schedule_orders import PIPELINE_ORDER, TABLE
 
-PIPELINE_ORDER = "F0 F1 F2 F3 B0 F4 B1 F5 B2 F6 B3 F7 B4 B5 B6 B7"
-TABLE = {
-    1: (False, 0, True, 4),
-    2: (False, 0, True, 5),
-    3: (True, 4, True, 6),
-    4: (True, 5, True, 7),
-    5: (True, 6, False, 4),
-    6: (True, 7, False, 5),
-}
 SMALL = {"min_tensor_size_to_offload": 256, "device": "cpu"}
 
 

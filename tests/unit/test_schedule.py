@@ -25,7 +25,16 @@ from ebbtide.schedule import (
     parse_action,
     parse_pass,
 )
-from schedule_orders import BACKWARD, FORWARD, moves, orders, residents, tables
+from schedule_orders import (
+    BACKWARD,
+    FORWARD,
+    PIPELINE_ORDER,
+    TABLE,
+    moves,
+    orders,
+    residents,
+    tables,
+)
 
 UNITS = st.builds(Unit, st.integers(0, 10**20), st.integers(0, 3)) | st.builds(
     Unit, st.integers(0, 4), st.integers(0, 4)
@@ -247,19 +256,9 @@ def test_a_model_has_a_layer_at_least(n: object) -> None:
 
 # A table.
 
-ISSUE_ORDER = "F0 F1 F2 F3 B0 F4 B1 F5 B2 F6 B3 F7 B4 B5 B6 B7"
-ISSUE_TABLE = {
-    1: (False, 0, True, 4),
-    2: (False, 0, True, 5),
-    3: (True, 4, True, 6),
-    4: (True, 5, True, 7),
-    5: (True, 6, False, 4),
-    6: (True, 7, False, 5),
-}
-
 
 def test_a_table_of_eight_microbatches_on_the_first_of_four_stages() -> None:
-    schedule = from_table(ISSUE_TABLE, 8, order=ISSUE_ORDER)
+    schedule = from_table(TABLE, 8, order=PIPELINE_ORDER)
     during = {
         "F0": {0},
         "F1": {0, 1},
@@ -352,7 +351,7 @@ def test_a_list_is_a_row_too() -> None:
 
 def test_a_table_is_of_the_layers_that_the_order_has() -> None:
     with pytest.raises(ScheduleError, match="the order has 8 layers, not model_layers=6"):
-        from_table(ISSUE_TABLE, 6, order=ISSUE_ORDER)
+        from_table(TABLE, 6, order=PIPELINE_ORDER)
 
 
 # By hand.

@@ -54,7 +54,7 @@ class WeightHooks:
         memory: MappedMemory | None = None,
     ) -> None:
         units = _choose(_find_units(layers), policy)
-        _check(model, units)
+        _check(units)
         of_device = functools.partial(allocate_host_memory, device)
         allocate = of_device if memory is None else memory.allocate
         groups, used = _make_groups(units, allocate, device.torch_device)
@@ -179,7 +179,7 @@ def _size_bytes(unit: Unit) -> int:
     return sum(parameter.numel() * parameter.element_size() for _, parameter in unit[1])
 
 
-def _check(model: nn.Module, units: Sequence[Unit]) -> None:
+def _check(units: Sequence[Unit]) -> None:
     if not units:
         raise PolicyError(
             "no layer has weights to offload: name some, layers=[model.encoder, ...], or lower "
@@ -194,7 +194,6 @@ def _check(model: nn.Module, units: Sequence[Unit]) -> None:
                 )
             if parameter.layout is not torch.strided:
                 raise PolicyError(f"{name} is sparse; leave its layer out")
-    del model
 
 
 def _find_others(

@@ -109,10 +109,6 @@ class MappedWeights:
         for group in groups:
             self.enter(group)
 
-    def group_at(self, storage: torch.UntypedStorage) -> WeightGroup | None:  # noqa: ARG002
-        """None: what is saved of a weight stays where it is, in the file."""
-        return None
-
     def _let_go(self, group: WeightGroup) -> None:
         page_out(group.memory)
         for block in self._landings[group].blocks:

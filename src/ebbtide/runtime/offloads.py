@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import final
 
+from ebbtide.devices.base import raise_again
 from ebbtide.runtime.account import Account
 from ebbtide.runtime.ranges import profiler_range
 from ebbtide.runtime.records import RecordState, StorageRecord
@@ -38,6 +39,32 @@ class Offloads:
         self.queued_bytes = 0
         self.held_bytes = 0
         self.error: BaseException | None = None
+
+    def depart(self, record: StorageRecord, *, held: bool) -> None:
+        """Let a new record leave.
+
+        Args:
+            record: whose source is on the device.
+            held: a schedule says when the source goes; else it goes when its copy is complete.
+
+        Raises:
+            StoreFullError: the store has no room, or had none before. The record is none.
+        """
+        try:
+            if self.error is not None:
+                error, self.error = self.error, None
+                raise_again(error)
+            self.retire_finished()
+            if not held:
+                self.make_room(record.size_bytes)
+            self.begin(record)
+        except BaseException:
+            record.forward.remove(record)
+            raise
+        if held:
+            self.hold(record)
+        else:
+            self.enqueue(record)
 
     def begin(self, record: StorageRecord) -> None:
         """Queue the copy down of a record."""

@@ -19,6 +19,7 @@ from ebbtide.devices.base import AbstractDevice, AbstractEvent, AbstractStream
 from ebbtide.runtime.account import Account
 from ebbtide.runtime.ranges import Layer
 from ebbtide.runtime.recipes import Constants, RebuildRecipe
+from ebbtide.runtime.recorder import Subject
 
 if TYPE_CHECKING:
     from ebbtide.runtime.saved import Saved
@@ -130,11 +131,23 @@ class Rebuilds:
         self._device = device
         self._account = account
         self._bound_bytes = bound_bytes
+        self._begun: dict[RebuildRecord, AbstractEvent] = {}  # where compute began to rebuild
         self.held: dict[RebuildRecord, None] = {}
         self.held_bytes = 0
 
-    def value(self, record: RebuildRecord) -> Tensor | None:
-        """A record's value if it is there, ready for what the calling thread queues next."""
+    def begin(self, record: RebuildRecord, beside_bytes: int) -> Tensor | None:
+        """A record's value if it is there, ready for what the calling thread queues next.
+
+        If not, it is about to be rebuilt.
+
+        Args:
+            record: wanted.
+            beside_bytes: what is held of other kinds, under the same bound.
+        """
+        if record.value is None:
+            self.make_room(record.size_bytes, beside_bytes)
+            if self._account.recorder is not None:
+                self._begun[record] = self._account.recorder.mark()
         value, ready, home = record.value, record.ready, record.home
         if value is not None and ready is not None and home is not None:
             # Another reader rebuilt it, perhaps on another stream.
@@ -151,6 +164,10 @@ class Rebuilds:
         self.held[record] = None
         self.held_bytes += record.size_bytes
         self._account.take(record.size_bytes)
+        begun, recorder = self._begun.pop(record, None), self._account.recorder
+        if recorder is not None and begun is not None:
+            about = Subject(record.layer, record.number, record.size_bytes)
+            recorder.compute("rebuild", about, begun)
 
     def note_read(self, record: RebuildRecord, generation: int, beside_bytes: int) -> int:
         """A handle has read a value.

@@ -57,10 +57,7 @@ class Rounds:
 
     def is_open(self) -> bool:
         """Whether forwards of the current round are still to come."""
-        current = self.current
-        if current is None or current.closed:
-            return False
-        return not all(each in current.begun for each in self._forwards)
+        return self.current is not None and bool(self.current.to_come)
 
     def is_given_up(self, live: int) -> bool:
         """Whether all graphs of the current round are gone before it is over.
@@ -69,25 +66,22 @@ class Rounds:
             live: saved tensors that a graph holds.
         """
         current = self.current
-        waits = current is not None and current.waits_for_backward()
-        return waits and not live and self.is_open()
+        if live or current is None or not current.to_come:
+            return False
+        return current.waits_for_backward()
 
     def abandon(self) -> None:
         """The current round will not go on: a forward was interrupted. The next begins another."""
         if self.current is not None:
             self._depart(self.current)
-            self.current.closed = True
+            self.current.to_come.clear()
 
     def end_microbatch(self, number: int) -> None:
         """All that a forward of the model had to call has been called."""
         current = self.current
-        if current is None or current.closed:
+        if current is None:
             return
-        missing = [
-            each
-            for each in self._forwards
-            if each.unit.microbatch == number and each not in current.begun
-        ]
+        missing = [each for each in current.to_come if each.unit.microbatch == number]
         if missing:
             self._warn(f"the forward ended without {missing[0]}")
             self.abandon()
@@ -99,23 +93,19 @@ class Rounds:
 
     def next_unit(self) -> Unit:
         """The unit whose forward is next in the order."""
-        current = self.current if self.is_open() else None
-        if current is None:
-            return self._forwards[0].unit
-        return next(each.unit for each in self._forwards if each not in current.begun)
+        to_come = self.current.to_come if self.current is not None else None
+        return next(iter(to_come or self._forwards)).unit
 
     def next_microbatch(self) -> int:
         """The first microbatch of which no forward has begun in the current round."""
-        current = self.current if self.is_open() else None
-        if current is None:
+        if self.current is None or not self.current.to_come:
             return self._forwards[0].unit.microbatch
-        begun = {each.unit.microbatch for each in current.begun if each.is_forward}
+        begun = {each.unit.microbatch for each in self.current.begun if each.is_forward}
         waiting = [each.unit.microbatch for each in self._forwards]
         return next((number for number in waiting if number not in begun), waiting[0])
 
-    def begin_round(self) -> Round:
-        """Begin another round."""
-        self.current = Round(self._begun_rounds)
+    def _begin_round(self) -> Round:
+        self.current = Round(self._begun_rounds, self._forwards)
         self._begun_rounds += 1
         return self.current
 
@@ -125,13 +115,12 @@ class Rounds:
         """The forward of a unit begins: in the current round, or as the first of another."""
         current = self.current
         each = Pass(Direction.FORWARD, unit)
-        if current is None or not self.is_open() or each in current.begun:
-            if current is not None and self.is_open():
+        if current is None or not current.to_come or each in current.begun:
+            if current is not None and current.to_come:
                 if not self.manual:
-                    due = next(due for due in self._forwards if due not in current.begun)
-                    self._warn(f"{each} came where {due} was due")
+                    self._warn(f"{each} came where {next(iter(current.to_come))} was due")
                 self._depart(current)
-            current = self.begin_round()
+            current = self._begin_round()
         self._begin(current, each)
         leaves = self.manual or unit in self._leaving
         at_once = unit in self._at_once and not self.manual
@@ -166,6 +155,7 @@ class Rounds:
             self._warn(f"{each} came {instead}")
             self._depart(current)
         current.begun.add(each)
+        current.to_come.pop(each, None)
         if current.departed or place is None:
             return
         if self.manual:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, final
 
 import torch
 
-from ebbtide.devices.base import AbstractDevice, AbstractEvent, raise_again
+from ebbtide.devices.base import AbstractDevice, AbstractEvent
 from ebbtide.runtime.account import Account
 from ebbtide.runtime.conductor import Conductor
 from ebbtide.runtime.forward import ForwardLog, UnpackOrder
@@ -84,7 +84,6 @@ class Session:
         self._unit: UnitRecords | None = None  # whose forward runs now
         self._records: dict[Hashable, StorageRecord | RebuildRecord] = {}
         self._dead: deque[tuple[StorageRecord | RebuildRecord | None, int]] = deque()
-        self._rebuilding: dict[RebuildRecord, AbstractEvent] = {}  # where compute began to
         self._dead_small: deque[int] = deque()
         self._forwards = 0  # that run now
         self._microbatches = 0  # forwards that this step has begun
@@ -231,9 +230,7 @@ class Session:
         with self._gate:
             if not self.has(key, version):
                 with profiler_range("offload", self.layer):
-                    self._records[key] = self._pack_and_offload(
-                        key, storage, version, source(), packing
-                    )
+                    self._records[key] = self._new_record(key, storage, version, source(), packing)
             record = self._records[key]
             assert isinstance(record, StorageRecord)
             self._add_handle(record)
@@ -264,7 +261,7 @@ class Session:
                 self._offloads.begin(record)  # the unit that saved it first is in no hurry
             unit.take(record)
 
-    def _pack_and_offload(
+    def _new_record(
         self,
         key: Hashable,
         storage: torch.UntypedStorage,
@@ -272,48 +269,20 @@ class Session:
         flat: torch.Tensor,
         packing: AbstractPacking | None,
     ) -> StorageRecord:
-        unit = self._unit
-        if unit is not None and unit.followed and not unit.at_once:
-            return self._hold(key, storage, version, flat)
-        if packing is None:
-            return self._begin_offload(key, storage, version, flat)
-        packed = packing.pack(flat)
-        record = self._begin_offload(key, storage, version, packed)
-        record.packing, record.unpacked_bytes = packing, flat.numel()
-        self.meter.packed_bytes += flat.numel() - packed.numel()
-        return record
-
-    def _hold(
-        self, key: Hashable, storage: torch.UntypedStorage, version: int, source: torch.Tensor
-    ) -> StorageRecord:
-        """A record whose offload is due later."""
+        """A record of some bytes, which leave now or when a schedule says so."""
+        unit = self._unit if self._unit is not None and self._unit.followed else None
+        waits = unit is not None and not unit.at_once
+        packing = None if waits else packing
+        source = flat if packing is None else packing.pack(flat)
         home = self.device.compute_stream()
         record = StorageRecord(key, storage, version, source, self._log, home, self.layer)
-        self._offloads.hold(record)
-        return record
-
-    def _begin_offload(
-        self, key: Hashable, storage: torch.UntypedStorage, version: int, source: torch.Tensor
-    ) -> StorageRecord:
-        offloads = self._offloads
-        if offloads.error is not None:
-            error, offloads.error = offloads.error, None
-            raise_again(error)
-        offloads.retire_finished()
-        followed = self._unit is not None and self._unit.followed
-        if not followed:
-            offloads.make_room(source.numel())
-        home = self.device.compute_stream()
-        record = StorageRecord(key, storage, version, source, self._log, home, self.layer)
-        try:
-            offloads.begin(record)
-        except BaseException:
-            self._log.remove(record)
-            raise
-        if followed:
-            offloads.hold(record)
-        else:
-            offloads.enqueue(record)
+        if packing is not None:
+            record.packing, record.unpacked_bytes = packing, flat.numel()
+        if waits:
+            self._offloads.hold(record)
+            return record
+        self._offloads.depart(record, held=unit is not None)
+        self.meter.packed_bytes += flat.numel() - source.numel()
         return record
 
     # ---- backward -----------------------------------------------------------------------------
@@ -409,11 +378,7 @@ class Session:
     def begin_rebuild(self, record: RebuildRecord) -> torch.Tensor | None:
         """The record's value if it is there, ready for what the calling thread queues next."""
         with self._gate:
-            if record.value is None:
-                self._rebuilds.make_room(record.size_bytes, self._reloads.held_bytes)
-            if record.value is None and self._account.recorder is not None:
-                self._rebuilding[record] = self._account.recorder.mark()
-            return self._rebuilds.value(record)
+            return self._rebuilds.begin(record, self._reloads.held_bytes)
 
     def end_rebuild(self, saved: RebuiltTensor, value: torch.Tensor) -> None:
         """A handle has read the value; the last one to do so lets go of it."""
@@ -423,10 +388,6 @@ class Session:
                 self._rebuilds.hold(record, value)
                 # Its inputs may be wanted again, but not before what has been rebuilt.
                 self._reloads.make_room(record.size_bytes)
-                begun = self._rebuilding.pop(record, None)
-                if self._account.recorder is not None and begun is not None:
-                    about = Subject(record.layer, record.number, record.size_bytes)
-                    self._account.recorder.compute("rebuild", about, begun)
             saved.generation = self._rebuilds.note_read(
                 record, saved.generation, self._reloads.held_bytes
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import final
 
@@ -88,15 +89,19 @@ class Round:
         number: of the round in its step.
         place: in the order, of the first pass that has not begun.
         begun: passes that have.
+        to_come: forwards that have not begun, in order; none once no more will come.
         departed: from here on it is offloaded in the default way.
         units: whose forward has begun.
         logs: of its microbatches.
-        closed: no more of its forwards will come.
+
+    Args:
+        number: of the round in its step.
+        forwards: of the schedule, in order.
     """
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, forwards: Iterable[Pass]) -> None:
         self.number = number
-        self.closed = False
+        self.to_come = dict.fromkeys(forwards)
         self.place = 0
         self.begun: set[Pass] = set()
         self.departed = False

@@ -21,7 +21,7 @@ from ebbtide.devices.base import AbstractEvent
 from ebbtide.devices.lanes import WorkLane
 from ebbtide.stores.base import AbstractStore, Slot
 from ebbtide.stores.disk_file import DiskFile
-from ebbtide.stores.mapped import MADVISE
+from ebbtide.stores.host_memory import advise
 
 _MADV_POPULATE_READ = 22  # Linux 5.14 and later
 
@@ -115,7 +115,8 @@ class DiskStore(AbstractStore):
 
         def read_ahead(_alive: torch.Tensor = buffer) -> None:
             offloaded.synchronize()
-            _populate(address, size_bytes)
+            # Where the kernel cannot, the bytes come on first use.
+            advise(address, size_bytes, _MADV_POPULATE_READ)
 
         return buffer, self._reader.submit(read_ahead)
 
@@ -147,9 +148,3 @@ class DiskStore(AbstractStore):
 @final
 class _Mapping(mmap.mmap):
     """A mapped extent that can be referred to weakly, so that its end can be seen."""
-
-
-def _populate(address: int, size_bytes: int) -> None:
-    """Read a mapping's bytes ahead. Where the kernel cannot, they come on first use."""
-    if MADVISE is not None:
-        MADVISE(address, size_bytes, _MADV_POPULATE_READ)

@@ -265,6 +265,12 @@ def _find_function(name: str, *argument_types: Any) -> Callable[..., int] | None
     return function  # type: ignore[no-any-return]
 
 
+def advise(address: int, size_bytes: int, advice: int) -> None:
+    """Tell the kernel what will happen to mapped pages, if it can be told."""
+    if _MADVISE is not None:
+        _MADVISE(address, size_bytes, advice)
+
+
 _MADVISE = (
     _find_function("madvise", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     if sys.platform == "linux"

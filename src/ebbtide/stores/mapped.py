@@ -12,7 +12,6 @@ import ctypes
 import errno
 import mmap
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import final
 
@@ -21,7 +20,7 @@ import torch
 from ebbtide.devices.base import AbstractDevice
 from ebbtide.errors import StoreFullError
 from ebbtide.stores.disk_file import OpenFile, default_directory
-from ebbtide.stores.host_memory import HostMemory, whole_pages
+from ebbtide.stores.host_memory import HostMemory, advise, whole_pages
 from ebbtide.units import format_size
 
 _MADV_DONTNEED = 4
@@ -79,20 +78,4 @@ def give_back_free_memory() -> None:
 
 
 def _advise(memory: HostMemory, advice: int) -> None:
-    tensor = memory.tensor
-    if MADVISE is not None and tensor.numel():
-        MADVISE(tensor.data_ptr(), tensor.numel(), advice)
-
-
-def _find_madvise() -> Callable[[int, int, int], int] | None:
-    # Through ctypes because mmap.madvise holds the interpreter lock while it reads.
-    try:
-        madvise = ctypes.CDLL(None, use_errno=True).madvise
-    except (OSError, AttributeError):
-        return None
-    madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    madvise.restype = ctypes.c_int
-    return madvise
-
-
-MADVISE = _find_madvise()
+    advise(memory.tensor.data_ptr(), memory.tensor.numel(), advice)
