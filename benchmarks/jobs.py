@@ -26,8 +26,10 @@ EVERY = (
     "ebbtide-tiered",
     "megatron",
     "fsdp2",
+    "ebbtide-weights",
 )
-WITHOUT_WEIGHTS = tuple(mode for mode in EVERY if mode != "fsdp2")
+OF_WEIGHTS = ("fsdp2", "ebbtide-weights")
+WITHOUT_WEIGHTS = tuple(mode for mode in EVERY if mode not in OF_WEIGHTS)
 FOR_CAPACITY = ("none", "save_on_cpu", "checkpoint", "ebbtide", "checkpoint+ebbtide")
 FOR_OVERHEAD = ("none", "save_on_cpu", "torchtune", "trl", "ebbtide")
 

@@ -156,6 +156,7 @@ class Ebbtide(AbstractMode):
         policy: of activations.
         accelerator_store: where bytes go from an accelerator; from a CPU they go to disk.
         host_budget: for `accelerator_store`.
+        weights: of weights; None: they stay.
     """
 
     def __init__(
@@ -165,9 +166,11 @@ class Ebbtide(AbstractMode):
         policy: ebbtide.ActivationPolicy | None = None,
         accelerator_store: str = "auto",
         host_budget: str | None = None,
+        weights: ebbtide.WeightPolicy | None = None,
     ) -> None:
         super().__init__(name, note)
         self._policy = policy
+        self._weights = weights
         self._store = accelerator_store
         self._budget = host_budget
         self._handle: ebbtide.api.OffloadHandle | None = None
@@ -177,6 +180,7 @@ class Ebbtide(AbstractMode):
         self._handle = ebbtide.offload(
             model,
             activations=self._policy,
+            weights=self._weights,
             layers=list(model.blocks),
             store="auto" if on_cpu else self._store,
             host_budget=None if on_cpu else self._budget,
@@ -231,5 +235,11 @@ def all_modes() -> dict[str, AbstractMode]:
             "checkpoint+ebbtide", "checkpoint on every block, inputs offloaded", Ebbtide("", "")
         ),
         Ebbtide("ebbtide-tiered", "host memory up to 4 GiB, disk below", None, "tiered", "4GiB"),
+        Ebbtide(
+            "ebbtide-weights",
+            "activations, and weights, gradients and optimizer on the host",
+            ebbtide.ActivationPolicy(),
+            weights=ebbtide.WeightPolicy(),
+        ),
     )
     return {mode.name: mode for mode in modes}
