@@ -110,3 +110,42 @@ def test_an_optimizer_from_before_is_found_out(device: torch.device) -> None:
             optimizer.step()
         optimizer.load_state_dict(optimizer.state_dict())
         optimizer.step()
+
+
+class Borrowing(nn.Module):
+    """Takes weights out of layers that do not work, and moves one as a codebook is moved."""
+
+    def __init__(self, device: torch.device, width: int = 64) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width, device=device) for _ in range(LAYERS))
+        self.recurrent = nn.ModuleList(nn.LSTM(width, width, device=device) for _ in range(2))
+        self.layers[1].bias.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tied = self.layers[0].weight
+        with torch.no_grad():
+            self.layers[1].bias.mul_(0.9)
+        self.layers[1].bias.data.add_(0.1)
+        for layer in self.layers:
+            x = layer(x).tanh()
+        for layer in self.recurrent:
+            x = x + layer(x)[0]
+        return x @ tied.t() @ self.layers[3].weight
+
+
+@pytest.mark.filterwarnings("ignore:RNN module weights are not part of single contiguous chunk")
+def test_weights_taken_out_of_their_layers(device: torch.device) -> None:
+    model, x = Borrowing(device), torch.randn(8, 16, 64, device=device)
+    other = copy.deepcopy(model)
+    layers = [*model.layers, *model.recurrent]
+    with ebbtide.offload(model, layers=layers, weights=ebbtide.WeightPolicy()):
+        losses = []
+        for net in (model, other):
+            loss = mean_square(net(x))
+            loss.backward()
+            losses.append(loss.detach())
+        assert torch.equal(*losses)
+        for (name, mine), theirs in zip(model.named_parameters(), other.parameters(), strict=True):
+            assert torch.equal(mine.cpu(), theirs.cpu()), name
+            if theirs.grad is not None:
+                assert torch.equal(mine.grad.cpu(), theirs.grad.cpu()), name

@@ -390,4 +390,30 @@ MUTATIONS = (
         "the next one.",
         check="weight_programs.check_weights",
     ),
+    Mutation(
+        name="a weight that the model itself holds keeps its memory",
+        file="runtime/resting.py",
+        old=" and _holders(self) == _ALONE:\n",
+        new=":\n",
+        hazard="A forward takes a weight out of a layer, the layer works and ends, and the forward "
+        "goes on with memory that was taken away.",
+        check="weight_programs.check_weights",
+    ),
+    Mutation(
+        name="a weight that was lent is looked at for changes before its buffer goes",
+        file="runtime/weights.py",
+        old="            member.reclaim(group.buffer)\n            self._lent",
+        new="            self._lent",
+        hazard="A forward moves a table of another layer, as a codebook is moved: the layer then "
+        "finds the values from before, or the change is lost.",
+        check="weight_programs.check_weights",
+    ),
+    Mutation(
+        name="what was changed through `data` counts",
+        file="runtime/resting.py",
+        old=" and not stand_in.exposed",
+        new="",
+        hazard="No version counter tells of such a change: it is lost when the buffer goes.",
+        check="weight_programs.check_weights",
+    ),
 )

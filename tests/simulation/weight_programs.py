@@ -45,7 +45,7 @@ class _Look:
         if self.weights is None:
             return
         for parameter in block.parameters():
-            assert id(parameter) not in self.weights._members, (
+            assert id(parameter) not in self.weights._homes, (
                 "a weight that a block works with is on the host"
             )
 
@@ -60,6 +60,7 @@ class Block(nn.Module):
         self.first = nn.Linear(WIDTH, 2 * WIDTH)
         self.second = nn.Linear(2 * WIDTH, WIDTH)
         self.scale = nn.Parameter(torch.randn(WIDTH, dtype=torch.complex64))
+        self.lender: tuple[nn.Module, ...] = ()
 
     def forward(self, x: Tensor) -> Tensor:
         if self.kind == "checkpoint":
@@ -75,20 +76,37 @@ class Block(nn.Module):
             y = torch.view_as_real(torch.fft.fft(y) * self.scale).sum(-1)
         elif self.kind == "functional":  # weights without the module that has them
             y = nn.functional.linear(y, self.second.weight @ self.first.weight) * self.scale.real
+        elif self.kind == "borrows":  # a weight of another block, which does not work now
+            self._changed_by_hand()
+            y = nn.functional.linear(y, self.lender[0].first.weight[:WIDTH])
         return y / WIDTH**0.5
+
+    def _changed_by_hand(self) -> None:
+        """As a table is that the forward itself moves."""
+        lender = self.lender[0]
+        if self.training and not lender.first.bias.requires_grad:
+            if lender.kind != "plain":
+                with torch.no_grad():
+                    lender.first.bias.mul_(0.99)
+            if lender.kind != "complex":
+                lender.first.bias.data.add_(0.01)
 
 
 class Net(nn.Module):
     """Blocks in a row, of which a call can leave one out or take another order."""
 
-    def __init__(self, kinds: list[str], tied: list[tuple[int, int]]) -> None:
+    def __init__(self, kinds: list[str], tied: list[tuple[int, int]], *, takes: bool) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block(kind) for kind in kinds)
         self.head = nn.Linear(WIDTH, WIDTH)
+        self.takes = takes
         for one, other in tied:
             self.blocks[other].second.weight = self.blocks[one].second.weight
+        for number, block in enumerate(self.blocks):
+            block.lender = (self.blocks[(7 * number + 3) % len(kinds)],)
 
     def forward(self, x: Tensor, order: list[int], accident: tuple[str, int]) -> Tensor:
+        taken = self.blocks[order[0]].second.weight if self.takes else None
         for place, number in enumerate(order):
             x = x + self.blocks[number](x)
             if place == accident[1]:
@@ -96,6 +114,8 @@ class Net(nn.Module):
                     raise InterruptedStepError
                 if accident[0] == "backward":
                     x = _FailInBackward.apply(x)
+        if taken is not None:
+            x = x @ taken[:, :WIDTH]
         return self.head(x).square().mean()
 
 
@@ -166,16 +186,14 @@ def _make(seed: int) -> Net:
     draw = random.Random(seed)
     torch.manual_seed(seed)
     count = draw.randint(2, 5)
-    kinds = ["plain", "plain", "complex", "functional", "checkpoint", "twice"]
+    kinds = ["plain", "plain", "complex", "functional", "checkpoint", "twice", "borrows"]
     tied = [(0, count - 1)] if draw.random() < 0.3 else []
-    chosen = [draw.choice(kinds) for _ in range(count)]
-    if tied and chosen[-1] == "functional":
-        # Where only the first layers are offloaded, nobody could bring the first block's weight
-        # when the last block, which is not, takes it out of its own module.
-        chosen[-1] = "plain"
-    net = Net(chosen, tied)
+    net = Net([draw.choice(kinds) for _ in range(count)], tied, takes=draw.random() < 0.3)
     if draw.random() < 0.3:
         net.blocks[draw.randrange(count)].first.weight.requires_grad_(False)
+    if draw.random() < 0.5:
+        for block in net.blocks:
+            block.first.bias.requires_grad_(False)
     return net
 
 

@@ -85,7 +85,7 @@ def test_ten_steps_are_the_same(kind: str, double_buffering: bool, tmp_path: Pat
 def test_which_layers(policy: ebbtide.WeightPolicy, names: list[str]) -> None:
     with ebbtide.offload(make(), weights=policy) as handle:
         hooks = handle._engine._hooks.weights
-        resting = [member.name for member in hooks._members.values()]
+        resting = [member.name for _, member in hooks._homes.values()]
         assert resting == [f"{name}.0.{kind}" for name in names for kind in ("weight", "bias")]
 
 

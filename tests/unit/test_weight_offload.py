@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import ebbtide
@@ -63,13 +65,31 @@ def batch(number: int) -> Tensor:
     return torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(number))
 
 
+class OnDevice(TorchFunctionMode):
+    """While a model works, nothing computes with a weight that rests on the host."""
+
+    def __init__(self, weights: Any) -> None:
+        self.weights = weights
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        working = self.weights.weights._running or self.weights.weights._any_open()
+        looked_at = torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
+        computed = func.__name__ not in ("__get__", "detach") and isinstance(result, Tensor)
+        if working and computed and not looked_at:
+            for leaf in tree_leaves((args, kwargs)):
+                assert id(leaf) not in self.weights._homes, f"{func} has a weight of the host"
+        return result
+
+
 @contextmanager
 def offloaded(model: nn.Module, seed: int = 0, **how: Any) -> Iterator[OffloadHandle]:
     """Within, the weights of the blocks rest on the host; after, nothing is left of it."""
     device = SimulatedDevice(seed, eagerness=(0.0, 0.1, 0.6)[seed % 3])
     with on_device(device, lambda: PinnedStore(device, slab_bytes=2**16)):
         handle = ebbtide.offload(model, weights=WeightPolicy(), **how)
-    yield handle
+    with OnDevice(handle._engine._hooks.weights):
+        yield handle
     weights = handle._engine._hooks.weights.weights
     assert weights.peak_groups <= 2
     groups = sorted(group.size_bytes for group in weights.groups)
@@ -301,6 +321,85 @@ class Sometimes(nn.Module):
         return x + self.branches[(self.calls - 1) // 2 % 3](x)
 
 
+class Borrower(nn.Module):
+    """Works with a weight that another module owns."""
+
+    def __init__(self, hold: Callable[[nn.Module], Any], take: Callable[[Any], Tensor]) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.hold, self.take = hold, take
+        self.held: Any = ()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + nn.functional.linear(self.first(x), self.take(self.held)[:WIDTH])
+
+
+def _borrowing(hold: Callable[[nn.Module], Any], take: Callable[[Any], Tensor]) -> Net:
+    net = Net(*[Block() for _ in range(3)], *[Borrower(hold, take) for _ in range(2)])
+    for borrower in net.blocks[3:]:
+        borrower.held = hold(net.blocks[0].first)
+    return net
+
+
+class Functional(Net):
+    """Whose own forward takes weights out of the layers, before, while and after they work."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.blocks[0].first.weight
+        x = x @ first.t() @ self.blocks[0].second.weight.t()
+        kept = self.blocks[2].second.weight
+        for block in self.blocks:
+            x = block(x) * self.blocks[0].scale
+        x = x @ first.t() @ kept.t()  # held over all layers
+        x = x @ self.blocks[3].first.weight.t() @ first
+        return self.head(x).square().mean()
+
+
+class Codebook(nn.Module):
+    """A table that the forward itself moves, as those of VQ-VAE do."""
+
+    def __init__(self, change: Callable[[nn.Module, Tensor], None]) -> None:
+        super().__init__()
+        self.table = nn.Embedding(6, WIDTH)
+        self.table.weight.requires_grad_(False)
+        self.change = change
+
+    def forward(self, x: Tensor) -> Tensor:
+        nearest = torch.cdist(x, self.table.weight).argmin(1)
+        y = x + self.table(nearest) * 0.1
+        if self.training:
+            self.change(self.table, x.detach()[:6])
+        return y
+
+
+def _copied(table: nn.Module, x: Tensor) -> None:
+    with torch.no_grad():
+        table.weight.mul_(0.9).add_(x, alpha=0.1)
+
+
+def _copied_unseen(table: nn.Module, x: Tensor) -> None:
+    table.weight.data.mul_(0.9).add_(x, alpha=0.1)
+
+
+def _replaced(table: nn.Module, x: Tensor) -> None:
+    table.weight.data = table.weight.data * 0.9 + x * 0.1
+
+
+class Codebooks(Net):
+    """Moved from within a layer, and from outside all of them, and used again afterwards."""
+
+    def __init__(self, change: Callable[[nn.Module, Tensor], None]) -> None:
+        super().__init__(*[Codebook(change) for _ in range(3)])
+        self.change = change
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.change(self.blocks[2].table, x.detach()[:6])  # it goes before its layer works
+        loss = super().forward(x)
+        self.change(self.blocks[2].table, x.detach()[:6])
+        again = self.blocks[2].table(torch.arange(6))
+        return loss + (self.blocks[0].table.weight * again).mean() * self.head.weight.sum()
+
+
 def _reparametrized(wrap: Callable[[nn.Linear], nn.Module]) -> Callable[[], Net]:
     def make() -> Net:
         net = Net()
@@ -322,6 +421,13 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
         memory_format=torch.channels_last
     ),
     "lstm": lambda: Net(*[Recurrent() for _ in range(3)]),
+    "borrowed module": lambda: _borrowing(lambda m: (m,), lambda held: held[0].weight),
+    "borrowed in a list": lambda: _borrowing(lambda m: [m.weight], lambda held: held[0]),
+    "borrowed in a dict": lambda: _borrowing(lambda m: {"w": m.weight}, lambda held: held["w"]),
+    "functional": Functional,
+    "codebook": lambda: Codebooks(_copied),
+    "codebook, unseen": lambda: Codebooks(_copied_unseen),
+    "codebook, replaced": lambda: Codebooks(_replaced),
     "complex": lambda: Net(*[Spectral() for _ in range(3)]),
     "sometimes": lambda: Net(*[Sometimes() for _ in range(3)]),
     "weight_norm": _reparametrized(nn.utils.weight_norm),
@@ -613,8 +719,11 @@ def _inside_no_grad(model: nn.Module) -> list[Tensor | None]:
     def force(x: Tensor) -> Tensor:
         with torch.enable_grad():
             inner = x.detach().requires_grad_()
-            energy = (inner @ block.first.weight.t()).square().sum()
-            (slope,) = torch.autograd.grad(energy, inner, create_graph=True)
+            weight = block.first.weight
+            assert weight.requires_grad
+            energy = (inner @ weight.t()).square().sum()
+            slope, own = torch.autograd.grad(energy, [inner, weight], create_graph=True)
+            (own.square().sum() + energy).backward(retain_graph=True)
         return block.second(block.first(x)) + slope
 
     block = model.blocks[1]
@@ -698,6 +807,34 @@ def test_a_weight_changed_before_backward_is_seen() -> None:
         with pytest.raises(SavedTensorModifiedError):
             loss.backward()
         del loss
+
+
+def test_a_weight_replaced_in_forward_is_seen() -> None:
+    """What was saved of it before is gone: autograd alone would still have it."""
+
+    class Replacing(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            y = x * self.scale
+            self.scale.data = self.scale.data * 0.5
+            return y
+
+    model = Net(*[Replacing() for _ in range(3)])
+    with offloaded(model):
+        loss = model(batch(0))
+        with pytest.raises(SavedTensorModifiedError):
+            loss.backward()
+        del loss
+
+
+def test_a_copy_and_a_detached_model_hold_plain_parameters() -> None:
+    model = Net()
+    before = type(model.head._parameters)
+    with offloaded(model):
+        copied = copy.deepcopy(model)
+        for module in copied.modules():
+            assert type(module._parameters) is before
+    for module in model.modules():
+        assert type(module._parameters) is before
 
 
 def test_without_the_handle_the_model_trains_on() -> None:

@@ -17,6 +17,7 @@ from ebbtide.hooks.rebuild import RebuildFinder
 from ebbtide.hooks.weights import WeightHooks
 from ebbtide.runtime.composite import CompositeTensor, QuantizedTensor, is_quantized
 from ebbtide.runtime.kept import LargeKept, SmallKept
+from ebbtide.runtime.resting import StandIn
 from ebbtide.runtime.saved import (
     OffloadedTensor,
     RebuiltTensor,
@@ -26,7 +27,7 @@ from ebbtide.runtime.saved import (
 )
 from ebbtide.runtime.session import Session
 
-_PLAIN_TYPES = frozenset({torch.Tensor, nn.Parameter})
+_PLAIN_TYPES = frozenset({torch.Tensor, nn.Parameter, StandIn})
 
 
 @final

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from ebbtide.devices.base import AbstractDevice
 from ebbtide.errors import PolicyError
 from ebbtide.hooks.layers import LayerModules, ModuleHook, lists_by_index
+from ebbtide.hooks.places import find_places, start_lending, stop_lending
 from ebbtide.policy import WeightPolicy, is_in_share
 from ebbtide.runtime.gradients import Gradients
 from ebbtide.runtime.mapped import MappedWeights
@@ -58,8 +59,16 @@ class WeightHooks:
         of_device = functools.partial(allocate_host_memory, device)
         allocate = of_device if memory is None else memory.allocate
         groups, used = _make_groups(units, allocate, device.torch_device)
-        _find_places(model, groups)
-        self._used = [*used, *_find_others(model, groups, used)]
+        self._homes = {id(m.parameter): (group, m) for group in groups for m in group.members}
+        find_places(model, (member for _, member in self._homes.values()))
+        holds: dict[nn.Module, dict[WeightGroup, None]] = {}
+        for group, member in self._homes.values():
+            for module, *_ in member.places:
+                holds.setdefault(module, {})[group] = None
+        self._holders = list(holds)
+        if memory is None:
+            start_lending(self._holders, functools.partial(_lend, weakref.ref(self)))
+        self._used = [*used, *_find_others(holds, used)]
         self.gradients = Gradients(device, groups, bound_bytes)
         self.weights: Weights | MappedWeights
         if memory is None:
@@ -70,7 +79,6 @@ class WeightHooks:
                 device, groups, memory, double_buffering=policy.double_buffering
             )
         self._device = device
-        self._members = {id(m.parameter): m for group in groups for m in group.members}
         # All optimizers share this hook: it must not keep the model alive.
         watch = functools.partial(_before_step, weakref.ref(self))
         self._hooks: list[Any] = [register_optimizer_step_pre_hook(watch)]
@@ -96,6 +104,13 @@ class WeightHooks:
         for node in {tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None}:
             node.register_prehook(lambda _: self.weights.begin_backward(groups))
 
+    def lend(self, parameter: torch.Tensor) -> torch.Tensor:
+        """What code that takes a parameter from a module that is not open is to work with."""
+        home = self._homes.get(id(parameter))
+        if home is None or isinstance(self.weights, MappedWeights):
+            return parameter
+        return self.weights.lend(*home)
+
     def begin_forward(self) -> None:
         """A forward of the model begins."""
         self.weights.begin_forward()
@@ -118,21 +133,22 @@ class WeightHooks:
         while self._hooks:
             self._hooks.pop().remove()
         self.weights.settle()
+        stop_lending(self._holders)
         home = self._device.torch_device
-        for member in self._members.values():
+        for _, member in self._homes.values():
             member.leave_for(home)
         self.weights.close()
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer is about to change values at rest."""
-        mine = [p for g in optimizer.param_groups for p in g["params"] if id(p) in self._members]
+        mine = [p for g in optimizer.param_groups for p in g["params"] if id(p) in self._homes]
         for parameter in mine:
             for name, value in optimizer.state.get(parameter, {}).items():
                 moved = isinstance(value, torch.Tensor) and value.device != parameter.device
                 if moved and value.dim():
                     raise PolicyError(
                         f"{type(optimizer).__name__} holds {name!r} of "
-                        f"{self._members[id(parameter)].name} on {value.device}, and that weight "
+                        f"{self._homes[id(parameter)][1].name} on {value.device}, and that weight "
                         f"rests on the host now; make the optimizer after ebbtide.offload, or load "
                         f"its state_dict again: optimizer.load_state_dict(optimizer.state_dict())"
                     )
@@ -144,6 +160,11 @@ def _before_step(
     found = hooks()
     if found is not None:
         found.before_step(optimizer)
+
+
+def _lend(hooks: weakref.ref[WeightHooks], parameter: torch.Tensor) -> torch.Tensor:
+    found = hooks()
+    return parameter if found is None else found.lend(parameter)
 
 
 def _find_units(layers: LayerModules) -> list[Unit]:
@@ -197,35 +218,24 @@ def _check(units: Sequence[Unit]) -> None:
 
 
 def _find_others(
-    model: nn.Module,
-    groups: Sequence[WeightGroup],
-    used: Iterable[tuple[nn.Module, Sequence[WeightGroup]]],
+    holds: Mapping[nn.Module, Iterable[WeightGroup]],
+    used: Sequence[tuple[nn.Module, Sequence[WeightGroup]]],
 ) -> list[tuple[nn.Module, list[WeightGroup]]]:
-    """Modules outside the layers that share a weight with one of them, such as a tied head."""
-    home = {id(member.parameter): group for group in groups for member in group.members}
+    """Modules outside the layers that share a weight with one of them, such as a tied head.
+
+    Not a module around a layer: it may only keep a list of weights for its records, and what it
+    takes by name it is lent.
+    """
+    layers = {id(module) for module, _ in used}
     covered = {
         (id(inner), id(g)) for module, own in used for inner in module.modules() for g in own
     }
     others = []
-    for module in model.modules():
-        needed = dict.fromkeys(
-            home[id(parameter)]
-            for parameter in module.parameters(recurse=False)
-            if id(parameter) in home
-        )
-        missing = [group for group in needed if (id(module), id(group)) not in covered]
-        if missing:
+    for module, groups in holds.items():
+        missing = [group for group in groups if (id(module), id(group)) not in covered]
+        if missing and not any(id(inner) in layers for inner in module.modules()):
             others.append((module, missing))
     return others
-
-
-def _find_places(model: nn.Module, groups: Sequence[WeightGroup]) -> None:
-    """Which modules hold the parameters, and under which names."""
-    members = {id(member.parameter): member for group in groups for member in group.members}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if id(parameter) in members:
-                members[id(parameter)].places.append((module, name))
 
 
 def _make_groups(

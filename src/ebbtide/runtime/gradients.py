@@ -22,6 +22,7 @@ from ebbtide.runtime.ranges import profiler_range
 from ebbtide.runtime.resting import (
     Landings,
     RestingParameter,
+    StandIn,
     WeightGroup,
     allocate_host_memory,
 )
@@ -67,7 +68,7 @@ class _Move(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.set_materialize_grads(False)
         ctx.member, ctx.gradients = member, gradients
-        return member.view_of(buffer)
+        return StandIn.of(member.view_of(buffer))
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -100,7 +101,7 @@ class Gradients:
         self._under_way: list[_Departure] = []
         self._under_way_bytes = 0
 
-    def link(self, members: Sequence[RestingParameter], buffer: torch.Tensor) -> list[torch.Tensor]:
+    def link(self, members: Sequence[RestingParameter], buffer: torch.Tensor) -> list[StandIn]:
         """Stand-ins for parameters that want a gradient: their values in this buffer."""
         # Autograd runs the younger nodes first: all gradients are on their way before one is
         # waited for.

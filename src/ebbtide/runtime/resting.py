@@ -11,8 +11,9 @@ would find nothing.)
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import nn
@@ -32,7 +33,46 @@ from ebbtide.stores.host_memory import (
 Allocate = Callable[[int], HostMemory]
 """Gives host memory of at least so many bytes."""
 
+Place = tuple[nn.Module, str, Any]
+"""A module, its list or dict that holds a parameter, and the index or key there."""
+
 _ALIGNMENT_BYTES = 512
+
+
+class StandIn(torch.Tensor):
+    """What modules hold in a parameter's place: its values, in a buffer of the device.
+
+    What is computed with it is a plain tensor. It is no `nn.Parameter`: modules that a forward
+    makes of it (tensorly's slices of factorized weights) must not take it for one of theirs.
+
+    Attributes:
+        exposed: whether somebody was given its `data`, whose changes no version counter tells.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    exposed = False
+
+    @staticmethod
+    def of(values: torch.Tensor) -> StandIn:
+        """A stand-in that shares the memory of these values."""
+        made = torch.Tensor._make_subclass(StandIn, values)
+        assert isinstance(made, StandIn)
+        return made
+
+    @property
+    def data(self) -> torch.Tensor:
+        """As that of any tensor."""
+        self.exposed = True
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined,no-any-return]
+
+    @data.setter
+    def data(self, values: torch.Tensor) -> None:
+        self.exposed = True
+        self.refer_to(values)
+
+    def refer_to(self, values: torch.Tensor) -> None:
+        """Let it be these values, for all who hold it."""
+        torch.Tensor.data.__set__(self, values)  # type: ignore[attr-defined]
 
 
 @final
@@ -45,9 +85,11 @@ class RestingParameter:
         offset_bytes: in the memory of its group, on the host and on the device.
         size_bytes: of its values.
         host: its values at rest, in a storage of their own.
-        places: the modules that hold it, and under which name.
+        places: what holds it: modules' parameters, and their lists and dicts.
         stand_in: what modules hold while they are open; None while none is.
-        kept: the stand-in of this forward, for the calls that follow, without memory meanwhile.
+        lent: what code has that took it from a module that is not open; None if nobody did.
+        kept: the stand-in of this forward, for the calls that follow. It is without memory
+            meanwhile, unless the model itself holds on to it.
         departed: whether it is the device's again.
     """
 
@@ -58,11 +100,12 @@ class RestingParameter:
         self.size_bytes = parameter.numel() * parameter.element_size()
         self._size, self._stride = parameter.shape, _dense_stride(parameter)
         self.host = parameter.data
-        self.places: list[tuple[nn.Module, str]] = []
-        self.stand_in: torch.Tensor | None = None
-        self.kept: torch.Tensor | None = None
+        self.places: list[Place] = []
+        self.stand_in: StandIn | None = None
+        self.lent: StandIn | None = None
+        self.kept: StandIn | None = None
         self.departed = False
-        self._version = 0  # of the stand-in when it was shown
+        self._version = 0  # of the stand-in when it was shown or lent
 
     def view_of(self, memory: torch.Tensor) -> torch.Tensor:
         """Its values in the memory of its group, sharing the storage."""
@@ -115,7 +158,7 @@ class RestingParameter:
         given = self.parameter.data
         if given.data_ptr() == self.host.data_ptr():
             return
-        if given.shape != self._size or given.dtype != self.host.dtype:
+        if not self._fits(given):
             raise PolicyError(
                 f"{self.name} rests on the host as {self.host.dtype} of shape {tuple(self._size)}, "
                 f"and was given {given.dtype} of shape {tuple(given.shape)}; call detach() on the "
@@ -123,28 +166,81 @@ class RestingParameter:
             )
         self._rest()
 
-    def show(self, stand_in: torch.Tensor) -> None:
+    def _fits(self, values: torch.Tensor) -> bool:
+        return values.shape == self._size and values.dtype == self.host.dtype
+
+    def show(self, stand_in: StandIn) -> None:
         """Let the modules hold this in its place. What they hold of others' stays."""
         present = self.parameter if self.stand_in is None else self.stand_in
         self._exchange(present, stand_in)
         self.stand_in, self._version = stand_in, stand_in._version
 
-    def hide(self) -> None:
-        """Let the modules hold the parameter again."""
+    def hide(self, buffer: torch.Tensor | None) -> None:
+        """Let the modules hold the parameter again.
+
+        Args:
+            buffer: of its group.
+        """
         shown, self.stand_in = self.stand_in, None
-        if shown is None:
+        if shown is not None:
+            self._exchange(shown, self.parameter)
+            self._keep_changes(shown, buffer)
+            del shown
+            self._empty_kept()
+
+    def lend(self, stand_in: StandIn) -> None:
+        """Somebody has this in its place, while the modules hold the parameter."""
+        self.lent, self._version = stand_in, stand_in._version
+
+    def reclaim(self, buffer: torch.Tensor | None) -> None:
+        """What was lent is followed no longer. Who still has it keeps its memory.
+
+        Args:
+            buffer: of its group.
+        """
+        lent, self.lent = self.lent, None
+        if lent is not None:
+            self._keep_changes(lent, buffer)
+            del lent
+            self._empty_kept()
+
+    def _keep_changes(self, stand_in: StandIn, buffer: torch.Tensor | None) -> None:
+        """What the forward itself has made of its values counts, at rest too."""
+        if stand_in._version == self._version and not stand_in.exposed:
             return
-        self._exchange(shown, self.parameter)
-        if shown._version != self._version:
-            self.host.copy_(shown.data)  # the forward itself has changed it: keep that
-        if shown is self.kept:
-            # What autograd saved of it refers to the group, not to this memory.
-            shown.data = torch.empty(0, dtype=shown.dtype, device=shown.device)
+        stand_in.exposed = False
+        values = stand_in.detach()
+        if not self._fits(values):
+            self.parameter.data = values  # the next forward will say so
+            return
+        self.host.copy_(values)
+        present = None if buffer is None else self.view_of(buffer)
+        if present is not None and present.data_ptr() != values.data_ptr():
+            present.copy_(values)
+            # What was saved of the values before was not changed, but would not be found again.
+            torch.autograd.graph.increment_version(self.parameter)
+
+    def _empty_kept(self) -> None:
+        # What autograd saved of it refers to the group, not to this memory.
+        if self.kept is not None and _holders(self) == _ALONE:
+            self.kept.refer_to(self.kept.new_empty(0))
 
     def _exchange(self, present: torch.Tensor, following: torch.Tensor) -> None:
-        for module, name in self.places:
-            if module._parameters.get(name) is present:
-                module._parameters[name] = following  # type: ignore[assignment]
+        for module, name, key in self.places:
+            container = vars(module).get(name)  # the model may have made another one
+            if container is not None and held_at(container, key) is present:
+                container[key] = following
+
+
+def held_at(container: Any, key: Any) -> Any:
+    """What a list or dict of a module holds, as it is; None if nothing is there."""
+    if isinstance(container, dict):
+        return dict.get(container, key)
+    return container[key] if isinstance(container, list) and key < len(container) else None
+
+
+def _holders(member: RestingParameter) -> int:
+    return sys.getrefcount(member.kept)
 
 
 @final
@@ -166,7 +262,6 @@ class WeightGroup:
         awaited: the compute stream waits for `loaded`.
         home: the compute stream to which the buffer's memory belongs.
         open: modules between their begin and their end that use it.
-        recorded: whether autograd records what is done with what these modules hold.
     """
 
     def __init__(
@@ -186,7 +281,6 @@ class WeightGroup:
         self.awaited = False
         self.home: AbstractStream | None = None
         self.open = 0
-        self.recorded = False
 
     @property
     def layer(self) -> Layer:
@@ -265,3 +359,13 @@ def _aligned(size_bytes: int) -> int:
 def _dense_stride(parameter: torch.Tensor) -> tuple[int, ...]:
     """The parameter's strides if its elements fill their memory; else those of a packed one."""
     return torch.empty_like(parameter, device="meta").stride()
+
+
+def _count_alone() -> int:
+    """What `_holders` counts where nobody else holds the stand-in, with this interpreter."""
+    member = RestingParameter("", nn.Parameter(torch.empty(0)), 0)
+    member.kept = StandIn.of(torch.empty(0))
+    return _holders(member)
+
+
+_ALONE = _count_alone()

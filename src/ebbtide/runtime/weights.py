@@ -21,10 +21,10 @@ import torch
 
 from ebbtide.devices.base import AbstractDevice, AbstractEvent
 from ebbtide.runtime.ranges import profiler_range
-from ebbtide.runtime.resting import RestingParameter, WeightGroup
+from ebbtide.runtime.resting import RestingParameter, StandIn, WeightGroup
 from ebbtide.runtime.saved import AbstractDeparted
 
-Link = Callable[[Sequence[RestingParameter], torch.Tensor], list[torch.Tensor]]
+Link = Callable[[Sequence[RestingParameter], torch.Tensor], list[StandIn]]
 """Gives parameters' stand-ins: their values in a buffer, computed from them for autograd."""
 
 
@@ -115,6 +115,7 @@ class Weights:
         self._running = 0  # forwards of the model
         self._backwards: weakref.WeakValueDictionary[int, _Backward] = weakref.WeakValueDictionary()
         self._in_backward: dict[int, Sequence[WeightGroup]] = {}  # by task
+        self._lent: dict[RestingParameter, WeightGroup] = {}
         self._saved: weakref.WeakSet[WeightTensor] = weakref.WeakSet()
         self.peak_groups = 0
 
@@ -150,6 +151,7 @@ class Weights:
         with self._lock:
             self._running -= 1
             if not self._running:
+                self._reclaim()
                 for group in self.groups:
                     for member in group.members:
                         member.kept = None
@@ -157,36 +159,14 @@ class Weights:
     def enter(self, group: WeightGroup) -> None:
         """A module begins that uses these parameters."""
         with self._lock:
-            in_backward = torch._C._current_graph_task_id() != -1
-            if not self._running and not in_backward and not self._any_open():
+            if not self._running and not _in_backward() and not self._any_open():
                 self._start_over()  # the module is called by itself, outside the model's forward
-            recorded = torch.is_grad_enabled()
-            if not group.open or recorded > group.recorded:
-                # Only where hooks take what autograd saves is the memory free after the call.
-                hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-                keep = hooked and self._running > 0 and not in_backward
-                self._show(group, recorded=recorded, keep=keep)
+            if not group.open:
+                for member in group.members:
+                    member.reclaim(group.buffer)
+                for member, stand_in in self._make(group, group.members):
+                    member.show(stand_in)
             group.open += 1
-
-    def _show(self, group: WeightGroup, *, recorded: bool, keep: bool) -> None:
-        buffer = self._bring(group)
-        group.recorded = recorded
-        fresh = []
-        for member in group.members:
-            if not (recorded and member.parameter.requires_grad):
-                member.show(member.view_of(buffer))
-            elif keep and member.kept is not None:
-                member.kept.data = member.view_of(buffer)
-                member.show(member.kept)
-            else:
-                fresh.append(member)
-        for member, stand_in in zip(fresh, self._link(fresh, buffer), strict=True):
-            if keep:
-                member.kept = stand_in
-            member.show(stand_in)
-
-    def _any_open(self) -> bool:
-        return any(group.open for group in self._resident)
 
     def leave(self, group: WeightGroup) -> None:
         """The module has ended."""
@@ -194,7 +174,63 @@ class Weights:
             group.open -= 1
             if not group.open:
                 for member in group.members:
-                    member.hide()
+                    member.hide(group.buffer)
+                if not self._running and not self._any_open():
+                    self._reclaim()
+
+    def lend(self, group: WeightGroup, member: RestingParameter) -> torch.Tensor:
+        """What code that takes a parameter from a module that is not open is to work with.
+
+        Returns:
+            A stand-in while a forward runs, or a part of one is recomputed; else the parameter.
+        """
+        with self._lock:
+            # Without recording, it is hooks that look at it in backward.
+            recomputed = _in_backward() and torch.is_grad_enabled()
+            if not (recomputed or (not _in_backward() and (self._running or self._any_open()))):
+                return member.parameter
+            if member.lent is None:
+                for _, stand_in in self._make(group, [member]):
+                    member.lend(stand_in)
+                self._lent[member] = group
+            else:
+                self._bring(group)
+            assert member.lent is not None
+            return member.lent
+
+    def _make(
+        self, group: WeightGroup, members: Sequence[RestingParameter]
+    ) -> list[tuple[RestingParameter, StandIn]]:
+        """Stand-ins in the group's buffer."""
+        buffer = self._bring(group)
+        # Only where hooks take what autograd saves is the memory free after the call.
+        hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        keep = hooked and self._running > 0 and not _in_backward()
+        made = []
+        fresh = []
+        for member in members:
+            if not member.parameter.requires_grad:
+                made.append((member, StandIn.of(member.view_of(buffer))))
+            elif keep and member.kept is not None:
+                member.kept.refer_to(member.view_of(buffer))
+                made.append((member, member.kept))
+            else:
+                fresh.append(member)
+        with torch.enable_grad():  # they want a gradient whether or not this call records one
+            linked = self._link(fresh, buffer)
+        for member, stand_in in zip(fresh, linked, strict=True):
+            if keep:
+                member.kept = stand_in
+            made.append((member, stand_in))
+        return made
+
+    def _reclaim(self) -> None:
+        while self._lent:
+            member, group = self._lent.popitem()
+            member.reclaim(group.buffer)
+
+    def _any_open(self) -> bool:
+        return any(group.open for group in self._resident)
 
     # ---- backward -----------------------------------------------------------------------------
 
@@ -210,9 +246,8 @@ class Weights:
         with self._lock:
             self._note_backward(task)
             self._end_modules(task)
-            with torch.enable_grad():  # what is recomputed is recorded
-                for group in groups:
-                    self.enter(group)
+            for group in groups:
+                self.enter(group)
             self._in_backward[task] = groups
 
     def _note_backward(self, task: int) -> None:
@@ -228,6 +263,7 @@ class Weights:
         with self._lock:
             for group in self._in_backward.pop(task, ()):
                 self.leave(group)
+            self._reclaim()
 
     def note_saved(self, saved: WeightTensor) -> None:
         """A graph will ask for a weight."""
@@ -310,6 +346,9 @@ class Weights:
 
     def _release(self, group: WeightGroup) -> None:
         assert group.buffer is not None and group.loaded is not None
+        for member in group.members:
+            member.reclaim(group.buffer)
+            self._lent.pop(member, None)
         del self._resident[group]
         del self._at[group.buffer.untyped_storage()._cdata]
         if not group.awaited:
@@ -335,8 +374,12 @@ class Weights:
         if self._expected:
             return self._expected[self._place] if self._place < len(self._expected) else None
         last = self._uses[-1]
-        if torch._C._current_graph_task_id() == -1:  # a first forward: the order of the model
+        if not _in_backward():  # a first forward: the order of the model
             later = last.number + 1
             return self.groups[later] if later < len(self.groups) else None
         # A first backward: what was used before it, in reverse.
         return self.groups[last.number - 1] if last.number else None
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
