@@ -89,6 +89,29 @@ def test_the_device_holds_two_layers(device: torch.device) -> None:
     assert peak_bytes < LAYERS * layer_bytes * 2, "more than weights and gradients without offload"
 
 
+def test_autocast_copies_hold_no_memory(device: torch.device) -> None:
+    width = 2048
+    model, x = tower(device, LAYERS, width), batch(device, 64, width)
+    layer_bytes = (width * width + width) * 4
+
+    def loss(net: nn.Module) -> Tensor:
+        with torch.autocast(device.type, torch.bfloat16):
+            return mean_square(net(x))
+
+    expected = torch.autograd.grad(loss(model), list(model.parameters()))
+    expected = [gradient.cpu() for gradient in expected]
+    with ebbtide.offload(model, weights=ebbtide.WeightPolicy()):
+        resting_bytes = torch.accelerator.memory_allocated(device)
+        value = loss(model)
+        finish_device(device)
+        held_bytes = torch.accelerator.memory_allocated(device) - resting_bytes
+        got = torch.autograd.grad(value, list(model.parameters()))
+    # Two layers' weights and activations; a copy of each layer in bfloat16 would be half of one.
+    assert held_bytes < 2 * layer_bytes + 8 * MIB
+    for mine, theirs in zip(got, expected, strict=True):
+        assert torch.equal(mine.cpu(), theirs)
+
+
 def test_torch_finds_gradients_that_are_asked_for(device: torch.device) -> None:
     model, x = tower(device, LAYERS), batch(device)
     expected = torch.autograd.grad(mean_square(model(x)), list(model.parameters()))

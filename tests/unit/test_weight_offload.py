@@ -467,6 +467,72 @@ def test_autocast() -> None:
     check(Net, run)
 
 
+def _autocast(model: nn.Module, number: int) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return model(batch(number))
+
+
+def _casts(model: nn.Module) -> list[Tensor]:
+    """Tensors that look like what autocast makes of the model's weights."""
+    shapes = {s for p in model.parameters() if p.dim() > 1 for s in (p.shape, p.t().shape)}
+    known = [o for o in gc.get_objects() if issubclass(type(o), Tensor)]
+    return [t for t in known if t.dtype is torch.bfloat16 and t.shape in shapes]
+
+
+@pytest.mark.parametrize("how", ["weights", "weights and activations", "without the rule"])
+def test_casts_of_weights_hold_no_memory(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if how == "without the rule":
+        monkeypatch.setattr("ebbtide.hooks.weights.cast_parameter", lambda _: None)
+    model = Net()
+    others = {model.enter.weight.shape, model.head.weight.shape, model.head.weight.t().shape}
+    both = ActivationPolicy(min_bytes=64) if how == "weights and activations" else None
+    with offloaded(model, activations=both) as handle:
+        loss = _autocast(model, 0)
+        held = [t for t in _casts(model) if t.shape not in others]
+        loss.backward()
+        assert bool(held) == (how == "without the rule")
+        cast_bytes = sum(b.first.weight.nbytes + b.second.weight.nbytes for b in model.blocks) // 2
+        assert (handle.stats.parameter_bytes >= cast_bytes) == (how != "without the rule")
+
+
+def test_a_cast_of_a_weight_that_the_forward_changes() -> None:
+    """It is made before or after the change, which nobody may forget."""
+
+    class Changing(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            before = self.first.weight.to(torch.bfloat16)
+            with torch.no_grad():
+                self.first.weight.mul_(0.9)
+            after = self.first.weight.to(torch.bfloat16)
+            y = nn.functional.linear(x.bfloat16(), before) + nn.functional.linear(
+                x.bfloat16(), after
+            )
+            return x + self.second(y.float())
+
+    check(lambda: Net(*[Changing() for _ in range(3)]), steps)
+
+
+@pytest.mark.parametrize("when", ["in the layer", "after the layer", "after the forward"])
+def test_a_weight_changed_after_its_cast_is_seen(when: str) -> None:
+    def change(module: nn.Module, *_: Any) -> None:
+        with torch.no_grad():
+            module.weight.mul_(2)
+
+    model = Net()
+    second = model.blocks[1].second
+    with offloaded(model):
+        if when == "in the layer":
+            second.register_forward_hook(change)
+        elif when == "after the layer":
+            model.blocks[1].register_forward_hook(lambda *_: change(second))
+        loss = _autocast(model, 0)
+        if when == "after the forward":
+            change(second)
+        with pytest.raises(SavedTensorModifiedError, match=r"blocks\.1\.second\.weight"):
+            loss.backward()
+        del loss
+
+
 def test_sparse_gradients() -> None:
     class Table(nn.Module):
         def __init__(self) -> None:

@@ -109,7 +109,7 @@ class ActivationHooks:
         base = tensor._base
         whole = tensor if base is None else base
         if self.weights is not None:
-            saved = self.weights.pack(tensor)
+            saved = self.weights.pack(tensor, whole)
             if saved is not None:
                 meter.parameter_bytes += size_bytes
                 return saved

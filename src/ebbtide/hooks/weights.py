@@ -17,11 +17,12 @@ from ebbtide.errors import PolicyError
 from ebbtide.hooks.layers import LayerModules, ModuleHook, lists_by_index
 from ebbtide.hooks.places import find_places, start_lending, stop_lending
 from ebbtide.policy import WeightPolicy, is_in_share
-from ebbtide.runtime.gradients import Gradients
+from ebbtide.runtime.gradients import Gradients, cast_parameter
 from ebbtide.runtime.mapped import MappedWeights
 from ebbtide.runtime.resting import Allocate, WeightGroup, allocate_host_memory
 from ebbtide.runtime.saved import Saved
-from ebbtide.runtime.weights import Weights, WeightTensor
+from ebbtide.runtime.weight_tensors import CastWeightTensor, WeightTensor
+from ebbtide.runtime.weights import Weights
 from ebbtide.stores.mapped import MappedMemory
 
 Unit = tuple[list[nn.Module], list[tuple[str, nn.Parameter]]]
@@ -119,13 +120,27 @@ class WeightHooks:
         """It has ended."""
         self.weights.end_forward()
 
-    def pack(self, tensor: torch.Tensor) -> Saved | None:
-        """What stands for a saved tensor that is a view of a weight; None if it is none."""
+    def pack(self, tensor: torch.Tensor, whole: torch.Tensor) -> Saved | None:
+        """What stands for a saved tensor that is a view or a cast of a weight; None if it is none.
+
+        Args:
+            tensor: what is saved.
+            whole: what it is a view of, or itself.
+        """
         weights = self.weights
         if isinstance(weights, MappedWeights):
             return None  # it is in the file
-        group = weights.group_at(tensor.untyped_storage())
-        return None if group is None else WeightTensor(weights, group, tensor)
+        storage = tensor.untyped_storage()
+        group = weights.group_at(storage)
+        if group is not None:
+            member = group.member_at(int(tensor.storage_offset()) * tensor.element_size())
+            return WeightTensor(weights, group, member, tensor)
+        cast = cast_parameter(whole)
+        if cast is None or not cast.is_as_brought():
+            return None
+        if storage.nbytes() != whole.nbytes or tensor.dtype is not whole.dtype:
+            return None
+        return CastWeightTensor(weights, self._homes[id(cast.parameter)][0], cast, tensor)
 
     def detach(self) -> None:
         """Bring everything back to the device, gradients too."""

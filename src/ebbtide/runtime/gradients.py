@@ -200,3 +200,24 @@ def _packed_bytes(gradient: torch.Tensor, stride: tuple[int, ...]) -> torch.Tens
         )
         storage = packed.copy_(gradient).untyped_storage()
     return torch.empty(0, dtype=torch.uint8, device=gradient.device).set_(storage)
+
+
+def cast_parameter(tensor: torch.Tensor) -> RestingParameter | None:
+    """Whose stand-in this is a cast of, laid out alike; None if it is none.
+
+    Args:
+        tensor: with a storage of its own.
+    """
+    node = tensor.grad_fn
+    if node is None or node.name() != _CAST:
+        return None
+    source: Any = node.next_functions[0][0]
+    member: RestingParameter | None = getattr(source, "member", None)
+    if type(source) is not _Move._backward_cls or member is None:
+        return None
+    if tensor.shape != member.host.shape or tensor._version:
+        return None
+    return member if tensor.stride() == member.host.stride() else None
+
+
+_CAST = "ToCopyBackward0"

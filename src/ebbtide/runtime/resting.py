@@ -91,6 +91,7 @@ class RestingParameter:
         kept: the stand-in of this forward, for the calls that follow. It is without memory
             meanwhile, unless the model itself holds on to it.
         departed: whether it is the device's again.
+        changes: how often a forward has changed its values.
     """
 
     def __init__(self, name: str, parameter: nn.Parameter, offset_bytes: int) -> None:
@@ -105,6 +106,7 @@ class RestingParameter:
         self.lent: StandIn | None = None
         self.kept: StandIn | None = None
         self.departed = False
+        self.changes = 0
         self._version = 0  # of the stand-in when it was shown or lent
 
     def view_of(self, memory: torch.Tensor) -> torch.Tensor:
@@ -188,6 +190,14 @@ class RestingParameter:
             del shown
             self._empty_kept()
 
+    def is_as_brought(self) -> bool:
+        """Whether nobody has changed what stands for it now."""
+        present = self.stand_in if self.lent is None else self.lent
+        return present is not None and not self._is_changed(present)
+
+    def _is_changed(self, stand_in: StandIn) -> bool:
+        return stand_in._version != self._version or stand_in.exposed
+
     def lend(self, stand_in: StandIn) -> None:
         """Somebody has this in its place, while the modules hold the parameter."""
         self.lent, self._version = stand_in, stand_in._version
@@ -206,8 +216,9 @@ class RestingParameter:
 
     def _keep_changes(self, stand_in: StandIn, buffer: torch.Tensor | None) -> None:
         """What the forward itself has made of its values counts, at rest too."""
-        if stand_in._version == self._version and not stand_in.exposed:
+        if not self._is_changed(stand_in):
             return
+        self.changes += 1
         stand_in.exposed = False
         values = stand_in.detach()
         if not self._fits(values):

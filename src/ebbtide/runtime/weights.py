@@ -5,8 +5,9 @@ uses it is entered, a stand-in takes its place there: a view of a device buffer 
 group has been copied. The buffer goes when room is needed: at most two groups are there at once,
 the one that works and the one that is next, and those of modules that are still open around them.
 
-What autograd saves of a weight is a view of such a buffer. It is replaced by a `WeightTensor`,
-which finds the bytes at the same place of whatever buffer the group is in when backward asks.
+What autograd saves of a weight is a view of such a buffer, or a cast of one. In its place a graph
+has what finds the bytes in whatever buffer the group is in when backward asks
+(`ebbtide.runtime.weight_tensors`).
 """
 
 from __future__ import annotations
@@ -22,45 +23,10 @@ import torch
 from ebbtide.devices.base import AbstractDevice, AbstractEvent
 from ebbtide.runtime.ranges import profiler_range
 from ebbtide.runtime.resting import RestingParameter, StandIn, WeightGroup
-from ebbtide.runtime.saved import AbstractDeparted
+from ebbtide.runtime.weight_tensors import AbstractWeightTensor
 
 Link = Callable[[Sequence[RestingParameter], torch.Tensor], list[StandIn]]
 """Gives parameters' stand-ins: their values in a buffer, computed from them for autograd."""
-
-
-@final
-class WeightTensor(AbstractDeparted):
-    """What autograd saved of a weight: a view of whatever buffer its group is in.
-
-    Args:
-        weights: that bring the group back.
-        group: that the weight belongs to.
-        tensor: what was saved, a view of the group's buffer.
-    """
-
-    __slots__ = ("_group", "_parameter", "_parameter_version", "_weights")
-
-    def __init__(self, weights: Weights, group: WeightGroup, tensor: torch.Tensor) -> None:
-        self._weights = weights
-        self._group = group
-        super().__init__(tensor)
-        self._parameter = group.member_at(int(self._offset) * tensor.element_size()).parameter
-        self._parameter_version = self._parameter._version
-        weights.note_saved(self)
-
-    def share(self) -> WeightTensor:
-        return self  # it holds nothing
-
-    def is_modified(self) -> bool:
-        # In the forward, the stand-in was changed; after it, the parameter.
-        return super().is_modified() or self._parameter._version != self._parameter_version
-
-    def restore(self) -> torch.Tensor:
-        self._check_version()
-        return self._tensor_in(self._weights.bring(self._group).untyped_storage())
-
-    def inspect(self) -> torch.Tensor:
-        return self.restore()
 
 
 @final
@@ -116,7 +82,7 @@ class Weights:
         self._backwards: weakref.WeakValueDictionary[int, _Backward] = weakref.WeakValueDictionary()
         self._in_backward: dict[int, Sequence[WeightGroup]] = {}  # by task
         self._lent: dict[RestingParameter, WeightGroup] = {}
-        self._saved: weakref.WeakSet[WeightTensor] = weakref.WeakSet()
+        self._saved: weakref.WeakSet[AbstractWeightTensor] = weakref.WeakSet()
         self.peak_groups = 0
 
     # ---- forward ------------------------------------------------------------------------------
@@ -265,7 +231,7 @@ class Weights:
                 self.leave(group)
             self._reclaim()
 
-    def note_saved(self, saved: WeightTensor) -> None:
+    def note_saved(self, saved: AbstractWeightTensor) -> None:
         """A graph will ask for a weight."""
         self._saved.add(saved)
 
