@@ -383,7 +383,7 @@ MUTATIONS = (
     ),
     Mutation(
         name="a gradient's host memory is used again only when nobody holds the gradient",
-        file="runtime/resting.py",
+        file="runtime/groups.py",
         old="            if given is None or given.expired():  # type: ignore[no-untyped-call]\n",
         new="            if True:\n",
         hazard="What has accumulated so far, or a gradient that the user keeps, is overwritten by "
@@ -411,7 +411,7 @@ MUTATIONS = (
     Mutation(
         name="what was changed through `data` counts",
         file="runtime/resting.py",
-        old=" and not stand_in.exposed",
+        old=" or stand_in.exposed",
         new="",
         hazard="No version counter tells of such a change: it is lost when the buffer goes.",
         check="weight_programs.check_weights",

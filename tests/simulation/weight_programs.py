@@ -45,7 +45,7 @@ class _Look:
         if self.weights is None:
             return
         for parameter in block.parameters():
-            assert id(parameter) not in self.weights._homes, (
+            assert parameter not in self.weights.resting, (
                 "a weight that a block works with is on the host"
             )
 

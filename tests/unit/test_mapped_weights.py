@@ -85,7 +85,7 @@ def test_ten_steps_are_the_same(kind: str, double_buffering: bool, tmp_path: Pat
 def test_which_layers(policy: ebbtide.WeightPolicy, names: list[str]) -> None:
     with ebbtide.offload(make(), weights=policy) as handle:
         hooks = handle._engine._hooks.weights
-        resting = [member.name for _, member in hooks._homes.values()]
+        resting = [member.name for _, member in hooks.resting.members()]
         assert resting == [f"{name}.0.{kind}" for name in names for kind in ("weight", "bias")]
 
 
@@ -123,6 +123,23 @@ def test_layers_by_name_and_a_pipeline_stage() -> None:
         dist.destroy_process_group()
     assert all(map(torch.equal, got, expected))
     assert all(map(torch.equal, mine.parameters(), plain.parameters()))
+
+
+def test_parameters_that_take_the_place_of_others(tmp_path: Path) -> None:
+    plain, mine = make(), make()
+    policy = ebbtide.WeightPolicy()
+    with ebbtide.offload(mine, weights=policy, store=f"disk:{tmp_path}") as handle:
+        for model in (plain, mine):
+            train(model, "adamw")
+            values = {name: value * 0.5 for name, value in model.state_dict().items()}
+            model.load_state_dict(values, assign=True)
+        expected, optimizer = train(plain, "adamw"), train(mine, "adamw")
+        assert_same(mine, plain, optimizer, expected)
+        resting = handle._engine._hooks.weights.resting
+        for group, member in resting.members():
+            assert member.parameter in set(mine.parameters())
+            begin = group.memory.tensor.data_ptr()
+            assert begin <= member.parameter.data_ptr() < begin + group.size_bytes
 
 
 def test_with_activations(tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ class OnDevice(TorchFunctionMode):
         computed = func.__name__ not in ("__get__", "detach") and isinstance(result, Tensor)
         if working and computed and not looked_at:
             for leaf in tree_leaves((args, kwargs)):
-                assert id(leaf) not in self.weights._homes, f"{func} has a weight of the host"
+                assert leaf not in self.weights.resting, f"{func} has a weight of the host"
         return result
 
 
@@ -753,6 +753,25 @@ def _restored(model: nn.Module) -> list[Tensor | None]:
     return steps(model, optimizer)
 
 
+def _assigned(model: nn.Module) -> list[Tensor | None]:
+    """Other parameters take the place of those that rest."""
+    optimizer = torch.optim.AdamW(model.parameters())
+    steps(model, optimizer)
+    before = model.blocks[0].scale
+    found: list[Tensor | None] = []
+    values = {name: value.clone() * 0.5 for name, value in model.state_dict().items()}
+    model.load_state_dict(values, assign=True)
+    found += steps(model)
+    model.blocks[2].second.weight = nn.Parameter(torch.randn(WIDTH, 2 * WIDTH))
+    model.blocks[2].scale = nn.Parameter(torch.randn(WIDTH), requires_grad=False)
+    found += steps(model)
+    held = before.detach().clone()
+    with torch.no_grad():
+        before.mul_(2)  # nobody's any more
+    found += steps(model)
+    return [*found, held, before.detach()]
+
+
 def _averaged(model: nn.Module) -> list[Tensor | None]:
     average = torch.optim.swa_utils.AveragedModel(
         model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
@@ -823,6 +842,7 @@ CASES = (
     _given,
     _thawed,
     _restored,
+    _assigned,
     _averaged,
     _changed_in_forward,
     _inside_no_grad,
@@ -873,6 +893,45 @@ def test_a_weight_changed_before_backward_is_seen() -> None:
         with pytest.raises(SavedTensorModifiedError):
             loss.backward()
         del loss
+
+
+def test_values_given_between_forward_and_backward_are_seen() -> None:
+    """Autograd alone would still have the values from before, and they are gone."""
+    for give in (
+        lambda block: setattr(block.scale, "data", block.scale.data * 0.5),
+        lambda block: setattr(block, "scale", nn.Parameter(torch.rand(WIDTH))),
+    ):
+        model = Net()
+        with offloaded(model):
+            loss = model(batch(0))
+            give(model.blocks[1])
+            other = model(batch(1))
+            with pytest.raises(SavedTensorModifiedError, match=r"blocks\.1\.scale"):
+                loss.backward()
+            other.backward()
+            del loss, other
+
+
+def test_a_tied_weight_that_is_given_to_some_is_refused() -> None:
+    model = _tied()
+    weight = model.blocks[0].first.weight
+    with offloaded(model):
+        model.blocks[1].first.weight = nn.Parameter(torch.rand(2 * WIDTH, WIDTH))
+        with pytest.raises(PolicyError, match=r"shared by several modules.*detach\(\)"):
+            model(batch(0))
+        model.blocks[1].first.weight = weight
+        steps(model)
+
+
+def test_another_shape_is_refused() -> None:
+    model = Net()
+    with offloaded(model):
+        before = model.blocks[1].scale
+        model.blocks[1].scale = nn.Parameter(torch.rand(1))
+        with pytest.raises(PolicyError, match=r"blocks\.1\.scale .* shape \(1,\)"):
+            model(batch(0))
+        model.blocks[1].scale = before
+        steps(model)
 
 
 def test_a_weight_replaced_in_forward_is_seen() -> None:

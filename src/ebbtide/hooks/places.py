@@ -8,7 +8,7 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from ebbtide.runtime.resting import Place, RestingParameter, held_at
+from ebbtide.runtime.resting import PARAMETERS, Place, RestingParameter, held_at
 
 Lend = Callable[[torch.Tensor], torch.Tensor]
 """Gives what code is to work with that takes this parameter from a module that is not open."""
@@ -71,5 +71,5 @@ def _places_in(module: nn.Module) -> Iterator[Place]:
     for name, value in vars(module).items():
         if isinstance(value, list):
             yield from ((module, name, index) for index in range(len(value)))
-        elif isinstance(value, dict) and (name == "_parameters" or not name.startswith("_")):
+        elif isinstance(value, dict) and (name == PARAMETERS or not name.startswith("_")):
             yield from ((module, name, key) for key in value)

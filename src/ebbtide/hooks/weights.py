@@ -18,8 +18,8 @@ from ebbtide.hooks.layers import LayerModules, ModuleHook, lists_by_index
 from ebbtide.hooks.places import find_places, start_lending, stop_lending
 from ebbtide.policy import WeightPolicy, is_in_share
 from ebbtide.runtime.gradients import Gradients, cast_parameter
+from ebbtide.runtime.groups import Allocate, RestingIndex, WeightGroup, allocate_host_memory
 from ebbtide.runtime.mapped import MappedWeights
-from ebbtide.runtime.resting import Allocate, WeightGroup, allocate_host_memory
 from ebbtide.runtime.saved import Saved
 from ebbtide.runtime.weight_tensors import CastWeightTensor, WeightTensor
 from ebbtide.runtime.weights import Weights
@@ -60,10 +60,10 @@ class WeightHooks:
         of_device = functools.partial(allocate_host_memory, device)
         allocate = of_device if memory is None else memory.allocate
         groups, used = _make_groups(units, allocate, device.torch_device)
-        self._homes = {id(m.parameter): (group, m) for group in groups for m in group.members}
-        find_places(model, (member for _, member in self._homes.values()))
+        self.resting = RestingIndex(groups)
+        find_places(model, (member for _, member in self.resting.members()))
         holds: dict[nn.Module, dict[WeightGroup, None]] = {}
-        for group, member in self._homes.values():
+        for group, member in self.resting.members():
             for module, *_ in member.places:
                 holds.setdefault(module, {})[group] = None
         self._holders = list(holds)
@@ -73,11 +73,16 @@ class WeightHooks:
         self.gradients = Gradients(device, groups, bound_bytes)
         self.weights: Weights | MappedWeights
         if memory is None:
-            link = self.gradients.link
-            self.weights = Weights(device, groups, link, double_buffering=policy.double_buffering)
+            self.weights = Weights(
+                device,
+                groups,
+                self.resting,
+                self.gradients.link,
+                double_buffering=policy.double_buffering,
+            )
         else:
             self.weights = MappedWeights(
-                device, groups, memory, double_buffering=policy.double_buffering
+                device, groups, self.resting, memory, double_buffering=policy.double_buffering
             )
         self._device = device
         # All optimizers share this hook: it must not keep the model alive.
@@ -107,7 +112,7 @@ class WeightHooks:
 
     def lend(self, parameter: torch.Tensor) -> torch.Tensor:
         """What code that takes a parameter from a module that is not open is to work with."""
-        home = self._homes.get(id(parameter))
+        home = self.resting.find(parameter)
         if home is None or isinstance(self.weights, MappedWeights):
             return parameter
         return self.weights.lend(*home)
@@ -138,9 +143,10 @@ class WeightHooks:
         cast = cast_parameter(whole)
         if cast is None or not cast.is_as_brought():
             return None
-        if storage.nbytes() != whole.nbytes or tensor.dtype is not whole.dtype:
+        home = self.resting.find(cast.parameter)
+        if home is None or storage.nbytes() != whole.nbytes or tensor.dtype is not whole.dtype:
             return None
-        return CastWeightTensor(weights, self._homes[id(cast.parameter)][0], cast, tensor)
+        return CastWeightTensor(weights, *home, tensor)
 
     def detach(self) -> None:
         """Bring everything back to the device, gradients too."""
@@ -150,20 +156,23 @@ class WeightHooks:
         self.weights.settle()
         stop_lending(self._holders)
         home = self._device.torch_device
-        for _, member in self._homes.values():
+        for _, member in self.resting.members():
             member.leave_for(home)
         self.weights.close()
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer is about to change values at rest."""
-        mine = [p for g in optimizer.param_groups for p in g["params"] if id(p) in self._homes]
-        for parameter in mine:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        for parameter in parameters:
+            found = self.resting.find(parameter)
+            if found is None:
+                continue
             for name, value in optimizer.state.get(parameter, {}).items():
                 moved = isinstance(value, torch.Tensor) and value.device != parameter.device
                 if moved and value.dim():
                     raise PolicyError(
                         f"{type(optimizer).__name__} holds {name!r} of "
-                        f"{self._homes[id(parameter)][1].name} on {value.device}, and that weight "
+                        f"{found[1].name} on {value.device}, and that weight "
                         f"rests on the host now; make the optimizer after ebbtide.offload, or load "
                         f"its state_dict again: optimizer.load_state_dict(optimizer.state_dict())"
                     )

@@ -18,14 +18,9 @@ from typing import Any, final
 import torch
 
 from ebbtide.devices.base import AbstractDevice, AbstractEvent, AbstractStream
+from ebbtide.runtime.groups import Landings, WeightGroup, allocate_host_memory
 from ebbtide.runtime.ranges import profiler_range
-from ebbtide.runtime.resting import (
-    Landings,
-    RestingParameter,
-    StandIn,
-    WeightGroup,
-    allocate_host_memory,
-)
+from ebbtide.runtime.resting import RestingParameter, StandIn
 
 
 @dataclass(eq=False)

@@ -23,7 +23,8 @@ from torch.optim.optimizer import (
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from ebbtide.devices.base import AbstractDevice
-from ebbtide.runtime.resting import Landings, RestingParameter, WeightGroup
+from ebbtide.runtime.groups import Landings, RestingIndex, WeightGroup
+from ebbtide.runtime.resting import RestingParameter
 from ebbtide.stores.host_memory import HostMemory
 from ebbtide.stores.mapped import MappedMemory, give_back_free_memory, page_in, page_out
 
@@ -38,6 +39,7 @@ class MappedWeights:
     Args:
         device: the CPU.
         groups: in the order of the model.
+        index: of their members.
         memory: what they rest in.
         double_buffering: read the next group ahead while one works.
     """
@@ -46,6 +48,7 @@ class MappedWeights:
         self,
         device: AbstractDevice,
         groups: Sequence[WeightGroup],
+        index: RestingIndex,
         memory: MappedMemory,
         *,
         double_buffering: bool,
@@ -59,7 +62,7 @@ class MappedWeights:
         self._landings = {group: Landings(group, memory.allocate) for group in groups}
         self._states: set[int] = set()  # addresses of optimizer state
         self._blocks: list[HostMemory] = []
-        self._homes = {id(m.parameter): m for group in groups for m in group.members}
+        self._index = index
         self._making: _StateAtRest | None = None
         me = weakref.ref(self)
         self._handles: list[Any] = [
@@ -76,12 +79,11 @@ class MappedWeights:
 
     def begin_forward(self) -> None:
         """A forward of the model begins."""
-        for group in self.groups:
-            for member in group.members:
-                member.adopt()
-                if member not in self._watched and member.parameter.requires_grad:
-                    self._watched.add(member)
-                    self._watch(group, member)
+        self._watched.difference_update(self._index.adopt())
+        for group, member in self._index.members():
+            if member not in self._watched and member.parameter.requires_grad:
+                self._watched.add(member)
+                self._watch(group, member)
 
     def end_forward(self) -> None:
         """It has ended."""
@@ -144,7 +146,7 @@ class MappedWeights:
             return
         self._end_step()
         for parameter, state in optimizer.state.items():
-            if id(parameter) in self._homes:
+            if parameter in self._index:
                 for name, value in state.items():
                     if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
                         state[name] = self._at_rest(parameter, value)
@@ -162,7 +164,7 @@ class MappedWeights:
         self._making = None
 
     def _is_ours(self, optimizer: torch.optim.Optimizer) -> bool:
-        return any(id(p) in self._homes for g in optimizer.param_groups for p in g["params"])
+        return any(p in self._index for g in optimizer.param_groups for p in g["params"])
 
     def _at_rest(self, parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """An optimizer's state in mapped memory, moved there when it is seen first."""
@@ -172,7 +174,9 @@ class MappedWeights:
 
     def like(self, parameter: torch.Tensor) -> torch.Tensor:
         """Zeros like a parameter, in a file of their own."""
-        member = self._homes[id(parameter)]
+        found = self._index.find(parameter)
+        assert found is not None
+        member = found[1]
         block = self._memory.allocate(member.size_bytes)
         self._blocks.append(block)
         made = member.own_view_at(block.tensor, 0)
@@ -181,7 +185,7 @@ class MappedWeights:
 
     def is_mine(self, tensor: object) -> bool:
         """Whether this is a parameter at rest."""
-        return id(tensor) in self._homes
+        return tensor in self._index
 
     def page_out(self) -> None:
         """Let go of all pages; what is used comes back by itself. Any thread may call this."""

@@ -10,33 +10,19 @@ would find nothing.)
 
 from __future__ import annotations
 
-import math
 import sys
-from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
-from ebbtide.devices.base import AbstractDevice, AbstractEvent, AbstractStream
 from ebbtide.errors import PolicyError
-from ebbtide.runtime.ranges import Layer
-from ebbtide.stores.host_memory import (
-    HostMemory,
-    allocate_by_torch,
-    map_exactly,
-    warn_of_pageable,
-    whole_pages,
-)
-
-Allocate = Callable[[int], HostMemory]
-"""Gives host memory of at least so many bytes."""
 
 Place = tuple[nn.Module, str, Any]
 """A module, its list or dict that holds a parameter, and the index or key there."""
 
-_ALIGNMENT_BYTES = 512
+PARAMETERS = "_parameters"
+"""The name of a module's dict of them."""
 
 
 class StandIn(torch.Tensor):
@@ -92,6 +78,7 @@ class RestingParameter:
             meanwhile, unless the model itself holds on to it.
         departed: whether it is the device's again.
         changes: how often a forward has changed its values.
+        replacements: how often others took the place of its values.
     """
 
     def __init__(self, name: str, parameter: nn.Parameter, offset_bytes: int) -> None:
@@ -106,7 +93,7 @@ class RestingParameter:
         self.lent: StandIn | None = None
         self.kept: StandIn | None = None
         self.departed = False
-        self.changes = 0
+        self.changes = self.replacements = 0
         self._version = 0  # of the stand-in when it was shown or lent
 
     def view_of(self, memory: torch.Tensor) -> torch.Tensor:
@@ -151,22 +138,53 @@ class RestingParameter:
             parameter.grad = gradient.to(home, copy=True)
         self.departed = True
 
-    def adopt(self) -> None:
-        """Take values that somebody else has given it (`parameter.data = ...`, `model.to(...)`).
+    def adopt(self) -> bool:
+        """Take what somebody else has given it since: values, or a parameter in its place.
+
+        `parameter.data = ...` and `model.to(...)` give values, `module.weight = nn.Parameter(...)`
+        and `load_state_dict(assign=True)` a parameter.
+
+        Returns:
+            Whether it is another parameter now.
 
         Raises:
-            PolicyError: they are of another shape or type.
+            PolicyError: it is of another shape or type, or is not given to all that hold it.
         """
-        given = self.parameter.data
-        if given.data_ptr() == self.host.data_ptr():
-            return
-        if not self._fits(given):
+        given = self._find_given()
+        values = self.parameter.data if given is None else given.data
+        if values.data_ptr() == self.host.data_ptr():
+            return False
+        if not self._fits(values):
             raise PolicyError(
                 f"{self.name} rests on the host as {self.host.dtype} of shape {tuple(self._size)}, "
-                f"and was given {given.dtype} of shape {tuple(given.shape)}; call detach() on the "
-                f"offload's handle first, change the model, and offload it again"
+                f"and was given {values.dtype} of shape {tuple(values.shape)}; call detach() on "
+                f"the offload's handle first, change the model, and offload it again"
             )
+        if given is not None:
+            # The one from before is nobody's business here any more.
+            self.parameter.data = self.parameter.data.clone()
+            self.parameter = given
+        self.replacements += 1
         self._rest()
+        return given is not None
+
+    def _find_given(self) -> nn.Parameter | None:
+        """A parameter that modules hold in its place."""
+        held = [
+            held_at(vars(module).get(name), key)
+            for module, name, key in self.places
+            if name == PARAMETERS
+        ]
+        given = {id(p): p for p in held if isinstance(p, nn.Parameter) and p is not self.parameter}
+        if not given:
+            return None
+        if len(given) > 1 or any(parameter is self.parameter for parameter in held):
+            raise PolicyError(
+                f"{self.name} rests on the host and is shared by several modules, which hold "
+                f"different parameters now; call detach() on the offload's handle first, change "
+                f"the model, and offload it again"
+            )
+        return next(iter(given.values()))
 
     def _fits(self, values: torch.Tensor) -> bool:
         return values.shape == self._size and values.dtype == self.host.dtype
@@ -229,7 +247,7 @@ class RestingParameter:
         if present is not None and present.data_ptr() != values.data_ptr():
             present.copy_(values)
             # What was saved of the values before was not changed, but would not be found again.
-            torch.autograd.graph.increment_version(self.parameter)
+            self.replacements += 1
 
     def _empty_kept(self) -> None:
         # What autograd saved of it refers to the group, not to this memory.
@@ -252,119 +270,6 @@ def held_at(container: Any, key: Any) -> Any:
 
 def _holders(member: RestingParameter) -> int:
     return sys.getrefcount(member.kept)
-
-
-@final
-class WeightGroup:
-    """Parameters that come and go together, in one copy.
-
-    Args:
-        number: in the order of the model.
-        parameters: with their names; their values move to the host.
-        allocate: gives host memory.
-
-    Attributes:
-        number: in the order of the model.
-        members: its parameters.
-        size_bytes: of its memory, padding included.
-        memory: of the host.
-        buffer: on the device, (size_bytes,) uint8; None while it is not there.
-        loaded: after this event the buffer holds the values.
-        awaited: the compute stream waits for `loaded`.
-        home: the compute stream to which the buffer's memory belongs.
-        open: modules between their begin and their end that use it.
-    """
-
-    def __init__(
-        self, number: int, parameters: Sequence[tuple[str, nn.Parameter]], allocate: Allocate
-    ) -> None:
-        self.number = number
-        self.members: list[RestingParameter] = []
-        self.size_bytes = 0
-        for name, parameter in parameters:
-            self.members.append(RestingParameter(name, parameter, self.size_bytes))
-            self.size_bytes += _aligned(self.members[-1].size_bytes)
-        self.memory = allocate(self.size_bytes)
-        for member in self.members:
-            member.rest_in(self.memory.tensor)
-        self.buffer: torch.Tensor | None = None
-        self.loaded: AbstractEvent | None = None
-        self.awaited = False
-        self.home: AbstractStream | None = None
-        self.open = 0
-
-    @property
-    def layer(self) -> Layer:
-        """For ranges in the profiler."""
-        return Layer(self.number, "weights")
-
-    def member_at(self, offset_bytes: int) -> RestingParameter:
-        """Whose values are at this place of its memory."""
-        for member in reversed(self.members):
-            if member.offset_bytes <= offset_bytes and member.size_bytes:
-                return member
-        return self.members[0]
-
-
-@final
-class Landings:
-    """Host memory for the gradients of one group, in blocks that hold one of each.
-
-    Args:
-        group: whose gradients.
-        allocate: gives host memory.
-
-    Attributes:
-        blocks: each of the size of the group.
-    """
-
-    def __init__(self, group: WeightGroup, allocate: Allocate) -> None:
-        self._group = group
-        self._allocate = allocate
-        self.blocks: list[HostMemory] = []
-        self._given: dict[tuple[int, int], StorageWeakRef] = {}  # by offset and block
-
-    def take(self, member: RestingParameter) -> torch.Tensor:
-        """Memory for one gradient that nobody holds any more, in a storage of its own."""
-        number = 0
-        while True:
-            if number == len(self.blocks):
-                self.blocks.append(self._allocate(self._group.size_bytes))
-            given = self._given.get((member.offset_bytes, number))
-            if given is None or given.expired():  # type: ignore[no-untyped-call]
-                break
-            number += 1
-        landing = member.own_view_of(self.blocks[number].tensor)
-        reference = StorageWeakRef(landing.untyped_storage())  # type: ignore[no-untyped-call]
-        self._given[member.offset_bytes, number] = reference
-        return landing
-
-    def holds(self, gradient: torch.Tensor) -> bool:
-        """Whether a gradient is in this memory."""
-        address = gradient.data_ptr()
-        begins = (block.tensor.data_ptr() for block in self.blocks)
-        return any(begin <= address < begin + self._group.size_bytes for begin in begins)
-
-    def give_back(self) -> None:
-        """Give the memory back; a gradient that somebody holds keeps it mapped."""
-        while self.blocks:
-            self.blocks.pop().give_back()
-        self._given.clear()
-
-
-def allocate_host_memory(device: AbstractDevice, size_bytes: int) -> HostMemory:
-    """Host memory that copies need not block for, where the system grants it."""
-    size_bytes = whole_pages(max(size_bytes, 1))
-    memory = map_exactly(device, size_bytes)
-    if memory is None:
-        memory = allocate_by_torch(device, 2 ** math.ceil(math.log2(size_bytes)))
-    if memory.refusal is not None:
-        warn_of_pageable(size_bytes, memory.refusal)
-    return memory
-
-
-def _aligned(size_bytes: int) -> int:
-    return -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
 def _dense_stride(parameter: torch.Tensor) -> tuple[int, ...]:

@@ -8,7 +8,8 @@ from typing import Protocol, final
 import torch
 
 from ebbtide.errors import SavedTensorModifiedError
-from ebbtide.runtime.resting import RestingParameter, WeightGroup
+from ebbtide.runtime.groups import WeightGroup
+from ebbtide.runtime.resting import RestingParameter
 from ebbtide.runtime.saved import AbstractDeparted
 
 
@@ -32,7 +33,7 @@ class AbstractWeightTensor(AbstractDeparted):
         tensor: what was saved.
     """
 
-    __slots__ = ("_group", "_member", "_parameter_version", "_weights")
+    __slots__ = ("_group", "_member", "_parameter_version", "_replacements", "_weights")
 
     def __init__(
         self, weights: Brings, group: WeightGroup, member: RestingParameter, tensor: torch.Tensor
@@ -41,6 +42,7 @@ class AbstractWeightTensor(AbstractDeparted):
         self._group = group
         self._member = member
         self._parameter_version = member.parameter._version
+        self._replacements = member.replacements
         super().__init__(tensor)
         weights.note_saved(self)
 
@@ -49,13 +51,17 @@ class AbstractWeightTensor(AbstractDeparted):
 
     def is_modified(self) -> bool:
         # In the forward, the stand-in was changed; after it, the parameter.
-        version = self._member.parameter._version
-        return super().is_modified() or version != self._parameter_version
+        member = self._member
+        return (
+            super().is_modified()
+            or member.parameter._version != self._parameter_version
+            or member.replacements != self._replacements
+        )
 
     def restore(self) -> torch.Tensor:
         if self.is_modified():
             raise SavedTensorModifiedError(
-                f"{self._member.name}, which rests on the host, was changed in place between the "
+                f"{self._member.name}, which rests on the host, was changed between the "
                 f"forward that used it and its backward; change weights after backward, or call "
                 f"the forward again"
             )

@@ -21,8 +21,9 @@ from typing import final
 import torch
 
 from ebbtide.devices.base import AbstractDevice, AbstractEvent
+from ebbtide.runtime.groups import RestingIndex, WeightGroup
 from ebbtide.runtime.ranges import profiler_range
-from ebbtide.runtime.resting import RestingParameter, StandIn, WeightGroup
+from ebbtide.runtime.resting import RestingParameter, StandIn
 from ebbtide.runtime.weight_tensors import AbstractWeightTensor
 
 Link = Callable[[Sequence[RestingParameter], torch.Tensor], list[StandIn]]
@@ -51,6 +52,7 @@ class Weights:
     Args:
         device: where the model computes.
         groups: in the order of the model.
+        index: of their members.
         link: gives stand-ins.
         double_buffering: the next group comes while one works; else one is there at a time.
 
@@ -63,6 +65,7 @@ class Weights:
         self,
         device: AbstractDevice,
         groups: Sequence[WeightGroup],
+        index: RestingIndex,
         link: Link,
         *,
         double_buffering: bool = True,
@@ -70,6 +73,7 @@ class Weights:
         self._most = 2 if double_buffering else 1  # groups, besides those of open modules
         self.device = device
         self.groups = groups
+        self._index = index
         self._link = link
         self._lock = threading.RLock()
         self._resident: dict[WeightGroup, None] = {}  # least recently used first
@@ -104,9 +108,7 @@ class Weights:
         self._place = 0
         for group in list(self._resident):
             self._release(group)  # an optimizer may have been at work since
-        for group in self.groups:
-            for member in group.members:
-                member.adopt()
+        self._index.adopt()
 
     def end_forward(self) -> None:
         """The forward has ended.
