@@ -416,4 +416,22 @@ MUTATIONS = (
         hazard="No version counter tells of such a change: it is lost when the buffer goes.",
         check="weight_programs.check_weights",
     ),
+    Mutation(
+        name="a buffer is taken over only when nobody looks at it",
+        file="runtime/weights.py",
+        old=" and _count_users(group.buffer) == self._alone:",
+        new=":",
+        hazard="A forward, or a node of backward, still has the weights of before: those of "
+        "another layer are copied over them.",
+        check="weight_programs.check_weights",
+    ),
+    Mutation(
+        name="a buffer is taken over only if one stream used it",
+        file="runtime/weights.py",
+        old="        elif not group.roamed and",
+        new="        elif",
+        hazard="The copy waits for the stream on which the buffer was allocated; kernels of "
+        "another one, such as a backward on a stream of its own, still read it.",
+        check="weight_programs.check_weights",
+    ),
 )

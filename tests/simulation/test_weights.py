@@ -63,6 +63,21 @@ def test_the_peak_is_two_groups(double_buffering: bool, groups: int) -> None:
     handle.detach()
 
 
+@pytest.mark.parametrize(("double_buffering", "buffers"), [(True, 2), (False, 1)])
+def test_equal_layers_take_turns_in_the_same_buffers(double_buffering: bool, buffers: int) -> None:
+    device = SimulatedDevice(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(6)])
+    policy = ebbtide.WeightPolicy(double_buffering=double_buffering)
+    with on_device(device, lambda: PinnedStore(device, slab_bytes=2**15)):
+        handle = ebbtide.offload(model, weights=policy)
+    allocate, made = device.allocate, []
+    device.allocate = lambda size_bytes: made.append(size_bytes) or allocate(size_bytes)
+    for _ in range(3):
+        model(torch.randn(4, 32)).sum().backward()
+    assert len(made) == buffers
+    handle.detach()
+
+
 def test_copies_hide_behind_compute() -> None:
     """In virtual time, a link that is fast enough makes no layer wait but the first."""
     size_bytes = (64 * 64 + 64) * 4

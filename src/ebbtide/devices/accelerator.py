@@ -107,11 +107,13 @@ class AcceleratorDevice(AbstractDevice):
     def allocate(self, size_bytes: int) -> torch.Tensor:
         return torch.empty(size_bytes, dtype=torch.uint8, device=self.torch_device)
 
-    def note_use(self, memory: torch.Tensor, home: AbstractStream) -> None:
+    def note_use(self, memory: torch.Tensor, home: AbstractStream) -> bool:
         assert isinstance(home, _AcceleratorStream)
         current = torch.accelerator.current_stream(self.torch_device)
-        if current != home.stream:
-            memory.record_stream(current)
+        if current == home.stream:
+            return True
+        memory.record_stream(current)
+        return False
 
     def pin(self, address: int, size_bytes: int) -> Callable[[], None] | None:
         if self.torch_device.type != "cuda":

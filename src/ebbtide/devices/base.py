@@ -153,12 +153,16 @@ class AbstractDevice(ABC):
             an event that the compute stream recorded after this call.
         """
 
-    def note_use(self, memory: torch.Tensor, home: AbstractStream) -> None:  # noqa: B027
+    def note_use(self, memory: torch.Tensor, home: AbstractStream) -> bool:  # noqa: ARG002
         """The current compute stream is about to use memory that was allocated on ``home``.
 
         Where the two differ, the allocator must not hand the memory out again on ``home`` before
         the current stream has finished with it. Nothing to do where memory belongs to no stream.
+
+        Returns:
+            Whether they are the same stream.
         """
+        return self.compute_stream() is home
 
     @abstractmethod
     def pin(self, address: int, size_bytes: int) -> Callable[[], None] | None:

@@ -6,8 +6,9 @@ does wrong is seen in two ways. Some of it spoils numbers: a reload's buffer is 
 copy has run. The rest is checked where it happens and raises `RaceError`:
 
 - a copy down that waits for no event recorded after the bytes were written;
-- a copy up into memory that was allocated after the newest event it waits for, so that queued
-  kernels may still read it;
+- a copy up into memory that was allocated after the newest event it waits for, or that a compute
+  stream was about to use after the newest event of that stream, so that queued kernels may still
+  read it;
 - a copy whose source or target was freed before it ran;
 - two copies of the same memory, one of them writing, in no order;
 - a worker that waits for itself.
@@ -30,7 +31,7 @@ from __future__ import annotations
 import errno
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import final
 
 import torch
@@ -57,9 +58,16 @@ class RaceError(AssertionError):
 class _ComputeEvent(AbstractEvent):
     """A point in a compute stream: after what was queued there, and what that had waited for."""
 
-    def __init__(self, device: SimulatedDevice, time_s: float, waited: frozenset[_Copy]) -> None:
+    def __init__(
+        self,
+        device: SimulatedDevice,
+        time_s: float,
+        waited: frozenset[_Copy],
+        behind: dict[_ComputeStream, int],
+    ) -> None:
         self._device = device
         self.clock = device.clock
+        self.behind = behind
         self.time_s = time_s
         self.waited = waited
         self._reached = device.timely
@@ -277,17 +285,21 @@ class _ComputeStream(AbstractStream):
     def __init__(self, device: SimulatedDevice) -> None:
         self._device = device
         self._waited: set[_Copy] = set()
+        self._behind: dict[_ComputeStream, int] = {}  # what it has waited for: stream and clock
         self.now_s = 0.0
 
     def record(self) -> AbstractEvent:
         self._waited = {copy for copy in self._waited if not copy.known}
-        return _ComputeEvent(self._device, self.now_s, frozenset(self._waited))
+        self._behind[self] = self._device.clock
+        return _ComputeEvent(self._device, self.now_s, frozenset(self._waited), dict(self._behind))
 
     def wait(self, event: AbstractEvent) -> None:
         # Kernels that the host queues from now on run at once, so the copy must have run. Only
         # this stream is ordered after it: the host, the other streams know nothing of it.
         if isinstance(event, _ComputeEvent):
             self._waited |= event.waited
+            for stream, clock in event.behind.items():
+                self._behind[stream] = max(self._behind.get(stream, 0), clock)
             self.now_s = max(self.now_s, event.time_s)
             return
         assert isinstance(event, _CopyEvent)
@@ -303,6 +315,7 @@ class _Allocation:
     storage: StorageWeakRef
     clock: int
     size_bytes: int
+    uses: dict[_ComputeStream, int] = field(default_factory=dict)  # the last of each, by clock
 
     def expired(self) -> bool:
         return bool(self.storage.expired())  # type: ignore[no-untyped-call]
@@ -382,6 +395,13 @@ class SimulatedDevice(AbstractDevice):
         self._allocations.append(_Allocation(reference, self.clock, size_bytes))
         return memory
 
+    def note_use(self, memory: torch.Tensor, home: AbstractStream) -> bool:
+        self.clock += 1
+        allocation = self._allocation_of(memory)
+        if allocation is not None:
+            allocation.uses[self._compute[self.current]] = self.clock
+        return super().note_use(memory, home)
+
     def pin(self, address: int, size_bytes: int) -> Callable[[], None]:  # noqa: ARG002
         if self._choices.random() < self.refusals:
             raise OSError(errno.ENOMEM, "the simulated system refuses to page-lock memory")
@@ -413,9 +433,15 @@ class SimulatedDevice(AbstractDevice):
     def copy_up(
         self, target: torch.Tensor, source: torch.Tensor, *after: AbstractEvent
     ) -> AbstractEvent:
-        allocated = self._allocated_at(target)
-        if self._newest(after) < allocated:
-            raise RaceError("a copy up does not wait for kernels that may still read its target")
+        allocation = self._allocation_of(target)
+        if allocation is not None:
+            if self._newest(after) < allocation.clock:
+                raise RaceError("a copy up does not wait for kernels that may read its target")
+            behind = [event.behind for event in after if isinstance(event, _ComputeEvent)]
+            for stream, clock in allocation.uses.items():
+                if all(known.get(stream, -1) < clock for known in behind):
+                    raise RaceError("a copy up does not wait for a stream that uses its target")
+        self._poison(target)
         return self._queue("h2d", target, source, after)
 
     def lane(self, name: str, lane: str) -> AbstractLane:  # noqa: ARG002
@@ -527,9 +553,9 @@ class SimulatedDevice(AbstractDevice):
     def _newest(self, events: tuple[AbstractEvent, ...]) -> int:
         return max((e.clock for e in events if isinstance(e, _ComputeEvent)), default=-1)
 
-    def _allocated_at(self, tensor: torch.Tensor) -> int:
+    def _allocation_of(self, tensor: torch.Tensor) -> _Allocation | None:
         address = tensor.untyped_storage()._cdata
         for allocation in reversed(self._allocations):
             if allocation.storage.cdata == address and not allocation.expired():
-                return allocation.clock
-        return 0
+                return allocation
+        return None

@@ -45,6 +45,7 @@ class WeightGroup:
         loaded: after this event the buffer holds the values.
         awaited: the compute stream waits for `loaded`.
         home: the compute stream to which the buffer's memory belongs.
+        roamed: whether kernels of other streams use the buffer.
         open: modules between their begin and their end that use it.
     """
 
@@ -64,6 +65,7 @@ class WeightGroup:
         self.loaded: AbstractEvent | None = None
         self.awaited = False
         self.home: AbstractStream | None = None
+        self.roamed = False
         self.open = 0
 
     @property

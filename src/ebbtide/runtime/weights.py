@@ -4,6 +4,8 @@ A parameter of a group rests in host memory ([Note: a parameter never moves]). W
 uses it is entered, a stand-in takes its place there: a view of a device buffer into which the whole
 group has been copied. The buffer goes when room is needed: at most two groups are there at once,
 the one that works and the one that is next, and those of modules that are still open around them.
+A group of the same size takes over the buffer: equal layers take turns in the same two, and what
+else the model allocates cannot come between.
 
 What autograd saves of a weight is a view of such a buffer, or a cast of one. In its place a graph
 has what finds the bytes in whatever buffer the group is in when backward asks
@@ -20,7 +22,7 @@ from typing import final
 
 import torch
 
-from ebbtide.devices.base import AbstractDevice, AbstractEvent
+from ebbtide.devices.base import AbstractDevice, AbstractEvent, AbstractStream
 from ebbtide.runtime.groups import RestingIndex, WeightGroup
 from ebbtide.runtime.ranges import profiler_range
 from ebbtide.runtime.resting import RestingParameter, StandIn
@@ -79,6 +81,8 @@ class Weights:
         self._resident: dict[WeightGroup, None] = {}  # least recently used first
         self._at: dict[int, WeightGroup] = {}  # by the identity of the buffer's storage
         self._abandoned: list[tuple[torch.Tensor, AbstractEvent]] = []
+        self._spare: list[tuple[torch.Tensor, AbstractStream]] = []  # buffers that nobody uses
+        self._alone = 0  # what `_count_users` says of such a buffer
         self._uses: list[WeightGroup] = []  # since the forward began
         self._expected: list[WeightGroup] = []  # uses since the forward before began
         self._place = 0  # in what is expected: behind the last use
@@ -271,6 +275,7 @@ class Weights:
         with self._lock:
             for group in list(self._resident):
                 self._release(group)
+            self._spare.clear()
         self.settle()
         if not self._saved:
             for group in self.groups:
@@ -285,7 +290,7 @@ class Weights:
         # Kernels queued from now on read the values.
         self.device.compute_stream().wait(group.loaded)
         group.awaited = True
-        self.device.note_use(group.buffer, group.home)
+        group.roamed |= not self.device.note_use(group.buffer, group.home)
         following = self._next()
         if following is not None and following is not group and following.buffer is None:
             self._load(following, keep=group)
@@ -300,9 +305,9 @@ class Weights:
         if keep is not None and len(self._resident) >= self._most:
             return  # modules that are open hold theirs: what comes next waits for its turn
         self._abandoned = [held for held in self._abandoned if not held[1].query()]
-        group.buffer = self.device.allocate(group.size_bytes)
-        group.home = self.device.compute_stream()
-        # The allocator may hand out memory that queued kernels still read.
+        group.buffer, group.home = self._find_buffer(group.size_bytes)
+        group.roamed = False
+        # Queued kernels may still read the memory: the allocator's, or of the group before.
         allocated = group.home.record()
         with profiler_range("reload", group.layer):
             source = group.memory.tensor[: group.size_bytes]
@@ -311,6 +316,17 @@ class Weights:
         self._resident[group] = None
         self._at[group.buffer.untyped_storage()._cdata] = group
         self.peak_groups = max(self.peak_groups, len(self._resident))
+
+    def _find_buffer(self, size_bytes: int) -> tuple[torch.Tensor, AbstractStream]:
+        """A buffer that a group of this size has left, else a new one; and whose memory it is."""
+        for place, (buffer, _) in enumerate(self._spare):
+            if buffer.numel() == size_bytes:
+                return self._spare.pop(place)
+        while self._spare and len(self._resident) + len(self._spare) >= self._most:
+            self._spare.pop(0)
+        buffer = self.device.allocate(size_bytes)
+        self._alone = _count_users(buffer)
+        return buffer, self.device.compute_stream()
 
     def _release(self, group: WeightGroup) -> None:
         assert group.buffer is not None and group.loaded is not None
@@ -323,6 +339,9 @@ class Weights:
             # No kernel waits for this copy: freed now, the memory could be handed out again while
             # the copy still writes to it.
             self._abandoned.append((group.buffer, group.loaded))
+        elif not group.roamed and _count_users(group.buffer) == self._alone:
+            assert group.home is not None
+            self._spare.append((group.buffer, group.home))
         group.buffer = group.loaded = group.home = None
 
     # ---- order --------------------------------------------------------------------------------
@@ -351,3 +370,8 @@ class Weights:
 
 def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
+
+
+def _count_users(buffer: torch.Tensor) -> int:
+    """How many refer to a buffer's memory: itself, and views that a graph or the model holds."""
+    return int(torch._C._storage_Use_Count(buffer.untyped_storage()._cdata))
