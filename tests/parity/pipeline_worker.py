@@ -143,9 +143,12 @@ def attach(pipeline: Any, model: Any, least: int) -> ebbtide.OffloadHandle:
     """With as little on the device as this rank's order can be run with, from ``least`` on."""
     # Rebuilding would take the GELU's result away: then there were less to see move.
     policy = ebbtide.ActivationPolicy(min_bytes=1024, rebuild=model is not Mlp)
+    weights = ebbtide.WeightPolicy() if model is Transformer else None
     for resident in range(least, 100):
         try:
-            return offload_stages(pipeline, resident=resident, activations=policy, trace=True)
+            return offload_stages(
+                pipeline, resident=resident, activations=policy, weights=weights, trace=True
+            )
         except ebbtide.ScheduleError:
             continue
     raise AssertionError("no number of units is enough")

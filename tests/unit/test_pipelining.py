@@ -1,5 +1,6 @@
 """Stages of `torch.distributed.pipelining`, all of them in one process, so that nothing is sent."""
 
+import contextlib
 import functools
 import gc
 import subprocess
@@ -27,7 +28,10 @@ from torch.distributed.pipelining import (
 
 import ebbtide
 from ebbtide import ActivationPolicy, PolicyError, Schedule, ScheduleError
+from ebbtide.devices.simulated import SimulatedDevice
 from ebbtide.integrations.pipelining import offload_stages
+from ebbtide.stores.pinned import PinnedStore
+from loops import on_device
 
 ROWS, WIDTH, WIDE = 32, 16, 128
 UNIT_BYTES = 2 * ROWS * WIDE * 4  # the GELU's input and its output
@@ -115,6 +119,66 @@ def test_same_bits_within_what_was_promised(kind: Any, num_stages: int, resident
     offloaded = len(handle.schedule.offloaded)
     assert offloaded >= num_stages * COUNT - resident
     assert handle.stats.offloaded_bytes == offloaded * UNIT_BYTES
+
+
+class Tower(nn.Module):
+    """A stage of several layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+@pytest.mark.parametrize("on", ["cpu", "device"])
+@pytest.mark.parametrize("block", [Block, Tower])
+@pytest.mark.parametrize(
+    ("kind", "num_stages"),
+    [(ScheduleGPipe, 1), (ScheduleInterleaved1F1B, 2), (ScheduleZBVZeroBubble, 2)],
+)
+def test_weights_rest_on_the_host(kind: Any, num_stages: int, block: Any, on: str) -> None:
+    if on == "device":
+        device = SimulatedDevice(num_stages)
+        place: Any = on_device(device, lambda: PinnedStore(device, slab_bytes=2**16))
+    else:
+        place = contextlib.nullcontext()
+    plain, pipeline = build(kind, num_stages, block=block), build(kind, num_stages, block=block)
+    with place:
+        handle = offload_stages(
+            pipeline, resident=2, activations=POLICY, weights=ebbtide.WeightPolicy()
+        )
+    weights = handle._engine._hooks.weights
+    layers = 3 if block is Tower else 1
+    assert len(weights.weights.groups) == num_stages * layers
+    optimizers = []
+    for each in (plain, pipeline):
+        parameters = [p for stage in stages_of(each) for p in stage.submod.parameters()]
+        optimizers.append(torch.optim.AdamW(parameters, lr=0.01))
+    for seed in range(3):
+        expected = step(plain, seed)
+        found = step(pipeline, seed)
+        assert_same(found, expected)
+        for optimizer in optimizers:
+            optimizer.step()
+    assert handle.stats.peak_device_bytes > 0
+    for mine, theirs in zip(*(o.param_groups[0]["params"] for o in optimizers), strict=True):
+        assert torch.equal(mine, theirs)
+    if num_stages == 1:  # torch cannot evaluate where one rank has several
+        rows = torch.randn(COUNT * ROWS, WIDTH)
+        with torch.no_grad():
+            assert_same(*([each.eval(rows, target=rows)] for each in (pipeline, plain)))
+    if on == "device":
+        assert weights.weights.peak_groups == min(2, num_stages * layers)
+    handle.detach()
+    assert_same(step(pipeline, 9), step(plain, 9))
+    if on == "device":
+        device.finish_copies()
+        handle._engine._session.poll()
+        assert device.allocated_bytes() == 0
 
 
 def test_what_the_pipeline_keeps_does_not_move() -> None:

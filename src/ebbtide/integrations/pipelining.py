@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
 import torch
+from torch import nn
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 from torch.distributed.pipelining.stage import _PipelineStageBase
 from torch.utils._pytree import tree_leaves, tree_map
@@ -19,7 +20,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ebbtide.api import OffloadHandle, refuse_second_offload
 from ebbtide.engine import Engine
 from ebbtide.errors import PolicyError, ScheduleError
-from ebbtide.policy import ActivationPolicy
+from ebbtide.hooks.layers import LayerModules, find_layers
+from ebbtide.hooks.weights import WeightHooks
+from ebbtide.policy import ActivationPolicy, WeightPolicy
 from ebbtide.runtime.units import Following
 from ebbtide.schedule import Direction, Schedule, Unit, from_pipeline
 
@@ -33,6 +36,7 @@ def offload_stages(
     lead: int = 1,
     schedule: Schedule | None = None,
     activations: ActivationPolicy | None = None,
+    weights: WeightPolicy | None = None,
     store: str = "auto",
     host_budget: int | str | None = None,
     trace: bool = False,
@@ -59,6 +63,9 @@ def offload_stages(
         lead: as for `ebbtide.schedule.from_pipeline`.
         schedule: what moves when, instead of ``resident``; in the order of this rank.
         activations: `min_bytes` and `rebuild` of it; the other fields belong to the schedule.
+        weights: which weights of the stages' layers rest on the host, as for `ebbtide.offload`: a
+            stage's repeated blocks are its layers, or the whole stage where it repeats nothing.
+            None: none.
         store: as for `ebbtide.offload`.
         host_budget: as for `ebbtide.offload`.
         trace: as for `ebbtide.offload`; layers are numbered by their stage.
@@ -90,9 +97,18 @@ def offload_stages(
         traced=trace,
         following=Following(_choose_schedule(pipeline, stages[0], resident, lead, schedule)),
     )
-    hooks = [StageHook(stage, engine) for stage in stages]
     names = [f"stage {stage.stage_index}" for stage in stages]
-    return OffloadHandle(engine, names, [hook.detach for hook in hooks])
+    resting = None
+    if weights is not None:
+        modules = nn.ModuleDict(
+            {name: stage.submod for name, stage in zip(names, stages, strict=True)}
+        )
+        resting = engine.offload_weights(modules, _find_layers(modules), weights)
+    hooks = [StageHook(stage, engine, resting) for stage in stages]
+    undo: list[Callable[[], None]] = [hook.detach for hook in hooks]
+    if resting is not None:
+        undo.append(resting.detach)
+    return OffloadHandle(engine, names, undo)
 
 
 @final
@@ -102,11 +118,15 @@ class StageHook:
     Args:
         stage: whose methods are wrapped, as attributes of this one object.
         engine: told of them.
+        weights: come to the device while their layers work, where they rest on the host.
     """
 
-    def __init__(self, stage: _PipelineStageBase, engine: Engine) -> None:
+    def __init__(
+        self, stage: _PipelineStageBase, engine: Engine, weights: WeightHooks | None = None
+    ) -> None:
         self._stage = stage
         self._engine = engine
+        self._weights = weights
         self._active = True
         self._wrapped = {
             wrapper.__name__: wrapper
@@ -145,7 +165,7 @@ class StageHook:
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """The forward of a microbatch is a unit, if a backward follows."""
-        with self._forward(fwd_chunk_id, args, kwargs):
+        with self._weights_at_work(), self._forward(fwd_chunk_id, args, kwargs):
             return self._plain["forward_one_chunk"](fwd_chunk_id, *args, **kwargs)
 
     def backward_one_chunk(
@@ -172,6 +192,17 @@ class StageHook:
             return self._plain["backward_weight_one_chunk"](
                 bwd_chunk_id, last_backward=last_backward
             )
+
+    @contextlib.contextmanager
+    def _weights_at_work(self) -> Iterator[None]:
+        if self._weights is None or not self._active:
+            yield
+            return
+        self._weights.begin_forward()
+        try:
+            yield
+        finally:
+            self._weights.end_forward()
 
     @contextlib.contextmanager
     def _forward(self, microbatch: int, *arguments: Any) -> Iterator[None]:
@@ -237,6 +268,16 @@ def _find_stages(pipeline: PipelineSchedule) -> Sequence[_PipelineStageBase]:
         f"offload_stages takes a schedule of torch.distributed.pipelining, such as "
         f"Schedule1F1B(stage, n_microbatches, loss_fn), got {type(pipeline).__name__}"
     )
+
+
+def _find_layers(stages: nn.ModuleDict) -> LayerModules:
+    """The repeated blocks of each stage, else the stage."""
+    named: list[tuple[str, nn.Module]] = []
+    for name, stage in stages.items():
+        found = find_layers(stage)
+        inner = [f"{name}.{layer}" for layer in found.names]
+        named += zip(inner, found.modules, strict=True) if inner else [(name, stage)]
+    return LayerModules(named)
 
 
 def _refuse_second_offload(stage: _PipelineStageBase) -> None:
