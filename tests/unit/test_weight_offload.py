@@ -646,6 +646,17 @@ def _raises_in_forward(model: nn.Module) -> list[Tensor | None]:
     return found + steps(model)
 
 
+def _evaluated(model: nn.Module) -> list[Tensor | None]:
+    found = steps(model)
+    with torch.no_grad():
+        found.append(model(batch(5)))
+    with torch.inference_mode():
+        found.append(model(batch(6)).clone())
+    with torch.inference_mode():
+        found.append(model.blocks[0](batch(7)).clone())
+    return [f.detach().clone() for f in found] + steps(model)
+
+
 def _in_flight(model: nn.Module) -> list[Tensor | None]:
     losses = [model(batch(n)) for n in range(4)]
     losses[2].backward()
@@ -834,6 +845,7 @@ CASES = (
     _create_graph,
     _raises,
     _raises_in_forward,
+    _evaluated,
     _in_flight,
     _no_backward,
     _alone,
@@ -897,41 +909,84 @@ def test_a_weight_changed_before_backward_is_seen() -> None:
 
 def test_values_given_between_forward_and_backward_are_seen() -> None:
     """Autograd alone would still have the values from before, and they are gone."""
-    for give in (
-        lambda block: setattr(block.scale, "data", block.scale.data * 0.5),
-        lambda block: setattr(block, "scale", nn.Parameter(torch.rand(WIDTH))),
-    ):
-        model = Net()
-        with offloaded(model):
-            loss = model(batch(0))
-            give(model.blocks[1])
-            other = model(batch(1))
-            with pytest.raises(SavedTensorModifiedError, match=r"blocks\.1\.scale"):
-                loss.backward()
-            other.backward()
-            del loss, other
-
-
-def test_a_tied_weight_that_is_given_to_some_is_refused() -> None:
-    model = _tied()
-    weight = model.blocks[0].first.weight
-    with offloaded(model):
-        model.blocks[1].first.weight = nn.Parameter(torch.rand(2 * WIDTH, WIDTH))
-        with pytest.raises(PolicyError, match=r"shared by several modules.*detach\(\)"):
-            model(batch(0))
-        model.blocks[1].first.weight = weight
-        steps(model)
-
-
-def test_another_shape_is_refused() -> None:
     model = Net()
     with offloaded(model):
-        before = model.blocks[1].scale
-        model.blocks[1].scale = nn.Parameter(torch.rand(1))
-        with pytest.raises(PolicyError, match=r"blocks\.1\.scale .* shape \(1,\)"):
+        loss = model(batch(0))
+        model.blocks[1].scale.data = model.blocks[1].scale.data * 0.5
+        other = model(batch(1))
+        with pytest.raises(SavedTensorModifiedError, match=r"blocks\.1\.scale"):
+            loss.backward()
+        other.backward()
+        del loss, other
+
+
+def _resting(model: nn.Module, weights: Any) -> list[str]:
+    """The model's parameters that are in the memory of their group."""
+    found = []
+    for name, parameter in model.named_parameters():
+        home = weights.resting.find(parameter)
+        if home is not None:
+            begin = home[0].memory.tensor.data_ptr()
+            assert begin <= parameter.data_ptr() < begin + home[0].size_bytes
+            found.append(name)
+    return found
+
+
+def test_given_parameters_rest_from_the_next_step_on() -> None:
+    model = Net()
+    with offloaded(model) as handle:
+        weights = handle._engine._hooks.weights
+        expected = _resting(model, weights)
+        assert len(expected) == 4 * 5
+        values = {name: value.clone() for name, value in model.state_dict().items()}
+        model.load_state_dict(values, assign=True)
+        assert not _resting(model, weights)
+        steps(model, count=1)
+        assert _resting(model, weights) == expected
+
+
+def test_parameters_for_one_call_are_left_alone() -> None:
+    """`torch.func.functional_call` puts them in the place of the model's own."""
+    plain, model = Net(), Net()
+    model.load_state_dict(plain.state_dict())
+    others = {name: nn.Parameter(p * 0.5) for name, p in plain.named_parameters()}
+    addresses = [p.data_ptr() for p in others.values()]
+    with offloaded(model) as handle:
+        weights = handle._engine._hooks.weights
+        expected = _resting(model, weights)
+        for net in (plain, model):
+            steps(net)
+            loss = torch.func.functional_call(net, others, (batch(3),))
+            loss.backward()
+            steps(net)
+        assert [p.data_ptr() for p in others.values()] == addresses
+        assert _resting(model, weights) == expected
+        assert_bitwise_equal(state(model), state(plain))
+
+
+@pytest.mark.parametrize("bad", [False, True])
+def test_given_parameters_of_the_host_rest_at_once(bad: bool) -> None:
+    """They could not work where they are."""
+    model = _tied()
+    with offloaded(model) as handle:
+        weights = handle._engine._hooks.weights
+        expected = _resting(model, weights)
+        weights.resting._home = torch.device("meta")  # to be told from the simulated device
+        before = model.blocks[0].first.weight
+        given = nn.Parameter(torch.rand(2 * WIDTH, WIDTH))
+        model.blocks[1].first.weight = given
+        with pytest.raises(PolicyError, match=r"shared by several modules.*detach\(\)"):
             model(batch(0))
-        model.blocks[1].scale = before
-        steps(model)
+        model.blocks[0].first.weight = given
+        if bad:
+            model.blocks[2].scale = nn.Parameter(torch.rand(1))
+            with pytest.raises(PolicyError, match=r"blocks\.2\.scale .* shape \(1,\)"):
+                model(batch(0))
+            model.blocks[2].scale = nn.Parameter(torch.rand(WIDTH))
+        model(batch(0)).backward()
+        assert _resting(model, weights) == expected
+        assert given.grad is not None
+        assert before.grad is None
 
 
 def test_a_weight_replaced_in_forward_is_seen() -> None:

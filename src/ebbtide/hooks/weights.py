@@ -60,7 +60,7 @@ class WeightHooks:
         of_device = functools.partial(allocate_host_memory, device)
         allocate = of_device if memory is None else memory.allocate
         groups, used = _make_groups(units, allocate, device.torch_device)
-        self.resting = RestingIndex(groups)
+        self.resting = RestingIndex(groups, device.torch_device)
         find_places(model, (member for _, member in self.resting.members()))
         holds: dict[nn.Module, dict[WeightGroup, None]] = {}
         for group, member in self.resting.members():
@@ -163,6 +163,7 @@ class WeightHooks:
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer is about to change values at rest."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self.resting.begin_step(parameters)
         for parameter in parameters:
             found = self.resting.find(parameter)
             if found is None:

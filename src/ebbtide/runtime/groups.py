@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import final
@@ -11,6 +12,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ebbtide.devices.base import AbstractDevice, AbstractEvent, AbstractStream
+from ebbtide.errors import PolicyError
 from ebbtide.runtime.ranges import Layer
 from ebbtide.runtime.resting import RestingParameter
 from ebbtide.stores.host_memory import (
@@ -87,10 +89,12 @@ class RestingIndex:
 
     Args:
         groups: of the model.
+        home: where the model computes.
     """
 
-    def __init__(self, groups: Sequence[WeightGroup]) -> None:
+    def __init__(self, groups: Sequence[WeightGroup], home: torch.device) -> None:
         self._groups = groups
+        self._home = home
         self._found = {id(m.parameter): (group, m) for group in groups for m in group.members}
 
     def find(self, parameter: object) -> tuple[WeightGroup, RestingParameter] | None:
@@ -106,23 +110,41 @@ class RestingIndex:
             for member in group.members:
                 yield group, member
 
-    def adopt(self) -> list[RestingParameter]:
+    def begin_forward(self) -> None:
         """Take what somebody else has given them since.
 
-        Returns:
-            Whose parameter is another one now.
+        A parameter of the device in the place of one stays for now, and works as it is:
+        `torch.func.functional_call` puts some there for one call. On the host it cannot work.
 
         Raises:
-            PolicyError: see `RestingParameter.adopt`.
+            PolicyError: it is of another shape or type, or is not given to all that hold it.
         """
-        adopted = []
         for group, member in self.members():
-            before = id(member.parameter)
-            if member.adopt():
-                del self._found[before]
-                self._found[id(member.parameter)] = group, member
-                adopted.append(member)
-        return adopted
+            member.adopt_values()
+            for given in member.find_given():
+                if given.device.type != self._home.type:
+                    self._replace(group, member, given)
+
+    def begin_step(self, parameters: Sequence[nn.Parameter]) -> None:
+        """An optimizer steps: parameters in the place of others are there to stay.
+
+        One that does not fit works where it is.
+
+        Args:
+            parameters: the optimizer's.
+        """
+        strangers = {id(p) for p in parameters if p not in self}
+        for group, member in self.members() if strangers else ():
+            for given in member.find_given():
+                if id(given) in strangers:
+                    with contextlib.suppress(PolicyError):
+                        self._replace(group, member, given)
+
+    def _replace(self, group: WeightGroup, member: RestingParameter, given: nn.Parameter) -> None:
+        before = id(member.parameter)
+        member.take_place(given)
+        del self._found[before]
+        self._found[id(given)] = group, member
 
 
 @final

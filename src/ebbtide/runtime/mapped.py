@@ -69,7 +69,7 @@ class MappedWeights:
             register_optimizer_step_pre_hook(functools.partial(_before_step, me)),
             register_optimizer_step_post_hook(functools.partial(_after_step, me)),
         ]
-        self._watched: set[RestingParameter] = set()
+        self._watched: set[torch.Tensor] = set()
         self._pager: threading.Event | None = None
         for group in groups:
             page_out(group.memory)
@@ -79,10 +79,10 @@ class MappedWeights:
 
     def begin_forward(self) -> None:
         """A forward of the model begins."""
-        self._watched.difference_update(self._index.adopt())
+        self._index.begin_forward()
         for group, member in self._index.members():
-            if member not in self._watched and member.parameter.requires_grad:
-                self._watched.add(member)
+            if member.parameter not in self._watched and member.parameter.requires_grad:
+                self._watched.add(member.parameter)
                 self._watch(group, member)
 
     def end_forward(self) -> None:
@@ -119,10 +119,15 @@ class MappedWeights:
     # ---- gradients and state ------------------------------------------------------------------
 
     def _watch(self, group: WeightGroup, member: RestingParameter) -> None:
-        def after(_: torch.Tensor) -> None:
+        def after(parameter: torch.Tensor) -> None:
             gradient = member.parameter.grad
             landings = self._landings[group]
-            if gradient is None or gradient.requires_grad or landings.holds(gradient):
+            if (
+                parameter is not member.parameter
+                or gradient is None
+                or gradient.requires_grad
+                or landings.holds(gradient)
+            ):
                 return
             if gradient.layout is torch.strided:
                 landing = landings.take(member)

@@ -138,53 +138,55 @@ class RestingParameter:
             parameter.grad = gradient.to(home, copy=True)
         self.departed = True
 
-    def adopt(self) -> bool:
-        """Take what somebody else has given it since: values, or a parameter in its place.
-
-        `parameter.data = ...` and `model.to(...)` give values, `module.weight = nn.Parameter(...)`
-        and `load_state_dict(assign=True)` a parameter.
-
-        Returns:
-            Whether it is another parameter now.
+    def adopt_values(self) -> None:
+        """Take values that somebody else has given it (`parameter.data = ...`, `model.to(...)`).
 
         Raises:
-            PolicyError: it is of another shape or type, or is not given to all that hold it.
+            PolicyError: they are of another shape or type.
         """
-        given = self._find_given()
-        values = self.parameter.data if given is None else given.data
-        if values.data_ptr() == self.host.data_ptr():
-            return False
-        if not self._fits(values):
-            raise PolicyError(
-                f"{self.name} rests on the host as {self.host.dtype} of shape {tuple(self._size)}, "
-                f"and was given {values.dtype} of shape {tuple(values.shape)}; call detach() on "
-                f"the offload's handle first, change the model, and offload it again"
-            )
-        if given is not None:
-            # The one from before is nobody's business here any more.
-            self.parameter.data = self.parameter.data.clone()
-            self.parameter = given
-        self.replacements += 1
-        self._rest()
-        return given is not None
+        given = self.parameter.data
+        if given.data_ptr() != self.host.data_ptr():
+            if not self._fits(given):
+                raise self._misfit(given)
+            self.replacements += 1
+            self._rest()
 
-    def _find_given(self) -> nn.Parameter | None:
-        """A parameter that modules hold in its place."""
-        held = [
-            held_at(vars(module).get(name), key)
+    def find_given(self) -> list[nn.Parameter]:
+        """Parameters that modules hold in its place, where somebody put them."""
+        held = [held_at(vars(m).get(name), key) for m, name, key in self.places]
+        given = {id(p): p for p in held if isinstance(p, nn.Parameter) and p is not self.parameter}
+        return list(given.values())
+
+    def take_place(self, given: nn.Parameter) -> None:
+        """Let another parameter rest in its place.
+
+        Raises:
+            PolicyError: it is of another shape or type, or other modules hold another one.
+        """
+        if len(self.find_given()) > 1 or any(
+            held_at(vars(module).get(name), key) is self.parameter
             for module, name, key in self.places
             if name == PARAMETERS
-        ]
-        given = {id(p): p for p in held if isinstance(p, nn.Parameter) and p is not self.parameter}
-        if not given:
-            return None
-        if len(given) > 1 or any(parameter is self.parameter for parameter in held):
+        ):
             raise PolicyError(
                 f"{self.name} rests on the host and is shared by several modules, which hold "
                 f"different parameters now; call detach() on the offload's handle first, change "
                 f"the model, and offload it again"
             )
-        return next(iter(given.values()))
+        if not self._fits(given.data):
+            raise self._misfit(given.data)
+        # The one from before is nobody's business here any more.
+        self.parameter.data = self.parameter.data.clone()
+        self.parameter = given
+        self.replacements += 1
+        self._rest()
+
+    def _misfit(self, given: torch.Tensor) -> PolicyError:
+        return PolicyError(
+            f"{self.name} rests on the host as {self.host.dtype} of shape {tuple(self._size)}, and "
+            f"was given {given.dtype} of shape {tuple(given.shape)}; call detach() on the "
+            f"offload's handle first, change the model, and offload it again"
+        )
 
     def _fits(self, values: torch.Tensor) -> bool:
         return values.shape == self._size and values.dtype == self.host.dtype

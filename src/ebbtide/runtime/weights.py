@@ -18,7 +18,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import final
+from typing import ParamSpec, TypeVar, final
 
 import torch
 
@@ -30,6 +30,25 @@ from ebbtide.runtime.weight_tensors import AbstractWeightTensor
 
 Link = Callable[[Sequence[RestingParameter], torch.Tensor], list[StandIn]]
 """Gives parameters' stand-ins: their values in a buffer, computed from them for autograd."""
+
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+
+
+def _with_plain_tensors(
+    method: Callable[_Arguments, _Result],
+) -> Callable[_Arguments, _Result]:
+    """Also under `torch.inference_mode`: what is made there could not be used in training."""
+
+    @functools.wraps(method)
+    def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        if not torch.is_inference_mode_enabled():
+            return method(*args, **kwargs)
+        with torch.inference_mode(False):
+            return method(*args, **kwargs)
+
+    return call
 
 
 @final
@@ -95,6 +114,7 @@ class Weights:
 
     # ---- forward ------------------------------------------------------------------------------
 
+    @_with_plain_tensors
     def begin_forward(self) -> None:
         """A forward of the model begins: the values at rest are what counts.
 
@@ -112,8 +132,9 @@ class Weights:
         self._place = 0
         for group in list(self._resident):
             self._release(group)  # an optimizer may have been at work since
-        self._index.adopt()
+        self._index.begin_forward()
 
+    @_with_plain_tensors
     def end_forward(self) -> None:
         """The forward has ended.
 
@@ -128,6 +149,7 @@ class Weights:
                     for member in group.members:
                         member.kept = None
 
+    @_with_plain_tensors
     def enter(self, group: WeightGroup) -> None:
         """A module begins that uses these parameters."""
         with self._lock:
@@ -140,6 +162,7 @@ class Weights:
                     member.show(stand_in)
             group.open += 1
 
+    @_with_plain_tensors
     def leave(self, group: WeightGroup) -> None:
         """The module has ended."""
         with self._lock:
@@ -150,6 +173,7 @@ class Weights:
                 if not self._running and not self._any_open():
                     self._reclaim()
 
+    @_with_plain_tensors
     def lend(self, group: WeightGroup, member: RestingParameter) -> torch.Tensor:
         """What code that takes a parameter from a module that is not open is to work with.
 
