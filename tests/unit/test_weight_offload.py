@@ -495,6 +495,32 @@ def test_casts_of_weights_hold_no_memory(how: str, monkeypatch: pytest.MonkeyPat
         assert (handle.stats.parameter_bytes >= cast_bytes) == (how != "without the rule")
 
 
+def test_casts_of_frozen_weights_leave_with_the_activations() -> None:
+    """Nothing tells them from activations, and they are on the device for no other reason."""
+
+    def run(model: nn.Module) -> list[Tensor | None]:
+        losses: list[Tensor | None] = []
+        for number in range(3):
+            loss = _autocast(model, number)
+            held = _casts(model)
+            loss.backward()
+            losses.append(loss.detach().clone())
+        found.append(bool([t for t in held if t.shape != model.head.weight.t().shape]))
+        return losses
+
+    found: list[bool] = []
+    check(_frozen_blocks, run, activations=ActivationPolicy(min_bytes=64))
+    assert found == [False] * 4
+    check(_frozen_blocks, run)
+    assert found[4:] == [False, True, True, True]
+
+
+def _frozen_blocks() -> Net:
+    net = Net()
+    net.blocks.requires_grad_(False)
+    return net
+
+
 def test_a_cast_of_a_weight_that_the_forward_changes() -> None:
     """It is made before or after the change, which nobody may forget."""
 

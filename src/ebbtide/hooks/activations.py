@@ -43,7 +43,6 @@ class ActivationHooks:
 
     Attributes:
         offloading: whether what is saved now is to leave; layers switch it.
-        weights: that rest on the host, if there are any.
     """
 
     def __init__(
@@ -55,7 +54,7 @@ class ActivationHooks:
         rebuild: bool = False,
     ) -> None:
         self.offloading = True
-        self.weights: WeightHooks | None = None
+        self._weights: WeightHooks | None = None
         self._finder = RebuildFinder() if rebuild else None
         self._packs = rebuild
         self._session = session
@@ -63,6 +62,16 @@ class ActivationHooks:
         self._parameters = parameters
         self._small: list[SmallKept] = []  # of the forwards that run now, innermost last
         self._min_bytes = max(min_bytes, 1)  # no bytes, no copy
+
+    @property
+    def weights(self) -> WeightHooks | None:
+        """Weights that rest on the host, if there are any."""
+        return self._weights
+
+    @weights.setter
+    def weights(self, weights: WeightHooks) -> None:
+        self._weights = weights
+        self._parameters.resting = weights.resting
 
     @staticmethod
     def are_wanted() -> bool:
@@ -108,8 +117,8 @@ class ActivationHooks:
         meter.saved_bytes += size_bytes
         base = tensor._base
         whole = tensor if base is None else base
-        if self.weights is not None:
-            saved = self.weights.pack(tensor, whole)
+        if self._weights is not None:
+            saved = self._weights.pack(tensor, whole)
             if saved is not None:
                 meter.parameter_bytes += size_bytes
                 return saved

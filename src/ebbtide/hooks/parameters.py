@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import final
 
 import torch
@@ -23,9 +23,13 @@ class ParameterIndex:
 
     Args:
         modules: whose parameters and buffers count.
+
+    Attributes:
+        resting: parameters that are not on the device: a copy of one is only a tensor.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self.resting: Container[nn.Parameter] = ()
         self._modules = list(modules)
         self._pointers: set[int] = set()
         self._frozen_shapes: set[torch.Size] = set()
@@ -46,7 +50,9 @@ class ParameterIndex:
             for parameter in module.parameters():
                 pointers.add(parameter.data_ptr())
                 pointers.add(parameter.untyped_storage().data_ptr())
-                if not parameter.requires_grad and parameter.dtype not in _AUTOCAST_TYPES:
+                if parameter.requires_grad or parameter in self.resting:
+                    continue
+                if parameter.dtype not in _AUTOCAST_TYPES:
                     frozen_shapes.add(parameter.shape)
                     frozen_shapes.add(parameter.shape[::-1])
             for buffer in module.buffers():
