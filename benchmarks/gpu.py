@@ -9,13 +9,15 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fnmatch
+import functools
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -145,12 +147,23 @@ class Suite:
     def run_job(self, job: Job) -> None:
         """Put a job's question to all of its modes, as far as time allows."""
         known = self._results.get(job.case, {}).get(job.name, {}).get("modes", {})
-        for mode in job.modes:
-            if mode in known and "failed" not in known[mode] and known[mode] != _TOO_LATE:
-                continue
-            left_s = self._deadline_s - time.monotonic()
-            limit_s = min(left_s, _TRIAL_LIMIT_S)
-            self._note(job, mode, self._ask(job, mode, limit_s) if left_s > 5 else _TOO_LATE)
+        due = [
+            mode
+            for mode in job.modes
+            if mode not in known or "failed" in known[mode] or known[mode] == _TOO_LATE
+        ]
+        ask = functools.partial(self._ask_in_time, job)
+        answers: Iterable[dict[str, Any]] = map(ask, due)
+        if self._device.type == "cpu":  # a dry run measures nothing: trials need not be alone
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                answers = list(pool.map(ask, due))
+        for mode, answer in zip(due, answers, strict=True):
+            self._note(job, mode, answer)
+
+    def _ask_in_time(self, job: Job, mode: str) -> dict[str, Any]:
+        left_s = self._deadline_s - time.monotonic()
+        limit_s = min(left_s, _TRIAL_LIMIT_S)
+        return self._ask(job, mode, limit_s) if left_s > 5 else _TOO_LATE
 
     def _ask(self, job: Job, mode: str, limit_s: float) -> dict[str, Any]:
         text = request(job.task, mode, str(self._device), job.shape, **job.more)
