@@ -302,7 +302,8 @@ MUTATIONS = (
     Mutation(
         name="compute waits for the copy up of weights",
         file="runtime/weights.py",
-        old="        self.device.compute_stream().wait(group.loaded)\n",
+        old="        # Kernels queued from now on read the values.\n"
+        "        self.device.compute_stream().wait(group.loaded)\n",
         new="",
         hazard="A layer computes with a buffer that the copy has not filled.",
         check="weight_programs.check_weights",
@@ -391,27 +392,27 @@ MUTATIONS = (
         check="weight_programs.check_weights",
     ),
     Mutation(
-        name="a weight that the model itself holds keeps its memory",
+        name="a weight that the model itself holds is followed, and keeps its memory",
         file="runtime/resting.py",
-        old=" and _holders(self) == _ALONE:\n",
-        new=":\n",
+        old="if _count(f) > _ALONE + (f.stand_in is self.kept)]",
+        new="if False]",
         hazard="A forward takes a weight out of a layer, the layer works and ends, and the forward "
         "goes on with memory that was taken away.",
         check="weight_programs.check_weights",
     ),
     Mutation(
-        name="a weight that was lent is looked at for changes before its buffer goes",
+        name="what the model holds of a weight is what its layer sees",
         file="runtime/weights.py",
-        old="            member.reclaim(group.buffer)\n            self._lent",
-        new="            self._lent",
-        hazard="A forward moves a table of another layer, as a codebook is moved: the layer then "
-        "finds the values from before, or the change is lost.",
+        old="                    followed.stand_in.refer_to(member.view_of(buffer))\n",
+        new="                    pass\n",
+        hazard="A forward holds a weight while its layer goes and comes back, and changes it: the "
+        "layer, in another buffer, works with the values from before.",
         check="weight_programs.check_weights",
     ),
     Mutation(
         name="what was changed through `data` counts",
         file="runtime/resting.py",
-        old=" or stand_in.exposed",
+        old=" or self.stand_in.exposed",
         new="",
         hazard="No version counter tells of such a change: it is lost when the buffer goes.",
         check="weight_programs.check_weights",

@@ -107,7 +107,11 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor, order: list[int], accident: tuple[str, int]) -> Tensor:
         taken = self.blocks[order[0]].second.weight if self.takes else None
+        moved = self.blocks[order[-1]].first.bias if self.takes else None
         for place, number in enumerate(order):
+            if moved is not None and self.training and not moved.requires_grad:
+                with torch.no_grad():
+                    moved.mul_(0.99)
             x = x + self.blocks[number](x)
             if place == accident[1]:
                 if accident[0] == "forward":
@@ -115,7 +119,7 @@ class Net(nn.Module):
                 if accident[0] == "backward":
                     x = _FailInBackward.apply(x)
         if taken is not None:
-            x = x @ taken[:, :WIDTH]
+            x = x @ taken[:, :WIDTH] + moved[:WIDTH]
         return self.head(x).square().mean()
 
 

@@ -400,6 +400,47 @@ class Codebooks(Net):
         return loss + (self.blocks[0].table.weight * again).mean() * self.head.weight.sum()
 
 
+class Stashing(Codebook):
+    def forward(self, x: Tensor) -> Tensor:
+        self.stash = (self.table.weight,)
+        return super().forward(x)
+
+
+class Stashed(Net):
+    """Works with what a layer held while it worked, when it does no longer."""
+
+    def __init__(self) -> None:
+        super().__init__(*[Stashing(_copied) for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss = super().forward(x)
+        if self.training:
+            with torch.no_grad():
+                self.blocks[0].stash[0].mul_(0.9)
+        again = self.blocks[0].table(torch.arange(6)) * self.blocks[0].stash[0]
+        for block in self.blocks:
+            block.stash = ()  # else the model itself would keep the device's memory
+        return loss + again.mean() * self.head.weight.sum()
+
+
+class Holding(Net):
+    """Takes a table before its layer works, and moves it when others have worked since."""
+
+    def __init__(self) -> None:
+        super().__init__(*[Codebook(_copied) for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        held = self.blocks[0].table.weight
+        unseen = self.blocks[1].table.weight
+        loss = super().forward(x)
+        if self.training:
+            with torch.no_grad():
+                held.mul_(0.9)
+            unseen.data.add_(0.1)
+        again = self.blocks[0].table(torch.arange(6)) + self.blocks[1].table.weight
+        return loss + (again * held).mean() * self.head.weight.sum()
+
+
 def _reparametrized(wrap: Callable[[nn.Linear], nn.Module]) -> Callable[[], Net]:
     def make() -> Net:
         net = Net()
@@ -428,6 +469,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "codebook": lambda: Codebooks(_copied),
     "codebook, unseen": lambda: Codebooks(_copied_unseen),
     "codebook, replaced": lambda: Codebooks(_replaced),
+    "held over layers and changed": Holding,
+    "stashed by a layer and changed": Stashed,
     "complex": lambda: Net(*[Spectral() for _ in range(3)]),
     "sometimes": lambda: Net(*[Sometimes() for _ in range(3)]),
     "weight_norm": _reparametrized(nn.utils.weight_norm),
@@ -454,6 +497,38 @@ def test_models(name: str, how: str) -> None:
 
     both = ActivationPolicy(min_bytes=256) if how != "weights" else None
     check(MODELS[name], run, activations=both)
+
+
+def test_weights_that_are_taken_in_a_loop_go_again() -> None:
+    """Each is let go of by the model when it takes the next, and by ebbtide then."""
+
+    class Looping(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                weight = block.first.weight
+                x = (x @ weight.t()).tanh() @ weight
+            return x.square().mean()
+
+    model = Looping(*[Block() for _ in range(8)])
+    device = SimulatedDevice(0)
+    with on_device(device, lambda: PinnedStore(device, slab_bytes=2**16)):
+        handle = ebbtide.offload(model, weights=WeightPolicy())
+    allocate, peak_bytes = device.allocate, 0
+
+    def watched(size_bytes: int) -> Tensor:
+        nonlocal peak_bytes
+        device.finish_copies()
+        memory = allocate(size_bytes)
+        peak_bytes = max(peak_bytes, device.allocated_bytes())
+        return memory
+
+    device.allocate = watched
+    with torch.no_grad():
+        model(batch(0))
+    model(batch(0)).backward()
+    group = handle._engine._hooks.weights.weights.groups[0]
+    assert peak_bytes <= 3 * group.size_bytes  # two, and the one that the loop still holds
+    handle.detach()
 
 
 def test_autocast() -> None:

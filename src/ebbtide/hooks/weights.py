@@ -141,7 +141,7 @@ class WeightHooks:
             member = group.member_at(int(tensor.storage_offset()) * tensor.element_size())
             return WeightTensor(weights, group, member, tensor)
         cast = cast_parameter(whole)
-        if cast is None or not cast.is_as_brought():
+        if cast is None or cast.is_changed():
             return None
         home = self.resting.find(cast.parameter)
         if home is None or storage.nbytes() != whole.nbytes or tensor.dtype is not whole.dtype:

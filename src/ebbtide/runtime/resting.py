@@ -62,6 +62,32 @@ class StandIn(torch.Tensor):
 
 
 @final
+class Followed:
+    """A stand-in that others have and can change.
+
+    Args:
+        stand_in: as it was brought.
+
+    Attributes:
+        stand_in: as given.
+    """
+
+    def __init__(self, stand_in: StandIn) -> None:
+        self.stand_in = stand_in
+        self._version = stand_in._version
+
+    def is_changed(self) -> bool:
+        """Whether somebody has changed its values, or may have."""
+        return self.stand_in._version != self._version or self.stand_in.exposed
+
+    def look(self) -> torch.Tensor:
+        """Its values as they are, which count as seen."""
+        self.stand_in.exposed = False
+        self._version = self.stand_in._version
+        return self.stand_in.detach()
+
+
+@final
 class RestingParameter:
     """A parameter, and where it rests.
 
@@ -72,8 +98,8 @@ class RestingParameter:
         size_bytes: of its values.
         host: its values at rest, in a storage of their own.
         places: what holds it: modules' parameters, and their lists and dicts.
-        stand_in: what modules hold while they are open; None while none is.
-        lent: what code has that took it from a module that is not open; None if nobody did.
+        shown: what modules hold while they are open; None while none is.
+        lent: what code still has of it while no module is open that holds it.
         kept: the stand-in of this forward, for the calls that follow. It is without memory
             meanwhile, unless the model itself holds on to it.
         departed: whether it is the device's again.
@@ -89,12 +115,11 @@ class RestingParameter:
         self._size, self._stride = parameter.shape, _dense_stride(parameter)
         self.host = parameter.data
         self.places: list[Place] = []
-        self.stand_in: StandIn | None = None
-        self.lent: StandIn | None = None
+        self.shown: Followed | None = None
+        self.lent: list[Followed] = []
         self.kept: StandIn | None = None
         self.departed = False
         self.changes = self.replacements = 0
-        self._version = 0  # of the stand-in when it was shown or lent
 
     def view_of(self, memory: torch.Tensor) -> torch.Tensor:
         """Its values in the memory of its group, sharing the storage."""
@@ -193,54 +218,37 @@ class RestingParameter:
 
     def show(self, stand_in: StandIn) -> None:
         """Let the modules hold this in its place. What they hold of others' stays."""
-        present = self.parameter if self.stand_in is None else self.stand_in
-        self._exchange(present, stand_in)
-        self.stand_in, self._version = stand_in, stand_in._version
+        self._exchange(self.parameter, stand_in)
+        self.shown = Followed(stand_in)
 
-    def hide(self, buffer: torch.Tensor | None) -> None:
-        """Let the modules hold the parameter again.
-
-        Args:
-            buffer: of its group.
-        """
-        shown, self.stand_in = self.stand_in, None
+    def hide(self) -> None:
+        """Let the modules hold the parameter again. Somebody else may still have what they held."""
+        shown, self.shown = self.shown, None
         if shown is not None:
-            self._exchange(shown, self.parameter)
-            self._keep_changes(shown, buffer)
-            del shown
-            self._empty_kept()
+            self._exchange(shown.stand_in, self.parameter)
+            if all(followed.stand_in is not shown.stand_in for followed in self.lent):
+                self.lent.append(shown)
 
-    def is_as_brought(self) -> bool:
-        """Whether nobody has changed what stands for it now."""
-        present = self.stand_in if self.lent is None else self.lent
-        return present is not None and not self._is_changed(present)
+    def is_changed(self) -> bool:
+        """Whether somebody has changed what stands for it now."""
+        return any(followed.is_changed() for followed in self._followed())
 
-    def _is_changed(self, stand_in: StandIn) -> bool:
-        return stand_in._version != self._version or stand_in.exposed
+    def _followed(self) -> list[Followed]:
+        return self.lent if self.shown is None else [self.shown, *self.lent]
 
-    def lend(self, stand_in: StandIn) -> None:
-        """Somebody has this in its place, while the modules hold the parameter."""
-        self.lent, self._version = stand_in, stand_in._version
-
-    def reclaim(self, buffer: torch.Tensor | None) -> None:
-        """What was lent is followed no longer. Who still has it keeps its memory.
+    def keep_changes(self, buffer: torch.Tensor | None) -> None:
+        """What the forward itself has made of its values counts, at rest too.
 
         Args:
             buffer: of its group.
         """
-        lent, self.lent = self.lent, None
-        if lent is not None:
-            self._keep_changes(lent, buffer)
-            del lent
-            self._empty_kept()
+        for followed in self._followed():
+            if followed.is_changed():
+                self._keep_changes(followed, buffer)
 
-    def _keep_changes(self, stand_in: StandIn, buffer: torch.Tensor | None) -> None:
-        """What the forward itself has made of its values counts, at rest too."""
-        if not self._is_changed(stand_in):
-            return
+    def _keep_changes(self, followed: Followed, buffer: torch.Tensor | None) -> None:
         self.changes += 1
-        stand_in.exposed = False
-        values = stand_in.detach()
+        values = followed.look()
         if not self._fits(values):
             self.parameter.data = values  # the next forward will say so
             return
@@ -251,9 +259,11 @@ class RestingParameter:
             # What was saved of the values before was not changed, but would not be found again.
             self.replacements += 1
 
-    def _empty_kept(self) -> None:
-        # What autograd saved of it refers to the group, not to this memory.
-        if self.kept is not None and _holders(self) == _ALONE:
+    def forget(self) -> None:
+        """Follow no longer what nobody has any more, and take its memory."""
+        self.lent = [f for f in self.lent if _count(f) > _ALONE + (f.stand_in is self.kept)]
+        if self.kept is not None and self.shown is None and not self.lent:
+            # What autograd saved of it refers to the group, not to this memory.
             self.kept.refer_to(self.kept.new_empty(0))
 
     def _exchange(self, present: torch.Tensor, following: torch.Tensor) -> None:
@@ -270,20 +280,14 @@ def held_at(container: Any, key: Any) -> Any:
     return container[key] if isinstance(container, list) and key < len(container) else None
 
 
-def _holders(member: RestingParameter) -> int:
-    return sys.getrefcount(member.kept)
-
-
 def _dense_stride(parameter: torch.Tensor) -> tuple[int, ...]:
     """The parameter's strides if its elements fill their memory; else those of a packed one."""
     return torch.empty_like(parameter, device="meta").stride()
 
 
-def _count_alone() -> int:
-    """What `_holders` counts where nobody else holds the stand-in, with this interpreter."""
-    member = RestingParameter("", nn.Parameter(torch.empty(0)), 0)
-    member.kept = StandIn.of(torch.empty(0))
-    return _holders(member)
+def _count(followed: Followed) -> int:
+    return sys.getrefcount(followed.stand_in)
 
 
-_ALONE = _count_alone()
+_ALONE = _count(Followed(StandIn.of(torch.empty(0))))
+"""What this interpreter counts where nobody else holds a stand-in."""

@@ -25,7 +25,7 @@ import torch
 from ebbtide.devices.base import AbstractDevice, AbstractEvent, AbstractStream
 from ebbtide.runtime.groups import RestingIndex, WeightGroup
 from ebbtide.runtime.ranges import profiler_range
-from ebbtide.runtime.resting import RestingParameter, StandIn
+from ebbtide.runtime.resting import Followed, RestingParameter, StandIn
 from ebbtide.runtime.weight_tensors import AbstractWeightTensor
 
 Link = Callable[[Sequence[RestingParameter], torch.Tensor], list[StandIn]]
@@ -144,7 +144,7 @@ class Weights:
         with self._lock:
             self._running -= 1
             if not self._running:
-                self._reclaim()
+                self._reclaim(everything=True)
                 for group in self.groups:
                     for member in group.members:
                         member.kept = None
@@ -156,8 +156,7 @@ class Weights:
             if not self._running and not _in_backward() and not self._any_open():
                 self._start_over()  # the module is called by itself, outside the model's forward
             if not group.open:
-                for member in group.members:
-                    member.reclaim(group.buffer)
+                self._reclaim()
                 for member, stand_in in self._make(group, group.members):
                     member.show(stand_in)
             group.open += 1
@@ -169,9 +168,9 @@ class Weights:
             group.open -= 1
             if not group.open:
                 for member in group.members:
-                    member.hide(group.buffer)
-                if not self._running and not self._any_open():
-                    self._reclaim()
+                    member.hide()
+                    self._lent[member] = group
+                self._reclaim(everything=not self._running and not self._any_open())
 
     @_with_plain_tensors
     def lend(self, group: WeightGroup, member: RestingParameter) -> torch.Tensor:
@@ -185,20 +184,20 @@ class Weights:
             recomputed = _in_backward() and torch.is_grad_enabled()
             if not (recomputed or (not _in_backward() and (self._running or self._any_open()))):
                 return member.parameter
-            if member.lent is None:
-                for _, stand_in in self._make(group, [member]):
-                    member.lend(stand_in)
-                self._lent[member] = group
+            self._reclaim()
+            if member.lent:
+                self._point(group, self._bring(group))
             else:
-                self._bring(group)
-            assert member.lent is not None
-            return member.lent
+                member.lent += [Followed(made) for _, made in self._make(group, [member])]
+                self._lent[member] = group
+            return member.lent[0].stand_in
 
     def _make(
         self, group: WeightGroup, members: Sequence[RestingParameter]
     ) -> list[tuple[RestingParameter, StandIn]]:
         """Stand-ins in the group's buffer."""
         buffer = self._bring(group)
+        self._point(group, buffer)
         # Only where hooks take what autograd saves is the memory free after the call.
         hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         keep = hooked and self._running > 0 and not _in_backward()
@@ -220,10 +219,26 @@ class Weights:
             made.append((member, stand_in))
         return made
 
-    def _reclaim(self) -> None:
-        while self._lent:
-            member, group = self._lent.popitem()
-            member.reclaim(group.buffer)
+    def _point(self, group: WeightGroup, buffer: torch.Tensor) -> None:
+        """What was lent of a group is what its modules see: there is one memory for both."""
+        for member, other in self._lent.items():
+            if other is group:
+                for followed in member.lent:
+                    followed.stand_in.refer_to(member.view_of(buffer))
+
+    def _reclaim(self, *, everything: bool = False) -> None:
+        """Keep the changes of what was lent, and forget what nobody has any more."""
+        for member, group in list(self._lent.items()):
+            if member.is_changed():
+                if group.buffer is not None and not group.awaited:
+                    self._drop(group)  # it was brought again, and the copy knows no change
+                member.keep_changes(group.buffer)
+            if everything:
+                member.lent.clear()
+            else:
+                member.forget()
+            if not member.lent:
+                del self._lent[member]
 
     def _any_open(self) -> bool:
         return any(group.open for group in self._resident)
@@ -259,7 +274,7 @@ class Weights:
         with self._lock:
             for group in self._in_backward.pop(task, ()):
                 self.leave(group)
-            self._reclaim()
+            self._reclaim(everything=not self._running)
 
     def note_saved(self, saved: AbstractWeightTensor) -> None:
         """A graph will ask for a weight."""
@@ -354,9 +369,12 @@ class Weights:
 
     def _release(self, group: WeightGroup) -> None:
         assert group.buffer is not None and group.loaded is not None
-        for member in group.members:
-            member.reclaim(group.buffer)
-            self._lent.pop(member, None)
+        self._reclaim()
+        if group.buffer is not None:
+            self._drop(group)
+
+    def _drop(self, group: WeightGroup) -> None:
+        assert group.buffer is not None and group.loaded is not None
         del self._resident[group]
         del self._at[group.buffer.untyped_storage()._cdata]
         if not group.awaited:
