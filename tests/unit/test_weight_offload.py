@@ -542,6 +542,25 @@ def test_autocast() -> None:
     check(Net, run)
 
 
+def test_autocast_without_its_cache_and_a_layer_that_repeats() -> None:
+    """Its cache sums such a layer's gradient in bfloat16; see docs/guides/weights.md."""
+
+    def make() -> nn.Module:
+        net = Net(*[Block() for _ in range(3)])
+        net.blocks[2] = net.blocks[1] = net.blocks[0]
+        net.blocks.append(Block())
+        return net
+
+    def run(model: nn.Module) -> list[Tensor | None]:
+        def loss(model: nn.Module, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+                return model(x)
+
+        return steps(model, count=10, loss=loss)
+
+    check(make, run)
+
+
 def _autocast(model: nn.Module, number: int) -> Tensor:
     with torch.autocast("cpu", torch.bfloat16):
         return model(batch(number))
