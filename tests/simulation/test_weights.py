@@ -36,14 +36,20 @@ def test_random_training(first: int) -> None:
     assert min(tally.content.values()) > 10
 
 
+def equal_layers(
+    device: SimulatedDevice, *, double_buffering: bool
+) -> tuple[nn.Module, ebbtide.OffloadHandle]:
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(6)])
+    policy = ebbtide.WeightPolicy(double_buffering=double_buffering)
+    with on_device(device, lambda: PinnedStore(device, slab_bytes=2**15)):
+        return model, ebbtide.offload(model, weights=policy)
+
+
 @pytest.mark.parametrize(("double_buffering", "groups"), [(True, 2), (False, 1)])
 def test_the_peak_is_two_groups(double_buffering: bool, groups: int) -> None:
     """Of equal layers, two are on the device at once, or one: no more, no less."""
     device = SimulatedDevice(0)
-    model = nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(6)])
-    policy = ebbtide.WeightPolicy(double_buffering=double_buffering)
-    with on_device(device, lambda: PinnedStore(device, slab_bytes=2**15)):
-        handle = ebbtide.offload(model, weights=policy)
+    model, handle = equal_layers(device, double_buffering=double_buffering)
     peak_bytes = 0
     allocate = device.allocate
 
@@ -66,10 +72,7 @@ def test_the_peak_is_two_groups(double_buffering: bool, groups: int) -> None:
 @pytest.mark.parametrize(("double_buffering", "buffers"), [(True, 2), (False, 1)])
 def test_equal_layers_take_turns_in_the_same_buffers(double_buffering: bool, buffers: int) -> None:
     device = SimulatedDevice(0)
-    model = nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(6)])
-    policy = ebbtide.WeightPolicy(double_buffering=double_buffering)
-    with on_device(device, lambda: PinnedStore(device, slab_bytes=2**15)):
-        handle = ebbtide.offload(model, weights=policy)
+    model, handle = equal_layers(device, double_buffering=double_buffering)
     allocate, made = device.allocate, []
     device.allocate = lambda size_bytes: made.append(size_bytes) or allocate(size_bytes)
     for _ in range(3):

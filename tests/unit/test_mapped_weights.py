@@ -259,7 +259,10 @@ print(anonymous_kib())
 """
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
+@pytest.mark.skipif(
+    not Path("/proc/self/status").exists(),
+    reason="only Linux tells in /proc what memory is a process's own",
+)
 def test_memory_really_falls() -> None:
     """Of weights, gradients and two moments nothing stays in the process's own memory."""
 

@@ -56,11 +56,8 @@ class OffloadedForward:
             return self._forward(*args, **kwargs)
         if self._weights is None:
             return self._call(*args, **kwargs)
-        self._weights.begin_forward()
-        try:
+        with self._weights.at_work():
             return self._call(*args, **kwargs)
-        finally:
-            self._weights.end_forward()
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         hooks = self._hooks()

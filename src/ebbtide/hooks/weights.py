@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -21,6 +22,7 @@ from ebbtide.runtime.gradients import Gradients, cast_parameter
 from ebbtide.runtime.groups import Allocate, RestingIndex, WeightGroup, allocate_host_memory
 from ebbtide.runtime.mapped import MappedWeights
 from ebbtide.runtime.saved import Saved
+from ebbtide.runtime.weak import call_weakly
 from ebbtide.runtime.weight_tensors import CastWeightTensor, WeightTensor
 from ebbtide.runtime.weights import Weights
 from ebbtide.stores.mapped import MappedMemory
@@ -86,8 +88,8 @@ class WeightHooks:
             )
         self._device = device
         # All optimizers share this hook: it must not keep the model alive.
-        watch = functools.partial(_before_step, weakref.ref(self))
-        self._hooks: list[Any] = [register_optimizer_step_pre_hook(watch)]
+        watch = register_optimizer_step_pre_hook(call_weakly(self.before_step))
+        self._hooks: list[Any] = [watch]
         weakref.finalize(self, self._hooks[0].remove).atexit = False
         for module, needed in self._used:
             self._hook(module, needed)
@@ -117,13 +119,14 @@ class WeightHooks:
             return parameter
         return self.weights.lend(*home)
 
-    def begin_forward(self) -> None:
-        """A forward of the model begins."""
+    @contextlib.contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Around a forward of the model, whatever way it ends."""
         self.weights.begin_forward()
-
-    def end_forward(self) -> None:
-        """It has ended."""
-        self.weights.end_forward()
+        try:
+            yield
+        finally:
+            self.weights.end_forward()
 
     def pack(self, tensor: torch.Tensor, whole: torch.Tensor) -> Saved | None:
         """What stands for a saved tensor that is a view or a cast of a weight; None if it is none.
@@ -160,7 +163,7 @@ class WeightHooks:
             member.leave_for(home)
         self.weights.close()
 
-    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """An optimizer is about to change values at rest."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.resting.begin_step(parameters)
@@ -177,14 +180,6 @@ class WeightHooks:
                         f"rests on the host now; make the optimizer after ebbtide.offload, or load "
                         f"its state_dict again: optimizer.load_state_dict(optimizer.state_dict())"
                     )
-
-
-def _before_step(
-    hooks: weakref.ref[WeightHooks], optimizer: torch.optim.Optimizer, *_: Any
-) -> None:
-    found = hooks()
-    if found is not None:
-        found.before_step(optimizer)
 
 
 def _lend(hooks: weakref.ref[WeightHooks], parameter: torch.Tensor) -> torch.Tensor:

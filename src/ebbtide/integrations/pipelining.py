@@ -193,16 +193,10 @@ class StageHook:
                 bwd_chunk_id, last_backward=last_backward
             )
 
-    @contextlib.contextmanager
-    def _weights_at_work(self) -> Iterator[None]:
+    def _weights_at_work(self) -> contextlib.AbstractContextManager[None]:
         if self._weights is None or not self._active:
-            yield
-            return
-        self._weights.begin_forward()
-        try:
-            yield
-        finally:
-            self._weights.end_forward()
+            return contextlib.nullcontext()
+        return self._weights.at_work()
 
     @contextlib.contextmanager
     def _forward(self, microbatch: int, *arguments: Any) -> Iterator[None]:

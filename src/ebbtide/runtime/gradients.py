@@ -22,6 +22,8 @@ from ebbtide.runtime.groups import Landings, WeightGroup, allocate_host_memory
 from ebbtide.runtime.ranges import profiler_range
 from ebbtide.runtime.resting import RestingParameter, StandIn
 
+_CAST = "ToCopyBackward0"
+
 
 @dataclass(eq=False)
 class _Departure:
@@ -213,6 +215,3 @@ def cast_parameter(tensor: torch.Tensor) -> RestingParameter | None:
     if tensor.shape != member.host.shape or tensor._version:
         return None
     return member if tensor.stride() == member.host.stride() else None
-
-
-_CAST = "ToCopyBackward0"

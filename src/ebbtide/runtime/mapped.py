@@ -8,7 +8,6 @@ it does.
 
 from __future__ import annotations
 
-import functools
 import mmap
 import threading
 import weakref
@@ -25,6 +24,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from ebbtide.devices.base import AbstractDevice
 from ebbtide.runtime.groups import Landings, RestingIndex, WeightGroup
 from ebbtide.runtime.resting import RestingParameter
+from ebbtide.runtime.weak import call_weakly
 from ebbtide.stores.host_memory import HostMemory
 from ebbtide.stores.mapped import MappedMemory, give_back_free_memory, page_in, page_out
 
@@ -64,10 +64,10 @@ class MappedWeights:
         self._blocks: list[HostMemory] = []
         self._index = index
         self._making: _StateAtRest | None = None
-        me = weakref.ref(self)
+        # All optimizers share these hooks: they must not keep the model alive.
         self._handles: list[Any] = [
-            register_optimizer_step_pre_hook(functools.partial(_before_step, me)),
-            register_optimizer_step_post_hook(functools.partial(_after_step, me)),
+            register_optimizer_step_pre_hook(call_weakly(self.before_step)),
+            register_optimizer_step_post_hook(call_weakly(self.after_step)),
         ]
         self._watched: set[torch.Tensor] = set()
         self._pager: threading.Event | None = None
@@ -136,7 +136,7 @@ class MappedWeights:
         hook = member.parameter.register_post_accumulate_grad_hook
         self._handles.append(hook(after))  # type: ignore[no-untyped-call]
 
-    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """An optimizer is about to touch everything."""
         self._end_step()  # the one before may have raised
         if self._is_ours(optimizer):
@@ -145,7 +145,7 @@ class MappedWeights:
             self._making = _StateAtRest(self)
             self._making.__enter__()  # type: ignore[no-untyped-call]
 
-    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """It has."""
         if not self._is_ours(optimizer):
             return
@@ -237,22 +237,6 @@ class _StateAtRest(TorchFunctionMode):
         if plain and weights is not None and weights.is_mine(args[0]):
             return weights.like(args[0])
         return func(*args, **(kwargs or {}))
-
-
-def _before_step(
-    weights: weakref.ref[MappedWeights], optimizer: torch.optim.Optimizer, *_: Any
-) -> None:
-    found = weights()
-    if found is not None:
-        found.before_step(optimizer)
-
-
-def _after_step(
-    weights: weakref.ref[MappedWeights], optimizer: torch.optim.Optimizer, *_: Any
-) -> None:
-    found = weights()
-    if found is not None:
-        found.after_step(optimizer)
 
 
 def _mapped_bytes() -> int:

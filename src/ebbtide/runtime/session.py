@@ -24,6 +24,7 @@ from ebbtide.runtime.reloads import Reloads
 from ebbtide.runtime.rounds import Rounds
 from ebbtide.runtime.stats import StepStats
 from ebbtide.runtime.units import Following, UnitRecords
+from ebbtide.runtime.weak import call_weakly
 from ebbtide.schedule import Verb
 from ebbtide.stores.base import AbstractStore
 from ebbtide.tracing.events import Trace
@@ -421,14 +422,7 @@ class Session:
 
     def weak_poll(self) -> Callable[[], None]:
         """`poll` for those that the session owns: it does not keep the session alive."""
-        method = weakref.WeakMethod(self.poll)
-
-        def poll() -> None:
-            alive = method()
-            if alive is not None:
-                alive()
-
-        return poll
+        return call_weakly(self.poll)
 
     def close(self) -> None:
         """Give the store back, at once or when the last graph that needs it is gone."""
