@@ -8,7 +8,13 @@ from typing import final
 
 import torch
 
-from ebbtide.devices.base import AbstractDevice, AbstractEvent, AbstractLane, AbstractStream, Origin
+from ebbtide.devices.device import (
+    AbstractDevice,
+    AbstractEvent,
+    AbstractLane,
+    AbstractStream,
+    Origin,
+)
 from ebbtide.devices.lanes import WorkLane
 
 

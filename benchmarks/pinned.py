@@ -21,16 +21,16 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import record
-from ebbtide.cli.config import DemoConfig
-from ebbtide.cli.darcy_fno import build_model
-from ebbtide.devices.base import AbstractEvent
+from ebbtide.demo.config import DemoConfig
+from ebbtide.demo.darcy_fno import build_model
 from ebbtide.devices.cpu import CpuDevice
+from ebbtide.devices.device import AbstractEvent
 from ebbtide.devices.lanes import LaneEvent
 from ebbtide.hooks.activations import ActivationHooks
 from ebbtide.hooks.parameters import ParameterIndex
 from ebbtide.runtime.session import Session
-from ebbtide.stores.base import AbstractStore, Slot
 from ebbtide.stores.pinned import PinnedStore
+from ebbtide.stores.store import AbstractStore, Slot
 from ebbtide.units import format_size
 
 _BOUND_BYTES = 64 * 2**20

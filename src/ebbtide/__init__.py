@@ -15,7 +15,8 @@ from ebbtide.rehearsal import rehearse
 from ebbtide.runtime.recipes import RebuildRecipe, register_rebuild
 from ebbtide.runtime.stats import StepStats
 from ebbtide.schedule import Schedule
-from ebbtide.tracing.events import Trace, TraceEvent
+from ebbtide.tracing.events import TraceEvent
+from ebbtide.tracing.trace import Trace
 from ebbtide.version import __version__
 
 __all__ = [

@@ -19,7 +19,7 @@ from ebbtide.policy import ActivationPolicy, WeightPolicy
 from ebbtide.runtime.stats import StepStats
 from ebbtide.runtime.units import Following
 from ebbtide.schedule import Schedule
-from ebbtide.tracing.events import Trace
+from ebbtide.tracing.trace import Trace
 
 
 @final

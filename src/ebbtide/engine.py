@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any, final
 
 import torch
@@ -11,8 +10,8 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from ebbtide.devices.accelerator import AcceleratorDevice
-from ebbtide.devices.base import AbstractDevice
 from ebbtide.devices.cpu import CpuDevice
+from ebbtide.devices.device import AbstractDevice
 from ebbtide.errors import PolicyError
 from ebbtide.hooks.activations import ActivationHooks
 from ebbtide.hooks.layers import LayerModules
@@ -25,18 +24,14 @@ from ebbtide.runtime.session import Session
 from ebbtide.runtime.stats import StepStats
 from ebbtide.runtime.units import Following, UnitRecords
 from ebbtide.schedule import Action, Direction, Schedule, Unit
-from ebbtide.stores.base import AbstractStore
+from ebbtide.stores.build import build_store, check_for_cpu, parse_store
 from ebbtide.stores.disk import DiskStore
 from ebbtide.stores.mapped import MappedMemory
-from ebbtide.stores.pinned import PinnedStore
-from ebbtide.stores.staged import LEAST_STAGING_BYTES, STAGING_BYTES, StagedDiskStore
-from ebbtide.stores.tiered import TieredStore
-from ebbtide.tracing.events import Trace
-from ebbtide.units import format_size, parse_size_bytes
+from ebbtide.tracing.trace import Trace
+from ebbtide.units import parse_size_bytes
 
 _INFLIGHT_BYTES = 256 * 2**20
 _CPU_INFLIGHT_BYTES = 64 * 2**20
-_STAGING_SHARE = 4  # a tiered store's chunks are at most this part of host_budget
 
 
 @final
@@ -126,7 +121,7 @@ class Engine:
         """
         device = self._session.device
         on_cpu = isinstance(device, CpuDevice)
-        memory = MappedMemory(device, _parse_store(self._store)[1]) if on_cpu else None
+        memory = MappedMemory(device, parse_store(self._store)[1]) if on_cpu else None
         weights = WeightHooks(model, layers, policy, device, _INFLIGHT_BYTES, memory=memory)
         self._hooks.weights = weights
         return weights
@@ -315,9 +310,9 @@ def build_session(
     bound_bytes = _CPU_INFLIGHT_BYTES if on_cpu else _INFLIGHT_BYTES
     if policy.max_inflight_bytes is not None:
         bound_bytes = int(policy.max_inflight_bytes)
-    kind, directory = _parse_store(store)
+    kind, directory = parse_store(store)
     if on_cpu:
-        _check_for_cpu(kind, host_budget_bytes)
+        check_for_cpu(kind, host_budget_bytes)
         disk = DiskStore(directory)
         session = Session(CpuDevice(), disk, bound_bytes, traced=traced, following=following)
         disk.on_progress = session.weak_poll()
@@ -325,61 +320,3 @@ def build_session(
     device: AbstractDevice = AcceleratorDevice(torch_device)
     chosen = build_store(device, kind, directory, host_budget_bytes)
     return Session(device, chosen, bound_bytes, traced=traced, following=following)
-
-
-def build_store(
-    device: AbstractDevice, kind: str, directory: Path | None, budget_bytes: int | None
-) -> AbstractStore:
-    """A store for a model that is not on the CPU.
-
-    Args:
-        device: where the model is.
-        kind: ``"auto"``, ``"host"``, ``"disk"`` or ``"tiered"``.
-        directory: for what goes to disk; None: the system's for temporary files.
-        budget_bytes: the most host memory to take, chunks on the way to disk included.
-
-    Raises:
-        PolicyError: the budget is too small, or the directory cannot be written to.
-    """
-    if kind in ("auto", "host"):
-        return PinnedStore(device, budget_bytes)
-    share = 1 if kind == "disk" else _STAGING_SHARE
-    least_bytes = LEAST_STAGING_BYTES * share
-    if budget_bytes is not None and budget_bytes < least_bytes:
-        raise PolicyError(
-            f"host_budget is {format_size(budget_bytes)}, and what goes to disk goes through host "
-            f"memory; allow {format_size(least_bytes)} at least"
-        )
-    staging_bytes = STAGING_BYTES
-    if budget_bytes is not None:
-        staging_bytes = min(staging_bytes, budget_bytes // share)
-    disk = StagedDiskStore(device, directory, staging_bytes)
-    if kind == "disk":
-        return disk
-    rest_bytes = None if budget_bytes is None else budget_bytes - staging_bytes
-    return TieredStore(PinnedStore(device, rest_bytes), disk)
-
-
-def _parse_store(store: str) -> tuple[str, Path | None]:
-    kind, _, directory = store.partition(":")
-    if kind not in ("auto", "host", "disk", "tiered") or (
-        directory and kind not in ("disk", "tiered")
-    ):
-        raise PolicyError(
-            f'store={store!r} is not one of "auto", "host", "disk", "disk:/some/dir", "tiered", '
-            f'"tiered:/some/dir"'
-        )
-    return kind, Path(directory) if directory else None
-
-
-def _check_for_cpu(kind: str, host_budget_bytes: int | None) -> None:
-    if kind in ("host", "tiered"):
-        raise PolicyError(
-            f'store="{kind}" would copy RAM to RAM: the model computes on the CPU, so host memory '
-            f'is where its activations are already. Use store="disk" or "auto"'
-        )
-    if host_budget_bytes is not None:
-        raise PolicyError(
-            "host_budget bounds the host memory that holds activations of an accelerator; this "
-            "model is on the CPU and its activations go to disk. Leave host_budget out"
-        )

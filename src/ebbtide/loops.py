@@ -17,7 +17,7 @@ from ebbtide.runtime.ranges import Layer
 from ebbtide.runtime.stats import StepStats
 from ebbtide.runtime.units import Following, UnitRecords
 from ebbtide.schedule import Action, Direction, Schedule, Unit, Verb, default, manual
-from ebbtide.tracing.events import Trace
+from ebbtide.tracing.trace import Trace
 
 T = TypeVar("T")
 

@@ -18,7 +18,7 @@ from ebbtide.runtime.session import Session
 from ebbtide.runtime.units import Following
 from ebbtide.schedule import Direction, Pass, Schedule, Unit
 from ebbtide.stores.pinned import PinnedStore
-from ebbtide.tracing.events import Trace
+from ebbtide.tracing.trace import Trace
 from ebbtide.units import parse_size_bytes
 
 _LARGEST_BYTES: Final = 4096  # what the largest layer takes in the rehearsal's own memory

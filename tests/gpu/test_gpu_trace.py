@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import ebbtide
-from ebbtide.tracing.events import Trace
+from ebbtide.tracing.trace import Trace
 from gpu_bench import (
     DRY_RUN,
     INFLIGHT,

@@ -17,16 +17,16 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ebbtide.devices.base import AbstractEvent
+from ebbtide.devices.device import AbstractEvent
 from ebbtide.devices.simulated import SimulatedDevice
 from ebbtide.hooks.activations import ActivationHooks
 from ebbtide.hooks.parameters import ParameterIndex
 from ebbtide.runtime.saved import OffloadedTensor
 from ebbtide.runtime.session import Session
 from ebbtide.stores import disk_file
-from ebbtide.stores.base import AbstractStore, Slot
 from ebbtide.stores.pinned import PinnedStore
 from ebbtide.stores.staged import StagedDiskStore
+from ebbtide.stores.store import AbstractStore, Slot
 from ebbtide.stores.tiered import TieredStore
 from programs import WIDTH, Outcome, Program, Run, Source
 

@@ -11,7 +11,7 @@ from torch import Tensor
 import ebbtide
 from ebbtide.devices.simulated import SimulatedDevice
 from ebbtide.runtime.session import Session
-from ebbtide.stores.base import AbstractStore
+from ebbtide.stores.store import AbstractStore
 
 SIZE_BYTES = 64 * 1024  # what one layer saves
 FORWARD_S = 1e-3

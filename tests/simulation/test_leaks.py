@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import psutil
 import pytest
 
-from ebbtide.devices.base import AbstractDevice
 from ebbtide.devices.cpu import CpuDevice
+from ebbtide.devices.device import AbstractDevice
 from ebbtide.hooks.activations import ActivationHooks
 from ebbtide.hooks.parameters import ParameterIndex
 from ebbtide.runtime.forward import ForwardLog
@@ -21,10 +21,10 @@ from ebbtide.runtime.kept import LargeKept, SmallKept
 from ebbtide.runtime.records import StorageRecord
 from ebbtide.runtime.saved import OffloadedTensor
 from ebbtide.runtime.session import Session
-from ebbtide.stores.base import AbstractStore, Slot
 from ebbtide.stores.disk import DiskStore
 from ebbtide.stores.pinned import PinnedStore
 from ebbtide.stores.staged import StagedDiskStore
+from ebbtide.stores.store import AbstractStore, Slot
 from ebbtide.stores.tiered import TieredStore
 from harness import KIB, Simulation, drain_autograd, without_collector
 from programs import Program

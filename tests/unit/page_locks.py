@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from ebbtide.devices.base import AbstractDevice
+from ebbtide.devices.device import AbstractDevice
 from ebbtide.stores.pinned import PinnedStore
 from store_bench import offload, random_bytes, reload
 

@@ -16,14 +16,14 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from ebbtide import StepStats, __version__
-from ebbtide.cli import darcy_fno, worker
-from ebbtide.cli import demo as demo_module
-from ebbtide.cli.config import DemoConfig, Mode
 from ebbtide.cli.main import app
-from ebbtide.cli.memory import ProcessMemory, Timeline
-from ebbtide.cli.report import build_table, compare, limits
-from ebbtide.cli.results import FinalResult, ModeResult, StepResult, first_difference
-from ebbtide.cli.team import Team, WorkerError
+from ebbtide.demo import darcy_fno, worker
+from ebbtide.demo import run as demo_module
+from ebbtide.demo.comparison import build_table, compare, limits
+from ebbtide.demo.config import DemoConfig, Mode
+from ebbtide.demo.memory import ProcessMemory, Timeline
+from ebbtide.demo.results import FinalResult, ModeResult, StepResult, first_difference
+from ebbtide.demo.team import Team, WorkerError
 
 GIB = 2**30
 # 4 samples x 32 channels x 64 x 64 nodes x 4 B = 2 MiB: the smallest size that is offloaded.
@@ -350,7 +350,7 @@ def test_help_imports_nothing_heavy() -> None:
         "from typer.testing import CliRunner\n"
         "from ebbtide.cli.main import app\n"
         "assert CliRunner().invoke(app, ['demo', '--help']).exit_code == 0\n"
-        "heavy = {'neuralop', 'matplotlib', 'scipy', 'ebbtide.cli.worker'} & set(sys.modules)\n"
+        "heavy = {'neuralop', 'matplotlib', 'scipy', 'ebbtide.demo.worker'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -19,8 +19,8 @@ import torch
 
 from ebbtide.devices.lanes import LaneEvent
 from ebbtide.errors import PolicyError, StoreFullError
-from ebbtide.stores.base import Slot
 from ebbtide.stores.disk import DiskStore
+from ebbtide.stores.store import Slot
 from store_bench import WAIT_S, now, offload, random_bytes, reload, wait_for
 
 KIB, MIB = 2**10, 2**20

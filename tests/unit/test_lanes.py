@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from ebbtide.devices import lanes
-from ebbtide.devices.base import raise_again
 from ebbtide.devices.cpu import CpuDevice
+from ebbtide.devices.device import raise_again
 from ebbtide.devices.lanes import LaneEvent, WorkLane
 
 WAIT_S = 5.0  # far more than anything here takes; reached only when a test fails

@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from ebbtide import PolicyError, ScheduleError, rehearse, schedule
 from ebbtide.cli.main import app
-from ebbtide.tracing.events import Trace
+from ebbtide.tracing.trace import Trace
 
 MIB = 2**20
 

@@ -15,17 +15,17 @@ import pytest
 import torch
 
 import ebbtide
-from ebbtide.devices.base import AbstractEvent
 from ebbtide.devices.cpu import CpuDevice
+from ebbtide.devices.device import AbstractEvent
 from ebbtide.devices.lanes import LaneEvent
-from ebbtide.engine import build_store
 from ebbtide.errors import PolicyError, StoreFullError
 from ebbtide.hooks.activations import ActivationHooks
 from ebbtide.hooks.parameters import ParameterIndex
 from ebbtide.runtime.session import Session
-from ebbtide.stores.base import AbstractStore, Slot
+from ebbtide.stores.build import build_store
 from ebbtide.stores.pinned import PinnedStore
 from ebbtide.stores.staged import StagedDiskStore
+from ebbtide.stores.store import AbstractStore, Slot
 from ebbtide.stores.tiered import TieredStore
 from page_locks import PageLocks
 from store_bench import now, random_bytes

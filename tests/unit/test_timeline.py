@@ -13,9 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbtide.errors import PolicyError
-from ebbtide.tracing.events import LANES, Trace, TraceEvent
+from ebbtide.tracing.events import LANES, TraceEvent
 from ebbtide.tracing.plot import SUFFIXES
 from ebbtide.tracing.timeline import segments
+from ebbtide.tracing.trace import Trace
 
 MS = 1e-3
 

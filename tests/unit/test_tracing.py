@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 import ebbtide
 from ebbtide.tracing.chrome import chrome_events
-from ebbtide.tracing.events import LANES, Trace, TraceEvent
+from ebbtide.tracing.events import LANES, TraceEvent
+from ebbtide.tracing.trace import Trace
 
 KIB = 1024
 ROWS, WIDTH = 256, 64  # one activation is 64 KiB

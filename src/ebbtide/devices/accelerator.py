@@ -10,7 +10,7 @@ from typing import final
 
 import torch
 
-from ebbtide.devices.base import (
+from ebbtide.devices.device import (
     AbstractDevice,
     AbstractEvent,
     AbstractLane,

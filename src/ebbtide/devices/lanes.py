@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable
 from typing import final
 
-from ebbtide.devices.base import AbstractEvent, AbstractLane, Origin, Span, raise_again
+from ebbtide.devices.device import AbstractEvent, AbstractLane, Origin, Span, raise_again
 
 _LOG = logging.getLogger(__name__)
 

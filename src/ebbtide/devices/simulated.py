@@ -37,7 +37,7 @@ from typing import final
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ebbtide.devices.base import (
+from ebbtide.devices.device import (
     AbstractDevice,
     AbstractEvent,
     AbstractLane,

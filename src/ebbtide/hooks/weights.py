@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
-from ebbtide.devices.base import AbstractDevice
+from ebbtide.devices.device import AbstractDevice
 from ebbtide.errors import PolicyError
 from ebbtide.hooks.layers import LayerModules, ModuleHook, lists_by_index
 from ebbtide.hooks.places import find_places, start_lending, stop_lending

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import final
 
-from ebbtide.devices.base import AbstractDevice, AbstractEvent, AbstractStream
+from ebbtide.devices.device import AbstractDevice, AbstractEvent, AbstractStream
 from ebbtide.runtime.ranges import profiler_range
 from ebbtide.runtime.recorder import StepRecorder, Subject
 from ebbtide.runtime.records import StorageRecord
 from ebbtide.runtime.stats import StepMeter, StepStats
-from ebbtide.tracing.events import Trace
+from ebbtide.tracing.trace import Trace
 
 
 @final

@@ -17,7 +17,7 @@ from typing import Any, final
 
 import torch
 
-from ebbtide.devices.base import AbstractDevice, AbstractEvent, AbstractStream
+from ebbtide.devices.device import AbstractDevice, AbstractEvent, AbstractStream
 from ebbtide.runtime.groups import Landings, WeightGroup, allocate_host_memory
 from ebbtide.runtime.ranges import profiler_range
 from ebbtide.runtime.resting import RestingParameter, StandIn

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ebbtide.devices.base import AbstractDevice, AbstractEvent, AbstractStream
+from ebbtide.devices.device import AbstractDevice, AbstractEvent, AbstractStream
 from ebbtide.errors import PolicyError
 from ebbtide.runtime.ranges import Layer
 from ebbtide.runtime.resting import RestingParameter

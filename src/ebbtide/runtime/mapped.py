@@ -21,7 +21,7 @@ from torch.optim.optimizer import (
 )
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
-from ebbtide.devices.base import AbstractDevice
+from ebbtide.devices.device import AbstractDevice
 from ebbtide.runtime.groups import Landings, RestingIndex, WeightGroup
 from ebbtide.runtime.resting import RestingParameter
 from ebbtide.runtime.weak import call_weakly

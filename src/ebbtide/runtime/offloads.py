@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import deque
 from typing import final
 
-from ebbtide.devices.base import raise_again
+from ebbtide.devices.device import raise_again
 from ebbtide.runtime.account import Account
 from ebbtide.runtime.ranges import profiler_range
 from ebbtide.runtime.records import RecordState, StorageRecord
-from ebbtide.stores.base import AbstractStore
+from ebbtide.stores.store import AbstractStore
 
 
 @final

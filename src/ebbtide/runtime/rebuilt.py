@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ebbtide.devices.base import AbstractDevice, AbstractEvent, AbstractStream
+from ebbtide.devices.device import AbstractDevice, AbstractEvent, AbstractStream
 from ebbtide.runtime.account import Account
 from ebbtide.runtime.ranges import Layer
 from ebbtide.runtime.recipes import Constants, RebuildRecipe

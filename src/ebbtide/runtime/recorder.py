@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple, final
 
-from ebbtide.devices.base import AbstractDevice, AbstractEvent, Span
+from ebbtide.devices.device import AbstractDevice, AbstractEvent, Span
 from ebbtide.runtime.ranges import Layer
-from ebbtide.tracing.events import Trace, TraceEvent
+from ebbtide.tracing.events import TraceEvent
+from ebbtide.tracing.trace import Trace
 
 
 class Subject(NamedTuple):

@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, final
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ebbtide.devices.base import AbstractEvent, AbstractStream
+from ebbtide.devices.device import AbstractEvent, AbstractStream
 from ebbtide.runtime.forward import ForwardLog
 from ebbtide.runtime.ranges import Layer
-from ebbtide.stores.base import Slot
+from ebbtide.stores.store import Slot
 
 if TYPE_CHECKING:
     from ebbtide.runtime.units import UnitRecords

@@ -6,12 +6,12 @@ from typing import final
 
 import torch
 
-from ebbtide.devices.base import AbstractDevice, AbstractEvent
+from ebbtide.devices.device import AbstractDevice, AbstractEvent
 from ebbtide.runtime.account import Account
 from ebbtide.runtime.forward import ForwardLog
 from ebbtide.runtime.ranges import profiler_range
 from ebbtide.runtime.records import RecordState, StorageRecord
-from ebbtide.stores.base import AbstractStore
+from ebbtide.stores.store import AbstractStore
 
 _READ_AHEAD = 4  # times the bound on bytes in flight: what the store is told to expect
 

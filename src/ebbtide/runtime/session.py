@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, final
 
 import torch
 
-from ebbtide.devices.base import AbstractDevice, AbstractEvent
+from ebbtide.devices.device import AbstractDevice, AbstractEvent
 from ebbtide.runtime.account import Account
 from ebbtide.runtime.conductor import Conductor
 from ebbtide.runtime.forward import ForwardLog, UnpackOrder
@@ -26,8 +26,8 @@ from ebbtide.runtime.stats import StepStats
 from ebbtide.runtime.units import Following, UnitRecords
 from ebbtide.runtime.weak import call_weakly
 from ebbtide.schedule import Verb
-from ebbtide.stores.base import AbstractStore
-from ebbtide.tracing.events import Trace
+from ebbtide.stores.store import AbstractStore
+from ebbtide.tracing.trace import Trace
 
 if TYPE_CHECKING:
     from ebbtide.runtime.saved import OffloadedTensor, RebuiltTensor

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import final
 
-from ebbtide.devices.base import AbstractEvent, Origin
+from ebbtide.devices.device import AbstractEvent, Origin
 from ebbtide.units import format_size
 
 

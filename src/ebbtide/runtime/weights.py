@@ -22,7 +22,7 @@ from typing import ParamSpec, TypeVar, final
 
 import torch
 
-from ebbtide.devices.base import AbstractDevice, AbstractEvent, AbstractStream
+from ebbtide.devices.device import AbstractDevice, AbstractEvent, AbstractStream
 from ebbtide.runtime.groups import RestingIndex, WeightGroup
 from ebbtide.runtime.ranges import profiler_range
 from ebbtide.runtime.resting import Followed, RestingParameter, StandIn

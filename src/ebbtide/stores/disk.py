@@ -17,11 +17,11 @@ from typing import final
 
 import torch
 
-from ebbtide.devices.base import AbstractEvent
+from ebbtide.devices.device import AbstractEvent
 from ebbtide.devices.lanes import WorkLane
-from ebbtide.stores.base import AbstractStore, Slot
 from ebbtide.stores.disk_file import DiskFile
 from ebbtide.stores.host_memory import advise
+from ebbtide.stores.store import AbstractStore, Slot
 
 _MADV_POPULATE_READ = 22  # Linux 5.14 and later
 

@@ -23,7 +23,7 @@ from typing import Any, final
 
 import torch
 
-from ebbtide.devices.base import AbstractDevice
+from ebbtide.devices.device import AbstractDevice
 from ebbtide.units import format_size
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14 and later

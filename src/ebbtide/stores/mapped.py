@@ -17,7 +17,7 @@ from typing import final
 
 import torch
 
-from ebbtide.devices.base import AbstractDevice
+from ebbtide.devices.device import AbstractDevice
 from ebbtide.errors import StoreFullError
 from ebbtide.stores.disk_file import OpenFile, default_directory
 from ebbtide.stores.host_memory import HostMemory, advise, whole_pages

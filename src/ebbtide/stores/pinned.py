@@ -20,9 +20,8 @@ from typing import final
 import psutil
 import torch
 
-from ebbtide.devices.base import AbstractDevice, AbstractEvent
+from ebbtide.devices.device import AbstractDevice, AbstractEvent
 from ebbtide.errors import StoreFullError
-from ebbtide.stores.base import AbstractStore, Slot
 from ebbtide.stores.extents import Extent, ExtentAllocator
 from ebbtide.stores.host_memory import (
     HostMemory,
@@ -31,6 +30,7 @@ from ebbtide.stores.host_memory import (
     warn_of_pageable,
     whole_pages,
 )
+from ebbtide.stores.store import AbstractStore, Slot
 from ebbtide.units import format_size
 
 _SLAB_BYTES = 256 * 2**20

@@ -19,11 +19,11 @@ from typing import final
 
 import torch
 
-from ebbtide.devices.base import AbstractDevice, AbstractEvent, Origin, Span
+from ebbtide.devices.device import AbstractDevice, AbstractEvent, Origin, Span
 from ebbtide.errors import StoreFullError
-from ebbtide.stores.base import AbstractStore, Slot
 from ebbtide.stores.disk_file import GROWTH_BYTES, DiskFile, OpenFile
 from ebbtide.stores.host_memory import HostMemory, allocate_by_torch, map_exactly, warn_of_pageable
+from ebbtide.stores.store import AbstractStore, Slot
 
 STAGING_BYTES = 128 * 2**20
 LEAST_STAGING_BYTES = 64 * 2**10

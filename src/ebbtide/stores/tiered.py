@@ -12,11 +12,11 @@ from typing import final
 
 import torch
 
-from ebbtide.devices.base import AbstractEvent
+from ebbtide.devices.device import AbstractEvent
 from ebbtide.errors import StoreFullError
-from ebbtide.stores.base import AbstractStore, Slot
 from ebbtide.stores.pinned import PinnedStore
 from ebbtide.stores.staged import StagedDiskStore
+from ebbtide.stores.store import AbstractStore, Slot
 
 
 @final

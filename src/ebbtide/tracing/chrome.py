@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from ebbtide.tracing.events import TraceEvent
+from ebbtide.tracing.events import TraceEvent
 
 _ROWS = 100  # thread numbers set aside for each lane
 

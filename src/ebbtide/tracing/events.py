@@ -1,16 +1,9 @@
-"""One event type for every executor, and the trace of one step."""
+"""One event type for every executor."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass
-from os import PathLike
 from typing import final
-
-from ebbtide.tracing.chrome import write_chrome
-from ebbtide.tracing.plot import write_plot
-from ebbtide.tracing.timeline import render_timeline
 
 LANES = ("compute", "d2h", "h2d", "disk", "cpu_optimizer")
 
@@ -54,84 +47,3 @@ class TraceEvent:
         else:
             text = self.what if self.layer is None else f"{self.what} {self.layer}"
         return f"{text}.m{self.microbatch}" if self.microbatch else text
-
-
-@final
-class Trace:
-    """The events of one step, in the order in which they began.
-
-    `print` shows how busy each lane was, `timeline` and `plot` when it did what. `save` writes a
-    file for Perfetto.
-    """
-
-    def __init__(self, events: Iterable[TraceEvent] = ()) -> None:
-        self.events = tuple(sorted(events, key=lambda event: (event.begin_s, event.end_s)))
-
-    @property
-    def duration_s(self) -> float:
-        """From the first event's begin to the last one's end; 0 for an empty trace."""
-        if not self.events:
-            return 0.0
-        return max(event.end_s for event in self.events) - self.events[0].begin_s
-
-    def save(self, path: str | PathLike[str]) -> None:
-        """Write the trace as Chrome trace-event JSON: open it at https://ui.perfetto.dev.
-
-        Args:
-            path: of the file, such as ``"trace.json"``.
-
-        Raises:
-            OSError: the file cannot be written.
-
-        Source: Trace Event Format, Google.
-        """
-        write_chrome(path, self.events, LANES)
-
-    def timeline(self, width: int = 80) -> str:
-        """Draw lanes by time in plain text.
-
-        A column shows what fills most of its time: passes as ``F3>>>`` and ``B3<<<``, copies and
-        waits with the layer's number, signs alone where that has no room. The last lines say what
-        the signs mean.
-
-        Args:
-            width: columns that no line exceeds, 40 or more.
-
-        Returns:
-            Lines of ASCII, without a newline at the end. The axis is in s, ms or us.
-
-        Raises:
-            PolicyError: ``width`` is less than 40.
-        """
-        return render_timeline(self.events, LANES, width)
-
-    def plot(self, path: str | PathLike[str]) -> None:
-        """Draw lanes by time as a picture, 12 inches wide.
-
-        Args:
-            path: of the file, such as ``"step.png"``; ``.svg`` and ``.pdf`` can be written too.
-
-        Raises:
-            PolicyError: the path ends in something else.
-            ImportError: matplotlib is missing; ``pip install "ebbtide[plots]"``.
-            OSError: the file cannot be written.
-        """
-        write_plot(path, self.events, LANES)
-
-    def __str__(self) -> str:
-        if not self.events:
-            return "an empty trace"
-        groups: dict[tuple[str, str], list[TraceEvent]] = defaultdict(list)
-        for event in self.events:
-            groups[event.lane, event.what].append(event)
-        lines = [f"{'lane':<14} {'what':<9} {'events':>7} {'MiB':>10} {'busy s':>9} {'share':>6}"]
-        whole_s = self.duration_s or 1.0
-        for lane, what in sorted(groups, key=lambda key: (LANES.index(key[0]), key[1])):
-            events = groups[lane, what]
-            size_mib = sum(event.size_bytes for event in events) / 2**20
-            busy_s = sum(event.duration_s for event in events)
-            lines.append(
-                f"{lane:<14} {what:<9} {len(events):>7,} {size_mib:>10,.1f} {busy_s:>9.4f} "
-                f"{busy_s / whole_s:>6.0%}"
-            )
-        return "\n".join(lines)

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from ebbtide.errors import PolicyError
+from ebbtide.tracing.events import TraceEvent
 from ebbtide.tracing.timeline import TimeUnit, segments, short_label
-
-if TYPE_CHECKING:
-    from ebbtide.tracing.events import TraceEvent
 
 SUFFIXES = (".png", ".svg", ".pdf")
 

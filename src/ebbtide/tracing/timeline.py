@@ -13,12 +13,10 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, final
+from typing import NamedTuple, final
 
 from ebbtide.errors import PolicyError
-
-if TYPE_CHECKING:
-    from ebbtide.tracing.events import TraceEvent
+from ebbtide.tracing.events import TraceEvent
 
 # Two signs for each kind: a block without a label takes the one that its neighbour has not.
 _SIGNS = {

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from rich import box
 from rich.table import Table
 
-from ebbtide.cli.config import DemoConfig, Mode
-from ebbtide.cli.results import ModeResult, first_difference
+from ebbtide.demo.config import DemoConfig, Mode
+from ebbtide.demo.results import ModeResult, first_difference
 from ebbtide.runtime.stats import StepStats
 from ebbtide.units import format_size
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ebbtide.devices.base import AbstractEvent
+from ebbtide.devices.device import AbstractEvent
 from ebbtide.stores.extents import Extent
 
 

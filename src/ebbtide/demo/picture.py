@@ -6,8 +6,8 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-from ebbtide.cli.config import DemoConfig, Mode
-from ebbtide.cli.results import ModeResult
+from ebbtide.demo.config import DemoConfig, Mode
+from ebbtide.demo.results import ModeResult
 
 # From the palette of Okabe and Ito, which colour-blind readers tell apart.
 _COLOURS = {

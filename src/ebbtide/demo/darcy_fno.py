@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from ebbtide.cli.config import WARM_RESOLUTION, DemoConfig
+from ebbtide.demo.config import WARM_RESOLUTION, DemoConfig
 from ebbtide.problems.darcy import load_darcy_flow_small
 
 LEARNING_RATE = 8e-3

@@ -5,15 +5,38 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
+from typing import Annotated
 
 import typer
 
-from ebbtide.cli.config import UsageError
+from ebbtide.errors import EbbtideError, PolicyError
 from ebbtide.rehearsal import rehearse
 from ebbtide.schedule import Schedule, default, from_pipeline
 from ebbtide.units import format_size, parse_size_bytes
 
 _MOST_LINES = 24  # of the schedule that are shown
+
+
+def schedule(
+    file: Annotated[
+        Path | None, typer.Argument(help="A schedule as text; - for the input.")
+    ] = None,
+    layers: Annotated[str | None, typer.Option(help="The default for k of N: 4/20.")] = None,
+    pipeline: Annotated[str | None, typer.Option(help='A rank: "0F0 0F1 0B0 0B1".')] = None,
+    resident: Annotated[int, typer.Option(help="Of a pipeline, units on the device.")] = 1,
+    layer_size: Annotated[str, typer.Option(help="That a layer saves.")] = "64MiB",
+    forward_ms: Annotated[float, typer.Option(help="Of a layer; backward: twice.")] = 10.0,
+    bandwidth: Annotated[float, typer.Option(help="GB/s of the link, each way.")] = 25.0,
+    out: Annotated[Path | None, typer.Option(help="Picture: .png, .svg or .pdf.")] = None,
+) -> None:
+    """Check a schedule and show the step that it makes, without a model."""
+    try:
+        show_schedule(
+            file, layers, pipeline, resident, layer_size, forward_ms / 1e3, bandwidth * 1e9, out
+        )
+    except (EbbtideError, OSError, ImportError) as error:
+        typer.echo(f"ebbtide schedule: {error}", err=True)
+        raise typer.Exit(2) from None
 
 
 # The options of the command, one for one.
@@ -30,12 +53,11 @@ def show_schedule(
     """Print the schedule, its peak and its timeline.
 
     Raises:
-        UsageError: not exactly one schedule was asked for.
-        ScheduleError: it cannot be read or run.
-        PolicyError: a size or a time makes no sense.
+        PolicyError: not exactly one schedule was asked for, or a size or a time makes no sense.
+        ScheduleError: the schedule cannot be read or run.
     """
     if sum(given is not None for given in (file, layers, pipeline)) != 1:
-        raise UsageError("give one schedule: a file, --layers 4/20, or --pipeline with --resident")
+        raise PolicyError("give one schedule: a file, --layers 4/20, or --pipeline with --resident")
     plan = _read(file, layers, pipeline, resident)
     layer_bytes = parse_size_bytes(layer_size, name="--layer-size")
     trace = rehearse(
@@ -67,7 +89,7 @@ def _read(file: Path | None, layers: str | None, pipeline: str | None, resident:
     if layers is not None:
         match = re.fullmatch(r"(\d+)/(\d+)", layers.strip())
         if match is None:
-            raise UsageError(f"--layers {layers!r} is not of the form k/N, such as 4/20")
+            raise PolicyError(f"--layers {layers!r} is not of the form k/N, such as 4/20")
         return default(int(match[1]), int(match[2]))
     assert file is not None
     text = sys.stdin.read() if str(file) == "-" else file.read_text()

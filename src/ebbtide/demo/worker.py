@@ -17,10 +17,10 @@ import torch
 from torch import nn
 
 import ebbtide
-from ebbtide.cli import darcy_fno
-from ebbtide.cli.config import WARM_RESOLUTION, DemoConfig, Mode
-from ebbtide.cli.memory import AbstractMemory, DeviceMemory, ProcessMemory, Timeline
-from ebbtide.cli.results import FinalResult, StepResult
+from ebbtide.demo import darcy_fno
+from ebbtide.demo.config import WARM_RESOLUTION, DemoConfig, Mode
+from ebbtide.demo.memory import AbstractMemory, DeviceMemory, ProcessMemory, Timeline
+from ebbtide.demo.results import FinalResult, StepResult
 
 
 @final

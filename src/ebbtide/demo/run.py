@@ -16,12 +16,12 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
 
-from ebbtide.cli import darcy_fno, worker
-from ebbtide.cli.config import DemoConfig, Mode, UsageError, check_neuralop, check_writable
-from ebbtide.cli.picture import draw
-from ebbtide.cli.report import build_table, compare, limits
-from ebbtide.cli.results import STEPS_PER_TURN, FinalResult, ModeResult, StepResult
-from ebbtide.cli.team import ENVIRONMENT, Team
+from ebbtide.demo import darcy_fno, worker
+from ebbtide.demo.comparison import build_table, compare, limits
+from ebbtide.demo.config import DemoConfig, Mode, UsageError, check_neuralop, check_writable
+from ebbtide.demo.picture import draw
+from ebbtide.demo.results import STEPS_PER_TURN, FinalResult, ModeResult, StepResult
+from ebbtide.demo.team import ENVIRONMENT, Team
 from ebbtide.units import format_size
 from ebbtide.version import __version__
 

@@ -9,7 +9,7 @@ from typing import final
 import numpy as np
 from numpy.typing import NDArray
 
-from ebbtide.cli.config import Mode
+from ebbtide.demo.config import Mode
 from ebbtide.runtime.stats import StepStats
 
 # [Note: turns] The modes alternate, so that what disturbs the machine for a while disturbs all. Not

@@ -9,8 +9,8 @@ import signal
 from types import TracebackType
 from typing import Any, TypeVar, final
 
-from ebbtide.cli import worker
-from ebbtide.cli.config import DemoConfig, Mode, UsageError
+from ebbtide.demo import worker
+from ebbtide.demo.config import DemoConfig, Mode, UsageError
 
 Result = TypeVar("Result")
 

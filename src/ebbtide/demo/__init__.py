@@ -1,0 +1,1 @@
+"""The demo: a Fourier neural operator trained on Darcy flow, with and without offload."""

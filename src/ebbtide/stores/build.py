@@ -1,0 +1,73 @@
+"""Builds the store that a user's words and a device ask for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ebbtide.devices.device import AbstractDevice
+from ebbtide.errors import PolicyError
+from ebbtide.stores.pinned import PinnedStore
+from ebbtide.stores.staged import LEAST_STAGING_BYTES, STAGING_BYTES, StagedDiskStore
+from ebbtide.stores.store import AbstractStore
+from ebbtide.stores.tiered import TieredStore
+from ebbtide.units import format_size
+
+_STAGING_SHARE = 4  # a tiered store's chunks are at most this part of host_budget
+
+
+def build_store(
+    device: AbstractDevice, kind: str, directory: Path | None, budget_bytes: int | None
+) -> AbstractStore:
+    """A store for a model that is not on the CPU.
+
+    Args:
+        device: where the model is.
+        kind: ``"auto"``, ``"host"``, ``"disk"`` or ``"tiered"``.
+        directory: for what goes to disk; None: the system's for temporary files.
+        budget_bytes: the most host memory to take, chunks on the way to disk included.
+
+    Raises:
+        PolicyError: the budget is too small, or the directory cannot be written to.
+    """
+    if kind in ("auto", "host"):
+        return PinnedStore(device, budget_bytes)
+    share = 1 if kind == "disk" else _STAGING_SHARE
+    least_bytes = LEAST_STAGING_BYTES * share
+    if budget_bytes is not None and budget_bytes < least_bytes:
+        raise PolicyError(
+            f"host_budget is {format_size(budget_bytes)}, and what goes to disk goes through host "
+            f"memory; allow {format_size(least_bytes)} at least"
+        )
+    staging_bytes = STAGING_BYTES
+    if budget_bytes is not None:
+        staging_bytes = min(staging_bytes, budget_bytes // share)
+    disk = StagedDiskStore(device, directory, staging_bytes)
+    if kind == "disk":
+        return disk
+    rest_bytes = None if budget_bytes is None else budget_bytes - staging_bytes
+    return TieredStore(PinnedStore(device, rest_bytes), disk)
+
+
+def parse_store(store: str) -> tuple[str, Path | None]:
+    kind, _, directory = store.partition(":")
+    if kind not in ("auto", "host", "disk", "tiered") or (
+        directory and kind not in ("disk", "tiered")
+    ):
+        raise PolicyError(
+            f'store={store!r} is not one of "auto", "host", "disk", "disk:/some/dir", "tiered", '
+            f'"tiered:/some/dir"'
+        )
+    return kind, Path(directory) if directory else None
+
+
+def check_for_cpu(kind: str, host_budget_bytes: int | None) -> None:
+    if kind in ("host", "tiered"):
+        raise PolicyError(
+            f'store="{kind}" would copy RAM to RAM: the model computes on the CPU, so host memory '
+            f'is where its activations are already. Use store="disk" or "auto"'
+        )
+    if host_budget_bytes is not None:
+        raise PolicyError(
+            "host_budget bounds the host memory that holds activations of an accelerator; this "
+            "model is on the CPU and its activations go to disk. Leave host_budget out"
+        )
