@@ -1,11 +1,12 @@
-"""Train a model whose weights, gradients and Adam state do not fit in the memory that it is given.
+"""Train a model whose weights, gradients and Adam state do not fit in a given amount of memory.
 
     python examples/larger_than_memory.py --limit 384MiB
 
-A residual network learns what heat conduction makes of a temperature profile (the exact solution,
-by Fourier series). Once it trains as it is, once with its weights offloaded, each in a process of
-its own; the peak of both is measured: resident memory (RSS) on a CPU, allocated memory on an
-accelerator. The model is as large as it takes for its four copies to exceed the limit.
+A residual network learns to predict how heat conduction changes a temperature profile; the targets
+are exact solutions, computed as Fourier series. The network trains once as it is and once with its
+weights offloaded, each time in a process of its own. The example measures the peak memory of both:
+resident memory (RSS) on a CPU, allocated memory on an accelerator. The model is so large that its
+weights, gradients and two optimizer states together exceed the limit.
 """
 
 import argparse
@@ -35,10 +36,10 @@ class Block(nn.Module):
 
 
 def heat(rows: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Temperature profiles on a ring, and what they are a moment later.
+    """Draw temperature profiles on a ring and compute the profiles a moment later.
 
     Shape:
-        (rows, POINTS), float32, both.
+        return: two tensors of (rows, POINTS), float32.
     """
     modes = torch.arange(1, 17)
     amplitudes = torch.randn(rows, 16, 2, generator=generator) / modes[:, None] ** 1.5
@@ -74,7 +75,10 @@ def train(layers: int, steps: int, offloaded: bool) -> dict[str, object]:
 
 
 def memory_bytes(device: torch.device, field: str) -> int:
-    """Of this process or the accelerator: now (VmRSS), or at most since `reset_peak` (VmHWM)."""
+    """Return the memory in use now (VmRSS), or its peak since `reset_peak` (VmHWM).
+
+    On a CPU this is the memory of the process, otherwise that of the accelerator.
+    """
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
         measure = torch.accelerator.max_memory_allocated
@@ -92,7 +96,7 @@ def reset_peak(device: torch.device) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--limit", default="384MiB", help="memory above what an idle process takes")
+    parser.add_argument("--limit", default="384MiB", help="memory on top of an idle process")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--mode", choices=["as it is", "offloaded"], help=argparse.SUPPRESS)
     parser.add_argument("--layers", type=int, help=argparse.SUPPRESS)
@@ -101,7 +105,8 @@ def main() -> None:
         print(json.dumps(train(arguments.layers, arguments.steps, arguments.mode == "offloaded")))
         return
     limit_bytes = parse_size_bytes(arguments.limit, name="--limit")
-    layers = max(8, -(-limit_bytes * 5 // (4 * 4 * LAYER_BYTES)))  # four copies: 1.25 x the limit
+    # Weights, gradients and two optimizer states are four copies; they take 1.25 x the limit.
+    layers = max(8, -(-limit_bytes * 5 // (4 * 4 * LAYER_BYTES)))
     weights_bytes = layers * LAYER_BYTES
     if weights_bytes > limit_bytes:
         parser.error(f"--limit must be {format_size(8 * LAYER_BYTES)} or more")
@@ -114,13 +119,13 @@ def main() -> None:
     print(f"{layers} layers, limit {format_size(limit_bytes)}")
     for what, copies in (("weights", 1), ("gradients", 1), ("optimizer", 2)):
         print(f"  {what:<12} {format_size(copies * weights_bytes):>10}")
-    activations_bytes = layers * 2 * 32 * POINTS * 4  # a block saves its input and tanh's result
+    activations_bytes = layers * 2 * 32 * POINTS * 4  # a block saves its input and tanh's output
     print(f"  {'activations':<12} {format_size(activations_bytes):>10}")
     for mode, run in runs.items():
         fits = "fits" if run["peak_bytes"] <= limit_bytes else "does not fit"
         print(f"peak, {mode:<10} {format_size(run['peak_bytes']):>10}  {fits}")
     same = runs["as it is"]["losses"] == runs["offloaded"]["losses"]
-    print(f"losses: {'the same, to the bit' if same else 'they differ'}")
+    print(f"losses: {'the same, to the bit' if same else 'different'}")
     if runs["offloaded"]["peak_bytes"] > limit_bytes or not same:
         raise SystemExit(1)
 

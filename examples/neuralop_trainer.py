@@ -1,6 +1,6 @@
-"""Train an FNO on Darcy flow with neuraloperator's Trainer, its activations offloaded.
+"""Train an FNO on Darcy flow with its activations offloaded, by neuraloperator's Trainer.
 
-pip install "ebbtide[neuralop]", then: python examples/neuralop_trainer.py --resolution 128
+Run: pip install "ebbtide[neuralop]", then python examples/neuralop_trainer.py --resolution 128
 """
 
 import argparse
@@ -14,7 +14,7 @@ import ebbtide
 from ebbtide.problems.darcy import load_darcy_flow_small
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-parser.add_argument("--resolution", type=int, default=64, help="nodes a side of the grid")
+parser.add_argument("--resolution", type=int, default=64, help="nodes along each side of the grid")
 parser.add_argument("--batch-size", type=int, default=8)
 parser.add_argument("--samples", type=int, default=128, help="training samples")
 parser.add_argument("--epochs", type=int, default=4)
@@ -52,7 +52,8 @@ trainer = Trainer(
     data_processor=data_processor,
     verbose=True,
 )
-# The Trainer has no callbacks: the model is where offloading plugs in. On leaving, it is as before.
+# The Trainer has no callbacks, so ebbtide attaches to the model. After the block the model is as it
+# was before.
 with ebbtide.offload(model) as handle:
     trainer.train(
         train_loader=train_loader,
@@ -63,5 +64,5 @@ with ebbtide.offload(model) as handle:
         eval_losses={"l2": l2_loss, "h1": h1_loss},
     )
 
-print("\nIn the last training step ebbtide counted:")
+print("\nebbtide's statistics of the last training step:")
 print(handle.stats)

@@ -1,6 +1,6 @@
-"""Train a small transformer on Python's own source in a pipeline, its activations offloaded.
+"""Train a small transformer on Python's own source in a pipeline, with its activations offloaded.
 
-torchrun --nproc-per-node 2 examples/pipeline.py
+Run: torchrun --nproc-per-node 2 examples/pipeline.py
 """
 
 import argparse
@@ -17,7 +17,9 @@ import ebbtide
 from ebbtide.integrations.pipelining import offload_stages
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-parser.add_argument("--resident", type=int, default=2, help="microbatches of a stage on the device")
+parser.add_argument(
+    "--resident", type=int, default=2, help="maximum microbatches of a stage on the device"
+)
 parser.add_argument("--microbatches", type=int, default=8)
 parser.add_argument("--width", type=int, default=128)
 parser.add_argument("--length", type=int, default=128, help="characters in a sequence")
@@ -25,11 +27,12 @@ parser.add_argument("--steps", type=int, default=4)
 args = parser.parse_args()
 
 STAGES_A_RANK, ROWS, CHARACTERS = 2, 8, 128
-POLICY = ebbtide.ActivationPolicy(min_bytes="64KiB")  # small models have small tensors
+# The tensors of this small model are below the default of min_bytes.
+POLICY = ebbtide.ActivationPolicy(min_bytes="64KiB")
 
 
 class Stage(nn.Module):
-    """Two layers; the first stage reads characters, the last one guesses the next of each."""
+    """Two layers; the first stage embeds characters, the last one predicts the next characters."""
 
     def __init__(self, number: int, num_stages: int) -> None:
         super().__init__()
@@ -54,7 +57,7 @@ class Stage(nn.Module):
 
 
 def load_text() -> torch.Tensor:
-    """The sources of Python's standard library, as far as they are ASCII."""
+    """Return the ASCII characters in the sources of Python's standard library."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     text = b"".join(file.read_bytes() for file in files[:60])
     text = bytes(character for character in text if character < CHARACTERS)
@@ -62,7 +65,12 @@ def load_text() -> torch.Tensor:
 
 
 def train(resident: int) -> tuple[list[float], ebbtide.StepStats, str]:
-    """Losses of each step (on the last stage's rank), and what ebbtide counted in the last one."""
+    """Train for some steps.
+
+    Returns:
+        The loss of each step (empty except on the rank of the last stage), ebbtide's statistics of
+        the last step, and the schedule as text.
+    """
     rank, world = dist.get_rank(), dist.get_world_size()
     num_stages = STAGES_A_RANK * world
     stages = []
@@ -80,7 +88,7 @@ def train(resident: int) -> tuple[list[float], ebbtide.StepStats, str]:
     torch.manual_seed(rank)  # for dropout
     history = []
 
-    # The one line. Losses, gradients and weights stay the same to the bit.
+    # The one line that ebbtide adds. Losses, gradients and weights stay the same to the bit.
     with offload_stages(pipeline, resident=resident, activations=POLICY) as handle:
         for _ in range(args.steps):
             count = args.microbatches * ROWS
@@ -95,12 +103,13 @@ def train(resident: int) -> tuple[list[float], ebbtide.StepStats, str]:
     return history, handle.stats, str(handle.schedule)
 
 
-device = torch.device("cpu")  # on accelerators: one a rank, and backend "nccl"
+device = torch.device("cpu")  # with accelerators, use one per rank and the backend "nccl"
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
 text = load_text()
 
-everything, kept, _ = train(resident=STAGES_A_RANK * args.microbatches)  # nothing has to leave
+# The first run has room for everything, so nothing is offloaded.
+everything, kept, _ = train(resident=STAGES_A_RANK * args.microbatches)
 history, stats, schedule = train(args.resident)
 assert history == everything
 

@@ -1,4 +1,4 @@
-"""Arrays kept on disk under a key that says how they were made."""
+"""Cache arrays on disk under a key that records the parameters they were made with."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Arrays = dict[str, NDArray[Any]]
 
 
 def cache_directory(chosen: str | os.PathLike[str] | None = None) -> Path:
-    """Return the directory chosen, else ``$EBBTIDE_CACHE``, else the user's cache directory."""
+    """Return ``chosen`` if given, else ``$EBBTIDE_CACHE``, else the user's cache directory."""
     if chosen is not None:
         return Path(chosen).expanduser()
     if from_environment := os.environ.get("EBBTIDE_CACHE"):
@@ -37,7 +37,7 @@ def _user_cache_root() -> Path:
 
 
 def cache_path(directory: Path, name: str, key: str) -> Path:
-    """Return the file for ``key``: a readable name, then enough of the key's hash to be unique."""
+    """Return the path of the file for ``key``: a readable name, then a hash of the key."""
     return directory / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.npz"
 
 
@@ -45,11 +45,11 @@ def read_cached(path: Path, key: str, names: Sequence[str]) -> Arrays | None:
     """Read the arrays ``names`` stored under ``key``.
 
     Returns:
-        The arrays, or None when there is no file, or none that can be trusted. A damaged file
-        (zip members carry checksums), or one made with another key, is warned about.
+        The arrays. None if the file is missing, damaged (zip members carry checksums) or stored
+        under another key; a warning reports the last two cases.
 
     Raises:
-        OSError: The file exists and may not be opened.
+        OSError: The file exists but cannot be opened.
     """
     try:
         file = path.open("rb")
@@ -68,7 +68,8 @@ def read_cached(path: Path, key: str, names: Sequence[str]) -> Arrays | None:
     return None
 
 
-# What NumPy and zipfile raise for damaged bytes; a wrong offset even looks like a failed seek.
+# The errors that NumPy and zipfile raise for damaged bytes. OSError is one of them because a
+# damaged offset makes a seek fail.
 _DAMAGE = (zipfile.BadZipFile, ValueError, TypeError, LookupError, EOFError, RuntimeError, OSError)
 
 
@@ -80,10 +81,12 @@ def _parse(file: IO[bytes], key: str, names: Sequence[str]) -> Arrays:
 
 
 def write_cached(path: Path, key: str, arrays: Arrays) -> None:
-    """Store the arrays under ``key``. A reader sees the old file or the new one, never a part.
+    """Store the arrays under ``key``.
+
+    The file is replaced atomically: a reader sees the old file or the new one, never a part.
 
     Raises:
-        OSError: The directory cannot be written; the message says how to choose another.
+        OSError: The directory cannot be written to; the message says how to choose another.
     """
     with _temporary_file(path.parent) as temporary:
         members: dict[str, Any] = {"key": np.array(key), **arrays}
@@ -93,7 +96,9 @@ def write_cached(path: Path, key: str, arrays: Arrays) -> None:
 
 
 def check_writable(directory: Path) -> None:
-    """Create the directory and a file in it, so that no long computation is done in vain.
+    """Check that a file can be created in ``directory``; create the directory if it is missing.
+
+    Call this before a long computation, so that its result is sure to find a place.
 
     Raises:
         OSError: As for ``write_cached``.
@@ -104,7 +109,7 @@ def check_writable(directory: Path) -> None:
 
 @contextlib.contextmanager
 def _temporary_file(directory: Path) -> Iterator[IO[bytes]]:
-    """Open a new file in ``directory``, gone afterwards unless it was moved."""
+    """Open a new file in ``directory`` and delete it on exit, unless the caller has moved it."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=directory, suffix=".part", delete=False) as file:

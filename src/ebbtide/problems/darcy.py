@@ -1,10 +1,11 @@
-"""Darcy flow: from a rock's permeability to the pressure of the water in it.
+"""Darcy flow: the map from a rock's permeability to the pressure of the water in it.
 
 The equation is ``-div(a grad u) = f`` on the unit square, ``u = 0`` on the boundary, ``f = 1``. The
 permeability ``a`` is 12 where a Gaussian random field is positive and 3 where it is negative; a
 neural operator learns the map from ``a`` to ``u``. Samples are generated on this machine and cached
-on disk (``load_darcy``), or read from the published files (``load_darcy_pt``). The two loaders
-for neuraloperator are called as its functions of the same name are and return what they return.
+on disk (``load_darcy``), or read from the published files (``load_darcy_pt``).
+``load_darcy_flow_small`` and ``load_darcy_pt`` can replace neuraloperator's functions of the same
+names: they take the same arguments and return the same kinds of objects.
 
 Source:
     Li et al., Fourier Neural Operator for Parametric Partial Differential Equations, ICLR 2021,
@@ -38,7 +39,7 @@ __all__ = [
 UNIT_SQUARE = ((0, 1), (0, 1))
 
 
-# The parameters of the two loaders, many as they are, are neuraloperator's.
+# The two loaders have this many parameters because neuraloperator's functions have them.
 def load_darcy_flow_small(
     n_train: int,
     n_tests: Sequence[int],
@@ -59,29 +60,31 @@ def load_darcy_flow_small(
     cache_dir: str | os.PathLike[str] | None = None,
     progress: bool | None = None,
 ) -> Loaders:
-    """Load Darcy flow for training with neuraloperator, generated here unless files are given.
+    """Load Darcy flow data for neuraloperator; generate them unless ``data_root`` is given.
 
-    Training samples come in the order of their index. Test samples never occur in the training
-    set; sample ``i`` of every test resolution is the same physical field, drawn and solved on that
-    resolution's own grid. Inputs are the coefficients themselves, 3 and 12.
+    The training loader yields samples in the order of their index, without shuffling. Test samples
+    never occur in the training set. Sample ``i`` is the same physical field at every test
+    resolution, drawn and solved on that resolution's own grid. Inputs are the coefficients
+    themselves, 3 and 12.
 
     Args:
         n_train: Number of training samples.
         n_tests: Number of test samples, per test resolution.
         batch_size: Training batch size.
         test_batch_sizes: Test batch size, per test resolution.
-        data_root: Directory with the published files, read as ``load_darcy_pt`` does; ``seed``,
-            ``refinement``, ``cache_dir`` and ``progress`` then have nothing to do.
-        train_resolution: Nodes a side of the training grid, boundary included.
-        test_resolutions: Nodes a side of each test grid.
-        grid_boundaries: The unit square, which is where the problem is posed.
-        encode_input: Fit a normalizer to the training inputs; ``data_processor`` applies it.
+        data_root: Directory with the published files, which are read as by ``load_darcy_pt``;
+            ``seed``, ``refinement``, ``cache_dir`` and ``progress`` then have no effect.
+        train_resolution: Nodes along each side of the training grid, boundary included.
+        test_resolutions: Nodes along each side of each test grid, boundary included.
+        grid_boundaries: Must be the unit square, on which the problem is posed.
+        encode_input: Whether to fit a normalizer to the training inputs; ``data_processor``
+            applies it.
         encode_output: The same for the outputs.
         encoding: ``"channel-wise"``, or ``"pixel-wise"`` (a mean and deviation per node, so
             every test resolution has to be the training resolution).
-        channel_dim: Where the channel dimension goes, in a batch.
-        num_workers: Worker processes of each loader.
-        seed: Of the samples.
+        channel_dim: Position of the channel dimension in a batch.
+        num_workers: Worker processes per loader.
+        seed: Random seed of the samples.
         refinement: As in ``DarcySpec``.
         cache_dir: As for ``load_darcy``.
         progress: As for ``generate_darcy``.
@@ -91,8 +94,8 @@ def load_darcy_flow_small(
         loader, and neuraloperator's ``DefaultDataProcessor``.
 
     Raises:
-        ValueError: A count, resolution or choice out of range, or lists of unequal length.
-        OSError: The cache directory cannot be written, or a published file is missing.
+        ValueError: A count, resolution or choice is out of range, or the lists differ in length.
+        OSError: The cache directory cannot be written to, or a published file is missing.
         ImportError: neuraloperator is not installed.
 
     Shape:
@@ -132,11 +135,11 @@ def load_darcy_pt(
     channel_dim: int = 1,
     num_workers: int = 0,
 ) -> Loaders:
-    """Load Darcy flow from the published files; nothing is downloaded.
+    """Load Darcy flow data from the published files, which must already be on this machine.
 
     The files are ``darcy_train_{resolution}.pt`` and ``darcy_test_{resolution}.pt`` of Zenodo
-    record 12784353, each a dict of ``x`` and ``y``, with or without a channel dimension. Whatever
-    type the numbers have (``x`` may be boolean), they become float32 and keep their values.
+    record 12784353. Each holds a dict of ``x`` and ``y``, with or without a channel dimension.
+    Values of any type (``x`` may be boolean) are converted to float32 without rescaling.
 
     Args:
         n_train: Number of training samples, taken from the start of the file.
@@ -144,8 +147,8 @@ def load_darcy_pt(
         batch_size: Training batch size.
         test_batch_sizes: Test batch size, per test resolution.
         data_root: Directory with the files.
-        train_resolution: Which training file.
-        test_resolutions: Which test files.
+        train_resolution: Resolution of the training file to read.
+        test_resolutions: Resolutions of the test files to read.
         encode_input: As for ``load_darcy_flow_small``.
         encode_output: As for ``load_darcy_flow_small``.
         encoding: As for ``load_darcy_flow_small``.
@@ -153,11 +156,11 @@ def load_darcy_pt(
         num_workers: As for ``load_darcy_flow_small``.
 
     Returns:
-        As ``load_darcy_flow_small``.
+        As for ``load_darcy_flow_small``.
 
     Raises:
-        ValueError: As ``load_darcy_flow_small``; a file with fewer samples than asked for, or
-            that holds something else.
+        ValueError: As for ``load_darcy_flow_small``, or a file has fewer samples than asked for
+            or does not hold such a dict.
         OSError: A file is missing or cannot be read.
         ImportError: neuraloperator is not installed.
 

@@ -1,7 +1,7 @@
-"""Gaussian random fields on the unit square, and the elliptic equation solved on it.
+"""Gaussian random fields on the unit square, and a solver for the elliptic equation on it.
 
-A grid has ``resolution`` nodes a side, boundary included: node ``(i, j)`` lies at ``(i h, j h)``
-with ``h = 1 / (resolution - 1)``.
+A grid has ``resolution`` nodes along each side, boundary included: node ``(i, j)`` lies at
+``(i h, j h)`` with ``h = 1 / (resolution - 1)``.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ def gaussian_field(
 ) -> FloatArray:
     """Draw a Gaussian field of mean zero and covariance ``(-Laplacian + tau^2)^-alpha``.
 
-    The Laplacian has zero Neumann boundary, so its eigenfunctions are cosines and the
-    Karhunen-Loeve sum over all modes below ``resolution`` is one cosine transform. As in the code
-    that made the published data, the constant mode is left out. Generators in the same state
-    give the same coefficient to the same mode at every resolution: a finer grid sees the same
-    field, with more of its fine detail.
+    The Laplacian has a zero Neumann boundary condition. Its eigenfunctions are therefore cosines,
+    and the Karhunen-Loeve sum over all modes below ``resolution`` is one cosine transform. The
+    constant mode is left out, as in the code that made the published data. Generators in the same
+    state give the same coefficient to the same mode at every resolution, so a finer grid shows the
+    same field with more of its fine detail.
 
     Args:
-        resolution: Nodes a side, boundary included.
+        resolution: Nodes along each side, boundary included.
         rng: Source of the coefficients; advanced by ``resolution ** 2`` normal draws.
         alpha: Smoothness; samples are continuous for ``alpha > 1``.
-        tau: Inverse correlation length, in 1 / side of the square.
+        tau: Inverse correlation length, in units of 1 / side of the square.
 
     Returns:
         The field at the nodes.
@@ -56,8 +56,9 @@ def gaussian_field(
     eigenvalue = (np.pi**2 * (row**2 + column**2) + tau**2) ** -alpha
     coefficient = np.sqrt(eigenvalue) * _draw_by_shell(row, column, rng)
     coefficient[0, 0] = 0.0
-    # The normalised cosines are sqrt(2) cos(pi k x) for k > 0. SciPy's type-1 transform counts
-    # every inner coefficient twice and the two outer ones once.
+    # The normalised cosines are sqrt(2) cos(pi k x) for k > 0. The weights undo the counting of
+    # SciPy's type-1 transform, which takes every inner coefficient twice and the two outer ones
+    # once.
     weight = np.full(resolution, np.sqrt(2.0) / 2.0)
     weight[0] = 1.0
     weight[-1] = np.sqrt(2.0)
@@ -68,7 +69,11 @@ def gaussian_field(
 def _draw_by_shell(
     row: NDArray[np.int_], column: NDArray[np.int_], rng: np.random.Generator
 ) -> FloatArray:
-    """Normal draws in an order that grows with the grid: mode (k, l) in shell max(k, l)."""
+    """Draw one normal number per mode, shell by shell.
+
+    Mode (k, l) belongs to shell max(k, l). A finer grid only appends shells, so every mode keeps
+    its number.
+    """
     shell = np.maximum(row, column)
     position = shell**2 + np.where(row == shell, column, 2 * shell - row)
     draws: FloatArray = rng.standard_normal(row.size)[position]
@@ -76,10 +81,10 @@ def _draw_by_shell(
 
 
 def apply_elliptic(a: FloatArray, u: FloatArray) -> FloatArray:
-    """Apply ``-div(a grad u)`` by the conservative 5-point scheme, at the interior nodes.
+    """Apply ``-div(a grad u)`` at the interior nodes by the conservative 5-point scheme.
 
-    The flux through a cell face takes the mean of the two nodes' coefficients, as the published
-    data's solver does.
+    The flux through a cell face uses the mean of the coefficients at the two nodes beside it, as in
+    the solver of the published data.
 
     Shape:
         a: (n, n), float64. u: (n, n), float64, boundary included. return: (n - 2, n - 2), float64.
@@ -99,9 +104,10 @@ def _face_mean(a: FloatArray) -> FloatArray:
 def solve_elliptic(a: ArrayLike, f: ArrayLike = 1.0) -> FloatArray:
     """Solve ``-div(a grad u) = f`` on the unit square with ``u = 0`` on the boundary.
 
-    Conjugate gradients, preconditioned by the constant-coefficient Laplacian, which the sine
-    transform inverts exactly. The condition number is then at most ``max(a) / min(a)`` on every
-    grid, so the iteration count (20 for coefficients 3 and 12) does not grow with the resolution.
+    The method is conjugate gradients, preconditioned by the constant-coefficient Laplacian, which
+    the sine transform inverts exactly. The condition number is then at most ``max(a) / min(a)`` on
+    every grid, so the number of iterations (20 for coefficients 3 and 12) does not grow with the
+    resolution.
 
     Args:
         a: Coefficient at the nodes, positive.
@@ -112,7 +118,7 @@ def solve_elliptic(a: ArrayLike, f: ArrayLike = 1.0) -> FloatArray:
 
     Raises:
         ValueError: ``a`` is not a positive finite square grid, or ``f`` does not fit it.
-        ArithmeticError: No convergence, which takes a coefficient of extreme contrast.
+        ArithmeticError: The iteration does not converge, because ``max(a) / min(a)`` is extreme.
 
     Shape:
         a: (n, n). f: () or (n, n). return: (n, n), float64.
@@ -138,10 +144,10 @@ def _conjugate_gradients(
     preconditioner: Callable[[FloatArray], FloatArray],
     load: FloatArray,
 ) -> FloatArray:
-    """Preconditioned conjugate gradients whose result does not depend on the thread count.
+    """Run preconditioned conjugate gradients, with a result independent of the thread count.
 
-    SciPy's ``cg`` takes its inner products from BLAS, which sums in another order with another
-    number of threads: the last bits of a sample would change. NumPy's sum has one order.
+    SciPy's ``cg`` takes its inner products from BLAS, whose order of summation depends on the
+    number of threads, so the last bits of a sample would too. NumPy's sum has a fixed order.
     """
     solution = np.zeros_like(load)
     residual = load.copy()
@@ -166,14 +172,14 @@ def _conjugate_gradients(
 def _check_problem(a: ArrayLike, f: ArrayLike) -> tuple[FloatArray, FloatArray]:
     coefficient = np.asarray(a, dtype=np.float64)
     if coefficient.ndim != 2 or coefficient.shape[0] != coefficient.shape[1]:
-        raise ValueError(f"a must be one square grid of nodes, not of shape {coefficient.shape}")
+        raise ValueError(f"a must be one square grid of nodes, got shape {coefficient.shape}")
     check_integer("resolution of a", coefficient.shape[0], least=MIN_RESOLUTION)
     if not (np.isfinite(coefficient).all() and (coefficient > 0).all()):
         raise ValueError("a must be positive and finite at every node")
     load = np.asarray(f, dtype=np.float64)
     if load.shape not in ((), coefficient.shape):
         raise ValueError(
-            f"f must be a number or of a's shape {coefficient.shape}, not {load.shape}"
+            f"f must be a number or have a's shape {coefficient.shape}, got shape {load.shape}"
         )
     if not np.isfinite(load).all():
         raise ValueError("f must be finite at every node")
@@ -181,7 +187,7 @@ def _check_problem(a: ArrayLike, f: ArrayLike) -> tuple[FloatArray, FloatArray]:
 
 
 def check_integer(name: str, value: int, *, least: int) -> None:
-    """Raise ValueError unless ``value`` is an integer in range."""
+    """Raise ValueError unless ``value`` is an integer and at least ``least``."""
     try:
         if operator.index(value) >= least:
             return

@@ -1,4 +1,4 @@
-"""Darcy samples as neuraloperator's loaders, and the published files that they may come from."""
+"""Loaders of Darcy samples for neuraloperator, and the reader of the published files."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ INSTALL_NEURALOP = 'the Darcy loaders need neuraloperator: pip install "ebbtide[
 
 @dataclasses.dataclass(frozen=True)
 class LoaderRequest:
-    """What the loaders are asked for; see ``darcy.load_darcy_flow_small``.
+    """The validated arguments of the two loaders; see ``darcy.load_darcy_flow_small``.
 
     Raises:
-        ValueError: A count, resolution or choice out of range, or lists of unequal length.
+        ValueError: A count, resolution or choice is out of range, or the lists differ in length.
     """
 
     n_train: int
@@ -67,12 +67,16 @@ class LoaderRequest:
         }
         for name, values in lists.items():
             if not isinstance(values, Sequence) or isinstance(values, str):
-                raise ValueError(f"{name} must be a list, an entry per test set, got {values!r}")
+                raise ValueError(
+                    f"{name} must be a list with one entry per test set, got {values!r}"
+                )
         lengths = {name: len(values) for name, values in lists.items()}
         if len(set(lengths.values())) > 1:
-            raise ValueError(f"give one entry per test set in each of these lists: {lengths}")
+            raise ValueError(f"these lists need one entry per test set each, got lengths {lengths}")
         if len(set(self.test_resolutions)) < len(self.test_resolutions):
-            raise ValueError(f"name each of test_resolutions once, got {self.test_resolutions}")
+            raise ValueError(
+                f"name each of test_resolutions once; there are repeats in {self.test_resolutions}"
+            )
 
     def _check_encoding(self) -> None:
         if self.encoding not in ENCODINGS:
@@ -81,7 +85,7 @@ class LoaderRequest:
         others = set(self.test_resolutions) - {self.train_resolution}
         if encodes and self.encoding == "pixel-wise" and others:
             raise ValueError(
-                f"a pixel-wise encoding holds at one resolution only; test at "
+                f"a pixel-wise encoding is valid at one resolution only; test at "
                 f"{self.train_resolution} alone, or use encoding='channel-wise'"
             )
 
@@ -90,8 +94,8 @@ def make_loaders(request: LoaderRequest, read: ReadSamples) -> Loaders:
     """Build the training loader, the test loaders by resolution, and the data processor.
 
     Args:
-        request: What was asked for.
-        read: Called with split, resolution and number of samples.
+        request: The validated arguments.
+        read: Returns the samples, given the split, the resolution and the number of samples.
 
     Raises:
         ImportError: neuraloperator is not installed.
@@ -144,10 +148,10 @@ def _normalizer(data: torch.Tensor, request: LoaderRequest) -> UnitGaussianNorma
 
 
 def read_published(root: Path, split: Split, resolution: int, n_samples: int) -> DarcySamples:
-    """Read the first samples of a published file.
+    """Read the first ``n_samples`` samples of a published file.
 
     Raises:
-        ValueError: The file holds fewer samples, or something else.
+        ValueError: The file has fewer samples or does not hold a dict of ``x`` and ``y``.
         OSError: The file is missing or cannot be read.
     """
     path = root / f"darcy_{split.name.lower()}_{resolution}.pt"
@@ -157,7 +161,7 @@ def read_published(root: Path, split: Split, resolution: int, n_samples: int) ->
         advice = "get it from Zenodo record 12784353, or leave out data_root to generate the data"
         raise FileNotFoundError(error.errno, advice, str(path)) from error
     except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise OSError(f"{path} is damaged or is no file of torch.save: {error}") from error
+        raise OSError(f"{path} is damaged or was not written by torch.save: {error}") from error
     if not isinstance(data, dict) or not all(torch.is_tensor(data.get(name)) for name in "xy"):
         raise ValueError(f"{path} must hold a dict with the tensors 'x' and 'y'")
     if len(data["x"]) < n_samples:
@@ -169,5 +173,5 @@ def _without_channel(data: torch.Tensor, path: Path) -> torch.Tensor:
     if data.ndim == 4 and data.shape[1] == 1:
         data = data.squeeze(1)
     if data.ndim != 3:
-        raise ValueError(f"{path} must hold one channel on a 2-D grid, not shape {data.shape}")
+        raise ValueError(f"{path} must hold one channel on a 2-D grid, got shape {data.shape}")
     return data.to(torch.float32)

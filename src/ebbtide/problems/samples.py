@@ -1,4 +1,4 @@
-"""Pairs of coefficient and solution of the Darcy problem: drawn, solved, cached on disk."""
+"""Generate samples of the Darcy problem (coefficient and solution) and cache them on disk."""
 
 from __future__ import annotations
 
@@ -35,14 +35,15 @@ from ebbtide.problems.fields import (
 
 Array32 = NDArray[np.float32]
 
-# Part of every cache key: raise it when the same spec comes to mean other numbers.
+# Part of every cache key. Increase it whenever a change makes the same spec give other numbers.
 FORMAT_VERSION = 1
-# Below this a sample takes a few ms of short NumPy calls, and threads only wait for one another.
+# Below this resolution a sample takes a few ms of short NumPy calls, which threads cannot speed up
+# because they only wait for one another.
 THREADED_RESOLUTION = 96
 
 
 class Split(enum.Enum):
-    """Which stream of samples; streams share no random numbers. The value is the stream's index."""
+    """A stream of samples. Streams share no random numbers; the value is the stream's index."""
 
     TRAIN = 0
     TEST = 1
@@ -50,22 +51,25 @@ class Split(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class DarcySpec:
-    """Everything that decides the numbers of sample ``i``; how many are asked for does not.
+    """Everything that determines the numbers of sample ``i``.
+
+    The number of samples is not part of the spec, because sample ``i`` does not depend on it.
 
     Args:
-        resolution: Nodes a side, boundary included; at least 4.
+        resolution: Nodes along each side, boundary included; at least 4.
         split: ``Split.TRAIN`` or ``Split.TEST``.
-        seed: Not negative.
+        seed: Random seed, 0 or more.
         low: Coefficient where the Gaussian field is negative.
         high: Coefficient elsewhere.
         forcing: Right-hand side, constant over the square.
         alpha: Smoothness of the Gaussian field (``fields.gaussian_field``).
-        tau: Its inverse correlation length, in 1 / side of the square.
-        refinement: The problem is drawn and solved on a grid this many times finer and sampled
-            at the nodes. 1 leaves pairs that satisfy the discrete equation on their own grid.
+        tau: Inverse correlation length of the Gaussian field, in units of 1 / side of the square.
+        refinement: The problem is drawn and solved on a grid this many times finer, and every
+            ``refinement``-th node is kept. With 1, each pair satisfies the discrete equation on its
+            own grid.
 
     Raises:
-        ValueError: A value outside its range.
+        ValueError: A value is outside its range.
     """
 
     resolution: int
@@ -90,13 +94,13 @@ class DarcySpec:
             raise ValueError(f"forcing must be finite, got {self.forcing}")
 
     def key(self) -> str:
-        """Return the text that names these numbers: every parameter and the format version."""
+        """Return the cache key of the spec: every parameter and the format version, as JSON."""
         fields = dataclasses.asdict(self) | {"split": self.split.name, "format": FORMAT_VERSION}
         return json.dumps(fields, sort_keys=True, default=operator.index)
 
 
 class DarcySamples(NamedTuple):
-    """Coefficients and the solutions that belong to them.
+    """Coefficients ``a`` and the corresponding solutions ``u``.
 
     Shape:
         a: (n, resolution, resolution), float32. u: the same.
@@ -114,23 +118,23 @@ def generate_darcy(
     workers: int | None = None,
     progress: bool | None = None,
 ) -> DarcySamples:
-    """Draw coefficients and solve for them, in memory only.
+    """Draw coefficients and solve for the pressure, without touching the cache.
 
-    Sample ``i`` depends on the spec and ``i`` alone: the same bits (with the same NumPy and SciPy,
-    on the same kind of processor) whatever ``n_samples``, ``first`` and ``workers`` are.
+    Sample ``i`` depends on the spec and on ``i`` alone. With the same NumPy and SciPy on the same
+    kind of processor it has the same bits whatever ``n_samples``, ``first`` and ``workers`` are.
 
     Args:
-        spec: Which samples.
-        n_samples: How many.
-        first: Index of the first one.
-        workers: Threads. None: as many as torch computes with, and one on small grids.
-        progress: Draw a progress bar on stderr. None: if stderr is a terminal.
+        spec: Determines the samples.
+        n_samples: Number of samples.
+        first: Index of the first sample.
+        workers: Number of threads. None means torch's number of threads, or one on small grids.
+        progress: Whether to draw a progress bar on stderr. None means only if stderr is a terminal.
 
     Returns:
         Samples ``first`` to ``first + n_samples - 1``.
 
     Raises:
-        ValueError: A count out of range.
+        ValueError: A count is out of range.
 
     Source:
         Li et al., Fourier Neural Operator for Parametric Partial Differential Equations, ICLR
@@ -158,21 +162,22 @@ def load_darcy(
     workers: int | None = None,
     progress: bool | None = None,
 ) -> DarcySamples:
-    """Return the first ``n_samples`` samples, from the cache as far as it has them.
+    """Return the first ``n_samples`` samples, reading from the cache those that it has.
 
-    One file holds a spec's samples. When more are asked for than it has, only the missing ones
-    are computed and the file grows.
+    One file holds all samples of a spec. If more are asked for than it has, only the missing ones
+    are computed, and the file grows.
 
     Args:
-        spec: Which samples.
-        n_samples: How many.
-        cache_dir: None: ``$EBBTIDE_CACHE``, else ``ebbtide`` in the user's cache directory.
+        spec: Determines the samples.
+        n_samples: Number of samples.
+        cache_dir: Directory of the cache. None means ``$EBBTIDE_CACHE``, else ``ebbtide`` in the
+            user's cache directory.
         workers: As for ``generate_darcy``.
         progress: As for ``generate_darcy``.
 
     Raises:
-        ValueError: A count out of range.
-        OSError: Something has to be computed and the cache directory cannot be written.
+        ValueError: A count is out of range.
+        OSError: Samples have to be computed and the cache directory cannot be written to.
     """
     check_integer("n_samples", n_samples, least=1)
     name = f"darcy-{spec.resolution}-{spec.split.name.lower()}"
@@ -190,7 +195,7 @@ def load_darcy(
 
 
 def _read(path: Path, spec: DarcySpec) -> DarcySamples:
-    """Read a cache file; no samples when there is none to trust."""
+    """Read a cache file; return zero samples if there is none, or none that can be used."""
     arrays = read_cached(path, spec.key(), DarcySamples._fields)
     if arrays is None:
         empty = torch.empty(0, spec.resolution, spec.resolution)
@@ -199,7 +204,7 @@ def _read(path: Path, spec: DarcySpec) -> DarcySamples:
 
 
 def _solved_on(spec: DarcySpec) -> int:
-    """Nodes a side of the grid that the samples are solved on."""
+    """Return the nodes along each side of the grid on which the samples are solved."""
     return (spec.resolution - 1) * spec.refinement + 1
 
 
@@ -216,7 +221,10 @@ def _sample(spec: DarcySpec, index: int) -> tuple[Array32, Array32]:
 def _solve_all(
     spec: DarcySpec, indices: Iterable[int], workers: int
 ) -> Iterator[tuple[Array32, Array32]]:
-    """Yield the samples in order. Threads suffice: NumPy and the FFT let go of the GIL."""
+    """Yield the samples in order.
+
+    Threads are enough to use several cores, because NumPy and SciPy's FFT release the GIL.
+    """
     if workers == 1:
         yield from map(functools.partial(_sample, spec), indices)
         return
@@ -231,7 +239,7 @@ def _with_progress(
         progress = sys.stderr.isatty()
     if not progress:
         return pairs
-    # Imported here: only a bar that is drawn needs it.
+    # Imported here because rich is needed only when a bar is drawn.
     from rich.console import Console
     from rich.progress import track
 

@@ -1,4 +1,4 @@
-"""What moves when: schedules, their text, their builders. Pure Python."""
+"""Schedules, which say what moves when: their text form, builders and checks. Pure Python."""
 
 from ebbtide.schedule.builders import default, find_order, from_table, manual
 from ebbtide.schedule.check import first_use

@@ -1,4 +1,4 @@
-"""Builders: the default for k of N layers, a table, and lines written by hand."""
+"""Build schedules: the default for k of N layers, from a table, or from lines written by hand."""
 
 from __future__ import annotations
 
@@ -19,25 +19,27 @@ from ebbtide.schedule.passes import (
 from ebbtide.schedule.schedule import Schedule
 
 TableRow = tuple[bool, int, bool, int]
-"""``(offload_fwd, offload_num, reload_fwd, reload_num)``: out before layer ``offload_num`` starts
-its forward (True) or backward (False), back from when ``reload_num`` starts its."""
+"""``(offload_fwd, offload_num, reload_fwd, reload_num)``: the layer is released before layer
+``offload_num`` starts its forward (True) or backward (False), and its reload starts when layer
+``reload_num`` starts its forward (True) or backward (False)."""
 
 Order = str | Iterable[str | Pass]
-"""Passes in order: text such as ``"F0..F3 B3..B0"``, or one by one."""
+"""Passes in order, as text such as ``"F0..F3 B3..B0"`` or as a sequence of passes."""
 
 
 def default(num_layers: int, model_layers: int) -> Schedule:
-    """The schedule for the first k of N layers, with as much time for each copy as there is.
+    """Build the default schedule, which offloads the first k of N layers.
 
-    Layers 0 to k-1 leave as they are computed. Layer i must be out before layer N-k+i computes,
-    and starts back once that has finished its backward. N-k layers are the most on the device.
+    Every copy gets as much time as the order allows. Layers 0 to k-1 are offloaded while they
+    compute. Layer i is released before the forward of layer N-k+i, and its reload starts once that
+    layer has finished its backward. So at most N-k layers have their saved tensors on the device.
 
     Args:
         num_layers: k, from 0 to N-1.
         model_layers: N, 1 or more.
 
     Returns:
-        The schedule, checked, over ``F0..F{N-1} B{N-1}..B0``.
+        The checked schedule over ``F0..F{N-1} B{N-1}..B0``.
 
     Raises:
         ScheduleError: k or N is out of range.
@@ -46,7 +48,7 @@ def default(num_layers: int, model_layers: int) -> Schedule:
     if _is_no_count(num_layers) or not num_layers < model_layers:
         raise ScheduleError(
             f"num_layers={num_layers!r} must be a whole number from 0 to model_layers - 1 = "
-            f"{model_layers - 1}: the last layer's backward comes at once, so it stays"
+            f"{model_layers - 1}: the last layer stays, as its backward follows its forward at once"
         )
     later = model_layers - num_layers
     table = {layer: (True, later + layer, False, later + layer - 1) for layer in range(num_layers)}
@@ -56,20 +58,22 @@ def default(num_layers: int, model_layers: int) -> Schedule:
 def from_table(
     table: Mapping[int, TableRow], model_layers: int, *, order: Order | None = None
 ) -> Schedule:
-    """The schedule that a synchronization table tells.
+    """Build the schedule that a synchronization table describes.
 
     Args:
-        table: for each layer that leaves, ``(offload_fwd, offload_num, reload_fwd, reload_num)``:
-            it is out before layer ``offload_num`` starts its forward (True) or backward (False),
-            and starts back when ``reload_num`` starts its forward or backward.
-        model_layers: layers in the order; one model run on eight microbatches is eight layers.
-        order: in which the passes come; None: all forwards, then the backwards in reverse.
+        table: for each layer to offload, ``(offload_fwd, offload_num, reload_fwd, reload_num)``:
+            the layer is released before layer ``offload_num`` starts its forward (True) or
+            backward (False), and its reload starts when layer ``reload_num`` starts its forward
+            (True) or backward (False).
+        model_layers: number of layers in the order; one layer run on eight microbatches counts as
+            eight.
+        order: order of the passes; None means all forwards, then the backwards in reverse.
 
     Returns:
-        The schedule, checked.
+        The checked schedule.
 
     Raises:
-        ScheduleError: the table cannot be read, or what it says cannot be run.
+        ScheduleError: the table cannot be read, or the schedule that it describes cannot be run.
     """
     _check_layers(model_layers)
     passes = plain_order(model_layers) if order is None else read_order(order)
@@ -88,7 +92,7 @@ def from_table(
         offloads.append((Pass(Direction.FORWARD, unit), Action(Verb.OFFLOAD, unit)))
         releases.append((_anchor(offload_fwd, offload_num), Action(Verb.RELEASE, unit)))
         reloads.append((_anchor(reload_fwd, reload_num), Action(Verb.RELOAD, unit)))
-    # At one anchor, what goes makes room for what comes.
+    # Releases come first at each anchor, so that they make room for its reloads.
     return Schedule(passes, [*releases, *offloads, *reloads]).check()
 
 
@@ -98,18 +102,18 @@ def manual(
     *,
     order: Order | None = None,
 ) -> Schedule:
-    """A schedule written by hand.
+    """Build a schedule from lines written by hand.
 
     Args:
-        lines: what to do at each anchor, ``{"F16": "release 0", "B17": ["reload 2", ...]}``.
-        model_layers: how many layers there are, if ``order`` does not say.
-        order: in which the passes come; None: all forwards, then the backwards in reverse.
+        lines: actions at each anchor, such as ``{"F16": "release 0", "B17": ["reload 2", ...]}``.
+        model_layers: number of layers; needed only without ``order``.
+        order: order of the passes; None means all forwards, then the backwards in reverse.
 
     Returns:
-        The schedule, checked.
+        The checked schedule.
 
     Raises:
-        ScheduleError: a line cannot be read, or what it says cannot be run.
+        ScheduleError: a line cannot be read, or the schedule cannot be run.
     """
     if order is None:
         if model_layers is None:
@@ -126,17 +130,17 @@ def manual(
 
 
 def find_order(table: Mapping[int, TableRow], model_layers: int) -> tuple[Pass, ...]:
-    """An order of passes in which a table can be run, forwards as early as it lets them.
+    """Find an order of passes in which a table can be run, with each forward as early as possible.
 
     Args:
         table: as for `from_table`.
-        model_layers: layers in a round; their forwards come in ascending order.
+        model_layers: number of layers; their forwards come in ascending order.
 
     Returns:
-        The plain order if that fits; else one of those that do.
+        The plain order if the table fits it, else another order that the table fits.
 
     Raises:
-        ScheduleError: none does.
+        ScheduleError: the table fits no order.
     """
     try:
         return from_table(table, model_layers).order
@@ -172,7 +176,7 @@ def find_order(table: Mapping[int, TableRow], model_layers: int) -> tuple[Pass, 
 
 
 def plain_order(model_layers: int) -> tuple[Pass, ...]:
-    """All forwards, then all backwards in reverse."""
+    """Return all forwards in ascending order, then all backwards in descending order."""
     forwards = [Pass(Direction.FORWARD, Unit(layer)) for layer in range(model_layers)]
     backwards = [Pass(Direction.BACKWARD, Unit(layer)) for layer in range(model_layers)]
     return (*forwards, *reversed(backwards))

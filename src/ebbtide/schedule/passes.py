@@ -1,4 +1,4 @@
-"""What a schedule speaks of: layers, passes, actions, and how each is written."""
+"""The vocabulary of a schedule: units, passes and actions, and how each is written as text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ from ebbtide.errors import ScheduleError
 
 
 class Direction(Enum):
-    """Which way a pass goes. A backward can be split in two, for its input and for the weights."""
+    """Direction of a pass.
+
+    A backward can be split into two passes, one for the gradient of the input and one for the
+    gradients of the weights.
+    """
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -23,11 +27,11 @@ class Direction(Enum):
 @final
 @dataclass(frozen=True, order=True)
 class Unit:
-    """What is scheduled: a layer, in one microbatch. Written ``3``, or ``3.m2``.
+    """One layer in one microbatch: what a schedule moves. Written ``3``, or ``3.m2``.
 
     Attributes:
-        layer: number of the layer in forward order, from 0; in a pipeline, of the stage.
-        microbatch: from 0.
+        layer: number of the layer in forward order, from 0; in a pipeline, number of the stage.
+        microbatch: number of the microbatch, from 0.
     """
 
     layer: int
@@ -40,7 +44,7 @@ class Unit:
 @final
 @dataclass(frozen=True)
 class Pass:
-    """The forward or the backward of a unit. Written ``F3``, ``B3`` or ``F3.m2``."""
+    """The forward or backward of a unit. Written ``F3``, ``B3`` or ``F3.m2``."""
 
     direction: Direction
     unit: Unit
@@ -50,12 +54,12 @@ class Pass:
 
     @property
     def is_forward(self) -> bool:
-        """Whether it computes what its backward will want."""
+        """Whether this is a forward pass, which saves tensors for its backward."""
         return self.direction is Direction.FORWARD
 
 
 class Verb(Enum):
-    """What can be done with what a unit saved."""
+    """What an action does with the tensors that a unit saved."""
 
     OFFLOAD = "offload"
     RELEASE = "release"
@@ -65,7 +69,7 @@ class Verb(Enum):
 @final
 @dataclass(frozen=True)
 class Action:
-    """One thing to do at an anchor. Written ``release 0``."""
+    """One action on one unit at an anchor. Written ``release 0``."""
 
     verb: Verb
     unit: Unit
@@ -80,40 +84,40 @@ _ACTION = re.compile(rf"(offload|release|reload)\s+{_UNIT}")
 
 
 def parse_pass(text: str) -> Pass:
-    """Read ``F3`` or ``B3.m2``.
+    """Parse a pass such as ``F3`` or ``B3.m2``.
 
     Raises:
-        ScheduleError: it cannot be read.
+        ScheduleError: the text is not a pass.
     """
     match = _PASS.fullmatch(text.strip())
     if match is None:
         raise ScheduleError(
-            f"{text.strip()!r} is no pass; write F, B, I or W and a layer, such as F3, or F3.m2 "
+            f"{text.strip()!r} is not a pass; write F, B, I or W and a layer, such as F3, or F3.m2 "
             f"for microbatch 2"
         )
     return Pass(Direction(match[1]), Unit(int(match[2]), int(match[3] or 0)))
 
 
 def parse_action(text: str) -> Action:
-    """Read ``release 0`` or ``reload 3.m2``.
+    """Parse an action such as ``release 0`` or ``reload 3.m2``.
 
     Raises:
-        ScheduleError: it cannot be read.
+        ScheduleError: the text is not an action.
     """
     match = _ACTION.fullmatch(text.strip())
     if match is None:
         raise ScheduleError(
-            f"{text.strip()!r} is no action; write offload, release or reload and a layer, such "
-            f"as release 0"
+            f"{text.strip()!r} is not an action; write offload, release or reload and a layer, "
+            f"such as release 0"
         )
     return Action(Verb(match[1]), Unit(int(match[2]), int(match[3] or 0)))
 
 
 def parse_order(text: str) -> tuple[Pass, ...]:
-    """Read passes in order, such as ``F0..F3 B3..B0``.
+    """Parse passes in order, such as ``F0..F3 B3..B0``.
 
     Raises:
-        ScheduleError: a pass cannot be read, or a range has no end in sight.
+        ScheduleError: a pass cannot be read, or the two ends of a range do not fit together.
     """
     order: list[Pass] = []
     for word in text.replace(",", " ").split():
@@ -126,14 +130,14 @@ def parse_order(text: str) -> tuple[Pass, ...]:
 
 
 def read_order(order: str | Iterable[str | Pass]) -> tuple[Pass, ...]:
-    """Passes, given as text or one by one."""
+    """Return the passes of an order that is given as text or as a sequence of passes."""
     if isinstance(order, str):
         return parse_order(order)
     return tuple(item if isinstance(item, Pass) else parse_pass(str(item)) for item in order)
 
 
 def format_order(order: Sequence[Pass]) -> str:
-    """Write passes, runs of three and more as ranges: the reverse of `parse_order`."""
+    """Write passes as text, runs of three and more as ranges. The inverse of `parse_order`."""
     words: list[str] = []
     place = 0
     while place < len(order):
@@ -148,7 +152,7 @@ def format_order(order: Sequence[Pass]) -> str:
 
 
 def _run_end(order: Sequence[Pass], begin: int) -> int:
-    """One past the last pass of the range that begins at ``begin``."""
+    """Return the index after the last pass of the range that begins at ``begin``."""
     if begin + 1 >= len(order):
         return begin + 1
     step = _step(order[begin], order[begin + 1])
@@ -159,7 +163,11 @@ def _run_end(order: Sequence[Pass], begin: int) -> int:
 
 
 def _step(before: Pass, after: Pass) -> tuple[int, int] | None:
-    """How a unit follows another in a range: one layer or one microbatch further; None if not."""
+    """Return the step in (layer, microbatch) between two neighbours of a range.
+
+    None if the two cannot be neighbours: they differ in direction, or not by exactly one layer or
+    one microbatch.
+    """
     if before.direction is not after.direction:
         return None
     step = (
@@ -174,8 +182,8 @@ def _spread(first: Pass, last: Pass, word: str) -> list[Pass]:
     microbatches = last.unit.microbatch - first.unit.microbatch
     if first.direction is not last.direction or (layers and microbatches):
         raise ScheduleError(
-            f"{word!r} is no range: both ends must go the same way and differ in the layer or in "
-            f"the microbatch, such as F0..F19"
+            f"{word!r} is not a range: both ends must have the same direction and differ in the "
+            f"layer or in the microbatch, such as F0..F19"
         )
     count = abs(layers) + abs(microbatches)
     return [

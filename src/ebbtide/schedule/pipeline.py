@@ -1,4 +1,4 @@
-"""From a pipeline's order to a schedule: what leaves, when it is out and when it comes back."""
+"""Plan a schedule for one rank of a pipeline, from the order of its passes."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from ebbtide.errors import ScheduleError
 from ebbtide.schedule.passes import Action, Direction, Pass, Unit, Verb, parse_pass
 from ebbtide.schedule.schedule import Schedule
 
-# What `torch.distributed.pipelining` prints: 2F5 is the forward of microbatch 5 on stage 2, and
-# (2F5;3B1)OVERLAP_F_B two passes that run side by side.
+# The notation of `torch.distributed.pipelining`: 2F5 is the forward of microbatch 5 on stage 2, and
+# (2F5;3B1)OVERLAP_F_B is two passes that run side by side.
 _COMPUTE = re.compile(r"(\d+)([FBIW])(\d+)")
 _OTHER = re.compile(r"\d+(SEND_|RECV_|UNSHARD|RESHARD|REDUCE_GRAD|NONE)\w*")
 _SIDE_BY_SIDE = re.compile(r"\((.*)\)\w+")
 
 Row = Iterable[object]
-"""What one rank does, in order: `torch.distributed.pipelining` actions, their text, passes, or None
-where it idles."""
+"""The actions of one rank in order: `torch.distributed.pipelining` actions, their text, or passes,
+with None where the rank idles."""
 
 
 def from_pipeline(
@@ -29,34 +29,35 @@ def from_pipeline(
     resident: int,
     lead: int = 1,
 ) -> Schedule:
-    """A schedule for one rank of a pipeline, within a number of resident microbatches.
+    """Plan a schedule for one rank of a pipeline, with at most ``resident`` units on the device.
 
-    Of the units (a stage in a microbatch) that wait for their backward, those that wait longest
-    leave first. Each is out just before its room is needed, and starts back ``lead`` passes before
-    its backward if there is room.
+    A unit is one stage in one microbatch. Of the units that wait for their backward, those with the
+    longest wait are offloaded first. Each is released just before its room is needed, and its
+    reload starts up to ``lead`` passes before its backward if there is room.
 
     Not modelled: passes that run side by side (``OVERLAP_F_B``) are taken one after the other.
 
     Args:
-        order: what the rank does, as `torch.distributed.pipelining` has it in
-            ``schedule.pipeline_order``: the row of one rank, or the mapping from ranks to rows; or
-            text such as ``"0F0 0F1 0B0 0B1"``. What is no compute is passed over.
-        stage: one of the rank's stages; of a mapping, the row that has it is taken. Passes are
-            named by their stage: ``F2.m5`` is the forward of microbatch 5 on stage 2.
-        resident: the most units whose saved tensors may be on the device at once, the one that
-            runs included.
-        lead: passes that each copy has, at least, to hide behind, where there is room for it.
+        order: what the rank does, as in ``schedule.pipeline_order`` of
+            `torch.distributed.pipelining`: the row of one rank, or the mapping from ranks to rows;
+            or text such as ``"0F0 0F1 0B0 0B1"``. Actions other than compute are skipped.
+        stage: one of the rank's stages. It selects the row of a mapping. Passes are named by their
+            stage: ``F2.m5`` is the forward of microbatch 5 on stage 2.
+        resident: the most units whose saved tensors may be on the device at once, including the
+            unit that runs.
+        lead: number of passes that a reload starts ahead of its unit's backward, where there is
+            room for it.
 
     Returns:
-        The schedule, checked; empty where everything fits.
+        The checked schedule; it has no actions if everything fits.
 
     Raises:
-        ScheduleError: an action cannot be read, or ``resident`` is too small; the message says
-            what would do.
+        ScheduleError: an action cannot be read, or ``resident`` is too small; the message names
+            the smallest value that works.
     """
     passes = _choose_row(order, stage)
     if not passes:
-        raise ScheduleError("the order has no forward and no backward in it")
+        raise ScheduleError("the order has no forward and no backward")
     if isinstance(resident, bool) or not isinstance(resident, int) or resident < 1:
         raise ScheduleError(f"resident must be a whole number, 1 or more, got {resident!r}")
     if isinstance(lead, bool) or not isinstance(lead, int) or lead < 0:
@@ -66,7 +67,7 @@ def from_pipeline(
 
 
 def read_row(row: Row | str) -> tuple[Pass, ...]:
-    """The compute in what one rank does.
+    """Return the compute passes among the actions of one rank.
 
     Raises:
         ScheduleError: an action cannot be read.
@@ -78,10 +79,11 @@ def read_row(row: Row | str) -> tuple[Pass, ...]:
 
 
 def _count_from_0(passes: Sequence[Pass]) -> tuple[Pass, ...]:
-    """The same passes, with the forwards of a stage that counts them from 1 counted from 0.
+    """Renumber the forwards of a stage whose forwards are counted from 1 and backwards from 0.
 
-    torch's `Schedule1F1B` tells its last rank's as ``3F1 3B0 3F2 3B1``, and runs 0, 0, 1, 1: since
-    https://github.com/pytorch/pytorch/pull/155935. No order that can be run looks like that.
+    Since https://github.com/pytorch/pytorch/pull/155935 torch's `Schedule1F1B` lists the last
+    rank's passes as ``3F1 3B0 3F2 3B1``, although it runs microbatches 0, 0, 1, 1. The renumbering
+    is safe because no order that can be run looks like that.
     """
     forwards: dict[int, set[int]] = defaultdict(set)
     backwards: dict[int, set[int]] = defaultdict(set)
@@ -118,8 +120,8 @@ def _read(action: object) -> list[Pass]:
         return [parse_pass(text)]
     except ScheduleError:
         raise ScheduleError(
-            f"{text!r} is no action of a pipeline; they are written stage, kind, microbatch, such "
-            f"as 2F5, 2B5, 2I5 or 2W5"
+            f"{text!r} is not a pipeline action; write the stage, the kind and the microbatch, "
+            f"such as 2F5, 2B5, 2I5 or 2W5"
         ) from None
 
 
@@ -128,7 +130,8 @@ def _choose_row(order: Row | Mapping[int, Row] | str, stage: int | None) -> tupl
     if stage is None:
         if isinstance(order, Mapping):
             raise ScheduleError(
-                f"the order has {len(rows)} ranks; say which stage is meant, or give one rank's row"
+                f"the order has {len(rows)} ranks; say which stage to plan for, or give one rank's "
+                f"row"
             )
         return read_row(order)
     for row in rows:
@@ -140,25 +143,36 @@ def _choose_row(order: Row | Mapping[int, Row] | str, stage: int | None) -> tupl
 
 @final
 class _Stay:
-    """When a unit is on the device: while it forwards, until it is out, and from its return on."""
+    """When a unit is on the device, as indices of passes in the order.
+
+    It is there from its forward until its release, and from its reload until its backward ends.
+
+    Attributes:
+        unit: the unit.
+        forward: its forward.
+        use: first pass of its backward.
+        end: last pass of its backward.
+        out: the pass at whose anchor it is released; None if it stays.
+        back: the pass at whose anchor it is reloaded.
+    """
 
     def __init__(self, unit: Unit, forward: int, use: int, end: int) -> None:
         self.unit = unit
-        self.forward = forward  # places in the order
+        self.forward = forward
         self.use = use
         self.end = end
-        self.out: int | None = None  # released at the anchor of this pass; None: it stays
+        self.out: int | None = None
         self.back = use
 
     @property
     def idle(self) -> int:
-        """Passes between its forward and its backward."""
+        """Number of passes between its forward and its backward."""
         return self.use - self.forward - 1
 
 
 @final
 class _Planner:
-    """Chooses who leaves, then gives every copy as much time as there is."""
+    """Chooses which units are offloaded, then gives every copy as much time as the order allows."""
 
     def __init__(self, passes: Sequence[Pass], resident: int, lead: int) -> None:
         self._passes = passes
@@ -172,7 +186,7 @@ class _Planner:
         self._stays = [
             _Stay(unit, place, uses[unit][0], uses[unit][-1])
             if uses[unit]
-            # Its backward never comes, so it stays to the end: in use from its forward on.
+            # Without a backward it stays to the end, so it counts as in use from its forward on.
             else _Stay(unit, place, place, len(passes) - 1)
             for unit, place in forwards.items()
         ]
@@ -188,8 +202,8 @@ class _Planner:
         gone = self._choose()
         for stay in sorted(gone, key=lambda stay: stay.use):
             self._bring_back_early(stay)
-        # The last to come first: else the first would take the room of those that come after it,
-        # whose copies queue behind its own.
+        # Later units first. Copies queue one behind the other, so a later unit's copy ends later
+        # and needs the free room more; an earlier unit would take it away.
         for stay in sorted(gone, key=lambda stay: stay.forward, reverse=True):
             self._let_go_late(stay)
         gone = [stay for stay in gone if stay.out is not None]
@@ -200,14 +214,15 @@ class _Planner:
             offloads.append((self._passes[stay.forward], Action(Verb.OFFLOAD, unit)))
             releases.append((self._passes[stay.out], Action(Verb.RELEASE, unit)))
             reloads.append((self._passes[stay.back], Action(Verb.RELOAD, unit)))
-        # At one anchor, what goes makes room for what comes.
+        # Releases come first at each anchor, so that they make room for its reloads.
         return Schedule(self._passes, [*releases, *offloads, *reloads])
 
     def _choose(self) -> list[_Stay]:
-        """Who leaves: wherever too many are there, of those that idle the one that idles longest.
+        """Choose the units to offload.
 
-        It leaves for all its idle time. At each place the longest idle ones are the ones whose
-        backward is furthest, as far as the order takes units in turn.
+        Wherever too many units are on the device, the one with the longest idle time among those
+        that are idle there is offloaded, for all of its idle time. If the order takes units in
+        turn, that is also the unit whose backward is furthest away.
         """
         gone = []
         longest_first = sorted(self._stays, key=lambda stay: (-stay.idle, stay.unit))
@@ -234,15 +249,16 @@ class _Planner:
             for place in range(len(self._passes))
         )
         raise ScheduleError(
-            f"resident={self._resident} is too small: with all others away, this order still has "
-            f"{least} microbatches of a stage on the device at once; give resident={least} or more"
+            f"resident={self._resident} is too small: with everything else offloaded, this order "
+            f"still has {least} microbatches of a stage on the device at once; give "
+            f"resident={least} or more"
         )
 
     def _has_room(self, place: int) -> bool:
         return self._there[place] < self._resident
 
     def _bring_back_early(self, stay: _Stay) -> None:
-        """Let it start back up to ``lead`` passes before its backward."""
+        """Move its reload up to ``lead`` passes ahead of its backward, as far as there is room."""
         assert stay.out is not None
         earliest = max(stay.out + 1, stay.use - self._lead)
         while stay.back > earliest and self._has_room(stay.back - 1):
@@ -250,11 +266,11 @@ class _Planner:
             self._there[stay.back] += 1
 
     def _let_go_late(self, stay: _Stay) -> None:
-        """Let it be out only when its room is needed: its copy has until then."""
+        """Delay its release until its room is needed, so that its copy has until then."""
         assert stay.out is not None
         while stay.out + 1 < stay.back and self._has_room(stay.out):
             self._there[stay.out] += 1
             stay.out += 1
         if stay.out + 1 == stay.back and self._has_room(stay.out):
             self._there[stay.out] += 1
-            stay.out = None  # after all it need not go
+            stay.out = None  # there is room for it all the time, so it need not be offloaded

@@ -1,4 +1,4 @@
-"""A schedule: passes in order, and what moves just before each."""
+"""The `Schedule` class: passes in order, and the actions that come just before each pass."""
 
 from __future__ import annotations
 
@@ -27,25 +27,27 @@ _WIDTH = 78
 @final
 @dataclass(frozen=True, init=False)
 class Schedule:
-    """What moves when, as data and as text: one line an anchor.
+    """What moves when, as data and as text with one line per anchor.
 
     An anchor is the moment just before a pass starts::
 
         order: F0..F19 B19..B0
-        F0: offload 0          # what layer 0 saves leaves as it is saved
-        F16: release 0         # before layer 16's forward: layer 0's copy is done, its memory goes
-        B15: reload 0          # before layer 15's backward: layer 0 starts to come back
+        F0: offload 0          # copy layer 0's tensors to the host as autograd saves them
+        F16: release 0         # before F16: wait for layer 0's copy, drop its device memory
+        B15: reload 0          # before B15: start to copy layer 0's tensors back
 
-    ``Schedule.parse(str(schedule)) == schedule``. Making a schedule checks nothing; `check` does,
-    and so do all who run one.
+    ``Schedule.parse(str(schedule)) == schedule``. The constructor checks nothing; `check` does, and
+    so does everything that runs a schedule.
 
     Args:
-        order: the passes of a round, in order. Further forwards begin further rounds.
-        actions: what to do at which anchor. Those of one anchor are done in their order here.
+        order: the passes in order. When they are through, the next forward begins the order again.
+        actions: anchors with what to do there. The actions of one anchor are done in the order in
+            which they are given.
 
     Attributes:
-        order: as given.
-        lines: each anchor that has any with its actions, anchors in the order of their passes.
+        order: the passes in order.
+        lines: anchors with their actions, in the order of their passes; anchors without actions are
+            left out.
     """
 
     order: tuple[Pass, ...]
@@ -57,7 +59,7 @@ class Schedule:
         by_anchor: dict[Pass, list[Action]] = defaultdict(list)
         for anchor, action in actions:
             by_anchor[anchor].append(action)
-        # Anchors that never come are last, for `check` to show.
+        # Anchors that are not in the order are kept, at the end, so that `check` can report them.
         anchors = sorted(by_anchor, key=lambda anchor: places.get(anchor, len(passes)))
         object.__setattr__(self, "order", passes)
         lines = tuple((anchor, tuple(by_anchor[anchor])) for anchor in anchors)
@@ -65,10 +67,10 @@ class Schedule:
 
     @classmethod
     def parse(cls, text: str) -> Schedule:
-        """Read what `str` wrote, or somebody by hand; ``#`` begins a comment.
+        """Parse a schedule's text, written by `str` or by hand; ``#`` begins a comment.
 
         Raises:
-            ScheduleError: a line cannot be read, or no line tells the order of the passes.
+            ScheduleError: a line cannot be read, or no line gives the order of the passes.
         """
         order: list[Pass] = []
         actions: list[tuple[Pass, Action]] = []
@@ -79,7 +81,9 @@ class Schedule:
             head, colon, rest = content.partition(":")
             try:
                 if not colon:
-                    raise ScheduleError("a line is an anchor, a colon, and what to do there")
+                    raise ScheduleError(
+                        "write an anchor, a colon and actions, such as F16: release 0"
+                    )
                 if head.strip() == "order":
                     order += parse_order(rest)
                 else:
@@ -89,7 +93,7 @@ class Schedule:
                 raise ScheduleError(f"line {number}, {line.strip()!r}: {error}") from None
         if not order:
             raise ScheduleError(
-                "no line tells in which order the passes come; begin with one such as "
+                "no line gives the order of the passes; begin with one such as "
                 "order: F0..F19 B19..B0"
             )
         return cls(order, actions)
@@ -105,12 +109,12 @@ class Schedule:
 
     @property
     def actions(self) -> Mapping[Pass, tuple[Action, ...]]:
-        """What to do at each anchor."""
+        """The actions at each anchor."""
         return dict(self.lines)
 
     @property
     def offloaded(self) -> frozenset[Unit]:
-        """The units that leave."""
+        """The units that are offloaded."""
         return frozenset(
             action.unit
             for _, actions in self.lines
@@ -120,34 +124,37 @@ class Schedule:
 
     @property
     def num_layers(self) -> int:
-        """Layers that are numbered in the order: one more than the last."""
+        """Number of layers: one more than the highest layer number in the order."""
         return max((each.unit.layer for each in self.order), default=-1) + 1
 
     @property
     def num_microbatches(self) -> int:
-        """Microbatches in a round."""
+        """Number of microbatches: one more than the highest microbatch number in the order."""
         return max((each.unit.microbatch for each in self.order), default=-1) + 1
 
     def check(self) -> Schedule:
-        """Raise unless the schedule can be run. Returns itself.
+        """Raise unless the schedule can be run.
+
+        Returns:
+            The schedule itself.
 
         Raises:
-            ScheduleError: an anchor, a layer or a pass that never comes; a release without an
-                offload before it, a reload before its release or after its use, a use with no
-                reload before it. The message shows the schedule with the line marked.
+            ScheduleError: an anchor, a layer or a pass never comes; a release has no offload before
+                it; a reload comes before its release or after its use; or a released unit is used
+                without a reload. The message shows the schedule with the faulty line marked.
         """
         check(self.order, self.lines, self._written())
         return self
 
     def resident(self) -> tuple[tuple[Unit, ...], ...]:
-        """The units whose saved tensors are on the device during each pass of the order.
+        """Return the units whose saved tensors are on the device during each pass of the order.
 
-        A unit is there from its forward on until it is released, and from its reload on until
-        its (last) backward is over: to the end if that never comes. The pass at whose anchor it is
-        released or reloaded belongs to what follows.
+        A unit is on the device from its forward until its release, and from its reload until the
+        end of its (last) backward, or of the order if it has no backward. An action at the anchor
+        of a pass takes effect before that pass.
 
         Returns:
-            As many entries as `order` has passes, units in ascending order.
+            One entry for each pass of `order`, its units in ascending order.
         """
         last = {each.unit: place for place, each in enumerate(self.order)}
         actions = self.actions
@@ -168,5 +175,5 @@ class Schedule:
 
     @property
     def peak_resident(self) -> int:
-        """The most units whose saved tensors are on the device at once."""
+        """Largest number of units whose saved tensors are on the device at once."""
         return max(map(len, self.resident()), default=0)
