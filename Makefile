@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo test dry-gpu check soak bench gpu clean
+.PHONY: demo test dry-gpu check races soak bench gpu clean
 
 demo: $(VENV)/.demo  ## train an FNO on Darcy flow with and without offload, and compare
 	$(BIN)/ebbtide demo
@@ -21,6 +21,9 @@ check: $(VENV)/.dev  ## lint, formatting, types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+races: $(VENV)/.dev  ## write docs/internals/races.md from the tags of the guards in the source
+	$(BIN)/python tests/simulation/races_page.py
 
 soak: $(VENV)/.dev  ## the engine under thousands of adversarial orders of copies
 	EBBTIDE_SIMULATION_SEEDS=20000 $(BIN)/python -m pytest --timeout 0 tests/simulation

@@ -1,6 +1,6 @@
-"""The GPU suite in one call: tests, then every case, most valuable first, within a time limit.
+"""Run the GPU suite within a time limit: the tests, then every case, the most valuable first.
 
-Each result is written as soon as it is there, so a failure or the limit loses nothing before it.
+Each result is written as soon as it is known, so a failure or the limit loses no earlier result.
 Run: ``make gpu``, or ``python -m benchmarks.gpu --out DIR --limit-s 540 --only NAME,...``
 """
 
@@ -31,12 +31,12 @@ from benchmarks.trial import request
 
 ROOT = Path(__file__).parents[1]
 _TRIAL_LIMIT_S = 240.0
-_TESTS_SHARE = 0.4  # of the limit
+_TESTS_SHARE = 0.4  # share of the time limit that the tests may take
 _TOO_LATE: dict[str, Any] = {"skipped": "the time limit was reached"}
 
 
 def main() -> None:
-    """Run the suite; exits 2 where there is nothing to run it on, 1 if a test or a trial failed."""
+    """Run the suite. Exit with 2 if there is no accelerator, with 1 if a test or a trial failed."""
     arguments = _arguments()
     device = _find_device(arguments.device)
     chosen = _choose(tiny_jobs() if arguments.tiny else jobs(), arguments.only)
@@ -56,16 +56,22 @@ def main() -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=record.RESULTS, help="for result files")
-    parser.add_argument("--limit-s", type=float, default=540.0, help="seconds for all of it")
-    parser.add_argument("--only", default="*", help="jobs by name or pattern, separated by commas")
-    parser.add_argument("--device", default="auto", help="auto, cuda, xpu ... or cpu, a dry run")
-    parser.add_argument("--tiny", action="store_true", help="every case's code on tiny models")
-    parser.add_argument("--no-tests", dest="tests", action="store_false", help="measure only")
     parser.add_argument(
-        "--resume", type=Path, metavar="DIR", help="go on from result files of the same commit"
+        "--out", type=Path, default=record.RESULTS, help="directory for result files"
     )
-    parser.add_argument("--list", action="store_true", help="print the jobs and stop")
+    parser.add_argument("--limit-s", type=float, default=540.0, help="time limit in seconds")
+    parser.add_argument(
+        "--only", default="*", help="names or patterns of jobs, separated by commas"
+    )
+    parser.add_argument("--device", default="auto", help="auto, cuda, xpu ...; cpu makes a dry run")
+    parser.add_argument(
+        "--tiny", action="store_true", help="run the code of every case on tiny models"
+    )
+    parser.add_argument("--no-tests", dest="tests", action="store_false", help="skip the tests")
+    parser.add_argument(
+        "--resume", type=Path, metavar="DIR", help="continue from result files of the same commit"
+    )
+    parser.add_argument("--list", action="store_true", help="print the names of the jobs and stop")
     return parser.parse_args()
 
 
@@ -75,10 +81,9 @@ def _find_device(name: str) -> torch.device:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         print(
-            "no accelerator: torch sees none on this machine, so there is nothing that the GPU "
-            "suite could measure.\nInstall a torch built for your accelerator and its driver, or "
-            "run every case's code on the CPU:\n  python -m benchmarks.gpu --device cpu --tiny "
-            "--out DIR",
+            "no accelerator: torch sees none on this machine, so the GPU suite has nothing to "
+            "measure.\nInstall your accelerator's driver and a torch built for it, or run the code "
+            "of every case on the CPU:\n  python -m benchmarks.gpu --device cpu --tiny --out DIR",
             file=sys.stderr,
         )
         sys.exit(2)
@@ -97,15 +102,15 @@ def _choose(all_jobs: Sequence[Job], only: str) -> list[Job]:
 
 
 class Suite:
-    """Runs jobs until the deadline and writes what they gave.
+    """Runs jobs until the deadline and writes their results.
 
     Args:
-        device: to run on.
-        directory: for result files.
-        deadline_s: on the monotonic clock.
+        device: device to run on.
+        directory: directory for result files.
+        deadline_s: deadline in seconds on the monotonic clock.
 
     Attributes:
-        failed: whether a test or a trial did not do what it should.
+        failed: whether a test or a trial failed.
     """
 
     def __init__(self, device: torch.device, directory: Path, deadline_s: float) -> None:
@@ -118,7 +123,7 @@ class Suite:
         directory.mkdir(parents=True, exist_ok=True)
 
     def run_tests(self, limit_s: float) -> None:
-        """`tests/gpu`, the parity suite among them, in a process of their own."""
+        """Run `tests/gpu`, which include the parity suite, in a process of their own."""
         command = [sys.executable, "-m", "pytest", "-q", "--no-header", "tests/gpu"]
         on = {} if self._device.type != "cpu" else {"EBBTIDE_GPU_TESTS_ON": "cpu"}
         output, code = _run(command, limit_s, on)
@@ -130,7 +135,7 @@ class Suite:
         self.failed |= code != 0
 
     def resume(self, directory: Path) -> None:
-        """Take over what an earlier call has measured here, at the same commit."""
+        """Take over the results that an earlier call measured on this device at this commit."""
         here = record.environment()
         for file in sorted(directory.glob("*.json")):
             document = json.loads(file.read_text())
@@ -138,14 +143,14 @@ class Suite:
             same = all(there.get(key) == here[key] for key in ("device", "torch", "commit"))
             if same and document.get("case") in CASES:
                 self._tests = document["configuration"]["tests"]
-                # A case's file has a copy of the link's figures, for its table.
+                # The file of a case also has a copy of the link's figures, which its table needs.
                 own = {name: entry for name, entry in document["results"].items() if name != "link"}
                 self._results[document["case"]] = (
                     document["results"] if document["case"] == "link" else own
                 )
 
     def run_job(self, job: Job) -> None:
-        """Put a job's question to all of its modes, as far as time allows."""
+        """Run a job in each of its modes that has no result yet, as far as time allows."""
         known = self._results.get(job.case, {}).get(job.name, {}).get("modes", {})
         due = [
             mode
@@ -154,7 +159,7 @@ class Suite:
         ]
         ask = functools.partial(self._ask_in_time, job)
         answers: Iterable[dict[str, Any]] = map(ask, due)
-        if self._device.type == "cpu":  # a dry run measures nothing: trials need not be alone
+        if self._device.type == "cpu":  # a dry run measures nothing, so trials may run in parallel
             with ThreadPoolExecutor(os.cpu_count()) as pool:
                 answers = list(pool.map(ask, due))
         for mode, answer in zip(due, answers, strict=True):
@@ -193,13 +198,13 @@ class Suite:
     def _save(self, case: str) -> None:
         results = dict(self._results[case])
         if case != "link" and "link" in self._results:
-            results["link"] = self._results["link"]["link"]  # for the limits in its table
+            results["link"] = self._results["link"]["link"]  # needed for the column `x limit`
         configuration = {"device": str(self._device), "tests": self._tests}
         table = tables_of(case, results)
         record.save(case, configuration, results, table, self._directory)
 
     def print_tables(self) -> None:
-        """All tables, last, where a log that is cut from the top still has them."""
+        """Print all tables. They come last, so that a log which is cut from the top has them."""
         for case in self._results:
             results = {"link": self._results.get("link", {}).get("link"), **self._results[case]}
             print(f"\n## {case}\n\n{tables_of(case, results)}")
@@ -207,7 +212,11 @@ class Suite:
 
 
 def _run(command: list[str], limit_s: float, more: dict[str, str]) -> tuple[str, int | None]:
-    """Output and exit status of a process, which is killed with its children at the limit."""
+    """Run a process; at the limit it is killed together with its children.
+
+    Returns:
+        Its output and its exit status; the status is None if it was killed.
+    """
     environment = {**os.environ, **more}
     paths = [str(ROOT), str(ROOT / "src"), environment.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)

@@ -1,4 +1,7 @@
-"""A device whose copies take no time because they move nothing: what is left is the host's work."""
+"""A device whose copies take no time because they move nothing.
+
+Only the work of the host remains, so that it can be measured.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,7 @@ class _Stream(AbstractStream):
 
 @final
 class InstantDevice(AbstractDevice):
-    """Not for training: what comes back is not what left."""
+    """A CPU device that copies nothing, so training on it gives wrong results."""
 
     pins_host_memory = False
 
@@ -84,6 +87,9 @@ class InstantDevice(AbstractDevice):
 
     def lane(self, name: str, lane: str) -> AbstractLane:
         return WorkLane(name, lane)
+
+    def defer(self, work: Callable[[], None]) -> None:
+        work()
 
     def finish_copies(self) -> None:
         pass

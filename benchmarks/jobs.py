@@ -1,7 +1,7 @@
-"""What `benchmarks.gpu` runs, most valuable first.
+"""The jobs that `benchmarks.gpu` runs, the most valuable first.
 
-A job is one shape, or one question, put to every mode in turn; each answer comes from a process of
-its own.
+A job measures one model shape or answers one other question, such as how fast the link is. It runs
+once in each of its modes, each time in a process of its own.
 """
 
 from __future__ import annotations
@@ -36,13 +36,14 @@ FOR_OVERHEAD = ("none", "save_on_cpu", "torchtune", "trl", "ebbtide")
 
 @dataclass(frozen=True)
 class Job:
-    """One question.
+    """One measurement, made in several modes.
 
     Args:
-        name: for `--only`; the part before the first dash is the case whose result file it joins.
-        task: of `benchmarks.trial`.
-        modes: that answer it.
-        shape: of the model, if there is one.
+        name: name of the job, for `--only`. It begins with the name of the case whose result file
+            the job joins.
+        task: task of `benchmarks.trial` to run.
+        modes: names of the modes to run it in.
+        shape: shape of the model, if there is one.
         more: further arguments of the task.
     """
 
@@ -54,12 +55,12 @@ class Job:
 
     @property
     def case(self) -> str:
-        """``link``, ``transformer``, ``fno`` or ``overhead``."""
+        """Name of the case: ``link``, ``transformer``, ``fno`` or ``overhead``."""
         return "fno" if self.name.startswith("fno") else self.name.split("-")[0]
 
 
 def jobs() -> list[Job]:
-    """The whole suite, for one accelerator of 80 GB."""
+    """Return the whole suite, sized for one accelerator of 80 GB."""
     link = Job("link", "link", ("none",), None, {"size_bytes": GIB, "steps": 5})
     overhead = _overhead(10_000)
     return [
@@ -83,7 +84,7 @@ def jobs() -> list[Job]:
 
 
 def tiny_jobs() -> list[Job]:
-    """Every case's code, small enough for two cores and a minute or two."""
+    """Return jobs that run the code of every case in a minute or two on two cores."""
     steps = {"warmup": 1, "steps": 2, "threads": 1}
     transformer = Shape("transformer", 64, 2, 128, 3)
     fno2d, fno3d = Shape("fno2d", 32, 2, 8, 2, 8), Shape("fno3d", 16, 1, 8, 2, 4)
@@ -99,7 +100,11 @@ def tiny_jobs() -> list[Job]:
 
 
 def _transformer(length: int, batch: int) -> Job:
-    """20 x 12 x 2048^2 weights in blocks, 2 x 32,000 x 2048 around them: 1.14 billion."""
+    """Return a job on a transformer with 1.14 billion weights.
+
+    There are 20 x 12 x 2048^2 weights in blocks and 2 x 32,000 x 2048 in the embedding and the
+    output layer.
+    """
     shape = Shape("transformer", length, batch, 2048, 20, precision="bf16")
     return Job(f"transformer-{length}", "steps", EVERY, shape, {"warmup": 3, "steps": 7})
 
@@ -111,7 +116,10 @@ def _fno(model: str, points: int, batch: int, channels: int) -> Job:
 
 
 def _capacity(field_name: str, limit_gib: int, model: str, multiple: int, most: int) -> Job:
-    """The largest grid for one sample, or the largest batch on a grid of 512 points a side."""
+    """Return a job that finds the largest size or batch that trains within a memory limit.
+
+    The size is found for one sample, and the batch on a grid of 512 points along each side.
+    """
     channels, modes = (64, 32) if model == "fno2d" else (32, 16)
     points = 512 if field_name == "batch" else multiple
     shape = Shape(model, points, 1, channels, 4, modes)

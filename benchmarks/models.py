@@ -1,7 +1,7 @@
 """The two models that benchmarks train: a transformer and a Fourier neural operator.
 
-Both are plain torch, so that they run wherever torch does, and both are a list of equal blocks
-between an input and an output layer.
+Both are written in plain torch, so that they run wherever torch does. Both consist of an input
+layer, a list of equal blocks and an output layer.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 
 class Stack(nn.Module):
-    """An input layer, equal blocks, an output layer.
+    """An input layer, equal blocks and an output layer.
 
     Attributes:
         lift: the input layer.
-        blocks: what offloads, recomputes and counts as layers.
+        blocks: the layers that the modes offload or recompute.
         output: the output layer.
     """
 
@@ -40,8 +40,8 @@ class TransformerBlock(nn.Module):
     """Pre-norm attention and MLP.
 
     Args:
-        width: of the residual stream.
-        num_heads: it is divided into.
+        width: width of the residual stream.
+        num_heads: number of attention heads that share the width.
     """
 
     def __init__(self, width: int, num_heads: int) -> None:
@@ -63,7 +63,7 @@ class TransformerBlock(nn.Module):
 
 
 def transformer(num_layers: int, width: int, num_heads: int, vocabulary: int) -> Stack:
-    """A causal language model without positions; logits over the vocabulary.
+    """Build a causal language model without position encoding; its output is logits.
 
     Shape:
         input: (batch, length), int64. output: (batch, length, vocabulary).
@@ -74,12 +74,12 @@ def transformer(num_layers: int, width: int, num_heads: int, vocabulary: int) ->
 
 @final
 class SpectralConv(nn.Module):
-    """A convolution by multiplication of the lowest Fourier modes.
+    """A convolution that multiplies the lowest Fourier modes by weights.
 
     Args:
-        channels: in and out.
-        modes: how many are kept in each direction.
-        dimensions: of space, 2 or 3.
+        channels: number of input channels, and of output channels.
+        modes: number of Fourier modes kept in each direction.
+        dimensions: number of spatial dimensions, 2 or 3.
 
     Source:
         Li et al., Fourier Neural Operator for Parametric Partial Differential Equations (2021),
@@ -108,7 +108,7 @@ class SpectralConv(nn.Module):
 
 @final
 class FNOBlock(nn.Module):
-    """As in neuraloperator: spectral convolution, linear skip, channel MLP with a gated skip."""
+    """A block as in neuraloperator: spectral convolution, linear skip, MLP with a gated skip."""
 
     def __init__(self, channels: int, modes: int, dimensions: int) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class FNOBlock(nn.Module):
 
 @final
 class Pointwise(nn.Module):
-    """Two linear layers on the channels of every point."""
+    """Two linear layers applied to the channels at every point."""
 
     def __init__(self, inner: int, hidden: int, outer: int) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ class Pointwise(nn.Module):
 
 
 def fno(channels: int, modes: int, dimensions: int, num_layers: int = 4) -> Stack:
-    """A Fourier neural operator from one field to another.
+    """Build a Fourier neural operator that maps one field to another.
 
     Shape:
         input: (batch, 1, *spatial), float32. output: the same.

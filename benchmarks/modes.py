@@ -1,7 +1,7 @@
-"""What is compared: no offload, its peers, and ebbtide in each of its modes.
+"""The modes that are compared: no offload, ebbtide's peers, and ebbtide in several configurations.
 
-A mode changes how a `Stack` keeps what autograd saves, and nothing else. Each runs in a process of
-its own, so no mode can hide or cause another's errors.
+A mode changes only how a `Stack` keeps what autograd saves. Each mode runs in a process of its own,
+so that it can neither hide nor cause errors of another.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class AbstractMode(ABC):
     """One way to train.
 
     Args:
-        name: in tables.
-        note: what it is, in a few words.
+        name: name of the mode in tables.
+        note: description in a few words.
     """
 
     def __init__(self, name: str, note: str) -> None:
@@ -36,15 +36,15 @@ class AbstractMode(ABC):
         self.note = note
 
     def missing(self, device: torch.device) -> str | None:  # noqa: ARG002
-        """Why the mode cannot run here; None if it can."""
+        """Return why the mode cannot run on this device; None if it can."""
         return None
 
     @abstractmethod
     def attach(self, model: Stack) -> Context:
-        """Change the model; returns what every forward runs in."""
+        """Change the model and return a factory of the context in which every forward must run."""
 
     def figures(self) -> dict[str, Any]:
-        """What the mode knows of its last step."""
+        """Return the mode's own figures of its last step."""
         return {}
 
 
@@ -56,7 +56,7 @@ class Plain(AbstractMode):
 
 @final
 class SaveOnCpu(AbstractMode):
-    """torch's own: every save is copied on the compute stream."""
+    """torch's own offload, which copies every saved tensor on the compute stream."""
 
     def attach(self, model: Stack) -> Context:
         pinned = next(model.parameters()).device.type != "cpu"
@@ -65,10 +65,10 @@ class SaveOnCpu(AbstractMode):
 
 @final
 class Checkpoint(AbstractMode):
-    """Every block is computed again in backward.
+    """Activation checkpointing, which recomputes every block in backward.
 
     Args:
-        saved: what the inputs of blocks are saved with; None: they stay.
+        saved: mode that offloads the inputs of the blocks; None keeps them on the device.
     """
 
     def __init__(self, name: str, note: str, saved: AbstractMode | None = None) -> None:
@@ -87,11 +87,11 @@ class Checkpoint(AbstractMode):
 
 @final
 class Library(AbstractMode):
-    """A context manager of another library.
+    """The offloading context manager of another library.
 
     Args:
-        module: that has `get_act_offloading_ctx_manager`.
-        arguments: of that function, after the model.
+        module: module that has `get_act_offloading_ctx_manager`.
+        arguments: arguments of that function after the model.
     """
 
     def __init__(self, name: str, note: str, module: str, **arguments: Any) -> None:
@@ -107,7 +107,7 @@ class Library(AbstractMode):
 
     def attach(self, model: Stack) -> Context:
         module = importlib.import_module(self._module)
-        # One manager for all steps, as their trainers have.
+        # The libraries' own trainers also use one manager for all steps.
         manager = module.get_act_offloading_ctx_manager(model, **self._arguments)
         return lambda: manager
 
@@ -128,7 +128,7 @@ class MegatronFineGrained(AbstractMode):
 
 @final
 class Fsdp2Offload(AbstractMode):
-    """FSDP2 on one rank: parameters, gradients and optimizer state rest on the host."""
+    """FSDP2 on one rank, with parameters, gradients and optimizer state on the host."""
 
     def missing(self, device: torch.device) -> str | None:
         if device.type != "cuda":
@@ -150,13 +150,13 @@ class Fsdp2Offload(AbstractMode):
 
 @final
 class Ebbtide(AbstractMode):
-    """ebbtide.
+    """ebbtide in one configuration.
 
     Args:
-        policy: of activations.
-        accelerator_store: where bytes go from an accelerator; from a CPU they go to disk.
-        host_budget: for `accelerator_store`.
-        weights: of weights; None: they stay.
+        policy: policy of the activations.
+        accelerator_store: store for bytes from an accelerator; bytes from a CPU go to disk.
+        host_budget: host memory that `accelerator_store` may use.
+        weights: policy of the weights; None keeps them on the device.
     """
 
     def __init__(
@@ -198,20 +198,20 @@ def _cannot_import(module: str) -> str | None:
         importlib.import_module(module)
     except ModuleNotFoundError as error:
         return f"{error.name} is not installed"
-    except Exception as error:  # a package that is there, and not made for this torch
+    except Exception as error:  # such as a package that does not work with this torch
         return f"{module} cannot be imported ({type(error).__name__}: {error})"
     return None
 
 
 def all_modes() -> dict[str, AbstractMode]:
-    """Every mode by name, baseline first; new ones each time, for they keep state."""
+    """Return new objects of every mode by name, the baseline first; modes keep state."""
     modes: tuple[AbstractMode, ...] = (
         Plain("none", "nothing is offloaded"),
         SaveOnCpu("save_on_cpu", "torch.autograd.graph.save_on_cpu(pin_memory=True)"),
         Checkpoint("checkpoint", "torch.utils.checkpoint on every block, not reentrant"),
         Checkpoint(
             "checkpoint+save_on_cpu",
-            "the same inside save_on_cpu",
+            "checkpoint on every block, inside save_on_cpu",
             SaveOnCpu("save_on_cpu", ""),
         ),
         Library(
@@ -220,7 +220,8 @@ def all_modes() -> dict[str, AbstractMode]:
             "torchtune.training",
             enable_activation_offloading=True,
         ),
-        # Its warning about a missing head wants accelerate's state, which only its trainers make.
+        # TRL's warning about a missing head needs accelerate's state, which only TRL's trainers
+        # create.
         Library(
             "trl",
             "OffloadActivations with streams",
@@ -229,7 +230,7 @@ def all_modes() -> dict[str, AbstractMode]:
         ),
         MegatronFineGrained("megatron", "fine-grained activation offload"),
         Fsdp2Offload("fsdp2", "fully_shard on one rank with CPUOffloadPolicy"),
-        Ebbtide("ebbtide", "all that pays"),
+        Ebbtide("ebbtide", "everything whose offload pays"),
         Ebbtide("ebbtide-keep-1", "all layers but the last", ebbtide.ActivationPolicy(keep_last=1)),
         Checkpoint(
             "checkpoint+ebbtide", "checkpoint on every block, inputs offloaded", Ebbtide("", "")
@@ -237,7 +238,7 @@ def all_modes() -> dict[str, AbstractMode]:
         Ebbtide("ebbtide-tiered", "host memory up to 4 GiB, disk below", None, "tiered", "4GiB"),
         Ebbtide(
             "ebbtide-weights",
-            "activations, and weights, gradients and optimizer on the host",
+            "activations offloaded; weights, gradients and optimizer state on the host",
             ebbtide.ActivationPolicy(),
             weights=ebbtide.WeightPolicy(),
         ),

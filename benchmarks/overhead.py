@@ -1,10 +1,10 @@
-"""Host time that hooks cost for each saved tensor, where nothing is moved, or in no time.
+"""Measure the host time that hooks cost per saved tensor, without the time of copies.
 
-A chain of small operations: each saves one tensor, an activation or the module's own weight. One
-round runs forward and backward in every mode, in turn, so that a change of the machine's mood
-reaches all of them; the cost of a mode is the median over rounds of its time less the time without
-hooks, over the number of saved tensors. What ebbtide does for a tensor that leaves is measured on a
-device whose copies move nothing.
+The model is a chain of small operations, each of which saves one tensor: an activation or the
+module's own weight. One round runs forward and backward in every mode in turn, so that a change in
+the machine's speed affects all modes. The cost of a mode is the median over rounds of its time less
+the time without hooks, divided by the number of saved tensors. The host work of offloading a tensor
+is measured on a device whose copies move nothing.
 
 Run: ``python -m benchmarks.overhead``
 """
@@ -24,22 +24,25 @@ from torch import Tensor, nn
 import ebbtide
 from benchmarks import record
 from benchmarks.instant import InstantDevice
-from ebbtide.hooks.activations import ActivationHooks
-from ebbtide.hooks.parameters import ParameterIndex
-from ebbtide.runtime.session import Session
+from ebbtide.activations.activations import Activations
+from ebbtide.activations.parameter_index import ParameterIndex
+from ebbtide.activations.placement import Placement
+from ebbtide.hooks.saved_tensors import SavedTensorHooks
+from ebbtide.policy import ActivationPolicy
 from ebbtide.stores.pinned import PinnedStore
+from ebbtide.transfers.transfers import Transfers
 
 Context = Callable[[], contextlib.AbstractContextManager[object]]
 
 
 class Chain(nn.Module):
-    """``steps`` operations on a small activation; saves one tensor each.
+    """A chain of operations on a small activation, each of which saves one tensor.
 
     Args:
-        steps: how many.
-        by: what is saved: an ``"activation"``, one whose operation is ``"unknown"`` to rebuilding,
-            or the module's own ``"parameter"``.
-        size: elements of the activation.
+        steps: number of operations.
+        by: what each operation saves: an ``"activation"``, an activation of an operation that is
+            ``"unknown"`` to rebuilding, or the module's own ``"parameter"``.
+        size: number of elements of the activation.
     """
 
     def __init__(self, steps: int, by: str, size: int) -> None:
@@ -116,7 +119,7 @@ def _measure(by: str, steps: int, rounds: int, size: int) -> dict[str, list[floa
 def _step(model: Chain, context: Context, size: int) -> float:
     x = torch.ones(size, requires_grad=True)
     gc.collect()
-    gc.disable()  # as timeit does: a full collection lands on whichever mode is running
+    gc.disable()  # as timeit does, because a full collection would be charged to one mode
     begin = time.perf_counter()
     with context():
         out = model(x)
@@ -131,10 +134,11 @@ def _identity_hooks() -> contextlib.AbstractContextManager[object]:
 
 
 def _offload_in_no_time(model: Chain, *, rebuild: bool) -> Context:
-    """Everything leaves, on a device whose copies are no work."""
+    """Return a context that offloads everything, on a device whose copies do nothing."""
     device = InstantDevice()
-    session = Session(device, PinnedStore(device), max_inflight_bytes=256 * 2**20)
-    hooks = ActivationHooks(session, ParameterIndex([model]), min_bytes=1, rebuild=rebuild)
+    activations = Activations(Transfers(device, PinnedStore(device), 256 * 2**20))
+    placement = Placement(ActivationPolicy(min_bytes=1, rebuild=rebuild))
+    hooks = SavedTensorHooks(activations, placement, ParameterIndex([model]))
 
     @contextlib.contextmanager
     def offloading() -> Iterator[None]:

@@ -1,10 +1,10 @@
-"""How much host memory the host store takes for what training steps ask of it.
+"""Measure how much host memory the host store takes for the tensors of training steps.
 
-A model trains on the CPU through a real session and a real `PinnedStore`; every offload and every
-drop is noted. The same steps are then replayed, with every tensor larger by the scale: as if the
-grid were finer or the batch larger. Nothing is copied in the replay, so its memory is only mapped.
-Beside it stands what torch's page-locked allocator takes for the same tensors: each rounded up to a
-power of two, and a block serves only tensors that round up to its size.
+A model trains on the CPU with ebbtide's engine and a real `PinnedStore`, and every offload and
+every drop is recorded. The same steps are then replayed with every tensor larger by the scale, as
+if the grid were finer or the batch larger. The replay copies nothing, so its memory is only mapped.
+The result is compared with torch's page-locked allocator, which rounds each tensor up to a power of
+two and reuses a block only for tensors that round up to the same size.
 
 Run: ``python -m benchmarks.pinned``
 """
@@ -21,16 +21,19 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import record
+from ebbtide.activations.activations import Activations
+from ebbtide.activations.parameter_index import ParameterIndex
+from ebbtide.activations.placement import Placement
 from ebbtide.demo.config import DemoConfig
 from ebbtide.demo.darcy_fno import build_model
 from ebbtide.devices.cpu import CpuDevice
 from ebbtide.devices.device import AbstractEvent
 from ebbtide.devices.lanes import LaneEvent
-from ebbtide.hooks.activations import ActivationHooks
-from ebbtide.hooks.parameters import ParameterIndex
-from ebbtide.runtime.session import Session
+from ebbtide.hooks.saved_tensors import SavedTensorHooks
+from ebbtide.policy import ActivationPolicy
 from ebbtide.stores.pinned import PinnedStore
-from ebbtide.stores.store import AbstractStore, Slot
+from ebbtide.stores.store import AbstractStore, Landing, RestingSlot, Slot, Target
+from ebbtide.transfers.transfers import Transfers
 from ebbtide.units import format_size
 
 _BOUND_BYTES = 64 * 2**20
@@ -38,7 +41,7 @@ _STEPS = 3
 
 
 class Move(NamedTuple):
-    """One offload, or the drop of what it gave."""
+    """One offload, or the drop of the slot that an offload returned."""
 
     number: int
     size_bytes: int
@@ -47,10 +50,10 @@ class Move(NamedTuple):
 
 @final
 class NotingStore(AbstractStore):
-    """A store that notes in `moves` what it is asked for.
+    """A store that records its offloads and drops in `moves`.
 
     Args:
-        store: does the work.
+        store: store that does the work.
     """
 
     def __init__(self, store: AbstractStore) -> None:
@@ -74,8 +77,16 @@ class NotingStore(AbstractStore):
         self.moves.append(Move(self._numbers[slot], slot.size_bytes, drops=False))
         return slot
 
-    def reload(self, slot: Slot) -> tuple[Tensor, AbstractEvent]:
-        return self._store.reload(slot)
+    def reload(self, slot: Slot, target: Target | None = None) -> tuple[Tensor, AbstractEvent]:
+        return self._store.reload(slot, target)
+
+    def rest(self, size_bytes: int, *, reserved: bool = False) -> RestingSlot:
+        return self._store.rest(size_bytes, reserved=reserved)
+
+    def write(
+        self, slot: RestingSlot, offset_bytes: int, source: Tensor, ready: AbstractEvent
+    ) -> Landing:
+        return self._store.write(slot, offset_bytes, source, ready)
 
     def read_ahead(self, slot: Slot) -> None:
         self._store.read_ahead(slot)
@@ -86,9 +97,6 @@ class NotingStore(AbstractStore):
 
     def close(self) -> None:
         self._store.close()
-
-    def _free(self, slot: Slot) -> None:
-        raise NotImplementedError
 
 
 def main() -> None:
@@ -121,10 +129,14 @@ def main() -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--resolution", type=int, default=64, help="nodes a side of FNO's grid")
+    parser.add_argument(
+        "--resolution", type=int, default=64, help="nodes along each side of the FNO's grid"
+    )
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--min-bytes", type=int, default=16 * 1024)
-    parser.add_argument("--scale", type=int, default=64, help="of the replay, times every tensor")
+    parser.add_argument(
+        "--scale", type=int, default=64, help="factor on the size of every tensor in the replay"
+    )
     return parser.parse_args()
 
 
@@ -138,15 +150,16 @@ def _transformer(arguments: argparse.Namespace) -> tuple[nn.Module, Tensor]:
         d_model=192, nhead=3, dim_feedforward=768, batch_first=True, norm_first=True
     )
     model = nn.TransformerEncoder(layer, num_layers=6, enable_nested_tensor=False)
-    return model, torch.rand(arguments.batch_size, 197, 192)  # as an image of 14 x 14 patches
+    return model, torch.rand(arguments.batch_size, 197, 192)  # 14 x 14 patches and a class token
 
 
 def _note_steps(model: nn.Module, x: Tensor, min_bytes: int) -> list[list[Move]]:
-    """What each training step asks of the store."""
+    """Train for some steps and return the moves that each step asks of the store."""
     device = CpuDevice()
     store = NotingStore(PinnedStore(device))
-    session = Session(device, store, _BOUND_BYTES)
-    hooks = ActivationHooks(session, ParameterIndex([model]), min_bytes)
+    transfers = Transfers(device, store, _BOUND_BYTES)
+    placement = Placement(ActivationPolicy(min_bytes=min_bytes, rebuild=False))
+    hooks = SavedTensorHooks(Activations(transfers), placement, ParameterIndex([model]))
     optimizer = torch.optim.AdamW(model.parameters())
     steps = []
     for _ in range(_STEPS):
@@ -159,15 +172,15 @@ def _note_steps(model: nn.Module, x: Tensor, min_bytes: int) -> list[list[Move]]
         optimizer.step()
         optimizer.zero_grad()
         del loss
-        session.poll()
+        transfers.poll()
         steps.append(store.moves)
         store.moves = []
-    session.close()
+    transfers.close()
     return steps
 
 
 def _replay(steps: list[list[Move]], scale: int) -> dict[str, Any]:
-    """What a store holds at the end of each step, once the next has begun."""
+    """Replay the steps and return how much memory the store holds after each of them."""
     device = _NoCopies()
     store = PinnedStore(device.device)
     capacities = []
@@ -182,7 +195,7 @@ def _replay(steps: list[list[Move]], scale: int) -> dict[str, Any]:
                 source = torch.empty(move.size_bytes * scale, dtype=torch.uint8)
                 slots[move.number] = store.offload(source, begun)
         capacities.append(store.capacity_bytes)
-    store.has_room(1)  # as the next step would: trims, if there is anything to trim
+    store.has_room(1)  # trims memory that is not needed, as the next step's first request would
     figures = {
         "requested_bytes": store.peak_requested_bytes,
         "step_1_bytes": capacities[0],
@@ -196,7 +209,7 @@ def _replay(steps: list[list[Move]], scale: int) -> dict[str, Any]:
 
 @final
 class _NoCopies:
-    """A CPU device on which nothing is copied."""
+    """Holds a CPU device whose offloads copy nothing."""
 
     def __init__(self) -> None:
         self.device = CpuDevice()
@@ -209,7 +222,10 @@ class _NoCopies:
 
 
 def _torch_bytes(steps: list[list[Move]], scale: int) -> int:
-    """What torch holds after the steps: it keeps every block, for tensors of the same size."""
+    """Return the bytes torch's allocator holds after the steps.
+
+    It keeps every block and reuses it only for tensors that round up to the same size.
+    """
     now: collections.Counter[int] = collections.Counter()
     most: collections.Counter[int] = collections.Counter()
     for move in itertools.chain.from_iterable(steps):

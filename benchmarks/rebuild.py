@@ -1,9 +1,9 @@
-"""What rebuilding leaves to be kept or moved, over the models of the parity suite.
+"""Measure how many bytes rebuilding leaves to keep or to move, for models of the parity suite.
 
-Every model trains in five modes in one process, in turn: plainly; with all that it saves kept,
-without and with rebuilding; with all that it saves offloaded, without and with rebuilding. Bytes
-are exact. The models are small, so that the suite is quick: their times say little, and what
-rebuilding costs on a real grid is measured by ``ebbtide demo --modes none,rebuild,ebbtide``.
+Every model trains in five modes, which take turns in one process: without ebbtide; with everything
+kept, without and with rebuilding; and with everything offloaded, without and with rebuilding. The
+byte counts are exact. The models are small to keep the suite fast, so their times say little;
+``ebbtide demo --modes none,rebuild,ebbtide`` measures what rebuilding costs on a real grid.
 
 Run: ``python -m benchmarks.rebuild``
 """
@@ -83,7 +83,7 @@ def _measure(entry: zoo.Entry, arguments: argparse.Namespace) -> dict[str, Any]:
     plain = None
     for name, (model, inputs, handle) in trained.items():
         got = _step(entry, model, inputs)
-        plain = plain or got  # the first mode
+        plain = plain or got  # set by the first mode, which is without ebbtide
         zoo.assert_bitwise_equal(plain, got)
         if handle is not None:
             stats = handle.stats
@@ -107,7 +107,11 @@ def _step(entry: zoo.Entry, model: torch.nn.Module, inputs: zoo.Inputs) -> zoo.S
 
 
 def _some_layers(model: torch.nn.Module, policy: dict[str, Any]) -> list[torch.nn.Module] | None:
-    """With no layer to offload it does not matter which they are, but there must be some."""
+    """Return some layer if no layer is to be offloaded.
+
+    A policy that counts layers needs at least one, but with 0 of them to offload it does not matter
+    which.
+    """
     return list(model.children())[:1] if policy.get("num_layers") == 0 else None
 
 
@@ -127,7 +131,7 @@ def _row(name: str, measured: dict[str, Any]) -> list[str]:
         f"{rest_bytes / on['saved_bytes']:.2f}",
         f"{moved_bytes / 2**20:.2f} MiB",
         f"{moved_bytes / on['saved_bytes']:.2f}",
-        "yes",  # `assert_bitwise_equal` has raised otherwise
+        "yes",  # otherwise `assert_bitwise_equal` would have raised
         f"{median_s['kept, rebuilt'] / median_s['kept']:.2f}x",
         f"{median_s['offloaded, rebuilt'] / median_s['offloaded']:.2f}x",
     ]

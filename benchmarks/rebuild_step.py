@@ -1,8 +1,9 @@
-"""What rebuilding costs in time: one FNO on a real grid, nothing leaves, modes in turn.
+"""Measure what rebuilding costs in time, for one FNO on a real grid and without offload.
 
-The demo gives every mode a process of its own, for its memory; there, a step on a busy machine says
-little about a few per cent. Here all modes share one process and take turns step by step, so that
-a change of the machine's mood reaches all of them. Bits are compared in every step.
+The demo gives every mode a process of its own in order to measure its memory, and on a busy machine
+its times cannot show a difference of a few per cent. Here all modes share one process and take
+turns after every step, so that a change in the machine's speed affects all of them. Every step also
+compares the gradients bit by bit.
 
 Run: ``python -m benchmarks.rebuild_step``
 """
@@ -32,7 +33,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--resolution", type=int, default=256)
     parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=15, help="of each mode; the first two warm up")
+    parser.add_argument(
+        "--steps", type=int, default=15, help="steps of each mode; the first two are not timed"
+    )
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Result files: every sample, with what was measured, on what and when."""
+"""Write result files, which hold every sample and the machine, versions and date it belongs to."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def environment() -> dict[str, Any]:
-    """The machine and the versions, as far as they matter for a timing."""
+    """Return what matters for a timing: the date, the machine and the versions of software."""
     return {
         "date": datetime.date.today().isoformat(),
         "device": _device_name(),
@@ -41,14 +41,14 @@ def save(
     table: str,
     directory: Path = RESULTS,
 ) -> Path:
-    """Write ``DATE_DEVICE_CASE.json`` and the same as a Markdown table beside it.
+    """Write ``DATE_DEVICE_CASE.json`` and, beside it, a Markdown file with the table.
 
     Args:
-        case: what was measured, in one word.
+        case: one word for what was measured.
         configuration: the arguments that the figures depend on.
-        results: figures and samples; units are in the keys.
-        table: Markdown for people.
-        directory: where to write.
+        results: figures and samples, with units in the keys.
+        table: the Markdown table.
+        directory: directory to write to.
 
     Returns:
         The path of the JSON file.
@@ -89,7 +89,7 @@ def _driver() -> str:
 
 
 def _commit() -> str:
-    if "EBBTIDE_COMMIT" in os.environ:  # for a copy of the tree without its history
+    if "EBBTIDE_COMMIT" in os.environ:  # set for a copy of the tree without its git history
         return os.environ["EBBTIDE_COMMIT"]
     git = ["git", "-C", str(RESULTS.parent)]
     describe = [*git, "describe", "--always", "--dirty", "--exclude", "*"]

@@ -1,4 +1,4 @@
-"""Writes docs/benchmarks.md from the result files; no figure in it is typed by hand.
+"""Write docs/benchmarks.md from the result files, so that no figure in it is typed by hand.
 
 Run: ``python -m benchmarks.report``
 """
@@ -19,22 +19,24 @@ PAGE = RESULTS.parents[1] / "docs" / "benchmarks.md"
 _INTRODUCTION = """\
 # Benchmarks
 
-This page is written by `python -m benchmarks.report` from the files in `benchmarks/results`, which
-hold every sample. Each table names its machine, date and commit. `make gpu` measures on an
-accelerator, `make bench` and `ebbtide demo` anywhere.
+`python -m benchmarks.report` writes this page from the files in `benchmarks/results`, which hold
+every sample. Each table names its machine, date and commit. `make gpu` measures on an accelerator;
+`make bench` and `ebbtide demo` run on any machine.
 
-`x none` is the ratio to the same model without offload, `exposed` the time that a step takes longer
-than without, `x limit` the ratio to what no schedule can beat: the time to compute, or to move the
-bytes over the link one way, whichever is longer. `down` and `up` are what copies moved in a step,
-whoever asked for them, from the profiler's record. Peak is the accelerator's allocated memory; on a
-CPU it is RSS.
+- `x none` is the ratio to the same model without offload.
+- `exposed` is the time by which a step is longer than without offload.
+- `x limit` is the ratio of the step to a time that no schedule can beat: the time to compute or to
+  move the bytes over the link one way, whichever is longer.
+- `down` and `up` are the bytes that copies from and to the device moved in a step, as the profiler
+  recorded them, whoever started the copies.
+- `peak` is the accelerator's allocated memory; on a CPU it is RSS.
 """
 
 _TITLES = {
     "demo": "An FNO on Darcy flow, with and without offload",
-    "rebuild": "What rebuilding leaves to be kept or moved",
-    "rebuild-step": "What rebuilding costs in time: FNO 256 x 256, batch 8, nothing leaves",
-    "pinned": "Page-locked memory taken for what a step asks",
+    "rebuild": "Bytes to keep or move, without and with rebuilding",
+    "rebuild-step": "Time cost of rebuilding: FNO 256 x 256, batch 8, nothing offloaded",
+    "pinned": "Page-locked memory that the host store takes",
     "overhead": "Host time per saved tensor",
     "link": "The link between host and accelerator",
     "transformer": "A transformer of about a billion parameters",
@@ -49,11 +51,11 @@ def main() -> None:
 
 
 def page(directory: Path) -> str:
-    """The page for the result files of a directory, the newest of each machine and case."""
+    """Return the page for the newest result file of each machine and case in a directory."""
     newest: dict[tuple[str, str], Path] = {}
     for file in sorted(directory.glob("*.json")):
         _, device, case = file.stem.split("_", 2)
-        newest[device, case] = file  # names begin with the date
+        newest[device, case] = file  # names begin with the date, so the newest file comes last
     files = sorted(newest.values(), key=_rank)
     sections = [_section(file) for file in files]
     has_accelerator = any(_measured_on_accelerator(file) for file in files)
@@ -99,7 +101,7 @@ def _section(file: Path) -> str:
 
 
 def _table_beside(_: dict[str, Any], file: Path) -> str:
-    """The table that a benchmark has written beside its figures."""
+    """Return the table from the Markdown file beside a result file."""
     lines = file.with_suffix(".md").read_text().splitlines()
     return "\n".join(line for line in lines if line.startswith("|"))
 

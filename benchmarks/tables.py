@@ -1,4 +1,4 @@
-"""Tables for people, from result files; no figure is typed by hand."""
+"""Build Markdown tables from the results of the GPU suite."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ CASES = ("link", "transformer", "fno", "overhead")
 
 
 def tables_of(case: str, results: Results) -> str:
-    """The Markdown tables of one case.
+    """Return the Markdown tables of one case.
 
     Args:
         case: ``link``, ``transformer``, ``fno`` or ``overhead``.
-        results: of its jobs by name, and the ``link`` of the same run if that was measured.
+        results: results of the case's jobs by name, and that of the job ``link`` of the same run if
+            it was measured.
     """
     link = (results.get("link") or {}).get("modes", {}).get("none", {})
     if case == "link":
@@ -47,7 +48,7 @@ def _table(header: list[str], rows: list[list[str]]) -> str:
 
 
 def _why_not(answer: Results) -> str | None:
-    """What there is instead of a figure."""
+    """Return why an answer has no figures; None if it has them."""
     for key in ("skipped", "failed", "out_of_memory"):
         if key in answer:
             return f"{key.replace('_', ' ')}: {answer[key]}".replace("|", "/")[:160]
@@ -101,10 +102,12 @@ def _steps_row(answer: Results, plain: Results, link: Results) -> list[str]:
 
 
 def limit_of_step_s(answer: Results, plain: Results, link: Results) -> float | None:
-    """What no schedule can beat: the time to compute, or to move the bytes one way.
+    """Return the step time that no schedule can beat.
+
+    It is the time to compute, or the time to move the bytes one way, whichever is longer.
 
     Returns:
-        Seconds; None where the plain step, the bytes or the link were not measured.
+        Seconds; None if the plain step, the bytes or the link were not measured.
     """
     down, up = answer.get("down_bytes"), answer.get("up_bytes")
     if "step_s" not in plain or down is None or up is None or not link:
@@ -175,4 +178,6 @@ def _capacity_table(capacities: Results) -> str:
             answer = entry["modes"].get(mode, {})
             cells.append(_why_not(answer) or str(answer.get("largest", "")))
         rows.append([shape["model"], what, format_size(more["limit_bytes"]), *cells])
-    return "Largest that trains\n\n" + _table(["model", "what", "within", *modes], rows)
+    return "Largest value that trains within a memory limit\n\n" + _table(
+        ["model", "what", "within", *modes], rows
+    )

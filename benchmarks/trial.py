@@ -1,7 +1,7 @@
-"""One process, one mode: trains a model for some steps and says what they took.
+"""Run one task in one mode, such as training a model for some steps, and print its result.
 
-Run by `benchmarks.gpu`: ``python -m benchmarks.trial '{"case": …, "mode": …}'``; the last line of
-the output is the result as JSON.
+`benchmarks.gpu` runs ``python -m benchmarks.trial '{"task": …, "mode": …, "device": …}'``. The last
+line of the output is the result as JSON.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class Shape:
 
     Args:
         model: ``"transformer"``, ``"fno2d"`` or ``"fno3d"``.
-        size: length of the sequence, or points along each side of the grid.
-        batch: samples in a step.
-        width: of a transformer; channels of an FNO.
-        num_layers: how many blocks.
-        modes: Fourier modes kept in each direction.
-        precision: ``"bf16"`` (weights too) or ``"fp32"``.
+        size: length of the sequence, or number of points along each side of the grid.
+        batch: number of samples in a step.
+        width: width of a transformer, or number of channels of an FNO.
+        num_layers: number of blocks.
+        modes: number of Fourier modes kept in each direction.
+        precision: ``"bf16"`` (for weights too) or ``"fp32"``.
     """
 
     model: str
@@ -64,7 +64,7 @@ class Shape:
         return model.to(device=device, dtype=dtype)
 
     def draw(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """An input and its target. Values decide no timing here; what they look like is smooth."""
+        """Return an input and its target, whose values do not affect the timing."""
         generator = torch.Generator().manual_seed(0)
         if self.model == "transformer":
             size = (self.batch, self.size)
@@ -85,9 +85,9 @@ class Trainer:
     """A model that trains in one mode.
 
     Args:
-        shape: of the model and its batch.
-        mode: how it keeps what autograd saves.
-        device: where it computes.
+        shape: shape of the model and its batch.
+        mode: how the model keeps what autograd saves.
+        device: device on which it computes.
     """
 
     def __init__(self, shape: Shape, mode: AbstractMode, device: torch.device) -> None:
@@ -111,7 +111,7 @@ class Trainer:
 
 
 def main() -> None:
-    """Run what the argument says and print the result."""
+    """Run the task that the argument describes and print the result."""
     request = json.loads(sys.argv[1])
     device = torch.device(request["device"])
     mode = all_modes()[request["mode"]]
@@ -156,10 +156,10 @@ def _run_steps(request: dict[str, Any], mode: AbstractMode, device: torch.device
 
 
 def _time_steps(trainer: Trainer, steps: int, losses: list[Tensor]) -> tuple[list[float], int]:
-    """Seconds of each step, and the most device memory in use at once.
+    """Return the seconds of each step, and the largest number of bytes in use at once.
 
-    On an accelerator time is the device's own, between events; on a CPU memory is the peak of RSS
-    above what the process had before the steps.
+    On an accelerator, events on the device measure the time. On a CPU, the memory is the peak RSS
+    less the RSS of the process before the steps.
     """
     seconds = []
     if trainer.device.type == "cpu":
@@ -187,9 +187,9 @@ def _peak_rss_bytes() -> int:
 
 
 def _moved_bytes(trainer: Trainer) -> dict[str, Any]:
-    """Bytes that copies between host and device move in a step, whoever asks for them.
+    """Return the bytes that copies between host and device move in a step, whoever starts them.
 
-    Taken from the profiler's record of copies on the device, so that it is the same for all modes.
+    They come from the profiler's record of copies, so that all modes are counted in the same way.
     """
     if trainer.device.type != "cuda":
         return {"down_bytes": None, "up_bytes": None}
@@ -215,7 +215,7 @@ def _moved_bytes(trainer: Trainer) -> dict[str, Any]:
 
 
 def _run_capacity(request: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """The largest value of one field of the shape that trains within a memory limit."""
+    """Find the largest value of one field of the shape that trains within a memory limit."""
     field, step, most = request["field"], request["multiple"], request["most"]
     if device.type == "cuda":
         total_bytes = torch.cuda.get_device_properties(device).total_memory
@@ -235,7 +235,10 @@ def _run_capacity(request: dict[str, Any], device: torch.device) -> dict[str, An
 
 
 def largest_that(holds: Callable[[int], bool], most: int) -> int:
-    """The largest count up to ``most`` for which ``holds``, if it holds for all smaller ones."""
+    """Return the largest count up to ``most`` for which ``holds`` is true; 0 if there is none.
+
+    ``holds`` must be true for all smaller counts too.
+    """
     low, high = 0, 1
     while high <= most and holds(high):
         low, high = high, 2 * high
@@ -250,7 +253,7 @@ def largest_that(holds: Callable[[int], bool], most: int) -> int:
 
 
 def _trains(shape: Shape, mode: str, device: torch.device) -> bool:
-    """Whether two steps run; what they took is given back either way."""
+    """Return whether two steps fit into memory; free their memory in either case."""
     trainer = None
     try:
         trainer = Trainer(shape, all_modes()[mode], device)
@@ -275,7 +278,7 @@ def _trains(shape: Shape, mode: str, device: torch.device) -> bool:
 def _run_overhead(
     request: dict[str, Any], mode: AbstractMode, device: torch.device
 ) -> dict[str, Any]:
-    """Seconds that 10,000 small saved tensors take, forward and backward, on the host."""
+    """Measure the host time of a forward and backward that save many small tensors."""
     from benchmarks.overhead import Chain
 
     chain = Chain(request["tensors"], "activation", 16).to(device)
@@ -302,7 +305,7 @@ def _run_overhead(
 
 
 def _run_link(request: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """Bandwidths between host and device, and what page-locked memory costs."""
+    """Measure bandwidths between host and device, and the cost of page-locked memory."""
     size_bytes = request["size_bytes"]
     results: dict[str, Any] = {"size_bytes": size_bytes}
     near = [torch.empty(size_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
@@ -319,7 +322,7 @@ def _run_link(request: dict[str, Any], device: torch.device) -> dict[str, Any]:
 
 
 def _time_copies(copies: list[tuple[Tensor, Tensor]], device: torch.device, times: int) -> float:
-    """Median seconds for copies that run side by side, each on a stream of its own."""
+    """Return the median seconds for copies that run side by side, each on a stream of its own."""
     seconds = []
     streams = [torch.Stream(device) for _ in copies] if device.type != "cpu" else []
     for _ in range(times + 1):
@@ -334,11 +337,11 @@ def _time_copies(copies: list[tuple[Tensor, Tensor]], device: torch.device, time
 
 
 def _pinning_costs(device: torch.device, size_bytes: int) -> dict[str, float]:
-    """Seconds per GiB to get page-locked memory, by each method."""
+    """Return the seconds per GiB that each method takes to allocate page-locked memory."""
     if device.type != "cuda":
         return {}
     from ebbtide.devices.accelerator import AcceleratorDevice
-    from ebbtide.stores.host_memory import map_exactly
+    from ebbtide.memory.host_memory import map_exactly
 
     def by_ebbtide() -> None:
         memory = map_exactly(AcceleratorDevice(device), size_bytes)
@@ -366,7 +369,7 @@ def _pinning_costs(device: torch.device, size_bytes: int) -> dict[str, float]:
 
 
 def request(task: str, mode: str, device: str, shape: Shape | None = None, **more: Any) -> str:
-    """The argument of a trial."""
+    """Return the command-line argument of a trial."""
     fields = {"task": task, "mode": mode, "device": device, **more}
     if shape is not None:
         fields["shape"] = asdict(shape)

@@ -1,6 +1,7 @@
 """Offload training state from accelerator memory, and bring it back in time."""
 
 from ebbtide import schedule
+from ebbtide.activations.recipes import RebuildRecipe, register_rebuild
 from ebbtide.api import OffloadHandle, offload, wrap_forward_with_offload
 from ebbtide.errors import (
     EbbtideError,
@@ -12,11 +13,10 @@ from ebbtide.errors import (
 from ebbtide.loops import OffloadSession
 from ebbtide.policy import ActivationPolicy, WeightPolicy
 from ebbtide.rehearsal import rehearse
-from ebbtide.runtime.recipes import RebuildRecipe, register_rebuild
-from ebbtide.runtime.stats import StepStats
 from ebbtide.schedule import Schedule
 from ebbtide.tracing.events import TraceEvent
 from ebbtide.tracing.trace import Trace
+from ebbtide.transfers.stats import StepStats
 from ebbtide.version import __version__
 
 __all__ = [

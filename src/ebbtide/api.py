@@ -1,4 +1,4 @@
-"""The face of ebbtide: one call offloads a model, another wraps one callable."""
+"""The user interface: `offload` for a model, `wrap_forward_with_offload` for one callable."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ from torch import nn
 
 from ebbtide.engine import Engine
 from ebbtide.errors import PolicyError
+from ebbtide.execution.executor import ScheduleMode
 from ebbtide.hooks.forward import OffloadedForward
 from ebbtide.hooks.layers import LayerModules, LayerTracker, ModuleHook, find_layers, match_layers
+from ebbtide.inspection import Inspection
 from ebbtide.policy import ActivationPolicy, WeightPolicy
-from ebbtide.runtime.stats import StepStats
-from ebbtide.runtime.units import Following
 from ebbtide.schedule import Schedule
 from ebbtide.tracing.trace import Trace
+from ebbtide.transfers.stats import StepStats
 
 
 @final
 class OffloadHandle:
-    """What `offload` returns: the figures of the last step, and the way back.
+    """Gives the statistics of an offloaded model's last step, and undoes the offload.
 
-    Use it as a context manager to detach on exit.
+    Used as a context manager, it detaches on exit.
 
     Attributes:
-        layers: names of the modules whose calls are the layers, in model order.
+        layers: names of the modules whose calls count as layers, in model order.
     """
 
     def __init__(
@@ -41,31 +42,39 @@ class OffloadHandle:
 
     @property
     def stats(self) -> StepStats:
-        """The last finished step; all zero before the first one."""
+        """The statistics of the last finished step; all zero before the first step ends."""
         return self._engine.stats
 
     @property
     def trace(self) -> Trace:
-        """What the last finished step did and when; empty before the first one.
+        """The trace of the last finished step; empty before the first step ends.
 
         Raises:
-            PolicyError: the offload was made without ``trace=True``.
+            PolicyError: the model was offloaded without ``trace=True``.
         """
         return self._engine.trace
 
     @property
     def schedule(self) -> Schedule | None:
-        """The schedule in force: print it and it reads as a table. None: there is none.
+        """The schedule that the model follows; it prints as a table.
 
-        Without one, bytes leave as they are saved and come back as backward is about to ask.
+        None means that there is no schedule: each activation is offloaded when it is saved, and
+        prefetched shortly before backward needs it.
         """
         return self._engine.schedule
 
-    def detach(self) -> None:
-        """Put the model back exactly as it was. A second call does nothing.
+    def inspect(self) -> Inspection:
+        """Report each storage's fate in the last step, and what is in flight now.
 
-        Graphs that are still alive keep what they need; the store is given back with the last of
-        them.
+        The report prints as a table. Making it waits until the device has finished that step.
+        """
+        return self._engine.inspect()
+
+    def detach(self) -> None:
+        """Restore the model exactly as it was. A second call does nothing.
+
+        Autograd graphs that are still alive keep the bytes they need; the store is freed together
+        with the last of them.
         """
         while self._undo:
             self._undo.pop()()
@@ -94,38 +103,38 @@ def offload(
     trace: bool = False,
     schedule: Schedule | None = None,
 ) -> OffloadHandle:
-    """Let a model's saved activations leave the device during forward and return for backward.
+    """Offload a model's saved activations during forward and reload them for backward.
 
     Losses and gradients stay the same to the bit. The model is changed in place and trains as
-    before; nothing happens where autograd does not record (`no_grad`, `inference_mode`).
+    before. Where autograd does not record (`no_grad`, `inference_mode`), nothing is offloaded.
 
     Args:
         model: any module with its parameters on one device.
-        activations: what to offload; None: everything large enough, or nothing if ``weights`` is
-            given.
-        weights: which weights rest on the host; None: none.
-        layers: the modules whose calls are layers, or glob patterns of their names such as
-            ``"blocks.*.mlp"``; None: the model's repeated blocks.
-        store: where bytes go: ``"host"`` (page-locked memory), ``"disk"`` or ``"disk:/some/dir"``
-            (a file without a name), ``"tiered"`` or ``"tiered:/some/dir"`` (host memory as far as
-            it goes, disk for the rest), or ``"auto"``: host for a model on an accelerator, disk
-            for one on a CPU, which is all that a CPU's activations can go to.
+        activations: what to offload. None means every tensor that is large enough, or nothing if
+            ``weights`` is given.
+        weights: which weights stay in host memory between uses. None means none.
+        layers: the modules whose calls count as layers, or glob patterns of their names such as
+            ``"blocks.*.mlp"``. None means the model's repeated blocks.
+        store: where offloaded bytes go: ``"host"`` (page-locked memory), ``"disk"`` or
+            ``"disk:/some/dir"`` (an unnamed file), ``"tiered"`` or ``"tiered:/some/dir"`` (host
+            memory until it is full, then disk), or ``"auto"``: host for a model on an accelerator,
+            disk for a model on a CPU, whose activations can go nowhere else.
         host_budget: the most host memory to take for a model on an accelerator, in bytes or as text
-            such as ``"24GiB"``. Past it the rest goes to disk if the store is tiered; else the
-            forward raises `StoreFullError`. None: what is free.
+            such as ``"24GiB"``. Bytes beyond it go to disk if the store is tiered; otherwise the
+            forward raises `StoreFullError`. None means all free host memory.
         trace: record every step for ``handle.trace``. On an accelerator the host then waits for
-            the device once a step, so ask for it to look, not to train.
-        schedule: what moves when, layer by layer; see `ebbtide.schedule`. None: bytes leave as they
-            are saved and come back in the order in which the backward before asked for them, within
-            `ActivationPolicy.max_inflight_bytes`.
+            the device once per step, so use it to study a step, not for a whole training run.
+        schedule: which layer moves at which pass; see `ebbtide.schedule`. None means that
+            activations are offloaded when they are saved, and prefetched in the order in which the
+            previous backward read them, within `ActivationPolicy.max_inflight_bytes`.
 
     Returns:
-        A handle with the statistics of the last step and `detach`.
+        A handle that gives the statistics of the last step and can detach.
 
     Raises:
-        PolicyError: the model has no parameters, or several devices; it is offloaded already;
-            layers, policy or store do not fit it. The model is as it was.
-        ScheduleError: the schedule cannot be run. The model is as it was.
+        PolicyError: the model has no parameters, is on several devices or is offloaded already, or
+            the layers, the policy or the store do not fit it. The model is unchanged.
+        ScheduleError: the schedule cannot be run. The model is unchanged.
     """
     policy = activations
     if policy is None:
@@ -134,7 +143,7 @@ def offload(
     refuse_second_offload(model)
     if next(model.parameters(), None) is None:
         raise PolicyError(
-            f"{type(model).__name__} has no parameters, so nothing says where it computes; wrap "
+            f"{type(model).__name__} has no parameters that tell which device it is on; wrap "
             f"its forward with ebbtide.wrap_forward_with_offload(model.forward, device=...)"
         )
     found = find_layers(model) if layers is None else match_layers(model, layers)
@@ -142,12 +151,11 @@ def offload(
     _check_schedule(schedule, policy, found)
     _refuse_compiled([model, *found.modules])
     _warn_of_one_region(model)
-    following = None if schedule is None else Following(schedule)
-    engine = Engine(
-        [model], policy, store, host_budget=host_budget, traced=trace, following=following
-    )
+    mode = None if schedule is None else ScheduleMode(schedule)
+    engine = Engine([model], policy, store, host_budget=host_budget, traced=trace, mode=mode)
     resting = None if weights is None else engine.offload_weights(model, found, weights)
-    tracker = LayerTracker(found, policy, engine)
+    engine.placement.num_calls = found.num_calls
+    tracker = LayerTracker(found, policy.num_layers, engine)
     wrapped = OffloadedForward(model.forward, engine.hooks, tracker, resting)
     hooks = tracker.attach()
     undo: list[Callable[[], None]] = [
@@ -170,25 +178,25 @@ def wrap_forward_with_offload(
 ) -> OffloadedForward:
     """Wrap one callable so that what autograd saves inside it is offloaded.
 
-    The one-line form, after neuraloperator's recipe for CPU offloading::
+    This is the one-line form of neuraloperator's recipe for CPU offloading::
 
         model.forward = ebbtide.wrap_forward_with_offload(model.forward)
 
     Args:
         forward: a module's bound forward, or any callable.
-        activations: as for `offload`. A callable has no layers: `num_layers`, `keep_last` and
-            `fraction` must be left at their defaults.
+        activations: as for `offload`. A callable has no layers, so `num_layers`, `keep_last` and
+            `fraction` must keep their defaults.
         store: as for `offload`.
-        device: where the callable computes, if it refers to no module with parameters; None: the
-            current accelerator if there is one, else the CPU.
+        device: the device that the callable computes on, if it refers to no module with
+            parameters. None means the current accelerator if there is one, else the CPU.
         host_budget: as for `offload`.
         trace: as for `offload`.
 
     Returns:
-        The wrapped callable; its ``handle`` is an `OffloadHandle`.
+        The wrapped callable, whose attribute ``handle`` is an `OffloadHandle`.
 
     Raises:
-        PolicyError: ``forward`` is wrapped already, or the policy or the store does not fit.
+        PolicyError: ``forward`` is wrapped already, or the policy or the store does not fit it.
     """
     policy = ActivationPolicy() if activations is None else activations
     if policy.counts_layers:
@@ -210,10 +218,10 @@ def wrap_forward_with_offload(
 
 
 def refuse_second_offload(model: nn.Module) -> None:
-    """Raise if a model, or a part of it, is offloaded already.
+    """Check that neither a model nor any of its submodules is offloaded.
 
     Raises:
-        PolicyError: it is.
+        PolicyError: one of them is offloaded already.
     """
     for name, module in model.named_modules():
         wrapped = isinstance(module.__dict__.get("forward"), OffloadedForward)
@@ -225,7 +233,7 @@ def refuse_second_offload(model: nn.Module) -> None:
 
 
 def _refuse_compiled(hooked: Iterable[nn.Module]) -> None:
-    """The compiler would trace into our hooks where a module's own call is what it compiles."""
+    """Reject modules compiled in place: the compiler would trace into the hooks on their calls."""
     for module in hooked:
         if module._compiled_call_impl is not None:
             raise PolicyError(
@@ -236,12 +244,12 @@ def _refuse_compiled(hooked: Iterable[nn.Module]) -> None:
 
 
 def _warn_of_one_region(model: nn.Module) -> None:
-    """The backward of a compiled region unpacks all that the region saved before it begins."""
+    """Warn of a model compiled as one region, whose backward first unpacks all its tensors."""
     region = hasattr(model, "_orig_mod") or hasattr(model.forward, "_torchdynamo_orig_callable")
     if region:
         warnings.warn(
-            "the whole model is compiled as one region, whose backward asks for all that it saved "
-            "at once: offloading gains memory in forward only, not at the peak. Compile its "
+            "the whole model is compiled as one region, whose backward needs all its saved tensors "
+            "at once: offloading saves memory in forward only, not at the peak. Compile its "
             "layers one by one instead, and offload the model that holds them",
             RuntimeWarning,
             stacklevel=3,
@@ -279,19 +287,19 @@ def _check_schedule(
     schedule.check()
     if policy.counts_layers:
         raise PolicyError(
-            "a schedule says which layers leave: leave num_layers, keep_last and fraction of the "
-            "policy out"
+            "a schedule already says which layers leave the device; remove num_layers, keep_last "
+            "and fraction from the policy"
         )
     if not layers.modules:
         raise PolicyError(
-            "a schedule speaks of layers, and the model has no repeated blocks; name its layers, "
+            "a schedule refers to layers, and the model has no repeated blocks; name its layers, "
             "such as layers=[model.encoder, model.decoder]"
         )
     if layers.num_calls is not None and schedule.num_layers > layers.num_calls:
         raise PolicyError(
             f"the schedule has {schedule.num_layers} layers and the model {layers.num_calls} "
-            f"({', '.join(layers.names[:3])}, ...); microbatches are written F0.m1, and layers "
-            f"that are called more than once in a forward are to be named: layers="
+            f"({', '.join(layers.names[:3])}, ...); write microbatches as F0.m1, and if layers "
+            f"are called more than once in a forward, name them: layers="
             f"{layers.names[:2]}"
         )
 
@@ -299,7 +307,7 @@ def _check_schedule(
 def _restore_forward(model: nn.Module, wrapped: OffloadedForward, before: object) -> None:
     wrapped.deactivate()
     if model.__dict__.get("forward") is not wrapped:
-        return  # somebody wrapped it again; inside that wrapper it only passes calls on now
+        return  # other code has wrapped `wrapped`, which now only forwards calls
     if before is None:
         del model.forward
     else:
@@ -307,7 +315,7 @@ def _restore_forward(model: nn.Module, wrapped: OffloadedForward, before: object
 
 
 def _modules_of(forward: Callable[..., Any]) -> Iterator[nn.Module]:
-    """The modules that a callable refers to: as itself, its bound object, or in its closure."""
+    """Yield the modules a callable refers to: itself, its bound object, or in its closure."""
     while isinstance(forward, functools.partial):
         forward = forward.func
     closure = getattr(forward, "__closure__", None) or ()

@@ -1,59 +1,81 @@
-"""Puts device, store, session and hooks together for one model or one callable."""
+"""Builds the device, store, transfers, activations, weights and hooks of one model."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from ebbtide.activations.activations import Activations
+from ebbtide.activations.parameter_index import ParameterIndex
+from ebbtide.activations.placement import Placement, Plan
+from ebbtide.activations.records import UnitRecords
 from ebbtide.devices.accelerator import AcceleratorDevice
 from ebbtide.devices.cpu import CpuDevice
 from ebbtide.devices.device import AbstractDevice
 from ebbtide.errors import PolicyError
-from ebbtide.hooks.activations import ActivationHooks
+from ebbtide.execution.executor import ScheduleExecutor, ScheduleMode
 from ebbtide.hooks.layers import LayerModules
-from ebbtide.hooks.parameters import ParameterIndex
+from ebbtide.hooks.saved_tensors import SavedTensorHooks
 from ebbtide.hooks.weights import WeightHooks
+from ebbtide.inspection import Inspection, inspect
 from ebbtide.policy import ActivationPolicy, WeightPolicy
-from ebbtide.runtime.conductor import Conductor
-from ebbtide.runtime.ranges import Layer
-from ebbtide.runtime.session import Session
-from ebbtide.runtime.stats import StepStats
-from ebbtide.runtime.units import Following, UnitRecords
 from ebbtide.schedule import Action, Direction, Schedule, Unit
-from ebbtide.stores.build import build_store, check_for_cpu, parse_store
-from ebbtide.stores.disk import DiskStore
-from ebbtide.stores.mapped import MappedMemory
+from ebbtide.stores.build import build_store, parse_store
 from ebbtide.tracing.trace import Trace
+from ebbtide.transfers.layer import Layer
+from ebbtide.transfers.prefetch import ForwardLog
+from ebbtide.transfers.recorder import Subject, watch_nodes
+from ebbtide.transfers.stats import StepStats
+from ebbtide.transfers.transfers import Transfers
 from ebbtide.units import parse_size_bytes
+from ebbtide.weights.parameters import DeviceParameter
 
 _INFLIGHT_BYTES = 256 * 2**20
 _CPU_INFLIGHT_BYTES = 64 * 2**20
 
 
+class OpenLayer(NamedTuple):
+    """The open layer of a hand-written training loop."""
+
+    layer: Layer
+    microbatch: int
+    unit: UnitRecords
+
+
 @final
 class Engine:
-    """The session and the hooks of one offload, built again when the model has moved.
+    """Owns the parts of one offload, and rebuilds them when the model moves to another device.
 
     Args:
-        modules: whose parameters and buffers are not activations; their device is the device.
+        modules: modules whose parameters and buffers are not treated as activations; the device of
+            their parameters is the device of the offload.
         policy: what to offload.
-        store: where bytes go, as `ebbtide.offload` describes it.
-        device: where to compute when there are no modules to tell.
+        store: where offloaded bytes go, as `ebbtide.offload` describes it.
+        device: device to compute on if ``modules`` has no parameters.
         host_budget: the most host memory to take, in bytes or as text such as ``"24GiB"``.
         traced: whether to record every step.
-        following: the schedule that says what moves when; None: what leaves does so at once.
+        mode: the schedule and how to follow it; None means that storages are offloaded when they
+            are saved.
+        plan: decisions for single storages.
 
     Attributes:
-        following: as given.
+        mode: as given.
+        placement: decides whether each storage is kept, offloaded or rebuilt.
+        transfers: copies between the device and the store.
+        activations: the model's activations.
+        executor: executes the schedule; None without a schedule.
+        weights: hooks of the offloaded weights; None if no weights are offloaded.
 
     Raises:
         PolicyError: the modules, the device and the store do not fit together.
         ScheduleError: the schedule cannot be run.
     """
+
+    # Long: it is where a model's parts meet, and each of its methods is short.
 
     def __init__(
         self,
@@ -64,11 +86,11 @@ class Engine:
         *,
         host_budget: int | str | None = None,
         traced: bool = False,
-        following: Following | None = None,
+        mode: ScheduleMode | None = None,
+        plan: Plan | None = None,
     ) -> None:
-        self.following = following
-        self._units: dict[Layer, UnitRecords] = {}  # of the forward that runs now
-        self._microbatch = 0
+        self.mode = mode
+        self.placement = Placement(policy, plan, layers_only=mode is not None)
         self._modules = modules
         self._host_budget_bytes = (
             None if host_budget is None else parse_size_bytes(host_budget, name="host_budget")
@@ -77,171 +99,185 @@ class Engine:
         self._policy = policy
         self._store = store
         self._fallback = device
-        self._session, self._hooks = self._build(find_device(modules) or self._default_device())
+        self._microbatch = 0
+        self.weights: WeightHooks | None = None
+        self._units: list[UnitRecords | None] = []  # one for each open layer, innermost last
+        self._build(find_device(modules) or self._default_device())
 
     @property
     def stats(self) -> StepStats:
-        """The last finished step."""
-        return self._session.stats
+        """The statistics of the last finished step."""
+        return self.transfers.account.stats
 
     @property
     def trace(self) -> Trace:
-        """What the last finished step did.
+        """The trace of the last finished step.
 
         Raises:
-            PolicyError: nothing is recorded.
+            PolicyError: the engine was made without ``traced=True``.
         """
         if not self._traced:
             raise PolicyError(
-                "no step was recorded, because recording costs time; ask for it with "
+                "no step was recorded, because recording costs time; turn it on with "
                 "ebbtide.offload(model, trace=True)"
             )
-        return self._session.trace
+        return self.transfers.account.trace
 
-    def hooks(self) -> ActivationHooks:
-        """The hooks for a forward that begins now."""
+    @property
+    def schedule(self) -> Schedule | None:
+        """The schedule that is followed; None without one."""
+        return None if self.mode is None else self.mode.schedule
+
+    @property
+    def torch_device(self) -> torch.device:
+        """The device that the model computes on."""
+        return self.transfers.device.torch_device
+
+    def inspect(self) -> Inspection:
+        """Report each storage's fate in the last step, and what is in flight now."""
+        weights = None if self.weights is None else self.weights.weights
+        return inspect(self.activations, weights)
+
+    def hooks(self) -> SavedTensorHooks:
+        """Return the saved-tensor hooks for a forward that begins now.
+
+        If the model has moved to another device, the engine is rebuilt for that device first.
+        """
+        if self.weights is not None:
+            return self._hooks  # offloaded parameters are on the host: they do not tell the device
         first = next((p for module in self._modules for p in module.parameters()), None)
-        if self._hooks.weights is not None:
-            return self._hooks  # parameters rest on the host: they do not tell where the model is
-        if first is not None and first.device != self._session.device.torch_device:
+        if first is not None and first.device != self.torch_device:
             device = find_device(self._modules)
             assert device is not None
-            session, hooks = self._build(device)
-            self._session.close()
-            self._session, self._hooks = session, hooks
+            before = self.transfers
+            self._build(device)
+            before.close()
         return self._hooks
 
     def offload_weights(
         self, model: nn.Module, layers: LayerModules, policy: WeightPolicy
     ) -> WeightHooks:
-        """Let weights of these layers rest on the host from now on.
+        """Offload the weights of these layers to the host from now on.
 
         Raises:
-            PolicyError: they cannot; nothing has been moved.
+            PolicyError: the weights cannot be offloaded; nothing has been moved.
+            StoreFullError: the store has no room for the weights; nothing has been moved.
         """
-        device = self._session.device
-        on_cpu = isinstance(device, CpuDevice)
-        memory = MappedMemory(device, parse_store(self._store)[1]) if on_cpu else None
-        weights = WeightHooks(model, layers, policy, device, _INFLIGHT_BYTES, memory=memory)
-        self._hooks.weights = weights
+        self.weights = weights = WeightHooks(model, layers, policy, self.transfers)
+        self._hooks.pack_weight = weights.weights.pack
+        self._hooks.plain_types |= {DeviceParameter}
+        self._parameters.resting = weights.parameters
         return weights
 
-    @property
-    def schedule(self) -> Schedule | None:
-        """What moves when, if a schedule says so."""
-        return None if self.following is None else self.following.schedule
-
-    @property
-    def _conductor(self) -> Conductor:
-        conductor = self._session.conductor
-        assert conductor is not None, "there is no schedule"
-        return conductor
+    # ---- called by the hooks on a model's layers ----------------------------------------------
 
     def begin_forward(self) -> None:
-        """A forward of the model begins."""
-        if self.following is not None:
-            self._units.clear()
-            self._microbatch = self._conductor.next_microbatch()
+        """Note that a forward of the model begins."""
+        self._units.clear()
+        if self.executor is not None:
+            self._microbatch = self.executor.next_microbatch()
 
-    def end_forward(self, *, completed: bool) -> None:
-        """It has ended, or was interrupted."""
-        if self.following is not None:
-            self._units.clear()
-            self._conductor.end_microbatch(self._microbatch, completed=completed)
-
-    def switch(self, offloading: bool, layer: Layer | None) -> None:
-        """Say whether what is saved from now on is to leave, and whose it is."""
-        self._session.layer = layer
-        if self.following is None:
-            self._hooks.offloading = offloading
-        else:
-            records = None if layer is None else self._units[layer]
-            self._session.switch_unit(records)
-            self._hooks.offloading = records is not None and records.leaves
-
-    def begin_layer(self, layer: Layer) -> None:
-        """A layer's forward begins."""
-        if self.following is not None:
-            unit = Unit(layer.index, self._microbatch)
-            self._units[layer] = self._conductor.begin_unit(unit)
-        self._session.begin_layer(layer)
-
-    def end_layer(self, layer: Layer, output: Any) -> None:
-        """A layer's forward has ended."""
-        self._session.end_layer()
-        if self._traced or self.following is not None:
-            leaves = tree_leaves(output)
-            outputs = [x for x in leaves if isinstance(x, torch.Tensor)]
-            self._session.note_outputs(layer, self._units.get(layer), outputs)
-
-    # ---- loops written by hand ----------------------------------------------------------------
-
-    @property
-    def torch_device(self) -> torch.device:
-        """Where the model computes."""
-        return self._session.device.torch_device
-
-    def open_layer(
-        self, unit: Unit | None, held: Iterable[torch.Tensor] = ()
-    ) -> tuple[Layer, UnitRecords] | None:
-        """A block begins that is one layer. Returns None where autograd does not record.
+    def end_forward(self, num_layers: int | None) -> None:
+        """Note that the forward has ended.
 
         Args:
-            unit: which; None: the forward that is next in the order.
-            held: tensors that the caller keeps on the device until its backward in any case.
+            num_layers: number of layers that it called; None if it was interrupted.
+        """
+        if num_layers is not None:
+            self.placement.num_calls = num_layers
+        if self.executor is not None:
+            completed = num_layers is not None
+            self.executor.end_microbatch(self._microbatch, completed=completed)
+
+    def begin_layer(self, layer: Layer) -> None:
+        """Note that a layer's forward begins."""
+        if self.executor is None:
+            self.activations.scopes.begin_layer(layer, offloads=self.placement.offloads(layer))
+            self._units.append(None)
+        else:
+            unit = Unit(layer.index, self._microbatch)
+            self._units.append(self._begin_layer(layer, *self.executor.begin_unit(unit)))
+
+    def end_layer(self, layer: Layer, output: Any) -> None:
+        """Note that a layer's forward has ended."""
+        microbatch = self.activations.scopes.current.forward.number
+        self.activations.scopes.end_layer()
+        unit = self._units.pop()
+        if self._traced or unit is not None:
+            leaves = tree_leaves(output)
+            outputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+            self._watch_outputs(layer, microbatch, unit, outputs)
+
+    def _begin_layer(self, layer: Layer, unit: UnitRecords, log: ForwardLog) -> UnitRecords:
+        self.activations.scopes.begin_layer(layer, offloads=unit.leaves, unit=unit, forward=log)
+        return unit
+
+    def _watch_outputs(
+        self,
+        layer: Layer,
+        microbatch: int,
+        unit: UnitRecords | None,
+        outputs: Sequence[torch.Tensor],
+    ) -> None:
+        """Watch for the begin of a layer's backward, which is the backward of its outputs."""
+        executor, recorder = self.executor, self.transfers.account.recorder
+        if unit is not None and executor is not None:
+            watch_nodes(outputs, lambda _: executor.begin_backward(unit))
+        if recorder is not None:
+            recorder.watch_backward(Subject(layer, microbatch), outputs)
+
+    # ---- called by hand-written training loops ------------------------------------------------
+
+    def open_layer(self, unit: Unit | None, held: Iterable[torch.Tensor] = ()) -> OpenLayer | None:
+        """Begin a block of code that is one layer. Returns None where autograd does not record.
+
+        Args:
+            unit: the layer and microbatch; None means the next forward in the schedule's order.
+            held: tensors that the caller keeps on the device until the layer's backward anyway.
         """
         hooks = self.hooks()
         if not hooks.are_wanted():
             return None
-        session = self._session
-        records = self._conductor.begin_unit(unit)
+        records, log = self._scheduled.begin_unit(unit)
         hooks.begin(held)
-        session.switch_unit(records)
         layer = Layer(records.unit.layer, "")
-        session.layer, hooks.offloading = layer, records.leaves
-        session.begin_layer(layer)
-        return layer, records
+        self._begin_layer(layer, records, log)
+        return OpenLayer(layer, log.number, records)
 
     def close_layer(self, *, interrupted: bool) -> None:
-        """The block has ended, or an exception left it."""
-        session = self._session
-        session.end_layer()
-        session.layer = None
-        session.switch_unit(None)
-        self._hooks.offloading = False
+        """Note that the block has ended, normally or by an exception."""
+        self.activations.scopes.end_layer()
         self._hooks.end()
         if interrupted:
-            self._conductor.abandon()
+            self.abandon_run()
 
-    def note_outputs(
-        self, layer: Layer, records: UnitRecords, outputs: Sequence[torch.Tensor]
-    ) -> None:
-        """These are what a layer gave."""
-        self._session.note_outputs(layer, records, outputs)
+    def note_outputs(self, layer: OpenLayer, outputs: Sequence[torch.Tensor]) -> None:
+        """Note the tensors that a layer returned."""
+        self._watch_outputs(layer.layer, layer.microbatch, layer.unit, outputs)
 
     def begin_backward(self, unit: Unit, direction: Direction) -> None:
-        """The backward of a unit of the current round begins."""
-        self._conductor.begin_backward_of(unit, direction)
+        """Note that the backward of a unit of the current run begins."""
+        self._scheduled.begin_backward_of(unit, direction)
 
     def end_backward(self) -> None:
-        """The backward that began last has ended; for the trace alone."""
-        self._conductor.end_backward()
+        """Note that the last backward to begin has ended; only the trace uses this."""
+        self._scheduled.end_backward()
 
-    def abandon_round(self) -> None:
-        """Passes that the current round still waits for will not come: another one begins."""
-        self._conductor.abandon()
+    def abandon_run(self) -> None:
+        """Stop waiting for the passes that the current run lacks; the next forward begins a run."""
+        self._scheduled.abandon()
 
     def act(self, action: Action) -> None:
-        """Move what a unit saved, where nothing moves by itself.
+        """Perform one action on what a unit saved, for a schedule in manual mode.
 
         Raises:
-            ScheduleError: it is not its turn.
+            ScheduleError: the action is out of turn.
         """
-        self._conductor.act(action)
+        self._scheduled.act(action)
 
     def close(self) -> None:
-        """Give the store back when the last graph that needs it is gone."""
-        self._session.close()
+        """Free the store as soon as no graph needs it any more."""
+        self.transfers.close()
 
     def _default_device(self) -> torch.device:
         if self._fallback is not None:
@@ -251,26 +287,32 @@ class Engine:
             return torch.device("cpu")
         return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
-    def _build(self, torch_device: torch.device) -> tuple[Session, ActivationHooks]:
-        session = build_session(
+    @property
+    def _scheduled(self) -> ScheduleExecutor:
+        assert self.executor is not None, "there is no schedule"
+        return self.executor
+
+    def _build(self, torch_device: torch.device) -> None:
+        self.transfers = build_transfers(
             torch_device,
             self._store,
             self._policy,
             host_budget_bytes=self._host_budget_bytes,
             traced=self._traced,
-            following=self.following,
         )
-        parameters = ParameterIndex(self._modules)
-        policy = self._policy
-        hooks = ActivationHooks(session, parameters, int(policy.min_bytes), rebuild=policy.rebuild)
-        return session, hooks
+        self.activations = Activations(self.transfers)
+        self.executor = None
+        if self.mode is not None:
+            self.executor = ScheduleExecutor(self.mode, self.activations)
+        self._parameters = ParameterIndex(self._modules)
+        self._hooks = SavedTensorHooks(self.activations, self.placement, self._parameters)
 
 
 def find_device(modules: Sequence[nn.Module]) -> torch.device | None:
-    """The one device of all parameters, or None when there are no parameters.
+    """Return the one device of all parameters, or None if there are no parameters.
 
     Raises:
-        PolicyError: they are on several devices, or on `meta`.
+        PolicyError: the parameters are on several devices, or on `meta`.
     """
     homes: dict[torch.device, str] = {}
     for module in modules:
@@ -291,19 +333,18 @@ def find_device(modules: Sequence[nn.Module]) -> torch.device | None:
     return device
 
 
-def build_session(
+def build_transfers(
     torch_device: torch.device,
     store: str,
     policy: ActivationPolicy,
     *,
     host_budget_bytes: int | None = None,
     traced: bool = False,
-    following: Following | None = None,
-) -> Session:
-    """A session for a device, with the store that was asked for.
+) -> Transfers:
+    """Build the transfers between a device and a store.
 
     Raises:
-        PolicyError: the store's name is unknown or does not fit the device, or there is a budget
+        PolicyError: the store's name is unknown or does not fit the device, or a budget is given
             for a tier that is not used.
     """
     on_cpu = torch_device.type == "cpu"
@@ -311,12 +352,8 @@ def build_session(
     if policy.max_inflight_bytes is not None:
         bound_bytes = int(policy.max_inflight_bytes)
     kind, directory = parse_store(store)
-    if on_cpu:
-        check_for_cpu(kind, host_budget_bytes)
-        disk = DiskStore(directory)
-        session = Session(CpuDevice(), disk, bound_bytes, traced=traced, following=following)
-        disk.on_progress = session.weak_poll()
-        return session
-    device: AbstractDevice = AcceleratorDevice(torch_device)
+    device: AbstractDevice = CpuDevice() if on_cpu else AcceleratorDevice(torch_device)
     chosen = build_store(device, kind, directory, host_budget_bytes)
-    return Session(device, chosen, bound_bytes, traced=traced, following=following)
+    transfers = Transfers(device, chosen, bound_bytes, traced=traced)
+    chosen.on_progress = transfers.weak_poll()
+    return transfers

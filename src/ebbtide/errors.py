@@ -1,4 +1,4 @@
-"""The errors ebbtide raises, one small tree.
+"""The errors that ebbtide raises.
 
 EbbtideError
 ├── PolicyError (ValueError)                    an argument cannot be honoured
@@ -15,15 +15,15 @@ class EbbtideError(Exception):
 
 
 class PolicyError(EbbtideError, ValueError):
-    """An argument, or its combination with this model, cannot be honoured."""
+    """An argument, or its combination with other arguments or the model, cannot be honoured."""
 
 
 class ScheduleError(EbbtideError, ValueError):
-    """A schedule cannot be read, or what it says cannot be run; the message marks the line."""
+    """A schedule cannot be read, or it cannot be run; the message marks the faulty line."""
 
 
 class StoreFullError(EbbtideError, OSError):
-    """A store cannot take the bytes; nothing that was saved before is lost."""
+    """A store has no room for more bytes; the bytes stored before are not lost."""
 
 
 class SavedTensorModifiedError(EbbtideError, RuntimeError):

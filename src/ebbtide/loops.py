@@ -1,4 +1,4 @@
-"""Offload for loops written by hand: the loop says where its layers are."""
+"""Offloading for hand-written training loops, which mark their layers themselves."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from ebbtide.engine import Engine
+from ebbtide.engine import Engine, OpenLayer
 from ebbtide.errors import PolicyError
+from ebbtide.execution.executor import ScheduleMode
+from ebbtide.inspection import Inspection
 from ebbtide.policy import ActivationPolicy
-from ebbtide.runtime.ranges import Layer
-from ebbtide.runtime.stats import StepStats
-from ebbtide.runtime.units import Following, UnitRecords
 from ebbtide.schedule import Action, Direction, Schedule, Unit, Verb, default, manual
 from ebbtide.tracing.trace import Trace
+from ebbtide.transfers.stats import StepStats
 
 T = TypeVar("T")
 
 
 @final
 class OffloadSession:
-    """Offloads what the layers of a loop save, and when, by a schedule.
+    """Offloads the activations that the layers of a hand-written loop save, by a schedule.
 
     ::
 
@@ -35,31 +35,35 @@ class OffloadSession:
             x = session.sync(x)
 
     Losses and gradients stay the same to the bit. Where autograd does not record (`eval` loops
-    under `no_grad`, `inference_mode`) nothing is counted and nothing moves. Several forwards can be
-    in flight, forwards and backwards can come in any order; the order that a schedule expects only
-    decides how well copies hide.
+    under `no_grad`, `inference_mode`), no layer is counted and nothing is offloaded. Several
+    forwards can be in flight, and forwards and backwards can come in any order; the order that the
+    schedule expects only decides how much of the copies is hidden behind compute.
 
     Args:
-        num_layers: offload the first ``num_layers`` of ``model_layers`` layers, as
-            `ebbtide.schedule.default` says when.
-        model_layers: layers in a forward; the next one begins another forward.
-        schedule: what moves when, instead of the two counts; or ``"manual"`` with
-            ``model_layers``: nothing moves but by `start_offload`, `release` and `start_reload`.
-        any_order: the order of the schedule is not known for sure: what hangs on an anchor is done
-            when its pass comes, whatever came before.
-        modules: whose parameters and buffers are not activations, for what is no `nn.Parameter`
-            and follows from none; None: parameters are known as such anyway.
-        device: where the loop computes; None: the device of ``modules``, else the current
-            accelerator if there is one, else the CPU.
-        activations: `min_bytes` and `rebuild` of it; the other fields belong to the schedule.
+        num_layers: offload the first ``num_layers`` of ``model_layers`` layers, at the times that
+            `ebbtide.schedule.default` sets.
+        model_layers: number of layers in one forward; the layer after them begins another forward.
+        schedule: the schedule to follow, instead of the two counts. ``"manual"``, together with
+            ``model_layers``, means that only `start_offload`, `release` and `start_reload` move
+            anything.
+        any_order: passes may come in another order than the schedule's. The actions anchored at a
+            pass are performed when that pass begins, whatever came before it.
+        modules: modules whose parameters and buffers must not be offloaded. Trainable parameters,
+            their views and their copies are recognised without this; buffers are not.
+        device: device that the loop computes on. None means the device of ``modules``, else the
+            current accelerator if there is one, else the CPU.
+        activations: sets `min_bytes` and `rebuild`, and `max_inflight_bytes` for runs that depart
+            from the schedule. The schedule replaces the other fields.
         store: as for `ebbtide.offload`.
         host_budget: as for `ebbtide.offload`.
         trace: as for `ebbtide.offload`.
 
     Raises:
-        PolicyError: arguments contradict each other, or do not fit the device.
+        PolicyError: the arguments contradict each other or do not fit the device.
         ScheduleError: a count is out of range, or the schedule cannot be run.
     """
+
+    # Long: it is one public object, and most of its lines are documentation.
 
     def __init__(
         self,
@@ -90,47 +94,51 @@ class OffloadSession:
             None if device is None else torch.device(device),
             host_budget=host_budget,
             traced=trace,
-            following=Following(chosen, manual=by_hand, any_order=any_order),
+            mode=ScheduleMode(chosen, manual=by_hand, any_order=any_order),
         )
-        self._open: tuple[Layer, UnitRecords] | None = None
-        self._closed: tuple[Layer, UnitRecords] | None = None
+        self._open: OpenLayer | None = None
+        self._closed: OpenLayer | None = None
 
     @property
     def schedule(self) -> Schedule:
-        """What moves when."""
+        """The schedule that the session follows."""
         assert self._engine.schedule is not None
         return self._engine.schedule
 
     @property
     def stats(self) -> StepStats:
-        """The last finished step; all zero before the first one."""
+        """The statistics of the last finished step; all zero before the first step ends."""
         return self._engine.stats
 
     @property
     def trace(self) -> Trace:
-        """What the last finished step did and when; empty before the first one.
+        """The trace of the last finished step; empty before the first step ends.
 
         Raises:
             PolicyError: the session was made without ``trace=True``.
         """
         return self._engine.trace
 
+    def inspect(self) -> Inspection:
+        """Report what became of the last step, as `OffloadHandle.inspect` does."""
+        return self._engine.inspect()
+
     @contextlib.contextmanager
     def layer(self, number: int | None = None, *, microbatch: int | None = None) -> Iterator[None]:
-        """What runs in this block is one layer.
+        """Mark the code in a ``with`` block as one layer.
 
         Args:
-            number: of the layer; None: the forward that is next in the order of the schedule.
-            microbatch: that it belongs to, with ``number``.
+            number: number of the layer. None means the next forward in the schedule's order.
+            microbatch: number of the layer's microbatch; it needs ``number``. None means 0.
 
         Raises:
-            PolicyError: another layer of the session is open still, or there is a microbatch
-                without a number.
-            StoreFullError: a lower tier has no room. Nothing that was saved is lost.
+            PolicyError: another layer of the session is still open, or ``microbatch`` is given
+                without ``number``.
+            StoreFullError: the store has no room. Nothing that was saved is lost.
         """
         if self._open is not None:
             raise PolicyError(
-                f"layer {self._open[0].index} is open still: blocks of one session cannot be "
+                f"layer {self._open.layer.index} is open still: blocks of one session cannot be "
                 f"nested; end one before the next, or use a session for each"
             )
         if number is None and microbatch is not None:
@@ -152,17 +160,19 @@ class OffloadSession:
         self._engine.close_layer(interrupted=False)
 
     def sync(self, output: T) -> T:
-        """Say what the layer before gave: its backward begins there. Call it after each block.
+        """Mark the output of the last layer, so that the begin of its backward is noticed.
+
+        Call it after each block.
 
         Args:
             output: a tensor, or any nesting of tuples, lists and dicts with tensors in it.
 
         Returns:
-            The same.
+            ``output``, unchanged.
 
         Raises:
-            PolicyError: called inside a block, or ``output`` is on another device than the
-                session.
+            PolicyError: `sync` was called inside a block, or ``output`` is on another device than
+                the session.
         """
         if self._open is not None:
             raise PolicyError("call sync after the block of the layer, not inside it")
@@ -170,47 +180,53 @@ class OffloadSession:
         closed, self._closed = self._closed, None
         if closed is not None:
             self._check_device(tensors)
-            self._engine.note_outputs(*closed, tensors)
+            self._engine.note_outputs(closed, tensors)
         return output
 
     def begin_backward(self, layer: int, *, microbatch: int = 0, part: str = "B") -> None:
-        """Say that the backward of a layer begins, where `sync` cannot see it.
+        """Declare that the backward of a layer begins, in loops where `sync` cannot notice it.
 
         Args:
-            layer: its number.
-            microbatch: that it belongs to.
-            part: ``"B"``, or ``"I"`` and ``"W"`` for a backward split in two.
+            layer: number of the layer.
+            microbatch: number of its microbatch.
+            part: ``"B"`` for the whole backward; ``"I"`` (gradients of the inputs) or ``"W"``
+                (gradients of the weights) for one part of a split backward.
         """
         self._engine.begin_backward(Unit(layer, microbatch), Direction(part))
 
-    # ---- by hand ------------------------------------------------------------------------------
+    # ---- manual mode --------------------------------------------------------------------------
 
     def start_offload(self, layer: int) -> None:
-        """Start to copy down what a layer of this forward saved. For ``schedule="manual"``.
+        """Start copying what a layer of this forward saved to the store.
 
         Raises:
-            ScheduleError: the layer has had no forward, or this was done already.
+            PolicyError: the session was not made with ``schedule="manual"``.
+            ScheduleError: the layer has had no forward, or its offload was started already.
         """
         self._act(Verb.OFFLOAD, layer)
 
     def release(self, layer: int) -> None:
-        """Let go of its device memory: what is computed next waits until its copy is complete.
+        """Release the device memory of an offloaded layer.
+
+        Kernels queued from now on wait until the layer's copy to the store is complete.
 
         Raises:
-            ScheduleError: its offload has not been started, or this was done already.
+            PolicyError: the session was not made with ``schedule="manual"``.
+            ScheduleError: the layer's offload has not been started, or it was released already.
         """
         self._act(Verb.RELEASE, layer)
 
     def start_reload(self, layer: int) -> None:
-        """Start to bring it back; before its backward, or that will wait for all of it.
+        """Start reloading a layer. Without this its backward waits for the whole copy.
 
         Raises:
-            ScheduleError: it has not been released, or this was done already.
+            PolicyError: the session was not made with ``schedule="manual"``.
+            ScheduleError: the layer has not been released, or its reload was started already.
         """
         self._act(Verb.RELOAD, layer)
 
     def close(self) -> None:
-        """Give the store back, at once or with the last graph that needs it."""
+        """Free the store as soon as no autograd graph needs it any more."""
         self._engine.close()
 
     def __enter__(self) -> OffloadSession:
@@ -220,8 +236,8 @@ class OffloadSession:
         self.close()
 
     def _act(self, verb: Verb, layer: int) -> None:
-        following = self._engine.following
-        if following is None or not following.manual:
+        mode = self._engine.mode
+        if mode is None or not mode.manual:
             raise PolicyError(
                 f'this session follows a schedule; make it with OffloadSession(schedule="manual", '
                 f"model_layers=...) to {verb.value} by hand"
@@ -241,7 +257,7 @@ class OffloadSession:
 def _choose_schedule(
     num_layers: int | None, model_layers: int | None, schedule: Schedule | str | None
 ) -> tuple[Schedule, bool]:
-    """The schedule that the arguments ask for, and whether all is done by hand."""
+    """Return the schedule that the arguments ask for, and whether the mode is manual."""
     if isinstance(schedule, Schedule):
         if num_layers is not None or model_layers is not None:
             raise PolicyError("the schedule says how many layers there are; leave the counts out")

@@ -1,4 +1,4 @@
-"""Frozen policies: what the user asks for, validated when it is written down."""
+"""Frozen policies, which hold what the user asks for and are validated on construction."""
 
 from __future__ import annotations
 
@@ -13,27 +13,30 @@ DEFAULT_MIN_BYTES = 2**20
 
 @dataclass(frozen=True)
 class ActivationPolicy:
-    """Which saved activations leave the device, and how many may be on the way at once.
+    """Which saved activations are offloaded, and how many bytes may be in flight at once.
 
-    Activations of a layer leave as soon as autograd saves them and come back, ahead of need, during
-    backward. What stays costs no time; what leaves costs a copy each way over the link.
+    Activations are offloaded as soon as autograd saves them, and reloaded ahead of need during
+    backward. Those that stay cost no time; those that are offloaded cost one copy over the link in
+    each direction.
 
     Args:
         num_layers: offload the first ``num_layers`` layers of the forward and keep the rest.
-            ``None``: offload everything that is large enough, inside layers or not.
+            ``None`` means everything that is large enough, inside layers or not.
         min_bytes: smaller tensors stay on the device. An int, or text such as ``"1MiB"``.
-        keep_last: this many layers at the end of the forward stay on the device; their backward
-            comes first, so their copies have the least time to hide.
-        fraction: of those layers offload this share, spread evenly: with 0.5 every second one.
-            What is saved outside layers stays if it is less than 1.
-        max_inflight_bytes: bound, each way, on bytes that hold device memory only because their
-            copy is on the way: offloads not finished, and reloads not yet used. One tensor larger
-            than the bound still moves, alone. ``None``: 256 MiB for a model on an accelerator,
-            64 MiB on a CPU, where a reload maps pages that were read ahead outside the process.
-        rebuild: what one cheap operation gives again from another saved tensor (a GELU's output
-            from its input) is neither kept nor moved; backward runs that operation again. The
-            bits are the same. Masks, and on a CPU indices, are packed before they leave. With
-            ``num_layers=0`` nothing leaves, and rebuilding is all that happens.
+        keep_last: number of layers at the end of the forward that stay on the device. Their
+            backward comes first, so their copies have the least time to hide behind compute.
+        fraction: share of these layers to offload, spread evenly; 0.5 offloads every second layer.
+            If it is less than 1, tensors saved outside layers stay on the device.
+        max_inflight_bytes: bound, for each direction, on the bytes that occupy device memory only
+            because their copy is in flight: unfinished offloads, and reloads that are not yet used.
+            A single tensor larger than the bound still moves, alone. ``None`` means 256 MiB for a
+            model on an accelerator and 64 MiB on a CPU, where a reload maps pages that were read
+            ahead outside the process.
+        rebuild: whether to rebuild tensors that one cheap operation can compute from another saved
+            tensor, such as a GELU's output from its input. Such a tensor is neither kept nor
+            offloaded; backward runs the operation again, which gives the same bits. Masks, and on a
+            CPU indices, are packed before they are offloaded. With ``num_layers=0`` nothing is
+            offloaded, and rebuilding is all that happens.
 
     Raises:
         PolicyError: a value is out of range.
@@ -60,31 +63,33 @@ class ActivationPolicy:
 
     @property
     def counts_layers(self) -> bool:
-        """Whether it says which layers leave."""
+        """Whether the policy selects layers, rather than everything that is large enough."""
         return self.num_layers is not None or self.keep_last > 0 or self.fraction < 1
 
     def chooses(self, index: int) -> bool:
-        """Whether a layer is among the share that leaves."""
+        """Return whether ``fraction`` selects the layer with this index."""
         return is_in_share(index, self.fraction)
 
 
 @dataclass(frozen=True)
 class WeightPolicy:
-    """Which weights rest in host memory, and come to the device only while their layer works.
+    """Which weights stay in host memory and are on the device only while their layer computes.
 
-    A parameter of such a layer is a tensor of the host between uses: any optimizer steps there, and
-    its state stays there. Before the layer's forward, and again before its backward, the layer's
-    weights come to the device in one copy; gradients leave as they are made and accumulate in
-    ``param.grad`` on the host. At most two layers' weights are on the device at once.
+    Between uses a parameter of such a layer is a host tensor, so any optimizer runs on the host and
+    keeps its state there. The layer's weights are copied to the device in one copy before its
+    forward, and again before its backward. Gradients are offloaded as soon as they are computed and
+    accumulate in ``param.grad`` on the host. At most two layers' weights are on the device at once.
 
     Args:
-        num_layers: of the first ``num_layers`` layers of the model. ``None``: of all layers.
-        keep_last: the weights of this many layers at the end of the model stay.
-        fraction: of those layers take this share, spread evenly: with 0.5 every second one.
-        double_buffering: the next layer's weights come while a layer works, into a second buffer,
-            so that their copy costs no time. ``False``: one layer's weights are there at a time,
-            and each layer waits for its own.
-        min_bytes: the weights of a smaller layer stay. An int, or text such as ``"1MiB"``.
+        num_layers: offload the weights of the first ``num_layers`` layers of the model. ``None``
+            means all layers.
+        keep_last: number of layers at the end of the model whose weights stay on the device.
+        fraction: share of these layers to offload, spread evenly; 0.5 offloads every second layer.
+        double_buffering: copy the next layer's weights into a second buffer while a layer computes,
+            so that the copy costs no time. With ``False``, one layer's weights are on the device at
+            a time, and each layer waits for its own.
+        min_bytes: a layer with fewer bytes of weights stays on the device. An int, or text such as
+            ``"1MiB"``.
 
     Raises:
         PolicyError: a value is out of range.
@@ -109,8 +114,8 @@ class WeightPolicy:
 
 
 def is_in_share(index: int, fraction: float) -> bool:
-    """Whether the layer of this number is one of a share of all, spread evenly."""
-    slack = 1e-9  # a third is taken three times in nine
+    """Return whether the layer with this index belongs to a share of all layers, spread evenly."""
+    slack = 1e-9  # makes up for rounding, so that a fraction of 1/3 selects three layers of nine
     return math.floor((index + 1) * fraction + slack) > math.floor(index * fraction + slack)
 
 

@@ -1,4 +1,4 @@
-"""A schedule run without a model: what its step would look like, in virtual time."""
+"""Run a schedule without a model or hardware, in virtual time, to see what its step looks like."""
 
 from __future__ import annotations
 
@@ -8,20 +8,23 @@ from typing import Final
 
 import torch
 
+from ebbtide.activations.activations import Activations
+from ebbtide.activations.handles import Saved, restore
+from ebbtide.activations.parameter_index import ParameterIndex
+from ebbtide.activations.placement import Placement
 from ebbtide.devices.simulated import SimulatedDevice
 from ebbtide.errors import PolicyError
-from ebbtide.hooks.activations import ActivationHooks
-from ebbtide.hooks.parameters import ParameterIndex
-from ebbtide.runtime.ranges import Layer
-from ebbtide.runtime.saved import Saved, restore
-from ebbtide.runtime.session import Session
-from ebbtide.runtime.units import Following
+from ebbtide.execution.executor import ScheduleExecutor, ScheduleMode
+from ebbtide.hooks.saved_tensors import SavedTensorHooks
+from ebbtide.policy import ActivationPolicy
 from ebbtide.schedule import Direction, Pass, Schedule, Unit
 from ebbtide.stores.pinned import PinnedStore
 from ebbtide.tracing.trace import Trace
+from ebbtide.transfers.layer import Layer
+from ebbtide.transfers.transfers import Transfers
 from ebbtide.units import parse_size_bytes
 
-_LARGEST_BYTES: Final = 4096  # what the largest layer takes in the rehearsal's own memory
+_LARGEST_BYTES: Final = 4096  # size that the largest layer is scaled down to
 
 PerLayer = float | Mapping[int, float]
 
@@ -34,25 +37,25 @@ def rehearse(
     backward_s: PerLayer | None = None,
     bandwidth_bytes_per_s: float = 25e9,
 ) -> Trace:
-    """Run a schedule on a device that has no hardware, with kernels that take a given time.
+    """Run a schedule on a simulated device, with kernels and copies that take given times.
 
-    The engine that trains does it: what waits here would wait there, for the same reason. Print
-    ``trace.timeline()`` or save ``trace.plot("step.png")`` to see it.
+    The engine is the one that trains, so a wait in the trace would occur in training too, for the
+    same reason. Print ``trace.timeline()`` or call ``trace.plot("step.png")`` to see the step.
 
     Args:
-        schedule: what moves when.
-        layer_bytes: that a layer saves, for all layers or for each.
-        forward_s: seconds that a layer's forward takes, for all layers or for each.
-        backward_s: the same for its backward; None: twice as long. A backward that is split takes
-            half of it for each part.
-        bandwidth_bytes_per_s: of the link, each way.
+        schedule: the schedule to run.
+        layer_bytes: number of bytes that a layer saves, for all layers or per layer.
+        forward_s: seconds that a layer's forward takes, for all layers or per layer.
+        backward_s: seconds that a layer's backward takes, for all layers or per layer; None means
+            twice its forward. Each part of a split backward takes half of that.
+        bandwidth_bytes_per_s: bandwidth of the link in each direction.
 
     Returns:
-        The trace of one step, bytes and seconds as given.
+        The trace of one step, with sizes and times at the scale of the arguments.
 
     Raises:
         ScheduleError: the schedule cannot be run.
-        PolicyError: a size, a time or the bandwidth is not positive, or a layer has none.
+        PolicyError: a size, a time or the bandwidth is not positive, or is missing for a layer.
 
     Not modelled: latency, a link that is slower when both directions are busy, kernels that are
     slower while copies use the memory, a host that is too slow to queue work.
@@ -73,7 +76,7 @@ def rehearse(
 
 
 class _Rehearsal:
-    """A session on a simulated device, with sizes scaled down to a few KiB."""
+    """Runs the passes of a schedule on a simulated device, with sizes scaled down to a few KiB."""
 
     def __init__(
         self,
@@ -91,38 +94,33 @@ class _Rehearsal:
         bandwidth = bandwidth_bytes_per_s / self._scale
         self._device = SimulatedDevice(0, 0.0, bandwidth, timely=True)
         store = PinnedStore(self._device, slab_bytes=64 * _LARGEST_BYTES)
-        self._session = Session(
-            self._device, store, max_inflight_bytes=0, traced=True, following=Following(schedule)
-        )
-        self._hooks = ActivationHooks(self._session, ParameterIndex([]), min_bytes=1)
+        self._transfers = Transfers(self._device, store, bound_bytes=0, traced=True)
+        self._activations = Activations(self._transfers)
+        self._executor = ScheduleExecutor(ScheduleMode(schedule), self._activations)
+        policy = ActivationPolicy(min_bytes=1, rebuild=False)
+        placement = Placement(policy, layers_only=True)
+        self._hooks = SavedTensorHooks(self._activations, placement, ParameterIndex([]))
         last = {each.unit: each for each in schedule.order}
         self._last = set(last.values())
         self._saved: dict[Unit, Saved] = {}
 
     def forward(self, unit: Unit, duration_s: float) -> None:
-        """A layer computes, and saves one tensor at the end of it."""
-        session, hooks = self._session, self._hooks
+        """Run a layer's forward, which computes and then saves one tensor."""
+        records, log = self._executor.begin_unit(unit)
+        self._hooks.begin()
         layer = Layer(unit.layer, "")
-        assert session.conductor is not None
-        records = session.conductor.begin_unit(unit)
-        hooks.begin()
-        session.switch_unit(records)
-        session.layer, hooks.offloading = layer, records.leaves
-        session.begin_layer(layer)
+        scopes = self._activations.scopes
+        scopes.begin_layer(layer, offloads=records.leaves, unit=records, forward=log)
         self._device.compute(duration_s)
-        saved = hooks.pack(torch.zeros(self._sizes[unit.layer], dtype=torch.uint8))
-        session.end_layer()
-        session.layer = None
-        session.switch_unit(None)
-        hooks.end()
+        saved = self._hooks.pack(torch.zeros(self._sizes[unit.layer], dtype=torch.uint8))
+        scopes.end_layer()
+        self._hooks.end()
         self._saved[unit] = saved
 
     def backward(self, each: Pass, duration_s: float) -> None:
-        """A layer's backward reads what it saved, and computes."""
+        """Run a layer's backward, which reads the saved tensor and then computes."""
         saved = self._saved[each.unit]
-        conductor = self._session.conductor
-        assert conductor is not None
-        conductor.begin_backward_of(each.unit, each.direction)
+        self._executor.begin_backward_of(each.unit, each.direction)
         restore(saved)
         self._device.compute(duration_s)
         if each in self._last:
@@ -130,9 +128,9 @@ class _Rehearsal:
 
     def trace(self) -> Trace:
         self._saved.clear()
-        self._session.poll()
-        events = self._session.trace.events
-        self._session.close()
+        self._transfers.poll()
+        events = self._transfers.account.trace.events
+        self._transfers.close()
         origin_s = min((event.begin_s for event in events), default=0.0)
         return Trace(
             dataclasses.replace(

@@ -1,4 +1,4 @@
-"""Byte counts as people write them: ``"24GiB"`` in, ``"1.7 GiB"`` out."""
+"""Parse byte counts such as ``"24GiB"`` and format them, such as ``"1.7 GiB"``."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
 def parse_size_bytes(size: int | str, *, name: str = "size") -> int:
-    """Read a byte count.
+    """Parse a byte count.
 
     Args:
-        size: bytes as an int, or text such as ``"24GiB"`` or ``"1.5 GB"``; a fraction of a byte
-            is cut off.
-        name: what the number is called in an error message.
+        size: number of bytes as an int, or text such as ``"24GiB"`` or ``"1.5 GB"``; a fraction of
+            a byte is cut off.
+        name: name of the number in error messages.
 
     Returns:
         The size in bytes.
@@ -52,12 +52,12 @@ def parse_size_bytes(size: int | str, *, name: str = "size") -> int:
 
 
 def format_size(size_bytes: int) -> str:
-    """Write a byte count for people: ``1830 -> "1.8 KiB"``."""
+    """Format a byte count for people, such as 1830 as ``"1.8 KiB"``."""
     if abs(size_bytes) < 1024:
         return f"{size_bytes} B"
     size = size_bytes / 1024
     for unit in ("KiB", "MiB"):
-        if abs(size) < 1023.95:  # what rounds to 1024.0 is one of the next unit
+        if abs(size) < 1023.95:  # a larger size would round to 1024.0, which is 1 of the next unit
             return f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.2f} GiB"

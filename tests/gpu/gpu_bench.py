@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import ebbtide
 from ebbtide import ActivationPolicy
-from ebbtide.runtime.session import Session
+from ebbtide.transfers.transfers import Transfers
 from zoo import Snapshot, assert_bitwise_equal, gradients
 
 KIB, MIB = 2**10, 2**20
@@ -159,28 +159,24 @@ def assert_parity(
 # ---- what is left -------------------------------------------------------------------------------
 
 
-def session_of(handle: ebbtide.OffloadHandle) -> Session:
-    return handle._engine._session
+def transfers_of(handle: ebbtide.OffloadHandle) -> Transfers:
+    return handle._engine.transfers
 
 
-def settle(session: Session) -> None:
+def settle(handle: ebbtide.OffloadHandle) -> None:
     """Finish the copies under way, and let go of what they had needed."""
-    finish_device(session.device.torch_device)
+    finish_device(transfers_of(handle).device.torch_device)
     deadline_s = time.monotonic() + WAIT_S
-    while session._offloads.queue or session._reloads.abandoned or session.has_deferred_work():
-        session.poll()
+    while (now := handle.inspect().in_flight).offload_bytes or now.abandoned_buffers:
         assert time.monotonic() < deadline_s, "copies did not end"
         time.sleep(0.001)
 
 
 def assert_at_rest(handle: ebbtide.OffloadHandle) -> None:
     """Nothing is left of the steps so far: no record, no copy, no byte in the store."""
-    session = session_of(handle)
-    settle(session)
-    assert not session._records
-    assert session._account.live == 0
-    assert session._kept.size_bytes == session._reloads.held_bytes == 0
-    assert session._store.used_bytes == 0
+    settle(handle)
+    assert handle.inspect().in_flight.is_idle
+    assert transfers_of(handle).store.used_bytes == 0
 
 
 def fail(action: Callable[[], object], error: type[BaseException], device: torch.device) -> str:

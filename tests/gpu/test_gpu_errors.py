@@ -14,9 +14,9 @@ from gpu_bench import (
     batch,
     fail,
     mean_square,
-    session_of,
     take_step,
     tower,
+    transfers_of,
 )
 from zoo import assert_bitwise_equal
 
@@ -91,14 +91,14 @@ def test_out_of_memory_at_a_reload(device: torch.device, monkeypatch: pytest.Mon
     expected = take_step(model, x)
     with ebbtide.offload(model, activations=TIGHT) as handle:
         assert_bitwise_equal(take_step(model, x), expected)
-        store = session_of(handle)._store
+        store = transfers_of(handle).store
         reload, calls = store.reload, []
 
-        def refuse_the_fourth(slot: object) -> object:
-            calls.append(slot)
+        def refuse_the_fourth(*arguments: object) -> object:
+            calls.append(arguments)
             if len(calls) == 4:
                 raise torch.OutOfMemoryError("planted: out of memory")
-            return reload(slot)
+            return reload(*arguments)
 
         monkeypatch.setattr(store, "reload", refuse_the_fourth)
         message = fail(lambda: take_step(model, x), torch.OutOfMemoryError, device)
@@ -121,7 +121,7 @@ def test_out_of_memory_after_detach(device: torch.device) -> None:
     handle.detach()
     fail(lambda: losses.pop().backward(), OUT_OF_MEMORY, device)
     assert_at_rest(handle)
-    assert session_of(handle)._store.host_capacity_bytes == 0
+    assert transfers_of(handle).store.host_capacity_bytes == 0
     fuse.replace()
     assert_bitwise_equal(take_step(model, x), expected)
 

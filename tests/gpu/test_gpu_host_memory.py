@@ -14,16 +14,15 @@ from gpu_bench import (
     SIZE_BYTES,
     TIGHT,
     batch,
-    needs_accelerator,
     needs_cuda,
-    session_of,
     take_step,
     tower,
+    transfers_of,
 )
 
 
 def _store(handle: ebbtide.OffloadHandle) -> PinnedStore:
-    store = session_of(handle)._store
+    store = transfers_of(handle).store
     assert isinstance(store, PinnedStore)
     return store
 
@@ -83,8 +82,9 @@ def test_registration_is_seen_while_it_lasts(device: torch.device) -> None:
         torch.ones(1, device=device)
 
 
-@needs_accelerator
+@needs_cuda
 def test_second_step_has_exactly_what_it_needs(device: torch.device) -> None:
+    """Memory that is page-locked where it is. Elsewhere torch gives it, in powers of two."""
     model, x = tower(device), batch(device)
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)  # "the system refused to page-lock"
@@ -103,7 +103,7 @@ def test_copies_go_to_and_from_page_locked_memory(
 ) -> None:
     model, x = tower(device), batch(device)
     with ebbtide.offload(model, activations=TIGHT, store=store) as handle:
-        moving = session_of(handle).device
+        moving = transfers_of(handle).device
         seen: list[bool] = []
         down, up = moving.copy_down, moving.copy_up
         monkeypatch.setattr(

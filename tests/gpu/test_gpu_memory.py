@@ -20,7 +20,6 @@ from gpu_bench import (
     batch,
     finish_device,
     needs_accelerator,
-    session_of,
     settle,
     take_step,
     tower,
@@ -64,7 +63,7 @@ def _allocated_after_forward(
     loss = model(0.5)
     finish_device(device)
     if handle is not None:
-        settle(session_of(handle))
+        settle(handle)
     allocated_bytes = torch.accelerator.memory_allocated(device)
     loss.backward()
     return allocated_bytes
@@ -93,7 +92,7 @@ def _peaks_bytes(
     loss = model(0.5)
     finish_device(device)
     if handle is not None:
-        settle(session_of(handle))
+        settle(handle)
     forward_bytes = torch.accelerator.max_memory_allocated(device)
     torch.accelerator.reset_peak_memory_stats(device)
     loss.backward()
@@ -169,10 +168,10 @@ def test_five_hundred_steps_leave_nothing(device: torch.device) -> None:
     policy = replace(TIGHT, max_inflight_bytes=2 * SMALL_BYTES)
     with ebbtide.offload(model, activations=policy) as handle:
         _repeat(lambda: take_step(model, x), SETTLED, device)
-        settle(session_of(handle))
+        settle(handle)
         before = _figures(device)
         _repeat(lambda: take_step(model, x), STEPS - SETTLED, device)
-        settle(session_of(handle))
+        settle(handle)
         after = _figures(device)
         assert_at_rest(handle)
     assert after["resident"] <= before["resident"] + GROWTH_BYTES

@@ -17,9 +17,9 @@ from gpu_bench import (
     batch,
     fail,
     needs_accelerator,
-    session_of,
     take_step,
     tower,
+    transfers_of,
 )
 from zoo import assert_bitwise_equal
 
@@ -72,7 +72,7 @@ def test_budget_that_is_too_small(device: torch.device) -> None:
     small = batch(device, rows=128)
     assert take_step(model, small)["output"].shape == (128, 256)
     handle.detach()
-    assert session_of(handle)._store.host_capacity_bytes == 0
+    assert transfers_of(handle).store.host_capacity_bytes == 0
     assert_bitwise_equal(take_step(model, x), expected)
 
 

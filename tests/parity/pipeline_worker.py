@@ -202,7 +202,7 @@ def look_at(case: Case) -> dict[str, Any]:
         "reloaded_bytes": stats.reloaded_bytes,
         "plain_alive": plain_alive,
         "alive": alive,
-        "events": [(e.what, e.label, e.begin_s, e.end_s) for e in trace.events],
+        "events": [(e.what, e.label, e.begin_s, e.end_s) for e in trace.events if not e.kind],
     }
 
 

@@ -92,8 +92,7 @@ class NothingAtRestComputes(TorchDispatchMode):
 
     def __init__(self, handle: OffloadHandle) -> None:
         super().__init__()
-        groups = handle._engine._hooks.weights.weights.groups
-        begins = [(group.memory.tensor.data_ptr(), group.size_bytes) for group in groups]
+        begins = [(each.address, each.size_bytes) for each in handle.inspect().parameters]
         self.ranges = [(begin, begin + size_bytes) for begin, size_bytes in begins]
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -121,15 +120,15 @@ def offloaded(
         )
     yield handle, device
     device.finish_copies()
-    handle._engine._session.poll()
-    groups = handle._engine._hooks.weights.weights.groups
+    handle.inspect()
+    groups = handle._engine.weights.weights.groups
     assert len(groups) > 1
     largest = sorted(group.size_bytes for group in groups)[-2:]
-    if activations is None and handle._engine._hooks.weights.weights.peak_groups <= 2:
+    if activations is None and handle.inspect().in_flight.peak_weight_groups <= 2:
         assert device.allocated_bytes() <= sum(largest)
     handle.detach()
     device.finish_copies()
-    handle._engine._session.poll()
+    handle.inspect()
     assert device.allocated_bytes() == 0
 
 
@@ -140,8 +139,7 @@ def test_ten_steps_are_bit_identical(name: str, optimizer: str) -> None:
     train = Train(NAMED[name], optimizer)
     with offloaded(train, seed=len(name)) as (handle, _):
         assert_bitwise_equal(train.steps(10), expected)
-        rests = [m.host for g in handle._engine._hooks.weights.weights.groups for m in g.members]
-        assert len(rests) > 4
+        assert len(handle.inspect().parameters) > 4
     assert_bitwise_equal(train.state(), expected)
 
 

@@ -17,17 +17,23 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ebbtide.activations import rebuild
+from ebbtide.activations.activations import Activations
+from ebbtide.activations.handles import Saved, restore
+from ebbtide.activations.parameter_index import ParameterIndex
+from ebbtide.activations.placement import Placement
+from ebbtide.activations.records import StorageRecord
 from ebbtide.devices.device import AbstractEvent
 from ebbtide.devices.simulated import SimulatedDevice
-from ebbtide.hooks.activations import ActivationHooks
-from ebbtide.hooks.parameters import ParameterIndex
-from ebbtide.runtime.saved import OffloadedTensor
-from ebbtide.runtime.session import Session
-from ebbtide.stores import disk_file
+from ebbtide.hooks import saved_tensors
+from ebbtide.hooks.saved_tensors import SavedTensorHooks
+from ebbtide.memory import disk_file
+from ebbtide.policy import ActivationPolicy
 from ebbtide.stores.pinned import PinnedStore
 from ebbtide.stores.staged import StagedDiskStore
 from ebbtide.stores.store import AbstractStore, Slot
 from ebbtide.stores.tiered import TieredStore
+from ebbtide.transfers.transfers import Transfers
 from programs import WIDTH, Outcome, Program, Run, Source
 
 KIB = 1024
@@ -44,13 +50,14 @@ class Knobs:
         bound_bytes: on bytes in flight.
         eagerness: how often a copy runs earlier than it must.
         backward_stream: backward computes on another stream than forward.
-        closes_early: the session is closed while copies are under way.
+        closes_early: the store is closed while copies are under way.
         store: `host`, `disk` or `tiered`.
         refusals: how often the system refuses to page-lock memory.
         slow_copies: how often a copy takes ten times as long.
         short_calls: how often a read or a write moves less than it was asked for.
         failures: how often the disk is full, or a write to it fails.
         rebuild: what a recipe gives again is neither kept nor moved.
+        mixed_streams: operations of backward compute on one stream or another, as they come.
     """
 
     device_seed: int
@@ -64,6 +71,7 @@ class Knobs:
     short_calls: float = 0.0
     failures: float = 0.0
     rebuild: bool = False
+    mixed_streams: bool = False
 
     @classmethod
     def of(cls, seed: int) -> "Knobs":
@@ -79,6 +87,7 @@ class Knobs:
             short_calls=(0.0, 0.5)[seed % 17 % 2],
             failures=(0.0, 0.0, 0.1, 0.9)[seed % 19 % 4],
             rebuild=bool(seed % 23 % 2),
+            mixed_streams=seed % 29 % 3 == 0,
         )
 
 
@@ -125,7 +134,7 @@ class FaultyOs:
 
 
 class Simulation:
-    """One session on a simulated device, whose bounds and eagerness follow from the seed."""
+    """Activations on a simulated device, whose bounds and eagerness follow from the seed."""
 
     def __init__(self, seed: int, knobs: Knobs | None = None) -> None:
         self.knobs = knobs or Knobs.of(seed)
@@ -134,11 +143,15 @@ class Simulation:
         self.device.pins_host_memory = True
         self.device.refusals = self.knobs.refusals
         self.device.slow_copies = self.knobs.slow_copies
-        self.store = _make_store(self.device, self.knobs.store)
-        self.session = Session(self.device, self.store, max_inflight_bytes=bound_bytes)
-        self.hooks = ActivationHooks(
-            self.session, ParameterIndex([]), min_bytes=512, rebuild=self.knobs.rebuild
-        )
+        self.store = make_store(self.device, self.knobs.store)
+        self.take(Activations(Transfers(self.device, self.store, bound_bytes)))
+        policy = ActivationPolicy(min_bytes=512, rebuild=self.knobs.rebuild)
+        self.hooks = SavedTensorHooks(self.activations, Placement(policy), ParameterIndex([]))
+
+    def take(self, activations: Activations) -> None:
+        """Look at these from now on."""
+        self.activations = activations
+        self.transfers = activations.transfers
 
     def forward(self, function: Callable[[], Any]) -> Any:
         """Run a forward with hooks; what comes after it may run on another compute stream."""
@@ -152,47 +165,68 @@ class Simulation:
             self.device.current = int(self.knobs.backward_stream)
 
     def switch(self, offloading: bool) -> None:
-        self.hooks.offloading = offloading
+        """Whether what is saved from now on leaves. Called within a forward."""
+        self.activations.scopes.current.offloads = offloading
+
+    @contextlib.contextmanager
+    def on_mixed_streams(self) -> Iterator[None]:
+        """Within, each saved tensor is asked for on a stream that chance picks, if that is so."""
+        if not self.knobs.mixed_streams:
+            yield
+            return
+
+        def restore_anywhere(saved: Saved) -> Tensor:
+            if not torch.is_grad_enabled():  # else the operation saves on the same stream
+                self.device.current = int(self.device.flip())
+            return restore(saved)
+
+        with (
+            mock.patch.object(saved_tensors, "restore", restore_anywhere),
+            mock.patch.object(rebuild, "restore", restore_anywhere),
+        ):
+            yield
+
+    def check_states(self) -> None:
+        """Hold every record to the table of states."""
+        for record in self.activations.alive():
+            record.check()
 
     def check_account(self) -> None:
-        """No graph is alive and the session holds nothing for one; copies may be under way."""
-        session = self.session
-        assert session._account.live == 0, f"{session._account.live} handles are alive"
-        assert session._forwards == 0
-        assert not session._records
-        assert not session._reloads.held
-        assert session._reloads.held_bytes == 0
-        assert not session._rebuilds.held
-        assert session._rebuilds.held_bytes == 0
-        assert not session._kept.holders
-        assert session._kept.size_bytes == 0
-        assert not any(session._account.stored_bytes.values())
-        under_way_bytes = sum(record.size_bytes for record in session._offloads.queue)
-        assert session._offloads.queued_bytes == under_way_bytes
-        assert session.meter.num_saved == 0, "the session's step has not ended"
+        """No graph is alive and nothing is held for one; copies may be under way."""
+        transfers, activations = self.transfers, self.activations
+        assert transfers.live == 0, f"{transfers.live} handles are alive"
+        assert transfers.running == 0
+        assert not activations.alive()
+        assert not transfers.reloads.held
+        assert transfers.reloads.held_bytes == 0
+        assert transfers.account.kept_bytes == 0
+        assert not any(transfers.account.stored_bytes.values())
+        under_way_bytes = sum(record.size_bytes for record in transfers.offloads.queue)
+        assert transfers.offloads.queued_bytes == under_way_bytes
+        assert transfers.account.device_bytes == under_way_bytes
+        assert transfers.offloads.retained_bytes == 0
+        assert transfers.account.meter.num_saved == 0, "the step has not ended"
 
     def check_at_rest(self) -> None:
         """Nothing is under way, held or stored any more."""
         if self.knobs.closes_early:
-            self.session.close()  # with copies still under way
-            assert not self.session._offloads.queue, "memory is held after close"
+            self.transfers.close()  # with copies still under way
+            assert not self.transfers.offloads.queue, "memory is held after close"
             assert not self.device.has_jobs(), "workers have something to do after close"
         self.device.finish_jobs()
         self.device.finish_copies()
-        self.session.poll()
+        self.transfers.poll()
         self.check_account()
-        session = self.session
-        assert not session._offloads.queue
-        assert not [held for held in session._reloads.abandoned if not held[1].query()]
-        session._reloads.abandoned.clear()
+        assert not self.transfers.offloads.queue
+        assert not self.transfers.reloads.abandoned
         assert self.store.used_bytes == 0
         assert self.device.allocated_bytes() == 0
-        self.session.close()
+        self.transfers.close()
         assert self.store.host_capacity_bytes == 0
         assert self.device.pinned_bytes == 0
 
 
-def _make_store(device: SimulatedDevice, kind: str) -> AbstractStore:
+def make_store(device: SimulatedDevice, kind: str) -> AbstractStore:
     """A store so small that its chunks and slabs are used again and again."""
     if kind == "host":
         return PinnedStore(device, slab_bytes=32 * KIB)
@@ -258,12 +292,12 @@ class Watch:
             self.wrong.append(otherwise)
 
     def _watch_offloads(self) -> None:
-        session, store = self.simulation.session, self.simulation.store
+        offloads, store = self.simulation.transfers.offloads, self.simulation.store
         offload, drop = store.offload, store.drop
 
         def watched_offload(source: Tensor, ready: AbstractEvent) -> Slot:
-            alone = session._offloads.queued_bytes == 0
-            fits = session._offloads.queued_bytes + source.numel() <= session._offloads._bound_bytes
+            alone = offloads.queued_bytes == 0
+            fits = offloads.queued_bytes + source.numel() <= offloads.bound_bytes
             self._require(alone or fits, "more bytes than the bound are on their way down")
             slot = offload(source, ready)
             self.slots[slot] = 0
@@ -283,27 +317,27 @@ class Watch:
         store.offload, store.drop = watched_offload, watched_drop
 
     def _watch_rebuilds(self) -> None:
-        session = self.simulation.session
-        leave_out = session.leave_out
+        activations = self.simulation.activations
+        leave_out = activations.leave_out
 
         def watched_leave_out(*args: Any) -> Any:
             self.rebuilds += 1
             return leave_out(*args)
 
-        session.leave_out = watched_leave_out
+        activations.leave_out = watched_leave_out
 
     def _watch_reloads(self) -> None:
-        session, store = self.simulation.session, self.simulation.store
-        reload, prefetch = store.reload, session._reloads.prefetch
+        reloads, store = self.simulation.transfers.reloads, self.simulation.store
+        reload, prefetch = store.reload, reloads.prefetch
         prefetching = False
 
-        def watched_reload(slot: Slot) -> tuple[Tensor, AbstractEvent]:
+        def watched_reload(slot: Slot, *target: Any) -> tuple[Tensor, AbstractEvent]:
             self._require(slot in self.slots, "a slot was reloaded after it was dropped")
             self._require_room(slot, prefetching)
             self.slots[slot] = self.slots.get(slot, 0) + 1
             self.reloads += 1
             self._read_slots.discard(slot)
-            return reload(slot)
+            return reload(slot, *target)
 
         def watched_prefetch(*args: Any) -> Any:
             nonlocal prefetching
@@ -313,24 +347,28 @@ class Watch:
             finally:
                 prefetching = False
 
-        store.reload, session._reloads.prefetch = watched_reload, watched_prefetch
+        store.reload, reloads.prefetch = watched_reload, watched_prefetch
 
     def _require_room(self, slot: Slot, prefetching: bool) -> None:
         """A prefetch fits in the bound or is alone; a reload on demand comes on top of that."""
-        session = self.simulation.session
-        most_bytes = max(session._offloads._bound_bytes, self.largest_bytes)
+        reloads = self.simulation.transfers.reloads
+        bound_bytes = self.simulation.transfers.offloads.bound_bytes
+        most_bytes = max(bound_bytes, self.largest_bytes)
+        # Values that were rebuilt are under the same bound.
+        reloaded = [record for record in reloads.held if record.slot is not None]
+        reloaded_bytes = sum(record.size_bytes for record in reloaded)
         if prefetching:
-            fits = session._reloads.held_bytes + slot.size_bytes <= session._offloads._bound_bytes
-            self._require(fits or not session._reloads.held, "a prefetch exceeds the bound")
-        unread = [r for r in session._reloads.held if r.slot not in self._read_slots]
+            fits = reloads.held_bytes + slot.size_bytes <= bound_bytes
+            self._require(fits or not reloads.held, "a prefetch exceeds the bound")
+        unread = [record for record in reloaded if record.slot not in self._read_slots]
         unread_bytes = sum(record.size_bytes for record in unread)
         self._require(unread_bytes <= most_bytes, "reloads that nobody has read exceed the bound")
-        excess_bytes = session._reloads.held_bytes + slot.size_bytes - most_bytes
+        excess_bytes = reloaded_bytes + slot.size_bytes - most_bytes
         self.most_excess = max(self.most_excess, excess_bytes / self.largest_bytes)
 
     def _watch_memory(self) -> None:
-        device, session = self.simulation.device, self.simulation.session
-        allocate, bring_back = device.allocate, session.bring_back
+        device, activations = self.simulation.device, self.simulation.activations
+        allocate, bring_back = device.allocate, activations.bring_back
 
         def watched_allocate(size_bytes: int) -> Tensor:
             self._saved_again = [known for known in self._saved_again if not known[0].expired()]
@@ -339,25 +377,28 @@ class Watch:
             self._require(held_bytes <= most_bytes, "device memory outlives its last reader")
             return allocate(size_bytes)
 
-        def watched_bring_back(saved: OffloadedTensor) -> Tensor:
-            flat = bring_back(saved)
-            self._read_slots.add(saved.record.slot)
+        def watched_bring_back(record: StorageRecord, generation: int) -> tuple[Tensor, int]:
+            there = record.source is not None
+            flat, generation = bring_back(record, generation)
+            self.simulation.check_states()
+            if record.slot is not None:
+                self._read_slots.add(record.slot)
             # The backward of a backward keeps what the first one read.
-            if torch.is_grad_enabled() and saved.record.source is None:
+            if torch.is_grad_enabled() and not there:
                 reference = StorageWeakRef(flat.untyped_storage())
                 self._saved_again.append((reference, flat.numel()))
-            return flat
+            return flat, generation
 
-        device.allocate, session.bring_back = watched_allocate, watched_bring_back
+        device.allocate, activations.bring_back = watched_allocate, watched_bring_back
 
     def _held_bytes(self) -> int:
-        """Device bytes given out and alive beyond what the session accounts for."""
-        session = self.simulation.session
-        own = [record.buffer for record in session._reloads.held]
-        own += [memory for memory, _ in session._reloads.abandoned]
+        """Device bytes given out and alive beyond what the engine accounts for."""
+        transfers = self.simulation.transfers
+        own = [record.buffer for record in transfers.reloads.held]
+        own += [buffer for buffer, _ in transfers.reloads.abandoned]
         # In the backward of a backward, what was reloaded is saved again and leaves again.
-        own += [record.source for record in session._offloads.queue]
-        addresses = {memory.untyped_storage()._cdata for memory in own}
+        own += [record.source for record in transfers.offloads.queue]
+        addresses = {memory.untyped_storage()._cdata for memory in own if memory is not None}
         return sum(
             allocation.size_bytes
             for allocation in self.simulation.device._allocations
@@ -374,13 +415,14 @@ def simulate(source: Source, knobs: Knobs | None = None) -> tuple[Outcome, Outco
     """
     simulation = Simulation(source if isinstance(source, int) else 0, knobs)
     watch = Watch(simulation)
-    rebuild = simulation.knobs.rebuild
-    program = Program(source, simulation.switch, starts_over=rebuild)
+    starts_over = simulation.knobs.rebuild
+    program = Program(source, simulation.switch, starts_over=starts_over)
     failed: set[int] = set()
-    with mock.patch.object(disk_file, "os", FaultyOs(simulation.knobs)), warnings.catch_warnings():
+    faulty = mock.patch.object(disk_file, "os", FaultyOs(simulation.knobs))
+    with faulty, simulation.on_mixed_streams(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "the system refused to page-lock", RuntimeWarning)
         offloaded = program.run(_noting_failures(simulation.forward, failed), watch.after_step)
-    plain = Program(source, starts_over=rebuild).run(_failing_again(failed))
+    plain = Program(source, starts_over=starts_over).run(_failing_again(failed))
     return plain, offloaded, watch
 
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 import ebbtide
 from ebbtide.devices.simulated import SimulatedDevice
-from ebbtide.runtime.session import Session
 from ebbtide.stores.store import AbstractStore
+from ebbtide.transfers.transfers import Transfers
 
 SIZE_BYTES = 64 * 1024  # what one layer saves
 FORWARD_S = 1e-3
@@ -43,16 +43,16 @@ class Work(torch.autograd.Function):
 @contextlib.contextmanager
 def on_device(
     device: SimulatedDevice, make_store: Callable[[], AbstractStore], bound_bytes: int = 2**20
-) -> Iterator[list[Session]]:
-    """What is offloaded within uses this device. Gives the sessions that were built."""
-    built: list[Session] = []
+) -> Iterator[list[Transfers]]:
+    """What is offloaded within uses this device. Gives the transfers that were built."""
+    built: list[Transfers] = []
 
-    def build_session(*_: Any, **others: Any) -> Session:
-        kept = {name: others[name] for name in ("traced", "following") if name in others}
-        built.append(Session(device, make_store(), bound_bytes, **kept))
+    def build_transfers(*_: Any, **others: Any) -> Transfers:
+        traced = bool(others.get("traced"))
+        built.append(Transfers(device, make_store(), bound_bytes, traced=traced))
         return built[-1]
 
-    with mock.patch("ebbtide.engine.build_session", build_session):
+    with mock.patch("ebbtide.engine.build_transfers", build_transfers):
         yield built
 
 

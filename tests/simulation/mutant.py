@@ -1,35 +1,38 @@
 """Tries one mutated copy of the package, in a process that knew torch but not the package."""
 
+import faulthandler
 import importlib
 import sys
 import traceback
 import warnings
 from contextlib import redirect_stderr, redirect_stdout
 
-CAUGHT, MISSED, BROKEN = 1, 0, 3
+CAUGHT = "caught: "
+"""Begins what a run prints that noticed the mutation."""
 
 
-def try_mutant(source: str, check: str, seeds: int, output: str) -> None:
-    """Exit with what came of it.
+def try_mutant(source: str, check: str, seeds: int, output: str, limit_s: float) -> None:
+    """Try seeds until one notices the mutation, and write what came of it.
 
     Args:
         source: the folder of the mutated package.
         check: the function that runs a seed, as ``module.name``.
         seeds: how many to try.
         output: a file for what is printed.
+        limit_s: after it the process is stuck: it prints where, and ends.
     """
     sys.path.insert(0, source)
     warnings.simplefilter("ignore")
     with open(output, "w") as file, redirect_stdout(file), redirect_stderr(file):
+        faulthandler.dump_traceback_later(limit_s, exit=True, file=file)
         try:
-            code = _try(source, check, seeds)
+            _try(source, check, seeds)
         except BaseException:
             traceback.print_exc()
-            code = BROKEN
-    sys.exit(code)
+        faulthandler.cancel_dump_traceback_later()
 
 
-def _try(source: str, check: str, seeds: int) -> int:
+def _try(source: str, check: str, seeds: int) -> None:
     import torch
 
     import ebbtide
@@ -42,6 +45,6 @@ def _try(source: str, check: str, seeds: int) -> int:
         try:
             run(seed)
         except AssertionError as error:
-            print("caught:", error)
-            return CAUGHT
-    return MISSED
+            print(f"{CAUGHT}{error}")
+            return
+    print(f"not caught by {seeds} seeds")

@@ -15,9 +15,10 @@ from torch import Tensor
 
 import ebbtide
 from ebbtide import schedule
-from ebbtide.runtime.session import Session
-from ebbtide.runtime.units import UnitRecords
+from ebbtide.activations.records import UnitRecords
+from ebbtide.execution.executor import ScheduleExecutor
 from ebbtide.schedule import Action, Pass, Schedule, Unit, Verb, parse_pass
+from ebbtide.transfers.record import State
 from harness import Knobs, Simulation, drain_autograd, without_collector
 from loops import on_device
 from programs import BINARY, UNARY, WIDTH, InterruptedStepError, any_order
@@ -134,12 +135,14 @@ def _check(seed: int, step: Step, knobs: Knobs) -> Counter[str]:
     policy = ebbtide.ActivationPolicy(min_bytes=512, rebuild=knobs.rebuild)
     with on_device(simulation.device, lambda: simulation.store, knobs.bound_bytes) as built:
         loop = ebbtide.OffloadSession(schedule=step.plan, activations=policy)
-    session = built[0]
-    simulation.session = session  # its own has done nothing yet
+    simulation.transfers = built[0]  # its own have done nothing yet
+    executor = loop._engine.executor
+    assert executor is not None
+    simulation.activations = executor.activations
     # Rounds share the transposed weight: where they overlap, or one of them departs, it asks for
     # what another has sent away.
     overlapping = step.plan.num_microbatches < len(step.order) // 2
-    watch = _Watch(session, looks=not overlapping and step.departure in ("", "retained"))
+    watch = _Watch(executor, looks=not overlapping and step.departure in ("", "retained"))
     content = Counter([step.departure] if step.departure else [])
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -161,8 +164,7 @@ def _check(seed: int, step: Step, knobs: Knobs) -> Counter[str]:
     content["followed"] += not departures
     content["said so"] += len(departures)
     content["moved"] += watch.released
-    assert session.conductor is not None
-    session.conductor.abandon()
+    executor.abandon()
     simulation.check_at_rest()
     return content
 
@@ -170,18 +172,16 @@ def _check(seed: int, step: Step, knobs: Knobs) -> Counter[str]:
 class _Watch:
     """After each anchor, what it released has no memory, until it is reloaded."""
 
-    def __init__(self, session: Session, *, looks: bool) -> None:
+    def __init__(self, executor: ScheduleExecutor, *, looks: bool) -> None:
         self.wrong: list[str] = []
         self.released = 0
-        rounds = session._rounds
-        assert rounds is not None
-        act, begin = rounds._act, rounds._begin
+        act, begin = executor.do, executor.begin
 
         def watched_act(records: UnitRecords, verb: Verb) -> None:
             act(records, verb)
             self.released += verb is Verb.RELEASE
             for record in records.records:
-                if verb is Verb.RELEASE and record.held:
+                if verb is Verb.RELEASE and record.state is State.RETAINED:
                     self.wrong.append(f"{records.unit} holds memory after its release")
                 if verb is Verb.RELOAD and record.source is None and record.buffer is None:
                     self.wrong.append(f"{records.unit} has no memory after its reload")
@@ -191,7 +191,7 @@ class _Watch:
             if looks and not current.departed:
                 self._look(current.units, each)
 
-        rounds._act, rounds._begin = watched_act, watched_begin
+        executor.do, executor.begin = watched_act, watched_begin
 
     def _look(self, units: dict[Unit, UnitRecords], each: Pass) -> None:
         for records in units.values():

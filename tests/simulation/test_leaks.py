@@ -12,20 +12,20 @@ from typing import Any, Protocol
 import psutil
 import pytest
 
+from ebbtide import ActivationPolicy
+from ebbtide.activations.handles import SmallTensors
+from ebbtide.activations.records import StorageRecord
+from ebbtide.activations.saved import RecordedTensor
 from ebbtide.devices.cpu import CpuDevice
 from ebbtide.devices.device import AbstractDevice
-from ebbtide.hooks.activations import ActivationHooks
-from ebbtide.hooks.parameters import ParameterIndex
-from ebbtide.runtime.forward import ForwardLog
-from ebbtide.runtime.kept import LargeKept, SmallKept
-from ebbtide.runtime.records import StorageRecord
-from ebbtide.runtime.saved import OffloadedTensor
-from ebbtide.runtime.session import Session
 from ebbtide.stores.disk import DiskStore
 from ebbtide.stores.pinned import PinnedStore
 from ebbtide.stores.staged import StagedDiskStore
 from ebbtide.stores.store import AbstractStore, Slot
 from ebbtide.stores.tiered import TieredStore
+from ebbtide.transfers.prefetch import ForwardLog
+from ebbtide.transfers.transfers import Transfers
+from engine_bench import EngineBench
 from harness import KIB, Simulation, drain_autograd, without_collector
 from programs import Program
 
@@ -36,13 +36,20 @@ GROWTH_BYTES = 8 * 2**20
 """Of RSS, over the last 700 steps. One forgotten tensor of 4 KiB per microbatch would be as much:
 700 steps x 2.9 forwards x 4 KiB = 7.9 MiB, and a forward offloads several, some of 6 KiB. The same
 steps without a leak stay within 1 MiB, and the allocator's own scatter."""
-ENGINE_TYPES = (ForwardLog, LargeKept, OffloadedTensor, Session, Slot, SmallKept, StorageRecord)
+ENGINE_TYPES = (
+    ForwardLog,
+    RecordedTensor,
+    Slot,
+    SmallTensors,
+    StorageRecord,
+    Transfers,
+)
 
 
 class Bench(Protocol):
-    """A session to run programs in."""
+    """An engine to run programs in."""
 
-    session: Session
+    transfers: Transfers
 
     def forward(self, function: Callable[[], Any]) -> Any: ...
 
@@ -52,7 +59,7 @@ class Bench(Protocol):
         """Wait for the device, as training code does that reads a loss."""
 
     def finish(self) -> None:
-        """Check that the session holds nothing, and close it."""
+        """Check that the engine holds nothing, and close it."""
 
 
 class SimulatedBench(Simulation):
@@ -61,50 +68,35 @@ class SimulatedBench(Simulation):
 
     def finish(self) -> None:
         self.check_at_rest()
-        self.session.close()
+        self.transfers.close()
 
 
-class ThreadBench:
+class ThreadBench(EngineBench):
     """The real CPU device; tensors leave and come back in worker threads."""
 
     def __init__(self, seed: int, device: AbstractDevice, store: AbstractStore) -> None:
-        self.store = store
-        self.session = Session(device, store, max_inflight_bytes=(8 * KIB) << seed % 4)
-        self.hooks = ActivationHooks(self.session, ParameterIndex([]), min_bytes=512)
+        policy = ActivationPolicy(min_bytes=512, rebuild=False)
+        super().__init__(device, store, (8 * KIB) << seed % 4, policy)
 
     def forward(self, function: Callable[[], Any]) -> Any:
-        began = self.hooks.begin()
-        try:
-            return function()
-        finally:
-            if began:
-                self.hooks.end()
-
-    def switch(self, offloading: bool) -> None:
-        self.hooks.offloading = offloading
+        return self.run(function)
 
     def synchronize(self) -> None:
         """The CPU's kernels have run."""
 
     def finish(self) -> None:
         _wait_until(self._at_rest, "copies did not end, or bytes were left in the store")
-        assert self.session._account.live == 0
-        assert self.session._reloads.held_bytes == 0
-        assert self.session._kept.size_bytes == 0
-        assert not any(self.session._account.stored_bytes.values())
-        self.session.close()
+        self.close()
 
     def _at_rest(self) -> bool:
-        self.session.poll()
-        under_way = self.session._offloads.queue or self.session._reloads.abandoned
-        return not under_way and self.store.used_bytes == 0
+        return self.in_flight.is_idle and self.store.used_bytes == 0
 
 
 class DiskBench(ThreadBench):
     def __init__(self, seed: int) -> None:
         store = DiskStore()
         super().__init__(seed, CpuDevice(), store)
-        store.on_progress = self.session.weak_poll()
+        store.on_progress = self.transfers.weak_poll()
 
 
 class TieredBench(ThreadBench):
@@ -118,6 +110,7 @@ class TieredBench(ThreadBench):
         )
 
 
+@pytest.mark.timeout(1800)  # half a minute on a core of its own
 @pytest.mark.filterwarnings("ignore:the system refused to page-lock")
 @pytest.mark.parametrize("bench_type", [SimulatedBench, DiskBench, TieredBench])
 def test_a_thousand_steps_leave_nothing(bench_type: Callable[[int], Bench]) -> None:

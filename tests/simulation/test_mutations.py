@@ -11,26 +11,28 @@ from pathlib import Path
 import pytest
 
 import ebbtide
+from guards import find_guards, without
 from mutant import CAUGHT, try_mutant
 from mutations import MUTATIONS, Mutation
+from races_page import PAGE, page
 
 SOURCE = Path(ebbtide.__file__).parent
 SEEDS = 200
-
-Run = tuple[int | None, str]
-"""The exit code of a process, None if it was still running; and what it printed."""
+STUCK_S = 1200.0
+"""Of one mutant: a hundred times what the slowest takes, so that it is reached only by one that
+hangs, however busy the machine is."""
 
 
 @pytest.fixture(scope="module")
 def runs(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[str, Future[Run]]]:
-    """The mutations whose tests were asked for, as many at a time as there are cores."""
+) -> Iterator[dict[str, Future[str]]]:
+    """What is printed under the mutations that were asked for, as many at a time as cores."""
     items = [item for item in request.session.items if hasattr(item, "callspec")]
     chosen = [i.callspec.params["mutation"] for i in items if "mutation" in i.callspec.params]
-    # Forked from a process that has imported torch: that takes longer than most mutations live.
+    # Forked from a process that has imported what takes longer than most mutations live.
     forks = multiprocessing.get_context("forkserver")
-    forks.set_forkserver_preload(["torch", "hypothesis"])
+    forks.set_forkserver_preload(["torch._dynamo", "hypothesis", "psutil"])
     pool = ThreadPoolExecutor(os.cpu_count())
     yield {
         m.name: pool.submit(_run_mutated, forks, m, tmp_path_factory.mktemp("m")) for m in chosen
@@ -38,32 +40,30 @@ def runs(
     pool.shutdown(cancel_futures=True)
 
 
+@pytest.mark.timeout(STUCK_S + 300)
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
-def test_simulation_catches(mutation: Mutation, runs: dict[str, Future[Run]]) -> None:
-    code, printed = runs[mutation.name].result()
-    assert code == CAUGHT, f"not caught by {SEEDS} seeds: exit {code}\n{printed}"
-    assert "caught: " in printed
+def test_simulation_catches(mutation: Mutation, runs: dict[str, Future[str]]) -> None:
+    printed = runs[mutation.name].result()
+    assert any(line.startswith(CAUGHT) for line in printed.splitlines()), printed
 
 
-def test_documentation_lists_every_guard() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "internals" / "races.md").read_text()
-    flat = " ".join(text.split())
-    for mutation in MUTATIONS:
-        assert mutation.name in flat.lower(), mutation.name
-        assert mutation.hazard in flat, mutation.name
+def test_every_guard_has_a_mutation() -> None:
+    assert find_guards(SOURCE).keys() == {mutation.guard for mutation in MUTATIONS}
 
 
-def _run_mutated(forks: ForkServerContext, mutation: Mutation, directory: Path) -> Run:
+def test_the_page_of_races_is_written_from_the_tags() -> None:
+    assert PAGE.read_text() == page(), "write it again: make races"
+
+
+def _run_mutated(forks: ForkServerContext, mutation: Mutation, directory: Path) -> str:
     shutil.copytree(SOURCE, directory / "ebbtide", ignore=shutil.ignore_patterns("__pycache__"))
-    file = directory / "ebbtide" / mutation.file
-    text = file.read_text()
-    assert text.count(mutation.old) == 1, f"{mutation.file} has no longer exactly one such place"
-    file.write_text(text.replace(mutation.old, mutation.new))
+    guard = find_guards(SOURCE)[mutation.guard]
+    file = directory / "ebbtide" / guard.file
+    file.write_text(without(file.read_text(), guard, mutation.edit))
     output = directory / "output"
-    arguments = (str(directory), mutation.check, SEEDS, str(output))
+    arguments = (str(directory), mutation.check, SEEDS, str(output), STUCK_S)
     process = forks.Process(target=try_mutant, args=arguments, daemon=True)
     process.start()
-    process.join(240)
-    code = process.exitcode
-    process.kill()
-    return code, output.read_text() if output.exists() else ""
+    # Its exit code says nothing: one thread's `start` may take it away from another's `join`.
+    process.join()
+    return output.read_text() if output.exists() else f"exit {process.exitcode}"

@@ -128,7 +128,7 @@ def test_programs_do_what_they_are_for() -> None:
     for seed in range(120):
         outcome, watch = check_outcome(seed)
         tally.add(outcome, watch)
-        late += watch.simulation.session.stats.late_reloads
+        late += watch.simulation.transfers.account.stats.late_reloads
     tally.check()
     assert late > 0
 

@@ -5,13 +5,12 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from ebbtide import ActivationPolicy
 from ebbtide.devices.simulated import SimulatedDevice
-from ebbtide.hooks.activations import ActivationHooks
-from ebbtide.hooks.parameters import ParameterIndex
-from ebbtide.runtime.ranges import Layer as LayerName
-from ebbtide.runtime.session import Session
-from ebbtide.runtime.stats import StepStats
 from ebbtide.stores.pinned import PinnedStore
+from ebbtide.transfers.layer import Layer
+from ebbtide.transfers.stats import StepStats
+from engine_bench import EngineBench
 from loops import BACKWARD_S, FORWARD_S, SIZE_BYTES, Work
 
 FAST = 2 * SIZE_BYTES / FORWARD_S  # bytes/s: a copy takes half a layer's forward
@@ -26,8 +25,8 @@ class Run:
     ) -> None:
         self.device = SimulatedDevice(0, 0.0, bandwidth_bytes_per_s, timely=True)
         self.store = PinnedStore(self.device, slab_bytes=SIZE_BYTES)
-        self.session = Session(self.device, self.store, bound_bytes, traced=True)
-        self.hooks = ActivationHooks(self.session, ParameterIndex([]), min_bytes=SIZE_BYTES)
+        policy = ActivationPolicy(min_bytes=SIZE_BYTES, rebuild=False)
+        self.bench = EngineBench(self.device, self.store, bound_bytes, policy, traced=True)
         self.num_layers, self.offloaded = num_layers, offloaded
         self.step_s = 0.0
 
@@ -36,14 +35,16 @@ class Run:
         torch.manual_seed(0)
         x = torch.randn(SIZE_BYTES // 4, requires_grad=True)
         h = x * 1.0
-        assert self.hooks.begin()
+        hooks, activations = self.bench.hooks, self.bench.activations
+        assert hooks.begin()
         for number in range(self.num_layers):
-            self.hooks.offloading = number < self.offloaded
-            self.session.layer = LayerName(number, f"blocks.{number}")
+            layer = Layer(number, f"blocks.{number}")
+            activations.scopes.begin_layer(layer, offloads=number < self.offloaded)
             h = Work.apply(h, self.device)
-        self.hooks.end()
+            activations.scopes.end_layer()
+        hooks.end()
         h.backward(torch.ones_like(h))
-        self.session.poll()
+        self.bench.transfers.poll()
         self.step_s = self.device.now_s - begin_s
         assert x.grad is not None
         return x.grad
@@ -52,7 +53,7 @@ class Run:
         expected = self.plain()
         for _ in range(count):
             assert torch.equal(self.step(), expected)
-        return self.session.stats
+        return self.bench.stats
 
     def plain(self) -> Tensor:
         torch.manual_seed(0)
@@ -112,7 +113,7 @@ def test_what_is_in_flight_stays_within_the_bound_however_slow_the_link(tensors:
 def test_lanes_overlap_compute() -> None:
     run = Run(20, 16, FAST, bound_bytes=2 * SIZE_BYTES)
     run.steps()
-    trace = run.session.trace
+    trace = run.bench.transfers.account.trace
     copies = [event for event in trace.events if event.what in ("offload", "reload")]
     assert len(copies) == 2 * 16
     assert {event.lane for event in copies} == {"d2h", "h2d"}

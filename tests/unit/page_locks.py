@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -38,6 +39,13 @@ class PageLocks:
     def size_bytes(self) -> int:
         return sum(self.locked.values())
 
+    def wait_until_unlocked(self) -> None:
+        """Wait for blocks that were collected: that is done in a thread of its own."""
+        deadline_s = time.monotonic() + 10
+        while self.locked and time.monotonic() < deadline_s:
+            time.sleep(0.001)
+        assert not self.locked
+
     def _pin(self, address: int, size_bytes: int) -> Callable[[], None]:
         self.log.append("pin")
         if self.refuses:
@@ -56,6 +64,14 @@ class PageLocks:
     def _finish_copies(self) -> None:
         self.log.append("finish")
         self._finish()
+
+
+def wait_until_unmapped(address: int) -> None:
+    """Wait until the thread that has unlocked a block has let go of it, too."""
+    deadline_s = time.monotonic() + 10
+    while is_mapped(address) and time.monotonic() < deadline_s:
+        time.sleep(0.001)
+    assert not is_mapped(address)
 
 
 def is_mapped(address: int, size_bytes: int = 1) -> bool:

@@ -62,11 +62,11 @@ def test_activations_weights_or_both(
         handle = config.apply(model)
     got = train(model)
     assert all(map(torch.equal, got, expected))
-    hooks = handle._engine._hooks.weights
-    assert (hooks is not None) == weights
-    if hooks is not None:
-        assert len(hooks.weights.groups) == 2
-        assert hooks.weights.peak_groups == (2 if double else 1)
+    looked = handle.inspect()
+    assert bool(looked.parameters) == weights
+    if weights:
+        assert len({parameter.group for parameter in looked.parameters}) == 2
+        assert looked.in_flight.peak_weight_groups == (2 if double else 1)
     # A recomputed layer saves nothing itself: its input is saved around it, and stays.
     assert (handle.stats.offloaded_bytes > 0) == (activations and not recompute)
     handle.detach()

@@ -174,7 +174,7 @@ def test_no_load_gives_no_flow() -> None:
         (np.ones((3, 3)), 1.0, "at least 4"),
         (np.zeros((8, 8)), 1.0, "positive"),
         (np.full((8, 8), np.nan), 1.0, "positive and finite"),
-        (np.ones((8, 8)), np.ones((7, 7)), "a number or of a's shape"),
+        (np.ones((8, 8)), np.ones((7, 7)), "a number or have a's shape"),
         (np.ones((8, 8)), np.inf, "f must be finite"),
     ],
 )

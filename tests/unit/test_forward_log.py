@@ -10,11 +10,9 @@ from torch import nn
 
 import ebbtide
 from ebbtide.devices.cpu import CpuDevice
-from ebbtide.hooks.activations import ActivationHooks
-from ebbtide.hooks.parameters import ParameterIndex
-from ebbtide.runtime.forward import ForwardLog, UnpackOrder
-from ebbtide.runtime.session import Session
 from ebbtide.stores.pinned import PinnedStore
+from ebbtide.transfers.prefetch import AccessOrder, ForwardLog
+from engine_bench import EngineBench
 
 
 @dataclass
@@ -22,7 +20,7 @@ class Record:
     ordinal: int
 
 
-def filled(num_records: int, learned: UnpackOrder | None = None) -> ForwardLog:
+def filled(num_records: int, learned: AccessOrder | None = None) -> ForwardLog:
     log = ForwardLog(learned)
     for ordinal in range(num_records):
         log.add(Record(ordinal))
@@ -60,24 +58,24 @@ def test_what_backward_has_passed_is_not_brought_back() -> None:
 def test_what_has_died_is_not_brought_back() -> None:
     log = filled(3)
     log.note_backward()
-    log.remove(log.records[1])
+    log.remove(1)
     assert reloads(log) == [2, 0]
 
 
 def test_what_leaves_again_comes_back_for_its_next_use_only() -> None:
     """Backward wants 2, 1, 0, 1."""
-    log = filled(3, UnpackOrder([2, 1, 0, 1], 3))
+    log = filled(3, AccessOrder([2, 1, 0, 1], 3))
     log.note_unpack(2)
     assert reloads(log) == [1, 0, 1]
     log.note_unpack(1)
-    log.note_offloaded(1)
+    log.note_stored(1)
     assert reloads(log) == [1]  # place 3, not place 1
-    log.note_offloaded(2)
+    log.note_stored(2)
     assert reloads(log) == []  # never again
 
 
 def test_an_unexpected_use_leaves_the_guess() -> None:
-    log = filled(4, UnpackOrder([3, 2, 0], 4))
+    log = filled(4, AccessOrder([3, 2, 0], 4))
     log.note_unpack(3)
     log.note_unpack(1)
     assert reloads(log) == [2, 0]
@@ -89,7 +87,7 @@ def test_an_order_is_learned_once() -> None:
         first.note_unpack(ordinal)
     learned = first.learned()
     assert learned is not None
-    assert learned.ordinals == [1, 2, 0]
+    assert learned.items == [1, 2, 0]
     second = filled(3, learned)
     for ordinal in (1, 2, 0):
         second.note_unpack(ordinal)
@@ -98,7 +96,7 @@ def test_an_order_is_learned_once() -> None:
 
 
 def test_an_order_over_other_records_is_forgotten() -> None:
-    log = filled(4, UnpackOrder([0, 1, 2], 3))
+    log = filled(4, AccessOrder([0, 1, 2], 3))
     log.note_backward()
     assert reloads(log) == [3, 2, 1, 0]
 
@@ -126,12 +124,12 @@ class CountingList(list):
 def test_backward_looks_at_each_record_a_few_times(learns: bool) -> None:
     """2,000 records that all fit: a look at all that is to come, each time, would be 2 million."""
     device = CpuDevice()
-    session = Session(device, PinnedStore(device), max_inflight_bytes=2**30)
-    hooks = ActivationHooks(session, ParameterIndex([]), min_bytes=1)
+    bench = EngineBench(device, PinnedStore(device), 2**30)
+    hooks = bench.hooks
     for _ in range(1 + learns):
         CountingList.looked_at = 0
         hooks.begin()
-        session._log.records = CountingList()
+        bench.activations.scopes.current.forward.records = CountingList()
         x = torch.ones(4, requires_grad=True)
         y = x
         for _ in range(2000):
@@ -140,7 +138,7 @@ def test_backward_looks_at_each_record_a_few_times(learns: bool) -> None:
         y.sum().backward()
         del y
     assert 1999 <= CountingList.looked_at < 5 * 2000
-    session.close()
+    bench.close()
 
 
 def test_the_second_step_of_a_model_knows_its_order() -> None:
@@ -148,7 +146,7 @@ def test_the_second_step_of_a_model_knows_its_order() -> None:
     with ebbtide.offload(model, activations=ebbtide.ActivationPolicy(min_bytes=1)) as handle:
         for _ in range(2):
             model(torch.randn(8, 64)).sum().backward()
-        learned = handle._engine._session._learned
+        learned = handle._engine.activations.scopes.learned
         assert learned is not None
         model(torch.randn(8, 64)).sum().backward()
-        assert handle._engine._session._learned is learned
+        assert handle._engine.activations.scopes.learned is learned

@@ -6,7 +6,7 @@ import ast
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import pytest
@@ -18,12 +18,16 @@ PACKAGE = Path(ebbtide.__file__).parent
 # Each part may import its own line and the lines above it (design, section 3). "__init__" is what
 # `import ebbtide` gives.
 CHAIN = [
-    ["version", "errors", "units", "policy"],
+    ["version", "errors", "units", "policy", "weak"],
     ["schedule", "tracing"],
     ["devices"],
+    ["memory"],
     ["stores"],
-    ["runtime"],
+    ["transfers"],
+    ["activations"],
+    ["weights", "execution"],
     ["hooks"],
+    ["inspection"],
     ["engine", "api", "loops", "rehearsal"],
     ["__init__"],
     ["compat", "integrations"],
@@ -81,6 +85,47 @@ def test_imports_within_the_package_point_one_way() -> None:
     assert wrong_imports(PACKAGE) == []
 
 
+def find_circles(package: Path) -> list[str]:
+    """The files that import each other, straight or through others; type checkers' imports too."""
+    trees = {}
+    for path in package.rglob("*.py"):
+        name = ".".join(("ebbtide", *path.relative_to(package).with_suffix("").parts))
+        trees[name.removesuffix(".__init__")] = ast.parse(path.read_text())
+    graph = {name: set(_imported_files(tree, trees.keys())) for name, tree in trees.items()}
+    while free := [name for name, uses in graph.items() if not uses & graph.keys()]:
+        for name in free:
+            del graph[name]
+    return sorted(graph)
+
+
+def _imported_files(tree: ast.AST, files: Collection[str]) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                yield name if name in files else str(node.module)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+def test_no_two_files_import_each_other() -> None:
+    assert find_circles(PACKAGE) == []
+
+
+def test_a_circle_is_found(tmp_path: Path) -> None:
+    circle = {
+        "stores/one.py": "from ebbtide.stores.two import Two\n",
+        "stores/two.py": "if TYPE_CHECKING:\n    from ebbtide.stores import one\n",
+    }
+    found = find_circles(fabricate(tmp_path, SOUND | circle))
+    assert found == ["ebbtide.stores.one", "ebbtide.stores.two"]
+
+
+def test_no_two_files_share_a_name() -> None:
+    names = [path.name for path in PACKAGE.rglob("*.py") if path.name != "__init__.py"]
+    assert len(names) == len(set(names))
+
+
 def test_every_file_was_looked_at() -> None:
     """The stores import the devices, and so on: the test above did see imports."""
     text = (PACKAGE / "stores" / "pinned.py").read_text()
@@ -104,9 +149,9 @@ SOUND = {
     "devices/cpu.py": "from ebbtide import errors\nimport ebbtide.devices.device\n",
     "devices/device.py": "import torch\n",
     "stores/disk.py": "from ebbtide.devices.device import AbstractEvent\n",
-    "runtime/session.py": "import ebbtide.stores.disk as disk\n",
+    "transfers/reloads.py": "import ebbtide.stores.disk as disk\n",
     "hooks/layers.py": "",
-    "api.py": "from ebbtide.engine import Engine\nfrom ebbtide.runtime.session import Session\n",
+    "api.py": "from ebbtide.engine import Engine\nimport ebbtide.transfers.reloads\n",
     "engine.py": "from ebbtide.hooks import layers\n",
     "problems/darcy.py": "from ebbtide.problems.cache import write\n",
     "problems/cache.py": "from ebbtide.errors import PolicyError\n",
@@ -126,16 +171,16 @@ def test_a_sound_tree_has_no_wrong_import(tmp_path: Path) -> None:
         ("policy.py", "from ebbtide import offload", "__init__"),
         ("policy.py", "from ebbtide import devices", "devices"),
         ("devices/device.py", "from ebbtide.stores import disk", "stores"),
-        ("stores/disk.py", "from ebbtide.runtime.session import Session", "runtime"),
-        ("runtime/session.py", "def f():\n    import ebbtide.hooks.layers", "hooks"),
-        ("runtime/session.py", "from ebbtide.planning import search", "planning"),
-        ("planning/search.py", "from ebbtide.runtime import session", "runtime"),
+        ("stores/disk.py", "from ebbtide.transfers.reloads import Reloads", "transfers"),
+        ("transfers/reloads.py", "def f():\n    import ebbtide.hooks.layers", "hooks"),
+        ("transfers/reloads.py", "from ebbtide.planning import search", "planning"),
+        ("planning/search.py", "from ebbtide.transfers import reloads", "transfers"),
         ("hooks/layers.py", "if TYPE_CHECKING:\n    from ebbtide.engine import Engine", "engine"),
         ("api.py", "import re, ebbtide.cli.main", "cli"),
         ("api.py", "from ebbtide.problems.darcy import load_darcy", "problems"),
         ("problems/darcy.py", "from ebbtide.api import offload", "api"),
         ("problems/darcy.py", "from ebbtide.hooks import layers", "hooks"),
-        ("problems/darcy.py", "import ebbtide.runtime", "runtime"),
+        ("problems/darcy.py", "import ebbtide.transfers", "transfers"),
     ],
 )
 def test_one_wrong_import_is_found(tmp_path: Path, file: str, statement: str, part: str) -> None:
@@ -185,3 +230,26 @@ def test_a_heavy_import_is_seen() -> None:
     imported = imported_by("import ebbtide, scipy.fft")
     assert "scipy" in third_party(imported["packages"])
     assert not HEAVY.isdisjoint(imported["modules"])
+
+
+MOST_LINES = {"package": 2000, "file": 400, "class": 200}
+REASON = "# Long: "  # why a file or a class is longer, in one line of its own
+
+
+def test_nothing_is_long_without_a_reason() -> None:
+    """A package never; a file or a class says why."""
+    lines: dict[Path, int] = {}
+    long: set[str] = set()
+    for path in PACKAGE.rglob("*.py"):
+        text = path.read_text()
+        size = len(text.splitlines())
+        lines[path.parent] = lines.get(path.parent, 0) + size
+        if size > MOST_LINES["file"] and REASON not in text:
+            long.add(f"{path.relative_to(PACKAGE)}: {size} lines")
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ClassDef):
+                body = text.splitlines()[node.lineno - 1 : node.end_lineno]
+                if len(body) > MOST_LINES["class"] and not any(REASON in line for line in body):
+                    long.add(f"{path.relative_to(PACKAGE)}: class {node.name}: {len(body)} lines")
+    long |= {str(folder) for folder, size in lines.items() if size > MOST_LINES["package"]}
+    assert not long

@@ -371,7 +371,7 @@ def test_a_session_that_nobody_holds_goes_at_once() -> None:
     try:
         loop = session(1, 3)
         run(loop, layers, torch.randn(64, 32)).backward()
-        gone = weakref.ref(loop._engine._session)
+        gone = weakref.ref(loop._engine.transfers)
         loop.close()
         del loop
         assert gone() is None

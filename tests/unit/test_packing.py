@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import ebbtide
-from ebbtide.hooks.packing import BitPacking, NarrowPacking, find_packing
-from ebbtide.runtime.saved import restore
+from ebbtide.activations.handles import restore
+from ebbtide.activations.packing import find_packing, pack, unpack
 
 POLICY = ebbtide.ActivationPolicy(min_bytes=256)
 
@@ -25,9 +25,9 @@ def round_trip(tensor: Tensor) -> int:
     packing = find_packing(tensor, tensor.untyped_storage())
     assert packing is not None
     flat = bytes_of(tensor)
-    packed = packing.pack(flat)
+    packed = pack(flat, packing)
     assert packed.dtype is torch.uint8
-    assert torch.equal(packing.unpack(packed, flat.numel()), flat)
+    assert torch.equal(unpack(packed, packing, flat.numel()), flat)
     return packed.numel()
 
 
@@ -87,13 +87,12 @@ def test_on_an_accelerator_the_host_does_not_wait_for_the_size_of_indices() -> N
     indices = torch.zeros(8, dtype=torch.int64, device="meta")
     assert find_packing(indices, indices.untyped_storage()) is None
     mask = torch.zeros(8, dtype=torch.bool, device="meta")
-    assert isinstance(find_packing(mask, mask.untyped_storage()), BitPacking)
+    assert find_packing(mask, mask.untyped_storage()) is torch.bool
 
 
 def test_a_narrow_type_is_named() -> None:
-    packing = NarrowPacking(torch.int16)
     numbers = torch.tensor([-5, 300])
-    assert packing.pack(bytes_of(numbers)).numel() == 4
+    assert pack(bytes_of(numbers), torch.int16).numel() == 4
 
 
 class Model(nn.Module):

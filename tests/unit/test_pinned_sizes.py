@@ -363,6 +363,24 @@ def test_torchs_own_allocator_is_asked_for_powers_of_two(torchs_memory: list[int
     assert store.capacity_bytes == 0
 
 
+def test_weights_in_torchs_memory_stay_within_the_budget(torchs_memory: list[int]) -> None:
+    """100 KiB take 128 of torch's: they fit into a budget of 128 KiB, and into none below."""
+    device = CpuDevice()
+    device.pins_host_memory = True
+    device.pin = lambda *_: None
+    store = PinnedStore(device, budget_bytes=120 * 1024)
+    with pytest.raises(StoreFullError, match=r"128\.0 KiB .*host_budget of 120\.0 KiB"):
+        store.rest(100 * 1024)
+    assert store.host_capacity_bytes == 0
+    store = PinnedStore(device, budget_bytes=128 * 1024)
+    store.reserve(100 * 1024)
+    slot = store.rest(100 * 1024, reserved=True)
+    assert store.host_capacity_bytes == 128 * 1024
+    store.drop(slot)
+    assert store.host_capacity_bytes == 0
+    assert torchs_memory == [128 * 1024, 128 * 1024]
+
+
 def test_torchs_refusal_is_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     device = CpuDevice()
     device.pins_host_memory = True
@@ -406,5 +424,5 @@ def test_a_store_that_is_only_collected_unlocks_all() -> None:
     step(store, [40 * 1024] * 3)
     del store
     gc.collect()
-    assert not locks.locked
+    locks.wait_until_unlocked()
     assert locks.log.count("unlock") == locks.log.count("pin")

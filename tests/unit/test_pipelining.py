@@ -151,9 +151,9 @@ def test_weights_rest_on_the_host(kind: Any, num_stages: int, block: Any, on: st
         handle = offload_stages(
             pipeline, resident=2, activations=POLICY, weights=ebbtide.WeightPolicy()
         )
-    weights = handle._engine._hooks.weights
+    parameters = handle.inspect().parameters
     layers = 3 if block is Tower else 1
-    assert len(weights.weights.groups) == num_stages * layers
+    assert len({each.group for each in parameters}) == num_stages * layers
     optimizers = []
     for each in (plain, pipeline):
         parameters = [p for stage in stages_of(each) for p in stage.submod.parameters()]
@@ -172,13 +172,35 @@ def test_weights_rest_on_the_host(kind: Any, num_stages: int, block: Any, on: st
         with torch.no_grad():
             assert_same(*([each.eval(rows, target=rows)] for each in (pipeline, plain)))
     if on == "device":
-        assert weights.weights.peak_groups == min(2, num_stages * layers)
+        peak = handle.inspect().in_flight.peak_weight_groups
+        assert peak == min(2, num_stages * layers)
     handle.detach()
     assert_same(step(pipeline, 9), step(plain, 9))
     if on == "device":
         device.finish_copies()
-        handle._engine._session.poll()
+        handle.inspect()
         assert device.allocated_bytes() == 0
+
+
+@pytest.mark.parametrize(
+    ("policy", "resting"),
+    [
+        (ebbtide.WeightPolicy(fraction=0.5), [1, 3, 5]),  # every second one
+        (ebbtide.WeightPolicy(num_layers=4), [0, 1, 2, 3]),
+        (ebbtide.WeightPolicy(keep_last=2), [0, 1, 2, 3]),
+        (ebbtide.WeightPolicy(num_layers=5, keep_last=2, fraction=0.5), [1, 3]),
+    ],
+)
+def test_a_weight_policy_counts_the_layers_of_all_stages(
+    policy: ebbtide.WeightPolicy, resting: list[int]
+) -> None:
+    """Two towers of three layers are a row of six."""
+    plain, pipeline = (build(ScheduleInterleaved1F1B, 2, block=Tower) for _ in range(2))
+    handle = offload_stages(pipeline, resident=2, activations=POLICY, weights=policy)
+    found = {each.name.rsplit(".", 2)[0] for each in handle.inspect().parameters}
+    assert found == {f"stage {number // 3}.blocks.{number % 3}" for number in resting}
+    for seed in range(2):
+        assert_same(step(pipeline, seed), step(plain, seed))
 
 
 def test_what_the_pipeline_keeps_does_not_move() -> None:
@@ -375,10 +397,13 @@ def test_two_attaches_are_refused() -> None:
         ({"resident": 2, "lead": -1}, ScheduleError, "lead must be"),
         ({"schedule": "order: F0 B0"}, PolicyError, "Schedule.parse"),
         ({"schedule": ebbtide.schedule.default(1, 2)}, ScheduleError, "for another order"),
-        (
-            {"resident": 2, "activations": ActivationPolicy(keep_last=1)},
-            PolicyError,
-            "the schedule says what leaves",
+        *(
+            ({"resident": 2, "activations": policy}, PolicyError, "the schedule says what leaves")
+            for policy in (
+                ActivationPolicy(num_layers=1),
+                ActivationPolicy(keep_last=1),
+                ActivationPolicy(fraction=0.5),
+            )
         ),
         ({"resident": 2, "store": "host"}, PolicyError, "RAM to RAM"),
     ],

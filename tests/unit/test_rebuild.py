@@ -12,19 +12,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import ebbtide
+from ebbtide.activations.recipes import RECIPES
 from ebbtide.devices.cpu import CpuDevice
-from ebbtide.hooks.activations import ActivationHooks
-from ebbtide.hooks.parameters import ParameterIndex
-from ebbtide.runtime.recipes import RECIPES
-from ebbtide.runtime.session import Session
 from ebbtide.stores.pinned import PinnedStore
+from engine_bench import EngineBench
 
 SIZE = (64, 32)
 BYTES = 64 * 32 * 4
 
 
-class Bench:
-    """A session whose saved tensors are rebuilt where that is possible.
+class Bench(EngineBench):
+    """An engine whose saved tensors are rebuilt where that is possible.
 
     Args:
         offloading: whether the others leave; else they stay.
@@ -32,21 +30,8 @@ class Bench:
 
     def __init__(self, offloading: bool) -> None:
         device = CpuDevice()
-        self.session = Session(device, PinnedStore(device), max_inflight_bytes=2**20)
-        self.hooks = ActivationHooks(self.session, ParameterIndex([]), 512, rebuild=True)
-        self.hooks.offloading = offloading
-
-    def run(self, function: Callable[..., Tensor], *args: Tensor) -> Tensor:
-        self.hooks.begin()
-        try:
-            return function(*args)
-        finally:
-            self.hooks.end()
-
-    @property
-    def stats(self) -> ebbtide.StepStats:
-        self.session.poll()
-        return self.session.stats
+        policy = ebbtide.ActivationPolicy(min_bytes=512, num_layers=None if offloading else 0)
+        super().__init__(device, PinnedStore(device), 2**20, policy)
 
 
 @pytest.fixture(params=[True, False], ids=["offloaded", "kept"])
@@ -56,12 +41,9 @@ def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
     bench = Bench(request.param)
     yield bench
     gc.enable()
-    bench.session.poll()
-    assert bench.session._account.live == 0
-    assert not bench.session._records
-    assert not bench.session._rebuilds.held
-    assert bench.session._rebuilds.held_bytes == 0
-    bench.session.close()
+    now = bench.in_flight
+    assert now.saved_tensors == now.records == now.reload_bytes == 0
+    bench.close()
 
 
 def gradients(function: Callable[..., Tensor], bench: Bench | None, *shapes: tuple[int, ...]):
@@ -363,7 +345,7 @@ def test_the_policy_turns_it_on_and_off() -> None:
 
 
 def test_a_users_recipe_is_used(monkeypatch: pytest.MonkeyPatch, bench: Bench) -> None:
-    monkeypatch.setattr("ebbtide.runtime.recipes.RECIPES", RECIPES)
+    monkeypatch.setattr("ebbtide.activations.recipes.RECIPES", RECIPES)
     before = dict(RECIPES)
 
     def function(x: Tensor, w: Tensor) -> Tensor:

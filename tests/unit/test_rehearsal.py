@@ -100,7 +100,8 @@ def test_the_command_shows_the_default(tmp_path: Path) -> None:
     code, output = invoke("--layers", "4/20", "--out", str(picture))
     assert code == 0
     assert "F16: release 0" in output
-    assert "At once on the device: 16 x 64MiB = 1.00 GiB; without it 20 x = 1.25 GiB." in output
+    assert "Peak on the device: 16 x 64MiB = 1.00 GiB." in output
+    assert "Without offload: 20 x 64MiB = 1.25 GiB." in output
     assert "\ncompute " in output
     assert max(map(len, output.splitlines()[:-1])) <= 80
     assert picture.stat().st_size > 1000
@@ -113,12 +114,12 @@ def test_the_command_reads_files_and_pipelines(tmp_path: Path) -> None:
     assert "F3: release 0" in invoke("-", input=file.read_text())[1]
     code, output = invoke("--pipeline", "0F0 0F1 0F2 0B0 0B1 0B2", "--resident", "2")
     assert code == 0
-    assert "At once on the device: 2 x" in output
+    assert "Peak on the device: 2 x" in output
 
 
 def test_a_long_schedule_is_cut() -> None:
     output = invoke("--layers", "150/200")[1]
-    assert "lines more" in output
+    assert "more lines" in output
 
 
 @pytest.mark.parametrize(

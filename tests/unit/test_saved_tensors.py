@@ -14,29 +14,19 @@ from torch.utils.checkpoint import checkpoint
 import ebbtide
 from ebbtide import ActivationPolicy, SavedTensorModifiedError
 from ebbtide.devices.cpu import CpuDevice
-from ebbtide.hooks.activations import ActivationHooks
-from ebbtide.hooks.parameters import ParameterIndex
-from ebbtide.runtime.session import Session
 from ebbtide.stores.disk import DiskStore
 from ebbtide.stores.pinned import PinnedStore
+from engine_bench import EngineBench
 
 MIB = 2**20
 
 
-class Bench:
-    """A session whose hooks are on within `saving()`, on a store that can be looked into."""
+class Bench(EngineBench):
+    """An engine on a store that can be looked into."""
 
     def __init__(self, store: DiskStore | PinnedStore, device: CpuDevice) -> None:
-        self.store = store
-        self.session = Session(device, store, max_inflight_bytes=4 * MIB)
-        self.hooks = ActivationHooks(self.session, ParameterIndex([]), min_bytes=1024)
-
-    def run(self, function: Callable[..., Tensor], *args: Tensor) -> Tensor:
-        assert self.hooks.begin()
-        try:
-            return function(*args)
-        finally:
-            self.hooks.end()
+        policy = ebbtide.ActivationPolicy(min_bytes=1024, rebuild=False)
+        super().__init__(device, store, 4 * MIB, policy)
 
     def _dropped(self) -> bool:
         return bool(self.store.used_bytes) and bool(getattr(self.store, "_dropped", ()))
@@ -45,15 +35,13 @@ class Bench:
         """Wait for the copies under way and let go of what they held."""
         deadline_s = time.monotonic() + 10
         # What a dropped slot still has in use is in use until the last reader is gone.
-        while self.session._offloads.queue or self.session._reloads.abandoned or self._dropped():
-            self.session.poll()
+        while self.is_copying() or self._dropped():
             assert time.monotonic() < deadline_s, "copies did not end"
             time.sleep(0.001)
 
-    @property
-    def stats(self) -> ebbtide.StepStats:
-        self.session.poll()
-        return self.session.stats
+    def is_copying(self) -> bool:
+        now = self.in_flight
+        return bool(now.offload_bytes or now.abandoned_buffers)
 
 
 @pytest.fixture(params=["disk", "host"])
@@ -65,7 +53,7 @@ def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
     gc.collect()  # tracebacks of the tests that raise
     bench.settle()
     assert bench.store.used_bytes == 0, "bytes were left in the store"
-    bench.session.close()
+    bench.close()
 
 
 class Probe(torch.autograd.Function):
@@ -267,9 +255,7 @@ def test_dropped_graph_leaves_nothing_behind(bench: Bench) -> None:
             del out
         bench.settle()
         assert bench.store.used_bytes == 0
-        assert not bench.session._records
-        assert not bench.session._offloads.queue
-        assert bench.session._account.live == 0
+        assert bench.in_flight.is_idle
     finally:
         gc.enable()
 

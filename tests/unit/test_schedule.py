@@ -153,23 +153,23 @@ def test_comments_and_blank_lines_are_passed_over() -> None:
 @pytest.mark.parametrize(
     ("line", "why"),
     [
-        ("F0 offload 0", "a line is an anchor, a colon, and what to do there"),
-        ("F0: drop 0", "'drop 0' is no action; write offload, release or reload and a layer"),
-        ("F0: offload", "'offload' is no action; write offload"),
-        ("F0: offload -1", "'offload -1' is no action; write offload"),
-        ("F0: offload 1.5", "'offload 1.5' is no action; write offload"),
-        ("F0: offload True", "'offload True' is no action; write offload"),
-        ("F0: offload 0 release 1", "'offload 0 release 1' is no action; write offload"),
-        ("F0: offload 0,", "'' is no action; write offload"),
-        ("F0:", "'' is no action; write offload"),
-        ("G0: offload 0", "'G0' is no pass; write F, B, I or W and a layer, such as F3, or F3.m2"),
-        ("F-1: offload 0", "'F-1' is no pass; write F, B, I or W"),
-        ("F0.m: offload 0", "'F0.m' is no pass; write F, B, I or W"),
-        ("f0: offload 0", "'f0' is no pass; write F, B, I or W"),
-        ("order: F0 F", "'F' is no pass; write F, B, I or W"),
-        ("order: F0..", "'' is no pass; write F, B, I or W"),
-        ("order: F0..B3", "'F0..B3' is no range: both ends must go the same way"),
-        ("order: F0..F3.m3", "'F0..F3.m3' is no range: .* such as F0..F19"),
+        ("F0 offload 0", "write an anchor, a colon and actions, such as F16: release 0"),
+        ("F0: drop 0", "'drop 0' is not an action; write offload, release or reload and a layer"),
+        ("F0: offload", "'offload' is not an action; write offload"),
+        ("F0: offload -1", "'offload -1' is not an action; write offload"),
+        ("F0: offload 1.5", "'offload 1.5' is not an action; write offload"),
+        ("F0: offload True", "'offload True' is not an action; write offload"),
+        ("F0: offload 0 release 1", "'offload 0 release 1' is not an action; write offload"),
+        ("F0: offload 0,", "'' is not an action; write offload"),
+        ("F0:", "'' is not an action; write offload"),
+        ("G0: offload 0", "'G0' is not a pass; write F, B, I or W and a layer, such as F3"),
+        ("F-1: offload 0", "'F-1' is not a pass; write F, B, I or W"),
+        ("F0.m: offload 0", "'F0.m' is not a pass; write F, B, I or W"),
+        ("f0: offload 0", "'f0' is not a pass; write F, B, I or W"),
+        ("order: F0 F", "'F' is not a pass; write F, B, I or W"),
+        ("order: F0..", "'' is not a pass; write F, B, I or W"),
+        ("order: F0..B3", "'F0..B3' is not a range: both ends must have the same direction"),
+        ("order: F0..F3.m3", "'F0..F3.m3' is not a range: .* such as F0..F19"),
     ],
 )
 def test_what_cannot_be_read_is_named_with_its_line(line: str, why: str) -> None:
@@ -181,13 +181,13 @@ def test_what_cannot_be_read_is_named_with_its_line(line: str, why: str) -> None
 
 @pytest.mark.parametrize("text", ["", "# nothing", "F0: offload 0", "order:"])
 def test_a_schedule_without_an_order_is_refused(text: str) -> None:
-    with pytest.raises(ScheduleError, match=r"no line tells .* begin with one such as\s+order: F0"):
+    with pytest.raises(ScheduleError, match=r"no line gives .* begin with one such as\s+order: F0"):
         Schedule.parse(text)
 
 
 def test_an_empty_order_cannot_be_run() -> None:
     for build in (Schedule([]).check, lambda: manual({}, order="")):
-        with pytest.raises(ScheduleError, match="no pass is in the order; write it such as order:"):
+        with pytest.raises(ScheduleError, match="the order has no passes; write one such as"):
             build()
 
 
@@ -369,7 +369,7 @@ def test_an_order_is_text_or_passes(order: str | list[str]) -> None:
 
 @pytest.mark.parametrize("item", [None, 0, "F0..F1"])
 def test_an_order_of_other_things_is_refused(item: object) -> None:
-    with pytest.raises(ScheduleError, match="is no pass; write F, B, I or W and a layer"):
+    with pytest.raises(ScheduleError, match="is not a pass; write F, B, I or W and a layer"):
         manual({}, order=["F0", item])
 
 
@@ -383,8 +383,8 @@ def test_an_error_shows_the_lines_around_it() -> None:
     with pytest.raises(ScheduleError) as error:
         Schedule.parse("\n".join(lines)).check()
     assert str(error.value).splitlines() == [
-        "the schedule cannot be run: reload 0: it was not released before: there is nothing to "
-        "bring back",
+        "the schedule cannot be run: reload 0: it was not released before, so there is nothing to "
+        "reload",
         "    ...",
         "    F19: release 3",
         "    B18: reload 3",
@@ -551,9 +551,9 @@ CORRUPTIONS = [
     (drop_reload, "no reload follows, and B.* uses it; add a line such as B.*: reload"),
     (drop_release_and_reload, "no release follows, .* add a line such as .*: release"),
     (reload_before_release, "it was not released before|it is released at this very anchor"),
-    (reload_after_use, "its backward has begun by then: reload it before"),
+    (reload_after_use, "its backward has begun by then; reload it earlier"),
     (release_after_use, "its backward has begun by then"),
-    (offload_after_use, "its backward has begun; offload it before"),
+    (offload_after_use, "its backward has begun by then; offload it earlier"),
     (release_at_its_offload, "its offload begins at this very anchor"),
     (offload_before_forward, "there is nothing to offload; write it at F"),
     (unknown_layer, r"there is no such layer: F\d+\.m7 is not in the order"),
@@ -604,9 +604,9 @@ def test_of_the_lines_of_a_long_order_the_right_one_is_marked() -> None:
 @pytest.mark.parametrize(
     ("order", "why"),
     [
-        ("F0 B0 I0", "the backward of 0 is whole, B0, or split, I0 and W0"),
-        ("F0 I0 B0", "the backward of 0 is whole, B0, or split, I0 and W0"),
-        ("F0 I0 W0 B0", "the backward of 0 is whole, B0, or split, I0 and W0"),
+        ("F0 B0 I0", "the backward of 0 is either whole (B0) or split (I0 and W0)"),
+        ("F0 I0 B0", "the backward of 0 is either whole (B0) or split (I0 and W0)"),
+        ("F0 I0 W0 B0", "the backward of 0 is either whole (B0) or split (I0 and W0)"),
         ("F0 W0 I0", "W0 comes with no I0, the backward for the input, before it"),
         ("I0 F0 W0", "I0 comes with no forward F0 before it"),
         ("F0 I0 I0", "I0 comes twice"),
@@ -654,5 +654,5 @@ def test_a_hint_of_check_can_be_followed() -> None:
 
 
 def test_the_last_layer_has_to_stay() -> None:
-    with pytest.raises(ScheduleError, match="with no pass before B1, it has to stay"):
+    with pytest.raises(ScheduleError, match="no pass is left before B1 to release it at"):
         manual({"F1": "offload 1"}, 2)

@@ -56,7 +56,7 @@ def test_nothing_is_recorded_unless_asked_for() -> None:
     net = model()
     with offload(net) as handle:
         step(net)
-        assert handle._engine._session._account.recorder is None
+        assert handle._engine.transfers.account.recorder is None
         with pytest.raises(ebbtide.PolicyError, match="trace=True"):
             _ = handle.trace
 
@@ -123,7 +123,7 @@ def test_a_traced_step_leaves_no_graph_behind() -> None:
         try:
             loss = net(torch.randn(ROWS, WIDTH)).mean()
             del loss
-            assert handle._engine._session._account.live == 0
+            assert handle.inspect().in_flight.saved_tensors == 0
         finally:
             gc.enable()
 

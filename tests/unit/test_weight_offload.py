@@ -21,6 +21,7 @@ import ebbtide
 from ebbtide import ActivationPolicy, OffloadHandle, PolicyError, WeightPolicy
 from ebbtide.devices.simulated import SimulatedDevice
 from ebbtide.errors import SavedTensorModifiedError
+from ebbtide.hooks.weights import WeightHooks
 from ebbtide.stores.pinned import PinnedStore
 from loops import on_device
 from zoo import assert_bitwise_equal
@@ -68,18 +69,23 @@ def batch(number: int) -> Tensor:
 class OnDevice(TorchFunctionMode):
     """While a model works, nothing computes with a weight that rests on the host."""
 
-    def __init__(self, weights: Any) -> None:
-        self.weights = weights
+    def __init__(self, hooks: WeightHooks) -> None:
+        self.hooks = hooks
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        working = self.weights.weights._running or self.weights.weights._any_open()
         looked_at = torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
         computed = func.__name__ not in ("__get__", "detach") and isinstance(result, Tensor)
-        if working and computed and not looked_at:
+        if self.hooks.weights.is_working() and computed and not looked_at:
             for leaf in tree_leaves((args, kwargs)):
-                assert leaf not in self.weights.resting, f"{func} has a weight of the host"
+                assert leaf not in self.hooks.parameters, f"{func} has a weight of the host"
         return result
+
+
+def weights_of(handle: OffloadHandle) -> WeightHooks:
+    hooks = handle._engine.weights
+    assert hooks is not None
+    return hooks
 
 
 @contextmanager
@@ -88,16 +94,16 @@ def offloaded(model: nn.Module, seed: int = 0, **how: Any) -> Iterator[OffloadHa
     device = SimulatedDevice(seed, eagerness=(0.0, 0.1, 0.6)[seed % 3])
     with on_device(device, lambda: PinnedStore(device, slab_bytes=2**16)):
         handle = ebbtide.offload(model, weights=WeightPolicy(), **how)
-    with OnDevice(handle._engine._hooks.weights):
+    with OnDevice(weights_of(handle)):
         yield handle
-    weights = handle._engine._hooks.weights.weights
+    weights = weights_of(handle).weights
     assert weights.peak_groups <= 2
     groups = sorted(group.size_bytes for group in weights.groups)
     weights.settle()
-    assert sum(groups[-2:]) >= sum(g.size_bytes for g in weights.groups if g.buffer is not None)
+    assert sum(groups[-2:]) >= handle.inspect().in_flight.weight_bytes
     handle.detach()
     device.finish_copies()
-    handle._engine._session.poll()
+    assert handle.inspect().in_flight.weight_bytes == 0
     assert device.allocated_bytes() == 0
 
 
@@ -526,7 +532,7 @@ def test_weights_that_are_taken_in_a_loop_go_again() -> None:
     with torch.no_grad():
         model(batch(0))
     model(batch(0)).backward()
-    group = handle._engine._hooks.weights.weights.groups[0]
+    group = weights_of(handle).weights.groups[0]
     assert peak_bytes <= 3 * group.size_bytes  # two, and the one that the loop still holds
     handle.detach()
 
@@ -576,7 +582,7 @@ def _casts(model: nn.Module) -> list[Tensor]:
 @pytest.mark.parametrize("how", ["weights", "weights and activations", "without the rule"])
 def test_casts_of_weights_hold_no_memory(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if how == "without the rule":
-        monkeypatch.setattr("ebbtide.hooks.weights.cast_parameter", lambda _: None)
+        monkeypatch.setattr("ebbtide.weights.device_weights.cast_parameter", lambda _: None)
     model = Net()
     others = {model.enter.weight.shape, model.head.weight.shape, model.head.weight.t().shape}
     both = ActivationPolicy(min_bytes=64) if how == "weights and activations" else None
@@ -1040,29 +1046,22 @@ def test_values_given_between_forward_and_backward_are_seen() -> None:
         del loss, other
 
 
-def _resting(model: nn.Module, weights: Any) -> list[str]:
+def _resting(model: nn.Module, handle: OffloadHandle) -> list[str]:
     """The model's parameters that are in the memory of their group."""
-    found = []
-    for name, parameter in model.named_parameters():
-        home = weights.resting.find(parameter)
-        if home is not None:
-            begin = home[0].memory.tensor.data_ptr()
-            assert begin <= parameter.data_ptr() < begin + home[0].size_bytes
-            found.append(name)
-    return found
+    addresses = {each.address for each in handle.inspect().parameters}
+    return [name for name, p in model.named_parameters() if p.data_ptr() in addresses]
 
 
 def test_given_parameters_rest_from_the_next_step_on() -> None:
     model = Net()
     with offloaded(model) as handle:
-        weights = handle._engine._hooks.weights
-        expected = _resting(model, weights)
+        expected = _resting(model, handle)
         assert len(expected) == 4 * 5
         values = {name: value.clone() for name, value in model.state_dict().items()}
         model.load_state_dict(values, assign=True)
-        assert not _resting(model, weights)
+        assert not _resting(model, handle)
         steps(model, count=1)
-        assert _resting(model, weights) == expected
+        assert _resting(model, handle) == expected
 
 
 def test_parameters_for_one_call_are_left_alone() -> None:
@@ -1072,15 +1071,14 @@ def test_parameters_for_one_call_are_left_alone() -> None:
     others = {name: nn.Parameter(p * 0.5) for name, p in plain.named_parameters()}
     addresses = [p.data_ptr() for p in others.values()]
     with offloaded(model) as handle:
-        weights = handle._engine._hooks.weights
-        expected = _resting(model, weights)
+        expected = _resting(model, handle)
         for net in (plain, model):
             steps(net)
             loss = torch.func.functional_call(net, others, (batch(3),))
             loss.backward()
             steps(net)
         assert [p.data_ptr() for p in others.values()] == addresses
-        assert _resting(model, weights) == expected
+        assert _resting(model, handle) == expected
         assert_bitwise_equal(state(model), state(plain))
 
 
@@ -1089,9 +1087,9 @@ def test_given_parameters_of_the_host_rest_at_once(bad: bool) -> None:
     """They could not work where they are."""
     model = _tied()
     with offloaded(model) as handle:
-        weights = handle._engine._hooks.weights
-        expected = _resting(model, weights)
-        weights.resting._home = torch.device("meta")  # to be told from the simulated device
+        expected = _resting(model, handle)
+        # To be told from the simulated device.
+        weights_of(handle).parameters._home = torch.device("meta")
         before = model.blocks[0].first.weight
         given = nn.Parameter(torch.rand(2 * WIDTH, WIDTH))
         model.blocks[1].first.weight = given
@@ -1104,7 +1102,7 @@ def test_given_parameters_of_the_host_rest_at_once(bad: bool) -> None:
                 model(batch(0))
             model.blocks[2].scale = nn.Parameter(torch.rand(WIDTH))
         model(batch(0)).backward()
-        assert _resting(model, weights) == expected
+        assert _resting(model, handle) == expected
         assert given.grad is not None
         assert before.grad is None
 
@@ -1160,7 +1158,7 @@ def test_nothing_is_left_behind(how: str) -> None:
         with on_device(device, lambda: PinnedStore(device, slab_bytes=2**16)):
             handle = ebbtide.offload(model, weights=WeightPolicy())
         steps(model)
-        weights = handle._engine._hooks.weights.weights
+        weights = weights_of(handle).weights
         known = [weakref.ref(group) for group in weights.groups]
         known += [weakref.ref(m) for group in weights.groups for m in group.members]
         del weights

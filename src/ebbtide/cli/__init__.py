@@ -1,1 +1,1 @@
-"""The command line. Commands import what is heavy when they run, so that `--help` is quick."""
+"""The command line. Commands import heavy modules only when they run, so that `--help` is fast."""

@@ -1,4 +1,4 @@
-"""``ebbtide demo``: options in, exit code out; the work is done in `ebbtide.demo`."""
+"""``ebbtide demo``: parse the options and set the exit code; `ebbtide.demo` does the work."""
 
 from __future__ import annotations
 
@@ -9,21 +9,23 @@ import typer
 from rich.console import Console
 
 
-# Every parameter is an option of the command line: that is how typer has them.
+# There are many parameters because typer makes an option of each.
 def demo(
-    resolution: Annotated[int, typer.Option(help="Nodes a side of the grid, 32 or more.")] = 256,
-    batch_size: Annotated[int, typer.Option(help="Samples in a step.")] = 8,
-    steps: Annotated[int, typer.Option(help="Steps per mode; of five, three are timed.")] = 15,
-    modes: Annotated[str, typer.Option(help="What to compare.")] = "none,save_on_cpu,ebbtide",
+    resolution: Annotated[
+        int, typer.Option(help="Nodes along each side of the grid, 32 or more.")
+    ] = 256,
+    batch_size: Annotated[int, typer.Option(help="Samples in a training step.")] = 8,
+    steps: Annotated[int, typer.Option(help="Steps per mode; three of every five are timed.")] = 15,
+    modes: Annotated[str, typer.Option(help="Modes to compare.")] = "none,save_on_cpu,ebbtide",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, xpu ...")] = "auto",
     store: Annotated[str, typer.Option(help="auto, host, disk[:/some/dir] or tiered.")] = "auto",
     data: Annotated[
-        Path | None, typer.Option(help="Published .pt files, or where to keep generated data.")
+        Path | None, typer.Option(help="Directory of published .pt files or for generated data.")
     ] = None,
-    out: Annotated[Path, typer.Option(help="Where demo.json and demo.png go.")] = Path("runs/demo"),
-    seed: Annotated[int, typer.Option(help="Of data and weights.")] = 0,
-    threads: Annotated[int | None, typer.Option(help="Torch threads in a process.")] = None,
-    warm_steps: Annotated[int, typer.Option(help="Steps on a coarse grid before.")] = 100,
+    out: Annotated[Path, typer.Option(help="Directory for the results.")] = Path("runs/demo"),
+    seed: Annotated[int, typer.Option(help="Random seed of data and weights.")] = 0,
+    threads: Annotated[int | None, typer.Option(help="Torch threads per process.")] = None,
+    warm_steps: Annotated[int, typer.Option(help="Warm-start steps on a coarse grid.")] = 100,
 ) -> None:
     """Train an FNO on Darcy flow with and without offload; compare memory, time and bits."""
     from ebbtide.demo.config import DemoConfig, UsageError, parse_device, parse_modes
@@ -39,7 +41,7 @@ def demo(
             warm_steps,
         )  # fmt: skip
         if torch_device.type == "cpu" and "save_on_cpu" in modes:
-            console.print("save_on_cpu is left out: on a CPU, that is where activations are anyway")
+            console.print("save_on_cpu is left out: on a CPU, activations are on the host anyway")
         same = run_demo(config, console)
     except UsageError as error:
         typer.echo(f"ebbtide demo: {error}", err=True)

@@ -1,4 +1,4 @@
-"""``ebbtide``: the command line. Each command has a file of its own beside this one."""
+"""``ebbtide``: the entry point of the command line. Each command has a file of its own."""
 
 from __future__ import annotations
 
@@ -24,10 +24,13 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def main(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show it.")
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Show the version and exit."
+        ),
     ] = False,
 ) -> None:
-    """Train with less accelerator memory and the same numbers, to the bit."""
+    """Train with less accelerator memory and bitwise the same results."""
 
 
 if __name__ == "__main__":

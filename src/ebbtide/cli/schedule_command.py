@@ -1,4 +1,4 @@
-"""``ebbtide schedule``: a schedule, what it promises, and the step that it makes."""
+"""``ebbtide schedule``: check a schedule and show it, its peak and the timeline of its step."""
 
 from __future__ import annotations
 
@@ -14,22 +14,32 @@ from ebbtide.rehearsal import rehearse
 from ebbtide.schedule import Schedule, default, from_pipeline
 from ebbtide.units import format_size, parse_size_bytes
 
-_MOST_LINES = 24  # of the schedule that are shown
+_MOST_LINES = 24  # number of lines of the schedule that are shown
 
 
 def schedule(
     file: Annotated[
-        Path | None, typer.Argument(help="A schedule as text; - for the input.")
+        Path | None, typer.Argument(help="Text file with a schedule; - reads standard input.")
     ] = None,
-    layers: Annotated[str | None, typer.Option(help="The default for k of N: 4/20.")] = None,
-    pipeline: Annotated[str | None, typer.Option(help='A rank: "0F0 0F1 0B0 0B1".')] = None,
-    resident: Annotated[int, typer.Option(help="Of a pipeline, units on the device.")] = 1,
-    layer_size: Annotated[str, typer.Option(help="That a layer saves.")] = "64MiB",
-    forward_ms: Annotated[float, typer.Option(help="Of a layer; backward: twice.")] = 10.0,
-    bandwidth: Annotated[float, typer.Option(help="GB/s of the link, each way.")] = 25.0,
-    out: Annotated[Path | None, typer.Option(help="Picture: .png, .svg or .pdf.")] = None,
+    layers: Annotated[
+        str | None, typer.Option(help="Default schedule for k of N layers, such as 4/20.")
+    ] = None,
+    pipeline: Annotated[
+        str | None, typer.Option(help='Order of a pipeline rank, such as "0F0 0F1 0B0 0B1".')
+    ] = None,
+    resident: Annotated[
+        int, typer.Option(help="Maximum microbatches of a stage on the device, with --pipeline.")
+    ] = 1,
+    layer_size: Annotated[str, typer.Option(help="Bytes that a layer saves.")] = "64MiB",
+    forward_ms: Annotated[
+        float, typer.Option(help="Milliseconds of a layer's forward; backward takes twice that.")
+    ] = 10.0,
+    bandwidth: Annotated[float, typer.Option(help="Link bandwidth each way, in GB/s.")] = 25.0,
+    out: Annotated[
+        Path | None, typer.Option(help="File for a picture: .png, .svg or .pdf.")
+    ] = None,
 ) -> None:
-    """Check a schedule and show the step that it makes, without a model."""
+    """Check a schedule and show the timeline of the step that it gives, without a model."""
     try:
         show_schedule(
             file, layers, pipeline, resident, layer_size, forward_ms / 1e3, bandwidth * 1e9, out
@@ -39,7 +49,7 @@ def schedule(
         raise typer.Exit(2) from None
 
 
-# The options of the command, one for one.
+# There are many parameters because the command has an option for each.
 def show_schedule(
     file: Path | None,
     layers: str | None,
@@ -53,7 +63,7 @@ def show_schedule(
     """Print the schedule, its peak and its timeline.
 
     Raises:
-        PolicyError: not exactly one schedule was asked for, or a size or a time makes no sense.
+        PolicyError: not exactly one schedule was given, or a size or a time is not valid.
         ScheduleError: the schedule cannot be read or run.
     """
     if sum(given is not None for given in (file, layers, pipeline)) != 1:
@@ -68,13 +78,13 @@ def show_schedule(
     )
     lines = str(plan).splitlines()
     rest = len(lines) - _MOST_LINES
-    shown = lines if rest <= 1 else [*lines[:_MOST_LINES], f"... and {rest} lines more"]
+    shown = lines if rest <= 1 else [*lines[:_MOST_LINES], f"... and {rest} more lines"]
     typer.echo("\n".join(shown))
     without = Schedule(plan.order).peak_resident
     typer.echo(
-        f"\nAt once on the device: {plan.peak_resident} x {layer_size} = "
-        f"{format_size(plan.peak_resident * layer_bytes)}; without it {without} x = "
-        f"{format_size(without * layer_bytes)}.\n"
+        f"\nPeak on the device: {plan.peak_resident} x {layer_size} = "
+        f"{format_size(plan.peak_resident * layer_bytes)}.\n"
+        f"Without offload: {without} x {layer_size} = {format_size(without * layer_bytes)}.\n"
         f"A copy takes {layer_bytes / bandwidth_bytes_per_s * 1e3:.3g} ms.\n"
     )
     typer.echo(trace.timeline())

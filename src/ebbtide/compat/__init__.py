@@ -1,1 +1,1 @@
-"""Drop-ins: other projects' spellings, done by ebbtide."""
+"""Drop-in replacements for other projects' offloading interfaces."""

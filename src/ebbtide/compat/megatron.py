@@ -1,4 +1,4 @@
-"""Megatron's settings for CPU offloading, for any model with repeated blocks."""
+"""Megatron's settings for CPU offloading, applied to any model with repeated blocks."""
 
 from __future__ import annotations
 
@@ -24,23 +24,27 @@ class CPUOffloadingConfig:
         config = CPUOffloadingConfig(cpu_offloading=True, cpu_offloading_num_layers=16)
         handle = config.apply(model)
 
-    It works together with activation recomputation (a recomputed layer saves nothing itself; its
-    input, saved around it, stays), and the stages of a pipeline can each be given their own (for
-    their activations, see `ebbtide.integrations.pipelining`).
+    Offloading works together with activation recomputation: a recomputed layer saves nothing
+    itself, and its input, which is saved outside the layer, stays on the device. Each stage of a
+    pipeline can have its own settings (to schedule the activations of stages, see
+    `ebbtide.integrations.pipelining`).
 
     Args:
-        cpu_offloading: False: `apply` offloads nothing.
-        cpu_offloading_num_layers: of the first this many layers; from 0 to the number of layers
-            less one.
-        cpu_offloading_activations: offload what they save for backward.
-        cpu_offloading_weights: let their weights rest on the host, and their gradients.
-        cpu_offloading_double_buffering: bring the next layer's weights while one works.
-        cpu_offloading_retain_pinned_cpu_buffers: without effect: host memory is reused from step
-            to step anyway.
+        cpu_offloading: whether `apply` offloads anything.
+        cpu_offloading_num_layers: number of layers to offload, counted from the first; at most the
+            number of layers less one.
+        cpu_offloading_activations: whether to offload the activations that these layers save for
+            backward.
+        cpu_offloading_weights: whether to keep the weights and gradients of these layers on the
+            host.
+        cpu_offloading_double_buffering: whether to load the next layer's weights while a layer
+            computes.
+        cpu_offloading_retain_pinned_cpu_buffers: has no effect, because host memory is always
+            reused from step to step.
 
     Raises:
-        PolicyError: neither activations nor weights are to be offloaded, or a value is of the
-            wrong kind.
+        PolicyError: offloading is on for neither activations nor weights, or a value has the wrong
+            type.
 
     Source: Megatron Core, `megatron/core/model_parallel_config.py`, and the checks of
         `megatron/core/transformer/transformer_config.py`.
@@ -66,7 +70,7 @@ class CPUOffloadingConfig:
         nothing = not (self.cpu_offloading_activations or self.cpu_offloading_weights)
         if self.cpu_offloading and nothing:
             raise PolicyError(
-                "cpu_offloading=True offloads activations, weights, or both; set "
+                "cpu_offloading=True must offload activations, weights, or both; set "
                 "cpu_offloading_activations or cpu_offloading_weights"
             )
 
@@ -79,21 +83,21 @@ class CPUOffloadingConfig:
         host_budget: int | str | None = None,
         trace: bool = False,
     ) -> OffloadHandle:
-        """Offload a model as the settings say.
+        """Offload a model according to the settings.
 
         Args:
             model: any model with repeated blocks.
-            layers: as for `ebbtide.offload`; patterns such as ``"layers.*.mlp"`` choose by name.
+            layers: as for `ebbtide.offload`; patterns such as ``"layers.*.mlp"`` select by name.
             store: as for `ebbtide.offload`.
             host_budget: as for `ebbtide.offload`.
             trace: as for `ebbtide.offload`.
 
         Returns:
-            As `ebbtide.offload` does.
+            The handle, as `ebbtide.offload` returns it.
 
         Raises:
             PolicyError: the model has too few layers for ``cpu_offloading_num_layers``, or the
-                settings do not fit it. The model is as it was.
+                settings do not fit it. The model is left unchanged.
         """
         count = self.cpu_offloading_num_layers if self.cpu_offloading else 0
         found = find_layers(model) if layers is None else match_layers(model, layers)
@@ -101,8 +105,8 @@ class CPUOffloadingConfig:
         if self.cpu_offloading and count >= max(num_layers, 1):
             raise PolicyError(
                 f"cpu_offloading_num_layers={count} must be less than the number of layers, which "
-                f"is {num_layers} ({', '.join(found.names[:3])}, ...): the last one's backward "
-                f"comes at once"
+                f"is {num_layers} ({', '.join(found.names[:3])}, ...): the last layer stays, as "
+                f"its backward follows its forward at once"
             )
         moves = self.cpu_offloading_activations and count > 0
         activations = ActivationPolicy(num_layers=count if moves else 0, rebuild=moves)

@@ -1,11 +1,11 @@
-"""Transformer Engine's spelling: change the import, keep the loop.
+"""Transformer Engine's interface for CPU offloading: change the import and keep the loop.
 
 ::
 
     from ebbtide.compat.transformer_engine import get_cpu_offload_context
 
-Transformer Engine itself is not needed, and never imported. Where its quantized tensors are saved,
-they are taken apart by their own protocol and their data move like any other tensor's.
+Transformer Engine need not be installed and is never imported. When its quantized tensors are
+saved, they are flattened into plain tensors by their own protocol, and these move like any others.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any, TypeVar, final
 
 import torch
 
+from ebbtide.activations.marks import mark_not_offload
 from ebbtide.errors import PolicyError
-from ebbtide.hooks.marks import mark_not_offload
 from ebbtide.loops import OffloadSession
 from ebbtide.policy import ActivationPolicy
 from ebbtide.schedule import Pass, Schedule, default, find_order, from_table, manual
@@ -30,43 +30,44 @@ __all__ = ["ManualOffloadController", "get_cpu_offload_context", "mark_not_offlo
 
 T = TypeVar("T")
 
-_ELEMENT_BYTES = 4  # of float32, where sizes are given in elements
+_ELEMENT_BYTES = 4  # size of a float32, for sizes that are given in elements
 
 
 @final
 class ManualOffloadController:
-    """Says when each layer leaves, goes and comes back, where nothing moves by itself.
+    """Starts offloads, releases and reloads by hand, for ``manual_synchronization``.
 
     Args:
-        session: whose layers; None: offload is disabled, and nothing is done.
+        session: the session whose layers it moves; None if offloading is disabled, in which case
+            the methods do nothing.
     """
 
     def __init__(self, session: OffloadSession | None) -> None:
         self._session = session
 
     def start_offload_layer(self, layer_id: int) -> None:
-        """Start to copy down what a layer saved in this forward.
+        """Start to copy to the host what a layer saved in this forward.
 
         Raises:
-            ScheduleError: the layer has had no forward, or this was done already.
+            ScheduleError: the layer has had no forward, or its offload was started already.
         """
         if self._session is not None:
             self._session.start_offload(layer_id)
 
     def release_activation_forward_gpu_memory(self, layer_id: int) -> None:
-        """Let go of its device memory: what is computed next waits until its copy is complete.
+        """Release the layer's device memory; compute queued after this waits for the copy to end.
 
         Raises:
-            ScheduleError: its offload has not been started, or this was done already.
+            ScheduleError: the layer's offload was not started, or it was released already.
         """
         if self._session is not None:
             self._session.release(layer_id)
 
     def start_reload_layer(self, layer_id: int) -> None:
-        """Start to bring it back.
+        """Start to reload the layer.
 
         Raises:
-            ScheduleError: it has not been released, or this was done already.
+            ScheduleError: the layer was not released, or its reload was started already.
         """
         if self._session is not None:
             self._session.start_reload(layer_id)
@@ -74,10 +75,10 @@ class ManualOffloadController:
 
 @final
 class _OffloadContext(contextlib.ContextDecorator):
-    """The context of one layer at a time, to be entered again for the next.
+    """The context around one layer's forward; it is entered anew for every layer.
 
     Attributes:
-        session: what it stands for: statistics, trace, `close`.
+        session: the session behind it, which has the statistics, the trace and `close`.
     """
 
     def __init__(self, session: OffloadSession) -> None:
@@ -86,7 +87,7 @@ class _OffloadContext(contextlib.ContextDecorator):
 
     def __enter__(self) -> _OffloadContext:
         layer = self.session.layer()
-        layer.__enter__()  # raises if another layer is open still
+        layer.__enter__()  # raises if another layer is still open
         self._layer = layer
         return self
 
@@ -119,7 +120,7 @@ def get_cpu_offload_context(
     store: str = "auto",
     trace: bool = False,
 ) -> tuple[Any, ...]:
-    """What `transformer_engine.pytorch.get_cpu_offload_context` gives, for any layers.
+    """Return what `transformer_engine.pytorch.get_cpu_offload_context` returns, for any layers.
 
     ::
 
@@ -129,35 +130,38 @@ def get_cpu_offload_context(
                 x = layer(x)
             x = sync(x)
 
-    The order of arguments past ``double_buffering`` differs between Transformer Engine's releases,
-    so they are keywords here.
+    The order of the arguments after ``double_buffering`` differs between releases of Transformer
+    Engine, so here they are keyword-only.
 
     Args:
-        enabled: False: the context and the function do nothing.
+        enabled: if False, the context and the function do nothing.
         num_layers: offload the first ``num_layers`` layers; at most ``model_layers - 1``. Ignored
-            with a table, or by hand.
-        model_layers: layers in a forward.
-        offload_activations: what this is for.
-        offload_weights: deprecated there, without effect here; see `ebbtide.compat.megatron` for
-            weights.
-        double_buffering: deprecated, without effect.
-        synchronization_dict: ``{layer: (offload_fwd, offload_num, reload_fwd, reload_num)}``: out
-            before layer ``offload_num`` starts its forward (True) or backward (False), back from
-            when ``reload_num`` starts its forward or backward.
-        manual_synchronization: nothing moves but as the controller is told.
-        retain_pinned_cpu_buffers: host memory is reused from step to step anyway, whatever the
-            shapes.
-        min_tensor_size_to_offload: elements of the smallest tensor that leaves, counted as 4 bytes
-            each; None: 1 MiB.
-        offload_stream: without effect: each direction has a stream of its own.
-        order: with a table, in which passes come (``"F0 F1 B0 F2 ..."``), if that is known: then
-            departures from it are noticed. None: what the table says is done as passes come.
-        device: where the layers compute; None: the current accelerator, else the CPU.
+            with ``synchronization_dict`` or ``manual_synchronization``.
+        model_layers: number of layers in a forward.
+        offload_activations: if False, nothing is offloaded.
+        offload_weights: has no effect, as in Transformer Engine, where it is deprecated; see
+            `ebbtide.compat.megatron` for weights.
+        double_buffering: deprecated; has no effect.
+        synchronization_dict: ``{layer: (offload_fwd, offload_num, reload_fwd, reload_num)}``. The
+            layer is released before layer ``offload_num`` starts its forward (True) or backward
+            (False), and its reload starts when layer ``reload_num`` starts its forward (True) or
+            backward (False).
+        manual_synchronization: move layers only when the returned controller is told to.
+        retain_pinned_cpu_buffers: has no effect, because host memory is always reused from step to
+            step, whatever the shapes.
+        min_tensor_size_to_offload: number of elements of the smallest tensor to offload, counted
+            as 4 bytes each; None means 1 MiB.
+        offload_stream: has no effect, because each direction has a stream of its own.
+        order: order of the passes (``"F0 F1 B0 F2 ..."``), if it is known; only with
+            ``synchronization_dict``. A warning reports the first pass that departs from it. With
+            None, the passes may come in any order, and the table is followed as they come.
+        device: device on which the layers compute; None means the current accelerator, else the
+            CPU.
         store: as for `ebbtide.offload`.
-        trace: as for `ebbtide.offload`: ``context.session.trace``.
+        trace: as for `ebbtide.offload`; the trace is ``context.session.trace``.
 
     Returns:
-        ``(context, sync)``, and with ``manual_synchronization`` ``(context, sync, controller)``.
+        ``(context, sync)``, or with ``manual_synchronization`` ``(context, sync, controller)``.
         ``context.session`` is the `OffloadSession`.
 
     Raises:
@@ -168,14 +172,14 @@ def get_cpu_offload_context(
     """
     if not offload_weights and not offload_activations:
         raise PolicyError(
-            "CPU offloading is asked for, but neither of activations nor of weights; set "
-            "offload_activations=True"
+            "offload_activations and offload_weights are both False, so there is nothing to "
+            "offload; set offload_activations=True"
         )
     _warn_of_deprecated(offload_weights, double_buffering, offload_stream)
     if synchronization_dict is not None and manual_synchronization:
         raise PolicyError(
-            "synchronization_dict says when layers move, and manual_synchronization that you do; "
-            "give one of them"
+            "synchronization_dict and manual_synchronization both decide when layers move; give "
+            "one of them"
         )
     if not enabled or not offload_activations:
         nothing = (contextlib.nullcontext(), _identity)
@@ -209,7 +213,7 @@ def _choose(
         known = find_order(table, model_layers) if order is None else order
         return from_table(table, model_layers, order=known)
     if order is not None:
-        raise PolicyError("order belongs to a synchronization_dict; leave it out")
+        raise PolicyError("order is used only with a synchronization_dict; leave it out")
     if num_layers is None:
         return manual({}, model_layers)
     return default(num_layers, model_layers)
@@ -229,7 +233,7 @@ def _warn_of_deprecated(offload_weights: bool, double_buffering: bool, stream: A
         )
     if stream is not None:
         warnings.warn(
-            "offload_stream has no effect: copies run on streams of ebbtide's own, one each way",
+            "offload_stream has no effect: ebbtide copies on its own streams, one per direction",
             stacklevel=3,
         )
 

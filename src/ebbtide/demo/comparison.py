@@ -1,4 +1,4 @@
-"""The table of the demo, and what limits the figures in it."""
+"""The table that compares the demo's modes, and sentences on what limits its figures."""
 
 from __future__ import annotations
 
@@ -10,15 +10,19 @@ from rich.table import Table
 
 from ebbtide.demo.config import DemoConfig, Mode
 from ebbtide.demo.results import ModeResult, first_difference
-from ebbtide.runtime.stats import StepStats
+from ebbtide.transfers.stats import StepStats
 from ebbtide.units import format_size
 
 _ABSENT = "–"
-_NOISY = 1.5  # slowest to fastest step of a mode
+_NOISY = 1.5  # times vary too much above this ratio of a mode's slowest to its fastest step
 
 
 def compare(results: list[ModeResult]) -> dict[Mode, str | None]:
-    """Each other mode against the one without offload, if that ran; see `first_difference`."""
+    """Compare each other mode with the one without offload, if that ran.
+
+    Returns:
+        For each other mode the result of `first_difference`.
+    """
     reference = _reference(results)
     if reference is None:
         return {}
@@ -30,7 +34,7 @@ def compare(results: list[ModeResult]) -> dict[Mode, str | None]:
 
 
 def build_table(config: DemoConfig, results: list[ModeResult]) -> Table:
-    """A column per mode."""
+    """Build the table of results, with one column per mode."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column(
         f"FNO, Darcy {config.resolution} x {config.resolution}, batch {config.batch_size}"
@@ -83,34 +87,37 @@ def _stats_rows(results: list[ModeResult]) -> Iterator[tuple[str, _Cell]]:
 
 
 def limits(config: DemoConfig, results: list[ModeResult]) -> Iterator[str]:
-    """Sentences that say why ebbtide's figures are not better, or how far to trust them."""
+    """Yield sentences that say what limits ebbtide's figures, and how far to trust them."""
     for result in results:
         if result.stats is not None:
             yield from _limits_of(config, result, result.stats)
     if any(slowest_s > _NOISY * fastest_s for fastest_s, slowest_s in map(_extremes_s, results)):
-        yield "Times vary too much to compare: other work runs here too, or this is too small."
+        yield (
+            "Times vary too much to compare: other programs run on this machine, or the steps are "
+            "too short."
+        )
 
 
 def _limits_of(config: DemoConfig, result: ModeResult, stats: StepStats) -> Iterator[str]:
     if result.mode is Mode.REBUILD:
         return
     if not stats.offloaded_bytes:
-        yield "Nothing was offloaded: no saved tensor was large enough. Raise --resolution."
+        yield "Nothing was offloaded: no saved tensor was large enough. Increase --resolution."
         return
     where = "disk" if stats.peak_disk_bytes else "host memory"
     rate = format_size(int(stats.offloaded_bytes / result.median_s))
     yield (
-        f"Time: in a step {format_size(stats.offloaded_bytes)} go to {where} and come back, "
-        f"{rate}/s each way, while the model computes. For {stats.stall_s:.2f} s of the last step "
-        f"the model had to wait ({stats.late_reloads} reloads were not there yet)."
+        f"Time: in each step {format_size(stats.offloaded_bytes)} go to {where} and come back "
+        f"while the model computes, which needs {rate}/s each way. In the last step the model "
+        f"waited {stats.stall_s:.2f} s for copies ({stats.late_reloads} reloads were late)."
     )
     yield (
-        f"Memory: at most {format_size(stats.peak_device_bytes)} of saved tensors were there at "
-        f"once, in a peak of {format_size(_above_idle(result))}. The rest is what the running "
-        f"operation, gradients and optimizer need; offloading activations leaves that."
+        f"Memory: saved tensors took at most {format_size(stats.peak_device_bytes)} at once, of a "
+        f"peak of {format_size(_above_idle(result))} above idle. The rest is what the running "
+        f"operation, gradients and optimizer need, which offloading activations does not reduce."
     )
     if config.device.type == "cpu":
-        yield "The kernel caches the file in RAM that nobody needs; RSS does not count that."
+        yield "The kernel caches the file in otherwise unused RAM, which RSS does not count."
 
 
 def _reference(results: list[ModeResult]) -> ModeResult | None:
@@ -128,7 +135,7 @@ def _ratio(reference: ModeResult, value: Callable[[ModeResult], float]) -> _Cell
 
 
 def _digits(value: float) -> str:
-    """Three that count, as in 3.10."""
+    """Format with three significant digits, such as ``3.10``."""
     return f"{value:#.3g}".rstrip(".")
 
 

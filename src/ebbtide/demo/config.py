@@ -1,4 +1,4 @@
-"""What a run of the demo is asked for, checked before anything expensive begins."""
+"""The configuration of a run of the demo, checked before anything expensive begins."""
 
 from __future__ import annotations
 
@@ -14,34 +14,36 @@ WARM_RESOLUTION = 32
 
 
 class UsageError(Exception):
-    """The user can put this right; the message, one line, says how."""
+    """An error that the user can correct; its one-line message says how."""
 
 
 class Mode(enum.Enum):
-    """How the saved activations are treated. Values are the names on the command line."""
+    """How a run treats saved activations. The values are the names on the command line."""
 
     NONE = "none"
     SAVE_ON_CPU = "save_on_cpu"
-    REBUILD = "rebuild"  # ebbtide, and nothing leaves
+    REBUILD = "rebuild"  # ebbtide with rebuilding but without offload
     EBBTIDE = "ebbtide"
 
 
 @dataclass(frozen=True)
 class DemoConfig:
-    """One run of the demo.
+    """The configuration of one run of the demo.
 
     Args:
-        resolution: nodes a side of the grid that is trained on.
-        batch_size: samples in a training step.
-        steps: training steps of each mode; of every five, three are timed.
-        modes: the modes, in the order of the table.
-        device: where the models compute.
-        store: where ebbtide puts the bytes, as for `ebbtide.offload`.
-        data: directory with published files, or for generated ones; None: the user's cache.
+        resolution: nodes along each side of the training grid.
+        batch_size: number of samples in a training step.
+        steps: number of training steps of each mode; three of every five are timed.
+        modes: modes to run, in the order of the table.
+        device: device on which the models compute.
+        store: where ebbtide stores offloaded bytes, as for `ebbtide.offload`.
+        data: directory that has the published files or receives the generated ones; None means the
+            user's cache.
         out: directory for the results.
-        seed: of the samples and of the model's weights.
-        threads: that torch computes with in each mode's process; None: torch's choice.
-        warm_steps: training steps at 32 x 32 before, shared by all modes.
+        seed: random seed of the samples and of the model's weights.
+        threads: number of torch threads in each mode's process; None leaves the choice to torch.
+        warm_steps: number of training steps at 32 x 32 that precede the run and that all modes
+            share.
 
     Raises:
         UsageError: a number is out of range, or there is no mode.
@@ -67,14 +69,14 @@ class DemoConfig:
                 option = name.replace("_", "-")
                 raise UsageError(f"--{option} must be {bound} or more, got {getattr(self, name)}")
         if not self.modes:
-            raise UsageError("--modes names no mode that can run here")
+            raise UsageError("--modes names no mode that can run on this device")
 
 
 def parse_modes(text: str, device: torch.device) -> tuple[Mode, ...]:
-    """Read ``"none,ebbtide"``; on a CPU, `save_on_cpu` is left out.
+    """Parse names of modes such as ``"none,ebbtide"``; leave out `save_on_cpu` on a CPU.
 
     Raises:
-        UsageError: a name is no mode's.
+        UsageError: a name is not that of a mode.
     """
     known = {mode.value: mode for mode in Mode}
     names = [name.strip() for name in text.split(",") if name.strip()]
@@ -88,10 +90,10 @@ def parse_modes(text: str, device: torch.device) -> tuple[Mode, ...]:
 
 
 def parse_device(name: str) -> torch.device:
-    """Read ``"auto"`` (the accelerator if there is one), or a device that this machine has.
+    """Parse the name of a device; ``"auto"`` means the accelerator if there is one, else the CPU.
 
     Raises:
-        UsageError: there is no such device.
+        UsageError: this machine has no such device.
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if name == "auto":
@@ -99,22 +101,27 @@ def parse_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise UsageError(f"--device: torch knows no device {name!r}; try auto or cpu") from None
+        raise UsageError(f"--device: {name!r} is not a torch device; try auto or cpu") from None
     if device.type == "cpu":
         return torch.device("cpu")
     if accelerator is None or device.type != accelerator.type:
         seen = "no accelerator" if accelerator is None else f"an accelerator of type {accelerator}"
         raise UsageError(f"--device {name}: torch sees {seen} on this machine; try auto or cpu")
     if device.index is not None and device.index >= torch.accelerator.device_count():
-        raise UsageError(f"--device {name}: there are {torch.accelerator.device_count()} of them")
+        raise UsageError(
+            f"--device {name}: this machine has {torch.accelerator.device_count()} such devices, "
+            f"numbered from 0"
+        )
     return device
 
 
 def check_writable(out: Path) -> None:
-    """Create the directory for the results, and a file in it, now rather than in three minutes.
+    """Check that results can be written to ``out``; create the directory if it is missing.
+
+    The check comes first, so that a wrong path shows at once and not after minutes of training.
 
     Raises:
-        UsageError: that is impossible.
+        UsageError: the directory cannot be written to.
     """
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -125,10 +132,10 @@ def check_writable(out: Path) -> None:
 
 
 def check_neuralop() -> None:
-    """Find neuraloperator without importing it.
+    """Check that neuraloperator is installed, without importing it.
 
     Raises:
-        UsageError: it is not installed.
+        UsageError: neuraloperator is not installed.
     """
     if importlib.util.find_spec("neuralop") is None:
-        raise UsageError('neuraloperator is missing; pip install "ebbtide[neuralop]"')
+        raise UsageError('neuraloperator is not installed; pip install "ebbtide[neuralop]"')

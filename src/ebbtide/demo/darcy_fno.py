@@ -1,4 +1,4 @@
-"""What the demo trains: an FNO, on Darcy flow, with neuraloperator's losses and optimizer."""
+"""The demo's model and data: an FNO on Darcy flow, with neuraloperator's losses and optimizer."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ FINE_LEARNING_RATE = 1e-3  # after the warm start
 WEIGHT_DECAY = 1e-4
 N_TEST = 8
 _WARM_BATCH_SIZE = 16
-_WARM_SAMPLES = 512  # at most; then again from the first
+_WARM_SAMPLES = 512  # at most; a longer warm start goes through them again
 
 Batch = dict[str, torch.Tensor]
-Weights = dict[str, NDArray[Any]]  # not tensors: between processes those share memory
+Weights = dict[str, NDArray[Any]]  # arrays, because tensors sent to a process would share memory
 
 
 class Errors(NamedTuple):
-    """Relative errors, means over the samples."""
+    """Relative errors in the L2 and H1 norms, as means over the samples."""
 
     l2: float
     h1: float
@@ -34,9 +34,9 @@ class Errors(NamedTuple):
 
 @final
 class Problem:
-    """Data at one resolution with its normalization, and the losses.
+    """Data at one resolution with their normalization, and the losses.
 
-    Predictions and targets meet in the pressure's own unit.
+    Predictions and targets are compared in the pressure's own unit, without normalization.
     """
 
     def __init__(self, config: DemoConfig, resolution: int, n_train: int, batch_size: int) -> None:
@@ -55,13 +55,13 @@ class Problem:
             cache_dir=config.data,
         )
         self.test_batches = tests[resolution]
-        self._processor.eval()  # its training state would leave predictions normalized
+        self._processor.eval()  # in training mode it would leave predictions normalized
         self._processor.to(config.device)
         self.loss = LpLoss(d=2, p=2)
         self._h1 = H1Loss(d=2)
 
     def predict(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """The prediction, and the target on the same device."""
+        """Return the model's prediction, and the target on the same device."""
         batch = self._processor.preprocess(batch)
         prediction, batch = self._processor.postprocess(model(batch["x"]), batch)
         return prediction, batch["y"]
@@ -74,12 +74,12 @@ class Problem:
         )
 
     def epochs(self) -> Iterator[Batch]:
-        """Training batches, again and again."""
+        """Yield the training batches, starting over whenever they are through."""
         return itertools.chain.from_iterable(itertools.repeat(self.train_batches))
 
 
 def build_model(config: DemoConfig) -> nn.Module:
-    """The FNO of neuraloperator's Darcy example, the same weights for the same seed."""
+    """Build the FNO of neuraloperator's Darcy example; the seed determines its weights."""
     from neuralop.models import FNO
 
     torch.manual_seed(config.seed)
@@ -100,7 +100,7 @@ def build_optimizer(model: nn.Module, learning_rate: float) -> Any:
 
 
 def train_step(problem: Problem, model: nn.Module, optimizer: Any, batch: Batch) -> Any:
-    """Forward, backward, update.
+    """Run forward, backward and optimizer step.
 
     Returns:
         Loss, prediction and target.
@@ -114,10 +114,14 @@ def train_step(problem: Problem, model: nn.Module, optimizer: Any, batch: Batch)
 
 
 def warm_start(config: DemoConfig, coarse: Problem | None) -> Weights:
-    """Train on a coarse grid, which takes seconds; an FNO's weights fit every grid.
+    """Train on a coarse grid, which takes seconds; the weights of an FNO fit every grid.
+
+    Args:
+        config: the configuration of the run.
+        coarse: the data on the coarse grid; None skips the training.
 
     Returns:
-        The weights that every mode begins with.
+        The weights with which every mode begins.
     """
     model = build_model(config)
     if coarse is not None:
@@ -130,7 +134,7 @@ def warm_start(config: DemoConfig, coarse: Problem | None) -> Weights:
 
 
 def load_coarse_problem(config: DemoConfig) -> Problem | None:
-    """The data of the warm start, if there is to be one."""
+    """Load the data of the warm start; return None if there is to be no warm start."""
     if not config.warm_steps:
         return None
     n_samples = min(config.warm_steps * _WARM_BATCH_SIZE, _WARM_SAMPLES)
@@ -138,12 +142,12 @@ def load_coarse_problem(config: DemoConfig) -> Problem | None:
 
 
 def load_problem(config: DemoConfig) -> Problem:
-    """The data of the run, a fresh batch for every step; generated where they are not there yet."""
+    """Load the data of the run, with a new batch for every step; generate what is missing."""
     return Problem(config, config.resolution, config.steps * config.batch_size, config.batch_size)
 
 
 def has_published_files(directory: Path | None, resolution: int) -> bool:
-    """Whether the data are there at this resolution, as `load_darcy_pt` reads them."""
+    """Return whether the directory has the files that `load_darcy_pt` reads at this resolution."""
     splits = ("train", "test")
     return directory is not None and all(
         (directory / f"darcy_{split}_{resolution}.pt").exists() for split in splits

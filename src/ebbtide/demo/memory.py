@@ -1,4 +1,4 @@
-"""How much memory a mode takes: the process's from the kernel, or the device's from torch."""
+"""Measure memory: of the process, as the kernel counts it, or of a device, as torch counts it."""
 
 from __future__ import annotations
 
@@ -16,28 +16,30 @@ _SAMPLE_EVERY_S = 0.005
 
 
 class AbstractMemory(abc.ABC):
-    """A level of memory in use, and its peak."""
+    """The number of bytes in use, and its peak."""
 
     @abc.abstractmethod
     def now_bytes(self) -> int:
-        """In use now."""
+        """Return the number of bytes in use now."""
 
     @abc.abstractmethod
     def peak_bytes(self) -> int:
-        """The most in use since `reset_peak`."""
+        """Return the largest number of bytes in use since `reset_peak`."""
 
     @abc.abstractmethod
     def reset_peak(self) -> None:
-        """Let the peak begin again at the present level."""
+        """Restart the peak at the present level."""
 
 
 @final
 class ProcessMemory(AbstractMemory):
-    """Resident memory (RSS) of this process. The kernel keeps the peak, so none is missed.
+    """Resident memory (RSS) of this process.
+
+    The kernel records the peak, so no short peak is missed.
 
     Attributes:
-        can_reset: whether the kernel lets the peak begin again (Linux does); otherwise the peak is
-            that since the process began.
+        can_reset: whether the kernel can reset the peak (Linux can). If not, the peak is that since
+            the process began.
     """
 
     def __init__(self) -> None:
@@ -58,7 +60,7 @@ class ProcessMemory(AbstractMemory):
 
     def reset_peak(self) -> None:
         try:
-            Path("/proc/self/clear_refs").write_text("5")  # 5: VmHWM, see proc(5)
+            Path("/proc/self/clear_refs").write_text("5")  # 5 resets VmHWM, see proc(5)
         except OSError:
             self.can_reset = False
 
@@ -73,7 +75,10 @@ def _peak_from_getrusage() -> int:
 
 @final
 class DeviceMemory(AbstractMemory):
-    """Memory that torch has allocated on an accelerator, in the order the host queues work."""
+    """Memory that torch has allocated on an accelerator.
+
+    Torch counts when the host queues work, not when the device does it.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -90,10 +95,10 @@ class DeviceMemory(AbstractMemory):
 
 @final
 class Timeline:
-    """Samples the level from a thread while its `with` block runs.
+    """Samples memory from a thread while its `with` block runs.
 
     Attributes:
-        samples: (seconds since the block began, bytes) every 5 ms.
+        samples: pairs of seconds since the block began and bytes in use, one every 5 ms.
     """
 
     def __init__(self, memory: AbstractMemory) -> None:

@@ -1,4 +1,4 @@
-"""The demo as a picture: memory over one step, and what the model has learned."""
+"""Draw the demo's picture: memory over one step, and a prediction of the trained model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from ebbtide.demo.config import DemoConfig, Mode
 from ebbtide.demo.results import ModeResult
 
-# From the palette of Okabe and Ito, which colour-blind readers tell apart.
+# The palette of Okabe and Ito, whose colours colour-blind readers can tell apart.
 _COLOURS = {
     Mode.NONE: "#D55E00",
     Mode.SAVE_ON_CPU: "#E69F00",
@@ -25,7 +25,7 @@ def draw(config: DemoConfig, results: list[ModeResult], path: Path) -> bool:
     """Write the picture, 1600 x 600 pixels.
 
     Returns:
-        False if matplotlib is not installed; there is no picture then.
+        False if there is no picture because matplotlib is not installed, else True.
     """
     if importlib.util.find_spec("matplotlib") is None:
         return False

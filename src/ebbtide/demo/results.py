@@ -1,4 +1,4 @@
-"""What each mode reports, and how two modes compare."""
+"""The results of each mode, and the bitwise comparison of two modes."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ebbtide.demo.config import Mode
-from ebbtide.runtime.stats import StepStats
+from ebbtide.transfers.stats import StepStats
 
-# [Note: turns] The modes alternate, so that what disturbs the machine for a while disturbs all. Not
-# step by step: the memory that a mode freed in its last step has gone back to the kernel, and in a
-# virtual machine even to the host, by the time the other modes are through. Getting it again took
-# `none` twice as long as a step after steps. So a turn is several steps, the first ones untimed.
+# [Note: turns] The modes take turns, so that a temporary disturbance of the machine affects all of
+# them. A turn is several steps, of which the first are not timed. By the time the other modes have
+# had their turn, the memory that a mode freed in its last step has gone back to the kernel, and in
+# a virtual machine even to the host. Getting it again made the first step of a turn of `none` take
+# twice as long as the later ones.
 STEPS_PER_TURN = 5
 UNTIMED_PER_TURN = 2
 
@@ -23,19 +24,21 @@ UNTIMED_PER_TURN = 2
 @final
 @dataclass(frozen=True)
 class StepResult:
-    """One training step. Errors are relative, means over the batch before its update.
+    """The result of one training step.
+
+    Errors are relative and are means over the batch, computed before the step's update.
 
     Attributes:
-        duration_s: forward, backward and optimizer.
-        user_s: processor seconds in the program itself, over all threads.
-        kernel_s: processor seconds in the kernel, over all threads: fresh memory, files.
-        peak_bytes: most memory in use during the step.
-        loss: what was differentiated.
+        duration_s: seconds for forward, backward and optimizer.
+        user_s: processor seconds in the program itself, summed over all threads.
+        kernel_s: processor seconds in the kernel (new memory, files), summed over all threads.
+        peak_bytes: largest number of bytes in use during the step.
+        loss: the loss, which backward differentiates.
         train_l2: error in the L2 norm.
         train_h1: error in the H1 norm.
-        gradients_sha256: over the bytes of every parameter's gradient.
-        stats: ebbtide's, where it was at work.
-        timeline: (seconds since the step began, bytes in use), every 5 ms.
+        gradients_sha256: hash of the bytes of all parameters' gradients.
+        stats: ebbtide's statistics of the step; None for modes without ebbtide.
+        timeline: pairs of seconds since the step began and bytes in use, one every 5 ms.
     """
 
     duration_s: float
@@ -53,12 +56,12 @@ class StepResult:
 @final
 @dataclass(frozen=True)
 class FinalResult:
-    """A mode after its last step.
+    """The result of a mode after its last step.
 
     Attributes:
         test_l2: relative error in the L2 norm, mean over the test samples.
-        test_h1: the same in the H1 norm.
-        parameters_sha256: over the bytes of every parameter.
+        test_h1: relative error in the H1 norm, mean over the test samples.
+        parameters_sha256: hash of the bytes of all parameters.
         sample: permeability, pressure and predicted pressure of the first test sample.
     """
 
@@ -71,13 +74,13 @@ class FinalResult:
 @final
 @dataclass
 class ModeResult:
-    """Everything of one mode.
+    """All results of one mode.
 
     Attributes:
-        mode: which one.
-        idle_bytes: in use just before the first training step.
-        steps: in order.
-        final: None until the mode has ended.
+        mode: the mode.
+        idle_bytes: number of bytes in use just before the first training step.
+        steps: results of the steps so far, in order.
+        final: result after the last step; None until then.
     """
 
     mode: Mode
@@ -87,29 +90,29 @@ class ModeResult:
 
     @property
     def peak_bytes(self) -> int:
-        """The most memory in use during any step."""
+        """Largest number of bytes in use during any step."""
         return max(step.peak_bytes for step in self.steps)
 
     @property
     def timed(self) -> list[StepResult]:
-        """The steps whose times count; the first of each turn warm up, see [Note: turns]."""
+        """The steps whose times count: all but the first ones of each turn, see [Note: turns]."""
         return [
             step for at, step in enumerate(self.steps) if at % STEPS_PER_TURN >= UNTIMED_PER_TURN
         ]
 
     @property
     def median_s(self) -> float:
-        """Of a step."""
+        """Median duration of the timed steps, in seconds."""
         return statistics.median(step.duration_s for step in self.timed)
 
     @property
     def typical(self) -> StepResult:
-        """The timed step of median time, or the next faster one."""
+        """The timed step with the median duration, or the next faster one."""
         return sorted(self.timed, key=lambda step: step.duration_s)[(len(self.timed) - 1) // 2]
 
     @property
     def stats(self) -> StepStats | None:
-        """Ebbtide's figures of the last step, where it was at work."""
+        """Ebbtide's statistics of the last step; None for modes without ebbtide."""
         return self.steps[-1].stats
 
 
@@ -117,7 +120,7 @@ def first_difference(reference: ModeResult, other: ModeResult) -> str | None:
     """Compare losses and gradients of every step and the final parameters, bit by bit.
 
     Returns:
-        None when all are the same, else the first that is not, such as ``"gradients, step 2"``.
+        None if all are the same, else the first difference, such as ``"gradients, step 2"``.
     """
     if len(reference.steps) != len(other.steps):
         return "number of steps"

@@ -1,4 +1,4 @@
-"""The demo: one FNO, trained on Darcy flow once per mode; the modes take turns step by step."""
+"""Run the demo: train the same FNO on Darcy flow in every mode; the modes take turns."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def run_demo(config: DemoConfig, console: Console) -> bool:
     """Train, measure, compare and report.
 
     Returns:
-        Whether ebbtide's run was the same to the bit as the run without offload, as far as both
-        ran.
+        Whether ebbtide's run was bitwise the same as the run without offload; True also if one of
+        the two did not run.
 
     Raises:
-        UsageError: something that was asked for cannot be done here.
+        UsageError: the configuration asks for something that cannot be done on this machine.
         WorkerError: a mode failed.
     """
     check_neuralop()
@@ -54,7 +54,7 @@ def run_demo(config: DemoConfig, console: Console) -> bool:
         for mode in config.modes:
             results[mode].final = team.ask(mode, FinalResult)
     if config.device.type == "cpu" and not peak_is_per_step:
-        console.print("This kernel cannot reset the peak RSS: it is that since the process began.")
+        console.print("This kernel cannot reset the peak RSS: peaks are since the process began.")
     _report(config, list(results.values()), console)
     console.print(f"[dim]{time.perf_counter() - begin_s:.0f} s in all[/]")
     differences = compare(list(results.values()))
@@ -62,9 +62,9 @@ def run_demo(config: DemoConfig, console: Console) -> bool:
 
 
 def _prepare(config: DemoConfig, console: Console) -> darcy_fno.Weights:
-    """Have the data made, while the modes wait, and train the weights that all begin with."""
+    """Generate the data and train the weights that all modes begin with, while the modes wait."""
     grid = f"{config.resolution} x {config.resolution}"
-    console.print(f"Darcy flow at {grid}: generated where it is not cached yet")
+    console.print(f"Darcy flow data at {grid}: samples that are not cached yet are generated")
     try:
         darcy_fno.load_problem(config)
         coarse = darcy_fno.load_coarse_problem(config)
@@ -89,7 +89,7 @@ def _begin(
 def _train(
     team: Team, config: DemoConfig, results: dict[Mode, ModeResult], console: Console
 ) -> None:
-    """All steps, in turns."""
+    """Run all steps of all modes, in turns."""
     with _progress(config, console) as note:
         for first in range(0, config.steps, STEPS_PER_TURN):
             for mode in config.modes:
@@ -103,7 +103,7 @@ def _train(
 def _progress(
     config: DemoConfig, console: Console
 ) -> Iterator[Callable[[Mode, int, StepResult], None]]:
-    """A bar for each mode on a terminal, a line for each step elsewhere."""
+    """Show a progress bar for each mode on a terminal; elsewhere print a line for each step."""
 
     def describe(step: StepResult) -> str:
         return f"{step.duration_s:6.2f} s, peak {format_size(step.peak_bytes)}"
@@ -155,7 +155,7 @@ def _report(config: DemoConfig, results: list[ModeResult], console: Console) -> 
     if draw(config, results, picture):
         console.print(f"Picture: {picture}", soft_wrap=True, markup=False, highlight=False)
     else:
-        console.print('No picture: that needs pip install "ebbtide\\[plots]"')
+        console.print('No picture was drawn: it needs pip install "ebbtide\\[plots]"')
 
 
 def _as_json(config: DemoConfig, results: list[ModeResult]) -> dict[str, Any]:
@@ -184,7 +184,7 @@ def _as_json(config: DemoConfig, results: list[ModeResult]) -> dict[str, Any]:
 
 def _step_as_json(step: StepResult) -> dict[str, Any]:
     figures = dataclasses.asdict(step)
-    del figures["timeline"]  # hundreds of numbers; the picture shows them
+    del figures["timeline"]  # hundreds of numbers, which the picture shows
     return figures
 
 

@@ -1,4 +1,4 @@
-"""The parent's side of the workers: start them, give each its turn, notice when one dies."""
+"""The parent's side of the worker processes: start them, give them turns, notice when one dies."""
 
 from __future__ import annotations
 
@@ -16,15 +16,19 @@ Result = TypeVar("Result")
 
 _GRACE_S = 5.0
 
-# [Note: a fair baseline] What runs on a CPU has two costs that would drown those of offloading.
-# Torch takes the memory of every large tensor fresh from the kernel: in pages of 4 KiB that took
-# two thirds of a plain step. And threads that spin while they wait for one another are several
-# times slower when anything else runs. The user's own settings win.
+# [Note: a fair baseline] On a CPU, two costs would hide those of offloading. Torch takes the memory
+# of every large tensor fresh from the kernel, and in pages of 4 KiB that took two thirds of a plain
+# step. Threads that spin while they wait for one another become several times slower when another
+# program runs. These variables avoid both costs; settings of the user take precedence.
 ENVIRONMENT = {"THP_MEM_ALLOC_ENABLE": "1", "OMP_WAIT_POLICY": "passive"}
 
 
 class WorkerError(Exception):
-    """A mode's process failed or died. ``trace``: its traceback, if it left one."""
+    """A mode's process failed or died.
+
+    Attributes:
+        trace: the traceback of the process, empty if it left none.
+    """
 
     def __init__(self, message: str, trace: str = "") -> None:
         super().__init__(message)
@@ -33,12 +37,13 @@ class WorkerError(Exception):
 
 @final
 class Team:
-    """One process per mode; all live together and work in turns."""
+    """One worker process per mode. All live at the same time and work in turns."""
 
     def __init__(self, config: DemoConfig) -> None:
         for name, value in ENVIRONMENT.items():
-            os.environ.setdefault(name, value)  # the workers inherit it
-        # Not fork: a child would inherit the parent's memory, and torch's threads only by name.
+            os.environ.setdefault(name, value)  # workers inherit the environment
+        # A forked child would inherit the parent's memory, and a state of torch in which the
+        # parent's threads seem to run but do not exist.
         context = multiprocessing.get_context("spawn")
         self._members = {}
         for mode in config.modes:
@@ -47,20 +52,20 @@ class Team:
                 target=worker.run, args=(theirs, config, mode), name=mode.value, daemon=True
             )
             process.start()
-            theirs.close()  # with this end open here, its death would go unnoticed
+            theirs.close()  # an open copy here would hide that the worker has closed its end
             self._members[mode] = (process, ours)
 
     def tell(self, mode: Mode, message: Any = None) -> None:
-        """Give a mode its turn. What goes wrong shows when it is `hear`d."""
+        """Give a mode its turn. If that fails, `hear` raises the error."""
         with contextlib.suppress(OSError):
             self._members[mode][1].send(message)
 
     def hear(self, mode: Mode, kind: type[Result]) -> Result:
-        """Wait for what a mode's turn came to.
+        """Wait for the result of a mode's turn.
 
         Raises:
             UsageError: the mode cannot do what the user asked for.
-            WorkerError: it failed, or its process is gone.
+            WorkerError: the mode failed, or its process has ended.
         """
         process, connection = self._members[mode]
         try:
@@ -76,7 +81,7 @@ class Team:
         return answer
 
     def ask(self, mode: Mode, kind: type[Result], message: Any = None) -> Result:
-        """Give a mode its turn and wait."""
+        """Give a mode its turn and wait for the result."""
         self.tell(mode, message)
         return self.hear(mode, kind)
 
@@ -93,7 +98,7 @@ class Team:
         trace: TracebackType | None,
     ) -> None:
         for process, connection in self._members.values():
-            connection.close()  # a worker that waits for its turn ends at this
+            connection.close()  # ends a worker that waits for its turn
             if error is not None:
                 process.kill()
         for process, _ in self._members.values():
@@ -109,4 +114,4 @@ def _obituary(mode: Mode, exitcode: int | None) -> str:
         if -exitcode == signal.SIGKILL:
             hint = "; if memory ran out, try a smaller --batch-size or --resolution"
         return f"the process of mode {mode.value} was ended by {name}{hint}"
-    return f"the process of mode {mode.value} ended with code {exitcode} and without a result"
+    return f"the process of mode {mode.value} ended with exit code {exitcode} and no result"

@@ -1,4 +1,4 @@
-"""One mode in a process of its own: does one piece of work each time its turn comes."""
+"""The worker process of one mode, which does one piece of work per turn."""
 
 from __future__ import annotations
 
@@ -26,13 +26,18 @@ from ebbtide.demo.results import FinalResult, StepResult
 @final
 @dataclass(frozen=True)
 class Started:
-    """The model is built and offloaded."""
+    """Reports that the model is built and ebbtide attached, if the mode uses it."""
 
 
 @final
 @dataclass(frozen=True)
 class Prepared:
-    """Data and weights are loaded and one-time allocations made; memory is at its idle level."""
+    """Reports that data and weights are loaded and one-time allocations are made.
+
+    Attributes:
+        idle_bytes: number of bytes in use now, the idle level.
+        peak_is_per_step: whether peaks of memory can be measured for each step.
+    """
 
     idle_bytes: int
     peak_is_per_step: bool
@@ -41,12 +46,12 @@ class Prepared:
 @final
 @dataclass(frozen=True)
 class Failure:
-    """The mode ended in an exception.
+    """Reports that the mode ended with an exception.
 
     Attributes:
-        message: the exception, in a line.
-        trace: where it came from.
-        by_user: what the user asked for cannot be done.
+        message: type and message of the exception.
+        trace: its traceback.
+        by_user: whether the cause is that the user asked for something that cannot be done.
     """
 
     message: str
@@ -55,16 +60,17 @@ class Failure:
 
 
 def run(connection: Connection, config: DemoConfig, mode: Mode) -> None:
-    """Answer each message with the result of the next piece of work; the process's entry point.
+    """Answer each message with the result of the next piece of work.
 
-    The first message carries nothing, the second the weights to begin with, all others nothing.
+    This is the entry point of the process. The second message carries the weights to begin with;
+    all others are None.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     try:
         for result in _turns(connection, config, mode):
             connection.send(result)
     except (EOFError, BrokenPipeError):
-        pass  # the parent is gone
+        pass  # the parent has ended or closed the connection
     except Exception as error:
         message = f"{type(error).__name__}: {error}"
         by_user = isinstance(error, ebbtide.PolicyError)
@@ -85,7 +91,7 @@ def _turns(connection: Connection, config: DemoConfig, mode: Mode) -> Iterator[o
 
 @final
 class ModeTrainer:
-    """The model of one mode, its optimizer, and what is measured of them."""
+    """Trains the model of one mode and measures it."""
 
     def __init__(self, config: DemoConfig, mode: Mode) -> None:
         if config.threads is not None:
@@ -103,9 +109,10 @@ class ModeTrainer:
             self._memory = DeviceMemory(config.device)
 
     def prepare(self, weights: darcy_fno.Weights) -> Prepared:
-        """Load data and weights, then run once on a tiny grid, as every mode does.
+        """Load data and weights, then run forward and backward once on a tiny grid.
 
-        Thread pools, FFT plans and code pages come to be there, and count as idle.
+        The run creates thread pools, FFT plans and code pages, so that they count as idle memory
+        in every mode.
         """
         config, model = self._config, self._model
         for name, value in model.named_parameters():
@@ -120,7 +127,7 @@ class ModeTrainer:
         return Prepared(self._memory.now_bytes(), can_reset)
 
     def step(self) -> StepResult:
-        """One training step."""
+        """Run and measure one training step."""
         batch = next(self._batches)
         self._memory.reset_peak()
         self._synchronize()
@@ -146,7 +153,7 @@ class ModeTrainer:
         )
 
     def finish(self) -> FinalResult:
-        """Test, and say what the model has become."""
+        """Compute the test errors and hash the final parameters."""
         totals = [0.0, 0.0]
         sample: Any = None
         with torch.no_grad():
@@ -183,15 +190,15 @@ def _offload(model: nn.Module, mode: Mode, config: DemoConfig) -> ebbtide.Offloa
 
 
 def _compute_reproducibly(device: torch.device) -> None:
-    """Without this, an accelerator's own runs may differ in the last bits."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
+    """Choose deterministic kernels; without them two runs of a mode may differ in the last bits."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
     torch.use_deterministic_algorithms(True, warn_only=True)
     if device.index is not None:
         torch.accelerator.set_device_index(device.index)
 
 
 def digest(tensors: Iterable[tuple[str, torch.Tensor | None]]) -> str:
-    """SHA-256 over names, types, shapes and bytes."""
+    """Return the SHA-256 over the names, types, shapes and bytes of tensors."""
     hashed = hashlib.sha256()
     for name, tensor in tensors:
         if tensor is None:

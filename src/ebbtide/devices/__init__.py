@@ -1,1 +1,1 @@
-"""Streams, events and copies: the only place that touches a stream."""
+"""Devices: the only code that uses torch's streams and events directly."""

@@ -1,4 +1,4 @@
-"""An accelerator through torch's generic interface: CUDA, ROCm and XPU alike."""
+"""An accelerator, used through torch's generic interface, which covers CUDA, ROCm and XPU."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from ebbtide.devices.device import (
     Origin,
     Span,
 )
-from ebbtide.devices.lanes import WorkLane
+from ebbtide.devices.lanes import WorkLane, defer
 
-_PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device
+_PORTABLE = 1  # cudaHostRegisterPortable: the memory is page-locked for every device
 
 
 @final
@@ -28,9 +28,9 @@ class _AcceleratorEvent(AbstractEvent):
     """A point in a stream.
 
     Args:
-        event: records the time at which the device comes to it.
-        lane: of the copy that ends here, if one does.
-        begun: where that copy began, on a device that keeps time.
+        event: torch's event, recorded with timing enabled.
+        lane: the lane of the copy that ends here, if one does.
+        begun: the event before that copy, if the device `keeps_time`.
     """
 
     def __init__(
@@ -59,6 +59,8 @@ class _AcceleratorEvent(AbstractEvent):
 def _seconds_between(origin: Origin, event: torch.Event) -> float:
     event.synchronize()
     assert isinstance(origin.event, _AcceleratorEvent)
+    # `elapsed_time` needs both events complete. On another stream, the origin may be the later one.
+    origin.event.synchronize()
     return float(origin.event.event.elapsed_time(event)) / 1e3
 
 
@@ -77,13 +79,14 @@ class _AcceleratorStream(AbstractStream):
         return event
 
     def wait(self, event: AbstractEvent) -> None:
+        event = event.settled()
         assert isinstance(event, _AcceleratorEvent)
         self.stream.wait_event(event.event)
 
 
 @final
 class AcceleratorDevice(AbstractDevice):
-    """One accelerator, with one copy stream for each direction: the link is full duplex."""
+    """One accelerator. It has a copy stream for each direction because the link is full duplex."""
 
     pins_host_memory = True
 
@@ -101,13 +104,18 @@ class AcceleratorDevice(AbstractDevice):
         return Origin(event, time.perf_counter())
 
     def compute_stream(self) -> AbstractStream:
-        # Looked up live: backward runs in threads of its own, and users switch streams.
+        # Not cached: backward runs in its own threads, and users switch streams.
         return _AcceleratorStream(torch.accelerator.current_stream(self.torch_device))
 
     def allocate(self, size_bytes: int) -> torch.Tensor:
         return torch.empty(size_bytes, dtype=torch.uint8, device=self.torch_device)
 
-    def note_use(self, memory: torch.Tensor, home: AbstractStream) -> bool:
+    def note_use(
+        self,
+        memory: torch.Tensor,
+        home: AbstractStream,
+        ready: AbstractEvent | None = None,  # noqa: ARG002
+    ) -> bool:
         assert isinstance(home, _AcceleratorStream)
         current = torch.accelerator.current_stream(self.torch_device)
         if current == home.stream:
@@ -118,9 +126,9 @@ class AcceleratorDevice(AbstractDevice):
     def pin(self, address: int, size_bytes: int) -> Callable[[], None] | None:
         if self.torch_device.type != "cuda":
             return None
-        # torch has no generic call for this; ROCm's builds spell it the same.
+        # torch has no generic call for this; its ROCm builds use the same name.
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        # Without a device set, the call would make a context on the first one.
+        # Without a current device, the call would create a CUDA context on the first device.
         with torch.cuda.device(self.torch_device):
             status = runtime.cudaHostRegister(address, size_bytes, _PORTABLE)
         if int(status):
@@ -134,7 +142,7 @@ class AcceleratorDevice(AbstractDevice):
         return unlock
 
     def _clear_error(self) -> None:
-        """Take back the error that CUDA would report once more, after the next kernel."""
+        """Clear the error, which CUDA would otherwise report again after the next kernel."""
         with contextlib.suppress(RuntimeError):
             torch.ones(1, device=self.torch_device)
 
@@ -150,6 +158,9 @@ class AcceleratorDevice(AbstractDevice):
 
     def lane(self, name: str, lane: str) -> AbstractLane:
         return WorkLane(name, lane)
+
+    def defer(self, work: Callable[[], None]) -> None:
+        defer(work)
 
     def finish_copies(self) -> None:
         for stream in (self._d2h, self._h2d):
@@ -172,14 +183,15 @@ class AcceleratorDevice(AbstractDevice):
 
 @contextlib.contextmanager
 def _current(stream: torch.Stream) -> Iterator[None]:
-    """Queue on ``stream`` what the calling thread queues within.
+    """Make ``stream`` the current stream of the calling thread within the block.
 
-    Not ``with stream:``, which keeps what was current in the stream itself: two threads that copy
-    at once, backward's and a worker's, would put back each other's (pytorch#176560).
+    ``with stream:`` would store the previously current stream in the stream object itself. If two
+    threads copied at once (backward's and a worker's), each would restore the stream of the other
+    (pytorch#176560).
     """
     accelerator = torch.accelerator
     index, before = accelerator.current_device_index(), accelerator.current_stream(stream.device)
-    accelerator.set_stream(stream)  # makes the stream's device current, too
+    accelerator.set_stream(stream)  # this also makes the stream's device the current one
     try:
         yield
     finally:

@@ -1,8 +1,7 @@
-"""The CPU as a device: kernels run in the calling thread, copies in worker threads."""
+"""The CPU as a device: kernels run in the calling thread, copies run in worker threads."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import final
 
@@ -13,31 +12,15 @@ from ebbtide.devices.device import (
     AbstractEvent,
     AbstractLane,
     AbstractStream,
+    HostMoment,
     Origin,
 )
-from ebbtide.devices.lanes import WorkLane
-
-
-@final
-class HostMoment(AbstractEvent):
-    """A point that the calling thread has passed."""
-
-    def __init__(self) -> None:
-        self.time_s = time.perf_counter()
-
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        pass
-
-    def since(self, origin: Origin) -> float:
-        return self.time_s - origin.host_s
+from ebbtide.devices.lanes import WorkLane, defer
 
 
 @final
 class _HostStream(AbstractStream):
-    """The calling thread: whatever it queued has already run."""
+    """The compute stream: the calling thread, where all queued work has already run."""
 
     def record(self) -> AbstractEvent:
         return HostMoment()
@@ -48,9 +31,10 @@ class _HostStream(AbstractStream):
 
 @final
 class CpuDevice(AbstractDevice):
-    """A model on the CPU: `device` is RAM, the copy streams are one worker thread each."""
+    """The CPU. Device memory is RAM, and each copy stream is a worker thread."""
 
     pins_host_memory = False
+    computes_on_host = True
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))
@@ -69,7 +53,7 @@ class CpuDevice(AbstractDevice):
         return torch.empty(size_bytes, dtype=torch.uint8)
 
     def pin(self, address: int, size_bytes: int) -> Callable[[], None]:  # noqa: ARG002
-        return _nothing_to_unlock  # threads copy from any memory
+        return _nothing_to_unlock  # worker threads can copy from any memory
 
     def copy_down(
         self, target: torch.Tensor, source: torch.Tensor, *after: AbstractEvent
@@ -83,6 +67,9 @@ class CpuDevice(AbstractDevice):
 
     def lane(self, name: str, lane: str) -> AbstractLane:
         return WorkLane(name, lane)
+
+    def defer(self, work: Callable[[], None]) -> None:
+        defer(work)
 
     def finish_copies(self) -> None:
         for lane in (self._d2h, self._h2d):

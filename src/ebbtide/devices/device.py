@@ -1,22 +1,24 @@
-"""What the engine needs of a device: streams that are ordered by events, and memory.
+"""The interface of devices: memory, and streams that are ordered by events.
 
-A *stream* runs what is queued on it in order. An *event* marks a point in a stream; another stream,
-or the host, can wait for it. Nothing here says how: an accelerator's streams are the hardware's, a
-CPU's copy lanes are worker threads, a CPU's compute stream is the calling thread itself.
+A *stream* runs the work queued on it in order. An *event* marks a point in a stream; other streams
+and the host can wait for it. Each device implements streams in its own way: an accelerator uses
+hardware streams; on a CPU the copy streams are worker threads, and the compute stream is the
+calling thread itself.
 """
 
 from __future__ import annotations
 
 import copy
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn, final
 
 import torch
 
 
 class Span(NamedTuple):
-    """When a lane worked; seconds since some origin."""
+    """One interval in which a lane was busy, in seconds since an origin."""
 
     lane: str
     begin_s: float
@@ -24,7 +26,7 @@ class Span(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """A moment that both clocks know: the device's, as an event, and the host's, in seconds."""
+    """One moment on both clocks: an event on the device, and `time.perf_counter` on the host."""
 
     event: AbstractEvent
     host_s: float
@@ -34,8 +36,8 @@ class AbstractEvent(ABC):
     """A point in a stream that is reached once and stays reached.
 
     Attributes:
-        failure: what the work before the point raised, where work can raise; read it once the
-            point is reached.
+        failure: the error that the work before the point raised, if it did; valid once the point
+            is reached.
     """
 
     failure: BaseException | None = None
@@ -45,11 +47,14 @@ class AbstractEvent(ABC):
         """Seconds from ``origin`` to this point; blocks the host until it is reached."""
 
     def settled(self) -> AbstractEvent:
-        """The same point, once it is on a stream: blocks the host while a worker is to queue it."""
+        """Return the event on a stream for this point.
+
+        Blocks the host while a worker thread has yet to queue the work that ends here.
+        """
         return self
 
     def spans(self, origin: Origin) -> list[Span]:  # noqa: ARG002
-        """When the work that ends at this point ran, if the device `keeps_time`."""
+        """The intervals in which the work that ends here ran, if the device `keeps_time`."""
         return []
 
     @abstractmethod
@@ -58,14 +63,32 @@ class AbstractEvent(ABC):
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Block the host until the point is reached; raise what the work before it raised."""
+        """Block the host until the point is reached; raise `failure` if there is one."""
+
+
+@final
+class HostMoment(AbstractEvent):
+    """A point in the host's own program, which is reached as soon as it is made."""
+
+    def __init__(self) -> None:
+        self.time_s = time.perf_counter()
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+    def since(self, origin: Origin) -> float:
+        return self.time_s - origin.host_s
 
 
 def raise_again(failure: BaseException) -> NoReturn:
-    """Raise an error that an event keeps, as a copy of it.
+    """Raise a copy of an error that an event keeps.
 
-    A raised error refers to the frames it passes, and those to the event: neither would die before
-    the garbage collector comes, nor would the graph whose backward raised.
+    A raised error refers to the frames that it passes through, and these refer to the event. If the
+    event's own error were raised, this reference cycle would keep the event, and the graph whose
+    backward raised, alive until the next garbage collection.
     """
     try:
         error = copy.copy(failure)
@@ -74,7 +97,7 @@ def raise_again(failure: BaseException) -> NoReturn:
     try:
         raise error
     finally:
-        del error  # this frame is one of those
+        del error  # this frame is one of those that the error refers to
 
 
 class AbstractStream(ABC):
@@ -86,41 +109,45 @@ class AbstractStream(ABC):
 
     @abstractmethod
     def wait(self, event: AbstractEvent) -> None:
-        """Let nothing queued from now on start before ``event``, which is settled, is reached."""
+        """Make everything queued from now on wait until ``event`` is reached.
+
+        Blocks the host while a worker thread has yet to queue the work that ends at the event.
+        """
 
 
 class AbstractLane(ABC):
-    """A worker on the host that runs callables in the order in which they were submitted."""
+    """A worker on the host that runs callables in the order of their submission."""
 
     @abstractmethod
     def submit(
         self, work: Callable[[], None], then: Callable[[], None] | None = None
     ) -> AbstractEvent:
-        """Queue ``work``; the returned event is reached when it has run, or failed.
+        """Queue ``work`` and return an event that is reached when the work has ended or failed.
 
         Args:
             work: runs in the worker.
-            then: runs there right after the event has been reached, whether or not work failed.
+            then: runs in the worker right after the event is reached, even if the work failed.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Finish what was submitted, then end the worker."""
+        """Finish the submitted work, then end the worker."""
 
 
 class AbstractDevice(ABC):
-    """Where a model computes, with one copy stream for each direction.
+    """The device on which a model computes, with one copy stream for each direction.
 
     Args:
-        torch_device: the device, with its index, that tensors of the model report.
+        torch_device: the device of the model's tensors, with its index.
 
     Attributes:
-        keeps_time: whether copies queued from now on are to know when they ran. Waits are timed
-            always.
+        keeps_time: whether copies queued from now on record when they ran. Waits are always timed.
     """
 
     #: whether host memory must be page-locked for copies that do not block the host
     pins_host_memory: bool
+    #: whether the model computes in host memory, so that it offloads to disk
+    computes_on_host = False
 
     def __init__(self, torch_device: torch.device) -> None:
         self.torch_device = torch_device
@@ -128,56 +155,68 @@ class AbstractDevice(ABC):
 
     @abstractmethod
     def moment(self) -> Origin:
-        """The present moment of the host, and the point that the compute stream has queued to.
+        """The present time on the host, and an event after all work queued on the compute stream.
 
-        An accelerator comes to that point later: see `origin`.
+        An accelerator reaches the event later; `origin` waits for that.
         """
 
     def origin(self) -> Origin:
-        """The present moment, once the compute stream has come to it: blocks the host."""
+        """Block the host until the compute stream has run its queued work; return that moment."""
         return self.moment()
 
     @abstractmethod
     def compute_stream(self) -> AbstractStream:
-        """The stream on which the calling thread queues kernels now."""
+        """The stream on which the calling thread queues kernels at present."""
 
     @abstractmethod
     def allocate(self, size_bytes: int) -> torch.Tensor:
-        """Device memory for a reload.
+        """Allocate device memory for a reload.
 
         Shape:
             (size_bytes,), uint8.
 
         Streams:
-            The memory belongs to the compute stream: another stream may write to it only after
-            an event that the compute stream recorded after this call.
+            The memory belongs to the current compute stream. Another stream may write to it only
+            after an event that the compute stream has recorded after this call.
         """
 
-    def note_use(self, memory: torch.Tensor, home: AbstractStream) -> bool:  # noqa: ARG002
-        """The current compute stream is about to use memory that was allocated on ``home``.
+    def note_use(
+        self,
+        memory: torch.Tensor,  # noqa: ARG002
+        home: AbstractStream,
+        ready: AbstractEvent | None = None,  # noqa: ARG002
+    ) -> bool:
+        """Note that the current compute stream will use memory that was allocated on ``home``.
 
-        Where the two differ, the allocator must not hand the memory out again on ``home`` before
-        the current stream has finished with it. Nothing to do where memory belongs to no stream.
+        If the two streams differ, the allocator must not hand the memory out again on ``home``
+        before the current stream has finished with it. Devices whose memory belongs to no stream
+        do nothing.
+
+        Args:
+            memory: the memory to be used.
+            home: the stream on which it was allocated.
+            ready: the event after which the memory contains its values. The current stream must
+                wait for it; the simulated device checks that.
 
         Returns:
-            Whether they are the same stream.
+            Whether ``home`` is the current compute stream.
         """
         return self.compute_stream() is home
 
     @abstractmethod
     def pin(self, address: int, size_bytes: int) -> Callable[[], None] | None:
-        """Page-lock host memory that is mapped already, so that copies do not block the host.
+        """Page-lock host memory that is already mapped, so that copies do not block the host.
 
         Args:
-            address: where it begins, a multiple of the page size.
-            size_bytes: how much.
+            address: where the memory begins, a multiple of the page size.
+            size_bytes: its size.
 
         Returns:
-            What unlocks it, to be called before the memory is unmapped; None where only torch's
-            own allocator can give memory that this device's copies take.
+            A function that unlocks the memory, to be called before the memory is unmapped; None if
+            this device can only use page-locked memory from torch's own allocator.
 
         Raises:
-            OSError: the system refuses.
+            OSError: the system refuses to page-lock the memory.
         """
 
     @abstractmethod
@@ -188,11 +227,11 @@ class AbstractDevice(ABC):
 
         Args:
             target: host memory.
-            source: device memory of the same size and type.
+            source: device memory of the same size and dtype.
             after: events that the copy waits for.
 
         Streams:
-            Both tensors must live, and ``source`` stay unwritten, until the returned event.
+            Both tensors must stay alive, and ``source`` unmodified, until the returned event.
         """
 
     @abstractmethod
@@ -202,16 +241,23 @@ class AbstractDevice(ABC):
         """Queue ``target <- source``, host to device, on the h2d stream.
 
         Streams:
-            Both tensors must live, and ``source`` stay unwritten, until the returned event.
+            Both tensors must stay alive, and ``source`` unmodified, until the returned event.
         """
 
     @abstractmethod
     def lane(self, name: str, lane: str) -> AbstractLane:
-        """A worker beside the streams, for what the device cannot do by itself: a disk.
+        """Make a worker for work that the device's streams cannot do, such as disk access.
 
         Args:
-            name: of its thread.
-            lane: as traces call it.
+            name: the name of its thread.
+            lane: the name of its lane in traces.
+        """
+
+    @abstractmethod
+    def defer(self, work: Callable[[], None]) -> None:
+        """Run work that may block soon, outside the calling code.
+
+        Never blocks the caller, so finalizers can call it.
         """
 
     @abstractmethod

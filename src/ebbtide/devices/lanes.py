@@ -1,7 +1,9 @@
-"""Worker threads that do host work in order: copies of a CPU, reads and writes of a disk."""
+"""Worker threads that run host work in order: copies on a CPU, reads and writes of files."""
 
 from __future__ import annotations
 
+import _thread
+import contextlib
 import logging
 import queue
 import threading
@@ -17,10 +19,10 @@ _LOG = logging.getLogger(__name__)
 
 @final
 class LaneEvent(AbstractEvent):
-    """The end of one piece of a worker thread's work, with the error it ended in, if any.
+    """The end of one job of a worker thread, with the error that it raised, if any.
 
     Args:
-        lane: whose work it is, as traces call it.
+        lane: the name of the worker's lane in traces.
     """
 
     def __init__(self, lane: str = "") -> None:
@@ -58,14 +60,14 @@ _Job = tuple[Callable[[], None], LaneEvent, Callable[[], None] | None]
 
 @final
 class WorkLane(AbstractLane):
-    """A worker thread that runs callables in the order they were submitted.
+    """A worker thread that runs callables in the order of their submission.
 
-    The thread starts with the first submission and ends when the lane is closed or collected; it
-    holds no reference to the lane.
+    The thread starts with the first submission and ends when the lane is closed or collected. It
+    has no reference to the lane.
 
     Args:
-        name: of the thread.
-        lane: as traces call it.
+        name: the name of the thread.
+        lane: the name of the lane in traces.
     """
 
     def __init__(self, name: str, lane: str = "") -> None:
@@ -77,11 +79,11 @@ class WorkLane(AbstractLane):
         self._finalizer = weakref.finalize(self, self._queue.put, None)
 
     def submit(self, work: Callable[[], None], then: Callable[[], None] | None = None) -> LaneEvent:
-        """Queue ``work``; the returned event is reached when it has run, or failed.
+        """Queue ``work`` and return an event that is reached when the work has ended or failed.
 
         Args:
             work: runs in the lane's thread.
-            then: runs there right after the event has been reached, whether or not work failed.
+            then: runs in that thread right after the event is reached, even if the work failed.
         """
         event = LaneEvent(self._lane)
         with self._starting:
@@ -94,7 +96,7 @@ class WorkLane(AbstractLane):
         return event
 
     def close(self) -> None:
-        """Finish what was submitted and end the thread."""
+        """Finish the submitted work and end the thread."""
         self._finalizer()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
@@ -107,10 +109,10 @@ def _run_lane(jobs: queue.SimpleQueue[_Job | None]) -> None:
         event.begin()
         try:
             work()
-        except BaseException as error:  # whoever waits gets it, whatever it is
-            # Without its traceback, whose frames would keep the work's tensors alive.
+        except BaseException as error:  # whoever waits for the event gets the error, of any kind
+            # The traceback is removed because its frames would keep the work's tensors alive.
             failure = error.with_traceback(None)
-        # What the work refers to (a tensor's memory) must not live until the next job comes.
+        # Waiting for the next job must not keep the memory alive to which this one refers.
         del job, work
         event.finish(failure)
         if then is not None:
@@ -119,3 +121,21 @@ def _run_lane(jobs: queue.SimpleQueue[_Job | None]) -> None:
             except Exception:
                 _LOG.exception("what follows work in a lane failed; the lane goes on")
         del event, then, failure
+
+
+def defer(work: Callable[[], None]) -> None:
+    """Run work that may block in a new thread. Never blocks the caller, so finalizers can call it.
+
+    It does not use `threading.Thread`, which takes locks that the code interrupted by a finalizer
+    may hold.
+    """
+    # During interpreter shutdown no thread can start; the operating system then frees everything.
+    with contextlib.suppress(RuntimeError):
+        _thread.start_new_thread(_run_deferred, (work,))
+
+
+def _run_deferred(work: Callable[[], None]) -> None:
+    try:
+        work()
+    except Exception:
+        _LOG.exception("deferred work failed")

@@ -1,29 +1,32 @@
-"""A device without hardware that shows races: adversarial copies over ordinary memory.
+"""A simulated device that exposes races: it runs copies in adversarial orders over ordinary memory.
 
-Kernels run at once, in the order in which the host queues them: they are the compute stream. Copies
-are queued, and each runs as late as its events allow, or earlier; a seed decides. What an engine
-does wrong is seen in two ways. Some of it spoils numbers: a reload's buffer is poisoned until its
-copy has run. The rest is checked where it happens and raises `RaceError`:
+The host runs kernels at once, in the order in which it queues them, so the program itself is the
+compute stream. Copies are queued; each runs as late as its events allow, or earlier, as a seed
+decides. Errors of the engine become visible in two ways. Some produce wrong numbers, because the
+target of a copy is poisoned with NaN until the copy has run. Others are checked directly and raise
+`RaceError`:
 
-- a copy down that waits for no event recorded after the bytes were written;
-- a copy up into memory that was allocated after the newest event it waits for, or that a compute
-  stream was about to use after the newest event of that stream, so that queued kernels may still
-  read it;
+- a device-to-host copy that waits for no event recorded after its source was written;
+- a host-to-device copy into memory that queued kernels may still read: memory that was allocated,
+  or that a compute stream announced to use, after the newest event of that stream that the copy
+  waits for;
 - a copy whose source or target was freed before it ran;
-- two copies of the same memory, one of them writing, in no order;
-- a worker that waits for itself.
+- two unordered copies of the same memory, at least one of which writes it;
+- a compute stream that uses memory without waiting for the copy or the other compute stream that
+  fills it;
+- a worker that waits for one of its own jobs.
 
-Beside that order runs a virtual time: kernels take as long as `SimulatedDevice.compute` is told,
-copies their bytes over the bandwidth of the link, each lane one copy at a time. A `timely` device
-answers whether an event is reached by that time instead of by chance.
+The device also keeps a virtual time: kernels take the time given to `SimulatedDevice.compute`,
+copies take their bytes divided by the bandwidth of the link, and each lane runs one copy at a time.
+On a `timely` device, virtual time decides whether an event is reached; otherwise chance does.
 
-Workers (`SimulatedDevice.lane`) are no threads: their jobs run in the calling one, in order within
-a lane and at any moment between lanes.
+Workers (`SimulatedDevice.lane`) are not threads: their jobs run in the calling thread, in order
+within a lane and at arbitrary moments relative to other lanes.
 
-Not modelled: kernels that run late themselves, for which the events stand that copies must wait
-for; what one host thread has seen and another has not; a job that another interrupts; in virtual
-time, what jobs take, a host that runs ahead of the device, latency, and a link that is slower when
-both directions are busy.
+Not modelled: kernels that themselves run late (instead, the device checks the events that copies
+wait for); differences between what two host threads have observed; a job that interrupts another.
+In virtual time also: the duration of jobs, a host that runs ahead of the device, latency, and a
+link that slows down when both directions are busy.
 """
 
 from __future__ import annotations
@@ -47,16 +50,16 @@ from ebbtide.devices.device import (
     raise_again,
 )
 
-_POISON = 0xFF  # every float, complex and bfloat16 made of it is NaN
+_POISON = 0xFF  # every float, complex and bfloat16 value made of these bytes is NaN
 
 
 class RaceError(AssertionError):
-    """The engine did something that a real device would not have survived."""
+    """The engine queued work that would be a race on a real device."""
 
 
 @final
 class _ComputeEvent(AbstractEvent):
-    """A point in a compute stream: after what was queued there, and what that had waited for."""
+    """A point in a compute stream, which comes after all that the stream has waited for."""
 
     def __init__(
         self,
@@ -73,7 +76,7 @@ class _ComputeEvent(AbstractEvent):
         self._reached = device.timely
 
     def query(self) -> bool:
-        # The host runs ahead: the device may not have come this far yet.
+        # A real host runs ahead of the device, so the device may not have reached this point yet.
         self._reached = self._reached or self._device.flip()
         return self._reached
 
@@ -87,7 +90,7 @@ class _ComputeEvent(AbstractEvent):
 @final
 @dataclass(eq=False)
 class _Copy:
-    """One queued copy. Both ends are held weakly: keeping them alive is the engine's part."""
+    """One queued copy. It refers to both ends weakly: the engine must keep them alive."""
 
     number: int
     lane: str
@@ -96,11 +99,11 @@ class _Copy:
     before: list[_Copy]
     begin_s: float
     end_s: float
-    done: bool = False  # its bytes have moved
-    known: bool = False  # the host has seen that they have
+    done: bool = False  # the copy has run
+    known: bool = False  # the host has observed that the copy has run
 
     def learn(self) -> None:
-        """The host has seen that this copy has run, and so all that it waited for."""
+        """Note that the host has observed the end of this copy, and thus of all it waited for."""
         todo = [self]
         while todo:
             copy = todo.pop()
@@ -110,7 +113,7 @@ class _Copy:
         self.before = []
 
     def overlaps(self, other: _Copy) -> bool:
-        """Whether they touch the same memory and one of them writes it."""
+        """Whether the two copies access the same memory and at least one of them writes it."""
         return (
             self.target.overlaps(other.target)
             or self.target.overlaps(other.source)
@@ -118,7 +121,7 @@ class _Copy:
         )
 
     def follows(self, other: _Copy) -> bool:
-        """Whether its stream and its events order it after ``other``."""
+        """Whether its stream and its events order this copy after ``other``."""
         todo, seen = list(self.before), {self}
         while todo:
             copy = todo.pop()
@@ -132,7 +135,7 @@ class _Copy:
 
 @final
 class _End:
-    """One end of a copy: a range of some storage, without a claim on it."""
+    """One end of a copy: a range of a storage, to which it refers weakly."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -142,7 +145,7 @@ class _End:
         self._size = tensor.numel()
 
     def tensor(self) -> torch.Tensor | None:
-        """The range as (size_bytes,) uint8, or None when its storage is gone."""
+        """The range as (size_bytes,) uint8, or None if its storage has been freed."""
         assert self._reference is not None
         storage = torch.UntypedStorage._new_with_weak_ptr(self._reference.cdata)
         if storage is None:
@@ -150,7 +153,7 @@ class _End:
         return torch.empty(0, dtype=torch.uint8).set_(storage, self._begin, (self._size,), (1,))
 
     def forget(self) -> None:
-        """Let its storage's address be used again: the engine must not rely on this reference."""
+        """Drop the weak reference, which keeps the storage's identity from being reused."""
         self._reference = None
         self._identity = 0
 
@@ -180,7 +183,7 @@ class _CopyEvent(AbstractEvent):
     def synchronize(self) -> None:
         if self._device.working:
             self._device.run(self.copy)
-        else:  # kernels that the host queues from now on come later, too
+        else:  # the host waits, so kernels that it queues from now on also come after the copy
             self._device.compute_stream().wait(self)
         self.copy.learn()
 
@@ -194,7 +197,7 @@ class _CopyEvent(AbstractEvent):
 
 @final
 class _JobEvent(AbstractEvent):
-    """The end of a worker's job. In virtual time a job takes none."""
+    """The end of a worker's job. Jobs take no virtual time."""
 
     def __init__(self, lane: _Lane, time_s: float) -> None:
         self._lane = lane
@@ -220,7 +223,7 @@ _Job = tuple[Callable[[], None], _JobEvent, Callable[[], None] | None]
 
 @final
 class _Lane(AbstractLane):
-    """A worker whose jobs run late, or as early as the device's choices let them."""
+    """A worker. The device's random choices decide how early its jobs run."""
 
     def __init__(self, device: SimulatedDevice, lane: str) -> None:
         self._device = device
@@ -232,9 +235,14 @@ class _Lane(AbstractLane):
     def submit(
         self, work: Callable[[], None], then: Callable[[], None] | None = None
     ) -> AbstractEvent:
+        event = self.append(work, then)
+        self._device.stir()
+        return event
+
+    def append(self, work: Callable[[], None], then: Callable[[], None] | None = None) -> _JobEvent:
+        """Queue a job like `submit`, but without running any job now."""
         event = _JobEvent(self, self._device.now_s)
         self._jobs.append((work, event, then))
-        self._device.stir()
         return event
 
     def close(self) -> None:
@@ -251,7 +259,7 @@ class _Lane(AbstractLane):
             self._device.stir()
 
     def run_to(self, event: _JobEvent) -> None:
-        """Run jobs until that one is done."""
+        """Run jobs until the job that ends at ``event`` is done."""
         while not event.done:
             if self._busy:
                 raise RaceError("a worker waits for a job of its own: it would hang")
@@ -285,7 +293,8 @@ class _ComputeStream(AbstractStream):
     def __init__(self, device: SimulatedDevice) -> None:
         self._device = device
         self._waited: set[_Copy] = set()
-        self._behind: dict[_ComputeStream, int] = {}  # what it has waited for: stream and clock
+        # For each compute stream, the clock of the newest event that this one has waited for.
+        self._behind: dict[_ComputeStream, int] = {}
         self.now_s = 0.0
 
     def record(self) -> AbstractEvent:
@@ -293,9 +302,21 @@ class _ComputeStream(AbstractStream):
         self._behind[self] = self._device.clock
         return _ComputeEvent(self._device, self.now_s, frozenset(self._waited), dict(self._behind))
 
+    def is_behind(self, event: AbstractEvent) -> bool:
+        """Whether work queued on this stream from now on is ordered after an event."""
+        if isinstance(event, _ComputeEvent):
+            return all(
+                stream is self or self._behind.get(stream, -1) >= clock
+                for stream, clock in event.behind.items()
+            )
+        if isinstance(event, _CopyEvent):
+            return event.copy.known or event.copy in self._waited
+        return True  # a worker's event: the device does not know who has waited for it
+
     def wait(self, event: AbstractEvent) -> None:
-        # Kernels that the host queues from now on run at once, so the copy must have run. Only
-        # this stream is ordered after it: the host, the other streams know nothing of it.
+        # Kernels that the host queues from now on run at once, so the copy must run now. Only this
+        # stream is ordered after the copy; the host and the other stream have not waited for it.
+        event = event.settled()
         if isinstance(event, _ComputeEvent):
             self._waited |= event.waited
             for stream, clock in event.behind.items():
@@ -315,7 +336,7 @@ class _Allocation:
     storage: StorageWeakRef
     clock: int
     size_bytes: int
-    uses: dict[_ComputeStream, int] = field(default_factory=dict)  # the last of each, by clock
+    uses: dict[_ComputeStream, int] = field(default_factory=dict)  # clock of each one's last use
 
     def expired(self) -> bool:
         return bool(self.storage.expired())  # type: ignore[no-untyped-call]
@@ -323,22 +344,24 @@ class _Allocation:
 
 @final
 class SimulatedDevice(AbstractDevice):
-    """A device of ordinary memory whose copies run in an order that a seed chooses.
+    """A device made of ordinary memory, whose copies run in an order that a seed chooses.
 
     Args:
         seed: decides every choice; the same calls with the same seed give the same `trace`.
         eagerness: how often a copy runs earlier than it must, from 0 (never) to 1.
-        bandwidth_bytes_per_s: of the link, each way, in virtual time.
-        timely: whether events are reached when their virtual time has come, and not by chance.
+        bandwidth_bytes_per_s: the bandwidth of the link in each direction, in virtual time.
+        timely: whether virtual time, instead of chance, decides when events are reached.
 
     Attributes:
-        clock: how much has been queued; events and allocations carry it.
-        current: which of two compute streams the host queues kernels on.
-        slow_copies: how often a copy takes ten times as long, from 0 (never) to 1.
-        refusals: how often `pin` fails, from 0 (never) to 1.
-        pinned_bytes: what `pin` has locked and nobody has unlocked.
-        trace: the copies that have run, in order: lane and number of each.
+        clock: a counter of queued work, which stamps events and allocations.
+        current: the index, 0 or 1, of the compute stream on which the host queues kernels.
+        slow_copies: the probability that a copy takes ten times as long.
+        refusals: the probability that `pin` fails.
+        pinned_bytes: the memory that is page-locked now.
+        trace: the lane and number of each copy or job that has run, in order.
     """
+
+    # Long: the checks of all its parts look at the same copies and memory.
 
     pins_host_memory = False
 
@@ -365,22 +388,23 @@ class SimulatedDevice(AbstractDevice):
         self.current = 0
         self._queues: dict[str, list[_Copy]] = {"d2h": [], "h2d": []}
         self._count = 0
-        self._unknown: list[_Copy] = []  # what the host cannot be sure has run
+        self._unknown: list[_Copy] = []  # copies that the host has not observed to have run
         self._allocations: list[_Allocation] = []
         self._lanes: list[_Lane] = []
-        self._last_down = (0, -1)  # storage and event of the last copy down
-        self.working = 0  # workers' jobs, nested: one can wait for another
+        self._deferred: _Lane | None = None
+        self._last_down = (0, -1)  # storage and newest event of the last device-to-host copy
+        self.working = 0  # nesting depth of running jobs, because one can wait for another
 
     def compute_stream(self) -> AbstractStream:
         return self._compute[self.current]
 
     @property
     def now_s(self) -> float:
-        """The virtual time, that of the current compute stream."""
+        """The virtual time of the current compute stream, in seconds."""
         return self._compute[self.current].now_s
 
     def compute(self, duration_s: float) -> None:
-        """Let kernels run for so long."""
+        """Advance the virtual time by the duration of a kernel."""
         self.clock += 1
         self._compute[self.current].now_s += duration_s
 
@@ -395,7 +419,11 @@ class SimulatedDevice(AbstractDevice):
         self._allocations.append(_Allocation(reference, self.clock, size_bytes))
         return memory
 
-    def note_use(self, memory: torch.Tensor, home: AbstractStream) -> bool:
+    def note_use(
+        self, memory: torch.Tensor, home: AbstractStream, ready: AbstractEvent | None = None
+    ) -> bool:
+        if ready is not None and not self._compute[self.current].is_behind(ready):
+            raise RaceError("kernels use memory without waiting for what fills it")
         self.clock += 1
         allocation = self._allocation_of(memory)
         if allocation is not None:
@@ -413,7 +441,7 @@ class SimulatedDevice(AbstractDevice):
         return unlock
 
     def allocated_bytes(self) -> int:
-        """Bytes that `allocate` gave out and that are alive."""
+        """The memory from `allocate` that is still alive."""
         self._allocations = [
             allocation for allocation in self._allocations if not allocation.expired()
         ]
@@ -423,7 +451,7 @@ class SimulatedDevice(AbstractDevice):
         self, target: torch.Tensor, source: torch.Tensor, *after: AbstractEvent
     ) -> AbstractEvent:
         origin = (source.untyped_storage()._cdata, self._newest(after))
-        # Copies of one tensor in pieces wait for the same event.
+        # A tensor that is copied in pieces waits for the same event in every piece.
         if origin[1] < self.clock and origin != self._last_down:
             raise RaceError("a copy down does not wait for the kernels that wrote its source")
         self._last_down = origin
@@ -448,12 +476,18 @@ class SimulatedDevice(AbstractDevice):
         self._lanes.append(_Lane(self, lane))
         return self._lanes[-1]
 
+    def defer(self, work: Callable[[], None]) -> None:
+        if self._deferred is None:
+            self._deferred = _Lane(self, "deferred")
+            self._lanes.append(self._deferred)
+        self._deferred.append(work)
+
     def has_jobs(self) -> bool:
-        """Whether a worker has something to do."""
+        """Whether a worker has jobs to run."""
         return any(lane.has_jobs() for lane in self._lanes)
 
     def finish_jobs(self) -> None:
-        """Let all workers do what they have to do."""
+        """Run the jobs of all workers."""
         for lane in self._lanes:
             lane.close()
 
@@ -465,11 +499,11 @@ class SimulatedDevice(AbstractDevice):
             copy.known = True
 
     def flip(self) -> bool:
-        """A seeded choice."""
+        """A random choice with even odds."""
         return self._choices.random() < 0.5
 
     def stir(self) -> None:
-        """Perhaps run some copies that could run now."""
+        """Run some copies and jobs that could run now, if chance says so."""
         if self.timely:
             return
         while self._choices.random() < self._eagerness:
@@ -480,7 +514,7 @@ class SimulatedDevice(AbstractDevice):
                 self.run(queue[0])
 
     def run(self, copy: _Copy) -> None:
-        """Run a copy, after all that it waits for."""
+        """Run a copy, after all copies that it waits for."""
         if copy.done:
             return
         for earlier in copy.before:
@@ -498,7 +532,7 @@ class SimulatedDevice(AbstractDevice):
         self.trace.append((copy.lane, copy.number))
 
     def _poison(self, target: torch.Tensor) -> None:
-        """Spoil what a copy will overwrite, unless copies before it are still to read that."""
+        """Overwrite a copy's target with NaN, unless earlier copies have yet to read it."""
         end = _End(target)
         if not any(end.overlaps(copy.source) for copy in self._queues["h2d"]):
             target.fill_(_POISON)
@@ -514,7 +548,7 @@ class SimulatedDevice(AbstractDevice):
             self.clock += 1
         queue = self._queues[lane]
         self._unknown = [copy for copy in self._unknown if not copy.known]
-        before = [copy for copy in self._unknown if copy.lane == lane][-1:]  # it follows the others
+        before = [copy for copy in self._unknown if copy.lane == lane][-1:]  # the lane's newest
         for event in after:
             if isinstance(event, _CopyEvent):
                 before.append(event.copy)
@@ -537,7 +571,7 @@ class SimulatedDevice(AbstractDevice):
     def _schedule(
         self, lane: str, size_bytes: int, after: tuple[AbstractEvent, ...]
     ) -> tuple[float, float]:
-        """When a copy begins and ends in virtual time."""
+        """The virtual times at which a copy begins and ends, in seconds."""
         begin_s = max(self._free_s[lane], self.now_s)
         for event in after:
             if isinstance(event, _CopyEvent):

@@ -1,4 +1,4 @@
-"""A forward whose saved activations are offloaded, in the place of the forward it wraps."""
+"""A replacement for a forward that offloads the activations saved inside it."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from typing import Any, final
 
 from torch import nn
 
-from ebbtide.hooks.activations import ActivationHooks
 from ebbtide.hooks.layers import LayerTracker
+from ebbtide.hooks.saved_tensors import SavedTensorHooks
 from ebbtide.hooks.weights import WeightHooks
 
 
 @final
 class OffloadedForward:
-    """Calls `forward` with the saved-tensor hooks on, whatever way the call ends.
+    """Calls `forward` with the saved-tensor hooks active, and removes them however the call ends.
 
-    It looks like what it wraps to `inspect.signature`. A copy of it (`copy.deepcopy` of the model,
-    an EMA, a pickle) is the plain forward of the copied module.
+    `inspect.signature` shows the signature of the wrapped forward. A copy of this object
+    (`copy.deepcopy` of the model, an EMA, a pickle) is the plain forward of the copied module.
 
     Args:
-        forward: what is wrapped.
-        hooks: gives the saved-tensor hooks for a call that begins now.
-        tracker: numbers the layers, where there are any.
-        weights: come to the device while their layers work, where they rest on the host.
+        forward: the callable to wrap.
+        hooks: returns the saved-tensor hooks for a call that begins now.
+        tracker: numbers the layers; None for a callable without layers.
+        weights: hooks of the offloaded weights; None if no weights are offloaded.
 
     Attributes:
-        handle: the statistics and the way back, where `wrap_forward_with_offload` made it.
+        handle: the `OffloadHandle`; set only by `wrap_forward_with_offload`.
     """
 
     handle: Any
@@ -36,7 +36,7 @@ class OffloadedForward:
     def __init__(
         self,
         forward: Callable[..., Any],
-        hooks: Callable[[], ActivationHooks],
+        hooks: Callable[[], SavedTensorHooks],
         tracker: LayerTracker | None,
         weights: WeightHooks | None = None,
     ) -> None:
@@ -48,7 +48,7 @@ class OffloadedForward:
         self._active = True
 
     def deactivate(self) -> None:
-        """Only pass calls on from now on."""
+        """Make every later call a plain call of the wrapped forward."""
         self._active = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

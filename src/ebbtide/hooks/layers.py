@@ -1,4 +1,4 @@
-"""Layers: which modules of a model they are, and which call of one is which layer."""
+"""Finds the modules that are a model's layers, and numbers their calls in each forward."""
 
 from __future__ import annotations
 
@@ -17,19 +17,18 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ebbtide.errors import PolicyError
-from ebbtide.policy import ActivationPolicy
-from ebbtide.runtime.ranges import Layer
+from ebbtide.transfers.layer import Layer
 
 
 @final
 class LayerModules:
-    """The modules whose calls are a model's layers, by name.
+    """The modules whose calls count as a model's layers.
 
     Attributes:
         names: qualified name of each module, in the order of `modules`.
         modules: the modules.
-        num_calls: how many layers one forward has, where the structure of the model tells; None
-            where only a run would.
+        num_calls: number of layers in one forward, if the structure of the model tells; None if
+            only running the model would tell.
     """
 
     def __init__(
@@ -45,12 +44,13 @@ def find_layers(model: nn.Module) -> LayerModules:
     """Find the repeated blocks of a model.
 
     A block is an element of an `nn.ModuleList` or `nn.Sequential` with at least two elements of its
-    class; the list with the most parameters wins. A module that holds several lists of one length
-    (neuralop's `FNOBlocks` has one of convolutions, one of skips, ...) is called once for each
-    index: then that module is the block, and one call of it a layer.
+    class; the list with the most parameters wins. A module whose forward takes an index and that
+    holds several lists of the same length (neuralop's `FNOBlocks` has a list of convolutions, one
+    of skips, ...) is called once per index. Then that module is the block, and each call of it is a
+    layer.
 
     Returns:
-        The blocks; empty when the model repeats nothing.
+        The blocks; empty if the model has no repeated blocks.
     """
     best = LayerModules([], 0)
     best_size = 0
@@ -63,7 +63,7 @@ def find_layers(model: nn.Module) -> LayerModules:
 
 
 def _repeated_blocks(name: str, module: nn.Module, *, is_root: bool) -> list[LayerModules]:
-    """The lists of blocks in one module, or the module itself where it is called by index."""
+    """Return the lists of blocks in one module, or the module itself if it is called by index."""
     lists = {
         child_name: child
         for child_name, child in module.named_children()
@@ -84,7 +84,7 @@ def _repeated_blocks(name: str, module: nn.Module, *, is_root: bool) -> list[Lay
 
 
 def lists_by_index(module: nn.Module) -> dict[str, nn.ModuleList]:
-    """The lists of which a module that is called once for each index uses one element a call."""
+    """Return the lists of which a module called once per index uses one element in each call."""
     if not _is_called_by_index(module):
         return {}
     lists = {n: c for n, c in module.named_children() if isinstance(c, nn.ModuleList) and len(c)}
@@ -127,7 +127,7 @@ def _blocks_of(name: str, blocks: nn.ModuleList | nn.Sequential) -> list[tuple[s
 
 
 def match_layers(model: nn.Module, layers: Sequence[nn.Module | str]) -> LayerModules:
-    """Resolve what a user named: modules of the model, or patterns such as ``"blocks.*.mlp"``.
+    """Find the modules that a user named, directly or by patterns such as ``"blocks.*.mlp"``.
 
     Raises:
         PolicyError: a pattern matches nothing, or a module is not part of the model.
@@ -157,17 +157,17 @@ def match_layers(model: nn.Module, layers: Sequence[nn.Module | str]) -> LayerMo
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """A wildcard stands for one part of a name: ``"blocks.*"`` is not ``blocks.0.mlp``."""
+    """Match a name part by part, so that ``"blocks.*"`` does not match ``blocks.0.mlp``."""
     parts, patterns = name.split("."), pattern.split(".")
     return len(parts) == len(patterns) and all(map(fnmatch.fnmatchcase, parts, patterns))
 
 
 @final
 class ModuleHook:
-    """A forward hook of one module, that does nothing on copies of the module.
+    """A forward hook of one module that does nothing on copies of the module.
 
-    `copy.deepcopy` and pickle copy the hooks of a module with it; a copy is a plain model, so there
-    the hook is inert.
+    `copy.deepcopy` and pickle copy a module's hooks with the module. A copy must behave like a
+    plain model, so a copied hook is replaced by `inert_hook`.
     """
 
     def __init__(self, module: nn.Module, action: Callable[[Any], None]) -> None:
@@ -186,7 +186,7 @@ class ModuleHook:
 
 
 def inert_hook(*_: Any) -> None:
-    """What a hook of ours is on a copy of the model: nothing."""
+    """Do nothing; stands in for a `ModuleHook` on a copy of the model."""
 
 
 def _make_inert_hook() -> Callable[..., Any]:
@@ -194,45 +194,34 @@ def _make_inert_hook() -> Callable[..., Any]:
 
 
 class LayerListener(Protocol):
-    """Who wants to know where a forward is."""
+    """Is notified when forwards and layers begin and end."""
 
     def begin_forward(self) -> None:
-        """A forward of the model begins."""
+        """Called when a forward of the model begins."""
 
-    def end_forward(self, *, completed: bool) -> None:
-        """It has ended, or was interrupted."""
-
-    def switch(self, offloading: bool, layer: Layer | None) -> None:
-        """What is saved from now on belongs to ``layer`` and is to leave, or not."""
+    def end_forward(self, num_layers: int | None) -> None:
+        """Called when it has ended after ``num_layers`` layers, or None if it was interrupted."""
 
     def begin_layer(self, layer: Layer) -> None:
-        """A layer's forward begins."""
+        """Called when a layer's forward begins."""
 
     def end_layer(self, layer: Layer, output: Any) -> None:
-        """A layer's forward has ended with ``output``; None if it raised."""
+        """Called when a layer's forward has returned ``output``, which is None if it raised."""
 
 
 @final
 class LayerTracker:
-    """Numbers the layers of each forward and says which of them leave the device.
+    """Numbers the layers of each forward.
 
     Args:
         layers: the modules whose calls are layers.
-        policy: which of them leave; if it counts layers, nothing outside layers does, but for
-            `keep_last` alone.
-        told: told of every change, see `LayerListener`.
+        wanted: number of layers that the policy offloads; None if the policy does not count layers.
+        told: notified when forwards and layers begin and end.
     """
 
-    def __init__(
-        self,
-        layers: LayerModules,
-        policy: ActivationPolicy,
-        told: LayerListener,
-    ) -> None:
+    def __init__(self, layers: LayerModules, wanted: int | None, told: LayerListener) -> None:
         self._layers = layers
-        self._policy = policy
-        self._num_layers = policy.num_layers
-        self._keep_last = policy.keep_last
+        self._wanted = wanted or 0
         self._told = told
         self._num_calls = layers.num_calls
         self._next = 0
@@ -240,7 +229,7 @@ class LayerTracker:
         self._active = False
 
     def attach(self) -> list[RemovableHandle]:
-        """Hook the layers. Returns what removes the hooks."""
+        """Register hooks on the layers. Returns handles that remove the hooks."""
         handles = []
         for name, module in zip(self._layers.names, self._layers.modules, strict=True):
             begin = ModuleHook(module, functools.partial(self._begin_layer, name))
@@ -254,15 +243,14 @@ class LayerTracker:
         self._open.clear()
         self._active = True
         self._told.begin_forward()
-        self._tell()
 
     def end_forward(self, *, completed: bool) -> None:
-        """Learn how many layers a forward has; the next one knows which of them are the last."""
+        """Report the forward's number of layers, so that the next one knows which come last."""
         self._active = False
-        self._told.end_forward(completed=completed)
+        self._told.end_forward(self._next if completed else None)
         if not completed:
             return
-        wanted = self._num_layers or 0
+        wanted = self._wanted
         if wanted > self._next and self._num_calls != self._next:
             warnings.warn(
                 f"num_layers={wanted}, but this forward called only {self._next} layers "
@@ -277,27 +265,14 @@ class LayerTracker:
             self._open.append(layer)
             self._next += 1
             self._told.begin_layer(layer)
-            self._tell()
 
     def _end_layer(self, output: Any) -> None:
         if self._counts() and self._open:
             self._told.end_layer(self._open.pop(), output)
-            self._tell()
 
     def _counts(self) -> bool:
-        """Whether this call belongs to the forward, and is not a checkpointed layer's second one.
+        """Whether this call belongs to the forward, rather than recomputing a checkpointed layer.
 
-        That runs in a backward, which may itself be part of the forward.
+        A recomputation runs inside a backward, even if that backward runs inside the forward.
         """
         return self._active and torch._C._current_graph_task_id() == -1
-
-    def _tell(self) -> None:
-        if not self._open:
-            self._told.switch(self._num_layers is None and self._policy.fraction == 1, None)
-            return
-        layer = self._open[-1]
-        within = self._num_layers is None or layer.index < self._num_layers
-        within = within and self._policy.chooses(layer.index)
-        num_calls = self._num_calls
-        last = num_calls is not None and layer.index >= num_calls - self._keep_last
-        self._told.switch(within and not last, layer)

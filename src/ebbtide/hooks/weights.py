@@ -1,4 +1,4 @@
-"""Weights of a model's layers: which come and go together, and when modules use them."""
+"""Groups the weights of a model's layers for offloading, and hooks the modules that use them."""
 
 from __future__ import annotations
 
@@ -13,81 +13,70 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
-from ebbtide.devices.device import AbstractDevice
 from ebbtide.errors import PolicyError
 from ebbtide.hooks.layers import LayerModules, ModuleHook, lists_by_index
-from ebbtide.hooks.places import find_places, start_lending, stop_lending
 from ebbtide.policy import WeightPolicy, is_in_share
-from ebbtide.runtime.gradients import Gradients, cast_parameter
-from ebbtide.runtime.groups import Allocate, RestingIndex, WeightGroup, allocate_host_memory
-from ebbtide.runtime.mapped import MappedWeights
-from ebbtide.runtime.saved import Saved
-from ebbtide.runtime.weak import call_weakly
-from ebbtide.runtime.weight_tensors import CastWeightTensor, WeightTensor
-from ebbtide.runtime.weights import Weights
-from ebbtide.stores.mapped import MappedMemory
+from ebbtide.stores.store import AbstractStore
+from ebbtide.transfers.transfers import Transfers
+from ebbtide.weak import call_weakly
+from ebbtide.weights.abstract_weights import AbstractWeights
+from ebbtide.weights.device_weights import DeviceWeights
+from ebbtide.weights.groups import OffloadedParameters, WeightGroup
+from ebbtide.weights.mapped_weights import MappedWeights
+from ebbtide.weights.optimizer_state import MappedOptimizerState
+from ebbtide.weights.places import find_places, start_substituting, stop_substituting
 
-Unit = tuple[list[nn.Module], list[tuple[str, nn.Parameter]]]
-"""Modules whose begin brings parameters, and these with their names."""
+Unit = tuple[list[nn.Module], str, list[tuple[str, nn.Parameter]]]
+"""Modules whose call needs the parameters, the unit's name, and the named parameters."""
 
 
 @final
 class WeightHooks:
-    """Lets the weights of some layers rest on the host, of one model.
+    """Offloads the weights of some layers of a model, and reports when modules use them.
 
     Args:
-        model: whose layers.
-        layers: the layers.
-        policy: of which layers, and how.
-        device: where the model computes; its parameters are there.
-        bound_bytes: on gradients under way.
-        memory: of a model on a CPU, what its weights rest in; None: host memory of a device.
+        model: the model whose weights are offloaded.
+        layers: its layers.
+        policy: selects the layers, and sets how their weights are copied.
+        transfers: the model's transfers; its parameters are on their device.
+
+    Attributes:
+        parameters: the offloaded parameters.
+        weights: copies the parameters to the device and their gradients to the host, by groups.
 
     Raises:
-        PolicyError: a parameter cannot rest on the host; nothing has been moved.
+        PolicyError: a parameter cannot be offloaded; nothing has been moved.
+        StoreFullError: the store has no room for the weights; nothing has been moved.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        layers: LayerModules,
-        policy: WeightPolicy,
-        device: AbstractDevice,
-        bound_bytes: int,
-        *,
-        memory: MappedMemory | None = None,
+        self, model: nn.Module, layers: LayerModules, policy: WeightPolicy, transfers: Transfers
     ) -> None:
+        device, store = transfers.device, transfers.store
         units = _choose(_find_units(layers), policy)
         _check(units)
-        of_device = functools.partial(allocate_host_memory, device)
-        allocate = of_device if memory is None else memory.allocate
-        groups, used = _make_groups(units, allocate, device.torch_device)
-        self.resting = RestingIndex(groups, device.torch_device)
-        find_places(model, (member for _, member in self.resting.members()))
+        groups, used = _make_groups(units, store, device.torch_device)
+        self._device = device
+        self.parameters = OffloadedParameters(groups, device.torch_device)
+        make = MappedWeights if device.computes_on_host else DeviceWeights
+        with _undone_if_it_fails(groups, store, device.torch_device):
+            self.weights: AbstractWeights = make(
+                transfers, groups, self.parameters, double_buffering=policy.double_buffering
+            )
+        find_places(model, (member for _, member in self.parameters.members()))
         holds: dict[nn.Module, dict[WeightGroup, None]] = {}
-        for group, member in self.resting.members():
+        for group, member in self.parameters.members():
             for module, *_ in member.places:
                 holds.setdefault(module, {})[group] = None
-        self._holders = list(holds)
-        if memory is None:
-            start_lending(self._holders, functools.partial(_lend, weakref.ref(self)))
+        self._holders = [] if device.computes_on_host else list(holds)
+        start_substituting(self._holders, functools.partial(_substitute, weakref.ref(self)))
         self._used = [*used, *_find_others(holds, used)]
-        self.gradients = Gradients(device, groups, bound_bytes)
-        self.weights: Weights | MappedWeights
-        if memory is None:
-            self.weights = Weights(
-                device,
-                groups,
-                self.resting,
-                self.gradients.link,
-                double_buffering=policy.double_buffering,
-            )
-        else:
-            self.weights = MappedWeights(
-                device, groups, self.resting, memory, double_buffering=policy.double_buffering
-            )
-        self._device = device
-        # All optimizers share this hook: it must not keep the model alive.
+        self._state: MappedOptimizerState | None = None
+        if any(group.resting.is_mapped for group in groups):
+            most_bytes = 2 * max(group.size_bytes for group in groups)
+            slots = self.weights.mapped_slots
+            self._state = MappedOptimizerState(store, self.parameters, slots, most_bytes)
+        # torch registers this hook globally, for all optimizers: it must not keep the model alive.
         watch = register_optimizer_step_pre_hook(call_weakly(self.before_step))
         self._hooks: list[Any] = [watch]
         weakref.finalize(self, self._hooks[0].remove).atexit = False
@@ -105,70 +94,49 @@ class WeightHooks:
             self.weights.enter(group)
 
     def _end(self, groups: Sequence[WeightGroup], output: Any) -> None:
-        """A module has ended; its backward begins with that of its outputs."""
+        """Note that a module has ended, and watch for its backward on its outputs' nodes."""
         for group in groups:
             self.weights.leave(group)
         outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
         for node in {tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None}:
             node.register_prehook(lambda _: self.weights.begin_backward(groups))
 
-    def lend(self, parameter: torch.Tensor) -> torch.Tensor:
-        """What code that takes a parameter from a module that is not open is to work with."""
-        home = self.resting.find(parameter)
-        if home is None or isinstance(self.weights, MappedWeights):
-            return parameter
-        return self.weights.lend(*home)
+    def substitute(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return the tensor for code that reads a parameter of a module that is not running."""
+        found = self.parameters.find(parameter)
+        return parameter if found is None else self.weights.substitute(*found)
 
     @contextlib.contextmanager
     def at_work(self) -> Iterator[None]:
-        """Around a forward of the model, whatever way it ends."""
+        """Surround a forward of the model, and note its end even if it raises."""
         self.weights.begin_forward()
         try:
             yield
         finally:
             self.weights.end_forward()
 
-    def pack(self, tensor: torch.Tensor, whole: torch.Tensor) -> Saved | None:
-        """What stands for a saved tensor that is a view or a cast of a weight; None if it is none.
-
-        Args:
-            tensor: what is saved.
-            whole: what it is a view of, or itself.
-        """
-        weights = self.weights
-        if isinstance(weights, MappedWeights):
-            return None  # it is in the file
-        storage = tensor.untyped_storage()
-        group = weights.group_at(storage)
-        if group is not None:
-            member = group.member_at(int(tensor.storage_offset()) * tensor.element_size())
-            return WeightTensor(weights, group, member, tensor)
-        cast = cast_parameter(whole)
-        if cast is None or cast.is_changed():
-            return None
-        home = self.resting.find(cast.parameter)
-        if home is None or storage.nbytes() != whole.nbytes or tensor.dtype is not whole.dtype:
-            return None
-        return CastWeightTensor(weights, *home, tensor)
-
     def detach(self) -> None:
-        """Bring everything back to the device, gradients too."""
-        self.gradients.close()
+        """Remove all hooks and move the parameters and their gradients back to the device."""
         while self._hooks:
             self._hooks.pop().remove()
-        self.weights.settle()
-        stop_lending(self._holders)
+        stop_substituting(self._holders)
         home = self._device.torch_device
-        for _, member in self.resting.members():
-            member.leave_for(home)
+        for _, member in self.parameters.members():
+            member.restore_to(home)
         self.weights.close()
+        if self._state is not None:
+            self._state.close()
 
     def before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """An optimizer is about to change values at rest."""
+        """Prepare for an optimizer's step, which changes parameters on the host.
+
+        Raises:
+            PolicyError: the optimizer's state is on the device although its weight is offloaded.
+        """
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self.resting.begin_step(parameters)
+        self.parameters.begin_step(parameters)
         for parameter in parameters:
-            found = self.resting.find(parameter)
+            found = self.parameters.find(parameter)
             if found is None:
                 continue
             for name, value in optimizer.state.get(parameter, {}).items():
@@ -177,14 +145,14 @@ class WeightHooks:
                     raise PolicyError(
                         f"{type(optimizer).__name__} holds {name!r} of "
                         f"{found[1].name} on {value.device}, and that weight "
-                        f"rests on the host now; make the optimizer after ebbtide.offload, or load "
+                        f"is on the host now; make the optimizer after ebbtide.offload, or load "
                         f"its state_dict again: optimizer.load_state_dict(optimizer.state_dict())"
                     )
 
 
-def _lend(hooks: weakref.ref[WeightHooks], parameter: torch.Tensor) -> torch.Tensor:
-    found = hooks()
-    return parameter if found is None else found.lend(parameter)
+def _substitute(hooks: weakref.ref[WeightHooks], parameter: torch.Tensor) -> torch.Tensor:
+    alive = hooks()
+    return parameter if alive is None else alive.substitute(parameter)
 
 
 def _find_units(layers: LayerModules) -> list[Unit]:
@@ -200,10 +168,11 @@ def _find_units(layers: LayerModules) -> list[Unit]:
                 for parameter_name, parameter in element.named_parameters()
             ]
             inner |= {id(parameter) for _, parameter in named}
-            units.append(([element for _, element in elements], named))
+            modules = [element for _, element in elements]
+            units.append((modules, f"{name}.{index}", named))
         rest = [(f"{name}.{n}", p) for n, p in module.named_parameters() if id(p) not in inner]
         if rest:
-            units.append(([module], rest))
+            units.append(([module], name, rest))
     return units
 
 
@@ -217,7 +186,7 @@ def _choose(units: Sequence[Unit], policy: WeightPolicy) -> list[Unit]:
 
 
 def _size_bytes(unit: Unit) -> int:
-    return sum(parameter.numel() * parameter.element_size() for _, parameter in unit[1])
+    return sum(parameter.numel() * parameter.element_size() for *_, parameter in unit[2])
 
 
 def _check(units: Sequence[Unit]) -> None:
@@ -226,7 +195,7 @@ def _check(units: Sequence[Unit]) -> None:
             "no layer has weights to offload: name some, layers=[model.encoder, ...], or lower "
             "WeightPolicy(min_bytes=...)"
         )
-    for _, named in units:
+    for *_, named in units:
         for name, parameter in named:
             if type(parameter) is not nn.Parameter:
                 raise PolicyError(
@@ -241,10 +210,10 @@ def _find_others(
     holds: Mapping[nn.Module, Iterable[WeightGroup]],
     used: Sequence[tuple[nn.Module, Sequence[WeightGroup]]],
 ) -> list[tuple[nn.Module, list[WeightGroup]]]:
-    """Modules outside the layers that share a weight with one of them, such as a tied head.
+    """Find modules outside the layers that share a weight with a layer, such as a tied head.
 
-    Not a module around a layer: it may only keep a list of weights for its records, and what it
-    takes by name it is lent.
+    A module that contains a layer is left out: it may hold a weight in a list without computing
+    with it, and if it reads a weight by name it gets a substitute.
     """
     layers = {id(module) for module, _ in used}
     covered = {
@@ -259,35 +228,41 @@ def _find_others(
 
 
 def _make_groups(
-    units: Iterable[Unit], allocate: Allocate, home: torch.device
+    units: Iterable[Unit], store: AbstractStore, home: torch.device
 ) -> tuple[list[WeightGroup], list[tuple[nn.Module, list[WeightGroup]]]]:
-    """A group for each unit; a tied parameter belongs to the first that has it.
+    """Make a group for each unit; a tied parameter belongs to the first unit that has it.
 
-    If there is no room for one of them, all are on their device again when that is raised.
+    Returns:
+        The groups, and for each module the groups that it uses.
+
+    Raises:
+        StoreFullError: the store has no room for a group; all weights are on their device again.
     """
     groups: list[WeightGroup] = []
+    found: dict[int, WeightGroup] = {}
+    used: list[tuple[nn.Module, list[WeightGroup]]] = []
+    with _undone_if_it_fails(groups, store, home):
+        for modules, name, named in units:
+            own = [(each, p) for each, p in named if id(p) not in found]
+            needed = dict.fromkeys(found[id(p)] for _, p in named if id(p) in found)
+            if own:
+                groups.append(WeightGroup(len(groups), name, own, store))
+                found |= {id(parameter): groups[-1] for _, parameter in own}
+                needed[groups[-1]] = None
+            used += [(module, list(needed)) for module in modules]
+    return groups, used
+
+
+@contextlib.contextmanager
+def _undone_if_it_fails(
+    groups: Sequence[WeightGroup], store: AbstractStore, home: torch.device
+) -> Iterator[None]:
+    """Put the parameters of all groups back on their device if the block raises."""
     try:
-        return groups, _fill_groups(units, allocate, groups)
+        yield
     except BaseException:
         for group in groups:
             for member in group.members:
-                member.leave_for(home)
-            group.memory.give_back()
+                member.restore_to(home)
+            store.drop(group.resting)
         raise
-
-
-def _fill_groups(
-    units: Iterable[Unit], allocate: Allocate, groups: list[WeightGroup]
-) -> list[tuple[nn.Module, list[WeightGroup]]]:
-    """Append the groups. Returns which modules use which."""
-    home: dict[int, WeightGroup] = {}
-    used: list[tuple[nn.Module, list[WeightGroup]]] = []
-    for modules, named in units:
-        own = [(name, p) for name, p in named if id(p) not in home]
-        needed = dict.fromkeys(home[id(p)] for _, p in named if id(p) in home)
-        if own:
-            groups.append(WeightGroup(len(groups), own, allocate))
-            home |= {id(parameter): groups[-1] for _, parameter in own}
-            needed[groups[-1]] = None
-        used += [(module, list(needed)) for module in modules]
-    return used

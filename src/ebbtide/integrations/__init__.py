@@ -1,1 +1,1 @@
-"""Offload inside other projects' training loops, one module for each; import the one you need."""
+"""Offload inside other projects' training loops. Each has a module; import the one you need."""

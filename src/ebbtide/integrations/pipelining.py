@@ -1,7 +1,7 @@
-"""Offload for the stages of `torch.distributed.pipelining`, in the order that their schedule has.
+"""Offload for the stages of `torch.distributed.pipelining`, in the order of their schedule.
 
-The forward of one microbatch on one stage is one unit, ``F2.m5``. The methods of a stage that run a
-forward or a backward are wrapped, and the one that begins a step; nothing else is touched.
+The forward of one microbatch on one stage is one unit, ``F2.m5``. Three methods of a stage that run
+a forward or a backward are wrapped, and the one that begins a step; nothing else is changed.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ebbtide.api import OffloadHandle, refuse_second_offload
 from ebbtide.engine import Engine
 from ebbtide.errors import PolicyError, ScheduleError
+from ebbtide.execution.executor import ScheduleMode
 from ebbtide.hooks.layers import LayerModules, find_layers
 from ebbtide.hooks.weights import WeightHooks
 from ebbtide.policy import ActivationPolicy, WeightPolicy
-from ebbtide.runtime.units import Following
 from ebbtide.schedule import Direction, Schedule, Unit, from_pipeline
 
 PipelineSchedule = PipelineScheduleSingle | PipelineScheduleMulti
@@ -41,7 +41,7 @@ def offload_stages(
     host_budget: int | str | None = None,
     trace: bool = False,
 ) -> OffloadHandle:
-    """Let what this rank's stages save for backward leave the device while other microbatches run.
+    """Offload the tensors that this rank's stages save for backward while other microbatches run.
 
     ::
 
@@ -49,23 +49,26 @@ def offload_stages(
         handle = offload_stages(pipeline, resident=2)
         pipeline.step(batch)
 
-    Losses and gradients stay the same to the bit. Every rank calls it for itself, and its
-    ``resident`` can be its own. `eval`, `no_grad` and the run by which a stage finds out its shapes
-    pass through.
+    Losses and gradients stay bitwise the same. Each rank calls this function for its own stages and
+    may choose its own ``resident``. Nothing is offloaded in `eval`, under `no_grad`, and in the run
+    by which a stage infers its shapes.
 
-    Not counted, because the pipeline itself keeps it there until backward: each microbatch's input
-    and output of a stage. What autograd saves of an input stays where it is.
+    The inputs and outputs of a stage are not counted, because the pipeline itself keeps them on the
+    device until backward. Tensors that autograd saves of an input are therefore not offloaded.
 
     Args:
         pipeline: any schedule of `torch.distributed.pipelining`, as built on this rank.
-        resident: the most units, a microbatch on one of the rank's stages each, whose saved tensors
-            are on the device at once, the one that runs included.
+        resident: the most units whose saved tensors are on the device at once, including the one
+            that runs. A unit is one microbatch on one of the rank's stages.
         lead: as for `ebbtide.schedule.from_pipeline`.
-        schedule: what moves when, instead of ``resident``; in the order of this rank.
-        activations: `min_bytes` and `rebuild` of it; the other fields belong to the schedule.
-        weights: which weights of the stages' layers rest on the host, as for `ebbtide.offload`: a
-            stage's repeated blocks are its layers, or the whole stage where it repeats nothing.
-            None: none.
+        schedule: the complete offload schedule, instead of ``resident``; it must have the order of
+            this rank.
+        activations: `min_bytes` and `rebuild` apply. `num_layers`, `keep_last` and `fraction` must
+            be left at their defaults, because the schedule decides which units are offloaded.
+        weights: which weights of the stages' layers are offloaded, as for `ebbtide.offload`; None:
+            none. The layers of a stage are its repeated blocks, or the whole stage if it has none.
+            `num_layers`, `keep_last` and `fraction` count the layers of all the rank's stages
+            together, beginning with the first stage.
         store: as for `ebbtide.offload`.
         host_budget: as for `ebbtide.offload`.
         trace: as for `ebbtide.offload`; layers are numbered by their stage.
@@ -74,17 +77,18 @@ def offload_stages(
         A handle with the schedule, the statistics of the last step and `detach`.
 
     Raises:
-        PolicyError: arguments contradict each other, the stages are on several devices, or one of
-            them or a part of it is offloaded already. Nothing was changed.
+        PolicyError: arguments contradict each other, the stages are on several devices, or a stage
+            or a part of it is offloaded already. Nothing was changed.
         ScheduleError: ``resident`` is too small for this rank's order, or the schedule is for
-            another one. Nothing was changed.
+            another order. Nothing was changed.
     """
     stages = _find_stages(pipeline)
     policy = ActivationPolicy() if activations is None else activations
-    if policy.num_layers is not None or policy.keep_last:
+    if policy.counts_layers:
         raise PolicyError(
-            "num_layers and keep_last of the policy count layers of a model; of a pipeline's "
-            "stages the schedule says what leaves: offload_stages(..., resident=...)"
+            "num_layers, keep_last and fraction of the policy for activations count layers of a "
+            "model; for a pipeline's stages the schedule says what leaves the device: leave the "
+            "three out, and give offload_stages(..., resident=...) or a schedule"
         )
     for stage in stages:
         _refuse_second_offload(stage)
@@ -95,7 +99,7 @@ def offload_stages(
         torch.device(stages[0].device),
         host_budget=host_budget,
         traced=trace,
-        following=Following(_choose_schedule(pipeline, stages[0], resident, lead, schedule)),
+        mode=ScheduleMode(_choose_schedule(pipeline, stages[0], resident, lead, schedule)),
     )
     names = [f"stage {stage.stage_index}" for stage in stages]
     resting = None
@@ -113,12 +117,12 @@ def offload_stages(
 
 @final
 class StageHook:
-    """Tells an engine of the passes of one stage. It stands before methods of the stage.
+    """Wraps methods of one stage to tell the engine which forward or backward runs.
 
     Args:
-        stage: whose methods are wrapped, as attributes of this one object.
-        engine: told of them.
-        weights: come to the device while their layers work, where they rest on the host.
+        stage: the stage; the wrappers are attributes of this one object, not of its class.
+        engine: the engine to tell.
+        weights: the hooks of the stage's offloaded weights; None if there are none.
     """
 
     def __init__(
@@ -144,27 +148,27 @@ class StageHook:
         vars(stage).update(self._wrapped)
 
     def detach(self) -> None:
-        """Put the stage back as it was."""
+        """Restore the stage's methods."""
         self._active = False
         attributes = vars(self._stage)
         for name, wrapper in self._wrapped.items():
             if attributes.get(name) != wrapper:
-                continue  # somebody wrapped it again; inside that it only passes calls on now
+                continue  # other code wrapped our wrapper, which only passes calls on from now on
             if name in self._before:
                 attributes[name] = self._before[name]
             else:
                 del attributes[name]
 
-    # ---- what the stage's methods are while it is offloaded -----------------------------------
+    # ---- wrappers of the stage's methods ------------------------------------------------------
 
     def clear_runtime_states(self) -> None:
-        """A step begins: what the one before has left out, after an exception say, never comes."""
+        """Begin a step, and abandon passes that the last one did not run, as after an exception."""
         if self._active:
-            self._engine.abandon_round()
+            self._engine.abandon_run()
         self._plain["clear_runtime_states"]()
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """The forward of a microbatch is a unit, if a backward follows."""
+        """Run the forward of a microbatch, as a unit if a backward will follow."""
         with self._weights_at_work(), self._forward(fwd_chunk_id, args, kwargs):
             return self._plain["forward_one_chunk"](fwd_chunk_id, *args, **kwargs)
 
@@ -175,7 +179,7 @@ class StageHook:
         full_backward: bool = True,
         last_backward: bool = False,
     ) -> Any:
-        """Its backward, or the part of it that the stage before waits for."""
+        """Run the backward of a microbatch, or only the part that the previous stage waits for."""
         part = Direction.BACKWARD if full_backward else Direction.BACKWARD_INPUT
         outputs = self._last_outputs(bwd_chunk_id)
         with self._backward(bwd_chunk_id, part):
@@ -187,7 +191,7 @@ class StageHook:
         return result
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> Any:
-        """The other part. Of the first stage of a pipeline, torch runs all of it here."""
+        """Run the rest of a split backward. On the first stage, torch runs the whole of it here."""
         with self._backward(bwd_chunk_id, Direction.BACKWARD_WEIGHT):
             return self._plain["backward_weight_one_chunk"](
                 bwd_chunk_id, last_backward=last_backward
@@ -210,7 +214,7 @@ class StageHook:
         try:
             yield
         finally:
-            # What an exception leaves out is given up when the next step begins.
+            # Passes that do not run after an exception are abandoned when the next step begins.
             self._engine.close_layer(interrupted=False)
 
     @contextlib.contextmanager
@@ -225,17 +229,17 @@ class StageHook:
             self._engine.end_backward()
 
     def _last_outputs(self, microbatch: int) -> list[Any]:
-        """What the last stage of a pipeline made of a microbatch, if its backward is to come."""
+        """The outputs of the pipeline's last stage for a microbatch whose backward is to come."""
         stage = self._stage
         if not (self._active and stage.has_backward and stage.is_last and not stage.is_first):
             return []
         return tree_leaves(stage.fwd_cache[microbatch][0]) if microbatch in stage.fwd_cache else []
 
     def _let_go_of_graph(self, outputs: Sequence[Any]) -> None:
-        """Do for outputs that are views what torch does for the others: take them off the graph.
+        """Detach outputs that are views; torch itself detaches only the other outputs.
 
-        They are kept to be returned from the step. With them a graph would live on, and after a
-        backward in two parts what that has saved.
+        The pipeline keeps the outputs until the step returns them. They would keep the graph alive,
+        and after a split backward also the tensors that the graph has saved.
         """
         views = {id(leaf) for leaf in outputs if getattr(leaf, "grad_fn", None) is not None}
         if views:
@@ -243,7 +247,10 @@ class StageHook:
             chunks[:] = tree_map(lambda leaf: leaf.detach() if id(leaf) in views else leaf, chunks)
 
     def _inputs(self, microbatch: int, arguments: Any) -> list[torch.Tensor]:
-        """What the stage computes from: it keeps that until backward, and its buffers for good."""
+        """The stage's inputs for a microbatch, which the pipeline keeps on the device anyway.
+
+        It keeps them until backward, and its receive buffers permanently.
+        """
         infos = tree_leaves(self._stage.args_recv_info.get(microbatch, ()))
         received = [getattr(info, "buffer", None) for info in infos]
         return [leaf for leaf in tree_leaves([received, arguments]) if type(leaf) is torch.Tensor]
@@ -265,7 +272,7 @@ def _find_stages(pipeline: PipelineSchedule) -> Sequence[_PipelineStageBase]:
 
 
 def _find_layers(stages: nn.ModuleDict) -> LayerModules:
-    """The repeated blocks of each stage, else the stage."""
+    """The repeated blocks of each stage, or the stage itself if it has none."""
     named: list[tuple[str, nn.Module]] = []
     for name, stage in stages.items():
         found = find_layers(stage)
@@ -291,18 +298,18 @@ def _choose_schedule(
     lead: int,
     schedule: Schedule | None,
 ) -> Schedule:
-    """The schedule that the arguments ask for."""
+    """Return the given schedule after checking it, or derive one from ``resident``."""
     if (resident is None) == (schedule is None):
         raise PolicyError(
             "give resident, how many microbatches of a stage may be on the device at once, or a "
-            "schedule; one of them"
+            "schedule; exactly one of them"
         )
     if schedule is not None and not isinstance(schedule, Schedule):
         raise PolicyError(
             f"schedule must be an ebbtide.Schedule, got {schedule!r}; text is read by "
             f"ebbtide.Schedule.parse(text)"
         )
-    # What is run has the communication in it, where there is such an order.
+    # If there is an order with communication, that is the one which torch runs.
     order = getattr(pipeline, "pipeline_order_with_comms", None) or pipeline.pipeline_order
     if not order:
         if schedule is not None:

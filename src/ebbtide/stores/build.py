@@ -1,4 +1,4 @@
-"""Builds the store that a user's words and a device ask for."""
+"""Builds the store for a device and the user's ``store`` argument."""
 
 from __future__ import annotations
 
@@ -6,29 +6,34 @@ from pathlib import Path
 
 from ebbtide.devices.device import AbstractDevice
 from ebbtide.errors import PolicyError
+from ebbtide.stores.disk import DiskStore
 from ebbtide.stores.pinned import PinnedStore
 from ebbtide.stores.staged import LEAST_STAGING_BYTES, STAGING_BYTES, StagedDiskStore
 from ebbtide.stores.store import AbstractStore
 from ebbtide.stores.tiered import TieredStore
 from ebbtide.units import format_size
 
-_STAGING_SHARE = 4  # a tiered store's chunks are at most this part of host_budget
+_STAGING_SHARE = 4  # a tiered store's chunks take at most 1/4 of host_budget
 
 
 def build_store(
     device: AbstractDevice, kind: str, directory: Path | None, budget_bytes: int | None
 ) -> AbstractStore:
-    """A store for a model that is not on the CPU.
+    """Build the store for a device.
 
     Args:
-        device: where the model is.
+        device: the device of the model.
         kind: ``"auto"``, ``"host"``, ``"disk"`` or ``"tiered"``.
-        directory: for what goes to disk; None: the system's for temporary files.
-        budget_bytes: the most host memory to take, chunks on the way to disk included.
+        directory: where to create files; None: the system's directory for temporary files.
+        budget_bytes: the most host memory to allocate, staging chunks for the disk included.
 
     Raises:
-        PolicyError: the budget is too small, or the directory cannot be written to.
+        PolicyError: the store does not suit the device, the budget is too small, or the directory
+            is not writable.
     """
+    if device.computes_on_host:
+        _check_for_cpu(kind, budget_bytes)
+        return DiskStore(directory)
     if kind in ("auto", "host"):
         return PinnedStore(device, budget_bytes)
     share = 1 if kind == "disk" else _STAGING_SHARE
@@ -60,7 +65,7 @@ def parse_store(store: str) -> tuple[str, Path | None]:
     return kind, Path(directory) if directory else None
 
 
-def check_for_cpu(kind: str, host_budget_bytes: int | None) -> None:
+def _check_for_cpu(kind: str, host_budget_bytes: int | None) -> None:
     if kind in ("host", "tiered"):
         raise PolicyError(
             f'store="{kind}" would copy RAM to RAM: the model computes on the CPU, so host memory '

@@ -1,9 +1,9 @@
-"""The disk tier of a model on a CPU: one file, written and read by worker threads.
+"""The disk store of a model on a CPU: one file, which worker threads write and read.
 
-A write goes straight from the tensor's memory to the file, without a copy in between. A reload maps
-the file's bytes instead of reading them into fresh memory: while the page cache still has them that
-moves nothing, and fresh memory would cost more in page faults than the copy itself. The mapping is
-private, so whoever writes to a reloaded tensor writes to a copy of their own.
+A write goes from the tensor's memory straight to the file, without an intermediate copy. A reload
+maps the file's bytes instead of reading them into new memory. While the bytes are in the page
+cache, mapping moves no data, whereas the page faults of new memory would cost more than the copy.
+The mapping is private, so a write to a reloaded tensor does not reach the file.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ import torch
 
 from ebbtide.devices.device import AbstractEvent
 from ebbtide.devices.lanes import WorkLane
-from ebbtide.stores.disk_file import DiskFile
-from ebbtide.stores.host_memory import advise
-from ebbtide.stores.store import AbstractStore, Slot
+from ebbtide.memory.disk_file import DiskFile
+from ebbtide.memory.host_memory import advise
+from ebbtide.stores.mapped_memory import map_file
+from ebbtide.stores.store import AbstractStore, Landing, RestingSlot, Slot, Target
 
 _MADV_POPULATE_READ = 22  # Linux 5.14 and later
 
@@ -29,14 +30,15 @@ _MADV_POPULATE_READ = 22  # Linux 5.14 and later
 @final
 @dataclass(eq=False)
 class _MappedSlot(Slot):
-    """A slot with its readers: one for each reload, true once it reads the extent no more."""
+    """A slot and its readers: for each reload, a function that is true once it reads no more."""
 
     readers: list[Callable[[], bool]] = field(default_factory=list)
 
     def in_use(self) -> bool:
-        """Whether the extent may still be read.
+        """Whether a reload may still read the extent.
 
-        The write to it may be under way still: the next one to write here is queued behind it.
+        A write to the extent that is still under way does not count, because the next write to the
+        same place is queued behind it.
         """
         self.readers = [finished for finished in self.readers if not finished()]
         return bool(self.readers)
@@ -44,13 +46,10 @@ class _MappedSlot(Slot):
 
 @final
 class DiskStore(AbstractStore):
-    """Bytes of a CPU model in a file without a name, gone when the process is.
+    """Keeps bytes of a model on a CPU in an unnamed file, which disappears with the process.
 
     Args:
-        directory: where the file lives; None: the system's directory for temporary files.
-
-    Attributes:
-        on_progress: called from the writing thread after each finished write, if set.
+        directory: where to create the file; None: the system's directory for temporary files.
 
     Raises:
         PolicyError: ``directory`` is missing or cannot be written to.
@@ -61,7 +60,6 @@ class DiskStore(AbstractStore):
         self._file = DiskFile(directory)
         self._writer = WorkLane("ebbtide-disk-write", "disk")
         self._reader = WorkLane("ebbtide-disk-read", "disk")
-        self.on_progress: Callable[[], None] | None = None
 
     @property
     def capacity_bytes(self) -> int:
@@ -85,8 +83,11 @@ class DiskStore(AbstractStore):
         written = self._writer.submit(write, then=self.on_progress)
         return _MappedSlot(extent, size_bytes, written, "disk")
 
-    def reload(self, slot: Slot) -> tuple[torch.Tensor, AbstractEvent]:
+    def reload(
+        self, slot: Slot, target: Target | None = None
+    ) -> tuple[torch.Tensor, AbstractEvent]:
         assert isinstance(slot, _MappedSlot)
+        assert target is None, "on a CPU a reload maps the file's bytes"
         file, offset, offloaded = self._file.open, slot.extent.offset_bytes, slot.offloaded
         try:
             mapping = _Mapping(
@@ -96,7 +97,7 @@ class DiskStore(AbstractStore):
                 prot=mmap.PROT_READ | mmap.PROT_WRITE,
                 offset=offset,
             )
-        except OSError:  # out of mappings or of file descriptors: fresh memory always works
+        except OSError:  # no mappings or file descriptors are left, so read into new memory
             buffer = torch.empty(slot.size_bytes, dtype=torch.uint8)
             view = buffer.numpy().data
 
@@ -115,16 +116,34 @@ class DiskStore(AbstractStore):
 
         def read_ahead(_alive: torch.Tensor = buffer) -> None:
             offloaded.synchronize()
-            # Where the kernel cannot, the bytes come on first use.
+            # If the kernel does not support this, the bytes are read on first use.
             advise(address, size_bytes, _MADV_POPULATE_READ)
 
         return buffer, self._reader.submit(read_ahead)
+
+    def rest(self, size_bytes: int, *, reserved: bool = False) -> RestingSlot:  # noqa: ARG002
+        return map_file(self._file.directory, size_bytes)
+
+    def write(
+        self, slot: RestingSlot, offset_bytes: int, source: torch.Tensor, ready: AbstractEvent
+    ) -> Landing:
+        target = slot.tensor.narrow(0, offset_bytes, source.numel())
+
+        def copy() -> None:
+            ready.synchronize()
+            target.copy_(source)
+
+        copied = self._writer.submit(copy)
+        return Landing(copied, copied)
 
     def read_ahead(self, slot: Slot) -> None:
         file, extent = self._file.open, slot.extent
         self._reader.submit(lambda: file.read_ahead(extent))
 
     def drop(self, slot: Slot) -> None:
+        if isinstance(slot, RestingSlot):
+            slot.memory.give_back()
+            return
         assert isinstance(slot, _MappedSlot)
         self._dropped.append(slot)
         self._collect()
@@ -135,7 +154,7 @@ class DiskStore(AbstractStore):
         self._file.close()
 
     def _collect(self) -> None:
-        """Take back what was dropped and is in use no more."""
+        """Free the extents of dropped slots that no reload reads any more."""
         waiting = []
         for slot in self._dropped:
             if slot.in_use():
@@ -147,4 +166,4 @@ class DiskStore(AbstractStore):
 
 @final
 class _Mapping(mmap.mmap):
-    """A mapped extent that can be referred to weakly, so that its end can be seen."""
+    """A mapped extent that supports weak references, which tell when it is unmapped."""

@@ -1,266 +1,60 @@
-"""The host tier: page-locked memory in slabs, reused from step to step.
-
-[Note: exact slabs] The first step takes memory in large slabs, because it cannot know what comes,
-and page-locking is slow. When that step is over, the next cuts every slab down to what was reached
-in it (`ExtentAllocator.peak_end_bytes`): the same step then gets the same extents, and the bytes
-taken are the bytes that it needs. Only growth is followed by such a trim, so equal steps
-neither grow nor trim. Steps of other sizes may leave slabs of which none fits another's tensors;
-then one slab takes the place of them all, as large as the most that was ever in use at once.
-"""
+"""The host tier: page-locked memory in slabs, reused from step to step."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import mmap
-import sys
 from dataclasses import dataclass, field
 from typing import final
 
-import psutil
 import torch
 
 from ebbtide.devices.device import AbstractDevice, AbstractEvent
 from ebbtide.errors import StoreFullError
-from ebbtide.stores.extents import Extent, ExtentAllocator
-from ebbtide.stores.host_memory import (
-    HostMemory,
-    allocate_by_torch,
-    map_exactly,
-    warn_of_pageable,
+from ebbtide.memory.budget import HostBudget, free_ram_bytes
+from ebbtide.memory.extents import Extent
+from ebbtide.memory.host_memory import (
+    allocate_host_memory,
     whole_pages,
 )
-from ebbtide.stores.store import AbstractStore, Slot
+from ebbtide.stores.slabs import SLAB_BYTES, Sizes, Slab, Slabs
+from ebbtide.stores.store import (
+    REACHED,
+    AbstractStore,
+    Landing,
+    RestingSlot,
+    Slot,
+    Target,
+    allocate_target,
+)
 from ebbtide.units import format_size
 
-_SLAB_BYTES = 256 * 2**20
-_ALIGNMENT_BYTES = 512
-_FREE_SHARE = 0.95  # of the free RAM that a new slab may take: the OOM killer gives no error
-_EXACT_SHARE = 0.98  # of a slab; one that is used up to here is left as it is
-_WHOLE_SHARE = 0.9  # of all slabs; where less was ever in use at once, one slab does better
-
 
 @final
-class _Slab:
-    """One block of host memory and who has which part of it.
-
-    Args:
-        memory: the block.
-        trimmed: whether it has the size that a step needed, whole.
-    """
-
-    def __init__(self, memory: HostMemory, trimmed: bool) -> None:
-        self.memory = memory
-        self.extents = ExtentAllocator(_ALIGNMENT_BYTES)
-        self.extents.grow(memory.tensor.numel())
-        self._trimmed = trimmed
-
-    @property
-    def capacity_bytes(self) -> int:
-        return self.extents.capacity_bytes
-
-    @property
-    def wanted_bytes(self) -> int:
-        """The size for a step like the largest so far; its own if that is hardly more."""
-        needed_bytes = whole_pages(self.extents.peak_end_bytes)
-        nearly_all = needed_bytes >= _EXACT_SHARE * self.capacity_bytes
-        return self.capacity_bytes if self._trimmed or nearly_all else needed_bytes
-
-
-_Sizes = list[tuple[_Slab, int]]
-"""Each slab with the size that it is to have; 0: it is to go."""
-
-
-@final
-class _Slabs:
-    """All slabs of a store, within its budget and the host's free RAM. Waits for nothing."""
-
-    def __init__(self, device: AbstractDevice, budget_bytes: int | None, slab_bytes: int) -> None:
-        self._device = device
-        self._budget_bytes = budget_bytes
-        self._slab_bytes = slab_bytes
-        self._slabs: list[_Slab] = []
-        self._by_torch = False  # only torch's own allocator gives memory that the copies take
-        self._warned = False
-        self._peak_used_bytes = 0
-        self._whole_bytes = 0  # of the slab that took the place of all others
-        self.grown = False  # since the last look at whether a trim is due
-
-    @property
-    def capacity_bytes(self) -> int:
-        return sum(slab.capacity_bytes for slab in self._slabs)
-
-    @property
-    def used_bytes(self) -> int:
-        return sum(slab.extents.used_bytes for slab in self._slabs)
-
-    def fits(self, size_bytes: int) -> bool:
-        return any(slab.extents.fits(size_bytes) for slab in self._slabs)
-
-    def allocate(self, size_bytes: int) -> tuple[_Slab, Extent] | None:
-        # Always in the same order: an equal step must get the same extents.
-        for slab in self._slabs:
-            extent = slab.extents.allocate(size_bytes)
-            if extent is not None:
-                self._peak_used_bytes = max(self._peak_used_bytes, self.used_bytes)
-                return slab, extent
-        return None
-
-    def could_grow(self, size_bytes: int) -> bool:
-        """Whether one more tensor of this size finds room, by `grow` or in `merged` slabs."""
-        least_bytes = self._least(size_bytes)
-        fits = least_bytes <= self._budget_left() and least_bytes <= _free_ram()
-        return fits or (not self.used_bytes and self.merged(size_bytes) is not None)
-
-    def grow(self, size_bytes: int) -> None:
-        """Add a slab for some tensors of this size.
-
-        Raises:
-            StoreFullError: there is no room for one.
-        """
-        memory = self._take(self._next_size(size_bytes))
-        if memory is None:
-            self._by_torch = True
-            memory = self._take(self._next_size(size_bytes))
-            assert memory is not None
-        self._slabs.append(_Slab(memory, trimmed=False))
-        self.grown = True
-
-    def _next_size(self, size_bytes: int) -> int:
-        """As many tensors as make a slab, fewer where the limits are near, but never none."""
-        least_bytes = self._least(size_bytes)
-        budget_bytes, ram_bytes = self._budget_left(), _free_ram()
-        if least_bytes > budget_bytes:
-            raise self._over_budget(least_bytes)
-        if least_bytes > ram_bytes:
-            raise self._out_of_ram(least_bytes, ram_bytes)
-        most_bytes = min(self._slab_bytes, budget_bytes, ram_bytes)
-        if self._by_torch:
-            return max(least_bytes, 1 << (most_bytes.bit_length() - 1))
-        tensor_bytes = -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-        return max(least_bytes, whole_pages(most_bytes // tensor_bytes * tensor_bytes))
-
-    def _least(self, size_bytes: int) -> int:
-        """The smallest slab that holds one tensor of this size."""
-        if self._by_torch:
-            return max(_ALIGNMENT_BYTES, 1 << (size_bytes - 1).bit_length())
-        return whole_pages(size_bytes)
-
-    def _budget_left(self) -> int:
-        if self._budget_bytes is None:
-            return sys.maxsize
-        return self._budget_bytes - self._budget_bytes % mmap.PAGESIZE - self.capacity_bytes
-
-    def _take(self, size_bytes: int) -> HostMemory | None:
-        try:
-            if self._by_torch:
-                memory: HostMemory | None = allocate_by_torch(self._device, size_bytes)
-            else:
-                memory = map_exactly(self._device, size_bytes)
-        except OSError as error:
-            raise self._out_of_ram(size_bytes, _free_ram()) from error
-        if memory is not None and memory.refusal is not None and not self._warned:
-            self._warned = True
-            warn_of_pageable(size_bytes, memory.refusal)
-        return memory
-
-    def trimmed(self) -> _Sizes:
-        """The sizes that the steps so far ask for. See [Note: exact slabs]."""
-        if self._by_torch:
-            return [(slab, slab.capacity_bytes) for slab in self._slabs]  # torch would keep it
-        sizes = [(slab, slab.wanted_bytes) for slab in self._slabs]
-        scattered = self._peak_used_bytes < _WHOLE_SHARE * sum(size for _, size in sizes)
-        # Only for a new peak: where one slab has not sufficed for this one, it never will.
-        if scattered and self._peak_used_bytes > self._whole_bytes:
-            return self.merged(0) or sizes
-        return sizes
-
-    def merged(self, size_bytes: int) -> _Sizes | None:
-        """One slab for the most that was ever in use at once, and for a tensor of this size.
-
-        Returns:
-            None where that has no room.
-        """
-        whole_bytes = whole_pages(max(size_bytes, self._peak_used_bytes))
-        more_bytes = whole_bytes - self.capacity_bytes
-        if not self._slabs or self._by_torch:
-            return None
-        if more_bytes > self._budget_left() or more_bytes > _free_ram():
-            return None
-        return [(self._slabs[0], whole_bytes), *((slab, 0) for slab in self._slabs[1:])]
-
-    def resize(self, sizes: _Sizes) -> None:
-        """Give back the slabs that have another size, then take others in their places.
-
-        Streams:
-            No slab is in use, and the copies that read or write one are complete.
-
-        Raises:
-            StoreFullError: some could not be had. What was given back is gone.
-        """
-        changed = [slab for slab, size_bytes in sizes if slab.capacity_bytes != size_bytes]
-        for slab in changed:
-            slab.memory.give_back()  # all of it first: there may be no RAM for both
-        self._slabs = [slab for slab, _ in sizes if slab not in changed]
-        for place, (slab, size_bytes) in enumerate((s, n) for s, n in sizes if n):
-            if slab in changed:
-                memory = self._take(size_bytes)
-                assert memory is not None
-                self._slabs.insert(place, _Slab(memory, trimmed=True))
-        if len(self._slabs) == 1:
-            self._whole_bytes = self.capacity_bytes
-
-    def give_back(self) -> None:
-        for slab in self._slabs:
-            slab.memory.give_back()
-        self._slabs.clear()
-
-    def _over_budget(self, size_bytes: int) -> StoreFullError:
-        assert self._budget_bytes is not None
-        return StoreFullError(
-            errno.EDQUOT,
-            f"host_budget allows {format_size(self._budget_bytes)} of host memory, "
-            f"{format_size(self.capacity_bytes)} are taken, and the next {format_size(size_bytes)} "
-            f"of offloaded activations do not fit; raise host_budget, let the "
-            f'rest go to disk (store="tiered"), or offload fewer layers '
-            f"(ActivationPolicy(num_layers=...))",
-        )
-
-    def _out_of_ram(self, size_bytes: int, free_bytes: int) -> StoreFullError:
-        return StoreFullError(
-            errno.ENOMEM,
-            f"the host has {format_size(free_bytes)} of RAM to spare and the next "
-            f"{format_size(size_bytes)} of offloaded activations do not fit, beside "
-            f"{format_size(self.capacity_bytes)} that are there; free host memory, let "
-            f'the rest go to disk (store="tiered"), or offload fewer layers '
-            f"(ActivationPolicy(num_layers=...))",
-        )
-
-
-@final
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _HostSlot(Slot):
-    slab: _Slab = field(kw_only=True)
+    slab: Slab = field(kw_only=True)
     reloaded: AbstractEvent | None = None  # by the last copy up
-
-    def memory(self) -> torch.Tensor:
-        return self.slab.memory.tensor.narrow(0, self.extent.offset_bytes, self.size_bytes)
 
 
 @final
 class PinnedStore(AbstractStore):
     """Bytes in host memory, page-locked where the device is an accelerator.
 
-    After the first step the store holds what a step needs and no more, see [Note: exact slabs].
+    After the first step the store holds what a step needs and no more: see [Note: exact slabs] in
+    `ebbtide.stores.slabs`.
 
     Args:
-        device: whose copy streams move the bytes.
-        budget_bytes: the most to take from the host; None: what is free.
-        slab_bytes: how much to take at a time, about; one tensor may be larger.
+        device: the device whose copy streams move the bytes.
+        budget_bytes: the most host memory to take; None means whatever is free.
+        slab_bytes: about how much memory to take at a time. One tensor may be larger.
 
     Attributes:
+        budget: counts all host memory that is taken.
         peak_requested_bytes: the most bytes of tensors held at once since the store began.
     """
+
+    # Long: activations and weights take their memory from the same budget.
 
     reads_ahead = False  # host memory is as near as it gets
 
@@ -268,10 +62,11 @@ class PinnedStore(AbstractStore):
         self,
         device: AbstractDevice,
         budget_bytes: int | None = None,
-        slab_bytes: int = _SLAB_BYTES,
+        slab_bytes: int = SLAB_BYTES,
     ) -> None:
         self._device = device
-        self._slabs = _Slabs(device, budget_bytes, slab_bytes)
+        self.budget = HostBudget(budget_bytes)
+        self._slabs = Slabs(device, self.budget, slab_bytes)
         self._num_slots = 0  # given out, and not dropped again
         self._reads: list[AbstractEvent] = []  # copies up from dropped slots, not seen complete
         self._requested_bytes = 0
@@ -283,7 +78,7 @@ class PinnedStore(AbstractStore):
 
     @property
     def host_capacity_bytes(self) -> int:
-        return self.capacity_bytes
+        return self.budget.taken_bytes
 
     @property
     def used_bytes(self) -> int:
@@ -291,7 +86,7 @@ class PinnedStore(AbstractStore):
 
     @property
     def efficiency(self) -> float:
-        """What tensors needed at once, at most, over what is taken for them; 1 is exact."""
+        """The most bytes of tensors held at once, divided by the bytes taken; 1 is exact."""
         capacity_bytes = self.capacity_bytes
         return self.peak_requested_bytes / capacity_bytes if capacity_bytes else 1.0
 
@@ -303,23 +98,44 @@ class PinnedStore(AbstractStore):
     def offload(self, source: torch.Tensor, ready: AbstractEvent) -> Slot:
         size_bytes = source.numel()
         slab, extent = self._allocate(size_bytes)
-        memory = slab.memory.tensor.narrow(0, extent.offset_bytes, size_bytes)
-        # Who read these bytes before may not have finished: dropped slots are reused at once.
-        self._reads = [read for read in self._reads if not read.query()]
+        memory = slab.view(extent, size_bytes)
+        if self._reads:
+            # Guard readers-until-complete: a copy up from reused host memory is forgotten only when
+            # it has been seen complete. The next offload would overwrite bytes that are on their
+            # way up.
+            self._reads = [read for read in self._reads if not read.query()]
+        # Guard copy-down-after-kernels: the copy down waits for the kernels that write its source.
+        # The copy would read memory that queued kernels have not written yet.
+        # Guard copy-down-after-readers: a copy down waits for the copies up that read its host
+        # memory before. A dropped slot is reused at once: the next offload would overwrite bytes
+        # that are on their way up.
         offloaded = self._device.copy_down(memory, source, ready, *self._reads)
         self._num_slots += 1
         self._requested_bytes += size_bytes
-        self.peak_requested_bytes = max(self.peak_requested_bytes, self._requested_bytes)
+        if self._requested_bytes > self.peak_requested_bytes:
+            self.peak_requested_bytes = self._requested_bytes
         return _HostSlot(extent, size_bytes, offloaded, slab=slab)
 
-    def reload(self, slot: Slot) -> tuple[torch.Tensor, AbstractEvent]:
+    def reload(
+        self, slot: Slot, target: Target | None = None
+    ) -> tuple[torch.Tensor, AbstractEvent]:
+        buffer, free, _ = target or allocate_target(self._device, slot.size_bytes)
+        if isinstance(slot, RestingSlot):
+            source = slot.tensor[: slot.size_bytes]
+            # Guard weights-after-kernels: the copy up of weights waits for the kernels that used
+            # its buffer before. The allocator, or another layer, hands over memory that queued
+            # kernels still read; the copy would overwrite it under them.
+            return buffer, self._device.copy_up(buffer, source, free)
         assert isinstance(slot, _HostSlot)
-        buffer = self._device.allocate(slot.size_bytes)
-        # The allocator may hand out memory that queued kernels still read: the copy waits for them.
-        allocated = self._device.compute_stream().record()
-        reloaded = self._device.copy_up(buffer, slot.memory(), allocated, slot.offloaded)
-        slot.reloaded = reloaded
-        return buffer, reloaded
+        memory = slot.slab.view(slot.extent, slot.size_bytes)
+        # Guard copy-up-after-kernels: the copy up waits for the kernels queued before its buffer
+        # was allocated. The allocator hands out memory that queued kernels still read; the copy
+        # would overwrite it under them.
+        # Guard copy-up-after-copy-down: the copy up waits for the copy down of the same bytes. The
+        # two copy streams are ordered by nothing else when forward and backward compute on
+        # different streams: host memory would be read before it is written.
+        slot.reloaded = self._device.copy_up(buffer, memory, free, slot.offloaded)
+        return buffer, slot.reloaded
 
     def drop(self, slot: Slot) -> None:
         """Forget a slot. Its bytes are free at once: the device orders who writes there next.
@@ -327,21 +143,78 @@ class PinnedStore(AbstractStore):
         The host cannot wait here for the last copy up. It runs ahead of the device, and would come
         to a stop at the first offload of every step.
         """
+        if isinstance(slot, RestingSlot):
+            self.budget.take(-slot.extent.size_bytes)
+            slot.memory.give_back()
+            return
         assert isinstance(slot, _HostSlot)
         if slot.reloaded is not None:
             self._reads.append(slot.reloaded)
-        self._free(slot)
+        self._slabs.free(slot.slab, slot.extent)
+        self._num_slots -= 1
+        self._requested_bytes -= slot.size_bytes
+
+    def rest(self, size_bytes: int, *, reserved: bool = False) -> RestingSlot:
+        whole_bytes = whole_pages(max(size_bytes, 1))
+        if reserved:
+            self.budget.reserve(-whole_bytes)
+        else:
+            self._check_room(whole_bytes)
+        try:
+            memory = allocate_host_memory(self._device, size_bytes)
+        except OSError as error:
+            raise self._no_room(whole_bytes, free_ram_bytes()) from error
+        extent = Extent(0, memory.tensor.numel())
+        if extent.size_bytes > self.budget.left_bytes:
+            memory.give_back()  # only torch's allocator pins for this device: in powers of two
+            raise self._no_room(extent.size_bytes, self.budget.left_bytes)
+        self.budget.take(extent.size_bytes)
+        return RestingSlot(extent, size_bytes, REACHED, "host", memory=memory)
+
+    def reserve(self, size_bytes: int) -> None:
+        whole_bytes = whole_pages(max(size_bytes, 1))
+        self._check_room(whole_bytes)
+        self.budget.reserve(whole_bytes)
+
+    def write(
+        self, slot: RestingSlot, offset_bytes: int, source: torch.Tensor, ready: AbstractEvent
+    ) -> Landing:
+        target = slot.tensor.narrow(0, offset_bytes, source.numel())
+        # Guard gradient-after-kernels: the copy down of a gradient waits for the kernels that make
+        # it. The copy would read memory that queued kernels have not written yet.
+        copied = self._device.copy_down(target, source, ready)
+        return Landing(copied, copied)
+
+    def _check_room(self, size_bytes: int) -> None:
+        left_bytes = min(self.budget.left_bytes, free_ram_bytes())
+        if size_bytes > left_bytes:
+            raise self._no_room(size_bytes, left_bytes)
+
+    def _no_room(self, size_bytes: int, left_bytes: int) -> StoreFullError:
+        budget = self.budget
+        of = "free RAM"
+        if budget.limit_bytes is not None and left_bytes == budget.left_bytes:
+            of = f"a host_budget of {format_size(budget.limit_bytes)}"
+        return StoreFullError(
+            errno.ENOMEM,
+            f"weights that rest on the host, or their gradients, need {format_size(size_bytes)} "
+            f"more, and {format_size(max(0, left_bytes))} of {of} are left; raise host_budget, "
+            f'let what does not fit rest on disk (store="tiered"), or offload the weights of fewer '
+            f"layers (WeightPolicy(num_layers=...))",
+        )
 
     def read_ahead(self, slot: Slot) -> None:
         """Nothing to prepare."""
 
     def close(self) -> None:
-        # A copy must not outlive the memory it reads or writes, nor the session that lets go of it.
+        # Guard close-after-copies: the store waits for its copies before it gives host memory back.
+        # After `detach`, copies under way would use memory that is no longer ours.
         self._device.finish_copies()
         self._slabs.give_back()
 
-    def _allocate(self, size_bytes: int) -> tuple[_Slab, Extent]:
-        self._settle()
+    def _allocate(self, size_bytes: int) -> tuple[Slab, Extent]:
+        if self._slabs.grown:
+            self._settle()
         found = self._slabs.allocate(size_bytes)
         if found is None:
             self._grow(size_bytes)
@@ -359,7 +232,7 @@ class PinnedStore(AbstractStore):
             self._resize(sizes)  # none of the slabs is large enough, and none is in use
 
     def _settle(self) -> None:
-        """Trim if a step is over and it has grown."""
+        """Trim the slabs if a step is over in which they have grown."""
         if self._slabs.grown and not self._num_slots:
             self._slabs.grown = False
             sizes = self._slabs.trimmed()
@@ -368,22 +241,10 @@ class PinnedStore(AbstractStore):
                 with contextlib.suppress(StoreFullError):
                     self._resize(sizes)
 
-    def _resize(self, sizes: _Sizes) -> None:
-        # Extents are reused in the order of the copy streams, and a copy down that nobody wants
-        # any more may be under way still: it would write to memory that is no longer ours.
-        device = self._device
-        device.finish_copies()
+    def _resize(self, sizes: Sizes) -> None:
+        # Guard resize-after-copies: the store waits for its copies before it cuts its slabs to
+        # size. A copy that nobody wants any more would go on in memory that was given back.
+        self._device.finish_copies()
         self._reads.clear()
         assert not self._slabs.used_bytes
         self._slabs.resize(sizes)
-
-    def _free(self, slot: Slot) -> None:
-        assert isinstance(slot, _HostSlot)
-        slot.slab.extents.free(slot.extent)
-        self._num_slots -= 1
-        self._requested_bytes -= slot.size_bytes
-
-
-def _free_ram() -> int:
-    free_bytes = int(psutil.virtual_memory().available * _FREE_SHARE)
-    return free_bytes - free_bytes % mmap.PAGESIZE

@@ -1,112 +1,59 @@
-"""The disk tier of a model on an accelerator: through page-locked chunks to a file and back.
+"""The disk store of a model on an accelerator, which stages bytes in page-locked chunks.
 
-A tensor goes down in pieces, each over a chunk of host memory: the device copies it there, a worker
-writes it to the file. On the way back another worker reads a piece into a chunk of its own and has
-the device copy it up. A chunk keeps its piece until it is needed again, so what was offloaded last,
-and is wanted first, comes back without the disk.
+A tensor is offloaded in pieces: the device copies a piece to a chunk of host memory, and a worker
+writes it to the file. To reload a piece, another worker reads it into a chunk of its own and queues
+its copy to the device. A chunk keeps its piece until the chunk is needed again. The tensors that
+were offloaded last are needed first in backward, so they are often reloaded without disk access.
 
-The host waits for the disk in two places only: when all chunks are still to be written, and when
-backward has come to bytes that are still to be read.
+The host waits for the disk in only two places: when no chunk has been written yet, and when
+backward needs bytes that have not been read yet.
 """
 
 from __future__ import annotations
 
 import errno
 from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
 from typing import final
 
 import torch
 
-from ebbtide.devices.device import AbstractDevice, AbstractEvent, Origin, Span
+from ebbtide.devices.device import AbstractDevice, AbstractEvent
 from ebbtide.errors import StoreFullError
-from ebbtide.stores.disk_file import GROWTH_BYTES, DiskFile, OpenFile
-from ebbtide.stores.host_memory import HostMemory, allocate_by_torch, map_exactly, warn_of_pageable
-from ebbtide.stores.store import AbstractStore, Slot
+from ebbtide.memory.disk_file import GROWTH_BYTES, DiskFile, OpenFile
+from ebbtide.memory.host_memory import HostMemory, allocate_by_torch, map_exactly, warn_of_pageable
+from ebbtide.stores.chunks import Arrival, Chunk, Piece, StagedSlot, Written, read_piece
+from ebbtide.stores.mapped_memory import FileSlot, map_file
+from ebbtide.stores.store import (
+    AbstractStore,
+    Landing,
+    RestingSlot,
+    Slot,
+    Target,
+    allocate_target,
+)
 
 STAGING_BYTES = 128 * 2**20
 LEAST_STAGING_BYTES = 64 * 2**10
-_CHUNKS = 8  # each way
-
-
-@final
-@dataclass(eq=False)
-class _Piece:
-    """Part of a tensor: where it is in the tensor and in the file."""
-
-    begin_bytes: int
-    size_bytes: int
-    offset_bytes: int
-    chunk: _Chunk | None = None  # that has the bytes still
-    unwritten: bool = False  # the disk refused: the chunk is the only place that has the bytes
-    dropped: bool = False
-
-
-@final
-@dataclass(eq=False)
-class _Chunk:
-    """A part of the staging memory, and what must be over before its next use."""
-
-    memory: torch.Tensor
-    piece: _Piece | None = None
-    written: AbstractEvent | None = None  # by the worker that writes the piece
-    reads: list[AbstractEvent] = field(default_factory=list)  # copies up from it
-
-    def view(self, size_bytes: int) -> memoryview:
-        return self.memory[:size_bytes].numpy().data
-
-
-@final
-@dataclass(eq=False)
-class _StagedSlot(Slot):
-    pieces: list[_Piece] = field(default_factory=list)
-
-
-@final
-class _Arrival(AbstractEvent):
-    """The end of a reload whose copies up are queued by the worker that reads the file."""
-
-    def __init__(self) -> None:
-        self.reading: AbstractEvent | None = None
-        self.copies: list[AbstractEvent] = []
-
-    def settled(self) -> AbstractEvent:
-        assert self.reading is not None
-        self.reading.synchronize()
-        return self.copies[-1]  # they share a stream: the last is complete after the others
-
-    def query(self) -> bool:
-        assert self.reading is not None
-        # Also after a failed read: a copy that was queued before it writes to the buffer still.
-        return self.reading.query() and all(copy.query() for copy in self.copies)
-
-    def synchronize(self) -> None:
-        self.settled().synchronize()
-
-    def since(self, origin: Origin) -> float:
-        last = self.reading if self.failure is not None else self.settled()
-        assert last is not None
-        return last.since(origin)
-
-    def spans(self, origin: Origin) -> list[Span]:
-        assert self.reading is not None
-        return [span for event in (self.reading, *self.copies) for span in event.spans(origin)]
+_CHUNKS = 8  # in each direction
 
 
 @final
 class StagedDiskStore(AbstractStore):
-    """Bytes of an accelerator's model in a file without a name, gone when the process is.
+    """Keeps bytes of a model on an accelerator in an unnamed file, which ends with the process.
 
     Args:
-        device: whose copy streams move the bytes between it and the chunks.
-        directory: where the file lives; None: the system's directory for temporary files.
-        staging_bytes: host memory for the chunks of both ways, at most.
-        growth_bytes: by how much the file grows at a time, at least.
+        device: the device whose copy streams are used.
+        directory: where to create the file; None: the system's directory for temporary files.
+        staging_bytes: the most host memory for the chunks of both directions.
+        growth_bytes: the least by which the file grows, if the disk has that much room.
 
     Raises:
         PolicyError: ``directory`` is missing or cannot be written to.
     """
+
+    # Long: both directions use the same chunks and the same file.
 
     def __init__(
         self,
@@ -117,11 +64,11 @@ class StagedDiskStore(AbstractStore):
     ) -> None:
         self._device = device
         self._file = DiskFile(directory, growth_bytes)
-        # A power of two: torch's own allocator, where it must serve, would round up to one.
+        # A power of two, because torch's own allocator, if it has to be used, rounds up to one.
         self._chunk_bytes = 1 << (staging_bytes // (2 * _CHUNKS)).bit_length() - 1
         self._staging: HostMemory | None = None
-        self._down: deque[_Chunk] = deque()  # the one that was written first comes first
-        self._up: deque[_Chunk] = deque()  # used by the reading worker alone
+        self._down: deque[Chunk] = deque()  # for writes, in the order of their last use
+        self._up: deque[Chunk] = deque()  # for reads; only the reading worker uses them
         self._writer = device.lane("ebbtide-disk-write", "disk")
         self._reader = device.lane("ebbtide-disk-read", "disk")
         self._failures: deque[OSError] = deque()
@@ -141,10 +88,11 @@ class StagedDiskStore(AbstractStore):
     # ---- down ---------------------------------------------------------------------------------
 
     def offload(self, source: torch.Tensor, ready: AbstractEvent) -> Slot:
-        """See the base class. Blocks the host while all chunks wait for the disk.
+        """See the base class. Blocks the host while all chunks have yet to be written to disk.
 
         Raises:
-            OSError: a write before this one failed. Its bytes are safe; nothing has been started.
+            OSError: an earlier write failed. Its bytes are still in a chunk, and ``source`` has not
+                been offloaded.
         """
         if self._failures:
             raise self._failures.popleft()
@@ -152,54 +100,101 @@ class StagedDiskStore(AbstractStore):
             self._take_staging()
         size_bytes = source.numel()
         extent = self._file.allocate(size_bytes)
-        slot = _StagedSlot(extent, size_bytes, ready, "disk")
+        slot = StagedSlot(extent, size_bytes, ready, "disk")
         try:
             for begin in range(0, size_bytes, self._chunk_bytes):
                 piece_bytes = min(self._chunk_bytes, size_bytes - begin)
-                piece = _Piece(begin, piece_bytes, extent.offset_bytes + begin)
-                slot.offloaded = self._stage(piece, source, ready)
+                offset_bytes = extent.offset_bytes + begin
+                piece = Piece(begin, piece_bytes, offset_bytes)
+                file, failures = self._file.open, self._failures
+                slot.offloaded, chunk = self._stage(piece, source, ready, file, failures)
+                chunk.piece, piece.chunk = piece, chunk
                 slot.pieces.append(piece)
         except OSError:
-            # Who found no chunk has waited for all writes, and they for their copies: none is left
-            # that reads the source.
+            # Only `_free_chunk` raises this. It has waited for all writes, and each write for its
+            # copy, so no copy still reads the source.
             self._let_go(slot)
             raise
         return slot
 
-    def _stage(self, piece: _Piece, source: torch.Tensor, ready: AbstractEvent) -> AbstractEvent:
-        """Copy a piece to a chunk and let it be written from there."""
+    def rest(self, size_bytes: int, *, reserved: bool = False) -> RestingSlot:  # noqa: ARG002
+        return map_file(self._file.directory, size_bytes)
+
+    def write(
+        self, slot: RestingSlot, offset_bytes: int, source: torch.Tensor, ready: AbstractEvent
+    ) -> Landing:
+        assert isinstance(slot, FileSlot)
+        if self._staging is None:
+            self._take_staging()
+        refusals: deque[OSError] = deque()
+        size_bytes = source.numel()
+        for begin in range(0, size_bytes, self._chunk_bytes):
+            piece_bytes = min(self._chunk_bytes, size_bytes - begin)
+            piece = Piece(begin, piece_bytes, offset_bytes + begin)
+            copied, chunk = self._stage(piece, source, ready, slot.file, refusals)
+        assert chunk.written is not None
+        return Landing(copied, Written(chunk.written, refusals))
+
+    def _stage(
+        self,
+        piece: Piece,
+        source: torch.Tensor,
+        ready: AbstractEvent,
+        file: OpenFile,
+        refusals: deque[OSError],
+    ) -> tuple[AbstractEvent, Chunk]:
+        """Queue the copy of a piece to a free chunk, and its write from there to the file.
+
+        Args:
+            piece: the part of ``source`` to copy.
+            source: the whole tensor.
+            ready: the event after which ``source`` contains its values.
+            file: the file to write to.
+            refusals: the worker appends the error if the write fails.
+
+        Returns:
+            The end of the copy, and the chunk.
+        """
         chunk = self._free_chunk()
         memory = chunk.memory[: piece.size_bytes]
         part = source.narrow(0, piece.begin_bytes, piece.size_bytes)
-        # Copies up may still read the bytes that were in the chunk before.
+        # Guard chunk-after-kernels: an offload to a chunk waits for the kernels that write its
+        # source. The copy would read memory that queued kernels have not written yet.
+        # Guard chunk-after-readers: an offload to a chunk waits for the reloads from that chunk. A
+        # reload that copies straight from the chunk would get bytes of another piece.
         copied = self._device.copy_down(memory, part, ready, *chunk.reads)
         chunk.reads.clear()
-        chunk.piece, piece.chunk = piece, chunk
-        file, failures, view = self._file.open, self._failures, chunk.view(piece.size_bytes)
+        view = chunk.view(piece.size_bytes)
 
         def write() -> None:
             if piece.dropped:
                 return
-            copied.synchronize()  # or the chunk's old bytes would be written
+            # Guard write-after-copy: a chunk is written to disk only after the device has copied
+            # its piece there. The file would get the bytes that were in the chunk before.
+            copied.synchronize()
             try:
                 file.write(view, piece.offset_bytes)
             except OSError as error:
-                piece.unwritten = True
-                # Not the error itself, whose context may hold on to a whole forward.
-                failures.append(OSError(error.errno, error.strerror))
+                # A new error, because the traceback of a raised one can keep a whole forward alive.
+                piece.refusal = OSError(error.errno, error.strerror)
+                refusals.append(OSError(error.errno, error.strerror))
 
         chunk.written = self._writer.submit(write)
         self._down.append(chunk)
-        return copied
+        return copied, chunk
 
-    def _free_chunk(self) -> _Chunk:
-        """The chunk that has been written for longest; waits until one has been."""
+    def _free_chunk(self) -> Chunk:
+        """Return the least recently used chunk; block until its write to disk has ended."""
         for _ in range(len(self._down)):
             chunk = self._down.popleft()
             if chunk.written is not None:
-                chunk.written.synchronize()  # the worker reads it until then
+                # Guard chunk-after-write: a chunk is used again only after it has been written to
+                # disk. The next piece would overwrite a chunk that is still to be written.
+                chunk.written.synchronize()
             piece = chunk.piece
-            if piece is None or not piece.unwritten:
+            # Guard chunk-of-failed-write: a chunk whose write failed is not used again. The only
+            # copy of its bytes would be overwritten, and backward would read the file's old bytes.
+            if piece is None or piece.refusal is None:
                 if piece is not None:
                     piece.chunk = None
                     chunk.piece = None
@@ -218,8 +213,8 @@ class StagedDiskStore(AbstractStore):
         except OSError as error:
             raise StoreFullError(
                 errno.ENOMEM,
-                "the host has no memory for the chunks in which bytes go to disk; set a smaller "
-                "host_budget or free host memory",
+                "the host has no memory for the chunks that stage bytes for the disk; set a "
+                "smaller host_budget or free host memory",
             ) from error
         if staging is None:
             staging = allocate_by_torch(self._device, size_bytes)
@@ -227,7 +222,7 @@ class StagedDiskStore(AbstractStore):
             warn_of_pageable(size_bytes, staging.refusal)
         self._staging = staging
         chunks = [
-            _Chunk(staging.tensor.narrow(0, begin, self._chunk_bytes))
+            Chunk(staging.tensor.narrow(0, begin, self._chunk_bytes))
             for begin in range(0, size_bytes, self._chunk_bytes)
         ]
         self._down.extend(chunks[:_CHUNKS])
@@ -235,30 +230,38 @@ class StagedDiskStore(AbstractStore):
 
     # ---- up -----------------------------------------------------------------------------------
 
-    def reload(self, slot: Slot) -> tuple[torch.Tensor, AbstractEvent]:
-        assert isinstance(slot, _StagedSlot)
-        buffer = self._device.allocate(slot.size_bytes)
-        # The allocator may hand out memory that queued kernels still read: copies wait.
-        allocated = self._device.compute_stream().record()
-        arrival = _Arrival()
+    def reload(
+        self, slot: Slot, target: Target | None = None
+    ) -> tuple[torch.Tensor, AbstractEvent]:
+        buffer, allocated, _ = target or allocate_target(self._device, slot.size_bytes)
+        arrival = Arrival()
         missing = []
-        for piece in slot.pieces:
+        file = slot.file if isinstance(slot, FileSlot) else self._file.open
+        if isinstance(slot, FileSlot) and self._staging is None:
+            self._take_staging()
+        for piece in self._pieces_of(slot):
             part = buffer.narrow(0, piece.begin_bytes, piece.size_bytes)
             if piece.chunk is None:
                 missing.append((part, piece.offset_bytes))
                 continue
             memory = piece.chunk.memory[: piece.size_bytes]
+            # Guard chunk-up-after-kernels: a reload from a chunk waits for the kernels queued
+            # before its buffer was allocated. The copy would overwrite memory that these kernels
+            # still read.
+            # Guard chunk-up-after-copy-down: a reload from a chunk waits for the offload to that
+            # chunk. Nothing else orders the two copy streams: the chunk would be read before it is
+            # written.
             copied = self._device.copy_up(part, memory, allocated, slot.offloaded)
             piece.chunk.reads.append(copied)
             arrival.copies.append(copied)
         if not missing:
-            return buffer, arrival.copies[-1]
-        device, chunks, file = self._device, self._up, self._file.open
+            return buffer, arrival.copies[-1] if arrival.copies else allocated  # of no bytes
+        device, chunks = self._device, self._up
 
         def read() -> None:
             try:
                 for part, offset_bytes in missing:
-                    copied = _read_piece(device, chunks, file, part, offset_bytes, allocated)
+                    copied = read_piece(device, chunks, file, part, offset_bytes, allocated)
                     arrival.copies.append(copied)
             except BaseException as error:
                 arrival.failure = error
@@ -267,32 +270,49 @@ class StagedDiskStore(AbstractStore):
         arrival.reading = self._reader.submit(read)
         return buffer, arrival
 
+    def _pieces_of(self, slot: Slot) -> Sequence[Piece]:
+        if isinstance(slot, StagedSlot):
+            return slot.pieces
+        assert isinstance(slot, FileSlot)
+        step = self._chunk_bytes
+        return [
+            Piece(begin, min(step, slot.size_bytes - begin), begin)
+            for begin in range(0, slot.size_bytes, step)
+        ]
+
     def read_ahead(self, slot: Slot) -> None:
-        file, extent = self._file.open, slot.extent
+        file = slot.file if isinstance(slot, FileSlot) else self._file.open
+        extent = slot.extent
         self._reader.submit(lambda: file.read_ahead(extent))
 
     # ---- ends ---------------------------------------------------------------------------------
 
     def drop(self, slot: Slot) -> None:
-        """Forget a slot. Its extent is free at once.
+        """Release a slot. Its extent is free at once.
 
-        Writes are in order, and bytes that are still to be read are wanted by nobody.
+        A write to it that is still queued runs before any later write, and a read that is still
+        queued may return wrong bytes because nobody uses them.
         """
-        assert isinstance(slot, _StagedSlot)
+        if isinstance(slot, RestingSlot):
+            slot.memory.give_back()
+            return
+        assert isinstance(slot, StagedSlot)
         self._let_go(slot)
 
-    def _let_go(self, slot: _StagedSlot) -> None:
+    def _let_go(self, slot: StagedSlot) -> None:
         for piece in slot.pieces:
-            piece.dropped = True
-            if piece.chunk is not None:
-                piece.chunk.piece = None
-                piece.chunk = None
+            piece.let_go()
         self._file.free(slot.extent)
 
     def close(self) -> None:
+        # Guard close-after-writes: writes to disk end before the chunks are freed. The worker would
+        # continue to read host memory that is no longer ours.
         self._writer.close()
+        # Guard close-after-reads: reads from disk end before the chunks are freed. The worker would
+        # continue to fill host memory that is no longer ours.
         self._reader.close()
-        # A copy must not outlive the memory it reads or writes.
+        # Guard chunks-after-copies: copies end before the chunks are freed. The device would
+        # continue to use host memory that is no longer ours.
         self._device.finish_copies()
         self._down.clear()
         self._up.clear()
@@ -300,25 +320,3 @@ class StagedDiskStore(AbstractStore):
             self._staging.give_back()
             self._staging = None
         self._file.close()
-
-
-def _read_piece(
-    device: AbstractDevice,
-    chunks: deque[_Chunk],
-    file: OpenFile,
-    part: torch.Tensor,
-    offset_bytes: int,
-    allocated: AbstractEvent,
-) -> AbstractEvent:
-    """Read a piece into the chunk that has rested longest and queue its copy up."""
-    chunk = chunks.popleft()
-    size_bytes = part.numel()
-    try:
-        for read in chunk.reads:
-            read.synchronize()  # the copy up of another piece reads the chunk
-        file.read(chunk.view(size_bytes), offset_bytes)
-        copied = device.copy_up(part, chunk.memory[:size_bytes], allocated)
-        chunk.reads = [copied]
-    finally:
-        chunks.append(chunk)
-    return copied

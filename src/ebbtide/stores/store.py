@@ -1,25 +1,28 @@
-"""What every store does: take bytes down, give them back, forget them."""
+"""The interface of stores, which keep bytes in host memory or on disk and copy them back."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
-from ebbtide.devices.device import AbstractEvent
-from ebbtide.stores.extents import Extent
+from ebbtide.devices.device import AbstractDevice, AbstractEvent, AbstractStream, HostMoment
+from ebbtide.memory.extents import Extent
+from ebbtide.memory.host_memory import HostMemory
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Slot:
-    """Bytes at rest in a store, and the events that guard them.
+    """The bytes of one tensor in a store.
 
     Attributes:
-        extent: where they are.
-        size_bytes: how many of them are the tensor's.
-        offloaded: reached when the copy down is complete; until then the source must live.
-        tier: where they are, `host` or `disk`.
+        extent: the range that they occupy.
+        size_bytes: the size of the tensor; the extent may be larger.
+        offloaded: reached when the offload is complete; until then its source must stay alive.
+        tier: `host` or `disk`.
     """
 
     extent: Extent
@@ -28,65 +31,180 @@ class Slot:
     tier: str = "host"
 
 
-class AbstractStore(ABC):
-    """Keeps bytes in a lower tier. Its session calls it from one thread at a time.
+@dataclass(eq=False, slots=True)
+class RestingSlot(Slot):
+    """Bytes that stay in a store permanently, and that the host reads and writes in place.
+
+    Weights, their gradients and optimizer state are in resting slots; activations are not.
 
     Attributes:
-        reads_ahead: whether `read_ahead` does anything.
+        memory: the bytes, in RAM or in a mapped file; at least `size_bytes`.
+    """
+
+    memory: HostMemory = field(kw_only=True)
+
+    @property
+    def is_mapped(self) -> bool:
+        """Whether the memory is a mapped file."""
+        return False
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The bytes of `memory`: (size_bytes or more,), uint8."""
+        return self.memory.tensor
+
+
+REACHED = HostMoment()
+"""The `offloaded` event of every resting slot: there is no offload to wait for."""
+
+
+class Landing(NamedTuple):
+    """The two events of a copy from the device into a resting slot.
+
+    Attributes:
+        copied: reached when the source has been read; until then it must stay alive.
+        landed: reached when the host can read the bytes in the slot. Its `synchronize` raises the
+            error if the write failed.
+    """
+
+    copied: AbstractEvent
+    landed: AbstractEvent
+
+
+class Target(NamedTuple):
+    """Device memory that a reload writes to, once the kernels that still use it have run.
+
+    Attributes:
+        memory: (size_bytes,), uint8.
+        free: after this event no kernel uses the memory.
+        home: the compute stream on which the memory was allocated.
+    """
+
+    memory: torch.Tensor
+    free: AbstractEvent
+    home: AbstractStream
+
+
+class AbstractStore(ABC):
+    """Keeps bytes in host memory or on disk. Callers make sure that only one thread calls it.
+
+    Attributes:
+        reads_ahead: whether `read_ahead` has an effect.
+        on_progress: called after each finished write, by stores whose writes a worker thread does.
     """
 
     reads_ahead: bool = True
+    on_progress: Callable[[], None] | None = None
 
     @property
     @abstractmethod
     def capacity_bytes(self) -> int:
-        """Bytes taken from the tier, whether in use or kept for the next step."""
+        """Bytes that the store has allocated, whether in use or kept for the next step."""
 
     @property
     @abstractmethod
     def used_bytes(self) -> int:
-        """Bytes in use now, those that wait for their last reader among them."""
+        """Bytes in use now, including dropped slots that are still being read."""
 
     @property
     def host_capacity_bytes(self) -> int:
-        """Host memory among `capacity_bytes`."""
+        """Host memory that the store has allocated, staging memory included."""
         return 0
 
     @abstractmethod
     def offload(self, source: torch.Tensor, ready: AbstractEvent) -> Slot:
-        """Start to copy ``source`` down.
+        """Start to copy ``source`` to the store.
 
         Args:
-            source: device memory that must live, unwritten, until ``slot.offloaded``.
-            ready: the event after which ``source`` holds its bytes.
+            source: device memory that must stay alive and unmodified until ``slot.offloaded``.
+            ready: the event after which ``source`` contains its values.
 
         Shape:
             source: (size_bytes,), uint8.
 
         Raises:
-            StoreFullError: the tier has no room; nothing has been started.
+            StoreFullError: the store has no room; no copy has been started.
         """
 
     @abstractmethod
-    def reload(self, slot: Slot) -> tuple[torch.Tensor, AbstractEvent]:
-        """Start to copy a slot's bytes back up.
+    def reload(
+        self, slot: Slot, target: Target | None = None
+    ) -> tuple[torch.Tensor, AbstractEvent]:
+        """Start to copy a slot's bytes to the device.
+
+        Args:
+            slot: the slot to read.
+            target: device memory to copy into; None: allocate a buffer.
 
         Returns:
-            A device buffer and the event after which it holds the bytes. The caller keeps the
-            buffer alive until that event, also when nobody wants the bytes any more.
+            A device buffer and the event after which it contains the bytes. The caller must keep
+            the buffer alive until that event, even if the bytes are no longer needed.
 
         Shape:
             buffer: (size_bytes,), uint8.
         """
 
     @abstractmethod
+    def rest(self, size_bytes: int, *, reserved: bool = False) -> RestingSlot:
+        """Allocate a resting slot, for weights, gradients or optimizer state.
+
+        Args:
+            size_bytes: its size.
+            reserved: whether to use room that `reserve` has set aside.
+
+        Returns:
+            A slot for `reload`, `write` and `drop`, filled with zeros.
+
+        Raises:
+            StoreFullError: the store has no room.
+        """
+
+    def rest_on_disk(self, size_bytes: int) -> RestingSlot:
+        """Allocate a resting slot, in a mapped file if the store writes to disk.
+
+        Raises:
+            StoreFullError: the disk has no room.
+        """
+        return self.rest(size_bytes)
+
+    def reserve(self, size_bytes: int) -> None:  # noqa: B027
+        """Set room aside for a later `rest`, if the store's room is limited.
+
+        Raises:
+            StoreFullError: the store has no room.
+        """
+
+    @abstractmethod
+    def write(
+        self, slot: RestingSlot, offset_bytes: int, source: torch.Tensor, ready: AbstractEvent
+    ) -> Landing:
+        """Start to copy ``source`` into a resting slot.
+
+        Args:
+            slot: the slot to write to.
+            offset_bytes: where in the slot the bytes go.
+            source: device memory that must stay alive and unmodified until ``copied``.
+            ready: the event after which ``source`` contains its values.
+
+        Shape:
+            source: (size_bytes,), uint8.
+        """
+
+    @abstractmethod
     def read_ahead(self, slot: Slot) -> None:
-        """Prepare for a reload that is expected, without taking device memory for it."""
+        """Read from disk ahead of an expected reload, without allocating device memory."""
 
     @abstractmethod
     def drop(self, slot: Slot) -> None:
-        """Forget a slot. Its bytes are reused once nothing reads them any more."""
+        """Release a slot. Its memory is reused once nothing reads it any more."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give everything back to the tier, once the copies under way are complete."""
+        """Wait for the copies under way, then free all memory and files."""
+
+
+def allocate_target(device: AbstractDevice, size_bytes: int) -> Target:
+    """Allocate device memory for a reload, on the current compute stream."""
+    memory = device.allocate(size_bytes)
+    home = device.compute_stream()
+    return Target(memory, home.record(), home)

@@ -1,8 +1,8 @@
-"""Host memory as far as it goes, disk for the rest.
+"""A store that uses host memory as far as it suffices, and disk for the rest.
 
-What a step offloads first is wanted back last, so that is what should be on the slow tier. Which
-bytes come first and how many are too many is known only from the step before: the first step that
-does not fit sends what comes last to disk, and the next one as many bytes that come first.
+The tensors that a step offloads first are reloaded last, so these should be on the slower tier. How
+many bytes do not fit in host memory is known only after a whole step: the first step that exceeds
+host memory sends its last tensors to disk; the next step sends as many bytes of its first tensors.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from ebbtide.devices.device import AbstractEvent
 from ebbtide.errors import StoreFullError
 from ebbtide.stores.pinned import PinnedStore
 from ebbtide.stores.staged import StagedDiskStore
-from ebbtide.stores.store import AbstractStore, Slot
+from ebbtide.stores.store import AbstractStore, Landing, RestingSlot, Slot, Target
 
 
 @final
 class TieredStore(AbstractStore):
-    """Bytes in host memory and on disk. Owns both stores.
+    """Keeps bytes in host memory and on disk. Owns both stores.
 
     Args:
-        host: bounded by its budget, or by free RAM.
-        disk: takes what `host` cannot.
+        host: limited by its budget, or by free RAM.
+        disk: keeps the bytes for which `host` has no room.
     """
 
     def __init__(self, host: PinnedStore, disk: StagedDiskStore) -> None:
@@ -33,10 +33,10 @@ class TieredStore(AbstractStore):
         self._disk = disk
         self._num_slots = 0
         self._live_bytes = {"host": 0, "disk": 0}
-        self._host_room_bytes = 0  # the most that the host held at once
+        self._host_room_bytes = 0  # the most bytes of slots in host memory at once
         self._step_peak_bytes = 0
         self._step_disk_bytes = 0
-        self._first_bytes = 0  # of a step: they go to disk
+        self._first_bytes = 0  # how many bytes at the beginning of a step go to disk
         self._overflowed = False
 
     @property
@@ -64,7 +64,7 @@ class TieredStore(AbstractStore):
         return slot
 
     def _begin_step(self) -> None:
-        """The last step is over: what was too much then goes to disk first now."""
+        """Begin a step: send as many of its first bytes to disk as exceeded host memory before."""
         if self._overflowed:
             self._first_bytes = max(0, self._step_peak_bytes - self._host_room_bytes)
         self._step_peak_bytes = self._step_disk_bytes = 0
@@ -74,18 +74,43 @@ class TieredStore(AbstractStore):
             with contextlib.suppress(StoreFullError):
                 return self._disk.offload(source, ready)
         if self._host.has_room(source.numel()):
-            with contextlib.suppress(StoreFullError):  # what was free is taken by somebody else
+            with contextlib.suppress(StoreFullError):  # the memory has been taken meanwhile
                 return self._host.offload(source, ready)
         self._overflowed = True
         return self._disk.offload(source, ready)
 
-    def reload(self, slot: Slot) -> tuple[torch.Tensor, AbstractEvent]:
-        return self._of(slot).reload(slot)
+    def reload(
+        self, slot: Slot, target: Target | None = None
+    ) -> tuple[torch.Tensor, AbstractEvent]:
+        return self._of(slot).reload(slot, target)
+
+    def rest(self, size_bytes: int, *, reserved: bool = False) -> RestingSlot:
+        with contextlib.suppress(StoreFullError):
+            return self._host.rest(size_bytes, reserved=reserved and self._has_reserve(size_bytes))
+        return self._disk.rest(size_bytes)
+
+    def rest_on_disk(self, size_bytes: int) -> RestingSlot:
+        return self._disk.rest(size_bytes)
+
+    def reserve(self, size_bytes: int) -> None:
+        with contextlib.suppress(StoreFullError):  # `rest` will then use the disk
+            self._host.reserve(size_bytes)
+
+    def _has_reserve(self, size_bytes: int) -> bool:
+        return self._host.budget.reserved_bytes >= size_bytes
+
+    def write(
+        self, slot: RestingSlot, offset_bytes: int, source: torch.Tensor, ready: AbstractEvent
+    ) -> Landing:
+        return self._of(slot).write(slot, offset_bytes, source, ready)
 
     def read_ahead(self, slot: Slot) -> None:
         self._of(slot).read_ahead(slot)
 
     def drop(self, slot: Slot) -> None:
+        if isinstance(slot, RestingSlot):
+            self._of(slot).drop(slot)
+            return
         self._num_slots -= 1
         self._live_bytes[slot.tier] -= slot.size_bytes
         self._of(slot).drop(slot)

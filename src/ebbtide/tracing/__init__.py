@@ -1,1 +1,1 @@
-"""What happened in a step, and when. Reads traces and knows nothing else."""
+"""The trace of a step, and ways to show it. This package depends on nothing but traces."""

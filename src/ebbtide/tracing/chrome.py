@@ -1,4 +1,4 @@
-"""Traces as Chrome trace-event JSON, which Perfetto and chrome://tracing open."""
+"""Write traces as Chrome trace-event JSON, which Perfetto and chrome://tracing open."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from typing import Any
 
 from ebbtide.tracing.events import TraceEvent
 
-_ROWS = 100  # thread numbers set aside for each lane
+_ROWS = 100  # thread numbers reserved for each lane
 
 
 def write_chrome(
     path: str | PathLike[str], events: Iterable[TraceEvent], lanes: Sequence[str]
 ) -> None:
-    """Write a file that shows each lane as a thread, in the order of ``lanes``."""
+    """Write a file in which each lane is a thread; threads are in the order of ``lanes``."""
     document = {"displayTimeUnit": "ms", "traceEvents": chrome_events(events, lanes)}
     with open(path, "w", encoding="utf-8") as file:
         json.dump(document, file)
 
 
 def chrome_events(events: Iterable[TraceEvent], lanes: Sequence[str]) -> list[dict[str, Any]]:
-    """The events as dictionaries; times in microseconds.
+    """Return the events as dictionaries, with times in microseconds.
 
-    A lane whose events overlap without one enclosing the other (two disk threads, say) takes as
-    many rows as it needs: viewers draw only nested slices in one.
+    A viewer can draw two overlapping slices in one row only if one encloses the other. A lane whose
+    events overlap otherwise (those of two disk threads, for example) is spread over several rows.
     """
     named: dict[int, str] = {}
     rows: dict[str, list[list[float]]] = {lane: [] for lane in lanes}
@@ -63,7 +63,16 @@ def _chrome_event(event: TraceEvent, thread: int) -> dict[str, Any]:
 
 
 def _place(rows: list[list[float]], begin_s: float, end_s: float) -> int:
-    """The first row where the event lies inside or after what is there; rows hold open ends."""
+    """Add an event to the first row that can hold it and return the number of that row.
+
+    A row can hold the event if nothing in it is still open when the event begins, or if the event
+    ends within the innermost event that is still open.
+
+    Args:
+        rows: for each row the ends of its open events, in seconds, outermost first; updated.
+        begin_s: begin of the event, in seconds.
+        end_s: end of the event, in seconds.
+    """
     for number, ends in enumerate(rows):
         while ends and ends[-1] <= begin_s:
             ends.pop()

@@ -1,4 +1,4 @@
-"""A trace as a picture: lanes by time, blocks coloured by what they are."""
+"""Draw a trace as a picture: one row per lane, time from left to right, a colour for each kind."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ebbtide.tracing.timeline import TimeUnit, segments, short_label
 
 SUFFIXES = (".png", ".svg", ".pdf")
 
-# From the palette of Okabe and Ito, which colour-blind readers tell apart; their lightness differs
-# too, and a wait is hatched.
+# The palette of Okabe and Ito, whose colours colour-blind readers can tell apart. They also differ
+# in lightness, and waits are hatched.
 _COLOURS = {
     "forward": "#56B4E9",
     "backward": "#0072B2",
@@ -25,20 +25,20 @@ _COLOURS = {
 }
 _OTHER_COLOUR = "#999999"
 _INK = "#222222"
-_DARK = ("backward", "reload", "wait")  # labels on them are white
+_DARK = ("backward", "reload", "wait")  # kinds whose colour is so dark that labels are white
 _WIDTH_INCHES = 12.0
 _LANE_INCHES = {"compute": 0.62, "release": 0.3}
 _OTHER_LANE_INCHES = 0.42
-_ROW_INCHES = 0.2  # of events side by side in a lane
-_AROUND_INCHES = 1.25  # title, axis and legend
+_ROW_INCHES = 0.2  # height of a row where events of one lane overlap
+_AROUND_INCHES = 1.25  # height of title, axis and legend
 _PIXELS_PER_INCH = 200
 _LABEL_POINTS = (8.0, 7.0, 6.0)
-_CHARACTER = 0.62  # width of a digit over the size of the font
-_EDGED_POINTS = 3.0  # a white edge would hide what is narrower
+_CHARACTER = 0.62  # width of a digit divided by the font size
+_EDGED_POINTS = 3.0  # a narrower block gets no white edge, which would hide it
 
 
 class _Block(NamedTuple):
-    """A rectangle: times in seconds, height from the top in inches."""
+    """The rectangle of an event: times in seconds; distance from the top and height in inches."""
 
     event: TraceEvent
     begin_s: float
@@ -61,12 +61,12 @@ class _Lane(NamedTuple):
 def write_plot(
     path: str | PathLike[str], events: Sequence[TraceEvent], lanes: Sequence[str]
 ) -> None:
-    """Write the picture, 12 inches wide, as high as its lanes need.
+    """Write the picture, 12 inches wide and as high as its lanes need.
 
     Args:
-        path: of the file; its suffix says which format.
-        events: in the order in which they began.
-        lanes: from top to bottom; those without events are left out.
+        path: path of the file; its suffix selects the format.
+        events: the events in the order in which they began.
+        lanes: names of the lanes from top to bottom; lanes without events are left out.
 
     Raises:
         PolicyError: the suffix is not one of `SUFFIXES`.
@@ -92,7 +92,7 @@ def write_plot(
 
 
 def _lay_out(events: Sequence[TraceEvent], lanes: Sequence[str]) -> tuple[list[_Lane], float]:
-    """The lanes that have events from top to bottom, and their height in inches."""
+    """Return the lanes that have events, from top to bottom, and their total height in inches."""
     result: list[_Lane] = []
     top = 0.0
     for name in (lanes[0], "release", *lanes[1:]):
@@ -116,9 +116,13 @@ def _lay_out(events: Sequence[TraceEvent], lanes: Sequence[str]) -> tuple[list[_
 def _blocks(
     events: Sequence[TraceEvent], rows: Sequence[int], top: float, height: float, *, nested: bool
 ) -> list[_Block]:
-    """The lane's rectangles: of nested events the innermost, of others each in its row."""
+    """Return the rectangles of a lane.
+
+    Nested events share the lane's full height, and the innermost one is visible. Other events are
+    drawn each in its own row.
+    """
     top, height = top + 0.06, height - 0.12
-    seen = segments(events) if nested else []  # none if nothing took any time
+    seen = segments(events) if nested else []  # empty if no event took any time
     if seen:
         return [_Block(events[n], begin_s, end_s, top, height) for begin_s, end_s, n in seen]
     each = height / (max(rows) + 1)
@@ -129,7 +133,10 @@ def _blocks(
 
 
 def _side_by_side(events: Sequence[TraceEvent]) -> list[int]:
-    """For each event the first row in which nothing overlaps it (two disk threads, say)."""
+    """Return for each event the first row in which no other overlaps it.
+
+    Several rows are needed where a lane works in parallel, such as two disk threads.
+    """
     ends: list[float] = []
     rows: list[int] = []
     for event in events:
@@ -159,7 +166,7 @@ def _draw(figure: Any, events: Sequence[TraceEvent], lanes: list[_Lane], height:
     axes.set_xlabel(f"time since the step began ({unit.name})", fontsize=10)
     axes.set_title(_title(events, unit), loc="left", fontsize=11)
     _draw_legend(figure, lanes)
-    figure.draw_without_rendering()  # from here on it is known how much room a block has
+    figure.draw_without_rendering()  # lays out the figure; only then is the width of a block known
     points = axes.get_window_extent().width / figure.dpi * 72
     left, right = axes.get_xlim()
     for lane in lanes:
@@ -231,7 +238,7 @@ def _draw_blocks(
 def _draw_labels(
     axes: Any, blocks: Sequence[_Block], unit: TimeUnit, points_per_unit: float
 ) -> None:
-    """In the middle of each block that has room, for each kind in one size."""
+    """Label each block that has room, in its middle; all labels of a kind have the same size."""
     fits = [
         (block, _fit(block, block.duration_s * unit.per_s * points_per_unit)) for block in blocks
     ]
@@ -245,14 +252,17 @@ def _draw_labels(
         what = block.event.what
         at = (block.begin_s + block.end_s) / 2 * unit.per_s, block.top + block.height / 2
         style: dict[str, Any] = {"ha": "center", "va": "center_baseline", "fontsize": sizes[what]}
-        if what == "wait":  # not on top of its hatching
+        if what == "wait":  # a plain background keeps the hatching from crossing the label
             style["bbox"] = {"facecolor": _COLOURS[what], "linewidth": 0, "pad": 1}
         colour = "white" if what in _DARK else _INK
         axes.text(*at, text, **style, color=colour, linespacing=1.0)
 
 
 def _fit(block: _Block, points: float) -> tuple[str, float]:
-    """The label for a block of that width, if need be in two lines or smaller, and its size."""
+    """Return a label that fits a block ``points`` wide, and its font size in points.
+
+    The label is broken into two lines or made smaller if it has to be. It is empty if none fits.
+    """
     text = short_label(block.event)
     for lines in (text, text.replace(".", "\n")):
         longest = max(len(line) for line in lines.split("\n"))
@@ -264,10 +274,10 @@ def _fit(block: _Block, points: float) -> tuple[str, float]:
 
 
 def _draw_releases(axes: Any, lane: _Lane, unit: TimeUnit, points_per_unit: float) -> None:
-    """A triangle at each, with the label to its right if there is room before the next."""
+    """Draw a triangle at each release, with a label to its right if there is room for it."""
     if not lane.releases:
         return
-    labels: dict[float, dict[str, None]] = {}  # several at one moment are written together
+    labels: dict[float, dict[str, None]] = {}  # releases at the same moment share one label
     for event in lane.releases:
         labels.setdefault(event.begin_s * unit.per_s, {})[short_label(event)] = None
     times = list(labels)

@@ -1,8 +1,8 @@
-"""A trace as text: a row for each lane, time from left to right.
+"""Draw a trace as text: one row per lane, time from left to right.
 
-Columns are bins. A bin shows what fills most of it, or nothing if it is idle for more than half; of
-events inside one another the innermost counts. While compute waits its own row is empty, and the
-row below says for what.
+Each column is a bin of time. It shows the kind of event that fills most of it, or a space if the
+lane is idle for more than half of it. Of nested events the innermost counts. While compute waits,
+the row of compute is empty, and the row below it shows which layer it waits for.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import NamedTuple, final
 from ebbtide.errors import PolicyError
 from ebbtide.tracing.events import TraceEvent
 
-# Two signs for each kind: a block without a label takes the one that its neighbour has not.
+# Two signs for each kind, so that a block without a label can differ from its left neighbour.
 _SIGNS = {
     "forward": ">)",
     "backward": "<(",
@@ -28,7 +28,7 @@ _SIGNS = {
     "reload": "^n",
 }
 _OTHER_SIGNS = "#%"
-_MOMENT = "|"  # a release, and a tick of the axis
+_MOMENT = "|"  # marks a release or a tick of the axis
 _SHORT = ":"
 _MIN_WIDTH = 40
 _MIN_TICK_COLUMNS = 9
@@ -36,12 +36,12 @@ _PASSES = ("forward", "backward")
 
 
 def render_timeline(events: Sequence[TraceEvent], lanes: Sequence[str], width: int) -> str:
-    """The rows of the timeline, between a line of figures and a legend.
+    """Render the timeline: a line of figures, the rows, and a legend.
 
     Args:
-        events: in the order in which they began.
-        lanes: from top to bottom; those without events are left out.
-        width: columns that no line exceeds, 40 or more.
+        events: the events in the order in which they began.
+        lanes: names of the lanes from top to bottom; lanes without events are left out.
+        width: largest number of columns in a line, 40 or more.
 
     Returns:
         Lines of ASCII, without a newline at the end.
@@ -73,13 +73,13 @@ def render_timeline(events: Sequence[TraceEvent], lanes: Sequence[str], width: i
 @final
 @dataclass(frozen=True)
 class TimeUnit:
-    """From when until when a trace goes, and in which unit to write its times.
+    """The time range of a trace and the unit in which to write its times.
 
     Attributes:
-        name: ``"s"``, ``"ms"`` or ``"us"``.
-        per_s: how many of it are a second.
-        begin_s: of the first event, seconds.
-        end_s: of the last event to end, seconds.
+        name: name of the unit: ``"s"``, ``"ms"`` or ``"us"``.
+        per_s: number of units in a second.
+        begin_s: begin of the first event, in seconds.
+        end_s: end of the event that ends last, in seconds.
     """
 
     name: str
@@ -89,33 +89,38 @@ class TimeUnit:
 
     @classmethod
     def of(cls, events: Iterable[TraceEvent]) -> TimeUnit:
-        """The largest unit of which the events take one or more; there must be an event."""
+        """Return the largest unit of which the events last one or more.
+
+        There must be at least one event.
+        """
         times = [time_s for event in events for time_s in (event.begin_s, event.end_s)]
         begin_s, end_s = min(times), max(times)
-        whole_s = (end_s - begin_s) * (1 + 1e-6)  # 1 ms is 1 ms after rounding too
+        # The margin makes up for rounding, so that a trace of 1 ms is written in ms.
+        whole_s = (end_s - begin_s) * (1 + 1e-6)
         if whole_s >= 1 or not whole_s:
             return cls("s", 1.0, begin_s, end_s)
         return cls(*(("ms", 1e3) if whole_s >= 1e-3 else ("us", 1e6)), begin_s, end_s)
 
     def write(self, duration_s: float) -> str:
-        """Three digits and the unit: ``"12.5 ms"``."""
+        """Write a duration with three digits and the unit, such as ``"12.5 ms"``."""
         value = duration_s * self.per_s
         digits = 0 if value <= 0 else min(6, max(0, 2 - math.floor(math.log10(value))))
         return f"{value:.{digits}f} {self.name}"
 
 
 class Segment(NamedTuple):
-    """A stretch of time, in seconds, in which an event is the innermost of its lane."""
+    """A stretch of time, in seconds, in which one event is the innermost of its lane."""
 
     begin_s: float
     end_s: float
-    number: int  # of the event
+    number: int  # index of the event
 
 
 def segments(events: Sequence[TraceEvent]) -> list[Segment]:
-    """What is seen of the events of a lane: at each time the one that began last.
+    """Return the visible stretches of a lane's events: at each time, the event that began last.
 
-    Of those that began together it is the one that ends first, which the others enclose.
+    Among events that began together, the one that ends first is visible, since the others enclose
+    it.
     """
     starts = sorted(range(len(events)), key=lambda number: events[number].begin_s, reverse=True)
     times = sorted({time for event in events for time in (event.begin_s, event.end_s)})
@@ -137,7 +142,7 @@ def segments(events: Sequence[TraceEvent]) -> list[Segment]:
 
 
 def short_label(event: TraceEvent) -> str:
-    """``F3.m2`` for a pass, ``3.m2`` for what says by its look what it is."""
+    """Return ``F3.m2`` for a pass, and ``3.m2`` for other events, whose look shows their kind."""
     if event.layer is None:
         return ""
     return event.label if event.what in _PASSES else event.label.removeprefix(f"{event.what} ")
@@ -151,7 +156,7 @@ class _Axis:
     columns: int
 
     def position(self, time_s: float) -> float:
-        """In columns, from 0 to the number of columns."""
+        """Return the position of a time in columns, from 0 to the number of columns."""
         whole_s = self.end_s - self.begin_s
         return (time_s - self.begin_s) / whole_s * self.columns if whole_s else 0.0
 
@@ -160,20 +165,23 @@ class _Axis:
 
 
 def _rows(events: Sequence[TraceEvent], lanes: Sequence[str]) -> dict[str, list[TraceEvent]]:
-    """What goes into each row: waits also into their lane's, where they leave a gap."""
+    """Return the events of each row.
+
+    Waits are also among the events of their lane's row, where they leave a gap.
+    """
     rows: dict[str, list[TraceEvent]] = {}
     for number, lane in enumerate(lanes):
         here = [event for event in events if event.lane == lane and event.what != "release"]
         if any(event.what != "wait" for event in here):
             rows[lane] = here
-        if number == 0:  # both are moments of compute
+        if number == 0:  # waits and releases happen on the compute lane, so their rows follow it
             rows["wait"] = [event for event in events if event.what == "wait"]
             rows["release"] = [event for event in events if event.what == "release"]
     return {name: here for name, here in rows.items() if here}
 
 
 def _blocks(events: Sequence[TraceEvent], axis: _Axis, *, waits: bool) -> str:
-    """A row of blocks; waits are seen only in a row of their own."""
+    """Draw a row of blocks. Waits are drawn only if ``waits``, in the row of their own."""
     shown = [waits or event.what != "wait" for event in events]
     owners = _owners(events, shown, axis)
     cells: list[str] = []
@@ -189,16 +197,17 @@ def _blocks(events: Sequence[TraceEvent], axis: _Axis, *, waits: bool) -> str:
 
 
 def _block(event: TraceEvent, room: int, before: str) -> str:
-    """The label if there is room, and signs that tell the block from the cell before it."""
+    """Draw a block: its label if there is room, and signs that differ from the cell before it."""
     label, signs = short_label(event), _SIGNS.get(event.what, _OTHER_SIGNS)
-    # Passes say by their letter where they begin; numbers side by side would run together.
+    # The letter of a pass separates it from the block before. A label that is only a number needs a
+    # sign after it, or it would run together with the next number.
     if label and len(label) <= room - (event.what not in _PASSES):
         return label.ljust(room, signs[0])
     return signs[before == signs[0]] * room
 
 
 def _owners(events: Sequence[TraceEvent], shown: Sequence[bool], axis: _Axis) -> list[int | None]:
-    """For each column the number of the event that it shows."""
+    """Return for each column the index of the event that it shows; None if it shows none."""
     shares: list[dict[int, float]] = [defaultdict(float) for _ in range(axis.columns)]
     for segment in segments(events):
         if not shown[segment.number]:
@@ -210,18 +219,21 @@ def _owners(events: Sequence[TraceEvent], shown: Sequence[bool], axis: _Axis) ->
 
 
 def _owner(events: Sequence[TraceEvent], share: dict[int, float]) -> int | None:
-    """Of the kind that fills most of a bin, the event that fills most; None in an idle one."""
+    """Return the event that a bin shows; None if the bin is idle for more than half of its time.
+
+    It is the event that fills most of the bin among those of the kind that fills most of it.
+    """
     kinds: dict[str, float] = defaultdict(float)
     for number, part in share.items():
         kinds[events[number].what] += part
-    if sum(kinds.values()) < 0.5 - 1e-9:  # times are rounded
+    if sum(kinds.values()) < 0.5 - 1e-9:  # the margin makes up for rounded times
         return None
     kind = max(kinds, key=kinds.__getitem__)
     return max((n for n in share if events[n].what == kind), key=share.__getitem__)
 
 
 def _moments(events: Sequence[TraceEvent], axis: _Axis) -> str:
-    """A marker where each begins, with the layer's number if there is room before the next."""
+    """Draw a marker where each event begins, with the layer's number if there is room for it."""
     labels: dict[int, set[str]] = defaultdict(set)
     for event in events:
         labels[axis.column(event.begin_s)].add(short_label(event))
@@ -239,7 +251,7 @@ def _marked(marks: Sequence[tuple[int, str]], columns: int) -> str:
 
 
 def _tick_row(axis: _Axis, unit: TimeUnit) -> str:
-    """A few round times, as far apart as their labels need."""
+    """Draw the axis: ticks at a few round times, as far apart as their labels need."""
     begin, end = axis.begin_s * unit.per_s, axis.end_s * unit.per_s
     if begin == end:
         return f"{_MOMENT}{begin:g}"
@@ -256,7 +268,10 @@ def _tick_row(axis: _Axis, unit: TimeUnit) -> str:
 
 
 def _steps(smallest: float) -> Iterator[tuple[float, int]]:
-    """1, 2, 5, 10, 20 ... from ``smallest`` on, with the digits they need after the point."""
+    """Yield the steps 1, 2, 5, 10, 20 ... from about ``smallest`` on.
+
+    Each comes with the number of digits that its multiples need after the decimal point.
+    """
     for exponent in itertools.count(math.floor(math.log10(smallest))):
         for factor in (1, 2, 5):
             yield factor * 10.0**exponent, max(0, -exponent)
@@ -273,7 +288,7 @@ def _figures(events: Sequence[TraceEvent], axis: _Axis, unit: TimeUnit) -> list[
 
 
 def _legend(events: Sequence[TraceEvent], rows: str) -> list[str]:
-    """What the marks in the rows mean."""
+    """Return entries that explain the signs which occur in the rows."""
     kinds = {event.what for event in events}
     parts = []
     for what in (*_SIGNS, *sorted(kinds - {*_SIGNS, "release"})):

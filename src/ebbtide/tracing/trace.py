@@ -17,8 +17,8 @@ from ebbtide.tracing.timeline import render_timeline
 class Trace:
     """The events of one step, in the order in which they began.
 
-    `print` shows how busy each lane was, `timeline` and `plot` when it did what. `save` writes a
-    file for Perfetto.
+    Printing a trace shows how busy each lane was. `timeline` and `plot` show when each lane did
+    what, and `save` writes a file for Perfetto.
     """
 
     def __init__(self, events: Iterable[TraceEvent] = ()) -> None:
@@ -26,16 +26,16 @@ class Trace:
 
     @property
     def duration_s(self) -> float:
-        """From the first event's begin to the last one's end; 0 for an empty trace."""
+        """Seconds from the begin of the first event to the latest end; 0 for an empty trace."""
         if not self.events:
             return 0.0
         return max(event.end_s for event in self.events) - self.events[0].begin_s
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write the trace as Chrome trace-event JSON: open it at https://ui.perfetto.dev.
+        """Write the trace as Chrome trace-event JSON, which https://ui.perfetto.dev opens.
 
         Args:
-            path: of the file, such as ``"trace.json"``.
+            path: path of the file, such as ``"trace.json"``.
 
         Raises:
             OSError: the file cannot be written.
@@ -45,17 +45,17 @@ class Trace:
         write_chrome(path, self.events, LANES)
 
     def timeline(self, width: int = 80) -> str:
-        """Draw lanes by time in plain text.
+        """Draw the lanes over time in plain text.
 
         A column shows what fills most of its time: passes as ``F3>>>`` and ``B3<<<``, copies and
-        waits with the layer's number, signs alone where that has no room. The last lines say what
-        the signs mean.
+        waits with the layer's number, and signs alone where there is no room for a label. The last
+        lines explain the signs.
 
         Args:
-            width: columns that no line exceeds, 40 or more.
+            width: largest number of columns in a line, 40 or more.
 
         Returns:
-            Lines of ASCII, without a newline at the end. The axis is in s, ms or us.
+            Lines of ASCII, without a newline at the end. The time axis is in s, ms or us.
 
         Raises:
             PolicyError: ``width`` is less than 40.
@@ -63,14 +63,14 @@ class Trace:
         return render_timeline(self.events, LANES, width)
 
     def plot(self, path: str | PathLike[str]) -> None:
-        """Draw lanes by time as a picture, 12 inches wide.
+        """Draw the lanes over time as a picture, 12 inches wide.
 
         Args:
-            path: of the file, such as ``"step.png"``; ``.svg`` and ``.pdf`` can be written too.
+            path: path of the file, such as ``"step.png"``; ``.svg`` and ``.pdf`` work too.
 
         Raises:
-            PolicyError: the path ends in something else.
-            ImportError: matplotlib is missing; ``pip install "ebbtide[plots]"``.
+            PolicyError: the path has another suffix.
+            ImportError: matplotlib is not installed; ``pip install "ebbtide[plots]"`` installs it.
             OSError: the file cannot be written.
         """
         write_plot(path, self.events, LANES)
@@ -80,7 +80,8 @@ class Trace:
             return "an empty trace"
         groups: dict[tuple[str, str], list[TraceEvent]] = defaultdict(list)
         for event in self.events:
-            groups[event.lane, event.what].append(event)
+            copies = event.what in ("offload", "reload")
+            groups[event.lane, (copies and event.kind) or event.what].append(event)
         lines = [f"{'lane':<14} {'what':<9} {'events':>7} {'MiB':>10} {'busy s':>9} {'share':>6}"]
         whole_s = self.duration_s or 1.0
         for lane, what in sorted(groups, key=lambda key: (LANES.index(key[0]), key[1])):

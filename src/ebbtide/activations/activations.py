@@ -1,0 +1,441 @@
+"""The records of what autograd saves of one model, and how their bytes come back for backward."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import final
+
+import torch
+
+from ebbtide.activations.packing import pack
+from ebbtide.activations.records import (
+    KEEP,
+    OFFLOAD,
+    REBUILD,
+    Call,
+    Decision,
+    StorageRecord,
+    UnitRecords,
+)
+from ebbtide.activations.scope import Scopes
+from ebbtide.devices.device import AbstractEvent
+from ebbtide.transfers.prefetch import ForwardLog
+from ebbtide.transfers.record import DROPPED, REBUILT
+from ebbtide.transfers.recorder import Subject
+from ebbtide.transfers.transfers import Transfers
+
+_MOST_LISTED = 100_000  # records of a step that `saved` gives
+
+
+@final
+class Activations:
+    """Keeps a record of each saved storage from its first save until no graph holds it any more.
+
+    Args:
+        transfers: moves the bytes.
+
+    Attributes:
+        transfers: as given.
+        scopes: the running forwards and layers, to which saved storages belong.
+
+    Streams:
+        `offload` and `bring_back` queue work on the calling thread's compute stream and on the
+        copy streams; neither blocks the host where the streams are the hardware's.
+    """
+
+    # Long: its parts change the same records under one lock.
+
+    def __init__(self, transfers: Transfers) -> None:
+        self.transfers = transfers
+        self.scopes = Scopes(transfers)
+        self._gate = transfers.gate
+        self._device = transfers.device
+        self._account = transfers.account
+        self._offloads = transfers.offloads
+        self._reloads = transfers.reloads
+        self._records: dict[int, StorageRecord] = {}  # by the address of their storage
+        self._saved: list[StorageRecord] = []  # of the step that runs
+        self._saved_before: list[StorageRecord] = []  # of the last finished step
+        self._step = 0  # its number
+
+    # ---- forward ------------------------------------------------------------------------------
+
+    def find(self, address: int, version: int) -> StorageRecord | None:
+        """Return a live record of a storage at this version, whatever its form, or None."""
+        record = self._records.get(address)
+        # Guard same-version: a record is shared only at the same version. A tensor saved again
+        # after a legal in-place change would get its old bytes in backward.
+        return record if record is not None and record.version == version else None
+
+    def find_form(self, first: StorageRecord, form: Hashable) -> StorageRecord | None:
+        """Return a record that has these bytes of a storage, or all, and can be shared here.
+
+        Where a schedule keeps the current layer on the device, a record that has left the device
+        cannot be shared.
+
+        Args:
+            first: the record that `find` returned. Its decision was to offload the storage.
+            form: which bytes of the storage are wanted.
+        """
+        found: StorageRecord | None = first
+        while found is not None and found.form is not None and found.form != form:
+            found = found.sibling
+        if found is not None and self.scopes.current.must_stay and not found.is_on_device:
+            return None
+        return found
+
+    def share(self, record: StorageRecord) -> None:
+        """Count one more handle on a record."""
+        with self._gate:
+            if record.ordinal >= 0:
+                record.forward.note_save(record.ordinal)
+            layer = self.scopes.current.layer
+            if layer is not record.layer and layer not in record.shared:
+                record.shared += (layer,)
+            if record.buffer is not None:
+                record.unread += 1
+            self._count_handle(record)
+
+    def keep(self, address: int, version: int, number: int, size_bytes: int) -> StorageRecord:
+        """Record a storage that stays on the device. Its saved tensors keep it alive.
+
+        Args:
+            address: address of the storage.
+            version: version of the saved tensor.
+            number: number of the storage in its layer's call.
+            size_bytes: size of the storage.
+
+        Returns:
+            The storage's record, with one handle.
+        """
+        with self._gate:
+            self._offloads.retire_finished()
+            record = self._make(address, version, number, size_bytes, KEEP)
+            self._account.take_kept(size_bytes)
+            self._register(record)
+            return record
+
+    def leave_out(
+        self, storage: torch.UntypedStorage, version: int, number: int, call: Call
+    ) -> StorageRecord:
+        """Record a storage that is neither kept nor moved, because `call` computes it again.
+
+        Returns:
+            The storage's record, with one handle.
+        """
+        with self._gate:
+            address = storage._cdata
+            record = self._make(address, version, number, storage.nbytes(), REBUILD)
+            # Guard rebuilt-identity: the record of a storage that is rebuilt pins the identity of
+            # the storage. A freed GELU output's address comes back at once, for another tensor: it
+            # would be taken for the first.
+            record.pin_identity(storage)
+            record.call = call
+            self._account.meter.rebuilt_bytes += record.size_bytes
+            self._register(record)
+            return record
+
+    def offload(
+        self,
+        storage: torch.UntypedStorage,
+        version: int,
+        number: int,
+        source: torch.Tensor,
+        *,
+        form: Hashable = None,
+        packing: torch.dtype | None = None,
+    ) -> StorageRecord:
+        """Offload a storage, or a view gathered from it, now or when a schedule says so.
+
+        Args:
+            storage: the storage that was saved.
+            version: version of the saved tensor.
+            number: number of the storage in its layer's call.
+            source: the bytes to copy, (size_bytes,) uint8.
+            form: which bytes of the storage `source` has; None means all of them.
+            packing: type that the bytes are packed to before the copy; None if they are not.
+
+        Returns:
+            The storage's record, with one handle.
+
+        Raises:
+            StoreFullError: the store has no room. The saved tensor was not taken.
+        """
+        with self._gate:
+            scope = self.scopes.current
+            unit = scope.unit
+            scheduled = unit is not None and unit.followed
+            waits = scheduled and unit is not None and not unit.at_once
+            size_bytes = unpacked_bytes = source.numel()
+            if packing is not None and not waits:
+                source = pack(source, packing)
+                size_bytes = source.numel()
+            address, layer, log = storage._cdata, scope.layer, scope.forward
+            record = StorageRecord(address, version, layer, number, size_bytes, OFFLOAD, log)
+            record.form = form
+            record.source, record.home = source, self._device.compute_stream()
+            if size_bytes != unpacked_bytes:
+                record.packing, record.unpacked_bytes = packing, unpacked_bytes
+            if waits:
+                self._offloads.pend(record)
+            else:
+                self._offloads.offload(record, retain=scheduled)
+                self._account.meter.packed_bytes += unpacked_bytes - size_bytes
+            # Guard offloaded-identity: a record pins the identity of its source. A freed storage's
+            # address comes back at once, for another tensor: it would find the record of the first
+            # and get its bytes.
+            record.pin_identity(storage)
+            record.ordinal = log.add(record)
+            self._register(record)
+            return record
+
+    def _make(
+        self, address: int, version: int, number: int, size_bytes: int, decision: Decision
+    ) -> StorageRecord:
+        scope = self.scopes.current
+        return StorageRecord(
+            address, version, scope.layer, number, size_bytes, decision, scope.forward
+        )
+
+    def _register(self, record: StorageRecord) -> None:
+        """Make a new record known, and count its first handle."""
+        first = self._records.setdefault(record.address, record)
+        if first is not record:
+            if first.version == record.version and record.decision is OFFLOAD:
+                record.sibling, first.sibling = first.sibling, record
+            else:
+                self._records[record.address] = record
+        if self._step != self._account.num_steps:
+            self._note_step()
+        if len(self._saved) < _MOST_LISTED:
+            self._saved.append(record)
+        self._count_handle(record)
+
+    def _count_handle(self, record: StorageRecord) -> None:
+        unit = self.scopes.current.unit
+        if unit is not None:
+            self._claim(record, unit)
+        record.saves += 1
+        record.handles += 1
+        self.transfers.live += 1
+
+    def _claim(self, record: StorageRecord, unit: UnitRecords) -> None:
+        """Let a unit of the schedule claim a record, or the records that it is rebuilt from."""
+        if record.call is not None:
+            for saved in record.call.inputs:
+                source = getattr(saved, "record", None)
+                if isinstance(source, StorageRecord):
+                    self._claim(source, unit)
+        elif unit.claim(record):  # the unit that saved it first is in no hurry
+            try:
+                self._offloads.start(record)
+            except OSError as error:  # no room below: it stays where it is
+                self._offloads.error = error
+
+    # ---- backward -----------------------------------------------------------------------------
+
+    def bring_back(self, record: StorageRecord, generation: int) -> tuple[torch.Tensor, int]:
+        """Return the bytes of a record, ready for the kernels that the calling thread queues next.
+
+        Args:
+            record: a record whose decision was to offload it.
+            generation: generation of the buffer that the handle read last; 0 if it read none.
+
+        Returns:
+            The bytes, (size_bytes,) uint8, and the generation of the buffer that they are in.
+        """
+        with self._gate:
+            log = record.forward
+            log.note_unpack(record.ordinal)
+            flat, event = record.source, None
+            if flat is None:
+                if record.buffer is None:
+                    self._reloads.make_room(record.size_bytes)
+                    self._reloads.begin(record)
+                assert record.buffer is not None
+                flat, event = record.buffer, record.ready
+            home = record.home
+            if self._offloads.queue:
+                self._offloads.retire_finished()
+            if log.prefetches:
+                self._reloads.prefetch(log)
+            if record.buffer is flat:  # a prefetch may have let go of it
+                record.awaited = True
+                generation = record.note_read(generation)
+                if record.is_read():
+                    self._reloads.release(record)
+        if event is not None:
+            self._wait_for_reload(record, flat, event)
+        self._device.note_use(flat, home, event)
+        return flat, generation
+
+    def _wait_for_reload(
+        self, record: StorageRecord, flat: torch.Tensor, event: AbstractEvent
+    ) -> None:
+        try:
+            # Guard compute-waits-for-reload: compute waits for the copy up. Backward kernels would
+            # read a buffer that the copy has not filled.
+            self._account.wait(record, event, self._device.compute_stream(), is_reload=True)
+        except BaseException:  # the disk could not be read
+            with self._gate:
+                # Guard failed-reload: a buffer is held while copies of a failed reload are under
+                # way. Part of the bytes could be read and are on their way into the buffer when
+                # backward raises: it would be freed under them.
+                self._reloads.abandoned.append((flat, event))
+            raise
+
+    def note_backward(self, log: ForwardLog) -> None:
+        """Note that backward has begun with kept tensors, and prefetch what it needs next."""
+        with self._gate:
+            log.note_backward()
+            self._offloads.retire_finished()
+            if log.prefetches:
+                self._reloads.prefetch(log)
+
+    def begin_rebuild(self, record: StorageRecord) -> torch.Tensor | None:
+        """Return the rebuilt value, ready for the kernels that the calling thread queues next.
+
+        Returns:
+            None if there is no value yet. The caller then rebuilds it and calls `end_rebuild`.
+        """
+        with self._gate:
+            if record.buffer is None:
+                self._reloads.make_room(record.size_bytes)
+                if self._account.recorder is not None:
+                    record.begun = self._account.recorder.mark()
+                return None
+            assert record.ready is not None
+            # Guard rebuilt-elsewhere: compute waits for a value that was rebuilt on another stream.
+            # Kernels of this stream would read memory that those of the other stream, where another
+            # reader has rebuilt it, have not written yet.
+            self._device.compute_stream().wait(record.ready)
+            self._device.note_use(record.buffer, record.home, record.ready)
+            return record.buffer
+
+    def end_rebuild(self, record: StorageRecord, generation: int, value: torch.Tensor) -> int:
+        """Note that a handle has read a rebuilt value. The value is freed when all have read it.
+
+        Two threads may have rebuilt the value at the same time. Either of the two is right.
+
+        Args:
+            record: a record whose decision was to rebuild it.
+            generation: generation of the value that the handle read last; 0 if it read none.
+            value: a tensor with the storage's bytes, written by kernels of the current stream.
+
+        Returns:
+            The generation of the value that the handle has read now.
+        """
+        with self._gate:
+            if record.buffer is None:
+                home = self._device.compute_stream()
+                record.take_buffer(value, home.record(), home, REBUILT)
+                record.awaited = True  # compute itself writes it
+                self._reloads.hold(record)
+                self._trace_rebuild(record)
+            generation = record.note_read(generation)
+            if record.is_read():
+                self._reloads.release(record)
+            self._reloads.make_room(0)
+            return generation
+
+    def _trace_rebuild(self, record: StorageRecord) -> None:
+        begun, record.begun = record.begun, None
+        recorder = self._account.recorder
+        if recorder is not None and begun is not None:
+            about = Subject(record.layer, record.microbatch, record.size_bytes)
+            recorder.compute("rebuild", about, begun)
+
+    def peek(self, record: StorageRecord) -> torch.Tensor:
+        """Return the bytes of an offloaded record before backward has begun.
+
+        Shape:
+            (size_bytes,), uint8.
+        """
+        with self._gate:
+            if record.source is not None:
+                return record.source
+            assert record.slot is not None
+            flat, event = self.transfers.store.reload(record.slot)
+        self._wait_for_reload(record, flat, event)
+        return flat
+
+    # ---- ends ---------------------------------------------------------------------------------
+
+    def leave(self, record: StorageRecord, generation: int) -> None:
+        """Note that a saved tensor has died. Never blocks: see [Note: deferred work].
+
+        Args:
+            record: the record that the tensor shared.
+            generation: generation of the buffer that the tensor read last; 0 if it read none.
+        """
+        self._gate.leave(self._forget, record, generation)
+
+    def _forget(self, record: StorageRecord, generation: int) -> None:
+        self.transfers.live -= 1
+        record.handles -= 1
+        if record.buffer is not None and generation != record.generation:
+            record.unread -= 1
+        if not record.handles:
+            self._drop(record)
+        elif record.is_read():
+            self._reloads.release(record)
+
+    def _drop(self, record: StorageRecord) -> None:
+        """Forget a record that no saved tensor needs any more."""
+        self._unlink(record)
+        if record.buffer is not None:
+            record.stays = False
+            self._reloads.release(record)
+        if record.unit is not None:
+            record.unit.forget(record)
+        # A source whose copy is under way stays until that is complete: the copy reads it.
+        if record.source is not None:
+            self._offloads.let_go(record)
+        if record.expected:
+            self._reloads.expect(record, False)
+        record.move_to(DROPPED)
+        record.release_identity()
+        slot, record.slot = record.slot, None
+        if slot is not None:
+            record.tier = slot.tier
+            self.transfers.store.drop(slot)
+            self._account.stored_bytes[slot.tier] -= record.size_bytes
+        if record.decision is KEEP:
+            self._account.give_kept(record.size_bytes)
+        elif record.decision is REBUILD:
+            record.call = None  # its inputs are wanted no more, either
+        else:
+            log = record.forward
+            log.remove(record.ordinal)
+            if not log.live:
+                self.scopes.learned = log.learned() or self.scopes.learned
+
+    def _unlink(self, record: StorageRecord) -> None:
+        """Remove a record from those that `find` returns."""
+        first = self._records.get(record.address)
+        if first is record:
+            if record.sibling is None:
+                del self._records[record.address]
+            else:
+                self._records[record.address] = record.sibling
+        else:
+            while first is not None and first.sibling is not record:
+                first = first.sibling
+            if first is not None:
+                first.sibling = record.sibling
+        record.sibling = None
+
+    def saved(self) -> list[StorageRecord]:
+        """Return the records of the last finished step, in the order of their first save."""
+        self._note_step()
+        return self._saved_before
+
+    def alive(self) -> list[StorageRecord]:
+        """Return the records that graphs hold now."""
+        return [record for record in self._saved if record.state is not DROPPED]
+
+    def _note_step(self) -> None:
+        """Begin another list of records if a step has ended."""
+        if self._step != self._account.num_steps:
+            self._step = self._account.num_steps
+            self._saved_before, self._saved = self._saved, []

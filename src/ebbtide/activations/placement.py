@@ -1,0 +1,113 @@
+"""Placement: the one decision of what becomes of a storage that autograd saves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import final
+
+import torch
+from torch import Tensor
+
+from ebbtide.activations.handles import Saved
+from ebbtide.activations.marks import is_marked
+from ebbtide.activations.rebuild import RebuildFinder
+from ebbtide.activations.records import KEEP, OFFLOAD, REBUILD, Call, Decision
+from ebbtide.activations.scope import Scope
+from ebbtide.policy import ActivationPolicy
+from ebbtide.transfers.layer import Layer
+
+Plan = Mapping[tuple[int | None, int], Decision]
+"""A decision for each storage that it names. The key is the index of the layer, None outside
+layers, and the number of the storage in the layer's call. The policy or the schedule decides for
+all other storages.
+"""
+
+
+@final
+class Placement:
+    """Decides once for each storage, when it is first saved, to keep, offload or rebuild it.
+
+    The first of these that applies decides: a mark on the tensor (`mark_not_offload`), the plan, a
+    recipe that rebuilds the storage, and last the policy or the schedule, which say whether the
+    storages of a layer are offloaded.
+
+    Args:
+        policy: which layers are offloaded, and from what size.
+        plan: decisions for single storages, which replace those of the policy.
+        layers_only: whether all storages saved outside layers are kept, whatever the policy says.
+            That is so where a schedule is followed, because a schedule names layers.
+
+    Attributes:
+        min_bytes: smaller storages are kept.
+        num_calls: number of layer calls in a forward, once that is known.
+    """
+
+    def __init__(
+        self, policy: ActivationPolicy, plan: Plan | None = None, *, layers_only: bool = False
+    ) -> None:
+        self._layers_only = layers_only
+        self.min_bytes = max(int(policy.min_bytes), 1)  # no bytes, no copy
+        self.num_calls: int | None = None
+        self._policy = policy
+        self._plan: Plan = {} if plan is None else plan
+        rebuilds = policy.rebuild or REBUILD in self._plan.values()
+        self._finder = RebuildFinder() if rebuilds else None
+
+    @property
+    def packs(self) -> bool:
+        """Whether masks and indices are packed before they leave."""
+        return self._policy.rebuild
+
+    def offloads(self, layer: Layer | None) -> bool:
+        """Whether the storages of a layer are offloaded by default.
+
+        Args:
+            layer: the layer; None for what is saved outside layers.
+        """
+        policy = self._policy
+        if layer is None:
+            return policy.num_layers is None and policy.fraction == 1 and not self._layers_only
+        if policy.num_layers is not None and layer.index >= policy.num_layers:
+            return False
+        last = self.num_calls is not None and layer.index >= self.num_calls - policy.keep_last
+        return policy.chooses(layer.index) and not last
+
+    def decide(
+        self, scope: Scope, number: int, tensor: Tensor, storage: torch.UntypedStorage
+    ) -> tuple[Decision, Call | None]:
+        """Decide whether a storage is kept, offloaded or rebuilt.
+
+        Args:
+            scope: the scope in which the storage is saved first.
+            number: number of the storage in the scope.
+            tensor: the tensor that is saved.
+            storage: storage of the tensor.
+
+        Returns:
+            The decision, and the call that rebuilds the storage if that is the decision.
+        """
+        if is_marked(storage):
+            return KEEP, None
+        planned = None
+        if self._plan:
+            index = None if scope.layer is None else scope.layer.index
+            planned = self._plan.get((index, number))
+        size_bytes = storage.nbytes()
+        if planned is None or planned is REBUILD:
+            leaves = scope.offloads and size_bytes >= self.min_bytes
+            rebuilds = planned is not None or self._policy.rebuild
+            if rebuilds and self._finder is not None and size_bytes >= self.min_bytes:
+                call = None if tensor.grad_fn is None else self._finder.find(tensor, storage)
+                if call is not None:
+                    return REBUILD, call
+        else:
+            leaves = planned is OFFLOAD and size_bytes > 0
+        # torch's own quantized tensors have scales beside their storage.
+        if leaves and not tensor.is_quantized and (scope.unit is None or not scope.must_stay):
+            return OFFLOAD, None
+        return KEEP, None
+
+    def note(self, tensor: Tensor, saved: Saved) -> None:
+        """Remember the handle of a saved tensor: other tensors may be rebuilt from it."""
+        if self._finder is not None and tensor.grad_fn is not None:
+            self._finder.note(tensor, saved)

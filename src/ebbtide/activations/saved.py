@@ -1,0 +1,128 @@
+"""Handles on recorded storages: they stand for saved tensors in the graph and restore them."""
+
+from __future__ import annotations
+
+from typing import final
+
+import torch
+from torch import Tensor
+
+from ebbtide.activations.activations import Activations
+from ebbtide.activations.handles import AbstractAway, Saved, restore
+from ebbtide.activations.records import KEEP, Call, StorageRecord
+from ebbtide.transfers.layer import in_range
+
+
+@final
+class RecordedTensor(AbstractAway):
+    """Stands for a saved tensor whose storage has a record.
+
+    Args:
+        activations: the owner of the record.
+        record: the record of the storage, or of a view gathered from it. It counts this handle
+            already.
+        tensor: the tensor that was saved.
+
+    Attributes:
+        record: as given.
+    """
+
+    __slots__ = ("_activations", "_generation", "record")
+
+    def __init__(self, activations: Activations, record: StorageRecord, tensor: Tensor) -> None:
+        self._activations = activations
+        self.record = record
+        self._generation = 0  # the buffer of the record that this handle has read
+        if record.decision is KEEP:
+            self._size, self.version = tensor.shape, tensor._version
+            # The tensor itself would refer to the graph that it lives in, and leak.
+            self._probe = tensor.detach()
+        else:
+            super().__init__(tensor)
+
+    @property
+    def shape(self) -> tuple[object, ...]:
+        if self.record.decision is KEEP:
+            probe = self._probe
+            return probe.shape, probe.stride(), probe.dtype, probe.device
+        return super().shape
+
+    def share(self) -> RecordedTensor:
+        if self.record.decision is KEEP:
+            return self  # it holds the tensor as long as anybody holds it
+        other = RecordedTensor.__new__(RecordedTensor)
+        for name in AbstractAway.__slots__[1:]:
+            setattr(other, name, getattr(self, name))
+        other._activations, other.record, other._generation = self._activations, self.record, 0
+        self._activations.share(self.record)
+        return other
+
+    def restore(self) -> Tensor:
+        if self.is_modified():
+            self._raise_modified()
+        record, activations = self.record, self._activations
+        if record.decision is KEEP:
+            activations.note_backward(record.forward)
+            return self._probe
+        if record.call is None:
+            flat, self._generation = activations.bring_back(record, self._generation)
+            if record.view_size is None and record.packing is None:
+                return self._tensor_in(flat.untyped_storage())
+            return self._tensor_of(flat)
+        value = activations.begin_rebuild(record)
+        if value is None:
+            value = in_range("rebuild", record.layer, _run, record.call)
+        self._generation = activations.end_rebuild(record, self._generation, value)
+        return self._tensor_in(value.untyped_storage())
+
+    def peek(self) -> Tensor:
+        if self.is_modified():
+            self._raise_modified()
+        record = self.record
+        if record.decision is KEEP:
+            return self._probe
+        if record.call is None:
+            return self._tensor_of(self._activations.peek(record))
+        value = record.call.run([peek(saved) for saved in record.call.inputs])
+        return self._tensor_in(value.untyped_storage())
+
+    def _tensor_of(self, flat: Tensor) -> Tensor:
+        record = self.record
+        if record.view_size is None:
+            return self._tensor_in(record.unpack(flat).untyped_storage())
+        return self._tensor_in(self._scatter(flat, record.view_size))
+
+    def _scatter(self, flat: Tensor, view_size: tuple[int, ...]) -> torch.UntypedStorage:
+        """Return a storage with the gathered elements at the places where the saved view had them.
+
+        The rest of it is never read, so on a CPU the system never backs it with memory.
+        """
+        span = self._offset + 1
+        span += sum((n - 1) * step for n, step in zip(view_size, self._stride, strict=True))
+        spread = torch.empty(span, dtype=self._dtype, device=flat.device)
+        gathered = flat.view(self._dtype).view(view_size)
+        spread.as_strided(view_size, self._stride, self._offset).copy_(gathered)
+        return spread.untyped_storage()
+
+    def __del__(self) -> None:
+        self._activations.leave(self.record, self._generation)
+
+
+def _run(call: Call) -> Tensor:
+    return call.run([restore(saved) for saved in call.inputs])
+
+
+def share(saved: Saved) -> Saved:
+    """Return one more handle on a saved tensor, which must not be a composite one."""
+    if type(saved) is tuple:
+        return saved
+    assert isinstance(saved, AbstractAway)
+    return saved.share()
+
+
+def peek(saved: Saved) -> Tensor:
+    """Return a saved tensor during forward, before backward has come to it."""
+    if type(saved) is tuple:
+        return saved[0]
+    assert isinstance(saved, AbstractAway)
+    return saved.peek()

@@ -1,0 +1,1 @@
+"""Executes a schedule on the activations of a model, pass by pass."""

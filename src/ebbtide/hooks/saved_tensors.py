@@ -1,0 +1,252 @@
+"""Saved-tensor hooks: they pass through, keep, offload or leave out what autograd saves."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Hashable, Iterable
+from typing import final
+
+import torch
+from torch import nn
+
+from ebbtide.activations.activations import Activations
+from ebbtide.activations.composite import CompositeTensor, QuantizedTensor, is_quantized
+from ebbtide.activations.handles import Saved, pass_through, restore
+from ebbtide.activations.packing import PACKED, find_packing
+from ebbtide.activations.parameter_index import ParameterIndex
+from ebbtide.activations.placement import Placement
+from ebbtide.activations.records import OFFLOAD, StorageRecord
+from ebbtide.activations.saved import RecordedTensor
+from ebbtide.activations.scope import Scope
+
+PackWeight = Callable[[torch.Tensor, torch.Tensor], Saved | None]
+"""Returns the handle of a saved tensor that is a view, or a cast, of an offloaded weight."""
+
+
+@final
+class SavedTensorHooks:
+    """The pack and unpack hooks of one model.
+
+    Args:
+        activations: keeps the records of saved storages.
+        placement: decides whether a storage is kept, offloaded or rebuilt.
+        parameters: recognises tensors that are parameters and no activations.
+
+    Attributes:
+        pack_weight: called first where weights are offloaded; None where none are.
+        plain_types: types of tensors that are packed as plain tensors.
+    """
+
+    def __init__(
+        self, activations: Activations, placement: Placement, parameters: ParameterIndex
+    ) -> None:
+        self.pack_weight: PackWeight | None = None
+        self.plain_types: frozenset[type] = frozenset({torch.Tensor, nn.Parameter})
+        self._activations = activations
+        self._placement = placement
+        self._parameters = parameters
+        self._account = activations.transfers.account
+        self._device = activations.transfers.device.torch_device
+        # `new_empty` of a tensor is the fastest way to another one.
+        self._no_bytes = torch.empty(0, dtype=torch.uint8, device=self._device)
+        self._min_bytes = placement.min_bytes
+        self._scopes: list[Scope] = []  # of the forwards that run now, innermost last
+
+    @staticmethod
+    def are_wanted() -> bool:
+        """Whether `begin` would hook anything here."""
+        return torch.is_grad_enabled() and not _checkpoint_is_recording()
+
+    def begin(self, held: Iterable[torch.Tensor] = ()) -> bool:
+        """Hook what autograd saves from now on.
+
+        Nothing is hooked where autograd does not record, nor inside `torch.utils.checkpoint`: what
+        that saves is to be recomputed, and taking it away would undo that.
+
+        Args:
+            held: tensors that stay on the device in any case, like parameters.
+
+        Returns:
+            Whether `end` must follow.
+        """
+        if not self.are_wanted():
+            return False
+        self._parameters.refresh(held)
+        offloads = self._placement.offloads(None)
+        self._scopes.append(self._activations.scopes.begin_forward(offloads=offloads))
+        torch._C._autograd._push_saved_tensors_default_hooks(self.pack, restore)
+        return True
+
+    def end(self) -> None:
+        """End what `begin` began."""
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        self._activations.scopes.end_forward(self._scopes.pop())
+
+    def pack(self, tensor: torch.Tensor) -> Saved:
+        """Pack a tensor that autograd saves. This is the pack hook.
+
+        A step packs thousands of small tensors, so each look-up here shows in benchmarks/overhead.
+        """
+        if (
+            type(tensor) not in self.plain_types
+            or tensor.device != self._device
+            or tensor.layout is not torch.strided
+        ):
+            return self._pack_unusual(tensor)
+        size_bytes = tensor.nbytes
+        meter = self._account.meter
+        meter.num_saved += 1
+        meter.saved_bytes += size_bytes
+        base = tensor._base
+        whole = tensor if base is None else base
+        if self.pack_weight is not None:
+            saved = self.pack_weight(tensor, whole)
+            if saved is not None:
+                meter.parameter_bytes += size_bytes
+                return saved
+        pointer = whole.data_ptr()
+        if self._parameters.owns(tensor, pointer):
+            meter.parameter_bytes += size_bytes
+            return pass_through(tensor)
+        if size_bytes < self._min_bytes and whole.nbytes < self._min_bytes:
+            small = self._activations.scopes.current.small
+            if pointer not in small.pointers:
+                small.pointers.add(pointer)
+                small.size_bytes += whole.nbytes
+            return tensor.detach(), tensor._version, small
+        storage = tensor.untyped_storage()
+        begin = storage.data_ptr()
+        if begin != pointer and self._parameters.owns(tensor, begin):
+            meter.parameter_bytes += size_bytes
+            return pass_through(tensor)
+        saved = self._pack_large(tensor, storage)
+        self._placement.note(tensor, saved)
+        return saved
+
+    def _pack_large(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> Saved:
+        """Share the record of a storage, or place the storage and make one."""
+        activations = self._activations
+        first = activations.find(storage._cdata, tensor._version)
+        if first is None:
+            scope = activations.scopes.current
+            number = scope.count
+            scope.count += 1
+            decision, call = self._placement.decide(scope, number, tensor, storage)
+            if decision is OFFLOAD:
+                return self._offload(tensor, storage, number, None)
+            if call is None:
+                return self._keep(tensor, storage, number)
+            record = activations.leave_out(storage, tensor._version, number, call)
+            return RecordedTensor(activations, record, tensor)
+        if first.decision is OFFLOAD:
+            return self._offload(tensor, storage, first.number, first)
+        activations.share(first)
+        return RecordedTensor(activations, first, tensor)
+
+    def _keep(self, tensor: torch.Tensor, storage: torch.UntypedStorage, number: int) -> Saved:
+        activations, address = self._activations, storage._cdata
+        record = activations.keep(address, tensor._version, number, storage.nbytes())
+        return RecordedTensor(activations, record, tensor)
+
+    def _offload(
+        self,
+        tensor: torch.Tensor,
+        storage: torch.UntypedStorage,
+        number: int,
+        first: StorageRecord | None,
+    ) -> Saved:
+        """Share the record of the same bytes if there is one that can be shared, or make one.
+
+        Args:
+            tensor: the tensor that is saved.
+            storage: storage of the tensor.
+            number: number of the storage in its layer's call.
+            first: a record of the storage, if there is one.
+        """
+        activations = self._activations
+        form: Hashable = None
+        view = packing = None
+        if first is None or first.form is not None:  # else the first record has all bytes
+            view = _find_view(tensor, storage)
+            if view is not None:
+                form = tensor.dtype, view, tensor.stride(), int(tensor.storage_offset())
+            elif tensor.dtype in PACKED and self._placement.packs:
+                packing = find_packing(tensor, storage)
+                # Only other masks can share packed bits. Numbers in the same bytes cannot.
+                form = torch.bool if packing is torch.bool else None
+        if first is not None:
+            record = activations.find_form(first, form)
+            if record is not None:
+                activations.share(record)
+                return RecordedTensor(activations, record, tensor)
+            if activations.scopes.current.must_stay:
+                return self._keep(tensor, storage, number)
+        source = _bytes_of(storage, self._no_bytes) if view is None else _gather(tensor, view)
+        record = activations.offload(
+            storage, tensor._version, number, source, form=form, packing=packing
+        )
+        record.view_size = view
+        return RecordedTensor(activations, record, tensor)
+
+    def _pack_unusual(self, tensor: torch.Tensor) -> Saved:
+        if tensor.device == self._device and hasattr(tensor, "__tensor_flatten__"):
+            return CompositeTensor(tensor, self.pack)  # its inner tensors count
+        if tensor.device == self._device and is_quantized(tensor):
+            return QuantizedTensor(tensor, self.pack)  # so do these
+        meter = self._account.meter
+        meter.num_saved += 1
+        with contextlib.suppress(RuntimeError):  # sparse tensors and some subclasses cannot say
+            meter.saved_bytes += tensor.nbytes
+        return pass_through(tensor)
+
+
+def _find_view(tensor: torch.Tensor, storage: torch.UntypedStorage) -> tuple[int, ...] | None:
+    """Return the shape to gather a view in that covers less than half of its storage.
+
+    The shape is that of the tensor, with broadcast dimensions of size 1. None means that the whole
+    storage is to be offloaded.
+    """
+    if tensor.is_contiguous() and 2 * tensor.nbytes >= storage.nbytes():
+        return None
+    size, stride = tensor.shape, tensor.stride()
+    distinct = tuple(n if step else 1 for n, step in zip(size, stride, strict=True))
+    if 2 * math.prod(distinct) * tensor.itemsize >= storage.nbytes():
+        return None
+    return None if _may_overlap(distinct, stride) else distinct
+
+
+def _bytes_of(storage: torch.UntypedStorage, no_bytes: torch.Tensor) -> torch.Tensor:
+    """Return a storage's bytes as a tensor, which keeps the storage alive.
+
+    Args:
+        storage: any storage.
+        no_bytes: an empty uint8 tensor on the storage's device.
+
+    Shape:
+        (size_bytes,), uint8.
+    """
+    return no_bytes.new_empty(0).set_(storage)
+
+
+def _gather(tensor: torch.Tensor, size: tuple[int, ...]) -> torch.Tensor:
+    """Return a view's elements, packed, as bytes. The handle keeps the conj and neg bits."""
+    plain = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    plain.set_(tensor.untyped_storage(), tensor.storage_offset(), size, tensor.stride())
+    packed = plain.clone(memory_format=torch.contiguous_format)
+    return packed.view(-1).view(torch.uint8)
+
+
+def _may_overlap(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Whether two elements of a view may share memory. Such a view cannot be scattered back."""
+    reach = 0
+    for step, n in sorted((step, n) for n, step in zip(size, stride, strict=True) if n > 1):
+        if step <= reach:
+            return True
+        reach += step * (n - 1)
+    return False
+
+
+def _checkpoint_is_recording() -> bool:
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"

@@ -1,0 +1,1 @@
+"""Host memory and files on disk: their allocation, and the budget that limits it."""

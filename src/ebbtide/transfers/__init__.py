@@ -1,0 +1,1 @@
+"""What moves between the device and the tiers below: records, queues, bounds, figures."""

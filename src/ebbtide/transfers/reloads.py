@@ -1,0 +1,164 @@
+"""Copies up: buffers on the device for bytes that were reloaded or rebuilt."""
+
+from __future__ import annotations
+
+from typing import final
+
+import torch
+
+from ebbtide.devices.device import AbstractDevice, AbstractEvent
+from ebbtide.stores.store import AbstractStore, Target
+from ebbtide.transfers.account import Account
+from ebbtide.transfers.layer import in_range
+from ebbtide.transfers.prefetch import ForwardLog
+from ebbtide.transfers.record import REBUILDABLE, REBUILT, RELOADED, STORED, Record, State
+
+_READ_AHEAD = 4  # times the bound on bytes in flight: what the store is told to expect
+
+
+@final
+class Reloads:
+    """Reloads records and holds their buffers on the device.
+
+    The buffers of activations, reloaded and rebuilt ones, share one bound. Which of them are freed
+    depends on what backward has read and on what it is expected to read next. Weights have a bound
+    of their own: their code calls `start` and `free` itself. All methods are called with the gate's
+    lock held.
+
+    Args:
+        device: the device whose compute stream the buffers belong to.
+        store: the store that the bytes come from.
+        account: counts and records what happens.
+        bound_bytes: the most bytes that buffers may have which are brought back before they are
+            needed. One buffer alone may be larger.
+
+    Attributes:
+        held: activations that have a buffer, oldest first.
+        held_bytes: size of these buffers.
+        abandoned: buffers that are not needed any more, each with the event at which the copy that
+            may still write to the buffer is complete.
+    """
+
+    def __init__(
+        self, device: AbstractDevice, store: AbstractStore, account: Account, bound_bytes: int
+    ) -> None:
+        self._device = device
+        self._store = store
+        self._account = account
+        self._bound_bytes = bound_bytes
+        self.held: dict[Record, None] = {}
+        self.held_bytes = 0
+        self.abandoned: list[tuple[torch.Tensor, AbstractEvent]] = []
+        self._expected_bytes = 0  # that the store has been told to expect
+
+    # ---- any record ---------------------------------------------------------------------------
+
+    def start(self, record: Record, target: Target | None = None) -> None:
+        """Queue the copy up of a record that is STORED.
+
+        Args:
+            record: the record to reload.
+            target: device memory to copy into. If None, memory is allocated.
+        """
+        assert record.slot is not None
+        home = self._device.compute_stream() if target is None else target.home
+        buffer, ready = in_range("reload", record.layer, self._store.reload, record.slot, target)
+        record.take_buffer(buffer, ready, home, RELOADED)
+        self._account.note_reload(record)
+
+    def free(self, record: Record, state: State) -> None:
+        """Free a record's buffer, or hold it as abandoned while a copy may still write to it."""
+        assert record.buffer is not None and record.ready is not None
+        # Guard abandoned-until-copied: a buffer that nobody waited for is held until its copy up is
+        # complete. A graph dies, or a layer is left out, while its bytes are on their way up: the
+        # buffer would be freed, handed out again, and the copy write over its new contents.
+        if not record.awaited:
+            self.abandoned.append((record.buffer, record.ready))
+        record.release_buffer(state)
+
+    def free_abandoned(self) -> None:
+        """Free the abandoned buffers that no copy writes to any more."""
+        if self.abandoned:
+            # Guard abandoned-when-complete: such a buffer is let go only when its copy up has been
+            # seen complete. The copy would write over the memory's new contents.
+            self.abandoned = [held for held in self.abandoned if not held[1].query()]
+
+    # ---- activations --------------------------------------------------------------------------
+
+    def begin(self, record: Record) -> None:
+        """Queue the reload of an activation and hold its buffer."""
+        if record.expected:
+            self.expect(record, False)
+        self.start(record)
+        self.hold(record)
+
+    def hold(self, record: Record) -> None:
+        """Hold the new buffer of an activation."""
+        self.held[record] = None
+        self.held_bytes += record.size_bytes
+        self._account.take(record.size_bytes)
+
+    def release(self, record: Record) -> None:
+        """Free the buffer of an activation whose bytes can be reloaded or rebuilt again."""
+        del self.held[record]
+        self.held_bytes -= record.size_bytes
+        self._account.give(record.size_bytes)
+        rebuilt = record.state is REBUILT
+        self.free(record, REBUILDABLE if rebuilt else STORED)
+
+    def make_room(self, size_bytes: int) -> None:
+        """Free buffers that can be reloaded or rebuilt again, oldest first.
+
+        Args:
+            size_bytes: size of the buffer that needs room now.
+        """
+        if self.held_bytes + size_bytes <= self._bound_bytes:
+            return
+        for record in list(self.held):
+            if record.state is REBUILT or record.can_go():
+                self.release(record)
+                if self.held_bytes + size_bytes <= self._bound_bytes:
+                    return
+
+    def prefetch(self, log: ForwardLog) -> None:
+        """Reload what backward needs next as far as the bound allows, and announce what follows.
+
+        Args:
+            log: the log of the forward whose backward runs.
+        """
+        while (record := log.next_reload()) is not None:
+            if record.state is STORED:
+                if not self._has_room(record):
+                    break
+                self.begin(record)
+            log.pass_reload()
+        if self._store.reads_ahead:
+            self._announce(log)
+
+    def expect(self, record: Record, expected: bool) -> None:
+        """Note whether the store has been told to expect a reload of this record."""
+        self._expected_bytes += (expected - record.expected) * record.size_bytes
+        record.expected = expected
+
+    def _announce(self, log: ForwardLog) -> None:
+        """Tell the store which reloads to expect, some way ahead."""
+        most_bytes = _READ_AHEAD * self._bound_bytes
+        while self._expected_bytes <= most_bytes and (record := log.next_announcement()):
+            if record.state is STORED and not record.expected:
+                assert record.slot is not None
+                self.expect(record, True)
+                self._store.read_ahead(record.slot)
+            log.pass_announcement()
+
+    def _has_room(self, wanted: Record) -> bool:
+        """Whether a prefetched buffer stays within the bound, or would be the only one.
+
+        Buffers that were read, and that backward does not need before this one, are freed for it.
+        """
+        if self.held_bytes + wanted.size_bytes > self._bound_bytes:
+            for record in list(self.held):
+                if record.can_go() and not record.precedes(wanted):
+                    self.release(record)
+                    if self.held_bytes + wanted.size_bytes <= self._bound_bytes:
+                        break
+        return self.held_bytes + wanted.size_bytes <= self._bound_bytes or not self.held

@@ -1,0 +1,126 @@
+"""Statistics of a step: what it saved, kept, copied and waited for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import final
+
+from ebbtide.devices.device import AbstractEvent, Origin
+from ebbtide.units import format_size
+
+
+@final
+@dataclass(frozen=True)
+class StepStats:
+    """The statistics of one finished step; all fields are zero before the first step ends.
+
+    A step lasts from its first forward until autograd holds none of its saved tensors. Every
+    forward that begins before then belongs to it, so two microbatches in flight are one step.
+
+    Attributes:
+        saved_bytes: bytes that would move if each saved tensor were copied by itself; a storage
+            that several saved tensors share counts several times.
+        unique_bytes: bytes of the saved storages, each counted once, without parameters: kept_bytes
+            + offloaded_bytes + rebuilt_bytes + packed_bytes.
+        parameter_bytes: bytes of saved tensors that are a parameter or buffer, a view of one or its
+            cast copy; in a pipeline also the input of a stage, which the stage keeps in any case.
+        kept_bytes: unique bytes that stayed on the device.
+        offloaded_bytes: unique bytes copied to a lower tier.
+        reloaded_bytes: bytes copied back to the device.
+        rebuilt_bytes: unique bytes that were neither kept nor offloaded; backward computes them
+            again.
+        packed_bytes: unique bytes that packing saved before the offload, such as seven eighths of a
+            mask.
+        weight_reload_bytes: bytes of offloaded weights copied to the device, for forward and for
+            backward.
+        gradient_bytes: bytes of the gradients of offloaded weights that were copied to the host.
+        peak_device_bytes: most bytes of saved tensors on the device at once, including those whose
+            copy is in flight and excluding parameters.
+        peak_weight_bytes: most bytes of offloaded weights on the device at once.
+        peak_host_bytes: most offloaded bytes in the host tier at once.
+        peak_disk_bytes: most offloaded bytes in the disk tier at once.
+        num_saved: number of saved tensors.
+        num_offloaded: number of storages (or gathered views) offloaded.
+        late_reloads: number of reloads, of activations or weights, that compute had to wait for.
+        stall_s: seconds that compute waited for copies in either direction.
+        host_capacity_bytes: host memory taken for the host tier, including offloaded weights and
+            their gradients; page-locked if the model is on an accelerator. It is kept from step to
+            step and freed on `detach`.
+    """
+
+    saved_bytes: int = 0
+    unique_bytes: int = 0
+    parameter_bytes: int = 0
+    kept_bytes: int = 0
+    offloaded_bytes: int = 0
+    reloaded_bytes: int = 0
+    rebuilt_bytes: int = 0
+    packed_bytes: int = 0
+    weight_reload_bytes: int = 0
+    gradient_bytes: int = 0
+    peak_device_bytes: int = 0
+    peak_weight_bytes: int = 0
+    peak_host_bytes: int = 0
+    peak_disk_bytes: int = 0
+    num_saved: int = 0
+    num_offloaded: int = 0
+    late_reloads: int = 0
+    stall_s: float = 0.0
+    host_capacity_bytes: int = 0
+
+    def __str__(self) -> str:
+        lines = []
+        for field in fields(self):
+            value = getattr(self, field.name)
+            text = format_size(value) if field.name.endswith("_bytes") else f"{value:,}"
+            if field.name == "stall_s":
+                text = f"{value:.3f} s"
+            lines.append(f"{field.name:<19} {text:>12}")
+        return "\n".join(lines)
+
+
+_COUNTED = tuple(
+    field.name
+    for field in fields(StepStats)
+    if field.name not in ("unique_bytes", "late_reloads", "stall_s")
+)
+
+
+@final
+class StepMeter:
+    """Counts for `StepStats` while a step runs; each counter has the name of its field there.
+
+    Attributes:
+        waits: for each wait of compute for a copy: its start, the event of the copy's completion,
+            and whether the copy is a reload.
+    """
+
+    def __init__(self) -> None:
+        self.saved_bytes = 0
+        self.parameter_bytes = 0
+        self.kept_bytes = 0
+        self.offloaded_bytes = 0
+        self.reloaded_bytes = 0
+        self.rebuilt_bytes = 0
+        self.packed_bytes = 0
+        self.weight_reload_bytes = 0
+        self.gradient_bytes = 0
+        self.peak_device_bytes = 0
+        self.peak_weight_bytes = 0
+        self.peak_host_bytes = 0
+        self.peak_disk_bytes = 0
+        self.num_saved = 0
+        self.num_offloaded = 0
+        self.host_capacity_bytes = 0
+        self.waits: list[tuple[Origin, AbstractEvent, bool]] = []
+
+    def freeze(self) -> StepStats:
+        """Return the statistics. The host waits until the device has finished the step."""
+        late_s = [(event.since(before), is_reload) for before, event, is_reload in self.waits]
+        unique = (self.kept_bytes, self.offloaded_bytes, self.rebuilt_bytes, self.packed_bytes)
+        return StepStats(
+            **{name: getattr(self, name) for name in _COUNTED},
+            unique_bytes=sum(unique),
+            late_reloads=sum(is_reload for seconds, is_reload in late_s if seconds > 0),
+            stall_s=sum(seconds for seconds, _ in late_s if seconds > 0),
+        )

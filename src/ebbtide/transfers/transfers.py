@@ -1,0 +1,139 @@
+"""Copies the bytes of one model between its device and a store, and delimits its steps."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import final
+
+from ebbtide.devices.device import AbstractDevice, AbstractEvent, AbstractStream
+from ebbtide.stores.store import AbstractStore
+from ebbtide.transfers.account import Account
+from ebbtide.transfers.gate import Gate
+from ebbtide.transfers.offloads import Offloads
+from ebbtide.transfers.record import Record
+from ebbtide.transfers.reloads import Reloads
+from ebbtide.weak import call_weakly
+
+
+@final
+class Transfers:
+    """All copies of one model between its device and a store, of activations and of weights.
+
+    References form no cycle: an autograd graph owns its saved tensors, a saved tensor owns its
+    record and the activations that manage it, and these own the transfers. When a graph is freed,
+    by backward or because it was dropped, its records are freed at once, without the garbage
+    collector.
+
+    A step lasts from its first forward until no graph holds one of its saved tensors; see `live`.
+
+    Args:
+        device: device that the model computes on.
+        store: store for the offloaded bytes. `close` closes it.
+        bound_bytes: bound on the bytes in flight in each direction; see
+            `ActivationPolicy.max_inflight_bytes`.
+        traced: whether to record every step.
+
+    Attributes:
+        device: as given.
+        store: as given.
+        gate: the lock. Code that changes the state of a record must hold it.
+        account: statistics and trace of the running step.
+        offloads: copies from the device to the store.
+        reloads: copies from the store to the device.
+        live: number of saved tensors that graphs hold.
+        running: number of forwards that run now, and of backwards that reload weights now.
+    """
+
+    def __init__(
+        self,
+        device: AbstractDevice,
+        store: AbstractStore,
+        bound_bytes: int,
+        *,
+        traced: bool = False,
+    ) -> None:
+        self.device = device
+        self.store = store
+        self.gate = Gate(self, Transfers._tidy)
+        self.account = Account(device, traced=traced)
+        self.offloads = Offloads(store, self.account, bound_bytes)
+        self.reloads = Reloads(device, store, self.account, bound_bytes)
+        self.live = 0
+        self.running = 0
+        self._goes_on: Callable[[], Callable[[], bool] | None] = lambda: None
+        self._closing = False
+
+    def extend_steps(self, goes_on: Callable[[], bool]) -> None:
+        """Keep a step open, even while no graph is alive, as long as a method returns True.
+
+        Args:
+            goes_on: bound method, called with the lock held. It is referred to weakly, so it does
+                not keep its object alive.
+        """
+        self._goes_on = weakref.WeakMethod(goes_on)
+
+    def begin_run(self) -> None:
+        """Note that a forward begins, or a backward that reloads weights."""
+        self.running += 1
+        self.account.begin()
+
+    def end_run(self) -> None:
+        """Note that such a forward or backward has ended, normally or by an exception."""
+        self.running -= 1
+        self.finish_step_if_over()
+
+    def wait_for_reload(self, record: Record, event: AbstractEvent, stream: AbstractStream) -> None:
+        """Make the work queued on ``stream`` from now on wait for a record's reload.
+
+        Only the first wait for a buffer is counted in the statistics.
+        """
+        if record.awaited:
+            stream.wait(event)
+        else:
+            self.account.wait(record, event, stream, is_reload=True)
+
+    def poll(self) -> None:
+        """Free the memory that finished copies no longer need. Any thread may call this."""
+        self.gate.leave(_nothing)
+
+    def weak_poll(self) -> Callable[[], None]:
+        """Return `poll` as a function that does not keep this object alive.
+
+        Objects that the transfers own can hold the function without a reference cycle.
+        """
+        return call_weakly(self.poll)
+
+    def close(self) -> None:
+        """Close the store as soon as no graph needs it any more."""
+        with self.gate:
+            self._closing = True
+            self._close_if_idle()
+
+    def finish_step_if_over(self) -> None:
+        """End the step if no forward runs and no graph holds one of its saved tensors."""
+        if self.live or self.running or not self.account.meter.num_saved:
+            return
+        goes_on = self._goes_on()
+        if goes_on is None or not goes_on():
+            self.account.finish(self.store.host_capacity_bytes)
+
+    def _tidy(self) -> None:
+        """Clean up after saved tensors died or copies ended. Called with the lock held."""
+        if self.offloads.queue:
+            self.offloads.retire_finished()
+        if self.reloads.abandoned:
+            self.reloads.free_abandoned()
+        if not self.live:
+            self.finish_step_if_over()
+            self._close_if_idle()
+
+    def _close_if_idle(self) -> None:
+        if self._closing and not self.live and not self.running:
+            self.store.close()
+            self.offloads.retire_finished()
+            self.reloads.free_abandoned()
+
+
+def _nothing() -> None:
+    pass

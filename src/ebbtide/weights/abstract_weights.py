@@ -1,0 +1,95 @@
+"""The interface of a model's offloaded weights, on an accelerator and on a CPU alike."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from ebbtide.activations.handles import Saved
+from ebbtide.stores.mapped_memory import FileSlot
+from ebbtide.weights.groups import OffloadedParameters, WeightGroup
+from ebbtide.weights.parameters import OffloadedParameter
+
+
+class AbstractWeights(ABC):
+    """The offloaded weights of one model. Hooks report to it which modules and passes run.
+
+    Args:
+        groups: the weight groups, in the order of the model's layers.
+        parameters: the parameters of all groups.
+
+    Attributes:
+        groups: as given.
+        parameters: as given.
+    """
+
+    def __init__(self, groups: Sequence[WeightGroup], parameters: OffloadedParameters) -> None:
+        self.groups = groups
+        self.parameters = parameters
+
+    @property
+    def peak_groups(self) -> int:
+        """The most groups that were on the device at once; 0 if groups are not copied at all."""
+        return 0
+
+    @abstractmethod
+    def begin_forward(self) -> None:
+        """Note that a forward pass of the model begins. It uses the current values on the host.
+
+        Raises:
+            PolicyError: the program has given a parameter another shape or dtype.
+        """
+
+    @abstractmethod
+    def end_forward(self) -> None:
+        """Note that the model's forward pass has ended."""
+
+    @abstractmethod
+    def enter(self, group: WeightGroup) -> None:
+        """Note that a module which uses this group begins to run."""
+
+    @abstractmethod
+    def leave(self, group: WeightGroup) -> None:
+        """Note that a module which uses this group has finished."""
+
+    @abstractmethod
+    def begin_backward(self, groups: Sequence[WeightGroup]) -> None:
+        """Note that the backward pass of a module begins.
+
+        Args:
+            groups: the groups that the module uses.
+        """
+
+    def is_working(self) -> bool:
+        """Whether the model's forward pass or one of its modules is running."""
+        return False
+
+    def substitute(self, group: WeightGroup, member: OffloadedParameter) -> torch.Tensor:  # noqa: ARG002
+        """The tensor that code gets when it reads a parameter of a module that is not running."""
+        return member.parameter
+
+    def pack(self, tensor: torch.Tensor, whole: torch.Tensor) -> Saved | None:  # noqa: ARG002
+        """Replace a saved tensor by a handle if it is a view or a cast of an offloaded weight.
+
+        Args:
+            tensor: the tensor that autograd saves.
+            whole: the base of `tensor` if that is a view, else `tensor` itself.
+
+        Returns:
+            The handle; None if the tensor belongs to no offloaded weight.
+        """
+        return None
+
+    @abstractmethod
+    def mapped_slots(self) -> Iterator[FileSlot]:
+        """The mapped files that hold weights and their gradients; none if those are in RAM."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Block the host until no copy reads the host values, so that their memory can be freed."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free all memory of the weights. The parameters must be back on the model's device."""

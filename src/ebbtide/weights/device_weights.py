@@ -1,0 +1,471 @@
+"""Offloaded weights of a model on an accelerator, copied to the device one group at a time.
+
+The parameters stay on the host ([Note: a parameter never moves]). When a module is entered, each
+of its offloaded parameters is replaced by a device parameter: a view of a device buffer into which
+the whole group has been copied. `ebbtide.weights.residency` decides which groups are on the device.
+
+When autograd saves a weight, it saves a view of such a buffer, or a cast of one. The graph gets a
+`WeightTensor` instead, which finds the values in the buffer that the group has during backward.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import ParamSpec, TypeVar, final
+
+import torch
+
+from ebbtide.activations.handles import AbstractAway, Saved
+from ebbtide.errors import SavedTensorModifiedError
+from ebbtide.stores.mapped_memory import FileSlot
+from ebbtide.stores.store import RestingSlot
+from ebbtide.transfers.transfers import Transfers
+from ebbtide.weights.abstract_weights import AbstractWeights
+from ebbtide.weights.gradients import Gradients, cast_parameter
+from ebbtide.weights.groups import OffloadedParameters, WeightGroup
+from ebbtide.weights.parameters import DeviceParameter, OffloadedParameter
+from ebbtide.weights.residency import ResidentGroups
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+
+
+def _with_plain_tensors(
+    method: Callable[_Arguments, _Result],
+) -> Callable[_Arguments, _Result]:
+    """Run a method outside `torch.inference_mode`, whose tensors could not be used in training."""
+
+    @functools.wraps(method)
+    def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        if not torch.is_inference_mode_enabled():
+            return method(*args, **kwargs)
+        with torch.inference_mode(False):
+            return method(*args, **kwargs)
+
+    return call
+
+
+@final
+class _Backward:
+    """A running backward pass. Autograd holds this object as its final callback.
+
+    Args:
+        end: called when the backward pass has ended.
+        give_up: called instead, by a finalizer, if the backward pass raised; must not block.
+    """
+
+    def __init__(self, end: Callable[[], None], give_up: Callable[[], None]) -> None:
+        self._end = end
+        self._give_up: Callable[[], None] | None = give_up
+        torch.autograd.Variable._execution_engine.queue_callback(self)
+
+    def __call__(self) -> None:
+        self._give_up = None
+        self._end()
+
+    def __del__(self) -> None:
+        if self._give_up is not None:
+            self._give_up()
+
+
+@final
+class DeviceWeights(AbstractWeights):
+    """The offloaded weights of one model on an accelerator.
+
+    Args:
+        transfers: queues the copies.
+        groups: the weight groups, in the order of the model's layers.
+        parameters: the parameters of all groups.
+        double_buffering: prefetch the next group while one is in use; otherwise only one group is
+            on the device at a time.
+
+    Raises:
+        StoreFullError: the store has no room for the gradients.
+
+    Streams:
+        `enter` and `bring` queue host-to-device copies and make the current compute stream wait
+        for them. The host blocks only for bytes that must still be read from disk.
+    """
+
+    # Long: forwards and backwards change the same groups under one lock.
+
+    def __init__(
+        self,
+        transfers: Transfers,
+        groups: Sequence[WeightGroup],
+        parameters: OffloadedParameters,
+        *,
+        double_buffering: bool,
+    ) -> None:
+        super().__init__(groups, parameters)
+        self._transfers = transfers
+        self._device = transfers.device
+        self._gate = transfers.gate
+        self._gradients = Gradients(transfers, groups)
+        self._resident = ResidentGroups(transfers, groups, double_buffering=double_buffering)
+        self._running = 0  # forward passes of the model that are running
+        self._backwards: set[int] = set()  # ids of autograd's running graph tasks
+        # The groups of the module whose backward runs, by graph task.
+        self._in_backward: dict[int, Sequence[WeightGroup]] = {}
+        self._substitutes: dict[OffloadedParameter, WeightGroup] = {}
+        self._closed = False
+
+    # ---- forward ------------------------------------------------------------------------------
+
+    @property
+    def peak_groups(self) -> int:
+        return self._resident.peak_groups
+
+    @_with_plain_tensors
+    def begin_forward(self) -> None:
+        with self._gate:
+            if not self.is_working():
+                self._start_over()
+            self._running += 1
+
+    def _start_over(self) -> None:
+        self._reclaim()
+        self._resident.start_over()
+        self.parameters.begin_forward()
+
+    @_with_plain_tensors
+    def end_forward(self) -> None:
+        """See the base class.
+
+        The program may change the host values from now on. Only the copy of a prefetched group that
+        no module has entered can still be reading them; the next forward discards that group.
+        """
+        with self._gate:
+            self._running -= 1
+            if not self._running:
+                self._reclaim(everything=True)
+                for group in self.groups:
+                    for member in group.members:
+                        member.reused = None
+
+    @_with_plain_tensors
+    def enter(self, group: WeightGroup) -> None:
+        with self._gate:
+            self._enter(group)
+
+    def _enter(self, group: WeightGroup) -> None:
+        if not _in_backward() and not self.is_working():
+            self._start_over()  # the module was called directly, outside the model's forward
+        if not group.open:
+            self._reclaim()
+            for member, tensor in self._make(group, group.members):
+                member.install(tensor)
+        group.open += 1
+
+    @_with_plain_tensors
+    def leave(self, group: WeightGroup) -> None:
+        with self._gate:
+            self._leave(group)
+            self._reclaim(everything=not self.is_working())
+
+    def _leave(self, group: WeightGroup) -> None:
+        group.open -= 1
+        if not group.open:
+            for member in group.members:
+                member.uninstall()
+                self._substitutes[member] = group
+
+    def is_working(self) -> bool:
+        return bool(self._running) or self._resident.any_open()
+
+    @_with_plain_tensors
+    def substitute(self, group: WeightGroup, member: OffloadedParameter) -> torch.Tensor:
+        """See the base class.
+
+        Returns:
+            A device parameter during a forward pass or its recomputation; otherwise the parameter
+            itself.
+        """
+        with self._gate:
+            # During backward, code that runs without grad mode is a hook, not a recomputation.
+            recomputed = _in_backward() and torch.is_grad_enabled()
+            if not (recomputed or (not _in_backward() and self.is_working())):
+                return member.parameter
+            self._reclaim()
+            if member.substitutes:
+                self._point(group, self._bring(group))
+            else:
+                made = self._make(group, [member])
+                member.substitutes += [tensor.track() for _, tensor in made]
+                self._substitutes[member] = group
+            return member.substitutes[0]
+
+    def _make(
+        self, group: WeightGroup, members: Sequence[OffloadedParameter]
+    ) -> list[tuple[OffloadedParameter, DeviceParameter]]:
+        """Make device parameters in the group's buffer, or reuse those of this forward pass."""
+        buffer = self._bring(group)
+        self._point(group, buffer)
+        # A device parameter can be reused only if saved-tensor hooks replace what autograd saves.
+        # Without them, the graph itself keeps the memory in use after the call.
+        hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        reuse = hooked and self._running > 0 and not _in_backward()
+        made = []
+        fresh = []
+        for member in members:
+            if not member.parameter.requires_grad:
+                made.append((member, DeviceParameter.of(member.view_of(buffer))))
+            elif reuse and member.reused is not None:
+                member.reused.refer_to(member.view_of(buffer))
+                made.append((member, member.reused))
+            else:
+                fresh.append(member)
+        with torch.enable_grad():  # a later call may need gradients even if this one records none
+            linked = self._gradients.link(fresh, buffer)
+        for member, tensor in zip(fresh, linked, strict=True):
+            if reuse:
+                member.reused = tensor
+            made.append((member, tensor))
+        return made
+
+    def _point(self, group: WeightGroup, buffer: torch.Tensor) -> None:
+        """Make all substitutes of a group share the memory that its modules use."""
+        for member, other in self._substitutes.items():
+            if other is group:
+                for tensor in member.substitutes:
+                    # Guard one-memory: a weight that the model itself holds shares its memory with
+                    # the weight that its layer uses. A forward could hold a weight while the group
+                    # is released and reloaded into another buffer, then modify it: the layer would
+                    # compute with the old values.
+                    tensor.refer_to(member.view_of(buffer))
+
+    def _reclaim(self, *, everything: bool = False) -> None:
+        """Write modified substitutes back to the host and drop those that nobody refers to.
+
+        Args:
+            everything: drop the others, too.
+        """
+        for member, group in list(self._substitutes.items()):
+            if member.is_changed():
+                if group.buffer is not None and not group.awaited:
+                    self._resident.release(group)  # a new reload of the group lacks the change
+                member.keep_changes(group.buffer)
+            if everything:
+                member.substitutes.clear()
+            else:
+                member.forget_unused()
+            if not member.substitutes:
+                del self._substitutes[member]
+
+    # ---- backward -----------------------------------------------------------------------------
+
+    def begin_backward(self, groups: Sequence[WeightGroup]) -> None:
+        """See the base class. This also ends the module whose backward ran before.
+
+        A recomputation inside the module finds its weights on the device.
+        """
+        task = torch._C._current_graph_task_id()
+        with self._gate:
+            self._note_backward(task)
+            self._end_modules(task)
+            self._reclaim(everything=not self._running)
+            for group in groups:
+                self._enter(group)
+            self._in_backward[task] = groups
+
+    def _note_backward(self, task: int) -> None:
+        """Register callbacks for the end of the running backward pass, once for each pass."""
+        if task not in self._backwards:
+            self._backwards.add(task)
+            self._transfers.begin_run()
+            given_up = functools.partial(self._give_up_backward, task)
+            _Backward(
+                functools.partial(self._end_backward, task),
+                functools.partial(self._gate.leave, given_up),
+            )
+
+    def _end_backward(self, task: int) -> None:
+        """Clean up after a backward pass that has ended."""
+        with self._gate:
+            self._give_up_backward(task)
+            self._reclaim(everything=not self._running)
+
+    def _give_up_backward(self, task: int) -> None:
+        """Clean up after a backward pass that has ended or raised.
+
+        Called with the gate's lock held; does not block. If the backward raised, the next call of
+        `_reclaim` writes modified weights back.
+        """
+        self._backwards.remove(task)
+        self._end_modules(task)
+        if not self._running:
+            for member in list(self._substitutes):
+                if not member.is_changed():
+                    member.substitutes.clear()
+                    del self._substitutes[member]
+        self._transfers.end_run()
+
+    def _end_modules(self, task: int) -> None:
+        for group in self._in_backward.pop(task, ()):
+            self._leave(group)
+
+    def pack(self, tensor: torch.Tensor, whole: torch.Tensor) -> Saved | None:
+        storage = tensor.untyped_storage()
+        group = self._resident.at(storage)
+        if group is not None:
+            member = group.member_at(int(tensor.storage_offset()) * tensor.element_size())
+            return WeightTensor(self, group, member, tensor, is_cast=False)
+        cast = cast_parameter(whole)
+        if cast is None or cast.is_changed():
+            return None
+        found = self.parameters.find(cast.parameter)
+        if found is None or storage.nbytes() != whole.nbytes or tensor.dtype is not whole.dtype:
+            return None
+        return WeightTensor(self, *found, tensor, is_cast=True)
+
+    def bring(self, group: WeightGroup) -> torch.Tensor:
+        """Return the group's buffer, ready for the kernels that the calling thread queues next.
+
+        Shape:
+            (size_bytes,), uint8.
+        """
+        with self._gate:
+            task = torch._C._current_graph_task_id()
+            if task != -1:
+                self._note_backward(task)
+            return self._bring(group)
+
+    def _bring(self, group: WeightGroup) -> torch.Tensor:
+        self._reclaim()  # first: bringing the group may release one whose weights were modified
+        return self._resident.bring(group)
+
+    def add_handle(self, group: WeightGroup) -> None:
+        """Count one more saved tensor that needs the values of a group."""
+        with self._gate:
+            group.handles += 1
+            self._transfers.live += 1
+
+    def leave_handle(self, group: WeightGroup) -> None:
+        """Count one saved tensor of a group less. Never blocks: see [Note: deferred work]."""
+        self._gate.leave(self._forget, group)
+
+    def _forget(self, group: WeightGroup) -> None:
+        self._transfers.live -= 1
+        group.handles -= 1
+        if self._closed and not group.handles:
+            self._resident.close()
+            self._device.defer(functools.partial(self._give_back_later, group.resting))
+
+    # ---- ends ---------------------------------------------------------------------------------
+
+    def mapped_slots(self) -> Iterator[FileSlot]:
+        slots = [group.resting for group in self.groups] + self._gradients.slots()
+        return (slot for slot in slots if isinstance(slot, FileSlot))
+
+    def settle(self) -> None:
+        with self._gate:
+            copies = self._resident.copies()
+        for copied in copies:
+            copied.synchronize()
+        self._transfers.poll()
+
+    def close(self) -> None:
+        """See the base class.
+
+        Values that a live graph still needs are freed together with the last such graph.
+        """
+        with self._gate:
+            self._reclaim()
+            self._resident.close()
+        self._gradients.close()
+        # Guard weights-settled: the copies of weights end before their host memory is freed. After
+        # `detach`, a copy still under way would read host memory that is no longer ours.
+        self.settle()
+        with self._gate:
+            self._closed = True
+            for group in self.groups:
+                if not group.handles:
+                    self._transfers.store.drop(group.resting)
+
+    def _give_back_later(self, slot: RestingSlot) -> None:
+        """Free the slot of a closed group once no copy reads it. Blocks, so it runs deferred."""
+        self._device.finish_copies()
+        self._transfers.store.drop(slot)
+
+
+@final
+class WeightTensor(AbstractAway):
+    """Stands for a weight that autograd saved: a view of it, or a cast copy made by autocast.
+
+    A cast copy is not stored but cast again in backward, because keeping it would occupy device
+    memory from forward to backward.
+
+    Args:
+        weights: reloads the group.
+        group: the group of the weight.
+        member: the weight.
+        tensor: the tensor that autograd saved.
+        is_cast: whether `tensor` is a copy in another dtype.
+    """
+
+    __slots__ = (
+        "_changes",
+        "_group",
+        "_is_cast",
+        "_member",
+        "_parameter_version",
+        "_replacements",
+        "_weights",
+    )
+
+    def __init__(
+        self,
+        weights: DeviceWeights,
+        group: WeightGroup,
+        member: OffloadedParameter,
+        tensor: torch.Tensor,
+        *,
+        is_cast: bool,
+    ) -> None:
+        self._weights = weights
+        self._group = group
+        self._member = member
+        self._is_cast = is_cast
+        self._changes = member.changes
+        self._parameter_version = member.parameter._version
+        self._replacements = member.replacements
+        weights.add_handle(group)
+        super().__init__(tensor)
+
+    def share(self) -> WeightTensor:
+        return self  # it holds no memory that sharing could duplicate
+
+    def is_modified(self) -> bool:
+        # A change during the forward raises the device parameter's version (checked by the base
+        # class); a change after it raises the version of the parameter.
+        member = self._member
+        return (
+            super().is_modified()
+            or member.parameter._version != self._parameter_version
+            or member.replacements != self._replacements
+            # Stricter than autograd: it would still have its own cast copy and use that.
+            or (self._is_cast and member.changes != self._changes)
+        )
+
+    def restore(self) -> torch.Tensor:
+        if self.is_modified():
+            raise SavedTensorModifiedError(
+                f"{self._member.name}, whose values are offloaded, was modified between the "
+                f"forward that used it and its backward; modify weights after backward, or run "
+                f"the forward again"
+            )
+        buffer = self._weights.bring(self._group)
+        if self._is_cast:
+            buffer = self._member.view_of(buffer).to(self._dtype)
+        return self._tensor_in(buffer.untyped_storage())
+
+    def peek(self) -> torch.Tensor:
+        return self.restore()
+
+    def __del__(self) -> None:
+        self._weights.leave_handle(self._group)
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1

@@ -1,0 +1,267 @@
+"""Gradients of offloaded weights: each is copied to the host when made, and accumulates there.
+
+[Note: gradients on their way] In the autograd graph, a device parameter is the result of moving its
+parameter to the device. The backward of that move receives the gradient, summed over all uses. It
+queues a copy to host memory and returns that memory at once, so the device continues during the
+copy. The next node of the backward pass, `_HostParameter`, waits for the copy. Everything after it
+works as for a parameter on the host: hooks, accumulation in `param.grad`, other uses of the
+parameter by the loss, and the result of `torch.autograd.grad`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+
+from ebbtide.devices.device import AbstractEvent, AbstractStream
+from ebbtide.stores.store import Landing, RestingSlot
+from ebbtide.transfers.layer import in_range
+from ebbtide.transfers.record import DROPPED, GRADIENT, OFFLOADING, Record
+from ebbtide.transfers.transfers import Transfers
+from ebbtide.weights.groups import GradientBuffers, WeightGroup
+from ebbtide.weights.parameters import DeviceParameter, OffloadedParameter
+
+_CAST = "ToCopyBackward0"
+
+
+@final
+class GradientRecord(Record):
+    """One gradient whose copy to the host is under way.
+
+    Args:
+        group: the weight group of its parameter.
+        source: the gradient's bytes on the device.
+        target: the gradient in host memory; the record keeps it alive until the copy has ended.
+        block: the slot that contains the target.
+        landing: the events that the copy ends with.
+        home: the compute stream that made the gradient.
+    """
+
+    kind = GRADIENT
+
+    def __init__(
+        self,
+        group: WeightGroup,
+        source: torch.Tensor,
+        target: torch.Tensor,
+        block: RestingSlot,
+        landing: Landing,
+        home: AbstractStream,
+    ) -> None:
+        super().__init__(group.layer, 0, source.numel(), OFFLOADING)
+        self.source, self.home, self.slot = source, home, block
+        self.offloaded = landing.copied
+        self._target: torch.Tensor | None = target
+
+    def release_source(self) -> None:
+        """Drop the record and its tensors: autograd owns the gradient's host memory from now on."""
+        self.source = self.slot = self._target = None
+        if self.state is not DROPPED:
+            self.move_to(DROPPED)
+
+
+@final
+@dataclass(eq=False)
+class _Move:
+    """The state that the two autograd nodes of one parameter's move to the device share.
+
+    Attributes:
+        landed: reached when the gradient that the last backward sent is on the host. A backward
+            that failed half-way leaves the event behind; the next one must not raise its error.
+    """
+
+    member: OffloadedParameter
+    gradients: Gradients
+    landed: AbstractEvent | None = None
+
+
+class _HostParameter(torch.autograd.Function):
+    """The identity on the host. Its backward waits until the gradient's copy has ended."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: torch.Tensor, move: _Move) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.move = move
+        return parameter.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        landed, ctx.move.landed = ctx.move.landed, None
+        # Guard gradient-before-accumulation: the host waits for a gradient's copy before autograd
+        # accumulates it. The optimizer would step with a gradient that has not arrived yet.
+        if landed is not None:
+            landed.synchronize()
+        return gradients[0], None
+
+
+class _MoveToDevice(torch.autograd.Function):
+    """Moves a parameter into a device buffer. Its backward sends the gradient to the host."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        resting: torch.Tensor,  # noqa: ARG004
+        buffer: torch.Tensor,
+        move: _Move,
+    ) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.move = move
+        return DeviceParameter.of(move.member.view_of(buffer))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        gradient = gradients[0]
+        if gradient is not None:
+            gradient = ctx.move.gradients.send(ctx.move, gradient)
+        return gradient, None, None
+
+
+@final
+class Gradients:
+    """The gradients of all offloaded weights of a model on an accelerator.
+
+    Args:
+        transfers: queues the copies.
+        groups: the groups whose parameters need gradients.
+
+    Raises:
+        StoreFullError: the store has no room for the gradients.
+    """
+
+    def __init__(self, transfers: Transfers, groups: Sequence[WeightGroup]) -> None:
+        self._transfers = transfers
+        self._homes = {member: group for group in groups for member in group.members}
+        self._buffers: dict[WeightGroup, GradientBuffers] = {}
+        for group in groups:
+            self._buffers[group] = GradientBuffers(group, transfers.store)
+        self._landing: deque[AbstractEvent] = deque()
+
+    def link(
+        self, members: Sequence[OffloadedParameter], buffer: torch.Tensor
+    ) -> list[DeviceParameter]:
+        """Make device parameters in a buffer that autograd treats as computed from parameters."""
+        # Autograd runs the nodes that were made last first. All `_MoveToDevice` nodes are made
+        # after the `_HostParameter` nodes, so all copies are queued before the host waits for one.
+        moves = [_Move(member, self) for member in members]
+        resting = [_HostParameter.apply(each.member.parameter, each) for each in moves]  # type: ignore[no-untyped-call]
+        pairs = zip(resting, moves, strict=True)
+        return [_MoveToDevice.apply(there, buffer, each) for there, each in pairs]  # type: ignore[no-untyped-call]
+
+    def send(self, move: _Move, gradient: torch.Tensor) -> torch.Tensor | None:
+        """Start to copy a gradient to the host.
+
+        Returns:
+            The host memory that will contain the gradient once `move.landed` is reached; None if
+            the gradient has been accumulated in the parameter already.
+
+        Raises:
+            StoreFullError: the user keeps earlier gradients, and the store has no room for more.
+
+        Streams:
+            The copy waits for the kernels queued on the current stream.
+        """
+        member = move.member
+        if member.has_left:
+            _add_at_home(member, gradient)
+            return None
+        plain = gradient.layout is torch.strided and gradient.numel() > 0
+        if torch.is_grad_enabled() or not plain:
+            # A gradient that is part of a graph, sparse or empty: torch's own copy, which blocks.
+            return gradient.to(member.host.device)
+        source = _packed_bytes(gradient, member.host.stride())
+        with self._transfers.gate:
+            return self._copy_down(move, source)
+
+    def slots(self) -> list[RestingSlot]:
+        """The slots that contain gradients now or will be reused for them."""
+        return [slot for buffers in self._buffers.values() for slot in buffers.blocks]
+
+    def _copy_down(self, move: _Move, source: torch.Tensor) -> torch.Tensor:
+        member = move.member
+        offloads, group = self._transfers.offloads, self._homes[member]
+        offloads.retire_finished()
+        offloads.make_room(source.numel())
+        gradient, block = self._buffers[group].allocate(member)
+        home = self._transfers.device.compute_stream()
+        # The copy must wait for the kernels queued so far, because they write the gradient.
+        written = home.record()
+        write, begin_bytes = self._transfers.store.write, member.offset_bytes
+        landing = in_range("offload", group.layer, write, block, begin_bytes, source, written)
+        record = GradientRecord(group, source, gradient, block, landing, home)
+        self._transfers.account.note_offload(record)
+        # Guard gradient-until-copied: a gradient's device memory is kept until its copy to the host
+        # is complete. The allocator would hand the memory out again, and it would be overwritten
+        # while the copy reads it.
+        offloads.enqueue(record)
+        move.landed = landing.landed
+        self._landing.append(landing.landed)
+        while self._landing[0].query() and len(self._landing) > 1:
+            self._landing.popleft()
+        return gradient
+
+    def close(self) -> None:
+        """Wait for the copies under way and free the host memory.
+
+        The memory of a gradient that is still referenced stays mapped.
+        """
+        with self._transfers.gate:
+            landing = list(self._landing)
+            self._landing.clear()
+        for event in landing:
+            with contextlib.suppress(OSError):  # `_HostParameter` has raised it in backward
+                event.synchronize()
+        with self._transfers.gate:
+            for buffers in self._buffers.values():
+                buffers.give_back()
+
+
+def _add_at_home(member: OffloadedParameter, gradient: torch.Tensor) -> None:
+    """Accumulate a gradient on the device, for a graph that outlived the parameter's `detach`."""
+    parameter = member.parameter
+    with torch.no_grad():
+        present = parameter.grad
+        parameter.grad = gradient.detach() if present is None else present + gradient
+
+
+def _packed_bytes(gradient: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    """Return the gradient's bytes, laid out with the given dense strides; copy only if needed.
+
+    Shape:
+        (size_bytes,), uint8.
+    """
+    storage = gradient.untyped_storage()
+    whole = storage.nbytes() == gradient.nbytes and not gradient.storage_offset()
+    plain = not (gradient.is_conj() or gradient.is_neg())
+    if gradient.stride() != stride or not whole or not plain:
+        packed = torch.empty_strided(
+            gradient.shape, stride, dtype=gradient.dtype, device=gradient.device
+        )
+        storage = packed.copy_(gradient).untyped_storage()
+    return torch.empty(0, dtype=torch.uint8, device=gradient.device).set_(storage)
+
+
+def cast_parameter(tensor: torch.Tensor) -> OffloadedParameter | None:
+    """Find the parameter whose device parameter was cast to this tensor.
+
+    Args:
+        tensor: a tensor that is no view.
+
+    Returns:
+        The parameter; None if the tensor is no such cast, was modified, or has other strides.
+    """
+    node = tensor.grad_fn
+    if node is None or node.name() != _CAST:
+        return None
+    source: Any = node.next_functions[0][0]
+    move: _Move | None = getattr(source, "move", None)
+    if type(source) is not _MoveToDevice._backward_cls or move is None:
+        return None
+    member = move.member
+    if tensor.shape != member.host.shape or tensor._version:
+        return None
+    return member if tensor.stride() == member.host.stride() else None

@@ -1,0 +1,208 @@
+"""Groups of weights that are copied together, and the host memory of their gradients."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import final
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ebbtide.errors import PolicyError
+from ebbtide.stores.store import AbstractStore, RestingSlot
+from ebbtide.transfers.layer import Layer
+from ebbtide.transfers.record import STORED, WEIGHT, Record
+from ebbtide.weights.parameters import OffloadedParameter
+
+_ALIGNMENT_BYTES = 512
+
+
+@final
+class WeightGroup(Record):
+    """The parameters of one layer, which one copy brings to the device.
+
+    The group is a record (`ebbtide.transfers.record`) in the state RELOADED while it has a device
+    buffer, and STORED otherwise.
+
+    Args:
+        number: the position of the group in the order of the model's layers.
+        name: the name of the layer.
+        parameters: the parameters and their names; their values move to a slot of the store.
+        store: provides the slot.
+
+    Attributes:
+        number: as given.
+        members: the parameters of the group.
+        used_elsewhere: whether kernels on other streams than `home` use the buffer.
+        open: how many running modules use the group.
+
+    Raises:
+        StoreFullError: the store has no room for the group.
+    """
+
+    kind = WEIGHT
+
+    def __init__(
+        self,
+        number: int,
+        name: str,
+        parameters: Sequence[tuple[str, nn.Parameter]],
+        store: AbstractStore,
+    ) -> None:
+        self.number = number
+        self.members: list[OffloadedParameter] = []
+        size_bytes = 0
+        for parameter_name, parameter in parameters:
+            self.members.append(OffloadedParameter(parameter_name, parameter, size_bytes))
+            size_bytes += _aligned(self.members[-1].size_bytes)
+        super().__init__(Layer(number, name), 0, size_bytes, STORED)
+        self.slot = self.resting = store.rest(size_bytes)
+        for member in self.members:
+            member.rest_in(self.resting.tensor)
+        self.used_elsewhere = False
+        self.open = 0
+
+    def member_at(self, offset_bytes: int) -> OffloadedParameter:
+        """The parameter whose values include this offset of the group's memory."""
+        for member in reversed(self.members):
+            if member.offset_bytes <= offset_bytes and member.size_bytes:
+                return member
+        return self.members[0]
+
+
+@final
+class OffloadedParameters:
+    """All offloaded parameters of a model, with a lookup by `nn.Parameter`.
+
+    Args:
+        groups: the weight groups, in the order of the model's layers.
+        home: the device on which the model computes.
+    """
+
+    def __init__(self, groups: Sequence[WeightGroup], home: torch.device) -> None:
+        self._groups = groups
+        self._home = home
+        self._found = {id(m.parameter): (group, m) for group in groups for m in group.members}
+
+    def find(self, parameter: object) -> tuple[WeightGroup, OffloadedParameter] | None:
+        """The group and the offloaded parameter of this `nn.Parameter`; None if not offloaded."""
+        return self._found.get(id(parameter))
+
+    def __contains__(self, parameter: object) -> bool:
+        return id(parameter) in self._found
+
+    def members(self) -> Iterator[tuple[WeightGroup, OffloadedParameter]]:
+        """All groups and offloaded parameters, in the order of the model's layers."""
+        for group in self._groups:
+            for member in group.members:
+                yield group, member
+
+    def begin_forward(self) -> None:
+        """Adopt values and parameters that the program has assigned since the last forward.
+
+        A new parameter on the model's device is not adopted yet, because it works as it is and
+        `torch.func.functional_call` installs such parameters for one call only. A new parameter on
+        the host cannot be computed with, so it is adopted and offloaded.
+
+        Raises:
+            PolicyError: the new values have another shape or dtype, or only some of the modules
+                that share the parameter got the new one.
+        """
+        for group, member in self.members():
+            member.adopt_values()
+            for given in member.find_given():
+                if given.device.type != self._home.type:
+                    self._replace(group, member, given)
+
+    def begin_step(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Adopt the new parameters that an optimizer steps with, which are there to stay.
+
+        A new parameter that does not fit is not offloaded; it works where it is.
+
+        Args:
+            parameters: the parameters of the optimizer.
+        """
+        strangers = {id(p) for p in parameters if p not in self}
+        for group, member in self.members() if strangers else ():
+            for given in member.find_given():
+                if id(given) in strangers:
+                    with contextlib.suppress(PolicyError):
+                        self._replace(group, member, given)
+
+    def _replace(self, group: WeightGroup, member: OffloadedParameter, given: nn.Parameter) -> None:
+        before = id(member.parameter)
+        member.replace_by(given)
+        del self._found[before]
+        self._found[id(given)] = group, member
+
+
+@final
+class GradientBuffers:
+    """Host memory for the gradients of one group. Each block has room for one set of gradients.
+
+    Args:
+        group: the group. If any parameter requires a gradient, room for one block is reserved.
+        store: provides the blocks.
+
+    Attributes:
+        blocks: slots, each of the size of the group.
+
+    Raises:
+        StoreFullError: the store has no room for a block.
+    """
+
+    def __init__(self, group: WeightGroup, store: AbstractStore) -> None:
+        self._group = group
+        self._store = store
+        self.blocks: list[RestingSlot] = []
+        self._reserved = any(member.parameter.requires_grad for member in group.members)
+        if self._reserved:
+            store.reserve(group.size_bytes)
+        # The last gradient that was given this memory, by offset and block number.
+        self._given: dict[tuple[int, int], StorageWeakRef] = {}
+
+    def allocate(self, member: OffloadedParameter) -> tuple[torch.Tensor, RestingSlot]:
+        """Find memory for one gradient that no earlier gradient uses any more.
+
+        Returns:
+            The gradient, in a storage of its own, and the block that contains it.
+
+        Raises:
+            StoreFullError: the user keeps earlier gradients, and the store has no room for more.
+        """
+        number = 0
+        while True:
+            if number == len(self.blocks):
+                block = self._store.rest(self._group.size_bytes, reserved=self._reserved)
+                self._reserved = False
+                self.blocks.append(block)
+            given = self._given.get((member.offset_bytes, number))
+            # Guard gradient-memory-reuse: a gradient's memory is reused only when nobody refers to
+            # the gradient. The sum accumulated so far, or a gradient that the user keeps, would be
+            # overwritten by the next gradient.
+            if given is None or given.expired():  # type: ignore[no-untyped-call]
+                break
+            number += 1
+        block = self.blocks[number]
+        gradient = member.own_view_of(block.tensor)
+        reference = StorageWeakRef(gradient.untyped_storage())  # type: ignore[no-untyped-call]
+        self._given[member.offset_bytes, number] = reference
+        return gradient, block
+
+    def holds(self, gradient: torch.Tensor) -> bool:
+        """Whether a gradient is in one of the blocks."""
+        address = gradient.data_ptr()
+        begins = (block.tensor.data_ptr() for block in self.blocks)
+        return any(begin <= address < begin + self._group.size_bytes for begin in begins)
+
+    def give_back(self) -> None:
+        """Return the blocks to the store. The memory of a referenced gradient stays mapped."""
+        while self.blocks:
+            self._store.drop(self.blocks.pop())
+        self._given.clear()
+
+
+def _aligned(size_bytes: int) -> int:
+    return -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES

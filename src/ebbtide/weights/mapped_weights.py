@@ -1,0 +1,142 @@
+"""Offloaded weights of a model on a CPU: on disk, and in RAM only while their layer runs.
+
+Disk and RAM are not separate tensors here, so nothing is copied: parameters, gradients and
+optimizer state are tensors in memory-mapped files (`ebbtide.stores.mapped_memory`), and the kernel
+moves their pages. The pages of a layer are read ahead while the layer before it runs, and paged out
+two layers later.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any, final
+
+import torch
+
+from ebbtide.stores.mapped_memory import FileSlot, give_back_free_memory, page_in, page_out
+from ebbtide.transfers.recorder import Subject
+from ebbtide.transfers.transfers import Transfers
+from ebbtide.weights.abstract_weights import AbstractWeights
+from ebbtide.weights.groups import GradientBuffers, OffloadedParameters, WeightGroup
+from ebbtide.weights.parameters import OffloadedParameter
+
+_MOST_RECENT = 2  # groups whose pages stay in RAM: the running layer's and the one before it
+
+
+@final
+class MappedWeights(AbstractWeights):
+    """The offloaded weights of a model on a CPU, and the files of their gradients.
+
+    Args:
+        transfers: provides the device, the store and the recorder.
+        groups: the weight groups, in the order of the model's layers.
+        parameters: the parameters of all groups.
+        double_buffering: read the next group ahead while one is in use.
+    """
+
+    def __init__(
+        self,
+        transfers: Transfers,
+        groups: Sequence[WeightGroup],
+        parameters: OffloadedParameters,
+        *,
+        double_buffering: bool,
+    ) -> None:
+        super().__init__(groups, parameters)
+        self._ahead = double_buffering
+        self._transfers = transfers
+        self._reader = transfers.device.lane("ebbtide-weights-read", "disk")
+        self._recent: list[WeightGroup] = []  # groups whose pages may be in RAM, oldest first
+        self._gradients = {group: GradientBuffers(group, transfers.store) for group in groups}
+        self._handles: list[Any] = []
+        self._watched: set[torch.Tensor] = set()
+        for group in groups:
+            self._page_out(group)
+        give_back_free_memory()  # the RAM that the parameters occupied before
+
+    def begin_forward(self) -> None:
+        self.parameters.begin_forward()
+        for group, member in self.parameters.members():
+            if member.parameter not in self._watched and member.parameter.requires_grad:
+                self._watched.add(member.parameter)
+                self._watch(group, member)
+
+    def end_forward(self) -> None:
+        """See the base class. Nothing to do: `enter` reads pages and pages them out."""
+
+    def enter(self, group: WeightGroup) -> None:
+        """See the base class. This pages out the groups used before the last two."""
+        with self._transfers.gate:
+            if group in self._recent:
+                self._recent.remove(group)
+            self._recent.append(group)
+            gone = self._recent[:-_MOST_RECENT]
+            del self._recent[:-_MOST_RECENT]
+        # A module that is still running around this one reads its pages back on the next access.
+        for other in gone:
+            self._page_out(other)
+        if gone:
+            give_back_free_memory()  # autograd made the gradients in RAM; now they are in files
+        number = group.number + (1 if torch._C._current_graph_task_id() == -1 else -1)
+        if self._ahead and 0 <= number < len(self.groups):
+            self._read_ahead(self.groups[number])
+
+    def leave(self, group: WeightGroup) -> None:
+        """See the base class. The pages stay in RAM until two other layers have been entered."""
+
+    def begin_backward(self, groups: Sequence[WeightGroup]) -> None:
+        for group in groups:
+            self.enter(group)
+
+    def mapped_slots(self) -> Iterator[FileSlot]:
+        for group in self.groups:
+            yield from self._slots_of(group)
+
+    def settle(self) -> None:
+        """See the base class. Nothing to do: no copy reads the mapped files."""
+
+    def close(self) -> None:
+        while self._handles:
+            self._handles.pop().remove()
+        self._reader.close()
+        for group in self.groups:
+            self._transfers.store.drop(group.resting)
+            self._gradients[group].give_back()
+
+    def _slots_of(self, group: WeightGroup) -> Iterator[FileSlot]:
+        for slot in (group.resting, *self._gradients[group].blocks):
+            assert isinstance(slot, FileSlot)
+            yield slot
+
+    def _page_out(self, group: WeightGroup) -> None:
+        for slot in self._slots_of(group):
+            page_out(slot)
+
+    def _read_ahead(self, group: WeightGroup) -> None:
+        assert isinstance(group.resting, FileSlot)
+        read = self._reader.submit(functools.partial(page_in, group.resting))
+        recorder = self._transfers.account.recorder
+        if recorder is not None:
+            about = Subject(group.layer, 0, group.size_bytes, group.kind)
+            recorder.copy("reload", about, read)
+
+    def _watch(self, group: WeightGroup, member: OffloadedParameter) -> None:
+        """Register a hook that moves a parameter's new gradient to the group's file."""
+
+        def after(parameter: torch.Tensor) -> None:
+            gradient = member.parameter.grad
+            buffers = self._gradients[group]
+            if (
+                parameter is not member.parameter
+                or gradient is None
+                or gradient.requires_grad
+                or buffers.holds(gradient)
+            ):
+                return
+            if gradient.layout is torch.strided:
+                resting, _ = buffers.allocate(member)
+                member.parameter.grad = resting.copy_(gradient)
+
+        hook = member.parameter.register_post_accumulate_grad_hook
+        self._handles.append(hook(after))  # type: ignore[no-untyped-call]

@@ -1,0 +1,306 @@
+"""Offloaded parameters, and the device parameters that replace them while their module runs.
+
+[Note: a parameter never moves] From offload to detach, the `nn.Parameter` is a tensor on the host.
+While a module that uses it runs, the module holds a device parameter in its place: a tensor on the
+device, which autograd treats as computed from the parameter. (Moving the parameter itself to the
+device and back would disconnect it from graphs: when a leaf changes its device, autograd replaces
+the node that accumulates its gradient, so `torch.autograd.grad` and `backward(inputs=...)` would
+not find the leaf in the graph.)
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from ebbtide.errors import PolicyError
+
+Place = tuple[nn.Module, str, Any]
+"""A module, its list or dict that holds a parameter, and the index or key there."""
+
+PARAMETERS = "_parameters"
+"""The attribute of `nn.Module` that holds its parameters."""
+
+
+class DeviceParameter(torch.Tensor):
+    """Replaces a parameter in its modules: a tensor with the same values in a device buffer.
+
+    Operations on it return plain tensors. It is no `nn.Parameter`, because modules that a forward
+    constructs around it (tensorly's slices of factorized weights) must not register it as theirs.
+
+    Attributes:
+        exposed: whether `data` was read; no version counter sees changes made through `data`.
+        known: the tensor's version when its values last equalled those on the host.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    exposed = False
+    known = 0
+
+    @staticmethod
+    def of(values: torch.Tensor) -> DeviceParameter:
+        """Make a device parameter that shares the memory of the given values."""
+        made = torch.Tensor._make_subclass(DeviceParameter, values)
+        assert isinstance(made, DeviceParameter)
+        return made
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The same as `torch.Tensor.data`; reading it also sets `exposed`."""
+        self.exposed = True
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined,no-any-return]
+
+    @data.setter
+    def data(self, values: torch.Tensor) -> None:
+        self.exposed = True
+        self.refer_to(values)
+
+    def refer_to(self, values: torch.Tensor) -> None:
+        """Make this tensor object share the memory of the given values."""
+        torch.Tensor.data.__set__(self, values)  # type: ignore[attr-defined]
+
+    def track(self) -> DeviceParameter:
+        """Regard the present values as unmodified. Returns the tensor itself."""
+        self.exposed = False
+        self.known = self._version
+        return self
+
+    def is_changed(self) -> bool:
+        """Whether the values were or may have been modified."""
+        # Guard data-changes-count: a tensor whose `data` was read counts as modified. No version
+        # counter sees changes through `data`: they would be lost when the buffer is released.
+        return self._version != self.known or self.exposed
+
+
+@final
+class OffloadedParameter:
+    """A parameter whose values are on the host, and the device parameters that replace it.
+
+    Args:
+        name: the parameter's name in the model.
+        parameter: the object that the model and the optimizer refer to.
+        offset_bytes: where its values begin in the memory of its group.
+
+    Attributes:
+        name: as given.
+        parameter: as given, until the program installs another one, see `replace_by`.
+        offset_bytes: as given; the same on the host and on the device.
+        size_bytes: the size of its values.
+        host: its values on the host, in a storage of their own.
+        places: where modules hold the parameter: in their parameters, lists and dicts.
+        installed: the device parameter that running modules hold; None while none runs.
+        substitutes: device parameters that code still refers to although no module holds them.
+        reused: the device parameter of this forward pass, which later calls reuse. Between calls it
+            has no memory, unless the model itself refers to it.
+        has_left: whether `restore_to` has moved the parameter back to the device.
+        changes: how often a forward pass has modified the values.
+        replacements: how often other values replaced the values.
+    """
+
+    def __init__(self, name: str, parameter: nn.Parameter, offset_bytes: int) -> None:
+        self.name = name
+        self.parameter = parameter
+        self.offset_bytes = offset_bytes
+        self.size_bytes = parameter.numel() * parameter.element_size()
+        self._size, self._stride = parameter.shape, _dense_stride(parameter)
+        self.host = parameter.data
+        self.places: list[Place] = []
+        self.installed: DeviceParameter | None = None
+        self.substitutes: list[DeviceParameter] = []
+        self.reused: DeviceParameter | None = None
+        self.has_left = False
+        self.changes = self.replacements = 0
+
+    # ---- memory -------------------------------------------------------------------------------
+
+    def view_of(self, memory: torch.Tensor) -> torch.Tensor:
+        """View its values in the memory of its group. The view shares the memory's storage."""
+        dtype = self.host.dtype
+        view = torch.empty(0, dtype=dtype, device=memory.device)
+        offset = self.offset_bytes // dtype.itemsize
+        return view.set_(memory.untyped_storage(), offset, self._size, self._stride)
+
+    def own_view_of(self, memory: torch.Tensor, offset_bytes: int | None = None) -> torch.Tensor:
+        """View host memory as a tensor like the parameter, in a storage of its own.
+
+        Because of the separate storage, `torch.save` writes this parameter and not its group.
+
+        Args:
+            memory: host memory.
+            offset_bytes: where the tensor begins in it; None: at the parameter's own offset.
+        """
+        begin = self.offset_bytes if offset_bytes is None else offset_bytes
+        part = memory.numpy()[begin : begin + self.size_bytes]
+        flat = torch.from_numpy(part).view(self.host.dtype)
+        return flat.as_strided(self._size, self._stride)
+
+    def rest_in(self, memory: torch.Tensor) -> None:
+        """Move the values to the group's host memory, and the gradient to the host."""
+        self.host = self.own_view_of(memory)
+        self._rest()
+
+    def _rest(self) -> None:
+        parameter = self.parameter
+        gradient, parameter.grad = parameter.grad, None
+        self.host.copy_(parameter.data)
+        parameter.data = self.host
+        if gradient is not None:
+            parameter.grad = gradient.to(self.host.device)
+
+    def restore_to(self, home: torch.device) -> None:
+        """Move the parameter and its gradient back to the device."""
+        parameter = self.parameter
+        gradient, parameter.grad = parameter.grad, None
+        parameter.data = self.host = parameter.data.to(home, copy=True)
+        if gradient is not None:
+            parameter.grad = gradient.to(home, copy=True)
+        self.has_left = True
+
+    # ---- what the program puts in its place ---------------------------------------------------
+
+    def adopt_values(self) -> None:
+        """Adopt values that the program has assigned (`parameter.data = ...`, `model.to(...)`).
+
+        Raises:
+            PolicyError: the values have another shape or dtype.
+        """
+        given = self.parameter.data
+        if given.data_ptr() != self.host.data_ptr():
+            if not self._fits(given):
+                raise self._misfit(given)
+            self.replacements += 1
+            self._rest()
+
+    def find_given(self) -> list[nn.Parameter]:
+        """Other parameters that the program has installed in its places."""
+        held = [held_at(vars(m).get(name), key) for m, name, key in self.places]
+        given = {id(p): p for p in held if isinstance(p, nn.Parameter) and p is not self.parameter}
+        return list(given.values())
+
+    def replace_by(self, given: nn.Parameter) -> None:
+        """Offload another parameter in its place.
+
+        Raises:
+            PolicyError: the parameter has another shape or dtype, or the modules that share the
+                old one hold different parameters now.
+        """
+        if len(self.find_given()) > 1 or any(
+            held_at(vars(module).get(name), key) is self.parameter
+            for module, name, key in self.places
+            if name == PARAMETERS
+        ):
+            raise PolicyError(
+                f"{self.name} is offloaded and shared by several modules, which hold different "
+                f"parameters now; call detach() on the offload's handle first, change the model, "
+                f"and offload it again"
+            )
+        if not self._fits(given.data):
+            raise self._misfit(given.data)
+        # The old parameter is no longer offloaded: it gets memory of its own.
+        self.parameter.data = self.parameter.data.clone()
+        self.parameter = given
+        self.replacements += 1
+        self._rest()
+
+    def _misfit(self, given: torch.Tensor) -> PolicyError:
+        return PolicyError(
+            f"{self.name} is offloaded as {self.host.dtype} of shape {tuple(self._size)}, and "
+            f"was given {given.dtype} of shape {tuple(given.shape)}; call detach() on the "
+            f"offload's handle first, change the model, and offload it again"
+        )
+
+    def _fits(self, values: torch.Tensor) -> bool:
+        return values.shape == self._size and values.dtype == self.host.dtype
+
+    # ---- device parameters --------------------------------------------------------------------
+
+    def install(self, tensor: DeviceParameter) -> None:
+        """Replace the parameter in its modules by a device parameter."""
+        self._exchange(self.parameter, tensor)
+        self.installed = tensor.track()
+
+    def uninstall(self) -> None:
+        """Put the parameter back into its modules. Code may still refer to the device parameter."""
+        installed, self.installed = self.installed, None
+        if installed is not None:
+            self._exchange(installed, self.parameter)
+            if all(tensor is not installed for tensor in self.substitutes):
+                self.substitutes.append(installed)
+
+    def is_changed(self) -> bool:
+        """Whether one of its device parameters was or may have been modified."""
+        return any(tensor.is_changed() for tensor in self._tracked())
+
+    def _tracked(self) -> list[DeviceParameter]:
+        installed = self.installed
+        return self.substitutes if installed is None else [installed, *self.substitutes]
+
+    def keep_changes(self, buffer: torch.Tensor | None) -> None:
+        """Write modified device parameters back to the host.
+
+        Args:
+            buffer: the group's device buffer, which is updated, too; None while there is none.
+        """
+        for tensor in self._tracked():
+            if tensor.is_changed():
+                self._keep_changes(tensor.track().detach(), buffer)
+
+    def _keep_changes(self, values: torch.Tensor, buffer: torch.Tensor | None) -> None:
+        self.changes += 1
+        if not self._fits(values):
+            self.parameter.data = values  # the next forward raises the error
+            return
+        self.host.copy_(values)
+        present = None if buffer is None else self.view_of(buffer)
+        if present is not None and present.data_ptr() != values.data_ptr():
+            present.copy_(values)
+            # Tensors that autograd saved before have valid versions, but their values are gone.
+            self.replacements += 1
+
+    def forget_unused(self) -> None:
+        """Drop the device parameters that nobody refers to, and release their memory."""
+        # Guard held-weights-are-tracked: a weight that the model itself refers to keeps its memory.
+        # A forward could take a weight out of a layer, run the layer, and then use the weight after
+        # its memory was taken away.
+        self.substitutes = [
+            t for t in _pop_each(self.substitutes) if _users(t) > _ALONE + (t is self.reused)
+        ]
+        if self.reused is not None and self.installed is None and not self.substitutes:
+            # Tensors that autograd saved refer to the group, so this memory is not needed.
+            self.reused.refer_to(self.reused.new_empty(0))
+
+    def _exchange(self, present: torch.Tensor, following: torch.Tensor) -> None:
+        for module, name, key in self.places:
+            container = vars(module).get(name)  # the model may have replaced the container
+            if container is not None and held_at(container, key) is present:
+                container[key] = following
+
+
+def held_at(container: Any, key: Any) -> Any:
+    """The entry of a module's list or dict, without substitution; None if there is none."""
+    if isinstance(container, dict):
+        return dict.get(container, key)
+    return container[key] if isinstance(container, list) and key < len(container) else None
+
+
+def _dense_stride(parameter: torch.Tensor) -> tuple[int, ...]:
+    """The parameter's strides if they are dense, else the strides of a packed copy."""
+    return torch.empty_like(parameter, device="meta").stride()
+
+
+def _pop_each(tensors: list[DeviceParameter]) -> Iterator[DeviceParameter]:
+    """Remove each tensor from the list and yield it."""
+    while tensors:
+        yield tensors.pop(0)
+
+
+def _users(tensor: DeviceParameter) -> int:
+    return sys.getrefcount(tensor)
+
+
+_ALONE = [_users(t) for t in _pop_each([DeviceParameter.of(torch.empty(0))])][0]  # noqa: RUF015
+"""The reference count that such a loop sees for a tensor that nobody else refers to."""

@@ -1,0 +1,174 @@
+"""Decides which weight groups are on the device, in which buffers, and which is prefetched next."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import final
+
+import torch
+
+from ebbtide.devices.device import AbstractEvent, AbstractStream
+from ebbtide.stores.store import Target
+from ebbtide.transfers.order import AccessLog
+from ebbtide.transfers.record import STORED
+from ebbtide.transfers.transfers import Transfers
+from ebbtide.weights.groups import WeightGroup
+
+
+@final
+class ResidentGroups:
+    """The weight groups that are on the device. Callers hold the gate's lock.
+
+    At most two groups are on the device at once, the one in use and the next one, plus the groups
+    of modules that are still running around them. When a group is released, the next group of the
+    same size takes over its buffer. Equal layers therefore alternate between the same two buffers,
+    and other allocations of the model cannot fragment them.
+
+    Args:
+        transfers: queues the copies.
+        groups: the weight groups, in the order of the model's layers.
+        double_buffering: prefetch the next group while one is in use; otherwise only one group is
+            on the device at a time.
+
+    Attributes:
+        peak_groups: the most groups that were on the device at once.
+    """
+
+    def __init__(
+        self, transfers: Transfers, groups: Sequence[WeightGroup], *, double_buffering: bool
+    ) -> None:
+        self.peak_groups = 0
+        self._groups = groups
+        self._most = 2 if double_buffering else 1  # not counting the groups of running modules
+        self._transfers = transfers
+        self._device = transfers.device
+        self._reloads = transfers.reloads
+        self._there: dict[WeightGroup, None] = {}  # least recently used first
+        self._at: dict[int, WeightGroup] = {}  # by the identity of the buffer's storage
+        self._spare: list[tuple[torch.Tensor, AbstractStream]] = []  # unused buffers
+        self._alone = 0  # the result of `_count_users` for an unused buffer
+        self._log = AccessLog()  # uses of groups since the forward began
+
+    def any_open(self) -> bool:
+        """Whether a module that uses one of the groups is running."""
+        return any(group.open for group in self._there)
+
+    def at(self, storage: torch.UntypedStorage) -> WeightGroup | None:
+        """The group whose buffer has this storage; None if there is none."""
+        return self._at.get(storage._cdata)
+
+    def start_over(self) -> None:
+        """Release all groups, because the host values may have changed since they were loaded.
+
+        The order of uses that was recorded since the last call becomes the prefetch order.
+        """
+        learned = self._log.learned(len(self._groups))
+        self._log = AccessLog(learned or self._log.expected)
+        # Guard weights-anew: every forward pass reloads the weights. A layer would compute with the
+        # values from before the optimizer's step.
+        self.release_all()
+
+    def bring(self, group: WeightGroup) -> torch.Tensor:
+        """Return the group's buffer, ready for the kernels that the calling thread queues next.
+
+        This also starts to prefetch the group that is expected next.
+
+        Shape:
+            (size_bytes,), uint8.
+        """
+        if self._log.note(group.number):
+            self._log.follow(group.number, from_start=True)
+        if group.buffer is None:
+            self._load(group, keep=None)
+        self._there[group] = self._there.pop(group)  # the most recently used
+        assert group.buffer is not None and group.ready is not None
+        current = self._device.compute_stream()
+        # Guard compute-waits-for-weights: the compute stream waits for the reload of the weights. A
+        # layer would compute with a buffer that the copy has not filled.
+        self._transfers.wait_for_reload(group, group.ready, current)
+        group.awaited = True
+        group.used_elsewhere |= not self._device.note_use(group.buffer, group.home, group.ready)
+        following = self._next()
+        if following is not None and following is not group and following.buffer is None:
+            self._load(following, keep=group)
+        return group.buffer
+
+    def release(self, group: WeightGroup) -> None:
+        """Release a group's buffer."""
+        assert group.buffer is not None
+        buffer, home = group.buffer, group.home
+        del self._there[group]
+        del self._at[buffer.untyped_storage()._cdata]
+        # Guard buffer-without-readers: a buffer is taken over only when no tensor refers to it any
+        # more. A forward or a backward node that still uses the old weights would find the weights
+        # of another layer.
+        unread = _count_users(buffer) == self._alone
+        # Guard buffer-of-one-stream: a buffer is taken over only if no stream but its own used it.
+        # The next copy waits only for the stream on which the buffer was allocated; kernels on
+        # another stream, such as a backward on a stream of its own, could still read the buffer.
+        ordered = not group.used_elsewhere
+        if group.awaited and unread and ordered:
+            self._spare.append((buffer, home))
+        self._reloads.free(group, STORED)
+        self._transfers.account.take_weights(-group.size_bytes)
+
+    def release_all(self) -> None:
+        """Release the buffers of all groups."""
+        for group in list(self._there):
+            self.release(group)
+
+    def close(self) -> None:
+        """Release all groups and free all buffers."""
+        self.release_all()
+        self._spare.clear()
+
+    def copies(self) -> list[AbstractEvent]:
+        """The events at which the reloads that may still read host values end."""
+        ready = [group.ready for group in self._there if group.ready is not None]
+        return ready + [event for _, event in self._reloads.abandoned]
+
+    def _load(self, group: WeightGroup, keep: WeightGroup | None) -> None:
+        for other in list(self._there):
+            if len(self._there) < self._most:
+                break
+            if not other.open and other is not keep:
+                self.release(other)
+        if keep is not None and len(self._there) >= self._most:
+            return  # running modules need all groups on the device, so there is no prefetch
+        self._reloads.free_abandoned()
+        buffer, home = self._find_buffer(group.size_bytes)
+        # Queued kernels may still read the memory, whether it is new or another group's buffer.
+        self._reloads.start(group, Target(buffer, home.record(), home))
+        group.used_elsewhere = False
+        self._there[group] = None
+        self._at[buffer.untyped_storage()._cdata] = group
+        self._transfers.account.take_weights(group.size_bytes)
+        self.peak_groups = max(self.peak_groups, len(self._there))
+
+    def _find_buffer(self, size_bytes: int) -> tuple[torch.Tensor, AbstractStream]:
+        """Return an unused or new buffer of this size, and the stream that owns its memory."""
+        for place, (buffer, _) in enumerate(self._spare):
+            if buffer.numel() == size_bytes:
+                return self._spare.pop(place)
+        while self._spare and len(self._there) + len(self._spare) >= self._most:
+            self._spare.pop(0)
+        buffer = self._device.allocate(size_bytes)
+        self._alone = _count_users(buffer)
+        return buffer, self._device.compute_stream()
+
+    def _next(self) -> WeightGroup | None:
+        """Predict the next group from the order of the last forward and backward passes."""
+        order = self._log.expected
+        if order is not None:
+            place = self._log.place
+            return self._groups[order.items[place]] if place < len(order) else None
+        last = self._log.uses[-1]
+        if torch._C._current_graph_task_id() == -1:  # the first forward: assume the model's order
+            return self._groups[last + 1] if last + 1 < len(self._groups) else None
+        # The first backward: assume the model's order, reversed.
+        return self._groups[last - 1] if last else None
+
+
+def _count_users(buffer: torch.Tensor) -> int:
+    """The reference count of a buffer's storage: the buffer, and views in graphs or the model."""
+    return int(torch._C._storage_Use_Count(buffer.untyped_storage()._cdata))

@@ -1,0 +1,78 @@
+"""The engine without a model: hooks, activations and transfers over a device and a store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import ebbtide
+from ebbtide import ActivationPolicy
+from ebbtide.activations.activations import Activations
+from ebbtide.activations.parameter_index import ParameterIndex
+from ebbtide.activations.placement import Placement, Plan
+from ebbtide.devices.device import AbstractDevice
+from ebbtide.hooks.saved_tensors import SavedTensorHooks
+from ebbtide.inspection import InFlight, Inspection, inspect
+from ebbtide.stores.store import AbstractStore
+from ebbtide.transfers.transfers import Transfers
+
+
+class EngineBench:
+    """Runs functions whose saved tensors are offloaded.
+
+    Args:
+        device: where they compute.
+        store: where the bytes go.
+        bound_bytes: on bytes in flight.
+        policy: what leaves; None: everything, and nothing is rebuilt.
+        plan: decisions for single storages.
+        traced: whether to record every step.
+        parameters: what is not an activation.
+    """
+
+    def __init__(
+        self,
+        device: AbstractDevice,
+        store: AbstractStore,
+        bound_bytes: int,
+        policy: ActivationPolicy | None = None,
+        *,
+        plan: Plan | None = None,
+        traced: bool = False,
+        parameters: ParameterIndex | None = None,
+    ) -> None:
+        self.device = device
+        self.store = store
+        self.transfers = Transfers(device, store, bound_bytes, traced=traced)
+        self.activations = Activations(self.transfers)
+        policy = policy or ActivationPolicy(min_bytes=1, rebuild=False)
+        placement = Placement(policy, plan)
+        self.hooks = SavedTensorHooks(self.activations, placement, parameters or ParameterIndex([]))
+
+    def run(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function with the hooks on."""
+        began = self.hooks.begin()
+        try:
+            return function(*args)
+        finally:
+            if began:
+                self.hooks.end()
+
+    def switch(self, offloading: bool) -> None:
+        """Whether what is saved from now on leaves. Called within `run`."""
+        self.activations.scopes.current.offloads = offloading
+
+    @property
+    def stats(self) -> ebbtide.StepStats:
+        self.transfers.poll()
+        return self.transfers.account.stats
+
+    def inspect(self) -> Inspection:
+        return inspect(self.activations)
+
+    @property
+    def in_flight(self) -> InFlight:
+        return self.inspect().in_flight
+
+    def close(self) -> None:
+        self.transfers.close()
