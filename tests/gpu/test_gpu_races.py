@@ -35,10 +35,10 @@ from gpu_bench import (
     needs_accelerator,
     needs_cuda,
     on_stream,
-    session_of,
     side_stream,
     take_step,
     tower,
+    transfers_of,
 )
 from zoo import Snapshot, assert_bitwise_equal
 
@@ -63,12 +63,12 @@ def spoil_free_memory(device: torch.device) -> None:
 
 def slow_copies(handle: ebbtide.OffloadHandle) -> None:
     """Let every copy stream sleep before and after each copy, every worker before each job."""
-    session = session_of(handle)
-    device = session.device
+    transfers = transfers_of(handle)
+    device = transfers.device
     if isinstance(device, AcceleratorDevice):
         device.copy_down = _sleepy_copy(device.copy_down, device._d2h.stream)
         device.copy_up = _sleepy_copy(device.copy_up, device._h2d.stream)
-    stores = (session._store, getattr(session._store, "_disk", None))
+    stores = (transfers.store, getattr(transfers.store, "_disk", None))
     for store in stores:
         for name in ("_writer", "_reader"):
             lane = getattr(store, name, None)
@@ -179,11 +179,12 @@ def test_threads_that_copy_at_once_keep_their_streams(device: torch.device) -> N
     copying = AcceleratorDevice(device)
     target = [torch.zeros(64 * KIB, dtype=torch.uint8, device=device) for _ in range(2)]
     source = [torch.full((64 * KIB,), value, dtype=torch.uint8) for value in (1, 2)]
+    zeroed = copying.compute_stream().record()  # else a kernel could put zeros over a copy
 
     def copy_up_often(number: int) -> bool:
         before = torch.accelerator.current_stream(device)
         for _ in range(2000):
-            copying.copy_up(target[number], source[number])
+            copying.copy_up(target[number], source[number], zeroed)
         return torch.accelerator.current_stream(device) == before
 
     interval_s = sys.getswitchinterval()
@@ -273,13 +274,13 @@ def test_branches_on_two_streams(device: torch.device) -> None:
 
 
 def _copy_down_at_once(handle: ebbtide.OffloadHandle, patch: pytest.MonkeyPatch) -> None:
-    device = session_of(handle).device
+    device = transfers_of(handle).device
     copy = device.copy_down
     patch.setattr(device, "copy_down", lambda target, source, *_: copy(target, source))
 
 
 def _copy_up_at_once(handle: ebbtide.OffloadHandle, patch: pytest.MonkeyPatch) -> None:
-    device = session_of(handle).device
+    device = transfers_of(handle).device
     copy = device.copy_up
     # The first of the events is the allocation's, the other one the end of the copy down.
     patch.setattr(device, "copy_up", lambda target, source, _, *after: copy(target, source, *after))

@@ -266,14 +266,14 @@ def test_the_row_that_has_the_stage_is_taken() -> None:
         ({0: ["0F0", "0B0"], 1: ["1F0", "1B0"]}, None, "the order has 2 ranks; say which stage"),
         ({0: ["0F0", "0B0"], 1: ["1F0", "1B0"]}, 2, "no rank of the order has stage 2"),
         ("0F0 0B0", 2, "no rank of the order has stage 2"),
-        ("", None, "the order has no forward and no backward in it"),
-        ([None, "", "0SEND_F0"], None, "the order has no forward and no backward in it"),
-        ("0F0 0X0", None, "'0X0' is no action of a pipeline; .* such as 2F5, 2B5, 2I5 or 2W5"),
-        ("0F 0B", None, "'0F' is no action of a pipeline"),
-        ("0F-1", None, "'0F-1' is no action of a pipeline"),
-        ("(0F0;1X0)OVERLAP_F_B", None, "'1X0' is no action of a pipeline"),
-        ([True], None, "'True' is no action of a pipeline"),
-        ([["0F0", "0B0"], ["1F0", "1B0"]], None, "is no action of a pipeline"),
+        ("", None, "the order has no forward and no backward"),
+        ([None, "", "0SEND_F0"], None, "the order has no forward and no backward"),
+        ("0F0 0X0", None, "'0X0' is not a pipeline action; .* such as 2F5, 2B5, 2I5 or 2W5"),
+        ("0F 0B", None, "'0F' is not a pipeline action"),
+        ("0F-1", None, "'0F-1' is not a pipeline action"),
+        ("(0F0;1X0)OVERLAP_F_B", None, "'1X0' is not a pipeline action"),
+        ([True], None, "'True' is not a pipeline action"),
+        ([["0F0", "0B0"], ["1F0", "1B0"]], None, "is not a pipeline action"),
     ],
 )
 def test_other_orders_are_refused(order: object, stage: int | None, why: str) -> None:
@@ -391,8 +391,8 @@ def test_the_largest_order_takes_less_than_a_second(name: str) -> None:
         resident = least_resident(order) + 1
         tries_s = []
         for _ in range(3):
-            begin_s = time.perf_counter()
+            begin_s = time.process_time()  # of a core, however many others want it
             from_pipeline(row, resident=resident)
-            tries_s.append(time.perf_counter() - begin_s)
+            tries_s.append(time.process_time() - begin_s)
         worst_s = max(worst_s, min(tries_s))
     assert worst_s < 1
