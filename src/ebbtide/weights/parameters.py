@@ -101,6 +101,8 @@ class OffloadedParameter:
         replacements: how often other values replaced the values.
     """
 
+    # Long: every way in which a program can change or replace a parameter ends here.
+
     def __init__(self, name: str, parameter: nn.Parameter, offset_bytes: int) -> None:
         self.name = name
         self.parameter = parameter
