@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+import time
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, final
 
@@ -36,6 +40,7 @@ from ebbtide.weights.parameters import DeviceParameter
 
 _INFLIGHT_BYTES = 256 * 2**20
 _CPU_INFLIGHT_BYTES = 64 * 2**20
+_CLOSING_S = 0.05  # between two looks at an engine that graphs still need after `detach`
 
 
 class OpenLayer(NamedTuple):
@@ -107,6 +112,7 @@ class Engine:
     @property
     def stats(self) -> StepStats:
         """The statistics of the last finished step."""
+        self.transfers.settle()
         return self.transfers.account.stats
 
     @property
@@ -121,6 +127,7 @@ class Engine:
                 "no step was recorded, because recording costs time; turn it on with "
                 "ebbtide.offload(model, trace=True)"
             )
+        self.transfers.settle()
         return self.transfers.account.trace
 
     @property
@@ -138,11 +145,17 @@ class Engine:
         weights = None if self.weights is None else self.weights.weights
         return inspect(self.activations, weights)
 
-    def hooks(self) -> SavedTensorHooks:
+    def hooks(self, *, interrupted: bool = False) -> SavedTensorHooks:
         """Return the saved-tensor hooks for a forward that begins now.
 
-        If the model has moved to another device, the engine is rebuilt for that device first.
+        If the model has moved to another device, or if an interrupt may have left the engine's
+        parts in disorder, they are built anew first. Graphs that are alive keep the old ones.
+
+        Args:
+            interrupted: whether an earlier forward could not clean up.
         """
+        if interrupted or self.transfers.is_broken:
+            self._build_after_interrupt()
         if self.weights is not None:
             return self._hooks  # offloaded parameters are on the host: they do not tell the device
         first = next((p for module in self._modules for p in module.parameters()), None)
@@ -278,6 +291,8 @@ class Engine:
     def close(self) -> None:
         """Free the store as soon as no graph needs it any more."""
         self.transfers.close()
+        if not self.transfers.closed:
+            _close_later(weakref.ref(self.transfers))
 
     def _default_device(self) -> torch.device:
         if self._fallback is not None:
@@ -286,6 +301,18 @@ class Engine:
         if accelerator is None:
             return torch.device("cpu")
         return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+    def _build_after_interrupt(self) -> None:
+        before, device = self.transfers, self.torch_device
+        while self._hooks.pop():  # an interrupted forward has left them behind
+            pass
+        before.device.finish_copies()
+        if self.weights is None:
+            self._build(device)
+            # What it counts may be wrong now, so its memory is freed with the last graph that
+            # needs it at the latest.
+            with contextlib.suppress(Exception):
+                before.close()
 
     @property
     def _scheduled(self) -> ScheduleExecutor:
@@ -306,6 +333,24 @@ class Engine:
             self.executor = ScheduleExecutor(self.mode, self.activations)
         self._parameters = ParameterIndex(self._modules)
         self._hooks = SavedTensorHooks(self.activations, self.placement, self._parameters)
+
+
+def _close_later(transfers: weakref.ref[Transfers]) -> None:
+    """Look from time to time whether the last graph that needs a closed engine has died.
+
+    Nothing else would: no forward or backward of this engine is to come.
+    """
+
+    def look() -> None:
+        while True:
+            time.sleep(_CLOSING_S)
+            alive = transfers()
+            if alive is None or alive.closed:
+                return
+            alive.poll()
+            del alive
+
+    threading.Thread(target=look, name="ebbtide-close", daemon=True).start()
 
 
 def find_device(modules: Sequence[nn.Module]) -> torch.device | None:

@@ -164,7 +164,7 @@ def inspect(activations: Activations, weights: AbstractWeights | None = None) ->
         reading them waits until the device has finished the step.
     """
     transfers = activations.transfers
-    transfers.poll()
+    transfers.settle()
     origin = transfers.account.last_origin
     storages = tuple(_inspect_storage(record, origin) for record in activations.saved())
     return Inspection(storages, _inspect_parameters(weights), _look_at_flight(activations, weights))

@@ -22,7 +22,7 @@ from ebbtide.activations.activations import Activations
 from ebbtide.activations.handles import Saved, restore
 from ebbtide.activations.parameter_index import ParameterIndex
 from ebbtide.activations.placement import Placement
-from ebbtide.activations.records import StorageRecord
+from ebbtide.activations.records import RecordHold
 from ebbtide.devices.device import AbstractEvent
 from ebbtide.devices.simulated import SimulatedDevice
 from ebbtide.hooks import saved_tensors
@@ -194,6 +194,7 @@ class Simulation:
     def check_account(self) -> None:
         """No graph is alive and nothing is held for one; copies may be under way."""
         transfers, activations = self.transfers, self.activations
+        transfers.settle()
         assert transfers.live == 0, f"{transfers.live} handles are alive"
         assert transfers.running == 0
         assert not activations.alive()
@@ -377,9 +378,10 @@ class Watch:
             self._require(held_bytes <= most_bytes, "device memory outlives its last reader")
             return allocate(size_bytes)
 
-        def watched_bring_back(record: StorageRecord, generation: int) -> tuple[Tensor, int]:
+        def watched_bring_back(hold: RecordHold) -> Tensor:
+            record = hold.record
             there = record.source is not None
-            flat, generation = bring_back(record, generation)
+            flat = bring_back(hold)
             self.simulation.check_states()
             if record.slot is not None:
                 self._read_slots.add(record.slot)
@@ -387,7 +389,7 @@ class Watch:
             if torch.is_grad_enabled() and not there:
                 reference = StorageWeakRef(flat.untyped_storage())
                 self._saved_again.append((reference, flat.numel()))
-            return flat, generation
+            return flat
 
         device.allocate, activations.bring_back = watched_allocate, watched_bring_back
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+from collections import deque
 from collections.abc import Hashable
 from typing import final
 
 import torch
 
+from ebbtide.activations.handles import Deaths, EmptyTensors, SmallHold
 from ebbtide.activations.packing import pack
 from ebbtide.activations.records import (
     KEEP,
@@ -14,6 +17,7 @@ from ebbtide.activations.records import (
     REBUILD,
     Call,
     Decision,
+    RecordHold,
     StorageRecord,
     UnitRecords,
 )
@@ -37,6 +41,8 @@ class Activations:
     Attributes:
         transfers: as given.
         scopes: the running forwards and layers, to which saved storages belong.
+        empty: empty tensors on the device.
+        deaths: the holds of saved tensors that have died, until they are noted.
 
     Streams:
         `offload` and `bring_back` queue work on the calling thread's compute stream and on the
@@ -47,9 +53,11 @@ class Activations:
 
     def __init__(self, transfers: Transfers) -> None:
         self.transfers = transfers
-        self.scopes = Scopes(transfers)
+        self.deaths: Deaths = deque()
+        self.scopes = Scopes(transfers, self.deaths)
         self._gate = transfers.gate
         self._device = transfers.device
+        self.empty = EmptyTensors(self._device.torch_device)
         self._account = transfers.account
         self._offloads = transfers.offloads
         self._reloads = transfers.reloads
@@ -57,6 +65,8 @@ class Activations:
         self._saved: list[StorageRecord] = []  # of the step that runs
         self._saved_before: list[StorageRecord] = []  # of the last finished step
         self._step = 0  # its number
+        self._backwards: set[int] = set()  # ids of autograd's running graph tasks
+        transfers.before_tidying(self.note_deaths)
 
     # ---- forward ------------------------------------------------------------------------------
 
@@ -109,6 +119,7 @@ class Activations:
             The storage's record, with one handle.
         """
         with self._gate:
+            self.note_deaths()
             self._offloads.retire_finished()
             record = self._make(address, version, number, size_bytes, KEEP)
             self._account.take_kept(size_bytes)
@@ -162,6 +173,8 @@ class Activations:
             StoreFullError: the store has no room. The saved tensor was not taken.
         """
         with self._gate:
+            if self.deaths:
+                self.note_deaths()
             scope = self.scopes.current
             unit = scope.unit
             scheduled = unit is not None and unit.followed
@@ -234,17 +247,22 @@ class Activations:
 
     # ---- backward -----------------------------------------------------------------------------
 
-    def bring_back(self, record: StorageRecord, generation: int) -> tuple[torch.Tensor, int]:
+    def bring_back(self, hold: RecordHold) -> torch.Tensor:
         """Return the bytes of a record, ready for the kernels that the calling thread queues next.
 
         Args:
-            record: a record whose decision was to offload it.
-            generation: generation of the buffer that the handle read last; 0 if it read none.
+            hold: of a saved tensor; the decision for its storage was to offload it.
 
-        Returns:
-            The bytes, (size_bytes,) uint8, and the generation of the buffer that they are in.
+        Shape:
+            (size_bytes,), uint8.
         """
+        task = torch._C._current_graph_task_id()
+        if task not in self._backwards:
+            self._watch_backward(task)
+        record = hold.record
         with self._gate:
+            if self.deaths:
+                self.note_deaths()
             log = record.forward
             log.note_unpack(record.ordinal)
             flat, event = record.source, None
@@ -261,13 +279,24 @@ class Activations:
                 self._reloads.prefetch(log)
             if record.buffer is flat:  # a prefetch may have let go of it
                 record.awaited = True
-                generation = record.note_read(generation)
+                hold.generation = record.note_read(hold.generation)
                 if record.is_read():
                     self._reloads.release(record)
         if event is not None:
             self._wait_for_reload(record, flat, event)
         self._device.note_use(flat, home, event)
-        return flat, generation
+        return flat
+
+    def _watch_backward(self, task: int) -> None:
+        """Settle when a backward has ended. The last saved tensors to die die in it."""
+        if task != -1:  # else a saved tensor is looked at outside a backward
+            self._backwards.add(task)
+            settle = functools.partial(self._end_backward, task)
+            torch.autograd.Variable._execution_engine.queue_callback(settle)
+
+    def _end_backward(self, task: int) -> None:
+        self._backwards.discard(task)
+        self.transfers.settle()
 
     def _wait_for_reload(
         self, record: StorageRecord, flat: torch.Tensor, event: AbstractEvent
@@ -287,6 +316,7 @@ class Activations:
     def note_backward(self, log: ForwardLog) -> None:
         """Note that backward has begun with kept tensors, and prefetch what it needs next."""
         with self._gate:
+            self.note_deaths()
             log.note_backward()
             self._offloads.retire_finished()
             if log.prefetches:
@@ -299,6 +329,7 @@ class Activations:
             None if there is no value yet. The caller then rebuilds it and calls `end_rebuild`.
         """
         with self._gate:
+            self.note_deaths()
             if record.buffer is None:
                 self._reloads.make_room(record.size_bytes)
                 if self._account.recorder is not None:
@@ -312,19 +343,16 @@ class Activations:
             self._device.note_use(record.buffer, record.home, record.ready)
             return record.buffer
 
-    def end_rebuild(self, record: StorageRecord, generation: int, value: torch.Tensor) -> int:
+    def end_rebuild(self, hold: RecordHold, value: torch.Tensor) -> None:
         """Note that a handle has read a rebuilt value. The value is freed when all have read it.
 
         Two threads may have rebuilt the value at the same time. Either of the two is right.
 
         Args:
-            record: a record whose decision was to rebuild it.
-            generation: generation of the value that the handle read last; 0 if it read none.
+            hold: of the saved tensor; the decision for its storage was to rebuild it.
             value: a tensor with the storage's bytes, written by kernels of the current stream.
-
-        Returns:
-            The generation of the value that the handle has read now.
         """
+        record = hold.record
         with self._gate:
             if record.buffer is None:
                 home = self._device.compute_stream()
@@ -332,11 +360,10 @@ class Activations:
                 record.awaited = True  # compute itself writes it
                 self._reloads.hold(record)
                 self._trace_rebuild(record)
-            generation = record.note_read(generation)
+            hold.generation = record.note_read(hold.generation)
             if record.is_read():
                 self._reloads.release(record)
             self._reloads.make_room(0)
-            return generation
 
     def _trace_rebuild(self, record: StorageRecord) -> None:
         begun, record.begun = record.begun, None
@@ -361,24 +388,27 @@ class Activations:
 
     # ---- ends ---------------------------------------------------------------------------------
 
-    def leave(self, record: StorageRecord, generation: int) -> None:
-        """Note that a saved tensor has died. Never blocks: see [Note: deferred work].
-
-        Args:
-            record: the record that the tensor shared.
-            generation: generation of the buffer that the tensor read last; 0 if it read none.
-        """
-        self._gate.leave(self._forget, record, generation)
-
-    def _forget(self, record: StorageRecord, generation: int) -> None:
-        self.transfers.live -= 1
-        record.handles -= 1
-        if record.buffer is not None and generation != record.generation:
-            record.unread -= 1
-        if not record.handles:
-            self._drop(record)
-        elif record.is_read():
-            self._reloads.release(record)
+    def note_deaths(self) -> None:
+        """Note which saved tensors have died. Called with the lock held; see [Note: deaths]."""
+        deaths = self.deaths
+        while deaths:
+            hold = deaths.popleft()
+            if not isinstance(hold, RecordHold):
+                assert isinstance(hold, SmallHold)
+                self.scopes.forget(hold.tally)
+                continue
+            try:
+                record = hold.record
+            except AttributeError:  # an interrupt came while it was made; see [Note: interrupts]
+                continue
+            self.transfers.live -= 1
+            record.handles -= 1
+            if record.buffer is not None and hold.generation != record.generation:
+                record.unread -= 1
+            if not record.handles:
+                self._drop(record)
+            elif record.is_read():
+                self._reloads.release(record)
 
     def _drop(self, record: StorageRecord) -> None:
         """Forget a record that no saved tensor needs any more."""

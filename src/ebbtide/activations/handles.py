@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import NoReturn, final
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, final
 
 import torch
 from torch import Tensor
 
 from ebbtide.errors import SavedTensorModifiedError
-from ebbtide.transfers.gate import Gate
 
 
 class AbstractSaved(ABC):
@@ -27,6 +28,51 @@ class AbstractSaved(ABC):
         """
 
 
+class Hold(weakref.ref[Any]):
+    """What one object in a graph holds. It is there to be noted after the object has died.
+
+    [Note: deaths] When the object dies, the interpreter itself appends its hold to a queue. No
+    Python code runs for that: an interrupt that is raised in a finalizer is lost, and so would be
+    the finalizer's work. `Transfers.settle` and whoever next moves bytes look into the queue.
+
+    Args:
+        owner: the object. It must refer to the hold.
+        died: the `append` of the queue.
+    """
+
+    __slots__ = ()
+
+
+Deaths = deque[Hold]
+"""The holds of objects that have died and have not been noted yet."""
+
+
+@final
+class SmallHold(Hold):
+    """The small tensors of a forward.
+
+    Attributes:
+        tally: what they are.
+    """
+
+    __slots__ = ("tally",)
+    tally: SmallTally
+
+
+@final
+@dataclass
+class SmallTally:
+    """The small tensors that one forward left on the device.
+
+    Attributes:
+        pointers: addresses of the memory that was counted. Handles keep that memory alive.
+        size_bytes: size of that memory.
+    """
+
+    pointers: set[int] = field(default_factory=set)
+    size_bytes: int = 0
+
+
 @final
 class SmallTensors:
     """Counts the small tensors that one forward left on the device.
@@ -36,25 +82,18 @@ class SmallTensors:
     once. Until then all of them count as held.
 
     Args:
-        gate: the gate at which the end is announced.
-        forget: called with `size_bytes` when the last handle has died.
+        deaths: where the death of the last handle is noted.
 
     Attributes:
-        pointers: addresses of the memory that was counted. Handles keep that memory alive.
-        size_bytes: size of that memory.
+        tally: what is counted.
     """
 
-    __slots__ = ("_forget", "_gate", "pointers", "size_bytes")
+    __slots__ = ("__weakref__", "_hold", "tally")
 
-    def __init__(self, gate: Gate, forget: Callable[[int], None]) -> None:
-        self._gate = gate
-        self._forget = forget
-        self.pointers: set[int] = set()
-        self.size_bytes = 0
-
-    def __del__(self) -> None:
-        if self.pointers:
-            self._gate.leave(self._forget, self.size_bytes)
+    def __init__(self, deaths: Deaths) -> None:
+        self.tally = SmallTally()
+        self._hold = SmallHold(self, deaths.append)
+        self._hold.tally = self.tally
 
 
 PassedTensor = tuple[Tensor, int, SmallTensors | None]
@@ -86,11 +125,29 @@ def restore(saved: Saved) -> Tensor:
     return tensor
 
 
+@final
+class EmptyTensors(dict[torch.dtype, Tensor]):
+    """An empty tensor of each type on one device, made when it is first looked up.
+
+    Args:
+        device: the device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+
+    def __missing__(self, dtype: torch.dtype) -> Tensor:
+        empty = self[dtype] = torch.empty(0, dtype=dtype, device=self._device)
+        return empty
+
+
 class AbstractAway(AbstractSaved):
     """Stands for a plain tensor and has everything but its bytes.
 
     Args:
         tensor: the tensor that was saved.
+        empty: empty tensors on the tensor's device.
 
     Attributes:
         version: the tensor's version when it was saved.
@@ -108,7 +165,7 @@ class AbstractAway(AbstractSaved):
         "version",
     )
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, tensor: Tensor, empty: EmptyTensors) -> None:
         dtype = self._dtype = tensor.dtype
         self._size = tensor.shape
         self._stride = tensor.stride()
@@ -119,8 +176,7 @@ class AbstractAway(AbstractSaved):
         # Shares the version counter and, emptied, not the memory: modifications made after the
         # bytes have left are seen as native autograd sees them.
         probe = self._probe = tensor.detach()
-        kind = dtype, tensor.device
-        probe.data = _EMPTY[kind] if kind in _EMPTY else _make_empty(*kind)
+        probe.data = empty[dtype]
 
     @property
     def shape(self) -> tuple[object, ...]:
@@ -165,11 +221,3 @@ def raise_modified(tensor: Tensor, version: int, shape: torch.Size) -> NoReturn:
         f"in place. Find the operation with torch.autograd.set_detect_anomaly(True), or clone the "
         f"tensor before it"
     )
-
-
-def _make_empty(dtype: torch.dtype, device: torch.device) -> Tensor:
-    empty = _EMPTY[dtype, device] = torch.empty(0, dtype=dtype, device=device)
-    return empty
-
-
-_EMPTY: dict[tuple[torch.dtype, torch.device], Tensor] = {}

@@ -10,7 +10,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from ebbtide.activations.handles import Saved
+from ebbtide.activations.handles import Hold, Saved
 from ebbtide.activations.packing import unpack
 from ebbtide.activations.recipes import Constants, RebuildRecipe
 from ebbtide.devices.device import AbstractEvent
@@ -194,6 +194,20 @@ class StorageRecord(Record):
         assert 0 <= self.unread <= self.handles, "more readers than handles"
         moves = self.decision is OFFLOAD
         assert moves == (self.ordinal >= 0), "only what moves has an ordinal"
+
+
+@final
+class RecordHold(Hold):
+    """The hold of a saved tensor on a record.
+
+    Attributes:
+        record: the record, which counts this saved tensor among its handles.
+        generation: generation of the record's buffer that the saved tensor read last; 0 for none.
+    """
+
+    __slots__ = ("generation", "record")
+    generation: int
+    record: StorageRecord
 
 
 @final

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ebbtide.activations.activations import Activations
 from ebbtide.activations.handles import AbstractAway, Saved, restore
-from ebbtide.activations.records import KEEP, Call, StorageRecord
+from ebbtide.activations.records import KEEP, OFFLOAD, Call, RecordHold, StorageRecord
 from ebbtide.transfers.layer import in_range
 
 
@@ -27,18 +27,22 @@ class RecordedTensor(AbstractAway):
         record: as given.
     """
 
-    __slots__ = ("_activations", "_generation", "record")
+    __slots__ = ("_activations", "_hold", "record")
 
     def __init__(self, activations: Activations, record: StorageRecord, tensor: Tensor) -> None:
-        self._activations = activations
-        self.record = record
-        self._generation = 0  # the buffer of the record that this handle has read
+        self._take(activations, record)
         if record.decision is KEEP:
             self._size, self.version = tensor.shape, tensor._version
             # The tensor itself would refer to the graph that it lives in, and leak.
             self._probe = tensor.detach()
         else:
-            super().__init__(tensor)
+            super().__init__(tensor, activations.empty)
+
+    def _take(self, activations: Activations, record: StorageRecord) -> None:
+        self._activations = activations
+        self.record = record
+        self._hold = hold = RecordHold(self, activations.deaths.append)
+        hold.record, hold.generation = record, 0
 
     @property
     def shape(self) -> tuple[object, ...]:
@@ -53,26 +57,33 @@ class RecordedTensor(AbstractAway):
         other = RecordedTensor.__new__(RecordedTensor)
         for name in AbstractAway.__slots__[1:]:
             setattr(other, name, getattr(self, name))
-        other._activations, other.record, other._generation = self._activations, self.record, 0
         self._activations.share(self.record)
+        other._take(self._activations, self.record)
         return other
 
     def restore(self) -> Tensor:
         if self.is_modified():
             self._raise_modified()
+        try:
+            return self._restore()
+        except BaseException as error:
+            self._activations.transfers.note_error(error)
+            raise
+
+    def _restore(self) -> Tensor:
         record, activations = self.record, self._activations
-        if record.decision is KEEP:
-            activations.note_backward(record.forward)
-            return self._probe
-        if record.call is None:
-            flat, self._generation = activations.bring_back(record, self._generation)
+        if record.decision is OFFLOAD:
+            flat = activations.bring_back(self._hold)
             if record.view_size is None and record.packing is None:
                 return self._tensor_in(flat.untyped_storage())
             return self._tensor_of(flat)
+        if record.call is None:
+            activations.note_backward(record.forward)
+            return self._probe
         value = activations.begin_rebuild(record)
         if value is None:
             value = in_range("rebuild", record.layer, _run, record.call)
-        self._generation = activations.end_rebuild(record, self._generation, value)
+        activations.end_rebuild(self._hold, value)
         return self._tensor_in(value.untyped_storage())
 
     def peek(self) -> Tensor:
@@ -103,9 +114,6 @@ class RecordedTensor(AbstractAway):
         gathered = flat.view(self._dtype).view(view_size)
         spread.as_strided(view_size, self._stride, self._offset).copy_(gathered)
         return spread.untyped_storage()
-
-    def __del__(self) -> None:
-        self._activations.leave(self.record, self._generation)
 
 
 def _run(call: Call) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import final
 
-from ebbtide.activations.handles import SmallTensors
+from ebbtide.activations.handles import Deaths, SmallTally, SmallTensors
 from ebbtide.activations.records import UnitRecords
 from ebbtide.transfers.layer import Layer
 from ebbtide.transfers.order import AccessOrder
@@ -57,6 +57,7 @@ class Scopes:
 
     Args:
         transfers: the model's transfers, which are notified of the forwards.
+        deaths: where the deaths of saved tensors are noted.
 
     Attributes:
         current: scope of the tensors that are saved now. It exists only during a forward.
@@ -67,10 +68,11 @@ class Scopes:
 
     current: Scope
 
-    def __init__(self, transfers: Transfers) -> None:
+    def __init__(self, transfers: Transfers, deaths: Deaths) -> None:
         self.learned: AccessOrder | None = None
         self.prefetches = True
         self._transfers = transfers
+        self._deaths = deaths
         self._account = transfers.account
         self._stack: list[Scope] = []
         self._step = 0  # number of the step that `_num_forwards` counts for
@@ -86,6 +88,7 @@ class Scopes:
             The forward's scope, for `end_forward`.
         """
         transfers = self._transfers
+        transfers.settle()
         with transfers.gate:
             transfers.begin_run()
             if self._step != self._account.num_steps:
@@ -93,7 +96,7 @@ class Scopes:
             log = ForwardLog(self.learned, self._num_forwards)
             log.prefetches = self.prefetches
             self._num_forwards += 1
-        small = SmallTensors(transfers.gate, self._forget_small)
+        small = SmallTensors(self._deaths)
         return self._push(Scope(None, log, small, offloads=offloads))
 
     def end_forward(self, scope: Scope) -> None:
@@ -105,9 +108,10 @@ class Scopes:
         else:
             del self.current  # the scope would keep `small` alive
         with self._transfers.gate:
-            if scope.small.pointers:
+            tally = scope.small.tally
+            if tally.pointers:
                 self._transfers.live += 1
-                self._account.take_kept(scope.small.size_bytes)
+                self._account.take_kept(tally.size_bytes)
             self._transfers.end_run()
 
     def begin_layer(
@@ -145,7 +149,8 @@ class Scopes:
         self.current = scope
         return scope
 
-    def _forget_small(self, size_bytes: int) -> None:
+    def forget(self, tally: SmallTally) -> None:
         """Note that a forward's small saved tensors were freed. Called with the lock held."""
-        self._transfers.live -= 1
-        self._account.give_kept(size_bytes)
+        if tally.pointers:
+            self._transfers.live -= 1
+            self._account.give_kept(tally.size_bytes)

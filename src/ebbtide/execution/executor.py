@@ -10,10 +10,11 @@ the default way, where sources are released as their copies end and backward pre
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import final
+from typing import ParamSpec, TypeVar, final
 
 from ebbtide.activations.activations import Activations
 from ebbtide.activations.records import UnitRecords
@@ -23,6 +24,9 @@ from ebbtide.transfers.layer import Layer
 from ebbtide.transfers.prefetch import ForwardLog
 from ebbtide.transfers.record import PENDING, RELOADED, RETAINED, STORED
 from ebbtide.transfers.recorder import Subject
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
 
 
 @final
@@ -77,6 +81,22 @@ class ScheduleRun:
         return any(each.unit not in backwards for each in self.begun if each.is_forward)
 
 
+def _notes_errors(method: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """Have a method of the executor note what it raises: see [Note: interrupts]."""
+
+    @functools.wraps(method)
+    def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        try:
+            return method(*args, **kwargs)
+        except BaseException as error:
+            executor = args[0]
+            assert isinstance(executor, ScheduleExecutor)
+            executor.activations.transfers.note_error(error)
+            raise
+
+    return call
+
+
 @final
 class ScheduleExecutor:
     """Runs a schedule on the activations of a model.
@@ -125,6 +145,7 @@ class ScheduleExecutor:
 
     # ---- called from outside, without the lock ------------------------------------------------
 
+    @_notes_errors
     def begin_unit(self, unit: Unit | None = None) -> tuple[UnitRecords, ForwardLog]:
         """Note that the forward of a unit begins, and perform the actions anchored at it.
 
@@ -134,22 +155,27 @@ class ScheduleExecutor:
         Returns:
             The unit's records and the log of its microbatch, for `Scopes.begin_layer`.
         """
+        self._transfers.settle()
         if self._is_given_up():
             self.abandon()
         with self._gate:
             records = self._begin_forward(self._next_unit() if unit is None else unit)
             return records, self._log(records)
 
+    @_notes_errors
     def begin_backward(
         self, records: UnitRecords, direction: Direction = Direction.BACKWARD
     ) -> None:
         """Note that the backward of a unit begins, and perform the actions anchored at it."""
         with self._gate:
+            self.activations.note_deaths()
             self._begin_backward(records, direction)
 
+    @_notes_errors
     def begin_backward_of(self, unit: Unit, direction: Direction) -> None:
         """Note that the backward of a unit of the current run begins."""
         with self._gate:
+            self.activations.note_deaths()
             records = None if self.current is None else self.current.units.get(unit)
             if records is None:
                 return
@@ -159,6 +185,7 @@ class ScheduleExecutor:
                 number = self._log(records).number
                 recorder.begin_backward(Subject(Layer(unit.layer, ""), number))
 
+    @_notes_errors
     def end_backward(self) -> None:
         """Note that the last backward to begin has ended; only the trace uses this."""
         with self._gate:
@@ -174,6 +201,7 @@ class ScheduleExecutor:
         waiting = [each.unit.microbatch for each in self._forwards]
         return next((number for number in waiting if number not in begun), waiting[0])
 
+    @_notes_errors
     def end_microbatch(self, number: int, *, completed: bool) -> None:
         """Note that a forward of the whole model has ended, or was interrupted.
 
@@ -193,12 +221,14 @@ class ScheduleExecutor:
                 self._abandon()
             self._transfers.finish_step_if_over()
 
+    @_notes_errors
     def abandon(self) -> None:
         """Abandon the current run, as after an interrupted forward; the next one begins a run."""
         with self._gate:
             self._abandon()
             self._transfers.finish_step_if_over()
 
+    @_notes_errors
     def act(self, action: Action) -> None:
         """Perform one action on what a unit of the current run saved, in manual mode.
 
@@ -206,6 +236,7 @@ class ScheduleExecutor:
             ScheduleError: the action is out of turn.
         """
         with self._gate:
+            self.activations.note_deaths()
             records = None if self.current is None else self.current.units.get(action.unit)
             self._check_turn(action, records)
             assert records is not None

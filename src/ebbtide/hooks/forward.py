@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import sys
 import types
 from collections.abc import Callable
-from typing import Any, final
+from typing import Any, Protocol, final
 
 from torch import nn
 
 from ebbtide.hooks.layers import LayerTracker
 from ebbtide.hooks.saved_tensors import SavedTensorHooks
 from ebbtide.hooks.weights import WeightHooks
+
+_call_numbers = itertools.count()
+
+
+class FindHooks(Protocol):
+    """Returns the saved-tensor hooks for a forward that begins now."""
+
+    def __call__(self, *, interrupted: bool) -> SavedTensorHooks: ...
 
 
 @final
@@ -23,7 +33,8 @@ class OffloadedForward:
 
     Args:
         forward: the callable to wrap.
-        hooks: returns the saved-tensor hooks for a call that begins now.
+        hooks: returns the saved-tensor hooks for a call that begins now. Its argument says whether
+            an earlier call was interrupted in such a way that it could not clean up.
         tracker: numbers the layers; None for a callable without layers.
         weights: hooks of the offloaded weights; None if no weights are offloaded.
 
@@ -36,7 +47,7 @@ class OffloadedForward:
     def __init__(
         self,
         forward: Callable[..., Any],
-        hooks: Callable[[], SavedTensorHooks],
+        hooks: FindHooks,
         tracker: LayerTracker | None,
         weights: WeightHooks | None = None,
     ) -> None:
@@ -46,6 +57,7 @@ class OffloadedForward:
         self._hooks = hooks
         self._tracker = tracker
         self._active = True
+        self._calls: list[int] = []  # numbers of the calls that run, innermost last
 
     def deactivate(self) -> None:
         """Make every later call a plain call of the wrapped forward."""
@@ -60,20 +72,35 @@ class OffloadedForward:
             return self._call(*args, **kwargs)
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
-        hooks = self._hooks()
-        if not hooks.begin():
+        if not SavedTensorHooks.are_wanted():
             return self._forward(*args, **kwargs)
+        # An interrupt can come between any two of these lines: see [Note: interrupts].
+        hooks = self._hooks(interrupted=self._was_interrupted())
+        depth = hooks.depth
+        call = next(_call_numbers)
+        self._calls.append(call)
         completed = False
-        if self._tracker is not None:
-            self._tracker.begin_forward()
         try:
+            hooks.begin()
+            if self._tracker is not None:
+                self._tracker.begin_forward()
             result = self._forward(*args, **kwargs)
             completed = True
         finally:
-            hooks.end()
+            while hooks.depth > depth:
+                hooks.end()
             if self._tracker is not None:
                 self._tracker.end_forward(completed=completed)
+            self._calls.remove(call)
         return result
+
+    def _was_interrupted(self) -> bool:
+        """Whether an earlier call ended without its clean-up, because an interrupt came into it."""
+        if not self._calls:
+            return False
+        running = _running_calls()
+        begun, self._calls = self._calls, [call for call in self._calls if call in running]
+        return begun != self._calls
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
         owner = getattr(self._forward, "__self__", None)
@@ -87,6 +114,18 @@ class OffloadedForward:
         if isinstance(owner, nn.Module):
             return _plain_forward, (owner,)
         return _itself, (self._forward,)
+
+
+def _running_calls() -> set[int]:
+    """Return the numbers of the calls that are on the stack of any thread."""
+    found = set()
+    for top in sys._current_frames().values():
+        frame: types.FrameType | None = top
+        while frame is not None:
+            if frame.f_code is OffloadedForward._call.__code__ and "call" in frame.f_locals:
+                found.add(frame.f_locals["call"])
+            frame = frame.f_back
+    return found
 
 
 def _plain_forward(module: nn.Module) -> Callable[..., Any]:

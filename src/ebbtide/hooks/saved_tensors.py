@@ -48,8 +48,7 @@ class SavedTensorHooks:
         self._parameters = parameters
         self._account = activations.transfers.account
         self._device = activations.transfers.device.torch_device
-        # `new_empty` of a tensor is the fastest way to another one.
-        self._no_bytes = torch.empty(0, dtype=torch.uint8, device=self._device)
+        self._no_bytes = activations.empty[torch.uint8]
         self._min_bytes = placement.min_bytes
         self._scopes: list[Scope] = []  # of the forwards that run now, innermost last
 
@@ -74,14 +73,32 @@ class SavedTensorHooks:
             return False
         self._parameters.refresh(held)
         offloads = self._placement.offloads(None)
-        self._scopes.append(self._activations.scopes.begin_forward(offloads=offloads))
-        torch._C._autograd._push_saved_tensors_default_hooks(self.pack, restore)
+        try:
+            self._scopes.append(self._activations.scopes.begin_forward(offloads=offloads))
+            torch._C._autograd._push_saved_tensors_default_hooks(self.pack, restore)
+        except BaseException as error:
+            self._activations.transfers.note_error(error)
+            raise
         return True
 
+    @property
+    def depth(self) -> int:
+        """Number of forwards that run inside each other now."""
+        return len(self._scopes)
+
     def end(self) -> None:
-        """End what `begin` began."""
-        torch._C._autograd._pop_saved_tensors_default_hooks()
+        """End what the last `begin` began."""
+        self.pop()
         self._activations.scopes.end_forward(self._scopes.pop())
+        self._activations.transfers.settle()
+
+    def pop(self) -> bool:
+        """Take the hooks from the top of autograd's stack. Returns False if they are not there."""
+        top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if top is None or top[0] != self.pack:
+            return False
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        return True
 
     def pack(self, tensor: torch.Tensor) -> Saved:
         """Pack a tensor that autograd saves. This is the pack hook.
@@ -94,6 +111,8 @@ class SavedTensorHooks:
             or tensor.layout is not torch.strided
         ):
             return self._pack_unusual(tensor)
+        if not self._scopes:  # an interrupt has left the hooks behind
+            return pass_through(tensor)
         size_bytes = tensor.nbytes
         meter = self._account.meter
         meter.num_saved += 1
@@ -111,16 +130,21 @@ class SavedTensorHooks:
             return pass_through(tensor)
         if size_bytes < self._min_bytes and whole.nbytes < self._min_bytes:
             small = self._activations.scopes.current.small
-            if pointer not in small.pointers:
-                small.pointers.add(pointer)
-                small.size_bytes += whole.nbytes
+            tally = small.tally
+            if pointer not in tally.pointers:
+                tally.pointers.add(pointer)
+                tally.size_bytes += whole.nbytes
             return tensor.detach(), tensor._version, small
         storage = tensor.untyped_storage()
         begin = storage.data_ptr()
         if begin != pointer and self._parameters.owns(tensor, begin):
             meter.parameter_bytes += size_bytes
             return pass_through(tensor)
-        saved = self._pack_large(tensor, storage)
+        try:
+            saved = self._pack_large(tensor, storage)
+        except BaseException as error:
+            self._activations.transfers.note_error(error)
+            raise
         self._placement.note(tensor, saved)
         return saved
 
@@ -168,7 +192,8 @@ class SavedTensorHooks:
         form: Hashable = None
         view = packing = None
         if first is None or first.form is not None:  # else the first record has all bytes
-            view = _find_view(tensor, storage)
+            if not tensor.is_contiguous() or 2 * tensor.nbytes < storage.nbytes():
+                view = _find_view(tensor, storage)
             if view is not None:
                 form = tensor.dtype, view, tensor.stride(), int(tensor.storage_offset())
             elif tensor.dtype in PACKED and self._placement.packs:
@@ -207,8 +232,6 @@ def _find_view(tensor: torch.Tensor, storage: torch.UntypedStorage) -> tuple[int
     The shape is that of the tensor, with broadcast dimensions of size 1. None means that the whole
     storage is to be offloaded.
     """
-    if tensor.is_contiguous() and 2 * tensor.nbytes >= storage.nbytes():
-        return None
     size, stride = tensor.shape, tensor.stride()
     distinct = tuple(n if step else 1 for n, step in zip(size, stride, strict=True))
     if 2 * math.prod(distinct) * tensor.itemsize >= storage.nbytes():
@@ -226,7 +249,7 @@ def _bytes_of(storage: torch.UntypedStorage, no_bytes: torch.Tensor) -> torch.Te
     Shape:
         (size_bytes,), uint8.
     """
-    return no_bytes.new_empty(0).set_(storage)
+    return no_bytes.new(storage)  # the fastest way, and the oldest
 
 
 def _gather(tensor: torch.Tensor, size: tuple[int, ...]) -> torch.Tensor:

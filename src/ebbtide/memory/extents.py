@@ -52,7 +52,7 @@ class ExtentAllocator:
         The run at the end of the range is used only if no other run has room. Its length then does
         not influence the choice, so the part beyond `peak_end_bytes` can be cut off.
         """
-        size = self.round_up(size_bytes)
+        size = -(-(size_bytes or 1) // self._alignment) * self._alignment  # as `round_up`
         at = self._find(size)
         if at is None:
             return None

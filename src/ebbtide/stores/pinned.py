@@ -97,7 +97,9 @@ class PinnedStore(AbstractStore):
 
     def offload(self, source: torch.Tensor, ready: AbstractEvent) -> Slot:
         size_bytes = source.numel()
-        slab, extent = self._allocate(size_bytes)
+        if self._slabs.grown:
+            self._settle()
+        slab, extent = self._slabs.allocate(size_bytes) or self._grow(size_bytes)
         memory = slab.view(extent, size_bytes)
         if self._reads:
             # Guard readers-until-complete: a copy up from reused host memory is forgotten only when
@@ -120,13 +122,13 @@ class PinnedStore(AbstractStore):
         self, slot: Slot, target: Target | None = None
     ) -> tuple[torch.Tensor, AbstractEvent]:
         buffer, free, _ = target or allocate_target(self._device, slot.size_bytes)
-        if isinstance(slot, RestingSlot):
+        if not isinstance(slot, _HostSlot):
+            assert isinstance(slot, RestingSlot)
             source = slot.tensor[: slot.size_bytes]
             # Guard weights-after-kernels: the copy up of weights waits for the kernels that used
             # its buffer before. The allocator, or another layer, hands over memory that queued
             # kernels still read; the copy would overwrite it under them.
             return buffer, self._device.copy_up(buffer, source, free)
-        assert isinstance(slot, _HostSlot)
         memory = slot.slab.view(slot.extent, slot.size_bytes)
         # Guard copy-up-after-kernels: the copy up waits for the kernels queued before its buffer
         # was allocated. The allocator hands out memory that queued kernels still read; the copy
@@ -143,11 +145,11 @@ class PinnedStore(AbstractStore):
         The host cannot wait here for the last copy up. It runs ahead of the device, and would come
         to a stop at the first offload of every step.
         """
-        if isinstance(slot, RestingSlot):
+        if not isinstance(slot, _HostSlot):
+            assert isinstance(slot, RestingSlot)
             self.budget.take(-slot.extent.size_bytes)
             slot.memory.give_back()
             return
-        assert isinstance(slot, _HostSlot)
         if slot.reloaded is not None:
             self._reads.append(slot.reloaded)
         self._slabs.free(slot.slab, slot.extent)
@@ -212,17 +214,8 @@ class PinnedStore(AbstractStore):
         self._device.finish_copies()
         self._slabs.give_back()
 
-    def _allocate(self, size_bytes: int) -> tuple[Slab, Extent]:
-        if self._slabs.grown:
-            self._settle()
-        found = self._slabs.allocate(size_bytes)
-        if found is None:
-            self._grow(size_bytes)
-            found = self._slabs.allocate(size_bytes)
-            assert found is not None
-        return found
-
-    def _grow(self, size_bytes: int) -> None:
+    def _grow(self, size_bytes: int) -> tuple[Slab, Extent]:
+        """Make room for so many bytes, which no slab has, and allocate them."""
         try:
             self._slabs.grow(size_bytes)
         except StoreFullError:
@@ -230,6 +223,9 @@ class PinnedStore(AbstractStore):
             if sizes is None:
                 raise
             self._resize(sizes)  # none of the slabs is large enough, and none is in use
+        found = self._slabs.allocate(size_bytes)
+        assert found is not None
+        return found
 
     def _settle(self) -> None:
         """Trim the slabs if a step is over in which they have grown."""

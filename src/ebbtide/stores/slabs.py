@@ -61,11 +61,12 @@ class Slab:
         Equal steps ask for the same views again, and making a view is slow, so views are kept.
         """
         name = extent[0], size_bytes
-        if name not in self._views:
+        view = self._views.get(name)
+        if view is None:
             if len(self._views) == _MOST_VIEWS:
                 self._views.clear()
-            self._views[name] = self.memory.tensor.narrow(0, *name)
-        return self._views[name]
+            view = self._views[name] = self.memory.tensor.narrow(0, *name)
+        return view
 
     def give_back(self) -> None:
         self._views.clear()

@@ -6,7 +6,7 @@ from typing import final
 
 from ebbtide.devices.device import AbstractDevice, AbstractEvent, AbstractStream, Origin
 from ebbtide.tracing.trace import Trace
-from ebbtide.transfers.layer import in_range
+from ebbtide.transfers.layer import in_range, is_profiling
 from ebbtide.transfers.record import ACTIVATION, GRADIENT, WEIGHT, Record
 from ebbtide.transfers.recorder import StepRecorder, Subject
 from ebbtide.transfers.stats import StepMeter, StepStats
@@ -147,8 +147,8 @@ class Account:
     ) -> None:
         """Let what is queued on ``stream`` from now on run after ``event``, and count the wait."""
         recorder = self.recorder
-        if recorder is None and event.query():  # what is complete stalls nobody
-            in_range("wait", record.layer, stream.wait, event)
+        if recorder is None and event.query() and not is_profiling():
+            stream.wait(event)  # what is complete stalls nobody
             return
         before = self._device.moment()
         self.meter.waits.append((before, event, is_reload))

@@ -1,54 +1,44 @@
-"""A lock whose holder also does the work that other threads defer while the lock is taken."""
+"""The lock of one model's records, and the work that finalizers leave to whoever holds it next."""
 
 from __future__ import annotations
 
-import threading
+import _thread
 import weakref
 from collections import deque
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, final
 
 
 @final
-class Gate:
-    """A lock whose holder does all deferred work before it releases the lock.
+class Gate(_thread.RLock):  # type: ignore[misc, name-defined, unused-ignore]
+    """A lock that no interrupt leaves locked, with a queue of work that needs the lock.
+
+    [Note: interrupts] Python raises KeyboardInterrupt, and what a signal handler raises, between
+    any two instructions of the main thread. A lock that is taken in an `__enter__` written in
+    Python can stay locked for ever, because the interrupt can come between the taking and the
+    `try`. So this class inherits `__enter__` and `__exit__` from the interpreter's own lock, which
+    is written in C. Nothing relies on it being reentrant.
 
     [Note: deferred work] A saved tensor can die at any moment: inside the engine's own code, in a
     backward thread, or while a worker thread finishes a copy. Its finalizer must not block, so it
-    puts its work into the gate's queue. If the lock is taken, the holder does the work before it
-    releases the lock.
+    leaves its work here. Whoever settles next does it: see `Transfers.settle`.
 
     Args:
         owner: the object that holds the gate. The gate refers to it weakly, to avoid a cycle.
         tidy: called with the owner, and with the lock held, after deferred work was done.
     """
 
+    def __new__(cls, *_: Any) -> Gate:
+        return super().__new__(cls)
+
     def __init__(self, owner: object, tidy: Callable[[Any], None]) -> None:
-        self._lock = threading.Lock()
+        super().__init__()
         self._work: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self._owner = weakref.ref(owner)
         self._tidy = tidy
 
-    def __enter__(self) -> None:
-        self._lock.acquire()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        try:
-            if self._work:
-                self._do_work()
-        finally:
-            self._lock.release()
-        if self._work:  # it arrived after the check above, while the lock was still taken
-            self._work_if_free()
-
     def leave(self, work: Callable[..., None], *arguments: Any) -> None:
-        """Do work that needs the lock, now if the lock is free, else later by the lock's holder.
+        """Do work that needs the lock, now if the lock is free, else when somebody settles.
 
         This never blocks. See [Note: deferred work].
 
@@ -57,17 +47,31 @@ class Gate:
             arguments: arguments of ``work``.
         """
         self._work.append((work, arguments))
-        self._work_if_free()
+        self.settle_if_free()
 
-    def _work_if_free(self) -> None:
-        """Do the deferred work unless the lock is taken; then its holder does the work."""
-        while self._work and self._lock.acquire(blocking=False):
-            try:
-                self._do_work()
-            finally:
-                self._lock.release()
+    def settle_if_free(self) -> None:
+        """Do the deferred work and tidy up, unless the lock is taken."""
+        if self._is_owned():  # type: ignore[attr-defined, unused-ignore]
+            return
+        try:
+            while self.acquire(blocking=False):
+                self._settle()
+                self.release()
+                if not self._work:  # else it arrived while the lock was still taken
+                    return
+        finally:
+            # An interrupt came while the lock was taken.
+            if self._is_owned():  # type: ignore[attr-defined, unused-ignore]
+                self.release()
 
-    def _do_work(self) -> None:
+    def settle(self) -> None:
+        """Wait for the lock, do the deferred work and tidy up."""
+        with self:
+            self._settle()
+        if self._work:
+            self.settle_if_free()
+
+    def _settle(self) -> None:
         while self._work:
             work, arguments = self._work.popleft()
             work(*arguments)

@@ -11,7 +11,8 @@ from torch.profiler import record_function
 
 Result = TypeVar("Result")
 
-_is_profiling = torch._C._autograd._profiler_enabled
+is_profiling = torch._C._autograd._profiler_enabled
+"""Whether a profiler runs. Code that runs for every tensor asks before it calls `in_range`."""
 
 
 @final
@@ -32,7 +33,7 @@ def in_range(
     what: str, layer: Layer | None, work: Callable[..., Result], *arguments: Any
 ) -> Result:
     """Call ``work``, inside a range such as ``ebbtide::offload 3 blocks.3`` if a profiler runs."""
-    if not _is_profiling():
+    if not is_profiling():
         return work(*arguments)
     name = "" if layer is None else f" {layer.index} {layer.name}"
     with record_function(f"ebbtide::{what}{name}"):

@@ -8,7 +8,7 @@ from typing import final
 from ebbtide.devices.device import raise_again
 from ebbtide.stores.store import AbstractStore
 from ebbtide.transfers.account import Account
-from ebbtide.transfers.layer import in_range
+from ebbtide.transfers.layer import in_range, is_profiling
 from ebbtide.transfers.record import (
     ACTIVATION,
     DROPPED,
@@ -95,7 +95,10 @@ class Offloads:
         # The copy may start when the kernels queued so far have run: they write these bytes. They
         # are on the stream that saved them, which need not be the current one.
         written = record.home.record()
-        slot = in_range("offload", record.layer, self._store.offload, record.source, written)
+        if is_profiling():
+            slot = in_range("offload", record.layer, self._store.offload, record.source, written)
+        else:
+            slot = self._store.offload(record.source, written)
         record.slot, record.offloaded = slot, slot.offloaded
         record.move_to(state)
         self._account.note_offload(record)
@@ -180,7 +183,10 @@ class Offloads:
         assert record.offloaded is not None
         failure = record.offloaded.failure
         if failure is None or record.state is DROPPED:
-            in_range("release", record.layer, record.release_source)
+            if is_profiling():
+                in_range("release", record.layer, record.release_source)
+            else:
+                record.release_source()
             if self._account.recorder is not None:
                 self._account.note_release(record)
         else:

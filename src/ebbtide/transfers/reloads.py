@@ -9,7 +9,7 @@ import torch
 from ebbtide.devices.device import AbstractDevice, AbstractEvent
 from ebbtide.stores.store import AbstractStore, Target
 from ebbtide.transfers.account import Account
-from ebbtide.transfers.layer import in_range
+from ebbtide.transfers.layer import in_range, is_profiling
 from ebbtide.transfers.prefetch import ForwardLog
 from ebbtide.transfers.record import REBUILDABLE, REBUILT, RELOADED, STORED, Record, State
 
@@ -60,9 +60,13 @@ class Reloads:
             record: the record to reload.
             target: device memory to copy into. If None, memory is allocated.
         """
-        assert record.slot is not None
+        slot = record.slot
+        assert slot is not None
         home = self._device.compute_stream() if target is None else target.home
-        buffer, ready = in_range("reload", record.layer, self._store.reload, record.slot, target)
+        if is_profiling():
+            buffer, ready = in_range("reload", record.layer, self._store.reload, slot, target)
+        else:
+            buffer, ready = self._store.reload(slot, target)
         record.take_buffer(buffer, ready, home, RELOADED)
         self._account.note_reload(record)
 

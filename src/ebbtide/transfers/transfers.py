@@ -6,7 +6,10 @@ import weakref
 from collections.abc import Callable
 from typing import final
 
+import torch
+
 from ebbtide.devices.device import AbstractDevice, AbstractEvent, AbstractStream
+from ebbtide.errors import EbbtideError
 from ebbtide.stores.store import AbstractStore
 from ebbtide.transfers.account import Account
 from ebbtide.transfers.gate import Gate
@@ -43,6 +46,9 @@ class Transfers:
         reloads: copies from the store to the device.
         live: number of saved tensors that graphs hold.
         running: number of forwards that run now, and of backwards that reload weights now.
+        closed: whether the store has been closed.
+        is_broken: whether an interrupt may have left the records half changed. The engine is built
+            anew then, before the next forward.
     """
 
     def __init__(
@@ -62,7 +68,9 @@ class Transfers:
         self.live = 0
         self.running = 0
         self._goes_on: Callable[[], Callable[[], bool] | None] = lambda: None
+        self._note_deaths: Callable[[], None] = _nothing
         self._closing = False
+        self.closed = self.is_broken = False
 
     def extend_steps(self, goes_on: Callable[[], bool]) -> None:
         """Keep a step open, even while no graph is alive, as long as a method returns True.
@@ -72,6 +80,29 @@ class Transfers:
                 not keep its object alive.
         """
         self._goes_on = weakref.WeakMethod(goes_on)
+
+    def before_tidying(self, note_deaths: Callable[[], None]) -> None:
+        """Have a method called, with the lock held, before anything is tidied up.
+
+        Args:
+            note_deaths: bound method, which is referred to weakly.
+        """
+        self._note_deaths = call_weakly(note_deaths)
+
+    def note_error(self, error: BaseException) -> None:
+        """Note an error that has left the engine. See [Note: interrupts].
+
+        An error of the store or of the allocator leaves everything in order. Any other, such as
+        KeyboardInterrupt or what a signal handler raised, may have come between two changes that
+        belong together.
+        """
+        expected = isinstance(error, EbbtideError | OSError | torch.OutOfMemoryError)
+        if not expected or isinstance(error, TimeoutError | InterruptedError):
+            self.is_broken = True
+            # Guard interrupted-copies: copies end before an interrupt leaves the engine. It came
+            # between a copy and the note of it: the memory that the copy writes would be freed,
+            # handed out again, and overwritten.
+            self.device.finish_copies()
 
     def begin_run(self) -> None:
         """Note that a forward begins, or a backward that reloads weights."""
@@ -93,9 +124,13 @@ class Transfers:
         else:
             self.account.wait(record, event, stream, is_reload=True)
 
+    def settle(self) -> None:
+        """Note which saved tensors have died, and free what finished copies no longer need."""
+        self.gate.settle()
+
     def poll(self) -> None:
-        """Free the memory that finished copies no longer need. Any thread may call this."""
-        self.gate.leave(_nothing)
+        """Settle unless another thread holds the lock. This never blocks."""
+        self.gate.settle_if_free()
 
     def weak_poll(self) -> Callable[[], None]:
         """Return `poll` as a function that does not keep this object alive.
@@ -106,9 +141,8 @@ class Transfers:
 
     def close(self) -> None:
         """Close the store as soon as no graph needs it any more."""
-        with self.gate:
-            self._closing = True
-            self._close_if_idle()
+        self._closing = True
+        self.settle()
 
     def finish_step_if_over(self) -> None:
         """End the step if no forward runs and no graph holds one of its saved tensors."""
@@ -120,16 +154,22 @@ class Transfers:
 
     def _tidy(self) -> None:
         """Clean up after saved tensors died or copies ended. Called with the lock held."""
-        if self.offloads.queue:
-            self.offloads.retire_finished()
-        if self.reloads.abandoned:
-            self.reloads.free_abandoned()
-        if not self.live:
-            self.finish_step_if_over()
-            self._close_if_idle()
+        try:
+            self._note_deaths()
+            if self.offloads.queue:
+                self.offloads.retire_finished()
+            if self.reloads.abandoned:
+                self.reloads.free_abandoned()
+            if not self.live:
+                self.finish_step_if_over()
+                self._close_if_idle()
+        except BaseException as error:
+            self.note_error(error)
+            raise
 
     def _close_if_idle(self) -> None:
         if self._closing and not self.live and not self.running:
+            self.closed = True
             self.store.close()
             self.offloads.retire_finished()
             self.reloads.free_abandoned()

@@ -16,7 +16,7 @@ from typing import ParamSpec, TypeVar, final
 
 import torch
 
-from ebbtide.activations.handles import AbstractAway, Saved
+from ebbtide.activations.handles import AbstractAway, EmptyTensors, Saved
 from ebbtide.errors import SavedTensorModifiedError
 from ebbtide.stores.mapped_memory import FileSlot
 from ebbtide.stores.store import RestingSlot
@@ -110,6 +110,7 @@ class DeviceWeights(AbstractWeights):
         self._in_backward: dict[int, Sequence[WeightGroup]] = {}
         self._substitutes: dict[OffloadedParameter, WeightGroup] = {}
         self._closed = False
+        self.empty = EmptyTensors(self._device.torch_device)
 
     # ---- forward ------------------------------------------------------------------------------
 
@@ -431,7 +432,7 @@ class WeightTensor(AbstractAway):
         self._parameter_version = member.parameter._version
         self._replacements = member.replacements
         weights.add_handle(group)
-        super().__init__(tensor)
+        super().__init__(tensor, weights.empty)
 
     def share(self) -> WeightTensor:
         return self  # it holds no memory that sharing could duplicate

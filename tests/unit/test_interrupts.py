@@ -1,0 +1,246 @@
+"""Ctrl-C at any line of the hot path: the next step is right, and nothing is left over."""
+
+import contextlib
+import gc
+import os
+import signal
+import sys
+import threading
+import time
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ebbtide
+from ebbtide import ActivationPolicy
+from ebbtide.devices import simulated
+from ebbtide.devices.simulated import SimulatedDevice
+from ebbtide.stores.pinned import PinnedStore
+from ebbtide.transfers.gate import Gate
+from loops import on_device
+
+SOURCE = str(Path(ebbtide.__file__).parent)
+NOT_OURS = str(Path(simulated.__file__))
+"""It stands for hardware, which no interrupt stops halfway."""
+PATIENCE_S = 60
+STRIDE = int(os.environ.get("EBBTIDE_INTERRUPT_STRIDE", "23"))
+"""Lines from one interrupt to the next; `make soak` takes every line."""
+TIMED = 120
+
+
+class Interrupt(BaseException):
+    """What a signal handler raises."""
+
+
+class Interrupter:
+    """Raises at the n-th line of ebbtide's code that the main thread comes to.
+
+    Args:
+        at: number of the line, from 0.
+
+    Attributes:
+        where: the line at which it raised; empty if the code has fewer lines.
+    """
+
+    def __init__(self, at: int) -> None:
+        self._left = at
+        self.where = ""
+
+    def __enter__(self) -> "Interrupter":
+        sys.settrace(self._trace)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+
+    def _trace(self, frame: types.FrameType, event: str, _: Any) -> Any:
+        name = frame.f_code.co_filename
+        if not name.startswith(SOURCE) or name == NOT_OURS or self.where:
+            return None
+        if event in ("call", "line"):  # before the first line, and before each
+            self._left -= 1
+            if self._left < 0:
+                self.where = f"{frame.f_code.co_qualname}:{frame.f_lineno} ({event})"
+                raise Interrupt
+        return self._trace
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(2)]
+    return nn.Sequential(*blocks)
+
+
+def gradients(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    model.zero_grad()
+    model(x).square().sum().backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+@contextmanager
+def patience() -> Iterator[None]:
+    """Turn a hang into a failure."""
+
+    def give_up(*_: object) -> None:
+        raise AssertionError("it hangs")
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.alarm(PATIENCE_S)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def num_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "rebuild": {"activations": ActivationPolicy(min_bytes=1)},
+    "offload": {"activations": ActivationPolicy(min_bytes=1, rebuild=False)},
+    "some kept": {"activations": ActivationPolicy(min_bytes=1, rebuild=False, num_layers=1)},
+    "schedule": {
+        "activations": ActivationPolicy(min_bytes=1, rebuild=False),
+        "schedule": ebbtide.schedule.default(1, 2),
+    },
+}
+
+
+def step(model: nn.Module, x: torch.Tensor) -> None:
+    model(x).square().sum().backward()
+
+
+@contextmanager
+def any_store(kind: str) -> Iterator[Callable[[], None]]:
+    """The CPU with a disk, or a simulated accelerator. Yields what waits for its copies."""
+    if kind == "disk":
+        yield lambda: time.sleep(0.001)
+        return
+    device = SimulatedDevice(0)
+    with on_device(device, lambda: PinnedStore(device, slab_bytes=2**16), 2**20):
+        yield device.finish_copies
+
+
+def check_nothing_is_left(handle: ebbtide.OffloadHandle, wait: Callable[[], None]) -> None:
+    for _ in range(2000):
+        if handle.inspect().in_flight.is_idle:
+            break
+        wait()
+    assert handle.inspect().in_flight.is_idle, str(handle.inspect())
+    assert handle.stats.num_saved > 0, "the step has not ended"
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None, "hooks are left"
+
+
+@pytest.mark.parametrize("kind", ["disk", "simulated"])
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.timeout(3600)
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_at_any_line_leaves_nothing(setting: str, kind: str) -> None:
+    x = torch.randn(8, 16)
+    expected = gradients(build(), x)
+    model = build()
+    gc.collect()
+    threads, files = threading.active_count(), num_files()
+    with any_store(kind) as wait:
+        handle = ebbtide.offload(model, **SETTINGS[setting])
+        gradients(model, x)
+        at = STRIDE // 2
+        while True:
+            with patience(), Interrupter(at) as interrupter, contextlib.suppress(Interrupt):
+                step(model, x)
+            if not interrupter.where:
+                break
+            with patience():
+                found = gradients(model, x)
+                assert all(map(torch.equal, found, expected)), interrupter.where
+                try:
+                    check_nothing_is_left(handle, wait)
+                except AssertionError as error:
+                    raise AssertionError(f"after an interrupt at {interrupter.where}") from error
+            at += STRIDE
+        assert at > 1000, "the trace saw too little of the hot path"
+        with patience():
+            handle.detach()
+    del handle
+    gc.collect()
+    for _ in range(200):
+        if threading.active_count() <= threads and num_files() <= files:
+            break
+        time.sleep(0.02)
+    assert threading.active_count() <= threads, threading.enumerate()
+    assert num_files() <= files
+
+
+def test_interrupts_from_a_timer() -> None:
+    x = torch.randn(8, 16)
+    expected = gradients(build(), x)
+    model = build()
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    interrupted = 0
+    try:
+        with any_store("disk") as wait:
+            handle = ebbtide.offload(model, **SETTINGS["offload"])
+            for number in range(TIMED):
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, 1e-4 + number % 40 * 1e-4)
+                    for _ in range(100):
+                        step(model, x)
+                except KeyboardInterrupt:
+                    interrupted += 1
+                finally:
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+                assert all(map(torch.equal, gradients(model, x), expected))
+                check_nothing_is_left(handle, wait)
+            handle.detach()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert interrupted > TIMED // 2
+
+
+def test_a_saved_tensor_dies_without_running_python_code() -> None:
+    """An interrupt that is raised in a finalizer is lost, and so is the finalizer's work."""
+    called = []
+    model = build()
+    with ebbtide.offload(model, **SETTINGS["offload"]):
+        loss = model(torch.randn(8, 16)).square().sum()
+        sys.setprofile(lambda frame, event, _: called.append((frame.f_code.co_name, event)))
+        del loss
+        sys.setprofile(None)
+    assert not [name for name, event in called if event == "call"]
+
+
+def test_a_graph_that_outlives_an_interrupt_can_be_used() -> None:
+    x = torch.randn(8, 16)
+    expected = gradients(build(), x)
+    model = build()
+    handle = ebbtide.offload(model, **SETTINGS["offload"])
+    before = model(x).square().sum()
+    for at in range(200, 1000, 100):
+        with Interrupter(at), contextlib.suppress(Interrupt):
+            step(model, x)
+    assert all(map(torch.equal, gradients(model, x), expected))
+    model.zero_grad()
+    before.backward()
+    assert all(torch.equal(p.grad, e) for p, e in zip(model.parameters(), expected, strict=True))
+    del before
+    gradients(model, x)
+    check_nothing_is_left(handle, lambda: time.sleep(0.001))
+    handle.detach()
+
+
+def test_the_lock_is_taken_and_released_by_the_interpreter() -> None:
+    """Python code around the lock could be interrupted when it is taken and not yet guarded."""
+    assert not isinstance(Gate.__enter__, types.FunctionType)
+    assert not isinstance(Gate.__exit__, types.FunctionType)
