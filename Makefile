@@ -27,6 +27,7 @@ races: $(VENV)/.dev  ## write docs/internals/races.md from the tags of the guard
 
 soak: $(VENV)/.dev  ## the engine under thousands of adversarial orders of copies
 	EBBTIDE_SIMULATION_SEEDS=20000 $(BIN)/python -m pytest --timeout 0 tests/simulation
+	EBBTIDE_INTERRUPT_STRIDE=1 $(BIN)/python -m pytest --timeout 0 tests/unit/test_interrupts.py
 
 bench: $(VENV)/.dev  ## measure what needs no accelerator; results go to benchmarks/results
 	$(BIN)/python -m benchmarks.overhead

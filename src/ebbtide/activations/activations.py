@@ -43,6 +43,8 @@ class Activations:
         scopes: the running forwards and layers, to which saved storages belong.
         empty: empty tensors on the device.
         deaths: the holds of saved tensors that have died, until they are noted.
+        wanted_again: layer and number, as in `Plan`, of storages that a backward with
+            ``create_graph=True`` has read. The graph that it makes holds them.
 
     Streams:
         `offload` and `bring_back` queue work on the calling thread's compute stream and on the
@@ -65,7 +67,9 @@ class Activations:
         self._saved: list[StorageRecord] = []  # of the step that runs
         self._saved_before: list[StorageRecord] = []  # of the last finished step
         self._step = 0  # its number
-        self._backwards: set[int] = set()  # ids of autograd's running graph tasks
+        self._backwards: dict[int, bool] = {}  # autograd's running graph tasks; see `_note_task`
+        self._ended: set[int] = set()  # graph tasks that have ended, without making a graph
+        self.wanted_again: set[tuple[int | None, int]] = set()
         transfers.before_tidying(self.note_deaths)
 
     # ---- forward ------------------------------------------------------------------------------
@@ -256,15 +260,16 @@ class Activations:
         Shape:
             (size_bytes,), uint8.
         """
-        task = torch._C._current_graph_task_id()
-        if task not in self._backwards:
-            self._watch_backward(task)
         record = hold.record
+        log = record.forward
+        creates_graph = self._note_task(log)
         with self._gate:
             if self.deaths:
                 self.note_deaths()
-            log = record.forward
             log.note_unpack(record.ordinal)
+            if creates_graph:
+                layer = record.layer
+                self.wanted_again.add((None if layer is None else layer.index, record.number))
             flat, event = record.source, None
             if flat is None:
                 if record.buffer is None:
@@ -287,16 +292,42 @@ class Activations:
         self._device.note_use(flat, home, event)
         return flat
 
-    def _watch_backward(self, task: int) -> None:
-        """Settle when a backward has ended. The last saved tensors to die die in it."""
-        if task != -1:  # else a saved tensor is looked at outside a backward
-            self._backwards.add(task)
-            settle = functools.partial(self._end_backward, task)
-            torch.autograd.Variable._execution_engine.queue_callback(settle)
+    def _note_task(self, log: ForwardLog) -> bool:
+        """Note that autograd's running graph task reads saved tensors of a forward.
+
+        Returns:
+            Whether this backward makes a graph itself (``create_graph=True``).
+        """
+        task = log.task = torch._C._current_graph_task_id()
+        creates_graph = self._backwards.get(task)
+        if creates_graph is None:
+            if task == -1:  # a saved tensor is looked at outside a backward
+                return False
+            creates_graph = self._backwards[task] = torch.is_grad_enabled()
+            # The last saved tensors to die die in this backward.
+            end = functools.partial(self._end_backward, task)
+            torch.autograd.Variable._execution_engine.queue_callback(end)
+        return creates_graph
 
     def _end_backward(self, task: int) -> None:
-        self._backwards.discard(task)
+        if not self._backwards.pop(task, True):
+            self._ended.add(task)
         self.transfers.settle()
+
+    def end_read_step(self) -> None:
+        """End the step if all that graphs still hold was read by a backward that has ended.
+
+        A training loop that keeps its loss in a variable may keep a part of the graph, too, until
+        the next forward has assigned the variable anew. That forward is in the next step.
+        """
+        self.transfers.settle()
+        if not self.transfers.live:
+            self._ended.clear()
+            return
+        with self._gate:
+            alive = self.alive()
+            if alive and all(record.forward.task in self._ended for record in reversed(alive)):
+                self.transfers.finish_step()
 
     def _wait_for_reload(
         self, record: StorageRecord, flat: torch.Tensor, event: AbstractEvent
@@ -315,6 +346,7 @@ class Activations:
 
     def note_backward(self, log: ForwardLog) -> None:
         """Note that backward has begun with kept tensors, and prefetch what it needs next."""
+        self._note_task(log)
         with self._gate:
             self.note_deaths()
             log.note_backward()
@@ -328,6 +360,7 @@ class Activations:
         Returns:
             None if there is no value yet. The caller then rebuilds it and calls `end_rebuild`.
         """
+        self._note_task(record.forward)
         with self._gate:
             self.note_deaths()
             if record.buffer is None:
@@ -462,7 +495,8 @@ class Activations:
 
     def alive(self) -> list[StorageRecord]:
         """Return the records that graphs hold now."""
-        return [record for record in self._saved if record.state is not DROPPED]
+        records = [*self._saved_before, *self._saved]
+        return [record for record in records if record.state is not DROPPED]
 
     def _note_step(self) -> None:
         """Begin another list of records if a step has ended."""

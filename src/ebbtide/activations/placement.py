@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import final
 
 import torch
@@ -40,6 +40,8 @@ class Placement:
     Attributes:
         min_bytes: smaller storages are kept.
         num_calls: number of layer calls in a forward, once that is known.
+        wanted_again: layer and number of storages that stay on the device because a second
+            backward needs them: see `Activations.wanted_again`. The plan can say otherwise.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class Placement:
         self._layers_only = layers_only
         self.min_bytes = max(int(policy.min_bytes), 1)  # no bytes, no copy
         self.num_calls: int | None = None
+        self.wanted_again: Set[tuple[int | None, int]] = frozenset()
         self._policy = policy
         self._plan: Plan = {} if plan is None else plan
         rebuilds = policy.rebuild or REBUILD in self._plan.values()
@@ -89,9 +92,11 @@ class Placement:
         if is_marked(storage):
             return KEEP, None
         planned = None
-        if self._plan:
-            index = None if scope.layer is None else scope.layer.index
-            planned = self._plan.get((index, number))
+        if self._plan or self.wanted_again:
+            name = None if scope.layer is None else scope.layer.index, number
+            planned = self._plan.get(name)
+            if planned is None and name in self.wanted_again:
+                return KEEP, None
         size_bytes = storage.nbytes()
         if planned is None or planned is REBUILD:
             leaves = scope.offloads and size_bytes >= self.min_bytes

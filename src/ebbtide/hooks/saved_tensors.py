@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import warnings
 from collections.abc import Callable, Hashable, Iterable
 from typing import final
 
@@ -50,6 +51,8 @@ class SavedTensorHooks:
         self._device = activations.transfers.device.torch_device
         self._no_bytes = activations.empty[torch.uint8]
         self._min_bytes = placement.min_bytes
+        self._has_warned = False
+        placement.wanted_again = activations.wanted_again
         self._scopes: list[Scope] = []  # of the forwards that run now, innermost last
 
     @staticmethod
@@ -72,6 +75,8 @@ class SavedTensorHooks:
         if not self.are_wanted():
             return False
         self._parameters.refresh(held)
+        self._warn_of_double_backward()
+        self._activations.end_read_step()
         offloads = self._placement.offloads(None)
         try:
             self._scopes.append(self._activations.scopes.begin_forward(offloads=offloads))
@@ -80,6 +85,18 @@ class SavedTensorHooks:
             self._activations.transfers.note_error(error)
             raise
         return True
+
+    def _warn_of_double_backward(self) -> None:
+        """Say once that what a second backward needs is kept from now on."""
+        if self._activations.wanted_again and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"a backward with create_graph=True makes a graph that holds what it has read "
+                f"until the second backward, so it saves nothing to offload that. From now on "
+                f"{len(self._activations.wanted_again)} storages of each step stay on the device",
+                RuntimeWarning,
+                stacklevel=7,  # the call of the model
+            )
 
     @property
     def depth(self) -> int:

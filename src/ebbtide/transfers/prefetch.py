@@ -30,6 +30,7 @@ class ForwardLog:
             while a schedule starts the reloads.
         records: the records by ordinal; None in place of a dropped record.
         live: number of records that are not dropped.
+        task: id of autograd's graph task that last read one of the forward's saved tensors.
     """
 
     def __init__(self, learned: AccessOrder | None, number: int = 0) -> None:
@@ -37,6 +38,7 @@ class ForwardLog:
         self.prefetches = True
         self.records: list[Record | None] = []
         self.live = 0
+        self.task = -1
         self._learned = learned
         self._log = AccessLog()
         self._saves: list[int] = []

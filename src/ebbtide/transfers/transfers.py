@@ -146,11 +146,15 @@ class Transfers:
 
     def finish_step_if_over(self) -> None:
         """End the step if no forward runs and no graph holds one of its saved tensors."""
-        if self.live or self.running or not self.account.meter.num_saved:
-            return
+        if not self.live:
+            self.finish_step()
+
+    def finish_step(self) -> None:
+        """End the step unless a forward runs, or a schedule has forwards to come."""
         goes_on = self._goes_on()
-        if goes_on is None or not goes_on():
-            self.account.finish(self.store.host_capacity_bytes)
+        if self.running or not self.account.meter.num_saved or (goes_on is not None and goes_on()):
+            return
+        self.account.finish(self.store.host_capacity_bytes)
 
     def _tidy(self) -> None:
         """Clean up after saved tensors died or copies ended. Called with the lock held."""

@@ -1,0 +1,92 @@
+"""Losses with derivatives of the model in them, as in physics-informed training."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import ebbtide
+from ebbtide import ActivationPolicy
+
+POLICY = ActivationPolicy(min_bytes=1, rebuild=False)
+ROWS = 256
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(1, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1)
+    )
+
+
+def train(model: nn.Module, steps: int, handle: ebbtide.OffloadHandle | None) -> list[float]:
+    """As a script does it: what a step makes stays in its variables until the next one."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    losses = []
+    for step in range(steps):
+        x = torch.linspace(0, 3, ROWS)[:, None].requires_grad_()
+        optimizer.zero_grad()
+        u = model(x)
+        (slope,) = torch.autograd.grad(u.sum(), x, create_graph=True)
+        (curvature,) = torch.autograd.grad(slope.sum(), x, create_graph=True)
+        edge = model(torch.zeros(1, 1))
+        loss = (curvature + u).square().mean() + (edge - 1).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        if handle is not None and step:
+            assert handle.stats.num_saved > 0, "no step has ended"
+    return losses
+
+
+@pytest.mark.filterwarnings("ignore:a backward with create_graph")
+def test_the_numbers_are_the_same_and_steps_end() -> None:
+    expected = train(build(), 5, None)
+    model = build()
+    with ebbtide.offload(model, activations=POLICY) as handle:
+        assert train(model, 5, handle) == expected
+
+
+@pytest.mark.filterwarnings("ignore:a backward with create_graph")
+def test_what_a_second_backward_needs_is_kept_from_the_next_step_on() -> None:
+    model = build()
+    with ebbtide.offload(model, activations=POLICY) as handle:
+        train(model, 4, handle)
+        stats = handle.stats
+    assert stats.kept_bytes > 0
+    assert stats.offloaded_bytes < stats.kept_bytes / 10, "only what the first backward never read"
+
+
+def test_it_says_so_once() -> None:
+    model = build()
+    with ebbtide.offload(model, activations=POLICY) as handle:
+        with pytest.warns(RuntimeWarning, match="create_graph=True .* stay on the device") as said:
+            train(model, 4, handle)
+    assert len(said) == 1
+    assert said[0].filename == __file__
+
+
+def test_a_step_is_both_forwards_of_one_loss() -> None:
+    """The first forward was read by a backward, but not by the one that ends the step."""
+    model = build()
+    with ebbtide.offload(model, activations=POLICY) as handle, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        train(model, 3, handle)
+        microbatches = {each.microbatch for each in handle.inspect().storages}
+    assert microbatches == {0, 1}
+
+
+def test_forwards_in_flight_are_one_step() -> None:
+    model = build()
+    x = torch.linspace(0, 3, ROWS)[:, None]
+    with ebbtide.offload(model, activations=POLICY) as handle:
+        model(x).sum().backward()
+        one = handle.stats.num_saved
+        first = model(x).sum()
+        second = model(x).sum()
+        first.backward()
+        third = model(x).sum()  # the second has had no backward
+        second.backward()
+        third.backward()
+        assert handle.stats.num_saved == 3 * one
