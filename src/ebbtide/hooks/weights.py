@@ -74,8 +74,7 @@ class WeightHooks:
         self._state: MappedOptimizerState | None = None
         if any(group.resting.is_mapped for group in groups):
             most_bytes = 2 * max(group.size_bytes for group in groups)
-            slots = self.weights.mapped_slots
-            self._state = MappedOptimizerState(store, self.parameters, slots, most_bytes)
+            self._state = MappedOptimizerState(store, self.parameters, most_bytes)
         # torch registers this hook globally, for all optimizers: it must not keep the model alive.
         watch = register_optimizer_step_pre_hook(call_weakly(self.before_step))
         self._hooks: list[Any] = [watch]

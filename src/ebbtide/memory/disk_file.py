@@ -6,6 +6,7 @@ import errno
 import mmap
 import os
 import tempfile
+from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import final
 
@@ -17,8 +18,24 @@ GROWTH_BYTES = 64 * 2**20
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
+class AbstractFile(ABC):
+    """A file, or a part of one, that worker threads read and write."""
+
+    @abstractmethod
+    def write(self, view: memoryview, offset_bytes: int) -> None:
+        """Write all of ``view`` at an offset."""
+
+    @abstractmethod
+    def read(self, view: memoryview, offset_bytes: int) -> None:
+        """Fill ``view`` from an offset."""
+
+    @abstractmethod
+    def read_ahead(self, extent: Extent) -> None:
+        """Tell the kernel that an extent will be read soon."""
+
+
 @final
-class OpenFile:
+class OpenFile(AbstractFile):
     """A file without a name, which stays open until no object refers to it.
 
     Args:
@@ -44,13 +61,11 @@ class OpenFile:
             os.close(self.fd)
 
     def write(self, view: memoryview, offset_bytes: int) -> None:
-        """Write all of ``view`` at an offset."""
         while view:
             written = os.pwrite(self.fd, view, offset_bytes)
             view, offset_bytes = view[written:], offset_bytes + written
 
     def read(self, view: memoryview, offset_bytes: int) -> None:
-        """Fill ``view`` from an offset."""
         while view:
             read = os.preadv(self.fd, [view], offset_bytes)
             if read == 0:
@@ -58,7 +73,6 @@ class OpenFile:
             view, offset_bytes = view[read:], offset_bytes + read
 
     def read_ahead(self, extent: Extent) -> None:
-        """Tell the kernel that an extent will be read soon."""
         os.posix_fadvise(self.fd, extent.offset_bytes, extent.size_bytes, os.POSIX_FADV_WILLNEED)
 
 

@@ -286,12 +286,27 @@ def _find_function(name: str, *argument_types: Any) -> Callable[..., int] | None
     return function  # type: ignore[no-any-return]
 
 
-def advise(address: int, size_bytes: int, advice: int) -> None:
-    """Call `madvise` on mapped pages, where the system has it."""
-    if _MADVISE is not None:
-        _MADVISE(address, size_bytes, advice)
+def advise(address: int, size_bytes: int, advice: int) -> bool:
+    """Call `madvise` on mapped pages. Returns whether the system has it and it succeeded."""
+    return _MADVISE is not None and _MADVISE(address, size_bytes, advice) == 0
 
 
+def make_private(address: int, size_bytes: int, fd: int) -> None:
+    """Replace a shared mapping of a file, as a whole, by a private one at the same address.
+
+    A write to it then changes only the memory of this process. If the system has no memory to
+    promise for such writes, the mapping can only be read.
+    """
+    function = getattr(ctypes.CDLL(None), "mmap")  # noqa: B009 - mypy would check the attribute
+    function.restype = ctypes.c_void_p
+    function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_ssize_t]
+    for protection in (mmap.PROT_READ | mmap.PROT_WRITE, mmap.PROT_READ):
+        flags = mmap.MAP_PRIVATE | _MAP_FIXED
+        if function(address, size_bytes, protection, flags, fd, 0) == address:
+            return
+
+
+_MAP_FIXED = 0x10  # on Linux and macOS
 _MADVISE = (
     _find_function("madvise", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     if sys.platform == "linux"

@@ -9,7 +9,7 @@ from typing import final
 import torch
 
 from ebbtide.devices.device import AbstractDevice, AbstractEvent, Origin, Span
-from ebbtide.memory.disk_file import OpenFile
+from ebbtide.memory.disk_file import AbstractFile
 from ebbtide.stores.store import Slot
 
 
@@ -119,7 +119,7 @@ class Arrival(AbstractEvent):
 def read_piece(
     device: AbstractDevice,
     chunks: deque[Chunk],
-    file: OpenFile,
+    file: AbstractFile,
     part: torch.Tensor,
     offset_bytes: int,
     allocated: AbstractEvent,

@@ -21,7 +21,7 @@ from ebbtide.devices.device import AbstractEvent
 from ebbtide.devices.lanes import WorkLane
 from ebbtide.memory.disk_file import DiskFile
 from ebbtide.memory.host_memory import advise
-from ebbtide.stores.mapped_memory import map_file
+from ebbtide.stores.mapped_memory import MappedFiles
 from ebbtide.stores.store import AbstractStore, Landing, RestingSlot, Slot, Target
 
 _MADV_POPULATE_READ = 22  # Linux 5.14 and later
@@ -58,6 +58,7 @@ class DiskStore(AbstractStore):
     def __init__(self, directory: Path | None = None) -> None:
         self._dropped: list[_MappedSlot] = []
         self._file = DiskFile(directory)
+        self._mapped = MappedFiles(self._file.directory)
         self._writer = WorkLane("ebbtide-disk-write", "disk")
         self._reader = WorkLane("ebbtide-disk-read", "disk")
 
@@ -122,7 +123,13 @@ class DiskStore(AbstractStore):
         return buffer, self._reader.submit(read_ahead)
 
     def rest(self, size_bytes: int, *, reserved: bool = False) -> RestingSlot:  # noqa: ARG002
-        return map_file(self._file.directory, size_bytes)
+        return self._mapped.allocate(size_bytes)
+
+    def page_out(self) -> None:
+        self._mapped.page_out()
+
+    def maps(self, tensor: torch.Tensor) -> bool:
+        return self._mapped.contains(tensor)
 
     def write(
         self, slot: RestingSlot, offset_bytes: int, source: torch.Tensor, ready: AbstractEvent

@@ -21,10 +21,10 @@ import torch
 
 from ebbtide.devices.device import AbstractDevice, AbstractEvent
 from ebbtide.errors import StoreFullError
-from ebbtide.memory.disk_file import GROWTH_BYTES, DiskFile, OpenFile
+from ebbtide.memory.disk_file import GROWTH_BYTES, AbstractFile, DiskFile
 from ebbtide.memory.host_memory import HostMemory, allocate_by_torch, map_exactly, warn_of_pageable
 from ebbtide.stores.chunks import Arrival, Chunk, Piece, StagedSlot, Written, read_piece
-from ebbtide.stores.mapped_memory import FileSlot, map_file
+from ebbtide.stores.mapped_memory import FileSlot, MappedFiles
 from ebbtide.stores.store import (
     AbstractStore,
     Landing,
@@ -64,6 +64,7 @@ class StagedDiskStore(AbstractStore):
     ) -> None:
         self._device = device
         self._file = DiskFile(directory, growth_bytes)
+        self._mapped = MappedFiles(self._file.directory)
         # A power of two, because torch's own allocator, if it has to be used, rounds up to one.
         self._chunk_bytes = 1 << (staging_bytes // (2 * _CHUNKS)).bit_length() - 1
         self._staging: HostMemory | None = None
@@ -118,7 +119,13 @@ class StagedDiskStore(AbstractStore):
         return slot
 
     def rest(self, size_bytes: int, *, reserved: bool = False) -> RestingSlot:  # noqa: ARG002
-        return map_file(self._file.directory, size_bytes)
+        return self._mapped.allocate(size_bytes)
+
+    def page_out(self) -> None:
+        self._mapped.page_out()
+
+    def maps(self, tensor: torch.Tensor) -> bool:
+        return self._mapped.contains(tensor)
 
     def write(
         self, slot: RestingSlot, offset_bytes: int, source: torch.Tensor, ready: AbstractEvent
@@ -140,7 +147,7 @@ class StagedDiskStore(AbstractStore):
         piece: Piece,
         source: torch.Tensor,
         ready: AbstractEvent,
-        file: OpenFile,
+        file: AbstractFile,
         refusals: deque[OSError],
     ) -> tuple[AbstractEvent, Chunk]:
         """Queue the copy of a piece to a free chunk, and its write from there to the file.
@@ -236,7 +243,7 @@ class StagedDiskStore(AbstractStore):
         buffer, allocated, _ = target or allocate_target(self._device, slot.size_bytes)
         arrival = Arrival()
         missing = []
-        file = slot.file if isinstance(slot, FileSlot) else self._file.open
+        file: AbstractFile = slot.file if isinstance(slot, FileSlot) else self._file.open
         if isinstance(slot, FileSlot) and self._staging is None:
             self._take_staging()
         for piece in self._pieces_of(slot):
@@ -281,7 +288,7 @@ class StagedDiskStore(AbstractStore):
         ]
 
     def read_ahead(self, slot: Slot) -> None:
-        file = slot.file if isinstance(slot, FileSlot) else self._file.open
+        file: AbstractFile = slot.file if isinstance(slot, FileSlot) else self._file.open
         extent = slot.extent
         self._reader.submit(lambda: file.read_ahead(extent))
 

@@ -167,6 +167,16 @@ class AbstractStore(ABC):
         """
         return self.rest(size_bytes)
 
+    def page_out(self) -> None:  # noqa: B027
+        """Unmap the pages of all mapped files from RAM; an access reads its pages back.
+
+        Any thread may call this, even while other threads read and write the files.
+        """
+
+    def maps(self, tensor: torch.Tensor) -> bool:  # noqa: ARG002
+        """Whether the memory of a tensor is a mapped file of this store."""
+        return False
+
     def reserve(self, size_bytes: int) -> None:  # noqa: B027
         """Set room aside for a later `rest`, if the store's room is limited.
 

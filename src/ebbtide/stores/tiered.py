@@ -92,6 +92,12 @@ class TieredStore(AbstractStore):
     def rest_on_disk(self, size_bytes: int) -> RestingSlot:
         return self._disk.rest(size_bytes)
 
+    def page_out(self) -> None:
+        self._disk.page_out()
+
+    def maps(self, tensor: torch.Tensor) -> bool:
+        return self._disk.maps(tensor)
+
     def reserve(self, size_bytes: int) -> None:
         with contextlib.suppress(StoreFullError):  # `rest` will then use the disk
             self._host.reserve(size_bytes)

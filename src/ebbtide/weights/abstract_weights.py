@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from ebbtide.activations.handles import Saved
-from ebbtide.stores.mapped_memory import FileSlot
 from ebbtide.weights.groups import OffloadedParameters, WeightGroup
 from ebbtide.weights.parameters import OffloadedParameter
 
@@ -81,10 +80,6 @@ class AbstractWeights(ABC):
             The handle; None if the tensor belongs to no offloaded weight.
         """
         return None
-
-    @abstractmethod
-    def mapped_slots(self) -> Iterator[FileSlot]:
-        """The mapped files that hold weights and their gradients; none if those are in RAM."""
 
     @abstractmethod
     def settle(self) -> None:

@@ -11,14 +11,13 @@ When autograd saves a weight, it saves a view of such a buffer, or a cast of one
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import ParamSpec, TypeVar, final
 
 import torch
 
 from ebbtide.activations.handles import AbstractAway, EmptyTensors, Saved
 from ebbtide.errors import SavedTensorModifiedError
-from ebbtide.stores.mapped_memory import FileSlot
 from ebbtide.stores.store import RestingSlot
 from ebbtide.transfers.transfers import Transfers
 from ebbtide.weights.abstract_weights import AbstractWeights
@@ -354,10 +353,6 @@ class DeviceWeights(AbstractWeights):
             self._device.defer(functools.partial(self._give_back_later, group.resting))
 
     # ---- ends ---------------------------------------------------------------------------------
-
-    def mapped_slots(self) -> Iterator[FileSlot]:
-        slots = [group.resting for group in self.groups] + self._gradients.slots()
-        return (slot for slot in slots if isinstance(slot, FileSlot))
 
     def settle(self) -> None:
         with self._gate:

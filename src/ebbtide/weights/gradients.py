@@ -177,10 +177,6 @@ class Gradients:
         with self._transfers.gate:
             return self._copy_down(move, source)
 
-    def slots(self) -> list[RestingSlot]:
-        """The slots that contain gradients now or will be reused for them."""
-        return [slot for buffers in self._buffers.values() for slot in buffers.blocks]
-
     def _copy_down(self, move: _Move, source: torch.Tensor) -> torch.Tensor:
         member = move.member
         offloads, group = self._transfers.offloads, self._homes[member]

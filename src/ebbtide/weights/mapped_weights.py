@@ -17,9 +17,9 @@ import torch
 from ebbtide.stores.mapped_memory import FileSlot, give_back_free_memory, page_in, page_out
 from ebbtide.transfers.recorder import Subject
 from ebbtide.transfers.transfers import Transfers
+from ebbtide.weak import call_weakly
 from ebbtide.weights.abstract_weights import AbstractWeights
 from ebbtide.weights.groups import GradientBuffers, OffloadedParameters, WeightGroup
-from ebbtide.weights.parameters import OffloadedParameter
 
 _MOST_RECENT = 2  # groups whose pages stay in RAM: the running layer's and the one before it
 
@@ -57,10 +57,10 @@ class MappedWeights(AbstractWeights):
 
     def begin_forward(self) -> None:
         self.parameters.begin_forward()
-        for group, member in self.parameters.members():
+        for _, member in self.parameters.members():
             if member.parameter not in self._watched and member.parameter.requires_grad:
                 self._watched.add(member.parameter)
-                self._watch(group, member)
+                self._watch(member.parameter)
 
     def end_forward(self) -> None:
         """See the base class. Nothing to do: `enter` reads pages and pages them out."""
@@ -88,10 +88,6 @@ class MappedWeights(AbstractWeights):
     def begin_backward(self, groups: Sequence[WeightGroup]) -> None:
         for group in groups:
             self.enter(group)
-
-    def mapped_slots(self) -> Iterator[FileSlot]:
-        for group in self.groups:
-            yield from self._slots_of(group)
 
     def settle(self) -> None:
         """See the base class. Nothing to do: no copy reads the mapped files."""
@@ -121,22 +117,19 @@ class MappedWeights(AbstractWeights):
             about = Subject(group.layer, 0, group.size_bytes, group.kind)
             recorder.copy("reload", about, read)
 
-    def _watch(self, group: WeightGroup, member: OffloadedParameter) -> None:
+    def _watch(self, parameter: torch.Tensor) -> None:
         """Register a hook that moves a parameter's new gradient to the group's file."""
+        # A parameter owns its hooks, and the garbage collector cannot see them: a hook that refers
+        # to the parameter would keep a model that is dropped without `detach` alive for ever.
+        hook = call_weakly(self._take_gradient)
+        self._handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
-        def after(parameter: torch.Tensor) -> None:
-            gradient = member.parameter.grad
-            buffers = self._gradients[group]
-            if (
-                parameter is not member.parameter
-                or gradient is None
-                or gradient.requires_grad
-                or buffers.holds(gradient)
-            ):
-                return
-            if gradient.layout is torch.strided:
-                resting, _ = buffers.allocate(member)
-                member.parameter.grad = resting.copy_(gradient)
-
-        hook = member.parameter.register_post_accumulate_grad_hook
-        self._handles.append(hook(after))  # type: ignore[no-untyped-call]
+    def _take_gradient(self, parameter: torch.Tensor) -> None:
+        found, gradient = self.parameters.find(parameter), parameter.grad
+        if found is None or gradient is None or gradient.requires_grad:
+            return
+        group, member = found
+        buffers = self._gradients[group]
+        if gradient.layout is torch.strided and not buffers.holds(gradient):
+            resting, _ = buffers.allocate(member)
+            parameter.grad = resting.copy_(gradient)

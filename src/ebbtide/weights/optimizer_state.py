@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import mmap
+import sys
 import threading
+import time
+import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections import OrderedDict, defaultdict
+from types import FrameType
 from typing import Any, final
 
 import torch
@@ -13,14 +17,15 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
-from ebbtide.stores.mapped_memory import FileSlot, give_back_free_memory, page_out
-from ebbtide.stores.store import AbstractStore, RestingSlot
+from ebbtide.errors import StoreFullError
+from ebbtide.stores.mapped_memory import give_back_free_memory
+from ebbtide.stores.store import AbstractStore
 from ebbtide.weak import call_weakly
 from ebbtide.weights.groups import OffloadedParameters
 
 _PAGER_S = 0.001  # interval at which the pager checks the mapped pages during an optimizer step
+_CHECKS_A_LOOK = 20  # checks of the pages between two looks at whether the step still runs
 _LEAST_BYTES = 32 * 2**20  # the pager always tolerates this much
 
 
@@ -28,125 +33,226 @@ _LEAST_BYTES = 32 * 2**20  # the pager always tolerates this much
 class MappedOptimizerState:
     """Lets optimizers step over mapped files without having all their pages in RAM at once.
 
+    [Note: state in files] Optimizers make their state in their first step, one tensor after the
+    other. All of it at once may not fit in RAM. So while an optimizer steps, the state that it
+    makes anew is in dicts that move each tensor to a file when the optimizer assigns it. The tensor
+    object stays the same, so all names that it has elsewhere still mean the same tensor. A tensor
+    that shares its memory with another one stays in RAM, where the two stay together.
+
     Args:
         store: provides the files for the optimizer state.
         parameters: the offloaded parameters, of which some or all are in mapped files.
-        slots: gives the files of weights and gradients.
         page_bytes: how much may stay in RAM while an optimizer steps.
     """
 
     def __init__(
-        self,
-        store: AbstractStore,
-        parameters: OffloadedParameters,
-        slots: Callable[[], Iterable[FileSlot]],
-        page_bytes: int,
+        self, store: AbstractStore, parameters: OffloadedParameters, page_bytes: int
     ) -> None:
         self._store = store
         self._parameters = parameters
-        self._weight_slots = slots
         self._most_bytes = max(_LEAST_BYTES, page_bytes)
-        self._slots: list[RestingSlot] = []  # the files of the optimizer state
-        self._states: set[int] = set()  # addresses of the state tensors in these files
-        self._making: _StateAtRest | None = None
-        self._pager: threading.Event | None = None
+        self._warned = False
+        self._pager: _Pager | None = None
+        self._stepping: weakref.ref[torch.optim.Optimizer] | None = None
         # These hooks are global to all optimizers, so they must not keep the model alive.
         self._handles: list[Any] = [
             register_optimizer_step_pre_hook(call_weakly(self.before_step)),
             register_optimizer_step_post_hook(call_weakly(self.after_step)),
         ]
+        for handle in self._handles:
+            weakref.finalize(self, handle.remove).atexit = False
 
     def before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Start the pager, and make the optimizer allocate its new state in files."""
+        """Start the pager, and have the state that the optimizer makes moved to files."""
         self._end_step()  # needed if the step before raised
         if self._is_ours(optimizer):
-            self._pager = stop = threading.Event()
-            threading.Thread(target=self._page, args=(stop,), daemon=True).start()
-            self._making = _StateAtRest(self)
-            self._making.__enter__()  # type: ignore[no-untyped-call]
+            self._pager = _Pager(self._store, self._most_bytes)
+            self._stepping = weakref.ref(optimizer)
+            state = optimizer.state
+            if isinstance(state, defaultdict) and state.default_factory is dict:
+                state.default_factory = _MakeStateAtRest(self, optimizer)
 
     def after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Stop the pager, and move state that the optimizer still allocated in RAM to files."""
+        """Stop the pager, and move state that is still in RAM to files."""
         if not self._is_ours(optimizer):
             return
         self._end_step()
         for parameter, state in optimizer.state.items():
-            if self.is_mapped(parameter):
-                for name, value in state.items():
-                    if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
-                        state[name] = self._at_rest(parameter, value)
-        self.page_out()
+            if isinstance(state, dict):
+                for value in state.values():
+                    self.rest(parameter, value)
+        self._store.page_out()
         give_back_free_memory()
 
-    def is_mapped(self, tensor: object) -> bool:
+    def rest(self, parameter: object, value: object) -> None:
+        """Move a state tensor of the shape of a mapped parameter to a file, if it is not there yet.
+
+        A tensor that shares its memory with another one is left alone. If the disk has no room, the
+        tensor stays in RAM, which is said once.
+        """
+        if not isinstance(parameter, torch.Tensor) or not self._is_mapped(parameter):
+            return
+        if type(value) is not torch.Tensor or value.shape != parameter.shape:
+            return
+        if self._store.maps(value) or not _can_move(value):
+            return
+        try:
+            value.data = self._copy_to_file(value)
+        except StoreFullError as error:
+            if not self._warned:
+                self._warned = True
+                message = f"optimizer state stays in RAM: {error.strerror}"
+                warnings.warn(message, RuntimeWarning, stacklevel=2)
+
+    def close(self) -> None:
+        """Remove the hooks. Each part of a file is given back when no tensor refers to it."""
+        self._end_step()
+        while self._handles:
+            self._handles.pop().remove()
+
+    def _copy_to_file(self, value: torch.Tensor) -> torch.Tensor:
+        slot = self._store.rest_on_disk(value.nbytes)
+        flat = torch.from_numpy(slot.tensor.numpy()[: value.nbytes]).view(value.dtype)
+        self._store.drop(slot)  # the tensor alone keeps the memory
+        with torch.no_grad():
+            return flat.as_strided(value.shape, value.stride()).copy_(value)
+
+    def _is_mapped(self, tensor: object) -> bool:
         """Whether this is a parameter whose values are in a mapped file."""
         found = self._parameters.find(tensor)
         return found is not None and found[0].resting.is_mapped
 
-    def zeros_like(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return zeros like a parameter, in a mapped file of their own."""
-        found = self._parameters.find(parameter)
-        assert found is not None
-        member = found[1]
-        self._slots.append(self._store.rest_on_disk(member.size_bytes))
-        made = member.own_view_of(self._slots[-1].tensor, 0)
-        self._states.add(made.data_ptr())
-        return made
-
-    def page_out(self) -> None:
-        """Page everything out; an access reads its pages back. Any thread may call this."""
-        for slot in (*self._weight_slots(), *self._slots):
-            if isinstance(slot, FileSlot):
-                page_out(slot)
-
-    def close(self) -> None:
-        """Remove the hooks and drop the files; each is unmapped once no tensor refers to it."""
-        self._end_step()
-        while self._handles:
-            self._handles.pop().remove()
-        while self._slots:
-            self._store.drop(self._slots.pop())
+    def _is_ours(self, optimizer: torch.optim.Optimizer) -> bool:
+        return any(self._is_mapped(p) for g in optimizer.param_groups for p in g["params"])
 
     def _end_step(self) -> None:
-        if self._pager is not None:
-            self._pager.set()
-            self._pager = None
-        # A mode that is no longer the innermost cannot be exited. It stays active, and does no harm
-        # because it only acts on our parameters.
-        innermost = _get_current_function_mode()  # type: ignore[no-untyped-call]
-        if self._making is not None and innermost is self._making:
-            self._making.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        self._making = None
+        pager, self._pager = self._pager, None
+        if pager is not None:
+            pager.stopped = True
+        optimizer = None if self._stepping is None else self._stepping()
+        self._stepping = None
+        if optimizer is not None:
+            _restore_dicts(optimizer.state)
 
-    def _is_ours(self, optimizer: torch.optim.Optimizer) -> bool:
-        return any(self.is_mapped(p) for g in optimizer.param_groups for p in g["params"])
 
-    def _at_rest(self, parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Return the state in a mapped file; the first call moves it there."""
-        if value.data_ptr() in self._states or value.dtype != parameter.dtype:
-            return value
-        return self.zeros_like(parameter).copy_(value)
+class _StateAtRest(OrderedDict[str, Any]):
+    """The state of one parameter while its optimizer steps; see [Note: state in files].
 
-    def _page(self, stop: threading.Event) -> None:
-        """Page everything out whenever the optimizer step has brought too many pages into RAM."""
+    Copied or pickled, it is an `OrderedDict`, which `torch.load(weights_only=True)` accepts. There
+    is one to copy only if the step raised.
+    """
+
+    def __init__(self, state: MappedOptimizerState, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__()
+        self._owner = weakref.ref(state)
+        self._optimizer = weakref.ref(optimizer)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        super().__setitem__(name, value)
+        state, optimizer = self._owner(), self._optimizer()
+        if state is not None and optimizer is not None:
+            # It is nearly always the last one, because the optimizer has just asked for it.
+            entries = reversed(optimizer.state.items())
+            parameter = next((p for p, own in entries if own is self), None)
+            state.rest(parameter, value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OrderedDict, (), None, None, iter(self.items())
+
+
+class _MakeStateAtRest:
+    """The default factory of an optimizer's state while it steps."""
+
+    def __init__(self, state: MappedOptimizerState, optimizer: torch.optim.Optimizer) -> None:
+        self._owner = weakref.ref(state)
+        self._optimizer = weakref.ref(optimizer)
+
+    def __call__(self) -> dict[str, Any]:
+        state, optimizer = self._owner(), self._optimizer()
+        if state is None or optimizer is None:
+            return {}
+        return _StateAtRest(state, optimizer)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type, ({},)  # gives `dict`: a copy of the optimizer is a plain optimizer
+
+
+def _restore_dicts(state: Any) -> None:
+    """Make an optimizer's state consist of plain dicts again."""
+    if isinstance(state, defaultdict) and isinstance(state.default_factory, _MakeStateAtRest):
+        state.default_factory = dict
+    for parameter, own in list(state.items()):
+        if type(own) is _StateAtRest:
+            state[parameter] = dict(own)
+
+
+def _can_move(value: torch.Tensor) -> bool:
+    """Whether a tensor can be given other memory without anybody noticing."""
+    if value.device.type != "cpu" or value.layout is not torch.strided or not value.nbytes:
+        return False
+    if value.requires_grad or value.is_inference() or value.is_conj() or value.is_neg():
+        return False
+    return value.untyped_storage().nbytes() == value.nbytes and _count_users(value) == _ALONE
+
+
+def _count_users(value: torch.Tensor) -> int:
+    """The reference count of a tensor's storage."""
+    storage = value.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata))
+
+
+_ALONE = _count_users(torch.empty(1, device="cpu"))
+"""What `_count_users` returns for a tensor that shares its memory with no other."""
+
+
+@final
+class _Pager:
+    """A thread that pages files out whenever a step has brought too many pages into RAM.
+
+    It ends with the step, even if that raises: it looks whether the caller's frame still runs.
+
+    Args:
+        store: the store of the files.
+        most_bytes: how much may stay in RAM.
+
+    Attributes:
+        stopped: set to end the thread.
+    """
+
+    def __init__(self, store: AbstractStore, most_bytes: int) -> None:
+        self.stopped = False
+        self._store = store
+        self._most_bytes = most_bytes
+        arguments = _calling_frame(), threading.get_ident()
+        threading.Thread(target=self._run, args=arguments, daemon=True).start()
+
+    def _run(self, step: FrameType, thread: int) -> None:
         begin_bytes = _mapped_bytes()  # pages of libraries and of the last layers
-        while not stop.wait(_PAGER_S):
+        number = 0
+        while not self.stopped:
+            time.sleep(_PAGER_S)
+            number += 1
+            if number % _CHECKS_A_LOOK == 0 and not _is_running(step, thread):
+                return
             if _mapped_bytes() > begin_bytes + self._most_bytes:
-                self.page_out()
+                self._store.page_out()
 
 
-class _StateAtRest(TorchFunctionMode):
-    """While active, `torch.zeros_like` of a mapped parameter allocates in a file."""
+def _calling_frame() -> FrameType:
+    """The frame of the code outside this package that called it."""
+    frame = sys._getframe()
+    package = __name__.partition(".")[0]
+    while frame.f_back is not None and frame.f_globals["__name__"].partition(".")[0] == package:
+        frame = frame.f_back
+    return frame
 
-    def __init__(self, state: MappedOptimizerState) -> None:
-        self._state = weakref.ref(state)
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        state = self._state()
-        plain = func is torch.zeros_like and (not kwargs or set(kwargs) == {"memory_format"})
-        if plain and state is not None and state.is_mapped(args[0]):
-            return state.zeros_like(args[0])
-        return func(*args, **(kwargs or {}))
+def _is_running(sought: FrameType, thread: int) -> bool:
+    """Whether a frame is on the stack of a thread."""
+    frame = sys._current_frames().get(thread)
+    while frame is not None and frame is not sought:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _mapped_bytes() -> int:

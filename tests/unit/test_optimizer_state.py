@@ -1,0 +1,280 @@
+"""State of an optimizer whose weights are in mapped files: in files, too, else as it was."""
+
+from __future__ import annotations
+
+import copy
+import io
+import threading
+import time
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ebbtide
+from ebbtide.stores.mapped_memory import MappedFiles
+
+WIDTH = 64
+
+
+def make() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)])
+
+
+class Custom(torch.optim.Optimizer):
+    """Momentum whose state is made by a function, in a way that other people's optimizers do it."""
+
+    def __init__(self, parameters: Iterable[Tensor], make_state: Callable[..., None]) -> None:
+        super().__init__(parameters, {})
+        self.make_state = make_state
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        assert closure is None
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    self.make_state(self, state, p)
+                state["momentum"].mul_(0.9).add_(p.grad)
+                p.sub_(state["look"], alpha=0.1)
+
+
+def two_names(_: Custom, state: dict[str, Tensor], p: Tensor) -> None:
+    state["momentum"] = state["look"] = torch.zeros_like(p)
+
+
+def two_names_at_once(_: Custom, state: dict[str, Tensor], p: Tensor) -> None:
+    both = torch.zeros_like(p)
+    state.update(momentum=both, look=both)
+
+
+def a_view(_: Custom, state: dict[str, Tensor], p: Tensor) -> None:
+    state["momentum"] = torch.zeros_like(p)
+    state["look"] = state["momentum"].view(p.shape)
+
+
+def views_of_one(_: Custom, state: dict[str, Tensor], p: Tensor) -> None:
+    flat = torch.zeros(2 * p.numel())
+    state["momentum"] = flat[: p.numel()].view_as(p)
+    state["look"] = flat[: p.numel()].view_as(p)
+
+
+def a_name_elsewhere(optimizer: Custom, state: dict[str, Tensor], p: Tensor) -> None:
+    state["momentum"] = torch.zeros_like(p)
+    optimizer.param_groups[0].setdefault("looks", {})[p] = state["momentum"]
+    state["look"] = optimizer.param_groups[0]["looks"][p]
+
+
+def a_new_dict(optimizer: Custom, _: dict[str, Tensor], p: Tensor) -> None:
+    both = torch.zeros_like(p)
+    optimizer.state[p] = {"momentum": both, "look": both}
+    _.update(optimizer.state[p])
+
+
+def the_gradient(_: Custom, state: dict[str, Tensor], p: Tensor) -> None:
+    state["momentum"] = torch.zeros_like(p)
+    state["look"] = p.grad
+
+
+MAKERS = [
+    two_names,
+    two_names_at_once,
+    a_view,
+    views_of_one,
+    a_name_elsewhere,
+    a_new_dict,
+    the_gradient,
+]
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 4) -> None:
+    for number in range(steps):
+        optimizer.zero_grad(set_to_none=False)
+        model(torch.full((4, WIDTH), number + 1.0)).square().mean().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("make_state", MAKERS)
+def test_names_of_one_tensor_stay_one_tensor(make_state: Callable[..., None]) -> None:
+    plain, mine = make(), make()
+    expected = Custom(plain.parameters(), make_state)
+    train(plain, expected)
+    with ebbtide.offload(mine, weights=ebbtide.WeightPolicy()):
+        optimizer = Custom(mine.parameters(), make_state)
+        train(mine, optimizer)
+        train(plain, expected)
+        optimizer.load_state_dict(optimizer.state_dict())
+        train(mine, optimizer)
+        for got, wanted in zip(mine.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(got, wanted)
+            state, other = optimizer.state[got], expected.state[wanted]
+            shared = state["momentum"].data_ptr() == state["look"].data_ptr()
+            assert shared == (other["momentum"].data_ptr() == other["look"].data_ptr())
+            assert type(state) is dict
+
+
+@pytest.fixture
+def files(monkeypatch: pytest.MonkeyPatch) -> list[MappedFiles]:
+    """The files of the stores that are made from now on."""
+    made: list[MappedFiles] = []
+    initialise = MappedFiles.__init__
+
+    def note(self: MappedFiles, directory: Path) -> None:
+        initialise(self, directory)
+        made.append(self)
+
+    monkeypatch.setattr(MappedFiles, "__init__", note)
+    return made
+
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, momentum=0.9),
+    "adam": lambda p: torch.optim.Adam(p, amsgrad=True, foreach=False),
+    "foreach": lambda p: torch.optim.AdamW(p, foreach=True),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, momentum=0.9, centered=True),
+    "adagrad": torch.optim.Adagrad,
+    "rprop": torch.optim.Rprop,
+    "two names": lambda p: Custom(p, two_names),
+    "elsewhere": lambda p: Custom(p, a_name_elsewhere),
+}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_state_is_in_files(kind: str, files: list[MappedFiles]) -> None:
+    plain, mine = make(), make()
+    expected = OPTIMIZERS[kind](plain.parameters())
+    train(plain, expected)
+    with ebbtide.offload(mine, weights=ebbtide.WeightPolicy()):
+        optimizer = OPTIMIZERS[kind](mine.parameters())
+        train(mine, optimizer)
+        for got, wanted in zip(mine.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(got, wanted)
+            for name, value in optimizer.state[got].items():
+                if isinstance(value, Tensor):
+                    assert torch.equal(value, expected.state[wanted][name])
+                    assert value.dim() == 0 or files[0].contains(value), name
+
+
+def test_each_tensor_is_moved_before_the_next_is_made(files: list[MappedFiles]) -> None:
+    """The state of all parameters together need not fit in RAM."""
+    seen = []
+
+    def look(optimizer: Custom, state: dict[str, Tensor], p: Tensor) -> None:
+        two_names(optimizer, state, p)
+        seen.append(files[0].contains(state["momentum"]))
+
+    model = make()
+    with ebbtide.offload(model, weights=ebbtide.WeightPolicy()):
+        train(model, Custom(model.parameters(), look), 1)
+    assert seen == [True] * 6
+
+
+def test_a_full_disk_leaves_state_in_ram(
+    files: list[MappedFiles], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, mine = make(), make()
+    train(plain, torch.optim.Adam(plain.parameters()))
+
+    def refuse(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with ebbtide.offload(mine, weights=ebbtide.WeightPolicy()):
+        model_step = torch.optim.SGD(mine.parameters(), lr=0)
+        train(mine, model_step, 1)  # the gradients have their room now
+        monkeypatch.setattr(files[0], "_allocate", refuse)
+        optimizer = torch.optim.Adam(mine.parameters())
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            train(mine, optimizer)
+        assert [str(w.message)[:31] for w in caught] == ["optimizer state stays in RAM: n"]
+        assert all(map(torch.equal, mine.parameters(), plain.parameters()))
+
+
+# A step that raises
+
+
+def interrupt() -> float:
+    raise ZeroDivisionError
+
+
+@pytest.fixture
+def interrupted() -> Iterator[torch.optim.Optimizer]:
+    """An optimizer whose first step raised, under another default device."""
+    model = make()
+    with ebbtide.offload(model, weights=ebbtide.WeightPolicy()):
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.ones(4, WIDTH)).sum().backward()
+        with pytest.raises(ZeroDivisionError), torch.device("meta"):
+            optimizer.step(interrupt)
+        yield optimizer
+
+
+def test_a_step_that_raises_leaves_the_default_device(interrupted: object) -> None:
+    assert interrupted is not None
+    assert torch.get_default_device() == torch.device("cpu")
+    assert torch.empty(1).device == torch.device("cpu")
+
+
+def test_a_step_that_raises_leaves_no_thread() -> None:
+    """Even while the error, and with it the frame of the step, is still referred to."""
+    model = make()
+    with ebbtide.offload(model, weights=ebbtide.WeightPolicy()):
+        before = threading.active_count()
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.ones(4, WIDTH)).sum().backward()
+        with pytest.raises(ZeroDivisionError) as error:
+            optimizer.step(interrupt)
+        deadline_s = time.monotonic() + 30
+        while threading.active_count() > before and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        # The lane that reads weights ahead may have been started by the forward.
+        names = [t.name for t in threading.enumerate() if "_run" in t.name]
+        assert names == [], error
+
+
+def test_a_pager_lives_as_long_as_a_step() -> None:
+    model = make()
+    seen = []
+
+    def wait() -> float:
+        time.sleep(0.2)
+        seen.append(any("_run" in thread.name for thread in threading.enumerate()))
+        return 0.0
+
+    with ebbtide.offload(model, weights=ebbtide.WeightPolicy()):
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.ones(4, WIDTH)).sum().backward()
+        optimizer.step(wait)
+    assert seen == [True]
+
+
+def test_an_optimizer_whose_step_raised_can_be_copied_and_saved() -> None:
+    model = make()
+
+    def fail_late(optimizer: Custom, state: dict[str, Tensor], p: Tensor) -> None:
+        two_names(optimizer, state, p)
+        if len(optimizer.state) == 3:
+            raise ZeroDivisionError
+
+    with ebbtide.offload(model, weights=ebbtide.WeightPolicy()):
+        optimizer = Custom(model.parameters(), fail_late)
+        model(torch.ones(4, WIDTH)).sum().backward()
+        with pytest.raises(ZeroDivisionError):
+            optimizer.step()
+        file = io.BytesIO()
+        torch.save(optimizer.state_dict(), file)
+        file.seek(0)
+        assert len(torch.load(file, weights_only=True)["state"]) == 3
+        other = copy.deepcopy(optimizer.state)
+        assert type(other) is defaultdict
+        assert other.default_factory is dict
+        optimizer.make_state = two_names
+        train(model, optimizer, 1)
+        assert optimizer.state.default_factory is dict
+        assert {type(state) for state in optimizer.state.values()} == {dict}
