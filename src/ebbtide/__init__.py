@@ -5,6 +5,7 @@ from ebbtide.activations.recipes import RebuildRecipe, register_rebuild
 from ebbtide.api import OffloadHandle, offload, wrap_forward_with_offload
 from ebbtide.errors import (
     EbbtideError,
+    ForkedProcessError,
     PolicyError,
     SavedTensorModifiedError,
     ScheduleError,
@@ -22,6 +23,7 @@ from ebbtide.version import __version__
 __all__ = [
     "ActivationPolicy",
     "EbbtideError",
+    "ForkedProcessError",
     "OffloadHandle",
     "OffloadSession",
     "PolicyError",

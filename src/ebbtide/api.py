@@ -6,7 +6,7 @@ import functools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
-from typing import Any, final
+from typing import Any, NoReturn, final
 
 import torch
 from torch import nn
@@ -79,6 +79,13 @@ class OffloadHandle:
         while self._undo:
             self._undo.pop()()
         self._engine.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise PolicyError(
+            "the handle of an offload cannot be copied or pickled, because it belongs to a model "
+            "of this process; leave it out of the objects that you copy or send to a process. A "
+            "copy of the model itself is a plain model"
+        )
 
     def __enter__(self) -> OffloadHandle:
         return self

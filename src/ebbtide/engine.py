@@ -112,6 +112,7 @@ class Engine:
     @property
     def stats(self) -> StepStats:
         """The statistics of the last finished step."""
+        self._leave_to_parent()
         self.transfers.settle()
         return self.transfers.account.stats
 
@@ -127,6 +128,7 @@ class Engine:
                 "no step was recorded, because recording costs time; turn it on with "
                 "ebbtide.offload(model, trace=True)"
             )
+        self._leave_to_parent()
         self.transfers.settle()
         return self.transfers.account.trace
 
@@ -142,18 +144,24 @@ class Engine:
 
     def inspect(self) -> Inspection:
         """Report each storage's fate in the last step, and what is in flight now."""
+        self._leave_to_parent()
         weights = None if self.weights is None else self.weights.weights
         return inspect(self.activations, weights)
 
     def hooks(self, *, interrupted: bool = False) -> SavedTensorHooks:
         """Return the saved-tensor hooks for a forward that begins now.
 
-        If the model has moved to another device, or if an interrupt may have left the engine's
-        parts in disorder, they are built anew first. Graphs that are alive keep the old ones.
+        If the model has moved to another device, if this process was forked, or if an interrupt may
+        have left the engine's parts in disorder, they are built anew first. Graphs that are alive
+        keep the old ones.
 
         Args:
             interrupted: whether an earlier forward could not clean up.
+
+        Raises:
+            ForkedProcessError: this process was forked, and weights are offloaded.
         """
+        self._leave_to_parent()
         if interrupted or self.transfers.is_broken:
             self._build_after_interrupt()
         if self.weights is not None:
@@ -166,6 +174,14 @@ class Engine:
             self._build(device)
             before.close()
         return self._hooks
+
+    def _leave_to_parent(self) -> None:
+        """In a forked child, make parts of its own: a store, its threads, and no records."""
+        if self.transfers.gate.is_inherited:
+            if self.weights is not None:
+                self.weights.check_process()
+            self._units.clear()
+            self._build(self.torch_device)
 
     def offload_weights(
         self, model: nn.Module, layers: LayerModules, policy: WeightPolicy

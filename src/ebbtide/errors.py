@@ -4,7 +4,8 @@ EbbtideError
 ├── PolicyError (ValueError)                    an argument cannot be honoured
 ├── ScheduleError (ValueError)                  a schedule cannot be read or run
 ├── StoreFullError (OSError)                    a lower tier cannot take more bytes
-└── SavedTensorModifiedError (RuntimeError)     a saved tensor was changed in place before backward
+├── SavedTensorModifiedError (RuntimeError)     a saved tensor was changed in place before backward
+└── ForkedProcessError (RuntimeError)           a forked child needs what only its parent has
 """
 
 from __future__ import annotations
@@ -28,3 +29,7 @@ class StoreFullError(EbbtideError, OSError):
 
 class SavedTensorModifiedError(EbbtideError, RuntimeError):
     """A tensor that autograd saved was modified in place before backward needed it."""
+
+
+class ForkedProcessError(EbbtideError, RuntimeError):
+    """A forked child needs saved tensors or weights that only its parent process has."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import TypeVar, final
+from typing import NoReturn, TypeVar, final
 
 import torch
 from torch import nn
@@ -228,6 +228,12 @@ class OffloadSession:
     def close(self) -> None:
         """Free the store as soon as no autograd graph needs it any more."""
         self._engine.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise PolicyError(
+            "a session cannot be copied or pickled, because its threads and files belong to this "
+            "process; make a session in each process"
+        )
 
     def __enter__(self) -> OffloadSession:
         return self

@@ -14,6 +14,7 @@ def test_exported_names() -> None:
     assert ebbtide.__all__ == [
         "ActivationPolicy",
         "EbbtideError",
+        "ForkedProcessError",
         "OffloadHandle",
         "OffloadSession",
         "PolicyError",
@@ -93,6 +94,7 @@ def test_every_argument_is_explained(function: Callable[..., object]) -> None:
         (ebbtide.ScheduleError, ValueError),
         (ebbtide.StoreFullError, OSError),
         (ebbtide.SavedTensorModifiedError, RuntimeError),
+        (ebbtide.ForkedProcessError, RuntimeError),
     ],
 )
 def test_errors_form_one_tree(error: type[Exception], builtin: type[Exception]) -> None:

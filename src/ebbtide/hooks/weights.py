@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
-from ebbtide.errors import PolicyError
+from ebbtide.errors import ForkedProcessError, PolicyError
 from ebbtide.hooks.layers import LayerModules, ModuleHook, lists_by_index
 from ebbtide.policy import WeightPolicy, is_in_share
 from ebbtide.stores.store import AbstractStore
@@ -57,6 +57,7 @@ class WeightHooks:
         _check(units)
         groups, used = _make_groups(units, store, device.torch_device)
         self._device = device
+        self._gate = transfers.gate
         self.parameters = OffloadedParameters(groups, device.torch_device)
         make = MappedWeights if device.computes_on_host else DeviceWeights
         with _undone_if_it_fails(groups, store, device.torch_device):
@@ -88,7 +89,22 @@ class WeightHooks:
         self._hooks.append(module.register_forward_pre_hook(begin, prepend=True))
         self._hooks.append(module.register_forward_hook(end, always_call=True))
 
+    def check_process(self) -> None:
+        """Check that this process offloaded the weights.
+
+        Raises:
+            ForkedProcessError: this process was forked from the one that did.
+        """
+        if self._gate.is_inherited:
+            raise ForkedProcessError(
+                "the weights of this model rest in memory or files of the process that this one "
+                "was forked from. To use the model here, call detach() on the offload's handle "
+                "first, which copies the weights, and offload again; or offload only after the "
+                "processes have been forked"
+            )
+
     def _begin(self, groups: Sequence[WeightGroup], _: Any) -> None:
+        self.check_process()
         for group in groups:
             self.weights.enter(group)
 
@@ -108,6 +124,7 @@ class WeightHooks:
     @contextlib.contextmanager
     def at_work(self) -> Iterator[None]:
         """Surround a forward of the model, and note its end even if it raises."""
+        self.check_process()
         self.weights.begin_forward()
         try:
             yield
@@ -131,6 +148,7 @@ class WeightHooks:
 
         Raises:
             PolicyError: the optimizer's state is on the device although its weight is offloaded.
+            ForkedProcessError: this process was forked from the one that offloaded the weights.
         """
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.parameters.begin_step(parameters)
@@ -138,6 +156,7 @@ class WeightHooks:
             found = self.parameters.find(parameter)
             if found is None:
                 continue
+            self.check_process()
             for name, value in optimizer.state.get(parameter, {}).items():
                 moved = isinstance(value, torch.Tensor) and value.device != parameter.device
                 if moved and value.dim():

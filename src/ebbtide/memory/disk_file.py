@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import final
 
 from ebbtide.errors import PolicyError, StoreFullError
+from ebbtide.forks import watch_forks
 from ebbtide.memory.extents import Extent, ExtentAllocator
 from ebbtide.units import format_size
 
@@ -93,6 +94,11 @@ class DiskFile:
         self.directory = default_directory() if directory is None else directory
         self._extents = ExtentAllocator(mmap.ALLOCATIONGRANULARITY)
         self._open: OpenFile | None = OpenFile(self.directory)
+        watch_forks(self)
+
+    def note_fork(self) -> None:
+        """Leave the file to the parent process: a child that lives long would keep its space."""
+        self.close()
 
     @property
     def open(self) -> OpenFile:

@@ -8,8 +8,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, final
 
+from ebbtide.errors import ForkedProcessError
+from ebbtide.forks import watch_forks
 
-@final
+
 class Gate(_thread.RLock):  # type: ignore[misc, name-defined, unused-ignore]
     """A lock that no interrupt leaves locked, with a queue of work that needs the lock.
 
@@ -26,7 +28,13 @@ class Gate(_thread.RLock):  # type: ignore[misc, name-defined, unused-ignore]
     Args:
         owner: the object that holds the gate. The gate refers to it weakly, to avoid a cycle.
         tidy: called with the owner, and with the lock held, after deferred work was done.
+
+    Attributes:
+        is_inherited: whether this process was forked from the one that made the gate. The gate is
+            closed then: `with gate` raises `ForkedProcessError`, and `leave` does nothing.
     """
+
+    is_inherited = False
 
     def __new__(cls, *_: Any) -> Gate:
         return super().__new__(cls)
@@ -36,6 +44,15 @@ class Gate(_thread.RLock):  # type: ignore[misc, name-defined, unused-ignore]
         self._work: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self._owner = weakref.ref(owner)
         self._tidy = tidy
+        watch_forks(self)
+
+    def note_fork(self) -> None:
+        """Close the gate in a forked child.
+
+        The child has the records, but not the threads that copy them, and their bytes are in a file
+        to which the parent goes on writing. Another thread of the parent may have held the lock.
+        """
+        self.__class__ = _ClosedGate  # type: ignore[assignment]
 
     def leave(self, work: Callable[..., None], *arguments: Any) -> None:
         """Do work that needs the lock, now if the lock is free, else when somebody settles.
@@ -78,3 +95,26 @@ class Gate(_thread.RLock):  # type: ignore[misc, name-defined, unused-ignore]
         owner = self._owner()
         if owner is not None:  # None while the garbage collector frees owner and gate
             self._tidy(owner)
+
+
+@final
+class _ClosedGate(Gate):
+    """What a gate becomes in a forked child. It cannot be taken, and nobody waits for it."""
+
+    is_inherited = True
+
+    def __enter__(self, *_: object) -> bool:
+        raise ForkedProcessError(
+            "this forward began in another process, from which this one was forked, and its "
+            "saved tensors are in a file and in threads that only that process has; run a "
+            "forward and its backward in the same process"
+        )
+
+    def leave(self, work: Callable[..., None], *arguments: Any) -> None:
+        """Do nothing: the work is the parent's."""
+
+    def settle_if_free(self) -> None:
+        """Do nothing: the work is the parent's."""
+
+    def settle(self) -> None:
+        """Do nothing: the work is the parent's."""

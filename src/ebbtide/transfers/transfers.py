@@ -141,6 +141,9 @@ class Transfers:
 
     def close(self) -> None:
         """Close the store as soon as no graph needs it any more."""
+        if self.gate.is_inherited:
+            self.closed = True  # the store belongs to the parent process
+            return
         self._closing = True
         self.settle()
 

@@ -157,7 +157,10 @@ class OffloadedParameter:
         """Move the parameter and its gradient back to the device."""
         parameter = self.parameter
         gradient, parameter.grad = parameter.grad, None
-        parameter.data = self.host = parameter.data.to(home, copy=True)
+        shared = parameter.is_shared()  # type: ignore[no-untyped-call]
+        if home.type != "cpu" or not shared:
+            parameter.data = self.host = parameter.data.to(home, copy=True)
+        # else torch has moved it to memory that it shares with another process, where it must stay
         if gradient is not None:
             parameter.grad = gradient.to(home, copy=True)
         self.has_left = True
