@@ -65,6 +65,12 @@ def views_of_one(_: Custom, state: dict[str, Tensor], p: Tensor) -> None:
     state["look"] = flat[: p.numel()].view_as(p)
 
 
+def two_views(_: Custom, state: dict[str, Tensor], p: Tensor) -> None:
+    whole = torch.zeros_like(p)
+    state["momentum"] = whole.view_as(p)
+    state["look"] = whole.view_as(p)
+
+
 def a_name_elsewhere(optimizer: Custom, state: dict[str, Tensor], p: Tensor) -> None:
     state["momentum"] = torch.zeros_like(p)
     optimizer.param_groups[0].setdefault("looks", {})[p] = state["momentum"]
@@ -87,6 +93,7 @@ MAKERS = [
     two_names_at_once,
     a_view,
     views_of_one,
+    two_views,
     a_name_elsewhere,
     a_new_dict,
     the_gradient,

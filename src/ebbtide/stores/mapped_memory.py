@@ -53,7 +53,6 @@ class _MappedFile:
     Attributes:
         file: the file.
         address: where the mapping begins.
-        is_inherited: whether this process was forked from the one that created the file.
     """
 
     def __init__(self, directory: Path, capacity_bytes: int) -> None:
@@ -61,7 +60,7 @@ class _MappedFile:
         os.ftruncate(self.file.fd, capacity_bytes)
         self._mapping = mmap.mmap(self.file.fd, capacity_bytes, flags=mmap.MAP_SHARED)
         self.address = torch.frombuffer(self._mapping, dtype=torch.uint8).data_ptr()
-        self.is_inherited = False
+        self._is_inherited = False  # by this process, from the one that created the file
         self._extents = ExtentAllocator(mmap.PAGESIZE)
         self._extents.grow(capacity_bytes)
         self._given_back: deque[Extent] = deque()  # not in `_extents` yet
@@ -111,13 +110,13 @@ class _MappedFile:
         The child sees the parent's values until it writes to a page. If the system refuses, the
         child can only read.
         """
-        if not self.is_inherited:
-            self.is_inherited = True
+        if not self._is_inherited:
+            self._is_inherited = True
             make_private(self.address, self.capacity_bytes, self.file.fd)
 
     def _give_back(self, extent: Extent) -> None:
         """Give the disk space of an extent back. It runs in finalizers, so it takes no lock."""
-        if not self.is_inherited:
+        if not self._is_inherited:
             address = self.address + extent.offset_bytes
             if not advise(address, extent.size_bytes, _MADV_REMOVE):
                 self._keeps_bytes = True
@@ -258,8 +257,7 @@ class MappedFiles:
 
 def page_out(slot: FileSlot) -> None:
     """Unmap a slot's pages from RAM; their data stays in the file. Any thread may call this."""
-    if not slot.mapped.is_inherited:  # a forked child would lose what it has written
-        _advise(slot, _MADV_DONTNEED)
+    _advise(slot, _MADV_DONTNEED)
 
 
 def page_in(slot: FileSlot) -> None:
