@@ -158,7 +158,9 @@ def test_nothing_is_left_of_a_model_that_is_dropped(detached: bool, tmp_path: Pa
     assert num_mapped(tmp_path)
     if detached:
         handle.detach()
-    del model, handle, optimizer
+    else:
+        del handle
+    del model, optimizer
     gc.collect()
     assert not num_mapped(tmp_path)
     assert not reserved_bytes(tmp_path)
@@ -255,4 +257,4 @@ def test_each_file_has_as_much_room_as_all_before_it(
     monkeypatch.setattr(os, "posix_fallocate", lambda *_: None)  # the files stay empty
     files = mapped_memory.MappedFiles(tmp_path)
     slots = [files.allocate(60 * 2**20) for _ in range(64)]  # 3.75 GiB
-    assert len({id(slot.mapped) for slot in slots}) == 7  # 2**6 * 64 MiB are 4 GiB
+    assert len({id(slot.mapped()) for slot in slots}) == 7  # 2**6 * 64 MiB are 4 GiB

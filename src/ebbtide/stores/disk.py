@@ -159,6 +159,7 @@ class DiskStore(AbstractStore):
         self._writer.close()
         self._reader.close()
         self._file.close()
+        self._mapped.close()
 
     def _collect(self) -> None:
         """Free the extents of dropped slots that no reload reads any more."""

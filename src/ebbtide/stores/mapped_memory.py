@@ -155,17 +155,19 @@ class FileSlot(RestingSlot):
     """A resting slot in a part of a mapped file.
 
     Attributes:
-        mapped: the file.
+        mapped: the file. The memory keeps it alive, and a slot that was dropped does not.
         begin_bytes: where the slot begins in the file.
     """
 
-    mapped: _MappedFile = field(kw_only=True)
+    mapped: weakref.ref[_MappedFile] = field(kw_only=True)
     begin_bytes: int = field(kw_only=True)
 
     @property
     def file(self) -> FilePart:
         """The part of the file; its reads and writes are coherent with the mapping."""
-        return FilePart(self.mapped, self.begin_bytes, self.tensor)
+        mapped = self.mapped()
+        assert mapped is not None, "the slot was dropped"
+        return FilePart(mapped, self.begin_bytes, self.tensor)
 
     @property
     def is_mapped(self) -> bool:
@@ -215,7 +217,7 @@ class MappedFiles:
             REACHED,
             "disk",
             memory=memory,
-            mapped=mapped,
+            mapped=weakref.ref(mapped),
             begin_bytes=extent.offset_bytes,
         )
 
@@ -228,6 +230,10 @@ class MappedFiles:
         """Unmap all pages from RAM; their data stays in the files. Any thread may call this."""
         for mapped in self._files:
             mapped.page_out()
+
+    def close(self) -> None:
+        """Leave each file to the tensors that are still in it; it ends with the last of them."""
+        self._files = []
 
     def note_fork(self) -> None:
         """Leave the files to the parent process. A forked child creates its own."""

@@ -327,3 +327,4 @@ class StagedDiskStore(AbstractStore):
             self._staging.give_back()
             self._staging = None
         self._file.close()
+        self._mapped.close()

@@ -52,7 +52,7 @@ class Gate(_thread.RLock):  # type: ignore[misc, name-defined, unused-ignore]
         The child has the records, but not the threads that copy them, and their bytes are in a file
         to which the parent goes on writing. Another thread of the parent may have held the lock.
         """
-        self.__class__ = _ClosedGate  # type: ignore[assignment]
+        self.__class__ = _ClosedGate
 
     def leave(self, work: Callable[..., None], *arguments: Any) -> None:
         """Do work that needs the lock, now if the lock is free, else when somebody settles.
@@ -98,7 +98,7 @@ class Gate(_thread.RLock):  # type: ignore[misc, name-defined, unused-ignore]
 
 
 @final
-class _ClosedGate(Gate):
+class _ClosedGate(Gate):  # type: ignore[misc, unused-ignore]
     """What a gate becomes in a forked child. It cannot be taken, and nobody waits for it."""
 
     is_inherited = True
