@@ -1,5 +1,6 @@
 """Wrapper subclasses are saved by their inner tensors; what cannot be taken apart stays."""
 
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import ebbtide
 from ebbtide import ActivationPolicy
+from ebbtide.activations.composite import plain_parts
 
 EVERYTHING = ActivationPolicy(min_bytes=1)
 
@@ -68,6 +70,71 @@ def test_subclass_of_two_tensors() -> None:
     assert torch.equal(got.a, expected.a)
     assert torch.equal(got.b, expected.b)
     assert stats.offloaded_bytes == 2 * 3 * 64 * 64 * 4
+
+
+def _outer(kind: str, mesh: DeviceMesh) -> Tensor:
+    torch.manual_seed(0)
+    if kind == "dtensor":
+        return distribute_tensor(torch.randn(64, 64), mesh, [Shard(0)])
+    return TwoTensor(torch.randn(64, 64), torch.randn(64, 64))
+
+
+class Changing(nn.Module):
+    """Saves a tensor, changes it, and saves it again."""
+
+    def __init__(self, first: list[Tensor]) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.first = first
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * 1
+        self.first.append(y.sin())  # its graph lives on
+        y.mul_(2)
+        return y.sin()
+
+
+@pytest.mark.parametrize("kind", ["dtensor", "two"])
+def test_a_change_in_place_is_seen(kind: str, mesh: DeviceMesh) -> None:
+    """It counts in the outer tensor's version, and not in those of its inner tensors."""
+    plain = _outer(kind, mesh).requires_grad_()
+    Changing([])(plain).sum().backward()
+    x = _outer(kind, mesh).requires_grad_()
+    first: list[Tensor] = []
+    model = Changing(first)
+    with ebbtide.offload(model, activations=EVERYTHING) as handle:
+        model(x).sum().backward()  # has the values from after the change
+        for got, expected in zip(plain_parts(x.grad), plain_parts(plain.grad), strict=True):
+            assert torch.equal(got, expected)
+        with pytest.raises(ebbtide.SavedTensorModifiedError, match=r"\(64, 64\).*version 0"):
+            first[0].sum().backward()
+        first.clear()
+        num_parts = sum(1 for _ in plain_parts(x))
+        # The product's result before the change and after it.
+        assert handle.stats.offloaded_bytes == num_parts * 2 * 64 * 64 * 4
+
+
+def test_inner_tensors_leave_memory(mesh: DeviceMesh) -> None:
+    made: list[weakref.ref[torch.UntypedStorage]] = []
+
+    class Watched(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            y = x.sin()
+            made.append(weakref.ref(y.to_local().untyped_storage()))
+            return (y * x).exp() * 2
+
+    model = Watched()
+    x = _outer("dtensor", mesh).requires_grad_()
+    kept = model(x)
+    assert made.pop()() is not None
+    del kept
+    # No more than one copy is in flight, so that of exp's result waits for the one of sin's.
+    policy = ActivationPolicy(min_bytes=1, max_inflight_bytes=1)
+    with ebbtide.offload(model, activations=policy) as handle:
+        y = model(x)
+        assert made.pop()() is None
+        y.sum().backward()
+    assert handle.stats.offloaded_bytes == 3 * 64 * 64 * 4
 
 
 class Opaque(torch.Tensor):

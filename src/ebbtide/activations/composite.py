@@ -2,35 +2,75 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import final
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, final
 
 import torch
 
-from ebbtide.activations.handles import AbstractSaved, Saved, restore
+from ebbtide.activations.handles import AbstractSaved, Saved, raise_modified, restore
 
 
 @final
 class CompositeTensor(AbstractSaved):
     """A saved tensor of a wrapper subclass, such as DTensor, whose inner tensors are saved each."""
 
-    __slots__ = ("_context", "_inner", "_others", "_size", "_stride", "_type")
+    __slots__ = ("_context", "_inner", "_others", "_probe", "_size", "_stride", "_type", "_version")
 
     def __init__(self, tensor: torch.Tensor, pack: Callable[[torch.Tensor], Saved]) -> None:
+        wait = getattr(tensor, "trigger_wait", None)
+        if wait is not None:
+            # The result of a collective (AsyncCollectiveTensor) is waited for at its first use,
+            # which this is: a copy would read memory that the collective has not filled.
+            wait()
         names, self._context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
         parts = {name: getattr(tensor, name) for name in names}
         # DTensor's parts are its local tensor and, from torch 2.13 on, its mesh.
         self._others = {n: p for n, p in parts.items() if not isinstance(p, torch.Tensor)}
-        self._inner = {n: pack(p) for n, p in parts.items() if isinstance(p, torch.Tensor)}
+        version = self._version = tensor._version
+        inner = {n: p for n, p in parts.items() if isinstance(p, torch.Tensor)}
+        self._inner = {n: pack(_at_version(p, version)) for n, p in inner.items()}
         self._type = type(tensor)
         self._size = tensor.shape
         self._stride = tensor.stride()
+        # It shares the version counter of the tensor and, emptied, not the memory. The inner
+        # tensors have counters of their own, which changes to the outer tensor do not touch.
+        self._probe: Any = tensor.detach()
+        for name, part in inner.items():
+            with contextlib.suppress(AttributeError):  # nested tensors compute a few small ones
+                setattr(self._probe, name, part.new_empty(0))
 
     def restore(self) -> torch.Tensor:
+        if self._probe._version != self._version:
+            raise_modified(self._probe, self._version, self._size)
         parts = {name: restore(saved) for name, saved in self._inner.items()} | self._others
         return self._type.__tensor_unflatten__(  # type: ignore[attr-defined, no-any-return]
             parts, self._context, self._size, self._stride
         )
+
+
+def _at_version(part: torch.Tensor, version: int) -> torch.Tensor:
+    """Return an inner tensor that is at a version of its own whenever the outer tensor is.
+
+    An in-place change of the outer tensor does not count in the inner tensors' versions. A record
+    of the bytes from before the change would be taken for one of the present bytes.
+    """
+    if version == 0:
+        return part
+    alias = part.data
+    torch._C._autograd._unsafe_set_version_counter((alias,), (version + part._version,))
+    return alias
+
+
+def plain_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the tensors with memory that a tensor consists of: itself, if it is a plain one."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        part = getattr(tensor, name)
+        if isinstance(part, torch.Tensor):
+            yield from plain_parts(part)
 
 
 @final
