@@ -24,6 +24,7 @@ from ebbtide.errors import PolicyError
 from ebbtide.execution.executor import ScheduleExecutor, ScheduleMode
 from ebbtide.hooks.layers import LayerModules
 from ebbtide.hooks.saved_tensors import SavedTensorHooks
+from ebbtide.hooks.unsharded import UnshardedParameters
 from ebbtide.hooks.weights import WeightHooks
 from ebbtide.inspection import Inspection, inspect
 from ebbtide.policy import ActivationPolicy, WeightPolicy
@@ -167,7 +168,7 @@ class Engine:
         if self.weights is not None:
             return self._hooks  # offloaded parameters are on the host: they do not tell the device
         first = next((p for module in self._modules for p in module.parameters()), None)
-        if first is not None and first.device != self.torch_device:
+        if first is not None and home_of(first) != self.torch_device:
             device = find_device(self._modules)
             assert device is not None
             before = self.transfers
@@ -348,7 +349,10 @@ class Engine:
         if self.mode is not None:
             self.executor = ScheduleExecutor(self.mode, self.activations)
         self._parameters = ParameterIndex(self._modules)
-        self._hooks = SavedTensorHooks(self.activations, self.placement, self._parameters)
+        unsharded = UnshardedParameters(self._modules)
+        self._hooks = SavedTensorHooks(
+            self.activations, self.placement, self._parameters, unsharded
+        )
 
 
 def _close_later(transfers: weakref.ref[Transfers]) -> None:
@@ -378,7 +382,7 @@ def find_device(modules: Sequence[nn.Module]) -> torch.device | None:
     homes: dict[torch.device, str] = {}
     for module in modules:
         for name, parameter in module.named_parameters():
-            homes.setdefault(parameter.device, name)
+            homes.setdefault(home_of(parameter), name)
     if len(homes) > 1:
         places = ", ".join(f"{name} on {device}" for device, name in homes.items())
         raise PolicyError(
@@ -392,6 +396,18 @@ def find_device(modules: Sequence[nn.Module]) -> torch.device | None:
             "first, for example with model.to_empty(device=...) and by loading a state_dict"
         )
     return device
+
+
+def home_of(parameter: nn.Parameter) -> torch.device:
+    """Return the device that a parameter is computed with on.
+
+    FSDP2's `CPUOffloadPolicy` keeps shards on the host, and gathers them on the mesh's device.
+    """
+    device = parameter.device
+    mesh = getattr(parameter, "device_mesh", None)
+    if mesh is None or device.type in (mesh.device_type, "meta"):
+        return device
+    return torch.device(mesh.device_type, torch.accelerator.current_device_index())
 
 
 def build_transfers(

@@ -9,6 +9,9 @@ from typing import final
 import torch
 from torch import nn
 
+from ebbtide.activations.composite import plain_parts
+
+_PLAIN = frozenset({torch.Tensor, nn.Parameter})
 _AUTOCAST_TYPES = frozenset({torch.bfloat16, torch.float16})
 
 
@@ -46,21 +49,18 @@ class ParameterIndex:
         """
         pointers: set[int] = set()
         for tensor in held:
-            pointers.add(tensor.data_ptr())
-            pointers.add(tensor.untyped_storage().data_ptr())
+            pointers.update(_pointers_of(tensor))
         frozen_shapes: set[torch.Size] = set()
         for module in self._modules:
             for parameter in module.parameters():
-                pointers.add(parameter.data_ptr())
-                pointers.add(parameter.untyped_storage().data_ptr())
+                pointers.update(_pointers_of(parameter))
                 if parameter.requires_grad or parameter in self.resting:
                     continue
                 if parameter.dtype not in _AUTOCAST_TYPES:
                     frozen_shapes.add(parameter.shape)
                     frozen_shapes.add(parameter.shape[::-1])
             for buffer in module.buffers():
-                pointers.add(buffer.data_ptr())
-                pointers.add(buffer.untyped_storage().data_ptr())
+                pointers.update(_pointers_of(buffer))
         pointers.discard(0)  # the pointer of empty tensors
         self._pointers, self._frozen_shapes = pointers, frozen_shapes
 
@@ -86,12 +86,23 @@ class ParameterIndex:
             node = node.next_functions[0][0]
         return isinstance(getattr(node, "variable", None), nn.Parameter)
 
+    def owns_outer(self, tensor: torch.Tensor) -> bool:
+        """Whether a saved tensor of a wrapper subclass is a parameter, a view or a cast of one."""
+        return isinstance(tensor._base, nn.Parameter) or self.owns(tensor, 0)
+
     def _is_frozen_cast(self, tensor: torch.Tensor) -> bool:
         return (
             bool(self._frozen_shapes)
             and tensor.dtype in _AUTOCAST_TYPES
             and tensor.shape in self._frozen_shapes
         )
+
+
+def _pointers_of(tensor: torch.Tensor) -> Iterable[int]:
+    """Return the addresses of a tensor's memory and of its storage, of each part of a subclass."""
+    if type(tensor) in _PLAIN or not hasattr(tensor, "__tensor_flatten__"):
+        return tensor.data_ptr(), tensor.untyped_storage().data_ptr()
+    return [pointer for part in plain_parts(tensor) for pointer in _pointers_of(part)]
 
 
 @functools.cache

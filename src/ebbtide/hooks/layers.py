@@ -6,6 +6,7 @@ import difflib
 import fnmatch
 import functools
 import inspect
+import sys
 import warnings
 import weakref
 from collections import Counter
@@ -104,7 +105,7 @@ def _is_called_by_index(module: nn.Module) -> bool:
 
 
 def _main_class(blocks: Iterable[nn.Module]) -> tuple[type, int]:
-    counts = Counter(type(block) for block in blocks)
+    counts = Counter(map(_class_of, blocks))
     return counts.most_common(1)[0] if counts else (nn.Module, 0)
 
 
@@ -122,8 +123,21 @@ def _blocks_of(name: str, blocks: nn.ModuleList | nn.Sequential) -> list[tuple[s
     return [
         (f"{prefix}{child_name}", block)
         for child_name, block in blocks.named_children()
-        if type(block) is main
+        if _class_of(block) is main
     ]
+
+
+def _class_of(block: nn.Module) -> type:
+    """Return the class of a block as the model defines it.
+
+    FSDP2's `fully_shard` changes the class of a module to one that derives from `FSDPModule` and
+    from the module's own class. Blocks that are not sharded still count as equal to it.
+    """
+    kind = type(block)
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is not None and fsdp.FSDPModule in kind.__bases__:
+        return kind.__bases__[-1]
+    return kind
 
 
 def match_layers(model: nn.Module, layers: Sequence[nn.Module | str]) -> LayerModules:

@@ -12,7 +12,12 @@ import torch
 from torch import nn
 
 from ebbtide.activations.activations import Activations
-from ebbtide.activations.composite import CompositeTensor, QuantizedTensor, is_quantized
+from ebbtide.activations.composite import (
+    CompositeTensor,
+    QuantizedTensor,
+    is_quantized,
+    plain_parts,
+)
 from ebbtide.activations.handles import Saved, pass_through, restore
 from ebbtide.activations.packing import PACKED, find_packing
 from ebbtide.activations.parameter_index import ParameterIndex
@@ -20,6 +25,7 @@ from ebbtide.activations.placement import Placement
 from ebbtide.activations.records import OFFLOAD, StorageRecord
 from ebbtide.activations.saved import RecordedTensor
 from ebbtide.activations.scope import Scope
+from ebbtide.hooks.unsharded import UnshardedParameters
 
 PackWeight = Callable[[torch.Tensor, torch.Tensor], Saved | None]
 """Returns the handle of a saved tensor that is a view, or a cast, of an offloaded weight."""
@@ -33,6 +39,8 @@ class SavedTensorHooks:
         activations: keeps the records of saved storages.
         placement: decides whether a storage is kept, offloaded or rebuilt.
         parameters: recognises tensors that are parameters and no activations.
+        unsharded: recognises parameters that FSDP gathers while a forward runs; None if the model
+            cannot be sharded.
 
     Attributes:
         pack_weight: called first where weights are offloaded; None where none are.
@@ -40,13 +48,18 @@ class SavedTensorHooks:
     """
 
     def __init__(
-        self, activations: Activations, placement: Placement, parameters: ParameterIndex
+        self,
+        activations: Activations,
+        placement: Placement,
+        parameters: ParameterIndex,
+        unsharded: UnshardedParameters | None = None,
     ) -> None:
         self.pack_weight: PackWeight | None = None
         self.plain_types: frozenset[type] = frozenset({torch.Tensor, nn.Parameter})
         self._activations = activations
         self._placement = placement
         self._parameters = parameters
+        self._unsharded = UnshardedParameters([]) if unsharded is None else unsharded
         self._account = activations.transfers.account
         self._device = activations.transfers.device.torch_device
         self._no_bytes = activations.empty[torch.uint8]
@@ -77,6 +90,7 @@ class SavedTensorHooks:
         self._parameters.refresh(held)
         self._warn_of_double_backward()
         self._activations.end_read_step()
+        self._unsharded.refresh()
         offloads = self._placement.offloads(None)
         try:
             self._scopes.append(self._activations.scopes.begin_forward(offloads=offloads))
@@ -170,6 +184,9 @@ class SavedTensorHooks:
         activations = self._activations
         first = activations.find(storage._cdata, tensor._version)
         if first is None:
+            if self._unsharded.own(storage):
+                self._account.meter.parameter_bytes += tensor.nbytes
+                return pass_through(tensor)
             scope = activations.scopes.current
             number = scope.count
             scope.count += 1
@@ -233,7 +250,14 @@ class SavedTensorHooks:
 
     def _pack_unusual(self, tensor: torch.Tensor) -> Saved:
         if tensor.device == self._device and hasattr(tensor, "__tensor_flatten__"):
-            return CompositeTensor(tensor, self.pack)  # its inner tensors count
+            if not self._parameters.owns_outer(tensor):
+                return CompositeTensor(tensor, self.pack)  # its inner tensors count
+            size_bytes = sum(part.nbytes for part in plain_parts(tensor))
+            meter = self._account.meter
+            meter.num_saved += 1
+            meter.saved_bytes += size_bytes
+            meter.parameter_bytes += size_bytes
+            return pass_through(tensor)
         if tensor.device == self._device and is_quantized(tensor):
             return QuantizedTensor(tensor, self.pack)  # so do these
         meter = self._account.meter

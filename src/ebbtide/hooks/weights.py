@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from ebbtide.errors import ForkedProcessError, PolicyError
 from ebbtide.hooks.layers import LayerModules, ModuleHook, lists_by_index
+from ebbtide.hooks.unsharded import find_sharded_parameters
 from ebbtide.policy import WeightPolicy, is_in_share
 from ebbtide.stores.store import AbstractStore
 from ebbtide.transfers.transfers import Transfers
@@ -52,8 +53,10 @@ class WeightHooks:
     def __init__(
         self, model: nn.Module, layers: LayerModules, policy: WeightPolicy, transfers: Transfers
     ) -> None:
+        self._model = weakref.ref(model)
         device, store = transfers.device, transfers.store
         units = _choose(_find_units(layers), policy)
+        _refuse_sharded(model, (each for *_, named in units for each in named))
         _check(units)
         groups, used = _make_groups(units, store, device.torch_device)
         self._device = device
@@ -123,8 +126,16 @@ class WeightHooks:
 
     @contextlib.contextmanager
     def at_work(self) -> Iterator[None]:
-        """Surround a forward of the model, and note its end even if it raises."""
+        """Surround a forward of the model, and note its end even if it raises.
+
+        Raises:
+            ForkedProcessError: this process was forked after the weights had been offloaded.
+            PolicyError: the model was sharded after its weights had been offloaded.
+        """
         self.check_process()
+        model = self._model()
+        if model is not None:
+            _refuse_sharded(model, self.parameters.present())
         self.weights.begin_forward()
         try:
             yield
@@ -217,11 +228,28 @@ def _check(units: Sequence[Unit]) -> None:
         for name, parameter in named:
             if type(parameter) is not nn.Parameter:
                 raise PolicyError(
-                    f"{name} is a {type(parameter).__name__}, not a plain nn.Parameter; offload "
-                    f"weights before the model is sharded (FSDP, DTensor), or leave that layer out"
+                    f"{name} is a {type(parameter).__name__}, not a plain nn.Parameter; leave that "
+                    f"layer out: name the others, layers=[...]"
                 )
             if parameter.layout is not torch.strided:
                 raise PolicyError(f"{name} is sparse; leave its layer out")
+
+
+def _refuse_sharded(model: nn.Module, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Check that none of these parameters is sharded over several processes.
+
+    Raises:
+        PolicyError: one of them is.
+    """
+    sharded = find_sharded_parameters(model)
+    for name, parameter in named if sharded else ():
+        if id(parameter) in sharded:
+            raise PolicyError(
+                f"weights= is not for sharded weights, and {name} is sharded (FSDP or DTensor); "
+                f"FSDP2 itself keeps its shards in host memory: fully_shard(module, offload_policy="
+                f"torch.distributed.fsdp.CPUOffloadPolicy()). Offload the activations of such a "
+                f"model only: ebbtide.offload(model, activations=ebbtide.ActivationPolicy())"
+            )
 
 
 def _find_others(

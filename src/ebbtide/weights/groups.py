@@ -99,6 +99,12 @@ class OffloadedParameters:
             for member in group.members:
                 yield group, member
 
+    def present(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the parameters that the modules hold now in the places of the offloaded ones."""
+        for _, member in self.members():
+            for given in member.find_given():
+                yield member.name, given
+
     def begin_forward(self) -> None:
         """Adopt values and parameters that the program has assigned since the last forward.
 
