@@ -22,6 +22,7 @@ from ebbtide.devices.cpu import CpuDevice
 from ebbtide.devices.device import AbstractDevice
 from ebbtide.errors import PolicyError
 from ebbtide.execution.executor import ScheduleExecutor, ScheduleMode
+from ebbtide.hooks.coexistence import hooks_are_wanted, let_others_disable
 from ebbtide.hooks.layers import LayerModules
 from ebbtide.hooks.saved_tensors import SavedTensorHooks
 from ebbtide.hooks.unsharded import UnshardedParameters
@@ -39,6 +40,7 @@ from ebbtide.transfers.transfers import Transfers
 from ebbtide.units import parse_size_bytes
 from ebbtide.weights.parameters import DeviceParameter
 
+_META = torch.device("meta")
 _INFLIGHT_BYTES = 256 * 2**20
 _CPU_INFLIGHT_BYTES = 64 * 2**20
 _CLOSING_S = 0.05  # between two looks at an engine that graphs still need after `detach`
@@ -95,6 +97,7 @@ class Engine:
         mode: ScheduleMode | None = None,
         plan: Plan | None = None,
     ) -> None:
+        let_others_disable()
         self.mode = mode
         self.placement = Placement(policy, plan, layers_only=mode is not None)
         self._modules = modules
@@ -168,7 +171,8 @@ class Engine:
         if self.weights is not None:
             return self._hooks  # offloaded parameters are on the host: they do not tell the device
         first = next((p for module in self._modules for p in module.parameters()), None)
-        if first is not None and home_of(first) != self.torch_device:
+        # On the meta device nothing is computed, as with `functional_call` and meta parameters.
+        if first is not None and home_of(first) not in (self.torch_device, _META):
             device = find_device(self._modules)
             assert device is not None
             before = self.transfers
@@ -266,7 +270,7 @@ class Engine:
             held: tensors that the caller keeps on the device until the layer's backward anyway.
         """
         hooks = self.hooks()
-        if not hooks.are_wanted():
+        if not hooks_are_wanted():
             return None
         records, log = self._scheduled.begin_unit(unit)
         hooks.begin(held)

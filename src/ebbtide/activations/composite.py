@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, final
 
 import torch
+from torch.nested._internal.nested_tensor import NestedTensor
 
 from ebbtide.activations.handles import AbstractSaved, Saved, raise_modified, restore
+
+_VALUES = "_values"
+"""The name of the elements among the inner tensors of a nested tensor in the jagged layout."""
 
 
 @final
@@ -27,6 +31,11 @@ class CompositeTensor(AbstractSaved):
         parts = {name: getattr(tensor, name) for name in names}
         # DTensor's parts are its local tensor and, from torch 2.13 on, its mesh.
         self._others = {n: p for n, p in parts.items() if not isinstance(p, torch.Tensor)}
+        if isinstance(tensor, NestedTensor):
+            # torch compares the lengths of two jagged tensors by asking whether their offsets are
+            # the same object, so everything but the values is handed back as it is.
+            self._others = {n: p for n, p in parts.items() if n != _VALUES}
+            parts = {_VALUES: parts[_VALUES]}
         version = self._version = tensor._version
         inner = {n: p for n, p in parts.items() if isinstance(p, torch.Tensor)}
         self._inner = {n: pack(_at_version(p, version)) for n, p in inner.items()}
@@ -60,17 +69,6 @@ def _at_version(part: torch.Tensor, version: int) -> torch.Tensor:
     alias = part.data
     torch._C._autograd._unsafe_set_version_counter((alias,), (version + part._version,))
     return alias
-
-
-def plain_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the tensors with memory that a tensor consists of: itself, if it is a plain one."""
-    if not hasattr(tensor, "__tensor_flatten__"):
-        yield tensor
-        return
-    for name in tensor.__tensor_flatten__()[0]:
-        part = getattr(tensor, name)
-        if isinstance(part, torch.Tensor):
-            yield from plain_parts(part)
 
 
 @final

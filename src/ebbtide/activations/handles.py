@@ -99,8 +99,9 @@ class SmallTensors:
 PassedTensor = tuple[Tensor, int, SmallTensors | None]
 """A tensor that is passed through: the tensor, detached, its version, and the counter if small.
 
-It is a plain tuple because most saved tensors are small and a tuple is cheapest to make. The tensor
-is detached because the saved tensor itself refers to the graph that holds it, and would leak.
+It is a plain tuple because most saved tensors are small and a tuple is cheapest to make. A tensor
+that an operation made is detached, because it refers to the graph that holds it, and would leak. A
+leaf of the graph is held itself, as autograd holds it: `leaf.data = ...` is seen.
 """
 
 Saved = AbstractSaved | PassedTensor
@@ -108,6 +109,8 @@ Saved = AbstractSaved | PassedTensor
 
 def pass_through(tensor: Tensor) -> PassedTensor:
     """Leave a tensor where it is because it is no activation of this device."""
+    if tensor.grad_fn is None and type(tensor) in _PLAIN:
+        return tensor, tensor._version, None
     return tensor.detach(), tensor._version, None
 
 
@@ -140,6 +143,13 @@ class EmptyTensors(dict[torch.dtype, Tensor]):
     def __missing__(self, dtype: torch.dtype) -> Tensor:
         empty = self[dtype] = torch.empty(0, dtype=dtype, device=self._device)
         return empty
+
+
+def are_hooked() -> bool:
+    """Whether saved-tensor hooks of ebbtide pack what autograd saves now."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    enabled: bool = torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
+    return enabled and hooks is not None and hooks[1] is restore
 
 
 class AbstractAway(AbstractSaved):
@@ -221,3 +231,6 @@ def raise_modified(tensor: Tensor, version: int, shape: torch.Size) -> NoReturn:
         f"in place. Find the operation with torch.autograd.set_detect_anomaly(True), or clone the "
         f"tensor before it"
     )
+
+
+_PLAIN = frozenset({Tensor, torch.nn.Parameter})

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+
+from ebbtide.activations.memory_parts import parts_of
 
 # torch's weak reference to a storage keeps the storage's address from being reused, so while the
 # reference is in this table, no other storage has that address.
@@ -17,7 +17,7 @@ def mark_not_offload(*tensors: torch.Tensor | None) -> None:
     """Keep these tensors and all their views on the device when autograd saves them.
 
     A mark lasts as long as the tensor's storage. For a wrapper subclass (a DTensor, a quantized
-    tensor) its inner tensors are marked.
+    tensor) and for a sparse tensor its inner tensors are marked.
 
     Args:
         tensors: the tensors to mark; None is skipped.
@@ -26,7 +26,7 @@ def mark_not_offload(*tensors: torch.Tensor | None) -> None:
     """
     global _purge_at
     for tensor in tensors:
-        for part in () if tensor is None else _parts(tensor):
+        for part in () if tensor is None else parts_of(tensor):
             storage = part.untyped_storage()
             _marked[storage._cdata] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
     if len(_marked) > _purge_at:
@@ -38,16 +38,3 @@ def mark_not_offload(*tensors: torch.Tensor | None) -> None:
 def is_marked(storage: torch.UntypedStorage) -> bool:
     """Whether saved tensors of a storage must stay on the device."""
     return storage._cdata in _marked
-
-
-def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    if hasattr(tensor, "__tensor_flatten__"):
-        parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
-    elif hasattr(tensor, "get_data_tensors"):  # Transformer Engine's
-        parts = list(tensor.get_data_tensors())
-    else:
-        yield tensor
-        return
-    for part in parts:
-        if isinstance(part, torch.Tensor):
-            yield from _parts(part)

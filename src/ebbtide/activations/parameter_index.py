@@ -9,9 +9,8 @@ from typing import final
 import torch
 from torch import nn
 
-from ebbtide.activations.composite import plain_parts
+from ebbtide.activations.memory_parts import addresses_of
 
-_PLAIN = frozenset({torch.Tensor, nn.Parameter})
 _AUTOCAST_TYPES = frozenset({torch.bfloat16, torch.float16})
 
 
@@ -49,18 +48,18 @@ class ParameterIndex:
         """
         pointers: set[int] = set()
         for tensor in held:
-            pointers.update(_pointers_of(tensor))
+            _add(pointers, tensor)
         frozen_shapes: set[torch.Size] = set()
         for module in self._modules:
             for parameter in module.parameters():
-                pointers.update(_pointers_of(parameter))
+                _add(pointers, parameter)
                 if parameter.requires_grad or parameter in self.resting:
                     continue
-                if parameter.dtype not in _AUTOCAST_TYPES:
+                if parameter.dtype not in _AUTOCAST_TYPES and parameter.layout is torch.strided:
                     frozen_shapes.add(parameter.shape)
                     frozen_shapes.add(parameter.shape[::-1])
             for buffer in module.buffers():
-                pointers.update(_pointers_of(buffer))
+                _add(pointers, buffer)
         pointers.discard(0)  # the pointer of empty tensors
         self._pointers, self._frozen_shapes = pointers, frozen_shapes
 
@@ -98,11 +97,15 @@ class ParameterIndex:
         )
 
 
-def _pointers_of(tensor: torch.Tensor) -> Iterable[int]:
-    """Return the addresses of a tensor's memory and of its storage, of each part of a subclass."""
-    if type(tensor) in _PLAIN or not hasattr(tensor, "__tensor_flatten__"):
-        return tensor.data_ptr(), tensor.untyped_storage().data_ptr()
-    return [pointer for part in plain_parts(tensor) for pointer in _pointers_of(part)]
+def _add(pointers: set[int], tensor: torch.Tensor) -> None:
+    if hasattr(tensor, "__tensor_flatten__"):
+        pointers.update(addresses_of(tensor))
+        return
+    try:
+        pointers.add(tensor.data_ptr())
+        pointers.add(tensor.untyped_storage().data_ptr())
+    except (RuntimeError, ValueError, NotImplementedError):  # no plain tensor: look inside
+        pointers.update(addresses_of(tensor))
 
 
 @functools.cache

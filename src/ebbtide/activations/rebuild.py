@@ -13,7 +13,7 @@ from torch import Tensor
 from ebbtide.activations.handles import AbstractAway, Saved, restore
 from ebbtide.activations.recipes import RECIPES
 from ebbtide.activations.records import Call
-from ebbtide.activations.saved import RecordedTensor, peek, share
+from ebbtide.activations.saved import RecordedTensor, is_modified, peek, share
 
 _LOG = logging.getLogger("ebbtide")
 _NOTE = "ebbtide.saved"  # key in a node's metadata, together with the number of the output
@@ -95,7 +95,10 @@ def _find_input(node: Any, name: str, place: int) -> Saved | None:
         producer, number = node.next_functions[place]
         if producer is not None:
             saved = _noted(producer, number)
-    return saved if type(saved) is tuple or isinstance(saved, AbstractAway) else None
+    if saved is None or not (type(saved) is tuple or isinstance(saved, AbstractAway)):
+        return None
+    # Modified since: the output cannot be computed from it, and perhaps nobody needs it any more.
+    return None if is_modified(saved) else saved
 
 
 def _saved_by(node: Any, name: str) -> Saved | None:
@@ -119,9 +122,7 @@ def _noted(node: Any, number: int) -> Saved | None:
     """
     note = node.metadata.get((_NOTE, number))
     holder: RecordedTensor | None = None if note is None else note()
-    if holder is None or holder.version or holder.is_modified():
-        return None
-    return holder
+    return None if holder is None or holder.version else holder
 
 
 def _depth(saved: Saved) -> int:

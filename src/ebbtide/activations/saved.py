@@ -134,3 +134,11 @@ def peek(saved: Saved) -> Tensor:
         return saved[0]
     assert isinstance(saved, AbstractAway)
     return saved.peek()
+
+
+def is_modified(saved: Saved) -> bool:
+    """Whether a saved tensor, which is no composite one, was changed in place since."""
+    if type(saved) is tuple:
+        return bool(saved[0]._version != saved[1])
+    assert isinstance(saved, AbstractAway)
+    return saved.is_modified()

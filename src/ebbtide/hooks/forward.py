@@ -9,8 +9,11 @@ import types
 from collections.abc import Callable
 from typing import Any, Protocol, final
 
+import torch
 from torch import nn
 
+from ebbtide.errors import PolicyError
+from ebbtide.hooks.coexistence import hooks_are_wanted
 from ebbtide.hooks.layers import LayerTracker
 from ebbtide.hooks.saved_tensors import SavedTensorHooks
 from ebbtide.hooks.weights import WeightHooks
@@ -63,8 +66,35 @@ class OffloadedForward:
         """Make every later call a plain call of the wrapped forward."""
         self._active = False
 
+    @property
+    def __code__(self) -> types.CodeType:
+        """The code of the wrapped forward; `torch.export` notes in which file it is."""
+        return self._function.__code__  # type: ignore[no-any-return]
+
+    @property
+    def __globals__(self) -> dict[str, Any]:
+        """The globals of the wrapped forward, in which its annotations are resolved.
+
+        Raises:
+            PolicyError: `torch.jit.script` asks, which compiles the source code of functions.
+        """
+        if sys._getframe(1).f_globals.get("__name__") == "torch._jit_internal":
+            raise PolicyError(
+                "torch.jit.script cannot compile an offloaded model; call detach() on the "
+                "offload's handle first, or use torch.compile or torch.export"
+            )
+        return self._function.__globals__  # type: ignore[no-any-return]
+
+    @property
+    def _function(self) -> Any:
+        return getattr(self._forward, "__func__", self._forward)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self._active:
+            return self._forward(*args, **kwargs)
+        if torch.compiler.is_exporting():
+            if self._weights is not None:
+                self._weights.refuse_transforms()
             return self._forward(*args, **kwargs)
         if self._weights is None:
             return self._call(*args, **kwargs)
@@ -72,7 +102,7 @@ class OffloadedForward:
             return self._call(*args, **kwargs)
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
-        if not SavedTensorHooks.are_wanted():
+        if not hooks_are_wanted():
             return self._forward(*args, **kwargs)
         # An interrupt can come between any two of these lines: see [Note: interrupts].
         hooks = self._hooks(interrupted=self._was_interrupted())

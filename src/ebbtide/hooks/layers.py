@@ -15,6 +15,7 @@ from typing import Any, Protocol, final
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from ebbtide.errors import PolicyError
@@ -57,10 +58,15 @@ def find_layers(model: nn.Module) -> LayerModules:
     best_size = 0
     for name, module in model.named_modules():
         for layers in _repeated_blocks(name, module, is_root=module is model):
-            size = sum(p.numel() for block in layers.modules for p in block.parameters())
+            size = sum(_numel(p) for block in layers.modules for p in block.parameters())
             if size > best_size:
                 best, best_size = layers, size
     return best
+
+
+def _numel(parameter: nn.Parameter) -> int:
+    # A lazy parameter has no shape before the model's first forward.
+    return 1 if is_lazy(parameter) else parameter.numel()
 
 
 def _repeated_blocks(name: str, module: nn.Module, *, is_root: bool) -> list[LayerModules]:
@@ -189,7 +195,7 @@ class ModuleHook:
         self._action = action
 
     def __call__(self, module: nn.Module, *values: Any) -> None:
-        if self._module() is module:
+        if not torch.compiler.is_exporting() and self._module() is module:
             self._action(values[-1])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:

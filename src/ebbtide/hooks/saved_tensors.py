@@ -16,15 +16,16 @@ from ebbtide.activations.composite import (
     CompositeTensor,
     QuantizedTensor,
     is_quantized,
-    plain_parts,
 )
 from ebbtide.activations.handles import Saved, pass_through, restore
+from ebbtide.activations.memory_parts import parts_of
 from ebbtide.activations.packing import PACKED, find_packing
 from ebbtide.activations.parameter_index import ParameterIndex
 from ebbtide.activations.placement import Placement
 from ebbtide.activations.records import OFFLOAD, StorageRecord
 from ebbtide.activations.saved import RecordedTensor
 from ebbtide.activations.scope import Scope
+from ebbtide.hooks.coexistence import hooks_are_wanted
 from ebbtide.hooks.unsharded import UnshardedParameters
 
 PackWeight = Callable[[torch.Tensor, torch.Tensor], Saved | None]
@@ -68,16 +69,11 @@ class SavedTensorHooks:
         placement.wanted_again = activations.wanted_again
         self._scopes: list[Scope] = []  # of the forwards that run now, innermost last
 
-    @staticmethod
-    def are_wanted() -> bool:
-        """Whether `begin` would hook anything here."""
-        return torch.is_grad_enabled() and not _checkpoint_is_recording()
-
     def begin(self, held: Iterable[torch.Tensor] = ()) -> bool:
         """Hook what autograd saves from now on.
 
-        Nothing is hooked where autograd does not record, nor inside `torch.utils.checkpoint`: what
-        that saves is to be recomputed, and taking it away would undo that.
+        Nothing is hooked where autograd does not record, nor where other code decides what becomes
+        of saved tensors, such as `torch.utils.checkpoint`: see `hooks_are_wanted`.
 
         Args:
             held: tensors that stay on the device in any case, like parameters.
@@ -85,7 +81,7 @@ class SavedTensorHooks:
         Returns:
             Whether `end` must follow.
         """
-        if not self.are_wanted():
+        if not hooks_are_wanted():
             return False
         self._parameters.refresh(held)
         self._warn_of_double_backward()
@@ -150,12 +146,15 @@ class SavedTensorHooks:
         meter.saved_bytes += size_bytes
         base = tensor._base
         whole = tensor if base is None else base
+        try:
+            pointer = whole.data_ptr()
+        except RuntimeError:  # it has no memory of its own, inside a transform of torch.func
+            return pass_through(tensor)
         if self.pack_weight is not None:
             saved = self.pack_weight(tensor, whole)
             if saved is not None:
                 meter.parameter_bytes += size_bytes
                 return saved
-        pointer = whole.data_ptr()
         if self._parameters.owns(tensor, pointer):
             meter.parameter_bytes += size_bytes
             return pass_through(tensor)
@@ -165,7 +164,12 @@ class SavedTensorHooks:
             if pointer not in tally.pointers:
                 tally.pointers.add(pointer)
                 tally.size_bytes += whole.nbytes
-            return tensor.detach(), tensor._version, small
+            # A leaf refers to no graph, so holding it leaks nothing, and it is cheaper.
+            held = tensor if tensor.grad_fn is None else tensor.detach()
+            return held, tensor._version, small
+        # No bytes, no copy. A zero tangent has none whatever its shape; a nested tensor no strides.
+        if not size_bytes or not pointer or tensor.is_nested:
+            return pass_through(tensor)
         storage = tensor.untyped_storage()
         begin = storage.data_ptr()
         if begin != pointer and self._parameters.owns(tensor, begin):
@@ -252,7 +256,7 @@ class SavedTensorHooks:
         if tensor.device == self._device and hasattr(tensor, "__tensor_flatten__"):
             if not self._parameters.owns_outer(tensor):
                 return CompositeTensor(tensor, self.pack)  # its inner tensors count
-            size_bytes = sum(part.nbytes for part in plain_parts(tensor))
+            size_bytes = sum(part.nbytes for part in parts_of(tensor))
             meter = self._account.meter
             meter.num_saved += 1
             meter.saved_bytes += size_bytes
@@ -309,8 +313,3 @@ def _may_overlap(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:
             return True
         reach += step * (n - 1)
     return False
-
-
-def _checkpoint_is_recording() -> bool:
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"

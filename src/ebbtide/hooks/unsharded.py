@@ -9,7 +9,7 @@ from typing import final
 import torch
 from torch import nn
 
-from ebbtide.activations.composite import plain_parts
+from ebbtide.activations.memory_parts import parts_of
 
 Place = tuple[nn.Module, str]
 """A module and the name of one of its parameters."""
@@ -82,7 +82,7 @@ class _Group:
         for module, name in self.places:
             parameter = module._parameters.get(name)
             if parameter is not None:
-                storages.update(p.untyped_storage()._cdata for p in plain_parts(parameter))
+                storages.update(p.untyped_storage()._cdata for p in parts_of(parameter))
         self._seen = [module._parameters.get(name) for module, name in self._watched]
 
     def is_exchanged(self) -> bool:

@@ -10,10 +10,12 @@ from typing import Any, final
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
 from ebbtide.errors import ForkedProcessError, PolicyError
+from ebbtide.hooks.coexistence import is_traced, refuse_moving_weights
 from ebbtide.hooks.layers import LayerModules, ModuleHook, lists_by_index
 from ebbtide.hooks.unsharded import find_sharded_parameters
 from ebbtide.policy import WeightPolicy, is_in_share
@@ -55,7 +57,9 @@ class WeightHooks:
     ) -> None:
         self._model = weakref.ref(model)
         device, store = transfers.device, transfers.store
-        units = _choose(_find_units(layers), policy)
+        units = _find_units(layers)
+        _refuse_lazy(units)
+        units = _choose(units, policy)
         _refuse_sharded(model, (each for *_, named in units for each in named))
         _check(units)
         groups, used = _make_groups(units, store, device.torch_device)
@@ -130,9 +134,14 @@ class WeightHooks:
 
         Raises:
             ForkedProcessError: this process was forked after the weights had been offloaded.
-            PolicyError: the model was sharded after its weights had been offloaded.
+            PolicyError: the model was sharded after its weights had been offloaded, or the weights
+                would have to be moved inside a transform or while traced.
         """
         self.check_process()
+        self.refuse_transforms()
+        if is_traced():  # nothing is computed, and fake tensors have no values to adopt
+            yield
+            return
         model = self._model()
         if model is not None:
             _refuse_sharded(model, self.parameters.present())
@@ -141,6 +150,15 @@ class WeightHooks:
             yield
         finally:
             self.weights.end_forward()
+
+    def refuse_transforms(self) -> None:
+        """Check that nothing would record how the weights move to the device.
+
+        Raises:
+            PolicyError: a transform of `torch.func`, an export or a trace would.
+        """
+        if not self._device.computes_on_host:
+            refuse_moving_weights()
 
     def detach(self) -> None:
         """Remove all hooks and move the parameters and their gradients back to the device."""
@@ -205,6 +223,16 @@ def _find_units(layers: LayerModules) -> list[Unit]:
     return units
 
 
+def _refuse_lazy(units: Sequence[Unit]) -> None:
+    for *_, named in units:
+        for name, parameter in named:
+            if is_lazy(parameter):
+                raise PolicyError(
+                    f"{name} is lazy and has no shape yet, so its bytes cannot be moved; run one "
+                    f"forward of the model before ebbtide.offload(model, weights=...)"
+                )
+
+
 def _choose(units: Sequence[Unit], policy: WeightPolicy) -> list[Unit]:
     least_bytes = max(int(policy.min_bytes), 1)
     return [
@@ -215,7 +243,8 @@ def _choose(units: Sequence[Unit], policy: WeightPolicy) -> list[Unit]:
 
 
 def _size_bytes(unit: Unit) -> int:
-    return sum(parameter.numel() * parameter.element_size() for *_, parameter in unit[2])
+    plain = (p for _, p in unit[2] if p.layout is torch.strided and not p.is_nested)
+    return sum(parameter.numel() * parameter.element_size() for parameter in plain)
 
 
 def _check(units: Sequence[Unit]) -> None:
@@ -231,8 +260,17 @@ def _check(units: Sequence[Unit]) -> None:
                     f"{name} is a {type(parameter).__name__}, not a plain nn.Parameter; leave that "
                     f"layer out: name the others, layers=[...]"
                 )
-            if parameter.layout is not torch.strided:
-                raise PolicyError(f"{name} is sparse; leave its layer out")
+            if parameter.layout is not torch.strided or parameter.is_nested:
+                kind = "nested" if parameter.is_nested else "sparse"
+                raise PolicyError(
+                    f"{name} is {kind}, and the weights of a layer rest side by side as plain "
+                    f"bytes; leave its layer out: name the other layers with layers=[...]"
+                )
+            if parameter.is_inference():
+                raise PolicyError(
+                    f"{name} was made under torch.inference_mode and can never be trained; make "
+                    f"the model outside of it"
+                )
 
 
 def _refuse_sharded(model: nn.Module, named: Iterable[tuple[str, torch.Tensor]]) -> None:

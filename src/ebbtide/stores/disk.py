@@ -8,6 +8,7 @@ The mapping is private, so a write to a reloaded tensor does not reach the file.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import weakref
 from collections.abc import Callable
@@ -75,11 +76,11 @@ class DiskStore(AbstractStore):
         size_bytes = source.numel()
         self._collect()
         extent = self._file.allocate(size_bytes)
-        file, view = self._file.open, source.numpy().data
+        file = self._file.open
 
         def write() -> None:
             ready.synchronize()
-            file.write(view, extent.offset_bytes)
+            file.write(_view_of(source), extent.offset_bytes)
 
         written = self._writer.submit(write, then=self.on_progress)
         return _MappedSlot(extent, size_bytes, written, "disk")
@@ -170,6 +171,22 @@ class DiskStore(AbstractStore):
             else:
                 self._file.free(slot.extent)
         self._dropped = waiting
+
+
+def _view_of(source: torch.Tensor) -> memoryview:
+    """View a tensor's bytes, which the caller keeps alive.
+
+    A storage that `Tensor.numpy` was called for can never be resized again, and the source is the
+    program's own storage: it may resize it, as sharded models do.
+    """
+    size_bytes = source.numel()
+    # The memory of a source that was resized since is freed, and may belong to another tensor.
+    if source.untyped_storage().nbytes() < size_bytes:
+        raise OSError(
+            "the storage of a saved tensor was resized before its bytes were copied; keep it "
+            "where it is with ebbtide.compat.transformer_engine.mark_not_offload(tensor)"
+        )
+    return memoryview((ctypes.c_ubyte * size_bytes).from_address(source.data_ptr())).cast("B")
 
 
 @final

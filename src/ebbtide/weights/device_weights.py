@@ -16,7 +16,7 @@ from typing import ParamSpec, TypeVar, final
 
 import torch
 
-from ebbtide.activations.handles import AbstractAway, EmptyTensors, Saved
+from ebbtide.activations.handles import AbstractAway, EmptyTensors, Saved, are_hooked
 from ebbtide.errors import SavedTensorModifiedError
 from ebbtide.stores.store import RestingSlot
 from ebbtide.transfers.transfers import Transfers
@@ -204,8 +204,7 @@ class DeviceWeights(AbstractWeights):
         self._point(group, buffer)
         # A device parameter can be reused only if saved-tensor hooks replace what autograd saves.
         # Without them, the graph itself keeps the memory in use after the call.
-        hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-        reuse = hooked and self._running > 0 and not _in_backward()
+        reuse = are_hooked() and self._running > 0 and not _in_backward()
         made = []
         fresh = []
         for member in members:
@@ -262,6 +261,8 @@ class DeviceWeights(AbstractWeights):
         """
         task = torch._C._current_graph_task_id()
         with self._gate:
+            if self._closed:  # a graph that has no handles on the weights needs nothing of them
+                groups = [group for group in groups if group.handles]
             self._note_backward(task)
             self._end_modules(task)
             self._reclaim(everything=not self._running)

@@ -170,8 +170,10 @@ class Gradients:
             _add_at_home(member, gradient)
             return None
         plain = gradient.layout is torch.strided and gradient.numel() > 0
-        if torch.is_grad_enabled() or not plain:
-            # A gradient that is part of a graph, sparse or empty: torch's own copy, which blocks.
+        checked = torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
+        if torch.is_grad_enabled() or checked or not plain:
+            # A gradient that is part of a graph, sparse or empty, or that anomaly detection reads
+            # as soon as it is returned: torch's own copy, which blocks.
             return gradient.to(member.host.device)
         source = _packed_bytes(gradient, member.host.stride())
         with self._transfers.gate:
