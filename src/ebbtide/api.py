@@ -15,7 +15,8 @@ from ebbtide.engine import Engine
 from ebbtide.errors import PolicyError
 from ebbtide.execution.executor import ScheduleMode
 from ebbtide.hooks.forward import OffloadedForward
-from ebbtide.hooks.layers import LayerModules, LayerTracker, ModuleHook, find_layers, match_layers
+from ebbtide.hooks.layer_search import find_layers
+from ebbtide.hooks.layers import LayerModules, LayerTracker, ModuleHook, match_layers
 from ebbtide.inspection import Inspection
 from ebbtide.policy import ActivationPolicy, WeightPolicy
 from ebbtide.schedule import Schedule
@@ -28,17 +29,28 @@ class OffloadHandle:
     """Gives the statistics of an offloaded model's last step, and undoes the offload.
 
     Used as a context manager, it detaches on exit.
-
-    Attributes:
-        layers: names of the modules whose calls count as layers, in model order.
     """
 
     def __init__(
-        self, engine: Engine, layers: Sequence[str], undo: Sequence[Callable[[], None]]
+        self,
+        engine: Engine,
+        layers: Sequence[str] | LayerTracker,
+        undo: Sequence[Callable[[], None]],
     ) -> None:
-        self.layers = tuple(layers)
+        self._layers = layers
         self._engine = engine
         self._undo = list(undo)
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """Names of the modules whose calls count as layers.
+
+        They are in the order in which the last forward called them, and before the first forward in
+        the order in which the model defines them. A module that is called several times is several
+        layers and has one name. Empty for a wrapped forward, which has no layers.
+        """
+        layers = self._layers
+        return layers.names if isinstance(layers, LayerTracker) else tuple(layers)
 
     @property
     def stats(self) -> StepStats:
@@ -171,7 +183,7 @@ def offload(
     model.forward = wrapped
     if resting is not None:
         undo.append(resting.detach)
-    return OffloadHandle(engine, found.names, [*undo, *(hook.remove for hook in hooks)])
+    return OffloadHandle(engine, tracker, [*undo, *(hook.remove for hook in hooks)])
 
 
 def wrap_forward_with_offload(

@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import ebbtide
 from ebbtide import ActivationPolicy, PolicyError, StepStats
-from ebbtide.hooks.layers import find_layers, match_layers
+from ebbtide.hooks.layer_search import find_layers
+from ebbtide.hooks.layers import match_layers
 from zoo import ENTRIES
 
 BY_NAME = {entry.name: entry for entry in ENTRIES}
@@ -126,14 +127,14 @@ def test_a_model_that_repeats_nothing_has_no_layers(model: nn.Module) -> None:
     assert (found.names, found.modules, found.num_calls) == ([], [], 0)
 
 
-def test_the_list_with_the_most_parameters_wins() -> None:
+def test_a_model_of_linear_maps_has_those_of_all_its_lists() -> None:
     model = nn.ModuleDict(
         {
-            "many": nn.ModuleList(nn.Linear(4, 4) for _ in range(9)),  # 9 x (4 x 4 + 4) = 180
-            "large": nn.ModuleList(nn.Linear(16, 16) for _ in range(2)),  # 2 x (16 x 16 + 16) = 544
+            "many": nn.ModuleList(nn.Linear(4, 4) for _ in range(3)),
+            "large": nn.ModuleList(nn.Linear(16, 16) for _ in range(2)),
         }
     )
-    assert find_layers(model).names == ["large.0", "large.1"]
+    assert find_layers(model).names == ["many.0", "many.1", "many.2", "large.0", "large.1"]
 
 
 class DownAndUp(nn.Module):
@@ -155,10 +156,10 @@ class DownAndUp(nn.Module):
 def test_a_model_has_the_same_layers_inside_a_wrapper() -> None:
     """DistributedDataParallel, LightningModule and their like hold the model as a child."""
     bare = find_layers(DownAndUp())
-    assert bare.names == ["up.0", "up.1", "up.2"]
+    assert bare.names == ["down.0", "down.1", "down.2", "up.0", "up.1", "up.2"]
     wrapped = find_layers(nn.ModuleDict({"module": DownAndUp()}))
-    assert wrapped.names == ["module.up.0", "module.up.1", "module.up.2"]
-    assert wrapped.num_calls == bare.num_calls == 3
+    assert wrapped.names == [f"module.{name}" for name in bare.names]
+    assert wrapped.num_calls == bare.num_calls == 6
 
 
 # Naming layers

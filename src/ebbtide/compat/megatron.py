@@ -10,7 +10,8 @@ from torch import nn
 
 from ebbtide.api import OffloadHandle, offload
 from ebbtide.errors import PolicyError
-from ebbtide.hooks.layers import find_layers, match_layers
+from ebbtide.hooks.layer_search import find_layers
+from ebbtide.hooks.layers import match_layers
 from ebbtide.policy import ActivationPolicy, WeightPolicy
 
 

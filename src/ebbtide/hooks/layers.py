@@ -15,7 +15,6 @@ from typing import Any, Protocol, final
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from ebbtide.errors import PolicyError
@@ -42,54 +41,6 @@ class LayerModules:
         self.num_calls = num_calls
 
 
-def find_layers(model: nn.Module) -> LayerModules:
-    """Find the repeated blocks of a model.
-
-    A block is an element of an `nn.ModuleList` or `nn.Sequential` with at least two elements of its
-    class; the list with the most parameters wins. A module whose forward takes an index and that
-    holds several lists of the same length (neuralop's `FNOBlocks` has a list of convolutions, one
-    of skips, ...) is called once per index. Then that module is the block, and each call of it is a
-    layer.
-
-    Returns:
-        The blocks; empty if the model has no repeated blocks.
-    """
-    best = LayerModules([], 0)
-    best_size = 0
-    for name, module in model.named_modules():
-        for layers in _repeated_blocks(name, module, is_root=module is model):
-            size = sum(_numel(p) for block in layers.modules for p in block.parameters())
-            if size > best_size:
-                best, best_size = layers, size
-    return best
-
-
-def _numel(parameter: nn.Parameter) -> int:
-    # A lazy parameter has no shape before the model's first forward.
-    return 1 if is_lazy(parameter) else parameter.numel()
-
-
-def _repeated_blocks(name: str, module: nn.Module, *, is_root: bool) -> list[LayerModules]:
-    """Return the lists of blocks in one module, or the module itself if it is called by index."""
-    lists = {
-        child_name: child
-        for child_name, child in module.named_children()
-        if isinstance(child, nn.ModuleList | nn.Sequential) and _repeats(child)
-    }
-    lengths = Counter(len(child) for child in lists.values() if isinstance(child, nn.ModuleList))
-    if lengths and not is_root and _is_called_by_index(module):
-        length, count = max(lengths.items(), key=lambda item: item[1])
-        if count > 1:
-            return [LayerModules([(name, module)], length)]
-    prefix = f"{name}." if name else ""
-    if is_root and isinstance(module, nn.ModuleList | nn.Sequential) and _repeats(module):
-        lists[""] = module
-    return [
-        LayerModules(_blocks_of(f"{prefix}{child_name}", child), _count_blocks(child))
-        for child_name, child in lists.items()
-    ]
-
-
 def lists_by_index(module: nn.Module) -> dict[str, nn.ModuleList]:
     """Return the lists of which a module called once per index uses one element in each call."""
     if not _is_called_by_index(module):
@@ -102,6 +53,15 @@ def lists_by_index(module: nn.Module) -> dict[str, nn.ModuleList]:
     return {name: child for name, child in lists.items() if len(child) == length}
 
 
+def count_calls_by_index(module: nn.Module) -> int:
+    """Return how often a module is called in a forward if each call takes one element of its lists.
+
+    0 means that it is not called by index, or holds no two lists of one length.
+    """
+    lists = lists_by_index(module)
+    return len(next(iter(lists.values()))) if len(lists) > 1 else 0
+
+
 def _is_called_by_index(module: nn.Module) -> bool:
     try:
         parameters = inspect.signature(module.forward).parameters
@@ -110,36 +70,13 @@ def _is_called_by_index(module: nn.Module) -> bool:
     return any(name in ("index", "idx") or name.endswith("_idx") for name in parameters)
 
 
-def _main_class(blocks: Iterable[nn.Module]) -> tuple[type, int]:
-    counts = Counter(map(_class_of, blocks))
-    return counts.most_common(1)[0] if counts else (nn.Module, 0)
-
-
-def _repeats(blocks: nn.ModuleList | nn.Sequential) -> bool:
-    return _main_class(blocks)[1] > 1
-
-
-def _count_blocks(blocks: nn.ModuleList | nn.Sequential) -> int:
-    return _main_class(blocks)[1]
-
-
-def _blocks_of(name: str, blocks: nn.ModuleList | nn.Sequential) -> list[tuple[str, nn.Module]]:
-    main = _main_class(blocks)[0]
-    prefix = f"{name}." if name else ""
-    return [
-        (f"{prefix}{child_name}", block)
-        for child_name, block in blocks.named_children()
-        if _class_of(block) is main
-    ]
-
-
-def _class_of(block: nn.Module) -> type:
-    """Return the class of a block as the model defines it.
+def class_of(module: nn.Module) -> type[nn.Module]:
+    """Return the class of a module as the model defines it.
 
     FSDP2's `fully_shard` changes the class of a module to one that derives from `FSDPModule` and
-    from the module's own class. Blocks that are not sharded still count as equal to it.
+    from the module's own class. Modules that are not sharded still count as equal to it.
     """
-    kind = type(block)
+    kind = type(module)
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is not None and fsdp.FSDPModule in kind.__bases__:
         return kind.__bases__[-1]
@@ -247,6 +184,16 @@ class LayerTracker:
         self._next = 0
         self._open: list[Layer] = []
         self._active = False
+        self._called: list[str] = []  # name of each layer of this forward
+        self._order: list[str] = []  # and of the last one that was completed
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The layers' modules, in the order in which the last whole forward first called them.
+
+        Before the first one: in model order. Modules that it did not call come last.
+        """
+        return tuple(dict.fromkeys([*self._order, *self._layers.names]))
 
     def attach(self) -> list[RemovableHandle]:
         """Register hooks on the layers. Returns handles that remove the hooks."""
@@ -260,6 +207,7 @@ class LayerTracker:
 
     def begin_forward(self) -> None:
         self._next = 0
+        self._called = []
         self._open.clear()
         self._active = True
         self._told.begin_forward()
@@ -270,6 +218,7 @@ class LayerTracker:
         self._told.end_forward(self._next if completed else None)
         if not completed:
             return
+        self._order = self._called
         wanted = self._wanted
         if wanted > self._next and self._num_calls != self._next:
             warnings.warn(
@@ -283,6 +232,7 @@ class LayerTracker:
         if self._counts():
             layer = Layer(self._next, name)
             self._open.append(layer)
+            self._called.append(name)
             self._next += 1
             self._told.begin_layer(layer)
 
