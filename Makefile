@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo test dry-gpu check races soak bench gpu clean
+.PHONY: demo test dry-gpu check dist races soak bench gpu clean
 
 demo: $(VENV)/.demo  ## train an FNO on Darcy flow with and without offload, and compare
 	$(BIN)/ebbtide demo
@@ -21,6 +21,21 @@ check: $(VENV)/.dev  ## lint, formatting, types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The wheel is built from the sdist, so the sdist is whole. WHEEL_VENV is made anew each time; it
+# sees torch only through constraints.txt, as .venv does.
+WHEEL_VENV := build/wheel-venv
+WHEEL_PIP = $(WHEEL_VENV)/bin/python -m pip --disable-pip-version-check install --quiet
+
+dist: $(VENV)/.dist  ## build sdist and wheel, install the wheel in a fresh environment, train with it
+	rm -rf dist build
+	$(BIN)/python -m build --outdir dist .
+	$(BIN)/python -m twine check --strict dist/*
+	$(PYTHON) -m venv $(WHEEL_VENV)
+	$(WHEEL_PIP) --constraint constraints.txt torch numpy
+	$(WHEEL_PIP) --constraint constraints.txt dist/*.whl
+	cd $(WHEEL_VENV) && bin/python -I $(CURDIR)/tests/dist/train.py
+	rm -rf build
 
 races: $(VENV)/.dev  ## write docs/internals/races.md from the tags of the guards in the source
 	$(BIN)/python tests/simulation/races_page.py
@@ -45,13 +60,17 @@ gpu:  ## test and measure on an accelerator, against every peer that is installe
 	PYTHONPATH=src $(GPU_PYTHON) -m benchmarks.gpu $(GPU_FLAGS)
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build runs
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist runs
 
 # torch comes first and alone: packages that depend on it must find the pinned one.
 $(VENV)/.torch: constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "ebbtide needs Python 3.10+")'
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) setuptools torch numpy
+	touch $@
+
+$(VENV)/.dist: $(VENV)/.torch
+	$(PIP) build twine
 	touch $@
 
 $(VENV)/.demo: $(VENV)/.torch pyproject.toml
