@@ -18,6 +18,15 @@ from ebbtide.hooks.forward import OffloadedForward
 from ebbtide.hooks.layer_search import find_layers
 from ebbtide.hooks.layers import LayerModules, LayerTracker, ModuleHook, match_layers
 from ebbtide.inspection import Inspection
+from ebbtide.interface.arguments import (
+    check_activations,
+    check_model,
+    check_trace,
+    check_weights,
+    parse_device,
+    refuse,
+)
+from ebbtide.interface.display import brief, count, few, html_table, labelled
 from ebbtide.policy import ActivationPolicy, WeightPolicy
 from ebbtide.schedule import Schedule
 from ebbtide.tracing.trace import Trace
@@ -99,6 +108,20 @@ class OffloadHandle:
             "copy of the model itself is a plain model"
         )
 
+    def __repr__(self) -> str:
+        facts = self._engine.describe()
+        layers = [count(len(self.layers), "layer")] if self.layers else []
+        return brief("OffloadHandle", [self._state, facts.pop("model"), *layers, *labelled(facts)])
+
+    def _repr_html_(self) -> str:
+        layers = f"{len(self.layers)}: {few(self.layers)}" if self.layers else "none"
+        facts = {"state": self._state, "layers": layers, **self._engine.describe()}
+        return html_table("ebbtide.OffloadHandle", facts.items())
+
+    @property
+    def _state(self) -> str:
+        return "attached" if self._undo else "detached"
+
     def __enter__(self) -> OffloadHandle:
         return self
 
@@ -155,6 +178,10 @@ def offload(
             the layers, the policy or the store do not fit it. The model is unchanged.
         ScheduleError: the schedule cannot be run. The model is unchanged.
     """
+    check_model(model)
+    check_activations(activations)
+    check_weights(weights)
+    check_trace(trace)
     policy = activations
     if policy is None:
         none = ActivationPolicy(num_layers=0, rebuild=False)
@@ -217,6 +244,10 @@ def wrap_forward_with_offload(
     Raises:
         PolicyError: ``forward`` is wrapped already, or the policy or the store does not fit it.
     """
+    if not callable(forward) or isinstance(forward, type):
+        refuse("forward", "a callable, such as model.forward", forward)
+    check_activations(activations)
+    check_trace(trace)
     policy = ActivationPolicy() if activations is None else activations
     if policy.counts_layers:
         raise PolicyError(
@@ -229,7 +260,7 @@ def wrap_forward_with_offload(
     for module in modules:
         refuse_second_offload(module)
     _refuse_compiled(modules)
-    home = None if device is None else torch.device(device)
+    home = parse_device(device)
     engine = Engine(modules, policy, store, home, host_budget=host_budget, traced=trace)
     wrapped = OffloadedForward(forward, engine.hooks, None)
     wrapped.handle = OffloadHandle(engine, (), [wrapped.deactivate])
@@ -283,10 +314,10 @@ def _check_layer_counts(policy: ActivationPolicy, layers: LayerModules) -> None:
             "the policy counts layers, and the model has no repeated blocks; name "
             "its layers, such as layers=[model.encoder, model.decoder]"
         )
-    for name, count in (("num_layers", policy.num_layers), ("keep_last", policy.keep_last)):
-        if count is not None and layers.num_calls is not None and count > layers.num_calls:
+    for name, wanted in (("num_layers", policy.num_layers), ("keep_last", policy.keep_last)):
+        if wanted is not None and layers.num_calls is not None and wanted > layers.num_calls:
             raise PolicyError(
-                f"{name}={count} is out of range: the model has {layers.num_calls} layers "
+                f"{name}={wanted} is out of range: the model has {layers.num_calls} layers "
                 f"({', '.join(layers.names[:3])}{', ...' if len(layers.names) > 3 else ''}); if "
                 f"they are called more than once in a forward, each call is a layer: name them, "
                 f"layers={layers.names[:2]}"

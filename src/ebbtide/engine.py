@@ -28,6 +28,7 @@ from ebbtide.hooks.saved_tensors import SavedTensorHooks
 from ebbtide.hooks.unsharded import UnshardedParameters
 from ebbtide.hooks.weights import WeightHooks
 from ebbtide.inspection import Inspection, inspect
+from ebbtide.interface.display import count
 from ebbtide.policy import ActivationPolicy, WeightPolicy
 from ebbtide.schedule import Action, Direction, Schedule, Unit
 from ebbtide.stores.build import build_store, parse_store
@@ -37,7 +38,7 @@ from ebbtide.transfers.prefetch import ForwardLog
 from ebbtide.transfers.recorder import Subject, watch_nodes
 from ebbtide.transfers.stats import StepStats
 from ebbtide.transfers.transfers import Transfers
-from ebbtide.units import parse_size_bytes
+from ebbtide.units import format_size, parse_size_bytes
 from ebbtide.weights.parameters import DeviceParameter
 
 _META = torch.device("meta")
@@ -145,6 +146,29 @@ class Engine:
     def torch_device(self) -> torch.device:
         """The device that the model computes on."""
         return self.transfers.device.torch_device
+
+    def describe(self) -> dict[str, str]:
+        """Say in a few words what is offloaded where, and what the last step did. Never waits."""
+        kind, directory = parse_store(self._store)
+        if kind == "auto":
+            kind = "disk" if self.torch_device.type == "cpu" else "host"
+        modules = count(len(self._modules), "module")
+        name = type(self._modules[0]).__name__ if len(self._modules) == 1 else modules
+        last = self.transfers.account.last_counts
+        moved = {
+            "kept": last.kept_bytes,
+            "rebuilt": last.rebuilt_bytes,
+            "offloaded": last.offloaded_bytes,
+            "of weights reloaded": last.weight_reload_bytes,
+        }
+        done = ", ".join(f"{format_size(size)} {what}" for what, size in moved.items() if size)
+        under_way = self.transfers.live or self.transfers.running
+        return {
+            "model": f"{name} on {self.torch_device}" if self._modules else str(self.torch_device),
+            "store": kind if directory is None else f"{kind}:{directory}",
+            "last step": (done or "nothing offloaded") if last.num_saved else "none yet",
+            "now": "a step is under way" if under_way else "no step is under way",
+        }
 
     def inspect(self) -> Inspection:
         """Report each storage's fate in the last step, and what is in flight now."""

@@ -9,6 +9,7 @@ from typing import final
 from ebbtide.activations.activations import Activations
 from ebbtide.activations.records import StorageRecord
 from ebbtide.devices.device import Origin
+from ebbtide.interface.display import html_text
 from ebbtide.transfers.layer import Layer
 from ebbtide.units import format_size
 from ebbtide.weights.abstract_weights import AbstractWeights
@@ -143,6 +144,9 @@ class Inspection:
     storages: tuple[InspectedStorage, ...]
     parameters: tuple[InspectedParameter, ...]
     in_flight: InFlight
+
+    def _repr_html_(self) -> str:
+        return html_text(str(self))
 
     def __str__(self) -> str:
         lines = [*_storage_lines(self.storages), ""]

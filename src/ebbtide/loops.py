@@ -14,6 +14,16 @@ from ebbtide.engine import Engine, OpenLayer
 from ebbtide.errors import PolicyError
 from ebbtide.execution.executor import ScheduleMode
 from ebbtide.inspection import Inspection
+from ebbtide.interface.arguments import (
+    check_activations,
+    check_modules,
+    check_switch,
+    check_trace,
+    parse_device,
+    parse_number,
+    refuse,
+)
+from ebbtide.interface.display import brief, count, html_table, labelled
 from ebbtide.policy import ActivationPolicy
 from ebbtide.schedule import Action, Direction, Schedule, Unit, Verb, default, manual
 from ebbtide.tracing.trace import Trace
@@ -79,6 +89,10 @@ class OffloadSession:
         host_budget: int | str | None = None,
         trace: bool = False,
     ) -> None:
+        check_activations(activations)
+        check_modules("modules", modules)
+        check_switch("any_order", any_order)
+        check_trace(trace)
         chosen, by_hand = _choose_schedule(num_layers, model_layers, schedule)
         policy = ActivationPolicy() if activations is None else activations
         if policy.counts_layers:
@@ -91,11 +105,12 @@ class OffloadSession:
             list(modules),
             policy,
             store,
-            None if device is None else torch.device(device),
+            parse_device(device),
             host_budget=host_budget,
             traced=trace,
             mode=ScheduleMode(chosen, manual=by_hand, any_order=any_order),
         )
+        self._is_closed = False
         self._open: OpenLayer | None = None
         self._closed: OpenLayer | None = None
 
@@ -143,7 +158,7 @@ class OffloadSession:
             )
         if number is None and microbatch is not None:
             raise PolicyError("give the number of the layer with its microbatch")
-        unit = None if number is None else Unit(number, microbatch or 0)
+        unit = None if number is None else _unit(number, 0 if microbatch is None else microbatch)
         self._closed = None
         opened = self._engine.open_layer(unit)
         if opened is None:  # autograd does not record
@@ -192,7 +207,9 @@ class OffloadSession:
             part: ``"B"`` for the whole backward; ``"I"`` (gradients of the inputs) or ``"W"``
                 (gradients of the weights) for one part of a split backward.
         """
-        self._engine.begin_backward(Unit(layer, microbatch), Direction(part))
+        if part not in ("B", "I", "W"):
+            refuse("part", '"B", "I" or "W"', part)
+        self._engine.begin_backward(_unit(layer, microbatch), Direction(part))
 
     # ---- manual mode --------------------------------------------------------------------------
 
@@ -227,6 +244,7 @@ class OffloadSession:
 
     def close(self) -> None:
         """Free the store as soon as no autograd graph needs it any more."""
+        self._is_closed = True
         self._engine.close()
 
     def __reduce__(self) -> NoReturn:
@@ -234,6 +252,29 @@ class OffloadSession:
             "a session cannot be copied or pickled, because its threads and files belong to this "
             "process; make a session in each process"
         )
+
+    def __repr__(self) -> str:
+        facts = self._engine.describe()
+        place = facts.pop("model")
+        return brief("OffloadSession", [self._state, place, self._plan, *labelled(facts)])
+
+    def _repr_html_(self) -> str:
+        facts = {"state": self._state, "layers": self._plan, **self._engine.describe()}
+        return html_table("ebbtide.OffloadSession", facts.items())
+
+    @property
+    def _state(self) -> str:
+        if self._open is not None:
+            return f"inside layer {self._open.layer.index}"
+        return "closed" if self._is_closed else "open"
+
+    @property
+    def _plan(self) -> str:
+        layers = {unit.layer for unit in self.schedule.offloaded}
+        mode = self._engine.mode
+        by_hand = ", moved by hand" if mode is not None and mode.manual else ""
+        leave = "" if by_hand else f"{len(layers)} of "
+        return f"{leave}{count(self.schedule.num_layers, 'layer')}{by_hand or ' offloaded'}"
 
     def __enter__(self) -> OffloadSession:
         return self
@@ -248,7 +289,7 @@ class OffloadSession:
                 f'this session follows a schedule; make it with OffloadSession(schedule="manual", '
                 f"model_layers=...) to {verb.value} by hand"
             )
-        self._engine.act(Action(verb, Unit(layer)))
+        self._engine.act(Action(verb, _unit(layer, 0)))
 
     def _check_device(self, tensors: Sequence[torch.Tensor]) -> None:
         home = self._engine.torch_device
@@ -260,6 +301,10 @@ class OffloadSession:
                 )
 
 
+def _unit(layer: int, microbatch: int) -> Unit:
+    return Unit(parse_number("the layer", layer), parse_number("microbatch", microbatch))
+
+
 def _choose_schedule(
     num_layers: int | None, model_layers: int | None, schedule: Schedule | str | None
 ) -> tuple[Schedule, bool]:
@@ -268,6 +313,10 @@ def _choose_schedule(
         if num_layers is not None or model_layers is not None:
             raise PolicyError("the schedule says how many layers there are; leave the counts out")
         return schedule, False
+    if schedule is not None and not isinstance(schedule, str):
+        refuse("schedule", 'an ebbtide.Schedule or "manual"', schedule)
+    if isinstance(num_layers, nn.Module):
+        refuse("num_layers", "the number of layers that leave", num_layers, "see modules=[model]")
     if model_layers is None:
         raise PolicyError("give model_layers, the number of layers in a forward, or a schedule")
     if schedule == "manual":

@@ -58,7 +58,7 @@ class ActivationPolicy:
             raise PolicyError(f"rebuild must be True or False, got {self.rebuild!r}")
         for name in ("min_bytes", "max_inflight_bytes"):
             value = getattr(self, name)
-            if value is not None:
+            if value is not None or name == "min_bytes":
                 object.__setattr__(self, name, parse_size_bytes(value, name=name))
 
     @property

@@ -16,6 +16,7 @@ from ebbtide.devices.simulated import SimulatedDevice
 from ebbtide.errors import PolicyError
 from ebbtide.execution.executor import ScheduleExecutor, ScheduleMode
 from ebbtide.hooks.saved_tensors import SavedTensorHooks
+from ebbtide.interface.arguments import refuse
 from ebbtide.policy import ActivationPolicy
 from ebbtide.schedule import Direction, Pass, Schedule, Unit
 from ebbtide.stores.pinned import PinnedStore
@@ -60,6 +61,8 @@ def rehearse(
     Not modelled: latency, a link that is slower when both directions are busy, kernels that are
     slower while copies use the memory, a host that is too slow to queue work.
     """
+    if not isinstance(schedule, Schedule):
+        refuse("schedule", "an ebbtide.Schedule", schedule, "read text by Schedule.parse(text)")
     rehearsal = _Rehearsal(schedule.check(), layer_bytes, bandwidth_bytes_per_s)
     for each in schedule.order:
         layer = each.unit.layer
@@ -88,8 +91,10 @@ class _Rehearsal:
         sizes = {layer: _size(layer_bytes, layer) for layer in layers}
         self._scale = max(sizes.values()) / _LARGEST_BYTES
         self._sizes = {layer: max(1, round(size / self._scale)) for layer, size in sizes.items()}
-        if not bandwidth_bytes_per_s > 0:
-            raise PolicyError(f"bandwidth_bytes_per_s must be positive: {bandwidth_bytes_per_s}")
+        if not _is_positive(bandwidth_bytes_per_s):
+            raise PolicyError(
+                f"bandwidth_bytes_per_s must be a positive number: {bandwidth_bytes_per_s!r}"
+            )
         self._real_bytes = sizes
         bandwidth = bandwidth_bytes_per_s / self._scale
         self._device = SimulatedDevice(0, 0.0, bandwidth, timely=True)
@@ -157,6 +162,12 @@ def _size(layer_bytes: int | str | Mapping[int, int | str], layer: int) -> int:
 
 def _positive(name: str, given: PerLayer, layer: int) -> float:
     value = given.get(layer) if isinstance(given, Mapping) else given
-    if value is None or not value > 0:
-        raise PolicyError(f"{name} of layer {layer} must be a positive number of seconds: {value}")
+    if value is None or not _is_positive(value):
+        raise PolicyError(
+            f"{name} of layer {layer} must be a positive number of seconds: {value!r}"
+        )
     return value
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0

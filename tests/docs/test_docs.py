@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
-def _blocks() -> list[tuple[str, str]]:
+def find_blocks() -> list[tuple[str, str]]:
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     return [
         (f"{page.relative_to(ROOT)}:{number}", block)
@@ -20,7 +20,7 @@ def _blocks() -> list[tuple[str, str]]:
     ]
 
 
-@pytest.mark.parametrize(("name", "block"), _blocks(), ids=[name for name, _ in _blocks()])
+@pytest.mark.parametrize(("name", "block"), find_blocks(), ids=[name for name, _ in find_blocks()])
 def test_example_runs(name: str, block: str, tmp_path: Path) -> None:
     if "neuralop" in block or "darcy" in block:
         pytest.importorskip("neuralop", reason=f"{name} needs neuraloperator")
@@ -36,4 +36,4 @@ def test_example_runs(name: str, block: str, tmp_path: Path) -> None:
 
 
 def test_there_are_examples() -> None:
-    assert len(_blocks()) > 4
+    assert len(find_blocks()) > 4

@@ -6,6 +6,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ebbtide.activations.memory_parts import parts_of
+from ebbtide.interface.arguments import refuse
 
 # torch's weak reference to a storage keeps the storage's address from being reused, so while the
 # reference is in this table, no other storage has that address.
@@ -22,10 +23,15 @@ def mark_not_offload(*tensors: torch.Tensor | None) -> None:
     Args:
         tensors: the tensors to mark; None is skipped.
 
+    Raises:
+        PolicyError: an argument is something else.
+
     Source: Transformer Engine, `mark_not_offload`.
     """
     global _purge_at
     for tensor in tensors:
+        if tensor is not None and not isinstance(tensor, torch.Tensor):
+            refuse("each argument of mark_not_offload", "a tensor or None", tensor)
         for part in () if tensor is None else parts_of(tensor):
             storage = part.untyped_storage()
             _marked[storage._cdata] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ebbtide.errors import PolicyError
+from ebbtide.interface.arguments import refuse
 
 Constants = Mapping[str, Any]
 Rebuild = Callable[[Sequence[Tensor], Constants, torch.dtype], Tensor]
@@ -65,6 +66,8 @@ def register_rebuild(recipe: RebuildRecipe) -> None:
     It applies to every model offloaded with ``ActivationPolicy(rebuild=True)``, from the next
     forward on. It replaces an earlier recipe for the same node.
     """
+    if not isinstance(recipe, RebuildRecipe):
+        refuse("recipe", "an ebbtide.RebuildRecipe", recipe)
     RECIPES[recipe.node] = recipe
 
 

@@ -12,6 +12,7 @@ from ebbtide.api import OffloadHandle, offload
 from ebbtide.errors import PolicyError
 from ebbtide.hooks.layer_search import find_layers
 from ebbtide.hooks.layers import match_layers
+from ebbtide.interface.arguments import check_model
 from ebbtide.policy import ActivationPolicy, WeightPolicy
 
 
@@ -100,6 +101,7 @@ class CPUOffloadingConfig:
             PolicyError: the model has too few layers for ``cpu_offloading_num_layers``, or the
                 settings do not fit it. The model is left unchanged.
         """
+        check_model(model)
         count = self.cpu_offloading_num_layers if self.cpu_offloading else 0
         found = find_layers(model) if layers is None else match_layers(model, layers)
         num_layers = len(found.modules) if found.num_calls is None else found.num_calls

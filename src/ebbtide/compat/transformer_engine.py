@@ -21,6 +21,7 @@ import torch
 
 from ebbtide.activations.marks import mark_not_offload
 from ebbtide.errors import PolicyError
+from ebbtide.interface.arguments import check_switch
 from ebbtide.loops import OffloadSession
 from ebbtide.policy import ActivationPolicy
 from ebbtide.schedule import Pass, Schedule, default, find_order, from_table, manual
@@ -170,6 +171,12 @@ def get_cpu_offload_context(
 
     Source: Transformer Engine 2.x, `transformer_engine/pytorch/cpu_offload.py`.
     """
+    for name, switch in (
+        ("enabled", enabled),
+        ("offload_activations", offload_activations),
+        ("manual_synchronization", manual_synchronization),
+    ):
+        check_switch(name, switch)
     if not offload_weights and not offload_activations:
         raise PolicyError(
             "offload_activations and offload_weights are both False, so there is nothing to "

@@ -17,6 +17,7 @@ from ebbtide.hooks.coexistence import hooks_are_wanted
 from ebbtide.hooks.layers import LayerTracker
 from ebbtide.hooks.saved_tensors import SavedTensorHooks
 from ebbtide.hooks.weights import WeightHooks
+from ebbtide.interface.display import brief
 
 _call_numbers = itertools.count()
 
@@ -131,6 +132,10 @@ class OffloadedForward:
         running = _running_calls()
         begun, self._calls = self._calls, [call for call in self._calls if call in running]
         return begun != self._calls
+
+    def __repr__(self) -> str:
+        name = getattr(self._forward, "__qualname__", None) or repr(self._forward)
+        return brief("OffloadedForward", [name, "active" if self._active else "detached"])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
         owner = getattr(self._forward, "__self__", None)

@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ebbtide.errors import PolicyError
+from ebbtide.interface.arguments import check_layers, refuse
 from ebbtide.transfers.layer import Layer
 
 
@@ -89,8 +90,7 @@ def match_layers(model: nn.Module, layers: Sequence[nn.Module | str]) -> LayerMo
     Raises:
         PolicyError: a pattern matches nothing, or a module is not part of the model.
     """
-    if isinstance(layers, str):
-        raise PolicyError(f"layers is a list: write layers=[{layers!r}]")
+    check_layers(layers)
     names = {name: module for name, module in model.named_modules() if name}
     chosen: dict[str, nn.Module] = {}
     for layer in layers:
@@ -105,6 +105,8 @@ def match_layers(model: nn.Module, layers: Sequence[nn.Module | str]) -> LayerMo
         else:
             matched = [name for name, module in names.items() if module is layer]
             if not matched:
+                if not isinstance(layer, nn.Module):
+                    refuse("each of layers", "a module of the model or a pattern", layer)
                 raise PolicyError(
                     f"layers: a {type(layer).__name__} was given that is no submodule of the model"
                 )

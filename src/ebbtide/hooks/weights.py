@@ -57,9 +57,14 @@ class WeightHooks:
     ) -> None:
         self._model = weakref.ref(model)
         device, store = transfers.device, transfers.store
-        units = _find_units(layers)
-        _refuse_lazy(units)
-        units = _choose(units, policy)
+        found = _find_units(layers)
+        _refuse_lazy(found)
+        units = _choose(found, policy)
+        if found and not units:
+            raise PolicyError(
+                f"{policy} selects none of the model's {len(found)} layers; leave weights out to "
+                f"offload none, or change num_layers, keep_last, fraction or min_bytes"
+            )
         _refuse_sharded(model, (each for *_, named in units for each in named))
         _check(units)
         groups, used = _make_groups(units, store, device.torch_device)
@@ -234,6 +239,14 @@ def _refuse_lazy(units: Sequence[Unit]) -> None:
 
 
 def _choose(units: Sequence[Unit], policy: WeightPolicy) -> list[Unit]:
+    for field, count in (("num_layers", policy.num_layers), ("keep_last", policy.keep_last)):
+        if count is not None and count > len(units):
+            names = [name for _, name, _ in units]
+            raise PolicyError(
+                f"WeightPolicy({field}={count}) is out of range: the model has {len(units)} layers "
+                f"with weights ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''}); name "
+                f"others by layers=[...], or leave {field} out"
+            )
     least_bytes = max(int(policy.min_bytes), 1)
     return [
         unit

@@ -24,6 +24,7 @@ from ebbtide.execution.executor import ScheduleMode
 from ebbtide.hooks.layer_search import find_layers
 from ebbtide.hooks.layers import LayerModules
 from ebbtide.hooks.weights import WeightHooks
+from ebbtide.interface.arguments import check_activations, check_trace, check_weights
 from ebbtide.policy import ActivationPolicy, WeightPolicy
 from ebbtide.schedule import Direction, Schedule, Unit, from_pipeline
 
@@ -84,6 +85,9 @@ def offload_stages(
             another order. Nothing was changed.
     """
     stages = _find_stages(pipeline)
+    check_activations(activations)
+    check_weights(weights)
+    check_trace(trace)
     policy = ActivationPolicy() if activations is None else activations
     if policy.counts_layers:
         raise PolicyError(

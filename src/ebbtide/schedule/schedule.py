@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import final
 
 from ebbtide.errors import ScheduleError
+from ebbtide.interface.display import html_text
 from ebbtide.schedule.check import check
 from ebbtide.schedule.passes import (
     Action,
@@ -72,6 +73,8 @@ class Schedule:
         Raises:
             ScheduleError: a line cannot be read, or no line gives the order of the passes.
         """
+        if not isinstance(text, str):
+            raise ScheduleError(f"a schedule is parsed from text, got {type(text).__name__}")
         order: list[Pass] = []
         actions: list[tuple[Pass, Action]] = []
         for number, line in enumerate(text.splitlines(), 1):
@@ -97,6 +100,9 @@ class Schedule:
                 "order: F0..F19 B19..B0"
             )
         return cls(order, actions)
+
+    def _repr_html_(self) -> str:
+        return html_text(str(self))
 
     def __str__(self) -> str:
         return "\n".join(self._written())

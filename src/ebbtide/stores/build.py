@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from ebbtide.devices.device import AbstractDevice
 from ebbtide.errors import PolicyError
+from ebbtide.interface.arguments import refuse
 from ebbtide.stores.disk import DiskStore
 from ebbtide.stores.pinned import PinnedStore
 from ebbtide.stores.staged import LEAST_STAGING_BYTES, STAGING_BYTES, StagedDiskStore
@@ -13,6 +15,7 @@ from ebbtide.stores.store import AbstractStore
 from ebbtide.stores.tiered import TieredStore
 from ebbtide.units import format_size
 
+_STORES = 'one of "auto", "host", "disk", "disk:/some/dir", "tiered", "tiered:/some/dir"'
 _STAGING_SHARE = 4  # a tiered store's chunks take at most 1/4 of host_budget
 
 
@@ -54,15 +57,23 @@ def build_store(
 
 
 def parse_store(store: str) -> tuple[str, Path | None]:
-    kind, _, directory = store.partition(":")
-    if kind not in ("auto", "host", "disk", "tiered") or (
-        directory and kind not in ("disk", "tiered")
-    ):
-        raise PolicyError(
-            f'store={store!r} is not one of "auto", "host", "disk", "disk:/some/dir", "tiered", '
-            f'"tiered:/some/dir"'
-        )
-    return kind, Path(directory) if directory else None
+    """Return the kind of a store and its directory, whose ``~`` is replaced.
+
+    Raises:
+        PolicyError: the text cannot be read.
+    """
+    if not isinstance(store, str):
+        advice = f'write store="disk:{store}"' if isinstance(store, os.PathLike) else _STORES
+        refuse("store", "text", store, advice)
+    kind, colon, directory = store.partition(":")
+    if colon and not directory.strip():
+        raise PolicyError(f'store={store!r} names no directory; write "{kind}" or "{kind}:/dir"')
+    if kind not in ("auto", "host", "disk", "tiered") or (colon and kind not in ("disk", "tiered")):
+        raise PolicyError(f"store={store!r} is not {_STORES}")
+    try:
+        return kind, Path(directory).expanduser() if colon else None
+    except RuntimeError:
+        raise PolicyError(f"store={store!r}: there is no such home directory") from None
 
 
 def _check_for_cpu(kind: str, host_budget_bytes: int | None) -> None:

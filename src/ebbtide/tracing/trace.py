@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from os import PathLike
 from typing import final
 
+from ebbtide.interface.display import brief, count, html_text
 from ebbtide.tracing.chrome import write_chrome
 from ebbtide.tracing.events import LANES, TraceEvent
 from ebbtide.tracing.plot import write_plot
@@ -74,6 +75,12 @@ class Trace:
             OSError: the file cannot be written.
         """
         write_plot(path, self.events, LANES)
+
+    def __repr__(self) -> str:
+        return brief("Trace", [count(len(self.events), "event"), f"{self.duration_s:.4f} s"])
+
+    def _repr_html_(self) -> str:
+        return html_text(str(self))
 
     def __str__(self) -> str:
         if not self.events:

@@ -56,6 +56,11 @@ class Account:
         return self._finished
 
     @property
+    def last_counts(self) -> StepStats | StepMeter:
+        """The counts of the last finished step, without its waits. Reading it does not wait."""
+        return self._finished
+
+    @property
     def trace(self) -> Trace:
         """What the last finished step did. Reading it waits until the device has finished it."""
         if isinstance(self._trace, StepRecorder):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import final
+from typing import Final, final
 
 from ebbtide.devices.device import AbstractEvent, Origin
+from ebbtide.interface.display import html_table
 from ebbtide.units import format_size
 
 
@@ -69,14 +70,45 @@ class StepStats:
     host_capacity_bytes: int = 0
 
     def __str__(self) -> str:
-        lines = []
+        rows = self._rows()
+        return "\n".join(f"{name:<19} {text:>12}  {words}".rstrip() for name, text, words in rows)
+
+    def _repr_html_(self) -> str:
+        return html_table("ebbtide.StepStats", self._rows())
+
+    def _rows(self) -> list[tuple[str, str, str]]:
+        """Each figure's name, its value with a unit, and what it means."""
+        rows = []
         for field in fields(self):
             value = getattr(self, field.name)
             text = format_size(value) if field.name.endswith("_bytes") else f"{value:,}"
             if field.name == "stall_s":
                 text = f"{value:.3f} s"
-            lines.append(f"{field.name:<19} {text:>12}")
-        return "\n".join(lines)
+            rows.append((field.name, text, _WORDS.get(field.name, "")))
+        return rows
+
+
+_WORDS: Final = {
+    "saved_bytes": "saved by autograd, each saved tensor counted",
+    "unique_bytes": "of these, without repeats and parameters",
+    "parameter_bytes": "saved parameters and buffers, which stay in any case",
+    "kept_bytes": "stayed on the device",
+    "offloaded_bytes": "were copied to a lower tier",
+    "reloaded_bytes": "came back for backward",
+    "rebuilt_bytes": "were computed again in backward instead",
+    "packed_bytes": "were left out by packing masks and indices",
+    "weight_reload_bytes": "weights copied to the device",
+    "gradient_bytes": "gradients of offloaded weights copied to the host",
+    "peak_device_bytes": "most activations on the device at once",
+    "peak_weight_bytes": "most offloaded weights on the device at once",
+    "peak_host_bytes": "most activations in host memory at once",
+    "peak_disk_bytes": "most activations on disk at once",
+    "num_saved": "saved tensors",
+    "num_offloaded": "copies to a lower tier",
+    "late_reloads": "times that compute had to wait for a reload",
+    "stall_s": "that compute waited for copies",
+    "host_capacity_bytes": "host memory taken, kept for the next step",
+}
 
 
 _COUNTED = tuple(

@@ -1,0 +1,1 @@
+"""What users see of every part: checks of their arguments, and texts for consoles and notebooks."""

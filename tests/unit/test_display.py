@@ -1,0 +1,139 @@
+"""What a console and a notebook show of handles, sessions, forwards and figures."""
+
+from __future__ import annotations
+
+import dataclasses
+from html.parser import HTMLParser
+
+import pytest
+import torch
+from torch import nn
+
+import ebbtide
+from ebbtide.tracing.events import TraceEvent
+
+POLICY = ebbtide.ActivationPolicy(min_bytes=1, rebuild=False)
+
+
+def model() -> nn.Module:
+    return nn.Sequential(*[nn.Sequential(nn.Linear(256, 256), nn.Sigmoid()) for _ in range(6)])
+
+
+class Cells(HTMLParser):
+    """The text of each row of a table; every tag that was opened is closed."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.rows: list[list[str]] = []
+        self.open: list[str] = []
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:  # noqa: ARG002
+        self.open.append(tag)
+        if tag == "tr":
+            self.rows.append([])
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open[-1:] == ["td"]:
+            self.rows[-1].append(data)
+
+
+def test_a_handle_tells_its_state() -> None:
+    """Each layer saves its input and its output, which is the next one's input: 64 x 256 x 4 B."""
+    net = model()
+    handle = ebbtide.offload(net, activations=POLICY)
+    assert repr(handle) == (
+        "<OffloadHandle: attached, Sequential on cpu, 6 layers, store: disk, last step: none yet, "
+        "now: no step is under way>"
+    )
+    loss = net(torch.randn(64, 256)).sum()
+    assert "now: a step is under way" in repr(handle)
+    loss.backward()
+    assert "last step: 448.0 KiB offloaded, now: no step is under way" in repr(handle)
+    handle.detach()
+    assert repr(handle).startswith("<OffloadHandle: detached, Sequential on cpu, 6 layers")
+
+
+def test_a_handle_in_a_notebook() -> None:
+    net = model()
+    with ebbtide.offload(net, activations=POLICY) as handle:
+        net(torch.randn(64, 256)).sum().backward()
+        rows = dict(Cells(handle._repr_html_()).rows)
+    assert rows == {
+        "state": "attached",
+        "layers": "6: 0, 1, 2, 3 and 2 more",
+        "model": "Sequential on cpu",
+        "store": "disk",
+        "last step": "448.0 KiB offloaded",
+        "now": "no step is under way",
+    }
+
+
+def test_a_repr_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is asked for by debuggers and in error messages, also amid a step."""
+    net = model()
+    with ebbtide.offload(net, activations=POLICY) as handle:
+        net(torch.randn(64, 256)).sum().backward()
+
+        def refuse(*_: object) -> None:
+            raise AssertionError("waited for the device")
+
+        monkeypatch.setattr("ebbtide.transfers.stats.StepMeter.freeze", refuse)
+        assert "448.0 KiB" in repr(handle)
+        assert "448.0 KiB" in handle._repr_html_()
+
+
+def test_a_wrapped_forward_tells_its_state() -> None:
+    net = model()
+    net.forward = ebbtide.wrap_forward_with_offload(net.forward)
+    assert repr(net.forward) == "<OffloadedForward: Sequential.forward, active>"
+    assert "attached, Sequential on cpu, store: disk" in repr(net.forward.handle)
+    assert dict(Cells(net.forward.handle._repr_html_()).rows)["layers"] == "none"
+    net.forward.handle.detach()
+    assert repr(net.forward) == "<OffloadedForward: Sequential.forward, detached>"
+
+
+def test_a_session_tells_its_state() -> None:
+    session = ebbtide.OffloadSession(2, 6, device="cpu")
+    assert repr(session).startswith("<OffloadSession: open, cpu, 2 of 6 layers offloaded, store: d")
+    with session.layer():
+        assert repr(session).startswith("<OffloadSession: inside layer 0, ")
+    rows = dict(Cells(session._repr_html_()).rows)
+    assert rows["layers"] == "2 of 6 layers offloaded"
+    session.close()
+    assert repr(session).startswith("<OffloadSession: closed, ")
+    by_hand = ebbtide.OffloadSession(schedule="manual", model_layers=3, device="cpu")
+    assert "3 layers, moved by hand" in repr(by_hand)
+
+
+def test_statistics_are_explained_in_words() -> None:
+    stats = ebbtide.StepStats(rebuilt_bytes=3 * 2**20, stall_s=0.25)
+    lines = str(stats).splitlines()
+    assert "rebuilt_bytes            3.0 MiB  were computed again in backward instead" in lines
+    assert "stall_s                  0.250 s  that compute waited for copies" in lines
+    rows = Cells(stats._repr_html_()).rows
+    assert [row[0] for row in rows] == [field.name for field in dataclasses.fields(stats)]
+    assert all(len(row) == 3 and row[2] for row in rows), "a figure has no explanation"
+    assert max(map(len, lines)) <= 100
+
+
+def test_reports_in_a_notebook_are_laid_out_as_when_printed() -> None:
+    schedule = ebbtide.schedule.default(1, 3)
+    assert schedule._repr_html_() == f"<pre>{schedule}</pre>".replace("->", "-&gt;")
+    event = TraceEvent("forward", "compute", 0.0, 0.5, 0, "<lambda>")
+    trace = ebbtide.Trace([event])
+    assert repr(trace) == "<Trace: 1 event, 0.5000 s>"
+    assert str(trace).splitlines()[0] in trace._repr_html_()
+    net = model()
+    with ebbtide.offload(net) as handle:
+        assert "no step has finished" in handle.inspect()._repr_html_()
+
+
+def test_names_are_escaped() -> None:
+    net = type("<b>", (nn.Linear,), {})(2, 2)
+    with ebbtide.offload(net) as handle:
+        assert dict(Cells(handle._repr_html_()).rows)["model"] == "<b> on cpu"
