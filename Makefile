@@ -34,7 +34,7 @@ dist: $(VENV)/.dist  ## build sdist and wheel, install the wheel in a fresh envi
 	$(PYTHON) -m venv $(WHEEL_VENV)
 	$(WHEEL_PIP) --constraint constraints.txt torch numpy
 	$(WHEEL_PIP) --constraint constraints.txt dist/*.whl
-	cd $(WHEEL_VENV) && bin/python -I $(CURDIR)/tests/dist/train.py
+	cd $(WHEEL_VENV) && bin/python -I $(CURDIR)/tests/package/train.py
 	rm -rf build
 
 races: $(VENV)/.dev  ## write docs/internals/races.md from the tags of the guards in the source
