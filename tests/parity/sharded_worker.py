@@ -9,7 +9,6 @@ import contextlib
 import functools
 import json
 import sys
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -24,7 +23,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import checkpoint
 from torch.distributed._composable import replicate
-from torch.distributed._functional_collectives import all_gather_tensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -399,38 +397,6 @@ def check_state_dict(directory: Path) -> dict[str, bool]:
     }
 
 
-class SavedOnly(torch.autograd.Function):
-    """Saves a factor that its forward does not look at."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: Tensor) -> Tensor:
-        ctx.save_for_backward(factor)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient * ctx.saved_tensors[0], None
-
-
-def check_collective(_: Path) -> dict[str, bool]:
-    """Save the result of a collective that the other rank has not begun yet."""
-    rank, rows = dist.get_rank(), 256
-    x = torch.ones(rows * dist.get_world_size(), rows, requires_grad=True)
-
-    def forward(x: Tensor) -> Tensor:
-        time.sleep(0.5 * rank)
-        own = torch.full((rows, rows), rank + 1.0)
-        return SavedOnly.apply(x, all_gather_tensor(own, 0, dist.group.WORLD))
-
-    wrapped = ebbtide.wrap_forward_with_offload(forward, activations=EVERYTHING, device="cpu")
-    wrapped(x).sum().backward()
-    stats = wrapped.handle.stats
-    return {
-        "same": all((part == n + 1).all() for n, part in enumerate(x.grad.split(rows))),
-        "left": stats.offloaded_bytes == x.nbytes,
-    }
-
-
 def check_weights(_: Path) -> dict[str, bool]:
     """Weights of sharded models are refused, whichever comes first."""
     policy = ebbtide.WeightPolicy(min_bytes=1)
@@ -477,7 +443,6 @@ def check_layers(_: Path) -> dict[str, bool]:
 
 CHECKS: dict[str, Callable[[Path], dict[str, bool]]] = {
     "state-dict": check_state_dict,
-    "collective": check_collective,
     "weights": check_weights,
     "weights-ddp": check_weights_ddp,
     "layers": check_layers,

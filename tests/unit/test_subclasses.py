@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.testing._internal.two_tensor import TwoTensor
@@ -135,6 +136,41 @@ def test_inner_tensors_leave_memory(mesh: DeviceMesh) -> None:
         assert made.pop()() is None
         y.sum().backward()
     assert handle.stats.offloaded_bytes == 3 * 64 * 64 * 4
+
+
+class SavedOnly(torch.autograd.Function):
+    """Saves a factor that its forward does not look at."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, factor: Tensor) -> Tensor:
+        ctx.save_for_backward(factor)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.saved_tensors[0], None
+
+
+def test_a_collective_is_waited_for_before_its_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = torch.zeros(64, 64)  # is filled when somebody waits for it
+
+    def wait(self: AsyncCollectiveTensor) -> Tensor:
+        if self.elem is result:
+            result.fill_(3)
+        return self.elem
+
+    monkeypatch.setattr(AsyncCollectiveTensor, "trigger_wait", wait)
+    x = torch.ones(64, 64, requires_grad=True)
+
+    def forward(x: Tensor) -> Tensor:
+        y = SavedOnly.apply(x, AsyncCollectiveTensor(result))
+        # The second copy waits for the end of the first one, which lets go of its source.
+        return y + SavedOnly.apply(x, torch.zeros_like(x))
+
+    policy = ActivationPolicy(min_bytes=1, max_inflight_bytes=1)
+    wrapped = ebbtide.wrap_forward_with_offload(forward, activations=policy, device="cpu")
+    wrapped(x).sum().backward()
+    assert torch.equal(x.grad, torch.full_like(x, 3))
 
 
 class Opaque(torch.Tensor):
