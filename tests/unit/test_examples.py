@@ -43,7 +43,11 @@ def test_a_model_larger_than_memory_trains() -> None:
         timeout=200,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    # Weights, gradients and two moments of 9 layers of 8 MiB each are 288 MiB.
+    # Weights, gradients and two moments of 9 layers of 8 MiB each are 288 MiB; activations add 2.
+    # What torch imports for its first optimizer, 70 to 160 MiB, must not count.
+    peak = re.search(r"peak, as it is +([\d.]+) MiB", done.stdout)
+    assert peak is not None
+    assert 288 < float(peak[1]) < 288 + 70
     assert re.search(r"peak, as it is .* does not fit", done.stdout)
     assert re.search(r"peak, offloaded .* fits", done.stdout)
     assert "the same, to the bit" in done.stdout

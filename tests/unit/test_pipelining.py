@@ -38,6 +38,7 @@ UNIT_BYTES = 2 * ROWS * WIDE * 4  # the GELU's input and its output
 INPUT_BYTES = ROWS * WIDTH * 4  # the first product's; the pipeline keeps it
 POLICY = ActivationPolicy(min_bytes=1024, rebuild=False)
 COUNT = 4  # microbatches
+TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -72,6 +73,17 @@ def build(kind: Any, num_stages: int, count: int = COUNT, block: Any = Block) ->
         for number in range(num_stages)
     ]
     return kind(stages[0] if kind is ScheduleGPipe else stages, count, loss_fn=F.mse_loss)
+
+
+def build_again(pipeline: Any) -> Any:
+    """A new schedule with new stages of the same modules."""
+    modules = [stage.submod for stage in stages_of(pipeline)]
+    stages = [
+        PipelineStage(module, number, len(modules), torch.device("cpu"))
+        for number, module in enumerate(modules)
+    ]
+    single = hasattr(pipeline, "_stage")
+    return type(pipeline)(stages[0] if single else stages, COUNT, loss_fn=F.mse_loss)
 
 
 def stages_of(pipeline: Any) -> list[PipelineStage]:
@@ -265,9 +277,10 @@ def test_another_number_of_microbatches(count: int) -> None:
         assert handle.stats.offloaded_bytes == len(handle.schedule.offloaded) * UNIT_BYTES
 
 
+@pytest.mark.parametrize(("kind", "num_stages"), [(ScheduleGPipe, 1), (ScheduleLoopedBFS, 2)])
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_after_an_exception(where: str) -> None:
-    plain, pipeline = build(ScheduleLoopedBFS, 2), build(ScheduleLoopedBFS, 2)
+def test_after_an_exception(where: str, kind: Any, num_stages: int) -> None:
+    plain, pipeline = build(kind, num_stages), build(kind, num_stages)
     handle = offload_stages(pipeline, resident=2, activations=POLICY)
     step(pipeline, 0)
     stage = stages_of(pipeline)[0]
@@ -281,6 +294,13 @@ def test_after_an_exception(where: str) -> None:
             step(pipeline, 1)
         hook.remove()
     pipeline._internal_losses.clear()  # torch leaves those of the failed step there
+    if num_stages > 1 and TORCH >= (2, 15):
+        # Stages that receive cannot go on; torch asks for new ones. The first handle has to go.
+        with pytest.raises(RuntimeError, match="reconstruct the stages"):
+            step(pipeline, 1)
+        handle.detach()
+        pipeline = build_again(pipeline)
+        handle = offload_stages(pipeline, resident=2, activations=POLICY)
     for seed in (2, 3):
         assert_same(step(pipeline, seed), step(plain, seed))
         assert handle.stats.peak_device_bytes == 2 * UNIT_BYTES

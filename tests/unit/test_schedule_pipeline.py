@@ -396,3 +396,11 @@ def test_the_largest_order_takes_less_than_a_second(name: str) -> None:
             tries_s.append(time.process_time() - begin_s)
         worst_s = max(worst_s, min(tries_s))
     assert worst_s < 1
+
+
+def test_actions_of_torch_2_15_that_wait_are_communication() -> None:
+    plain = "0F0 0F1 0B0 0B1"
+    torch_2_15 = "0F0 0F1 0WAIT_SEND_F0 0B0 0WAIT_SEND_B0 0B1 0REDUCE_GRAD 0WAIT_REDUCE_GRAD"
+    assert from_pipeline(torch_2_15, resident=1) == from_pipeline(plain, resident=1)
+    with pytest.raises(ScheduleError, match="'0WAITS' is not a pipeline action"):
+        from_pipeline("0F0 0WAITS 0B0", resident=1)

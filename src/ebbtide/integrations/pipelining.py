@@ -137,6 +137,7 @@ class StageHook:
         self._engine = engine
         self._weights = weights
         self._active = True
+        self._outputs: dict[int, list[Any]] = {}  # of the last stage, by microbatch
         self._wrapped = {
             wrapper.__name__: wrapper
             for wrapper in (
@@ -170,12 +171,16 @@ class StageHook:
         """Begin a step, and abandon passes that the last one did not run, as after an exception."""
         if self._active:
             self._engine.abandon_run()
+        self._outputs.clear()
         self._plain["clear_runtime_states"]()
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Run the forward of a microbatch, as a unit if a backward will follow."""
         with self._weights_at_work(), self._forward(fwd_chunk_id, args, kwargs):
-            return self._plain["forward_one_chunk"](fwd_chunk_id, *args, **kwargs)
+            output = self._plain["forward_one_chunk"](fwd_chunk_id, *args, **kwargs)
+        if self._active and self._returns_outputs():
+            self._outputs[fwd_chunk_id] = tree_leaves(output)
+        return output
 
     def backward_one_chunk(
         self,
@@ -186,7 +191,7 @@ class StageHook:
     ) -> Any:
         """Run the backward of a microbatch, or only the part that the previous stage waits for."""
         part = Direction.BACKWARD if full_backward else Direction.BACKWARD_INPUT
-        outputs = self._last_outputs(bwd_chunk_id)
+        outputs = self._outputs.pop(bwd_chunk_id, None)
         with self._backward(bwd_chunk_id, part):
             result = self._plain["backward_one_chunk"](
                 bwd_chunk_id, loss=loss, full_backward=full_backward, last_backward=last_backward
@@ -233,12 +238,9 @@ class StageHook:
         finally:
             self._engine.end_backward()
 
-    def _last_outputs(self, microbatch: int) -> list[Any]:
-        """The outputs of the pipeline's last stage for a microbatch whose backward is to come."""
-        stage = self._stage
-        if not (self._active and stage.has_backward and stage.is_last and not stage.is_first):
-            return []
-        return tree_leaves(stage.fwd_cache[microbatch][0]) if microbatch in stage.fwd_cache else []
+    def _returns_outputs(self) -> bool:
+        """Whether the step returns this stage's outputs after their backward."""
+        return self._stage.has_backward and self._stage.is_last and not self._stage.is_first
 
     def _let_go_of_graph(self, outputs: Sequence[Any]) -> None:
         """Detach outputs that are views; torch itself detaches only the other outputs.

@@ -14,7 +14,8 @@ from ebbtide.schedule.schedule import Schedule
 # The notation of `torch.distributed.pipelining`: 2F5 is the forward of microbatch 5 on stage 2, and
 # (2F5;3B1)OVERLAP_F_B is two passes that run side by side.
 _COMPUTE = re.compile(r"(\d+)([FBIW])(\d+)")
-_OTHER = re.compile(r"\d+(SEND_|RECV_|UNSHARD|RESHARD|REDUCE_GRAD|NONE)\w*")
+# Everything else is communication. torch 2.15 added WAIT_SEND_F, WAIT_SEND_B and WAIT_REDUCE_GRAD.
+_OTHER = re.compile(r"\d+((SEND|RECV|REDUCE|WAIT)_[A-Z_]+|UNSHARD|RESHARD|NONE)\d*")
 _SIDE_BY_SIDE = re.compile(r"\((.*)\)\w+")
 
 Row = Iterable[object]
