@@ -22,6 +22,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from benchmarks import record
@@ -211,6 +212,16 @@ class Suite:
         print(f"\ntests: {self._tests}")
 
 
+def _kill(process: subprocess.Popen[str]) -> None:
+    if hasattr(os, "killpg"):
+        os.killpg(process.pid, signal.SIGKILL)
+        return
+    # Windows has no groups of processes that one call could end.
+    for child in psutil.Process(process.pid).children(recursive=True):
+        child.kill()
+    process.kill()
+
+
 def _run(command: list[str], limit_s: float, more: dict[str, str]) -> tuple[str, int | None]:
     """Run a process; at the limit it is killed together with its children.
 
@@ -233,7 +244,7 @@ def _run(command: list[str], limit_s: float, more: dict[str, str]) -> tuple[str,
         output, _ = process.communicate(timeout=limit_s)
         return output, process.returncode
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
+        _kill(process)
         output, _ = process.communicate()
         return output, None
 

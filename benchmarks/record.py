@@ -71,10 +71,12 @@ def save(
 def _device_name() -> str:
     if torch.accelerator.is_available() and torch.cuda.is_available():
         return str(torch.cuda.get_device_name())
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.machine()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:  # only Linux has it
+        lines = []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
 
 
 def _driver() -> str:

@@ -181,9 +181,12 @@ def _time_steps(trainer: Trainer, steps: int, losses: list[Tensor]) -> tuple[lis
 
 
 def _peak_rss_bytes() -> int:
+    if sys.platform == "win32":
+        return int(psutil.Process().memory_info().peak_wset)
     import resource
 
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    unit_bytes = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes
 
 
 def _moved_bytes(trainer: Trainer) -> dict[str, Any]:

@@ -42,6 +42,7 @@ from ebbtide.units import format_size, parse_size_bytes
 from ebbtide.weights.parameters import DeviceParameter
 
 _META = torch.device("meta")
+_WITHOUT_STREAMS = frozenset({"mps"})  # devices on which copies cannot run beside compute
 _INFLIGHT_BYTES = 256 * 2**20
 _CPU_INFLIGHT_BYTES = 64 * 2**20
 _CLOSING_S = 0.05  # between two looks at an engine that graphs still need after `detach`
@@ -343,7 +344,7 @@ class Engine:
         if self._fallback is not None:
             return self._fallback
         accelerator = torch.accelerator.current_accelerator(check_available=True)
-        if accelerator is None:
+        if accelerator is None or accelerator.type in _WITHOUT_STREAMS:
             return torch.device("cpu")
         return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
@@ -449,9 +450,15 @@ def build_transfers(
     """Build the transfers between a device and a store.
 
     Raises:
-        PolicyError: the store's name is unknown or does not fit the device, or a budget is given
-            for a tier that is not used.
+        PolicyError: the store's name is unknown or does not fit the device, a budget is given for a
+            tier that is not used, or copies on the device cannot run beside compute.
     """
+    if torch_device.type in _WITHOUT_STREAMS:
+        raise PolicyError(
+            f"the model is on {torch_device}, for which torch has only one stream, so copies "
+            f"cannot run beside compute; move the model to the CPU, from where activations and "
+            f'weights can be offloaded to disk: model.to("cpu")'
+        )
     on_cpu = torch_device.type == "cpu"
     bound_bytes = _CPU_INFLIGHT_BYTES if on_cpu else _INFLIGHT_BYTES
     if policy.max_inflight_bytes is not None:

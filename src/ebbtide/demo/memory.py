@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import sys
 import threading
 import time
 from pathlib import Path
@@ -55,7 +56,7 @@ class ProcessMemory(AbstractMemory):
             status = Path("/proc/self/status").read_text()
             line = next(line for line in status.splitlines() if line.startswith("VmHWM:"))
         except (OSError, StopIteration):
-            return _peak_from_getrusage()
+            return _peak_without_proc()
         return int(line.split()[1]) * 1024
 
     def reset_peak(self) -> None:
@@ -65,9 +66,10 @@ class ProcessMemory(AbstractMemory):
             self.can_reset = False
 
 
-def _peak_from_getrusage() -> int:
-    import resource  # not on Windows
-    import sys
+def _peak_without_proc() -> int:
+    if sys.platform == "win32":
+        return int(psutil.Process().memory_info().peak_wset)
+    import resource
 
     unit_bytes = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes

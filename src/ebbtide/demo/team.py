@@ -109,9 +109,12 @@ class Team:
 
 def _obituary(mode: Mode, exitcode: int | None) -> str:
     if exitcode is not None and exitcode < 0:
-        name = signal.Signals(-exitcode).name
+        try:
+            name = signal.Signals(-exitcode).name
+        except ValueError:
+            name = f"signal {-exitcode}"
         hint = ""
-        if -exitcode == signal.SIGKILL:
+        if name == "SIGKILL":
             hint = "; if memory ran out, try a smaller --batch-size or --resolution"
         return f"the process of mode {mode.value} was ended by {name}{hint}"
     return f"the process of mode {mode.value} ended with exit code {exitcode} and no result"

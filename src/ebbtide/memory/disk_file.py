@@ -1,14 +1,24 @@
-"""The unnamed file that the disk stores write activations to, and the allocation of its extents."""
+"""The unnamed file that the disk stores write activations to, and the allocation of its extents.
+
+[Note: other systems] Only Linux has all the calls that are used here. macOS has no
+`posix_fallocate` and no `posix_fadvise`: space is reserved by writing zeros, and bytes are read
+ahead by reading them once. Windows in addition cannot remove the name of an open file, so the
+system does that when the file is closed, and cannot read or write at an offset, so a lock guards
+the position of the file. A mapping is described by ``access=``, which all of them understand.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import io
 import mmap
 import os
 import tempfile
+import threading
 from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import final
+from typing import IO, final
 
 from ebbtide.errors import PolicyError, StoreFullError
 from ebbtide.forks import watch_forks
@@ -16,7 +26,10 @@ from ebbtide.memory.extents import Extent, ExtentAllocator
 from ebbtide.units import format_size
 
 GROWTH_BYTES = 64 * 2**20
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_NO_ROOM = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC), errno.EFBIG)
+_NOT_SUPPORTED = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
+_CALL_BYTES = 2**30  # macOS refuses to move 2 GiB or more in one call
+_CHUNK_BYTES = 2**20  # for zeros that are written, and for bytes that are read to have them cached
 
 
 class AbstractFile(ABC):
@@ -48,7 +61,15 @@ class OpenFile(AbstractFile):
 
     def __init__(self, directory: Path) -> None:
         self.fd = -1
+        self._position = threading.Lock()
+        self._named: IO[bytes] | None = None
         try:
+            if hasattr(os, "O_TEMPORARY"):  # Windows removes the name when the file is closed
+                self._named = tempfile.NamedTemporaryFile(  # noqa: SIM115 - closed by __del__
+                    prefix="ebbtide-", dir=directory, buffering=0
+                )
+                self.fd = self._named.fileno()
+                return
             self.fd, name = tempfile.mkstemp(prefix="ebbtide-", dir=directory)
         except OSError as error:
             raise PolicyError(
@@ -58,23 +79,66 @@ class OpenFile(AbstractFile):
         os.unlink(name)
 
     def __del__(self) -> None:
-        if self.fd >= 0:
+        if self.fd < 0:
+            return
+        if self._named is not None:
+            self._named.close()
+        else:
             os.close(self.fd)
 
     def write(self, view: memoryview, offset_bytes: int) -> None:
         while view:
-            written = os.pwrite(self.fd, view, offset_bytes)
+            written = self._write_some(view[:_CALL_BYTES], offset_bytes)
             view, offset_bytes = view[written:], offset_bytes + written
 
     def read(self, view: memoryview, offset_bytes: int) -> None:
         while view:
-            read = os.preadv(self.fd, [view], offset_bytes)
+            read = self._read_some(view[:_CALL_BYTES], offset_bytes)
             if read == 0:
                 raise OSError(errno.EIO, "a file of offloaded bytes ended early")
             view, offset_bytes = view[read:], offset_bytes + read
 
     def read_ahead(self, extent: Extent) -> None:
-        os.posix_fadvise(self.fd, extent.offset_bytes, extent.size_bytes, os.POSIX_FADV_WILLNEED)
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self.fd, *extent, os.POSIX_FADV_WILLNEED)
+            return
+        scratch = memoryview(bytearray(min(extent.size_bytes, _CHUNK_BYTES)))
+        for begin in range(extent.offset_bytes, extent.end_bytes, _CHUNK_BYTES):
+            if not self._read_some(scratch[: extent.end_bytes - begin], begin):
+                return
+
+    def reserve(self, extent: Extent) -> None:
+        """Reserve the space on the disk of an extent, in which nothing has been written yet.
+
+        The file grows if the extent ends beyond its end.
+
+        Raises:
+            OSError: the disk has no room.
+        """
+        if hasattr(os, "posix_fallocate"):
+            try:
+                os.posix_fallocate(self.fd, *extent)
+                return
+            except OSError as error:
+                if error.errno not in _NOT_SUPPORTED:  # some file systems do not have it
+                    raise
+        zeros = memoryview(bytes(min(extent.size_bytes, _CHUNK_BYTES)))
+        for begin in range(extent.offset_bytes, extent.end_bytes, _CHUNK_BYTES):
+            self.write(zeros[: extent.end_bytes - begin], begin)
+
+    def _write_some(self, view: memoryview, offset_bytes: int) -> int:
+        if hasattr(os, "pwrite"):
+            return os.pwrite(self.fd, view, offset_bytes)
+        with self._position:
+            os.lseek(self.fd, offset_bytes, os.SEEK_SET)
+            return os.write(self.fd, view)
+
+    def _read_some(self, view: memoryview, offset_bytes: int) -> int:
+        if hasattr(os, "preadv"):
+            return os.preadv(self.fd, [view], offset_bytes)
+        with self._position, io.FileIO(self.fd, closefd=False) as file:
+            file.seek(offset_bytes)
+            return file.readinto(view)
 
 
 @final
@@ -150,13 +214,15 @@ class DiskFile:
         Returns:
             Whether the disk had room.
         """
-        fd, size_bytes = self.open.fd, self._extents.round_up(size_bytes)
+        size_bytes = self._extents.round_up(size_bytes)
         try:
-            os.posix_fallocate(fd, self.capacity_bytes, size_bytes)
+            self.open.reserve(Extent(self.capacity_bytes, size_bytes))
         except OSError as error:
             if error.errno not in _NO_ROOM:
                 raise
-            os.ftruncate(fd, self.capacity_bytes)  # free the part that could be reserved
+            # Free the part that could be reserved. Windows refuses while the file is mapped.
+            with contextlib.suppress(PermissionError):
+                os.ftruncate(self.open.fd, self.capacity_bytes)
             return False
         self._extents.grow(size_bytes)
         return True

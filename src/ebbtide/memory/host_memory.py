@@ -27,6 +27,7 @@ import torch
 from ebbtide.devices.device import AbstractDevice
 from ebbtide.units import format_size
 
+_MADV_DONTNEED = 4
 _MADV_POPULATE_WRITE = 23  # Linux 5.14 and later
 _MPOL_PREFERRED = 1
 _MBIND = {"x86_64": 237, "aarch64": 235, "ppc64le": 259}  # system call numbers of mbind
@@ -98,7 +99,10 @@ def map_exactly(device: AbstractDevice, size_bytes: int) -> HostMemory | None:
     Raises:
         OSError: the system has no memory to map.
     """
-    mapping = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if sys.platform == "win32":
+        mapping = mmap.mmap(-1, size_bytes)  # backed by the paging file, never by a file
+    else:
+        mapping = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     tensor = torch.frombuffer(mapping, dtype=torch.uint8)
     if not device.pins_host_memory:
         return HostMemory(tensor, device)
@@ -291,6 +295,18 @@ def advise(address: int, size_bytes: int, advice: int) -> bool:
     return _MADVISE is not None and _MADVISE(address, size_bytes, advice) == 0
 
 
+def page_out(address: int, size_bytes: int) -> None:
+    """Remove the pages of a mapped file from the memory of this process; the file keeps their data.
+
+    macOS has no call for this: there pages leave only when memory is short.
+    """
+    if _VIRTUAL_UNLOCK is not None:
+        # To unlock pages that are not locked is an error, and takes them out of the working set.
+        _VIRTUAL_UNLOCK(ctypes.c_void_p(address), ctypes.c_size_t(size_bytes))
+    else:
+        advise(address, size_bytes, _MADV_DONTNEED)
+
+
 def make_private(address: int, size_bytes: int, fd: int) -> None:
     """Replace a shared mapping of a file, as a whole, by a private one at the same address.
 
@@ -313,3 +329,8 @@ _MADVISE = (
     else None
 )
 _SYSCALL = _find_function("syscall")
+_VIRTUAL_UNLOCK: Callable[..., int] | None = (
+    getattr(ctypes, "windll").kernel32.VirtualUnlock  # noqa: B009 - mypy would check the attribute
+    if sys.platform == "win32"
+    else None
+)

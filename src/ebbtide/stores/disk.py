@@ -95,8 +95,7 @@ class DiskStore(AbstractStore):
             mapping = _Mapping(
                 file.fd,
                 slot.size_bytes,
-                flags=mmap.MAP_PRIVATE,
-                prot=mmap.PROT_READ | mmap.PROT_WRITE,
+                access=mmap.ACCESS_COPY,
                 offset=offset,
             )
         except OSError:  # no mappings or file descriptors are left, so read into new memory

@@ -30,13 +30,13 @@ import torch
 
 from ebbtide.errors import StoreFullError
 from ebbtide.forks import watch_forks
+from ebbtide.memory import host_memory
 from ebbtide.memory.disk_file import AbstractFile, OpenFile
 from ebbtide.memory.extents import Extent, ExtentAllocator
 from ebbtide.memory.host_memory import HostMemory, advise, make_private, whole_pages
 from ebbtide.stores.store import REACHED, RestingSlot
 from ebbtide.units import format_size
 
-_MADV_DONTNEED = 4
 _MADV_REMOVE = 9
 _MADV_POPULATE_READ = 22  # Linux 5.14 and later
 _LEAST_FILE_BYTES = 64 * 2**20  # of address space; the disk has only what is in use
@@ -58,7 +58,7 @@ class _MappedFile:
     def __init__(self, directory: Path, capacity_bytes: int) -> None:
         self.file = OpenFile(directory)
         os.ftruncate(self.file.fd, capacity_bytes)
-        self._mapping = mmap.mmap(self.file.fd, capacity_bytes, flags=mmap.MAP_SHARED)
+        self._mapping = mmap.mmap(self.file.fd, capacity_bytes, access=mmap.ACCESS_WRITE)
         self.address = torch.frombuffer(self._mapping, dtype=torch.uint8).data_ptr()
         self._is_inherited = False  # by this process, from the one that created the file
         self._extents = ExtentAllocator(mmap.PAGESIZE)
@@ -84,7 +84,7 @@ class _MappedFile:
         if extent is None:
             return None
         try:
-            os.posix_fallocate(self.file.fd, *extent)
+            self.file.reserve(extent)
         except OSError:
             self._give_back(extent)
             raise
@@ -102,7 +102,7 @@ class _MappedFile:
         return self.address <= address < self.address + self.capacity_bytes
 
     def page_out(self) -> None:
-        advise(self.address, self.capacity_bytes, _MADV_DONTNEED)
+        host_memory.page_out(self.address, self.capacity_bytes)
 
     def note_fork(self) -> None:
         """Make the mapping private in a forked child, where a write would change the parent.
@@ -263,19 +263,15 @@ class MappedFiles:
 
 def page_out(slot: FileSlot) -> None:
     """Unmap a slot's pages from RAM; their data stays in the file. Any thread may call this."""
-    _advise(slot, _MADV_DONTNEED)
+    host_memory.page_out(slot.tensor.data_ptr(), slot.tensor.numel())
 
 
 def page_in(slot: FileSlot) -> None:
     """Read a slot's pages ahead. If the kernel does not support it, they are read on first use."""
-    _advise(slot, _MADV_POPULATE_READ)
+    advise(slot.tensor.data_ptr(), slot.tensor.numel(), _MADV_POPULATE_READ)
 
 
 def give_back_free_memory() -> None:
     """Make the C library return freed memory to the system; it keeps blocks of up to 32 MiB."""
-    with contextlib.suppress(OSError, AttributeError):  # the C library is not glibc
+    with contextlib.suppress(OSError, AttributeError, TypeError):  # the C library is not glibc
         ctypes.CDLL(None).malloc_trim(0)
-
-
-def _advise(slot: FileSlot, advice: int) -> None:
-    advise(slot.tensor.data_ptr(), slot.tensor.numel(), advice)
