@@ -6,13 +6,18 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo test dry-gpu check dist races soak bench gpu clean
+.PHONY: demo test versions dry-gpu check dist races soak bench gpu clean
 
 demo: $(VENV)/.demo  ## train an FNO on Darcy flow with and without offload, and compare
 	$(BIN)/ebbtide demo
 
 test: $(VENV)/.dev  ## run the tests
 	$(BIN)/python -m pytest
+
+VERSIONS_FLAGS ?=
+
+versions:  ## test the core with the oldest and the newest supported torch and Python
+	$(PYTHON) tests/versions/run_versions.py $(VERSIONS_FLAGS)
 
 dry-gpu: $(VENV)/.dev  ## the GPU suite's tests on a CPU, as far as that means something
 	EBBTIDE_GPU_TESTS_ON=cpu $(BIN)/python -m pytest tests/gpu

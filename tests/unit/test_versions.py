@@ -1,0 +1,77 @@
+"""The versions in the metadata are those that `make versions` tests."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import cuda_stubs
+import run_versions
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_metadata_names_a_closed_range() -> None:
+    oldest, newest = run_versions.supported_torch()
+    assert (oldest, newest) == ("2.11", "2.15")
+    minors = [int(version.split(".")[1]) for version in (oldest, newest)]
+    for version in (run_versions.pinned_torch(), torch.__version__):
+        assert minors[0] <= int(version.split(".")[1]) <= minors[1]
+    requirement = re.search(r'requires-python = ">=(\S+)"', (ROOT / "pyproject.toml").read_text())
+    assert requirement is not None
+    assert requirement[1] == run_versions.supported_pythons()[0]
+    assert f"{sys.version_info[0]}.{sys.version_info[1]}" in run_versions.supported_pythons()
+
+
+def test_both_ends_are_tested_with_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "version_info", (3, 11, 7))
+    pinned = run_versions.pinned_torch()
+    assert [str(row) for row in run_versions.rows(["3.10", "3.11", "3.12", "3.13"])] == [
+        "Python 3.10, torch 2.11.*",
+        f"Python 3.12, torch {pinned}",
+        "Python 3.13, torch 2.15.*",
+    ]
+    assert [str(row) for row in run_versions.rows(["3.11"])] == [
+        "Python 3.11, torch 2.11.*",
+        "Python 3.11, torch 2.15.*",
+    ]
+
+
+def test_the_tests_of_the_core_exist() -> None:
+    for test in run_versions.CORE:
+        path, _, name = test.partition("::")
+        assert f"def {name}" in (ROOT / path).read_text()
+
+
+def test_a_torch_that_asks_for_missing_libraries_loads_with_stubs(tmp_path: Path) -> None:
+    """A library like torch's: it needs one with symbol versions, and one without."""
+
+    def compile_library(folder: Path, name: str, source: str, *flags: str) -> None:
+        folder.mkdir(exist_ok=True)
+        (tmp_path / "code.c").write_text(source)
+        command = ["cc", "-shared", "-fPIC", str(tmp_path / "code.c"), "-o", str(folder / name)]
+        subprocess.run([*command, f"-Wl,-soname,{name}", *flags], check=True)
+
+    vendor, library = tmp_path / "vendor", tmp_path / "lib"
+    (tmp_path / "exports").write_text("libcudart.so.13 { global: cudaInit; };")
+    exports = f"-Wl,--version-script={tmp_path / 'exports'}"
+    compile_library(vendor, "libcudart.so.13", "int cudaInit(void) { return 0; }", exports)
+    compile_library(vendor, "libnccl.so.2", "int ncclInit(void) { return 0; }")
+    source = """
+        int cudaInit(void);
+        int ncclInit(void);
+        int both(void) { return cudaInit() + ncclInit(); }
+    """
+    needed = [f"-L{vendor}", "-l:libcudart.so.13", "-l:libnccl.so.2", "-Wl,-rpath,$ORIGIN"]
+    compile_library(library, "libtorch_cuda.so", source, *needed)
+    load = f"import ctypes; print(ctypes.CDLL('{library}/libtorch_cuda.so').both())"
+    command = [sys.executable, "-c", load]
+    assert (
+        "cannot open shared object"
+        in subprocess.run(command, capture_output=True, text=True).stderr
+    )
+    assert cuda_stubs.add_stubs(library) == ["libcudart.so.13", "libnccl.so.2"]
+    assert subprocess.run(command, capture_output=True, text=True).stdout == "200\n"
