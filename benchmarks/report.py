@@ -36,6 +36,7 @@ _TITLES = {
     "demo": "An FNO on Darcy flow, with and without offload",
     "rebuild": "Bytes to keep or move, without and with rebuilding",
     "rebuild-step": "Time cost of rebuilding: FNO 256 x 256, batch 8, nothing offloaded",
+    "rss": "Returning freed memory to the system, for models on a CPU",
     "pinned": "Page-locked memory that the host store takes",
     "overhead": "Host time per saved tensor",
     "link": "The link between host and accelerator",

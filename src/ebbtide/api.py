@@ -84,6 +84,14 @@ class OffloadHandle:
         """
         return self._engine.schedule
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences about what the offload does on this machine beyond moving bytes.
+
+        On a CPU, the first says how freed memory is returned to the system.
+        """
+        return self._engine.notes
+
     def inspect(self) -> Inspection:
         """Report each storage's fate in the last step, and what is in flight now.
 

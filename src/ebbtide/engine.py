@@ -29,6 +29,7 @@ from ebbtide.hooks.unsharded import UnshardedParameters
 from ebbtide.hooks.weights import WeightHooks
 from ebbtide.inspection import Inspection, inspect
 from ebbtide.interface.display import count
+from ebbtide.memory.freed_memory import describe
 from ebbtide.policy import ActivationPolicy, WeightPolicy
 from ebbtide.schedule import Action, Direction, Schedule, Unit
 from ebbtide.stores.build import build_store, parse_store
@@ -142,6 +143,11 @@ class Engine:
     def schedule(self) -> Schedule | None:
         """The schedule that is followed; None without one."""
         return None if self.mode is None else self.mode.schedule
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is done on this machine beyond moving bytes, in sentences."""
+        return (describe(),) if self.transfers.device.computes_on_host else ()
 
     @property
     def torch_device(self) -> torch.device:

@@ -21,6 +21,7 @@ import torch
 from ebbtide.devices.device import AbstractEvent
 from ebbtide.devices.lanes import WorkLane
 from ebbtide.memory.disk_file import DiskFile
+from ebbtide.memory.freed_memory import FreedMemory, return_freed_memory
 from ebbtide.memory.host_memory import advise
 from ebbtide.stores.mapped_memory import MappedFiles
 from ebbtide.stores.store import AbstractStore, Landing, RestingSlot, Slot, Target
@@ -59,6 +60,7 @@ class DiskStore(AbstractStore):
     def __init__(self, directory: Path | None = None) -> None:
         self._dropped: list[_MappedSlot] = []
         self._file = DiskFile(directory)
+        self._freed = FreedMemory()
         self._mapped = MappedFiles(self._file.directory)
         self._writer = WorkLane("ebbtide-disk-write", "disk")
         self._reader = WorkLane("ebbtide-disk-read", "disk")
@@ -83,6 +85,7 @@ class DiskStore(AbstractStore):
             file.write(_view_of(source), extent.offset_bytes)
 
         written = self._writer.submit(write, then=self.on_progress)
+        self._return_freed_memory(self._writer, size_bytes)
         return _MappedSlot(extent, size_bytes, written, "disk")
 
     def reload(
@@ -120,7 +123,9 @@ class DiskStore(AbstractStore):
             # If the kernel does not support this, the bytes are read on first use.
             advise(address, size_bytes, _MADV_POPULATE_READ)
 
-        return buffer, self._reader.submit(read_ahead)
+        ready = self._reader.submit(read_ahead)
+        self._return_freed_memory(self._reader, size_bytes)
+        return buffer, ready
 
     def rest(self, size_bytes: int, *, reserved: bool = False) -> RestingSlot:  # noqa: ARG002
         return self._mapped.allocate(size_bytes)
@@ -160,6 +165,12 @@ class DiskStore(AbstractStore):
         self._reader.close()
         self._file.close()
         self._mapped.close()
+        return_freed_memory()
+
+    def _return_freed_memory(self, lane: WorkLane, size_bytes: int) -> None:
+        """Queue the return of freed memory behind a copy, once enough bytes have been moved."""
+        if self._freed.is_due(size_bytes, self._file.used_bytes):
+            lane.submit(return_freed_memory)
 
     def _collect(self) -> None:
         """Free the extents of dropped slots that no reload reads any more."""

@@ -14,7 +14,6 @@ takes less than twenty files.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import mmap
@@ -269,9 +268,3 @@ def page_out(slot: FileSlot) -> None:
 def page_in(slot: FileSlot) -> None:
     """Read a slot's pages ahead. If the kernel does not support it, they are read on first use."""
     advise(slot.tensor.data_ptr(), slot.tensor.numel(), _MADV_POPULATE_READ)
-
-
-def give_back_free_memory() -> None:
-    """Make the C library return freed memory to the system; it keeps blocks of up to 32 MiB."""
-    with contextlib.suppress(OSError, AttributeError, TypeError):  # the C library is not glibc
-        ctypes.CDLL(None).malloc_trim(0)

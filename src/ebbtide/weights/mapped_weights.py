@@ -14,7 +14,8 @@ from typing import Any, final
 
 import torch
 
-from ebbtide.stores.mapped_memory import FileSlot, give_back_free_memory, page_in, page_out
+from ebbtide.memory.freed_memory import return_freed_memory
+from ebbtide.stores.mapped_memory import FileSlot, page_in, page_out
 from ebbtide.transfers.recorder import Subject
 from ebbtide.transfers.transfers import Transfers
 from ebbtide.weak import call_weakly
@@ -53,7 +54,7 @@ class MappedWeights(AbstractWeights):
         self._watched: set[torch.Tensor] = set()
         for group in groups:
             self._page_out(group)
-        give_back_free_memory()  # the RAM that the parameters occupied before
+        return_freed_memory()  # the RAM that the parameters occupied before
 
     def begin_forward(self) -> None:
         self.parameters.begin_forward()
@@ -77,7 +78,7 @@ class MappedWeights(AbstractWeights):
         for other in gone:
             self._page_out(other)
         if gone:
-            give_back_free_memory()  # autograd made the gradients in RAM; now they are in files
+            return_freed_memory()  # autograd made the gradients in RAM; now they are in files
         number = group.number + (1 if torch._C._current_graph_task_id() == -1 else -1)
         if self._ahead and 0 <= number < len(self.groups):
             self._read_ahead(self.groups[number])

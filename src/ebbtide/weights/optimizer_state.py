@@ -20,7 +20,7 @@ from torch.optim.optimizer import (
 )
 
 from ebbtide.errors import StoreFullError
-from ebbtide.stores.mapped_memory import give_back_free_memory
+from ebbtide.memory.freed_memory import return_freed_memory
 from ebbtide.stores.store import AbstractStore
 from ebbtide.weak import call_weakly
 from ebbtide.weights.groups import OffloadedParameters
@@ -83,7 +83,7 @@ class MappedOptimizerState:
                 for value in state.values():
                     self.rest(parameter, value)
         self._store.page_out()
-        give_back_free_memory()
+        return_freed_memory()
 
     def rest(self, parameter: object, value: object) -> None:
         """Move a state tensor of the shape of a mapped parameter to a file, if it is not there yet.

@@ -1,0 +1,251 @@
+"""Memory that offloading frees returns to the system, so RSS falls with default settings."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import ebbtide
+from ebbtide.devices.simulated import SimulatedDevice
+from ebbtide.memory import freed_memory
+from ebbtide.memory.freed_memory import FreedMemory, chosen_settings, describe
+from ebbtide.stores import disk
+from ebbtide.stores.build import build_store
+
+MIB = 2**20
+linux = pytest.mark.skipif(sys.platform != "linux", reason="RSS is read from /proc")
+
+
+@pytest.fixture(autouse=True)
+def _forget_what_was_found() -> None:
+    freed_memory._refusal.cache_clear()
+    yield
+    freed_memory._refusal.cache_clear()
+
+
+@pytest.fixture
+def trims(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The calls of `malloc_trim`."""
+    calls: list[int] = []
+
+    def trim(pad: int) -> int:
+        calls.append(pad)
+        return 1
+
+    monkeypatch.setattr(freed_memory, "_malloc_trim", lambda: trim)
+    return calls
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*freed_memory._SETTINGS, "GLIBC_TUNABLES"):
+        monkeypatch.delenv(name, raising=False)
+
+
+# ---- RSS ----------------------------------------------------------------------------------------
+
+# 10 layers save 2 tensors of 4 MiB each (the rectifier's output is rebuilt, or shared with the
+# next layer): 80 MiB and more, of which at most 8 MiB wait to be written and 8 MiB are read ahead.
+# Blocks of 4 MiB come from glibc's heap once it has freed one block of that size.
+PROGRAM = """
+import json, sys, torch
+from torch import nn
+import ebbtide
+from ebbtide.demo.memory import ProcessMemory
+
+torch.set_num_threads(1)
+torch.manual_seed(0)
+memory = ProcessMemory()
+layer = lambda: nn.Sequential(nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh())
+model = nn.Sequential(*(layer() for _ in range(10)))
+x = torch.randn(4096, 256)
+
+def step():
+    loss = model(x).square().mean()
+    loss.backward()
+    gradients = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    return loss.item().hex(), sum(g.double().sum().item() for g in gradients)
+
+def peak():
+    idle = memory.now_bytes()
+    memory.reset_peak()
+    results = [step() for _ in range(2)]
+    return memory.peak_bytes(), results
+
+torch._C._set_deterministic_algorithms(True)
+start = memory.now_bytes()
+step()
+plain, expected = peak()
+policy = ebbtide.ActivationPolicy(max_inflight_bytes="8MiB")
+handle = ebbtide.offload(model, activations=policy)
+step()
+offloaded, got = peak()
+print(json.dumps({
+    "plain": plain - start, "offloaded": offloaded - start, "same": got == expected,
+    "left": handle.stats.offloaded_bytes, "notes": handle.notes,
+}))
+"""
+
+
+def run(program: str, **variables: str) -> dict:
+    environment = os.environ | {"OMP_WAIT_POLICY": "passive"} | variables
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@linux
+@pytest.mark.skipif(not FreedMemory().is_returned, reason="the allocator is not glibc's")
+def test_rss_falls_with_the_default_allocator_even_after_a_plain_step() -> None:
+    figures = run(PROGRAM)
+    assert figures["same"]
+    assert figures["left"] >= 75 * MIB
+    # In flight both ways, freed since the last return, and the operands of one operation.
+    assert figures["offloaded"] <= 0.7 * figures["plain"], figures
+    assert "malloc_trim" in figures["notes"][0]
+
+
+@linux
+def test_a_setting_of_the_user_is_respected() -> None:
+    figures = run(PROGRAM, MALLOC_TRIM_THRESHOLD_="67108864")
+    assert figures["same"]
+    assert "MALLOC_TRIM_THRESHOLD_" in figures["notes"][0]
+
+
+# ---- when ---------------------------------------------------------------------------------------
+
+
+def test_freed_memory_is_returned_after_so_many_bytes() -> None:
+    freed = FreedMemory()
+    freed.is_returned = True
+    # 6 + 6 + 6 MiB are the first 16; then counting begins again.
+    assert [freed.is_due(6 * MIB, 0) for _ in range(6)] == [False, False, True] * 2
+    # 1/16 of the 512 MiB in the store are 32 MiB.
+    assert [freed.is_due(6 * MIB, 512 * MIB) for _ in range(6)] == [False] * 5 + [True]
+
+
+def step(model: nn.Module, rows: int = 4096) -> None:
+    model(torch.randn(rows, 512)).square().mean().backward()
+
+
+def tower() -> nn.Sequential:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), nn.Tanh()) for _ in range(4)))
+
+
+def test_a_step_returns_memory_in_forward_and_in_backward(trims: list[int]) -> None:
+    model = tower()
+    with ebbtide.offload(model) as handle:
+        step(model)
+        # 4 tanh outputs and the input, 8 MiB each: 40 MiB leave and return.
+        assert handle.stats.offloaded_bytes == handle.stats.reloaded_bytes == 40 * MIB
+        handle.inspect()
+        during = len(trims)
+    # 80 MiB at 16 MiB a time; the close returns the rest.
+    assert 80 // 16 - 1 <= during <= 80 // 16
+    assert len(trims) > during
+
+
+def test_two_handles_count_apart_and_leave_nothing_behind(trims: list[int]) -> None:
+    first, second = tower(), tower()
+    with ebbtide.offload(first):
+        with ebbtide.offload(second):
+            step(second)
+        ended = len(trims)
+        step(first)
+        assert len(trims) > ended  # the end of one offload does not end the other's
+    ended = len(trims)
+    step(first)
+    step(second)
+    assert len(trims) == ended
+
+
+def test_an_offload_to_another_tier_never_returns_memory(trims: list[int]) -> None:
+    """An accelerator's activations do not come from the C library."""
+    device = SimulatedDevice(seed=0)
+    for kind in ("auto", "disk", "tiered"):
+        store = build_store(device, kind, None, None)
+        assert not isinstance(store, disk.DiskStore)
+        store.close()
+    assert not trims
+
+
+# ---- where it is not done -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("variables", "named"),
+    [
+        ({"MALLOC_MMAP_THRESHOLD_": "1048576"}, ["MALLOC_MMAP_THRESHOLD_"]),
+        ({"MALLOC_TRIM_THRESHOLD_": "1"}, ["MALLOC_TRIM_THRESHOLD_"]),
+        ({"GLIBC_TUNABLES": "glibc.malloc.top_pad=1:glibc.malloc.arena_max=2"},
+         ["glibc.malloc.top_pad"]),
+        ({"GLIBC_TUNABLES": "glibc.malloc.arena_max=2", "MALLOC_ARENA_MAX": "2"}, []),
+    ],
+)  # fmt: skip
+def test_settings_of_the_user(
+    variables: dict[str, str],
+    named: list[str],
+    trims: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert chosen_settings(variables) == named
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    model = tower()
+    with ebbtide.offload(model) as handle:
+        step(model)
+    assert bool(trims) == (not named)
+    for name in named:
+        assert name in handle.notes[0]
+
+
+@pytest.mark.parametrize("platform", ["darwin", "win32"])
+def test_other_systems(platform: str, trims: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", platform)
+    assert not FreedMemory().is_returned
+    freed_memory.return_freed_memory()
+    assert not trims
+    assert platform in describe()
+
+
+def test_musl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(freed_memory, "_malloc_trim", lambda: None)
+    freed_memory.return_freed_memory()
+    assert not FreedMemory().is_returned
+    assert "not glibc" in describe()
+
+
+def test_another_allocator(trims: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(freed_memory, "_owner_of_malloc", lambda: "libjemalloc.so.2")
+    freed_memory.return_freed_memory()
+    assert not trims
+    assert "libjemalloc.so.2 has replaced" in describe()
+
+
+def test_the_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    freed_memory._log_once.cache_clear()
+    with caplog.at_level("INFO", logger="ebbtide"):
+        FreedMemory()
+        FreedMemory()
+    assert [record.message for record in caplog.records] == [describe()]
+
+
+def test_a_failing_lookup_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(_: object) -> Callable[..., int]:
+        raise OSError("no such library")
+
+    freed_memory._malloc_trim.cache_clear()
+    monkeypatch.setattr("ctypes.CDLL", missing)
+    assert freed_memory._malloc_trim() is None
+    assert freed_memory._owner_of_malloc() is None
+    freed_memory._malloc_trim.cache_clear()
