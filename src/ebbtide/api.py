@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, NoReturn, final
 
@@ -16,7 +15,13 @@ from ebbtide.errors import PolicyError
 from ebbtide.execution.executor import ScheduleMode
 from ebbtide.hooks.forward import OffloadedForward
 from ebbtide.hooks.layer_search import find_layers
-from ebbtide.hooks.layers import LayerModules, LayerTracker, ModuleHook, match_layers
+from ebbtide.hooks.layers import (
+    LayerModules,
+    LayerTracker,
+    ModuleHook,
+    match_layers,
+    warn_of_one_region,
+)
 from ebbtide.inspection import Inspection
 from ebbtide.interface.arguments import (
     check_activations,
@@ -203,22 +208,24 @@ def offload(
     found = find_layers(model) if layers is None else match_layers(model, layers)
     _check_layer_counts(policy, found)
     _check_schedule(schedule, policy, found)
-    _refuse_compiled([model, *found.modules])
-    _warn_of_one_region(model)
+    one_region = _is_one_region(model)
+    if one_region:
+        warn_of_one_region(stacklevel=3)
     mode = None if schedule is None else ScheduleMode(schedule)
     engine = Engine([model], policy, store, host_budget=host_budget, traced=trace, mode=mode)
     resting = None if weights is None else engine.offload_weights(model, found, weights)
     engine.placement.num_calls = found.num_calls
     tracker = LayerTracker(found, policy.num_layers, engine)
     wrapped = OffloadedForward(model.forward, engine.hooks, tracker, resting)
-    hooks = tracker.attach()
+    tracker.attach(model)
+    tracker.warned = one_region
     undo: list[Callable[[], None]] = [
-        functools.partial(_restore_forward, model, wrapped, model.__dict__.get("forward"))
+        functools.partial(_restore_forward, model, wrapped, model.__dict__.get("forward")),
     ]
     model.forward = wrapped
     if resting is not None:
         undo.append(resting.detach)
-    return OffloadHandle(engine, tracker, [*undo, *(hook.remove for hook in hooks)])
+    return OffloadHandle(engine, tracker, [*undo, tracker.detach])
 
 
 def wrap_forward_with_offload(
@@ -267,7 +274,6 @@ def wrap_forward_with_offload(
     modules = list(_modules_of(forward))
     for module in modules:
         refuse_second_offload(module)
-    _refuse_compiled(modules)
     home = parse_device(device)
     engine = Engine(modules, policy, store, home, host_budget=host_budget, traced=trace)
     wrapped = OffloadedForward(forward, engine.hooks, None)
@@ -290,28 +296,13 @@ def refuse_second_offload(model: nn.Module) -> None:
             )
 
 
-def _refuse_compiled(hooked: Iterable[nn.Module]) -> None:
-    """Reject modules compiled in place: the compiler would trace into the hooks on their calls."""
-    for module in hooked:
-        if module._compiled_call_impl is not None:
-            raise PolicyError(
-                f"{type(module).__name__} was compiled in place, by module.compile(); use "
-                f"torch.compile(module) instead and offload what that returns, or the model that "
-                f"holds it"
-            )
-
-
-def _warn_of_one_region(model: nn.Module) -> None:
-    """Warn of a model compiled as one region, whose backward first unpacks all its tensors."""
-    region = hasattr(model, "_orig_mod") or hasattr(model.forward, "_torchdynamo_orig_callable")
-    if region:
-        warnings.warn(
-            "the whole model is compiled as one region, whose backward needs all its saved tensors "
-            "at once: offloading saves memory in forward only, not at the peak. Compile its "
-            "layers one by one instead, and offload the model that holds them",
-            RuntimeWarning,
-            stacklevel=3,
-        )
+def _is_one_region(model: nn.Module) -> bool:
+    """Whether the whole model is compiled, by any of torch's three ways."""
+    return (
+        hasattr(model, "_orig_mod")
+        or hasattr(model.forward, "_torchdynamo_orig_callable")
+        or model._compiled_call_impl is not None
+    )
 
 
 def _check_layer_counts(policy: ActivationPolicy, layers: LayerModules) -> None:

@@ -278,20 +278,3 @@ def test_a_host_budget_is_read_and_refused_where_there_is_no_host_tier() -> None
     with pytest.raises(ebbtide.PolicyError, match="Leave host_budget out"):
         ebbtide.offload(model, host_budget="1GiB")
     assert "forward" not in model.__dict__
-
-
-def test_what_is_compiled_in_place_is_refused_and_left_alone() -> None:
-    """The compiler would trace into the hooks; nothing is compiled before the first call."""
-    model = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.GELU()) for _ in range(3)])
-    model[1].compile()
-    forward = model.forward
-    with pytest.raises(ebbtide.PolicyError, match="Sequential was compiled in place"):
-        ebbtide.offload(model)
-    assert model.forward == forward
-    model[1]._compiled_call_impl = None
-    model.compile()
-    with pytest.raises(ebbtide.PolicyError, match=r"torch\.compile\(module\) instead"):
-        ebbtide.wrap_forward_with_offload(model.forward)
-    model._compiled_call_impl = None
-    model[1][0].compile()  # inside a layer it is the layer's own matter
-    ebbtide.offload(model).detach()

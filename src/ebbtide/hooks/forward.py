@@ -14,7 +14,8 @@ from torch import nn
 
 from ebbtide.errors import PolicyError
 from ebbtide.hooks.coexistence import hooks_are_wanted
-from ebbtide.hooks.layers import LayerTracker
+from ebbtide.hooks.compiled import skip_in_compiler
+from ebbtide.hooks.layers import LayerTracker, ModuleHook
 from ebbtide.hooks.saved_tensors import SavedTensorHooks
 from ebbtide.hooks.weights import WeightHooks
 from ebbtide.interface.display import brief
@@ -103,27 +104,39 @@ class OffloadedForward:
             return self._call(*args, **kwargs)
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
-        if not hooks_are_wanted():
-            return self._forward(*args, **kwargs)
         # An interrupt can come between any two of these lines: see [Note: interrupts].
-        hooks = self._hooks(interrupted=self._was_interrupted())
-        depth = hooks.depth
+        hooks = self._find_hooks()
+        if hooks is None:
+            return self._forward(*args, **kwargs)
+        depth = len(hooks.running)
         call = next(_call_numbers)
         self._calls.append(call)
         completed = False
         try:
-            hooks.begin()
-            if self._tracker is not None:
-                self._tracker.begin_forward()
+            self._begin(hooks)
             result = self._forward(*args, **kwargs)
             completed = True
         finally:
-            while hooks.depth > depth:
-                hooks.end()
-            if self._tracker is not None:
-                self._tracker.end_forward(completed=completed)
+            self._end(hooks, depth, completed)
             self._calls.remove(call)
         return result
+
+    def _find_hooks(self) -> SavedTensorHooks | None:
+        """Return the hooks for a forward that begins now; None where nothing is to be hooked."""
+        if not hooks_are_wanted():
+            return None
+        return self._hooks(interrupted=self._was_interrupted())
+
+    def _begin(self, hooks: SavedTensorHooks) -> None:
+        hooks.begin()
+        if self._tracker is not None:
+            self._tracker.begin_forward()
+
+    def _end(self, hooks: SavedTensorHooks, depth: int, completed: bool) -> None:
+        while len(hooks.running) > depth:
+            hooks.end()
+        if self._tracker is not None:
+            self._tracker.end_forward(completed=completed)
 
     def _was_interrupted(self) -> bool:
         """Whether an earlier call ended without its clean-up, because an interrupt came into it."""
@@ -161,6 +174,15 @@ def _running_calls() -> set[int]:
                 found.add(frame.f_locals["call"])
             frame = frame.f_back
     return found
+
+
+# The compiler would break the graph at the hooks. It skips them, and compiles `forward` as a whole.
+skip_in_compiler(OffloadedForward.__call__, with_callees=False)
+skip_in_compiler(OffloadedForward._call, with_callees=False)
+skip_in_compiler(OffloadedForward._find_hooks)
+skip_in_compiler(OffloadedForward._begin)
+skip_in_compiler(OffloadedForward._end)
+skip_in_compiler(ModuleHook.__call__)
 
 
 def _plain_forward(module: nn.Module) -> Callable[..., Any]:

@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ebbtide.errors import PolicyError
+from ebbtide.hooks.compiled import HookedLayer, compiler_is_loaded, is_traced
 from ebbtide.interface.arguments import check_layers, refuse
 from ebbtide.transfers.layer import Layer
 
@@ -121,6 +122,17 @@ def _matches(name: str, pattern: str) -> bool:
     return len(parts) == len(patterns) and all(map(fnmatch.fnmatchcase, parts, patterns))
 
 
+def warn_of_one_region(stacklevel: int) -> None:
+    """Warn of a model compiled as one region, whose backward first unpacks all its tensors."""
+    warnings.warn(
+        "the whole model is compiled as one region, whose backward needs all its saved tensors "
+        "at once: offloading saves memory in forward only, not at the peak. Compile its "
+        "layers one by one instead, and offload the model that holds them",
+        RuntimeWarning,
+        stacklevel=stacklevel,
+    )
+
+
 @final
 class ModuleHook:
     """A forward hook of one module that does nothing on copies of the module.
@@ -134,7 +146,9 @@ class ModuleHook:
         self._action = action
 
     def __call__(self, module: nn.Module, *values: Any) -> None:
-        if not torch.compiler.is_exporting() and self._module() is module:
+        if torch.compiler.is_exporting() or is_traced():
+            return
+        if self._module() is module:
             self._action(values[-1])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
@@ -176,6 +190,9 @@ class LayerTracker:
         layers: the modules whose calls are layers.
         wanted: number of layers that the policy offloads; None if the policy does not count layers.
         told: notified when forwards and layers begin and end.
+
+    Attributes:
+        warned: whether the user knows that the model is compiled as one region.
     """
 
     def __init__(self, layers: LayerModules, wanted: int | None, told: LayerListener) -> None:
@@ -185,7 +202,9 @@ class LayerTracker:
         self._num_calls = layers.num_calls
         self._next = 0
         self._open: list[Layer] = []
+        self._hooked: list[HookedLayer] = []
         self._active = False
+        self.warned = False
         self._called: list[str] = []  # name of each layer of this forward
         self._order: list[str] = []  # and of the last one that was completed
 
@@ -197,21 +216,40 @@ class LayerTracker:
         """
         return tuple(dict.fromkeys([*self._order, *self._layers.names]))
 
-    def attach(self) -> list[RemovableHandle]:
-        """Register hooks on the layers. Returns handles that remove the hooks."""
-        handles = []
+    def attach(self, model: nn.Module) -> None:
+        """Hook the layers of a model, until `detach`."""
+        parents = {
+            (id(child), name): parent
+            for prefix, parent in model.named_modules()
+            for key, child in parent.named_children()
+            for name in (f"{prefix}.{key}" if prefix else key,)
+        }
         for name, module in zip(self._layers.names, self._layers.modules, strict=True):
-            begin = ModuleHook(module, functools.partial(self._begin_layer, name))
-            end = ModuleHook(module, self._end_layer)
-            handles.append(module.register_forward_pre_hook(begin, prepend=True))
-            handles.append(module.register_forward_hook(end, always_call=True))
-        return handles
+            begin = functools.partial(self._begin_layer, name)
+            parent = parents.get((id(module), name))
+            register = functools.partial(self._register, begin)
+            key = name.rpartition(".")[2]
+            self._hooked.append(HookedLayer(parent, key, module, register, begin, self._end_layer))
+
+    def detach(self) -> None:
+        while self._hooked:
+            self._hooked.pop().remove()
+
+    def _register(self, begin: Callable[[Any], None], module: nn.Module) -> list[RemovableHandle]:
+        before, after = ModuleHook(module, begin), ModuleHook(module, self._end_layer)
+        return [
+            module.register_forward_pre_hook(before, prepend=True),
+            module.register_forward_hook(after, always_call=True),
+        ]
 
     def begin_forward(self) -> None:
         self._next = 0
         self._called = []
         self._open.clear()
         self._active = True
+        if compiler_is_loaded():
+            for layer in self._hooked:
+                layer.follow()
         self._told.begin_forward()
 
     def end_forward(self, *, completed: bool) -> None:
@@ -221,6 +259,9 @@ class LayerTracker:
         if not completed:
             return
         self._order = self._called
+        if not self._next and self._hooked and compiler_is_loaded() and not self.warned:
+            self.warned = True
+            warn_of_one_region(stacklevel=6)
         wanted = self._wanted
         if wanted > self._next and self._num_calls != self._next:
             warnings.warn(

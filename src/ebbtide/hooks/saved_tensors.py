@@ -46,6 +46,7 @@ class SavedTensorHooks:
     Attributes:
         pack_weight: called first where weights are offloaded; None where none are.
         plain_types: types of tensors that are packed as plain tensors.
+        running: scopes of the forwards that run now, innermost last.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class SavedTensorHooks:
         self._min_bytes = placement.min_bytes
         self._has_warned = False
         placement.wanted_again = activations.wanted_again
-        self._scopes: list[Scope] = []  # of the forwards that run now, innermost last
+        self.running: list[Scope] = []
 
     def begin(self, held: Iterable[torch.Tensor] = ()) -> bool:
         """Hook what autograd saves from now on.
@@ -89,7 +90,7 @@ class SavedTensorHooks:
         self._unsharded.refresh()
         offloads = self._placement.offloads(None)
         try:
-            self._scopes.append(self._activations.scopes.begin_forward(offloads=offloads))
+            self.running.append(self._activations.scopes.begin_forward(offloads=offloads))
             torch._C._autograd._push_saved_tensors_default_hooks(self.pack, restore)
         except BaseException as error:
             self._activations.transfers.note_error(error)
@@ -105,18 +106,13 @@ class SavedTensorHooks:
                 f"until the second backward, so it saves nothing to offload that. From now on "
                 f"{len(self._activations.wanted_again)} storages of each step stay on the device",
                 RuntimeWarning,
-                stacklevel=7,  # the call of the model
+                stacklevel=8,  # the call of the model
             )
-
-    @property
-    def depth(self) -> int:
-        """Number of forwards that run inside each other now."""
-        return len(self._scopes)
 
     def end(self) -> None:
         """End what the last `begin` began."""
         self.pop()
-        self._activations.scopes.end_forward(self._scopes.pop())
+        self._activations.scopes.end_forward(self.running.pop())
         self._activations.transfers.settle()
 
     def pop(self) -> bool:
@@ -138,7 +134,7 @@ class SavedTensorHooks:
             or tensor.layout is not torch.strided
         ):
             return self._pack_unusual(tensor)
-        if not self._scopes:  # an interrupt has left the hooks behind
+        if not self.running:  # an interrupt has left the hooks behind
             return pass_through(tensor)
         size_bytes = tensor.nbytes
         meter = self._account.meter

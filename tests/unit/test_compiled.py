@@ -1,0 +1,165 @@
+"""Models that are compiled before or after the offload train as the compiled model alone does."""
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch._dynamo
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+import ebbtide
+
+LAYERS = 3
+POLICY = ebbtide.ActivationPolicy(min_bytes=1024)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(64), nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def each_layer(model: Net) -> nn.Module:
+    for number, block in enumerate(model.blocks):
+        model.blocks[number] = torch.compile(block, backend="aot_eager", fullgraph=True)
+    return model
+
+
+def each_layer_in_place(model: Net) -> nn.Module:
+    for block in model.blocks:
+        block.compile(backend="aot_eager", fullgraph=True)
+    return model
+
+
+def each_forward(model: Net) -> nn.Module:
+    for block in model.blocks:
+        block.forward = torch.compile(block.forward, backend="aot_eager", fullgraph=True)
+    return model
+
+
+def whole(model: Net) -> nn.Module:
+    return torch.compile(model, backend="aot_eager", fullgraph=True)
+
+
+def whole_in_place(model: Net) -> nn.Module:
+    model.compile(backend="aot_eager", fullgraph=True)
+    return model
+
+
+PER_LAYER = [each_layer, each_layer_in_place, each_forward]
+Compile = Callable[[Net], nn.Module]
+
+
+class Messages(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+@pytest.fixture
+def log() -> Iterator[list[str]]:
+    """What the compiler logs at the level of warnings."""
+    messages = Messages()
+    messages.setLevel(logging.WARNING)
+    logging.getLogger("torch").addHandler(messages)
+    yield messages.texts
+    logging.getLogger("torch").removeHandler(messages)
+
+
+def train(model: nn.Module) -> tuple[list[float], list[Tensor]]:
+    torch.manual_seed(1)
+    x = torch.randn(512, 64)
+    losses = []
+    for _ in range(2):
+        model.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        losses.append(loss.item())
+        with torch.no_grad():
+            model(x)
+    return losses, [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def build() -> Net:
+    torch._dynamo.reset()
+    counters.clear()
+    torch.manual_seed(0)
+    return Net()
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["compiled before", "compiled after"])
+@pytest.mark.parametrize("compile_it", [*PER_LAYER, whole, whole_in_place])
+def test_same_bits_and_graphs_as_compiled_alone(
+    compile_it: Compile, before: bool, log: list[str]
+) -> None:
+    """Each is compiled with fullgraph=True, so a graph break would be an error."""
+    expected_losses, expected = train(compile_it(build()))
+    graphs = counters["stats"]["unique_graphs"]
+    model = build()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        offloaded = compile_it(model) if before else model
+        handle = ebbtide.offload(offloaded, activations=POLICY)
+        losses, gradients = train(offloaded if before else compile_it(model))
+    assert losses == expected_losses
+    assert all(map(torch.equal, gradients, expected))
+    assert counters["stats"]["unique_graphs"] == graphs  # nothing was compiled twice
+    assert not counters["graph_break"]
+    assert not log
+    assert handle.stats.offloaded_bytes > LAYERS * 512 * 64 * 4  # the layers' inputs at least
+    told = [str(w.message) for w in caught]
+    if compile_it in PER_LAYER:
+        assert not told
+        names = {storage.name for storage in handle.inspect().storages}
+        assert {f"blocks.{number}" for number in range(LAYERS)} <= names
+    else:
+        assert len(told) == 1
+        assert "compiled as one region" in told[0]
+
+
+@pytest.mark.parametrize("compile_it", PER_LAYER)
+def test_detach_leaves_the_compiled_layers(compile_it: Compile) -> None:
+    model = build()
+    handle = ebbtide.offload(model, activations=POLICY)
+    compile_it(model)
+    train(model)
+    handle.detach()
+    graphs = counters["stats"]["unique_graphs"]
+    for block in model.modules():
+        assert not block._forward_hooks
+        assert not block._forward_pre_hooks
+        assert "CompiledCall" not in type(block._compiled_call_impl).__name__
+    train(model)
+    assert counters["stats"]["unique_graphs"] <= 2 * graphs
+    ebbtide.offload(model, activations=POLICY).detach()
+
+
+def test_compiled_layers_are_counted() -> None:
+    """num_layers=1 offloads the first layer only, also where layers are compiled later."""
+    model = build()
+    policy = ebbtide.ActivationPolicy(min_bytes=1024, num_layers=1)
+    handle = ebbtide.offload(model, activations=policy)
+    each_layer(model)
+    train(model)
+    moved = {s.name for s in handle.inspect().storages if s.decision == "offload"}
+    assert moved == {"blocks.0"}
