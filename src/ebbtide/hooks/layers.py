@@ -261,13 +261,13 @@ class LayerTracker:
         self._order = self._called
         if not self._next and self._hooked and compiler_is_loaded() and not self.warned:
             self.warned = True
-            warn_of_one_region(stacklevel=6)
+            warn_of_one_region(stacklevel=7)
         wanted = self._wanted
         if wanted > self._next and self._num_calls != self._next:
             warnings.warn(
                 f"num_layers={wanted}, but this forward called only {self._next} layers "
                 f"({', '.join(self._layers.names[:3])}, ...); all of them are offloaded",
-                stacklevel=6,  # the call of the model
+                stacklevel=7,  # the call of the model
             )
         self._num_calls = self._next
 

@@ -9,7 +9,7 @@ must be restored. A lower threshold for blocks of their own (`mallopt(M_MMAP_THR
 measured beside it: it makes every large tensor of the model pay for new pages, cannot be undone,
 and has no effect in a process that has trained before, whose free blocks stay where they are.
 
-Source: benchmarks/results, case rss.
+`python -m benchmarks.rss` compares the ways.
 """
 
 from __future__ import annotations
