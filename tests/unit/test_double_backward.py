@@ -60,9 +60,9 @@ def test_what_a_second_backward_needs_is_kept_from_the_next_step_on() -> None:
 
 def test_it_says_so_once() -> None:
     model = build()
-    with ebbtide.offload(model, activations=POLICY) as handle:
-        with pytest.warns(RuntimeWarning, match="create_graph=True .* stay on the device") as said:
-            train(model, 4, handle)
+    said_once = pytest.warns(RuntimeWarning, match="create_graph=True .* stay on the device")
+    with ebbtide.offload(model, activations=POLICY) as handle, said_once as said:
+        train(model, 4, handle)
     assert len(said) == 1
     assert said[0].filename == __file__
 

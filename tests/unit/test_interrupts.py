@@ -130,9 +130,11 @@ def any_store(kind: str) -> Iterator[Callable[[], None]]:
 
 
 def check_nothing_is_left(handle: ebbtide.OffloadHandle, wait: Callable[[], None]) -> None:
-    for _ in range(2000):
+    for attempt in range(2000):
         if handle.inspect().in_flight.is_idle:
             break
+        if attempt % 200 == 199:
+            gc.collect()  # frames of other code may refer to the exception that refers to them
         wait()
     assert handle.inspect().in_flight.is_idle, str(handle.inspect())
     assert handle.stats.num_saved > 0, "the step has not ended"

@@ -15,7 +15,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import ebbtide
 from ebbtide import ActivationPolicy
-from ebbtide.activations.composite import plain_parts
+from ebbtide.activations.memory_parts import parts_of
 
 EVERYTHING = ActivationPolicy(min_bytes=1)
 
@@ -105,12 +105,12 @@ def test_a_change_in_place_is_seen(kind: str, mesh: DeviceMesh) -> None:
     model = Changing(first)
     with ebbtide.offload(model, activations=EVERYTHING) as handle:
         model(x).sum().backward()  # has the values from after the change
-        for got, expected in zip(plain_parts(x.grad), plain_parts(plain.grad), strict=True):
+        for got, expected in zip(parts_of(x.grad), parts_of(plain.grad), strict=True):
             assert torch.equal(got, expected)
         with pytest.raises(ebbtide.SavedTensorModifiedError, match=r"\(64, 64\).*version 0"):
             first[0].sum().backward()
         first.clear()
-        num_parts = sum(1 for _ in plain_parts(x))
+        num_parts = sum(1 for _ in parts_of(x))
         # The product's result before the change and after it.
         assert handle.stats.offloaded_bytes == num_parts * 2 * 64 * 64 * 4
 

@@ -327,7 +327,7 @@ class Activations:
         with self._gate:
             alive = self.alive()
             if alive and all(record.forward.task in self._ended for record in reversed(alive)):
-                self.transfers.finish_step()
+                self.transfers.finish_read_step()
 
     def _wait_for_reload(
         self, record: StorageRecord, flat: torch.Tensor, event: AbstractEvent

@@ -99,9 +99,9 @@ class Transfers:
         expected = isinstance(error, EbbtideError | OSError | torch.OutOfMemoryError)
         if not expected or isinstance(error, TimeoutError | InterruptedError):
             self.is_broken = True
-            # Guard interrupted-copies: copies end before an interrupt leaves the engine. It came
-            # between a copy and the note of it: the memory that the copy writes would be freed,
-            # handed out again, and overwritten.
+            # Copies end before an interrupt leaves the engine. It may have come between a copy and
+            # the note of it: the memory that the copy writes would be freed, handed out again, and
+            # overwritten.
             self.device.finish_copies()
 
     def begin_run(self) -> None:
@@ -149,15 +149,16 @@ class Transfers:
 
     def finish_step_if_over(self) -> None:
         """End the step if no forward runs and no graph holds one of its saved tensors."""
-        if not self.live:
-            self.finish_step()
-
-    def finish_step(self) -> None:
-        """End the step unless a forward runs, or a schedule has forwards to come."""
-        goes_on = self._goes_on()
-        if self.running or not self.account.meter.num_saved or (goes_on is not None and goes_on()):
+        if self.live or self.running or not self.account.meter.num_saved:
             return
-        self.account.finish(self.store.host_capacity_bytes)
+        goes_on = self._goes_on()
+        if goes_on is None or not goes_on():
+            self.account.finish(self.store.host_capacity_bytes)
+
+    def finish_read_step(self) -> None:
+        """End the step although graphs are alive. A schedule says itself when a step is over."""
+        if self._goes_on() is None and not self.running and self.account.meter.num_saved:
+            self.account.finish(self.store.host_capacity_bytes)
 
     def _tidy(self) -> None:
         """Clean up after saved tensors died or copies ended. Called with the lock held."""

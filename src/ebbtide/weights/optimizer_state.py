@@ -20,7 +20,7 @@ from torch.optim.optimizer import (
 )
 
 from ebbtide.errors import StoreFullError
-from ebbtide.memory.freed_memory import return_freed_memory
+from ebbtide.memory.freed_memory import FreedMemory, return_freed_memory
 from ebbtide.stores.store import AbstractStore
 from ebbtide.weak import call_weakly
 from ebbtide.weights.groups import OffloadedParameters
@@ -53,6 +53,7 @@ class MappedOptimizerState:
         self._parameters = parameters
         self._most_bytes = max(_LEAST_BYTES, page_bytes)
         self._warned = False
+        self._freed = FreedMemory()
         self._pager: _Pager | None = None
         self._stepping: weakref.ref[torch.optim.Optimizer] | None = None
         # These hooks are global to all optimizers, so they must not keep the model alive.
@@ -104,6 +105,10 @@ class MappedOptimizerState:
                 self._warned = True
                 message = f"optimizer state stays in RAM: {error.strerror}"
                 warnings.warn(message, RuntimeWarning, stacklevel=2)
+            return
+        # The C library cannot reuse what the tensor occupied if anything small now lies in it.
+        if self._freed.is_due(value.nbytes, 0):
+            return_freed_memory()
 
     def close(self) -> None:
         """Remove the hooks. Each part of a file is given back when no tensor refers to it."""
