@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo test versions dry-gpu check dist races soak bench gpu clean
+.PHONY: demo test versions clients clients-page dry-gpu check dist races soak bench gpu clean
 
 demo: $(VENV)/.demo  ## train an FNO on Darcy flow with and without offload, and compare
 	$(BIN)/ebbtide demo
@@ -18,6 +18,16 @@ VERSIONS_FLAGS ?=
 
 versions:  ## test the core with the oldest and the newest supported torch and Python
 	$(PYTHON) tests/versions/run_versions.py $(VERSIONS_FLAGS)
+
+# The clients' frameworks have an environment of their own: 2 GiB that no other target needs.
+CLIENTS := .venv-clients
+CLIENTS_PIP := $(CLIENTS)/bin/python $(wordlist 2,$(words $(PIP)),$(PIP))
+
+clients: $(CLIENTS)/.ready  ## train with real frameworks, with and without offload, and compare
+	EBBTIDE_CLIENTS=all $(CLIENTS)/bin/python -m pytest tests/clients
+
+clients-page: $(CLIENTS)/.ready  ## the same, and write docs/guides/clients.md
+	PYTHONPATH=. $(CLIENTS)/bin/python tests/clients/write_page.py
 
 dry-gpu: $(VENV)/.dev  ## the GPU suite's tests on a CPU, as far as that means something
 	EBBTIDE_GPU_TESTS_ON=cpu $(BIN)/python -m pytest tests/gpu
@@ -66,7 +76,7 @@ gpu:  ## test and measure on an accelerator, against every peer that is installe
 	PYTHONPATH=src $(GPU_PYTHON) -m benchmarks.gpu $(GPU_FLAGS)
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist runs
+	rm -rf $(VENV) $(CLIENTS) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist runs
 
 # torch comes first and alone: packages that depend on it must find the pinned one.
 $(VENV)/.torch: constraints.txt
@@ -88,4 +98,12 @@ $(VENV)/.dev: $(VENV)/.demo
 	$(PIP) --no-deps --no-build-isolation torch-harmonics
 	# A peer of the GPU suite, as far as it can be tried without one; it asks for torch again.
 	$(PIP) --no-deps trl accelerate datasets
+	touch $@
+
+# torch comes first here, too: none of the frameworks may replace it.
+$(CLIENTS)/.ready: constraints.txt pyproject.toml tests/clients/requirements.txt
+	$(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS_PIP) setuptools torch numpy
+	$(CLIENTS_PIP) --requirement tests/clients/requirements.txt
+	$(CLIENTS_PIP) --no-build-isolation --editable .
 	touch $@
