@@ -85,7 +85,6 @@ CLIENTS = [
         "accelerate_loop.py",
         "Offload the model before `prepare`. Each microbatch of an accumulation is a step of its "
         "own in `handle.stats`.",
-        quick=True,
     ),
     Client(
         "DistributedDataParallel",

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import ebbtide
 from catalog import Client
 
 HERE = Path(__file__).parent
@@ -102,7 +103,7 @@ def _finish(command: Sequence[str], directory: Path) -> tuple[int, str]:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
-        env=os.environ | ENVIRONMENT,
+        env=os.environ | ENVIRONMENT | {"PYTHONPATH": _search_path()},
         cwd=directory,
         start_new_session=True,
     )
@@ -116,6 +117,12 @@ def _finish(command: Sequence[str], directory: Path) -> tuple[int, str]:
         os.killpg(process.pid, signal.SIGKILL)
         raise
     return process.returncode, stderr
+
+
+def _search_path() -> str:
+    """Return a PYTHONPATH by which a process in another directory finds this ebbtide, no other."""
+    ours = str(Path(ebbtide.__file__).parents[1])
+    return os.pathsep.join([ours, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def _read(file: Path) -> Outcome:

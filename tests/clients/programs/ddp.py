@@ -30,7 +30,7 @@ class LanguageModel(nn.Module):
 
 
 text = torch.tensor(list(inspect.getsource(argparse).encode()))
-rows = text[: 48 * LENGTH].view(-1, LENGTH)[dist.get_rank() :: dist.get_world_size()]
+rows = text[: 32 * LENGTH].view(-1, LENGTH)[dist.get_rank() :: dist.get_world_size()]
 model = LanguageModel()
 handle = ebbtide.offload(model)
 
