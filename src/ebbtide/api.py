@@ -13,8 +13,8 @@ from torch import nn
 from ebbtide.engine import Engine
 from ebbtide.errors import PolicyError
 from ebbtide.execution.executor import ScheduleMode
+from ebbtide.hooks.bypass import BypassHooks
 from ebbtide.hooks.forward import OffloadedForward
-from ebbtide.hooks.layer_search import find_layers
 from ebbtide.hooks.layers import (
     LayerModules,
     LayerTracker,
@@ -32,6 +32,7 @@ from ebbtide.interface.arguments import (
     refuse,
 )
 from ebbtide.interface.display import brief, count, few, html_table, labelled
+from ebbtide.layers.search import find_layers
 from ebbtide.policy import ActivationPolicy, WeightPolicy
 from ebbtide.schedule import Schedule
 from ebbtide.tracing.trace import Trace
@@ -210,7 +211,7 @@ def offload(
     _check_schedule(schedule, policy, found)
     one_region = _is_one_region(model)
     if one_region:
-        warn_of_one_region(stacklevel=3)
+        warn_of_one_region()
     mode = None if schedule is None else ScheduleMode(schedule)
     engine = Engine([model], policy, store, host_budget=host_budget, traced=trace, mode=mode)
     resting = None if weights is None else engine.offload_weights(model, found, weights)
@@ -223,6 +224,9 @@ def offload(
         functools.partial(_restore_forward, model, wrapped, model.__dict__.get("forward")),
     ]
     model.forward = wrapped
+    bypass = BypassHooks(model, found, wrapped, tracker, follows_schedule=schedule is not None)
+    wrapped.was_bypass_interrupted = bypass.was_interrupted
+    undo.append(bypass.detach)
     if resting is not None:
         undo.append(resting.detach)
     return OffloadHandle(engine, tracker, [*undo, tracker.detach])

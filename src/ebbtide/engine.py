@@ -303,8 +303,13 @@ class Engine:
         hooks = self.hooks()
         if not hooks_are_wanted():
             return None
-        records, log = self._scheduled.begin_unit(unit)
-        hooks.begin(held)
+        self._scheduled.end_given_up_run()
+        hooks.begin(held)  # first: the step would be over once the last forward is no more to come
+        try:
+            records, log = self._scheduled.begin_unit(unit)
+        except BaseException:
+            hooks.end()
+            raise
         layer = Layer(records.unit.layer, "")
         self._begin_layer(layer, records, log)
         return OpenLayer(layer, log.number, records)

@@ -40,12 +40,6 @@ class Client:
     known: KnownFailure | None = None
 
 
-STORAGE = KnownFailure(
-    "the first forward raises an error, because a DTensor has no storage of its own",
-    match=r"Attempted to access the data pointer on an invalid python storage",
-)
-BYPASSED = r"nothing was offloaded, rebuilt or packed|memory is not lower"
-
 CLIENTS = [
     Client(
         "Transformers' Trainer, GPT-2",
@@ -67,18 +61,11 @@ CLIENTS = [
         "TRL, SFTTrainer",
         "trl_sft.py",
         "`SFTConfig` turns gradient checkpointing on; turn it off, or little is left to offload.",
-        known=KnownFailure(
-            "nothing is offloaded, because the trainer replaces `model.forward`", BYPASSED
-        ),
     ),
     Client(
         "Lightning",
         "lightning_module.py",
         "Offload the `LightningModule`. Its `training_step` may call `self.net(x)`.",
-        known=KnownFailure(
-            "nothing is offloaded, because Lightning calls `training_step` and not the module",
-            BYPASSED,
-        ),
     ),
     Client(
         "Accelerate",
@@ -98,14 +85,12 @@ CLIENTS = [
         "fsdp2.py",
         "Unsharded parameters are recognized as parameters and never copied as activations.",
         ranks=2,
-        known=STORAGE,
     ),
     Client(
         "Tensor parallelism",
         "tensor_parallel.py",
         "The local shards of activations are offloaded; each process has a store of its own.",
         ranks=2,
-        known=STORAGE,
     ),
     Client(
         "torchvision, ResNet-50",
@@ -137,13 +122,10 @@ CLIENTS = [
     Client(
         "A PINN, Burgers' equation",
         "pinn.py",
-        "Only what the forward saves is offloaded. What `torch.autograd.grad(..., "
-        "create_graph=True)` saves outside the model stays.",
+        "The graph that `torch.autograd.grad(..., create_graph=True)` makes needs what it has read "
+        "until the second backward. After the first step these tensors stay, and a warning "
+        "says so.",
         quick=True,
-        known=KnownFailure(
-            "it takes more memory, because the graph of the derivatives keeps what was reloaded",
-            match=r"memory is not lower",
-        ),
     ),
     Client(
         "A PINO, Helmholtz' equation",

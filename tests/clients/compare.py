@@ -30,9 +30,6 @@ ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": "lo",
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
-    # By default glibc keeps the memory of tensors that are gone, and RSS does not fall. Remove this
-    # line when `offload` sets the threshold by itself.
-    "MALLOC_MMAP_THRESHOLD_": str(2**20),
 }
 
 

@@ -39,10 +39,6 @@ BATCH = ROWS[:8]
 TOKENIZER = ByT5Tokenizer()
 FROM_TRL = {"save_strategy": "no", "report_to": "none", "bf16": False, "max_steps": 3}
 
-replaces_forward = pytest.mark.xfail(
-    reason="TRL replaces model.forward", raises=AssertionError, strict=True
-)
-
 
 def gpt2() -> GPT2LMHeadModel:
     torch.manual_seed(0)
@@ -134,7 +130,7 @@ def test_peft_switches_its_adapters_off_and_merges_them(first: str, tmp_path: Pa
     assert_same_with_and_without(train)
 
 
-@pytest.mark.parametrize("first", [pytest.param("offload", marks=replaces_forward), "trainer"])
+@pytest.mark.parametrize("first", ["offload", "trainer"])
 @pytest.mark.parametrize("options", [{}, {"loss_type": "nll"}], ids=["default loss", "nll"])
 def test_trl_supervised(options: dict[str, Any], first: str, tmp_path: Path) -> None:
     texts = [{"text": SOURCE[at : at + LENGTH]} for at in range(0, 16 * LENGTH, LENGTH)]
@@ -158,7 +154,7 @@ def test_trl_supervised(options: dict[str, Any], first: str, tmp_path: Path) -> 
     assert_same_with_and_without(train)
 
 
-@pytest.mark.parametrize("first", [pytest.param("offload", marks=replaces_forward), "trainer"])
+@pytest.mark.parametrize("first", ["offload", "trainer"])
 def test_trl_preferences_beside_a_copy_of_the_model(first: str, tmp_path: Path) -> None:
     pieces = [SOURCE[at : at + 30] for at in range(0, 48 * 30, 30)]
     rows = [
@@ -190,14 +186,7 @@ def test_trl_preferences_beside_a_copy_of_the_model(first: str, tmp_path: Path) 
     "keep_wrapper",
     [
         True,
-        pytest.param(
-            False,
-            marks=pytest.mark.xfail(
-                reason="Accelerate binds the forward that it finds to the model a second time",
-                raises=TypeError,
-                strict=True,
-            ),
-        ),
+        False,
     ],
 )
 def test_accelerate_unwraps_a_model(keep_wrapper: bool) -> None:

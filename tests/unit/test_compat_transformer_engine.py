@@ -214,7 +214,7 @@ def test_marked_tensors_stay() -> None:
 
 
 def test_a_mark_ends_with_its_storage() -> None:
-    from ebbtide.activations import marks
+    from ebbtide.tensors import marks
 
     for _ in range(300):
         mark_not_offload(torch.empty(3))

@@ -19,7 +19,7 @@ PACKAGE = Path(ebbtide.__file__).parent
 # `import ebbtide` gives.
 CHAIN = [
     ["version", "errors", "units", "policy", "weak", "forks", "interface"],
-    ["schedule", "tracing"],
+    ["schedule", "tracing", "tensors"],
     ["devices"],
     ["memory"],
     ["stores"],
@@ -27,7 +27,7 @@ CHAIN = [
     ["activations"],
     ["weights", "execution"],
     ["hooks"],
-    ["inspection"],
+    ["inspection", "layers"],
     ["engine", "api", "loops", "rehearsal"],
     ["__init__"],
     ["compat", "integrations"],

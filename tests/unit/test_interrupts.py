@@ -19,6 +19,7 @@ from torch import nn
 
 import ebbtide
 from ebbtide import ActivationPolicy
+from ebbtide.activations.saved import RecordedTensor
 from ebbtide.devices import simulated
 from ebbtide.devices.simulated import SimulatedDevice
 from ebbtide.stores.pinned import PinnedStore
@@ -181,7 +182,9 @@ def test_an_interrupt_at_any_line_leaves_nothing(setting: str, kind: str) -> Non
     assert num_files() <= files
 
 
-def test_interrupts_from_a_timer() -> None:
+def test_interrupts_from_a_timer(monkeypatch: pytest.MonkeyPatch) -> None:
+    # pytest keeps what finalizers raise, and so the frames of the whole step.
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
     x = torch.randn(8, 16)
     expected = gradients(build(), x)
     model = build()
@@ -246,3 +249,23 @@ def test_the_lock_is_taken_and_released_by_the_interpreter() -> None:
     """Python code around the lock could be interrupted when it is taken and not yet guarded."""
     assert not isinstance(Gate.__enter__, types.FunctionType)
     assert not isinstance(Gate.__exit__, types.FunctionType)
+
+
+def test_a_saved_tensor_that_dies_in_a_cycle_is_noted() -> None:
+    """The frames of an exception refer to each other, and to the saved tensor of a hook."""
+    model = build()
+    with ebbtide.offload(model, **SETTINGS["offload"]) as handle:
+        loss = model(torch.randn(8, 16)).square().sum()
+        cycle: list[Any] = [loss.grad_fn, *_nodes_below(loss.grad_fn)]
+        cycle.append(cycle)
+        saved = [each for each in gc.get_objects() if isinstance(each, RecordedTensor)]
+        assert saved
+        cycle += saved
+        del loss, saved, cycle
+        gc.collect()
+        check_nothing_is_left(handle, lambda: time.sleep(0.001))
+
+
+def _nodes_below(node: Any) -> list[Any]:
+    found = [below for below, _ in node.next_functions if below is not None]
+    return found + [each for below in found for each in _nodes_below(below)]

@@ -27,7 +27,7 @@ from architectures import (
     UNetOfLists,
     convnext,
 )
-from ebbtide.hooks.layer_search import find_layers
+from ebbtide.layers.search import find_layers
 from zoo import ENTRIES
 
 BY_NAME = {entry.name: entry for entry in ENTRIES}

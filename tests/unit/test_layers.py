@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import ebbtide
 from ebbtide import ActivationPolicy, PolicyError, StepStats
-from ebbtide.hooks.layer_search import find_layers
 from ebbtide.hooks.layers import match_layers
+from ebbtide.layers.search import find_layers
 from zoo import ENTRIES
 
 BY_NAME = {entry.name: entry for entry in ENTRIES}

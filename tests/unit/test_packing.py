@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import ebbtide
 from ebbtide.activations.handles import restore
-from ebbtide.activations.packing import find_packing, pack, unpack
+from ebbtide.tensors.packing import find_packing, pack, unpack
 
 POLICY = ebbtide.ActivationPolicy(min_bytes=256)
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections import deque
 from collections.abc import Hashable
 from typing import final
 
 import torch
 
 from ebbtide.activations.handles import Deaths, EmptyTensors, SmallHold
-from ebbtide.activations.packing import pack
 from ebbtide.activations.records import (
     KEEP,
     OFFLOAD,
@@ -23,6 +21,7 @@ from ebbtide.activations.records import (
 )
 from ebbtide.activations.scope import Scopes
 from ebbtide.devices.device import AbstractEvent
+from ebbtide.tensors.packing import pack
 from ebbtide.transfers.prefetch import ForwardLog
 from ebbtide.transfers.record import DROPPED, REBUILT
 from ebbtide.transfers.recorder import Subject
@@ -42,7 +41,7 @@ class Activations:
         transfers: as given.
         scopes: the running forwards and layers, to which saved storages belong.
         empty: empty tensors on the device.
-        deaths: the holds of saved tensors that have died, until they are noted.
+        deaths: the holds of saved tensors, and which of these have died.
         wanted_again: layer and number, as in `Plan`, of storages that a backward with
             ``create_graph=True`` has read. The graph that it makes holds them.
 
@@ -55,7 +54,8 @@ class Activations:
 
     def __init__(self, transfers: Transfers) -> None:
         self.transfers = transfers
-        self.deaths: Deaths = deque()
+        self.deaths = Deaths()
+        self._died = self.deaths.queue
         self.scopes = Scopes(transfers, self.deaths)
         self._gate = transfers.gate
         self._device = transfers.device
@@ -76,6 +76,9 @@ class Activations:
 
     def find(self, address: int, version: int) -> StorageRecord | None:
         """Return a live record of a storage at this version, whatever its form, or None."""
+        if self._died:
+            with self._gate:
+                self.note_deaths()
         record = self._records.get(address)
         # Guard same-version: a record is shared only at the same version. A tensor saved again
         # after a legal in-place change would get its old bytes in backward.
@@ -123,7 +126,6 @@ class Activations:
             The storage's record, with one handle.
         """
         with self._gate:
-            self.note_deaths()
             self._offloads.retire_finished()
             record = self._make(address, version, number, size_bytes, KEEP)
             self._account.take_kept(size_bytes)
@@ -177,8 +179,6 @@ class Activations:
             StoreFullError: the store has no room. The saved tensor was not taken.
         """
         with self._gate:
-            if self.deaths:
-                self.note_deaths()
             scope = self.scopes.current
             unit = scope.unit
             scheduled = unit is not None and unit.followed
@@ -262,9 +262,12 @@ class Activations:
         """
         record = hold.record
         log = record.forward
-        creates_graph = self._note_task(log)
+        task = log.task = torch._C._current_graph_task_id()
+        creates_graph = self._backwards.get(task)
+        if creates_graph is None:  # it has just begun
+            creates_graph = self._note_task(log)
         with self._gate:
-            if self.deaths:
+            if self._died:
                 self.note_deaths()
             log.note_unpack(record.ordinal)
             if creates_graph:
@@ -423,9 +426,10 @@ class Activations:
 
     def note_deaths(self) -> None:
         """Note which saved tensors have died. Called with the lock held; see [Note: deaths]."""
-        deaths = self.deaths
-        while deaths:
-            hold = deaths.popleft()
+        died, awaited = self._died, self.deaths.awaited
+        while died:
+            hold = died.popleft()
+            awaited.discard(hold)
             if not isinstance(hold, RecordHold):
                 assert isinstance(hold, SmallHold)
                 self.scopes.forget(hold.tally)

@@ -36,15 +36,26 @@ class Hold(weakref.ref[Any]):
     the finalizer's work. `Transfers.settle` and whoever next moves bytes look into the queue.
 
     Args:
-        owner: the object. It must refer to the hold.
+        owner: the object.
         died: the `append` of the queue.
     """
 
     __slots__ = ()
 
 
-Deaths = deque[Hold]
-"""The holds of objects that have died and have not been noted yet."""
+@final
+class Deaths:
+    """The holds of the objects in the graphs of one model.
+
+    Attributes:
+        queue: holds of objects that have died and have not been noted yet.
+        awaited: holds of all other objects. If only the object referred to its hold, the garbage
+            collector would free both without a word, as with the frames of an exception.
+    """
+
+    def __init__(self) -> None:
+        self.queue: deque[Hold] = deque()
+        self.awaited: set[Hold] = set()
 
 
 @final
@@ -88,12 +99,13 @@ class SmallTensors:
         tally: what is counted.
     """
 
-    __slots__ = ("__weakref__", "_hold", "tally")
+    __slots__ = ("__weakref__", "tally")
 
     def __init__(self, deaths: Deaths) -> None:
         self.tally = SmallTally()
-        self._hold = SmallHold(self, deaths.append)
-        self._hold.tally = self.tally
+        hold = SmallHold(self, deaths.queue.append)
+        hold.tally = self.tally
+        deaths.awaited.add(hold)
 
 
 PassedTensor = tuple[Tensor, int, SmallTensors | None]
@@ -146,10 +158,12 @@ class EmptyTensors(dict[torch.dtype, Tensor]):
 
 
 def are_hooked() -> bool:
-    """Whether saved-tensor hooks of ebbtide pack what autograd saves now."""
+    """Whether autograd keeps no saved tensor itself now: ebbtide or a checkpoint replaces it."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     enabled: bool = torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
-    return enabled and hooks is not None and hooks[1] is restore
+    if hooks is None or not enabled:
+        return False
+    return hooks[1] is restore or hooks[0].__module__ == "torch.utils.checkpoint"
 
 
 class AbstractAway(AbstractSaved):

@@ -9,7 +9,7 @@ from typing import final
 import torch
 from torch import nn
 
-from ebbtide.activations.memory_parts import addresses_of
+from ebbtide.tensors.memory_parts import addresses_of
 
 _AUTOCAST_TYPES = frozenset({torch.bfloat16, torch.float16})
 

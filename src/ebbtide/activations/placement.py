@@ -8,12 +8,11 @@ from typing import final
 import torch
 from torch import Tensor
 
-from ebbtide.activations.handles import Saved
-from ebbtide.activations.marks import is_marked
 from ebbtide.activations.rebuild import RebuildFinder
 from ebbtide.activations.records import KEEP, OFFLOAD, REBUILD, Call, Decision
 from ebbtide.activations.scope import Scope
 from ebbtide.policy import ActivationPolicy
+from ebbtide.tensors.marks import is_marked
 from ebbtide.transfers.layer import Layer
 
 Plan = Mapping[tuple[int | None, int], Decision]
@@ -40,6 +39,7 @@ class Placement:
     Attributes:
         min_bytes: smaller storages are kept.
         num_calls: number of layer calls in a forward, once that is known.
+        finder: finds the calls that rebuild storages; None if nothing is rebuilt.
         wanted_again: layer and number of storages that stay on the device because a second
             backward needs them: see `Activations.wanted_again`. The plan can say otherwise.
     """
@@ -54,12 +54,21 @@ class Placement:
         self._policy = policy
         self._plan: Plan = {} if plan is None else plan
         rebuilds = policy.rebuild or REBUILD in self._plan.values()
-        self._finder = RebuildFinder() if rebuilds else None
+        self.finder = RebuildFinder() if rebuilds else None
 
     @property
     def packs(self) -> bool:
         """Whether masks and indices are packed before they leave."""
         return self._policy.rebuild
+
+    @property
+    def wants_any(self) -> bool:
+        """Whether the policy or the plan wants anything to leave; a schedule speaks for itself."""
+        policy = self._policy
+        if self._layers_only:
+            return False
+        chosen = policy.num_layers != 0 and policy.fraction > 0
+        return policy.rebuild or chosen or any(each is not KEEP for each in self._plan.values())
 
     def offloads(self, layer: Layer | None) -> bool:
         """Whether the storages of a layer are offloaded by default.
@@ -101,8 +110,8 @@ class Placement:
         if planned is None or planned is REBUILD:
             leaves = scope.offloads and size_bytes >= self.min_bytes
             rebuilds = planned is not None or self._policy.rebuild
-            if rebuilds and self._finder is not None and size_bytes >= self.min_bytes:
-                call = None if tensor.grad_fn is None else self._finder.find(tensor, storage)
+            if rebuilds and self.finder is not None and size_bytes >= self.min_bytes:
+                call = None if tensor.grad_fn is None else self.finder.find(tensor, storage)
                 if call is not None:
                     return REBUILD, call
         else:
@@ -111,8 +120,3 @@ class Placement:
         if leaves and not tensor.is_quantized and (scope.unit is None or not scope.must_stay):
             return OFFLOAD, None
         return KEEP, None
-
-    def note(self, tensor: Tensor, saved: Saved) -> None:
-        """Remember the handle of a saved tensor: other tensors may be rebuilt from it."""
-        if self._finder is not None and tensor.grad_fn is not None:
-            self._finder.note(tensor, saved)

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from ebbtide.activations.handles import Hold, Saved
-from ebbtide.activations.packing import unpack
 from ebbtide.activations.recipes import Constants, RebuildRecipe
 from ebbtide.devices.device import AbstractEvent
 from ebbtide.schedule import Unit, Verb
+from ebbtide.tensors.packing import unpack
 from ebbtide.transfers.layer import Layer
 from ebbtide.transfers.prefetch import ForwardLog
 from ebbtide.transfers.record import DROPPED, KEPT, PENDING, REBUILDABLE, REBUILT, Record, State
@@ -92,7 +92,7 @@ class StorageRecord(Record):
         sibling: another record of the same storage, with another form.
         view_size: the shape of a gathered view; None for a whole storage.
         ordinal: number of the record in `forward`; -1 if it is not offloaded.
-        packing: packing of the source, slot and buffer; see `ebbtide.activations.packing`. None if
+        packing: packing of the source, slot and buffer; see `ebbtide.tensors.packing`. None if
             they are not packed.
         call: the operation that rebuilds the storage; None unless the decision is to rebuild it.
         begun: event before the rebuild on the compute stream; set only if steps are traced.

@@ -30,19 +30,18 @@ class RecordedTensor(AbstractAway):
     __slots__ = ("_activations", "_hold", "record")
 
     def __init__(self, activations: Activations, record: StorageRecord, tensor: Tensor) -> None:
-        self._take(activations, record)
+        self._activations = activations
+        self.record = record
+        deaths = activations.deaths
+        self._hold = hold = RecordHold(self, deaths.queue.append)
+        hold.record, hold.generation = record, 0
+        deaths.awaited.add(hold)
         if record.decision is KEEP:
             self._size, self.version = tensor.shape, tensor._version
             # The tensor itself would refer to the graph that it lives in, and leak.
             self._probe = tensor.detach()
         else:
             super().__init__(tensor, activations.empty)
-
-    def _take(self, activations: Activations, record: StorageRecord) -> None:
-        self._activations = activations
-        self.record = record
-        self._hold = hold = RecordHold(self, activations.deaths.append)
-        hold.record, hold.generation = record, 0
 
     @property
     def shape(self) -> tuple[object, ...]:
@@ -58,33 +57,34 @@ class RecordedTensor(AbstractAway):
         for name in AbstractAway.__slots__[1:]:
             setattr(other, name, getattr(self, name))
         self._activations.share(self.record)
-        other._take(self._activations, self.record)
+        other._activations, other.record = self._activations, self.record
+        deaths = self._activations.deaths
+        other._hold = hold = RecordHold(other, deaths.queue.append)
+        hold.record, hold.generation = self.record, 0
+        deaths.awaited.add(hold)
         return other
 
     def restore(self) -> Tensor:
         if self.is_modified():
             self._raise_modified()
-        try:
-            return self._restore()
-        except BaseException as error:
-            self._activations.transfers.note_error(error)
-            raise
-
-    def _restore(self) -> Tensor:
         record, activations = self.record, self._activations
-        if record.decision is OFFLOAD:
-            flat = activations.bring_back(self._hold)
-            if record.view_size is None and record.packing is None:
-                return self._tensor_in(flat.untyped_storage())
-            return self._tensor_of(flat)
-        if record.call is None:
-            activations.note_backward(record.forward)
-            return self._probe
-        value = activations.begin_rebuild(record)
-        if value is None:
-            value = in_range("rebuild", record.layer, _run, record.call)
-        activations.end_rebuild(self._hold, value)
-        return self._tensor_in(value.untyped_storage())
+        try:
+            if record.decision is OFFLOAD:
+                flat = activations.bring_back(self._hold)
+                if record.view_size is None and record.packing is None:
+                    return self._tensor_in(flat.untyped_storage())
+                return self._tensor_of(flat)
+            if record.call is None:
+                activations.note_backward(record.forward)
+                return self._probe
+            value = activations.begin_rebuild(record)
+            if value is None:
+                value = in_range("rebuild", record.layer, _run, record.call)
+            activations.end_rebuild(self._hold, value)
+            return self._tensor_in(value.untyped_storage())
+        except BaseException as error:
+            activations.transfers.note_error(error)
+            raise
 
     def peek(self) -> Tensor:
         if self.is_modified():

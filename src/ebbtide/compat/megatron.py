@@ -10,9 +10,9 @@ from torch import nn
 
 from ebbtide.api import OffloadHandle, offload
 from ebbtide.errors import PolicyError
-from ebbtide.hooks.layer_search import find_layers
 from ebbtide.hooks.layers import match_layers
 from ebbtide.interface.arguments import check_model
+from ebbtide.layers.search import find_layers
 from ebbtide.policy import ActivationPolicy, WeightPolicy
 
 

@@ -19,13 +19,13 @@ from typing import Any, TypeVar, final
 
 import torch
 
-from ebbtide.activations.marks import mark_not_offload
 from ebbtide.errors import PolicyError
 from ebbtide.interface.arguments import check_switch
 from ebbtide.loops import OffloadSession
 from ebbtide.policy import ActivationPolicy
 from ebbtide.schedule import Pass, Schedule, default, find_order, from_table, manual
 from ebbtide.schedule.builders import TableRow
+from ebbtide.tensors.marks import mark_not_offload
 
 __all__ = ["ManualOffloadController", "get_cpu_offload_context", "mark_not_offload"]
 

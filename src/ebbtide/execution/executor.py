@@ -11,7 +11,6 @@ the default way, where sources are released as their copies end and backward pre
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import ParamSpec, TypeVar, final
@@ -19,6 +18,7 @@ from typing import ParamSpec, TypeVar, final
 from ebbtide.activations.activations import Activations
 from ebbtide.activations.records import UnitRecords
 from ebbtide.errors import ScheduleError
+from ebbtide.interface.warning import warn_user
 from ebbtide.schedule import Action, Direction, Pass, Schedule, Unit, Verb, first_use
 from ebbtide.transfers.layer import Layer
 from ebbtide.transfers.prefetch import ForwardLog
@@ -155,12 +155,16 @@ class ScheduleExecutor:
         Returns:
             The unit's records and the log of its microbatch, for `Scopes.begin_layer`.
         """
-        self._transfers.settle()
-        if self._is_given_up():
-            self.abandon()
+        self.end_given_up_run()
         with self._gate:
             records = self._begin_forward(self._next_unit() if unit is None else unit)
             return records, self._log(records)
+
+    def end_given_up_run(self) -> None:
+        """Abandon the current run if its graphs have died although passes are still to come."""
+        self._transfers.settle()
+        if self._is_given_up():
+            self.abandon()
 
     @_notes_errors
     def begin_backward(
@@ -366,12 +370,10 @@ class ScheduleExecutor:
     def _warn(self, what: str) -> None:
         if not self._warned:
             self._warned = True
-            warnings.warn(
+            warn_user(
                 f"a step departs from its schedule: {what}. Its results stay right, and the rest "
                 f"of such a step is offloaded in the default way. Give the schedule the order in "
-                f"which passes really come",
-                RuntimeWarning,
-                stacklevel=2,
+                f"which passes really come"
             )
 
     def _depart(self, run: ScheduleRun) -> None:

@@ -10,7 +10,6 @@ instead of raising. Hooks of other code are treated as before.
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +17,7 @@ import torch
 
 from ebbtide.activations.handles import restore
 from ebbtide.errors import PolicyError
+from ebbtide.interface.warning import warn_user
 
 _AUTOGRAD: Any = torch._C._autograd
 _MODES = torch._C._TorchDispatchModeKey
@@ -87,10 +87,8 @@ def _tolerating_ours(disable: Callable[..., None]) -> Callable[..., None]:
 
 def _warn_of_other_hooks(pack: Any) -> None:
     name = f"{getattr(pack, '__module__', '')}.{getattr(pack, '__qualname__', type(pack).__name__)}"
-    warnings.warn(
+    warn_user(
         f"saved-tensor hooks of other code ({name}) are active around this forward. torch calls "
         f"only the innermost hooks, so ebbtide leaves what this forward saves to them. To offload "
-        f"with ebbtide, call the model outside that context",
-        RuntimeWarning,
-        stacklevel=2,
+        f"with ebbtide, call the model outside that context"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import sys
@@ -44,6 +45,8 @@ class OffloadedForward:
         weights: hooks of the offloaded weights; None if no weights are offloaded.
 
     Attributes:
+        was_bypass_interrupted: whether the last bypassed forward could not clean up; None where no
+            forward can be bypassed.
         handle: the `OffloadHandle`; set only by `wrap_forward_with_offload`.
     """
 
@@ -59,10 +62,13 @@ class OffloadedForward:
         self._weights = weights
         functools.update_wrapper(self, forward)
         self._forward = forward
+        self._owner = getattr(forward, "__self__", self)
         self._hooks = hooks
         self._tracker = tracker
         self._active = True
         self._calls: list[int] = []  # numbers of the calls that run, innermost last
+        self._interrupted = False
+        self.was_bypass_interrupted: Callable[[], bool] | None = None
 
     def deactivate(self) -> None:
         """Make every later call a plain call of the wrapped forward."""
@@ -92,6 +98,8 @@ class OffloadedForward:
         return getattr(self._forward, "__func__", self._forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if args and args[0] is self._owner:
+            args = args[1:]  # accelerate binds what it finds in `model.forward` to the model again
         if not self._active:
             return self._forward(*args, **kwargs)
         if torch.compiler.is_exporting():
@@ -125,12 +133,36 @@ class OffloadedForward:
         """Return the hooks for a forward that begins now; None where nothing is to be hooked."""
         if not hooks_are_wanted():
             return None
-        return self._hooks(interrupted=self._was_interrupted())
+        interrupted = self._was_interrupted() or self._interrupted
+        if self.was_bypass_interrupted is not None:
+            interrupted |= self.was_bypass_interrupted()
+        self._interrupted = False
+        return self._hooks(interrupted=interrupted)
 
-    def _begin(self, hooks: SavedTensorHooks) -> None:
+    def begin_bypassed(self, first: int, *, interrupted: bool) -> Callable[[], None]:
+        """Begin a forward of a part of the model; see [Note: bypassed forwards].
+
+        Args:
+            first: number of its first layer.
+            interrupted: whether the last one could not clean up.
+
+        Returns:
+            What ends it.
+        """
+        self._interrupted |= interrupted
+        with contextlib.ExitStack() as stack:
+            if self._active and self._weights is not None:
+                stack.enter_context(self._weights.at_work())
+            hooks = self._find_hooks() if self._active else None
+            if hooks is not None:
+                stack.callback(self._end, hooks, len(hooks.running), False)
+                self._begin(hooks, first)
+            return stack.pop_all().close
+
+    def _begin(self, hooks: SavedTensorHooks, first: int = 0) -> None:
         hooks.begin()
         if self._tracker is not None:
-            self._tracker.begin_forward()
+            self._tracker.begin_forward(first)
 
     def _end(self, hooks: SavedTensorHooks, depth: int, completed: bool) -> None:
         while len(hooks.running) > depth:

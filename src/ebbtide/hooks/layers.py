@@ -7,7 +7,6 @@ import fnmatch
 import functools
 import inspect
 import sys
-import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -20,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from ebbtide.errors import PolicyError
 from ebbtide.hooks.compiled import HookedLayer, compiler_is_loaded, is_traced
 from ebbtide.interface.arguments import check_layers, refuse
+from ebbtide.interface.warning import warn_user
 from ebbtide.transfers.layer import Layer
 
 
@@ -76,9 +76,10 @@ def class_of(module: nn.Module) -> type[nn.Module]:
     """Return the class of a module as the model defines it.
 
     FSDP2's `fully_shard` changes the class of a module to one that derives from `FSDPModule` and
-    from the module's own class. Modules that are not sharded still count as equal to it.
+    from the module's own class. `torch.compile(module)` returns a module around it. Modules that
+    are neither sharded nor compiled still count as equal to it.
     """
-    kind = type(module)
+    kind = type(module._modules.get("_orig_mod") or module)
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is not None and fsdp.FSDPModule in kind.__bases__:
         return kind.__bases__[-1]
@@ -122,14 +123,12 @@ def _matches(name: str, pattern: str) -> bool:
     return len(parts) == len(patterns) and all(map(fnmatch.fnmatchcase, parts, patterns))
 
 
-def warn_of_one_region(stacklevel: int) -> None:
+def warn_of_one_region() -> None:
     """Warn of a model compiled as one region, whose backward first unpacks all its tensors."""
-    warnings.warn(
+    warn_user(
         "the whole model is compiled as one region, whose backward needs all its saved tensors "
         "at once: offloading saves memory in forward only, not at the peak. Compile its "
-        "layers one by one instead, and offload the model that holds them",
-        RuntimeWarning,
-        stacklevel=stacklevel,
+        "layers one by one instead, and offload the model that holds them"
     )
 
 
@@ -242,8 +241,18 @@ class LayerTracker:
             module.register_forward_hook(after, always_call=True),
         ]
 
-    def begin_forward(self) -> None:
-        self._next = 0
+    @property
+    def is_active(self) -> bool:
+        """Whether a forward runs."""
+        return self._active
+
+    def begin_forward(self, first: int = 0) -> None:
+        """Begin a forward.
+
+        Args:
+            first: number of its first layer.
+        """
+        self._next = first
         self._called = []
         self._open.clear()
         self._active = True
@@ -261,13 +270,13 @@ class LayerTracker:
         self._order = self._called
         if not self._next and self._hooked and compiler_is_loaded() and not self.warned:
             self.warned = True
-            warn_of_one_region(stacklevel=7)
+            warn_of_one_region()
         wanted = self._wanted
         if wanted > self._next and self._num_calls != self._next:
-            warnings.warn(
+            warn_user(
                 f"num_layers={wanted}, but this forward called only {self._next} layers "
                 f"({', '.join(self._layers.names[:3])}, ...); all of them are offloaded",
-                stacklevel=7,  # the call of the model
+                UserWarning,
             )
         self._num_calls = self._next
 

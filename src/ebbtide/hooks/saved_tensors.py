@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import warnings
 from collections.abc import Callable, Hashable, Iterable
 from typing import final
 
@@ -18,15 +17,16 @@ from ebbtide.activations.composite import (
     is_quantized,
 )
 from ebbtide.activations.handles import Saved, pass_through, restore
-from ebbtide.activations.memory_parts import parts_of
-from ebbtide.activations.packing import PACKED, find_packing
 from ebbtide.activations.parameter_index import ParameterIndex
 from ebbtide.activations.placement import Placement
 from ebbtide.activations.records import OFFLOAD, StorageRecord
 from ebbtide.activations.saved import RecordedTensor
 from ebbtide.activations.scope import Scope
+from ebbtide.hooks.advice import Advice
 from ebbtide.hooks.coexistence import hooks_are_wanted
 from ebbtide.hooks.unsharded import UnshardedParameters
+from ebbtide.tensors.memory_parts import parts_of
+from ebbtide.tensors.packing import PACKED, find_packing
 
 PackWeight = Callable[[torch.Tensor, torch.Tensor], Saved | None]
 """Returns the handle of a saved tensor that is a view, or a cast, of an offloaded weight."""
@@ -49,6 +49,8 @@ class SavedTensorHooks:
         running: scopes of the forwards that run now, innermost last.
     """
 
+    # Long: what runs for every saved tensor is in one place, and calls as little as it can.
+
     def __init__(
         self,
         activations: Activations,
@@ -66,7 +68,8 @@ class SavedTensorHooks:
         self._device = activations.transfers.device.torch_device
         self._no_bytes = activations.empty[torch.uint8]
         self._min_bytes = placement.min_bytes
-        self._has_warned = False
+        self._finder = placement.finder
+        self._advice = Advice(activations, placement)
         placement.wanted_again = activations.wanted_again
         self.running: list[Scope] = []
 
@@ -85,7 +88,7 @@ class SavedTensorHooks:
         if not hooks_are_wanted():
             return False
         self._parameters.refresh(held)
-        self._warn_of_double_backward()
+        self._advice.give()
         self._activations.end_read_step()
         self._unsharded.refresh()
         offloads = self._placement.offloads(None)
@@ -96,18 +99,6 @@ class SavedTensorHooks:
             self._activations.transfers.note_error(error)
             raise
         return True
-
-    def _warn_of_double_backward(self) -> None:
-        """Say once that what a second backward needs is kept from now on."""
-        if self._activations.wanted_again and not self._has_warned:
-            self._has_warned = True
-            warnings.warn(
-                f"a backward with create_graph=True makes a graph that holds what it has read "
-                f"until the second backward, so it saves nothing to offload that. From now on "
-                f"{len(self._activations.wanted_again)} storages of each step stay on the device",
-                RuntimeWarning,
-                stacklevel=8,  # the call of the model
-            )
 
     def end(self) -> None:
         """End what the last `begin` began."""
@@ -176,7 +167,8 @@ class SavedTensorHooks:
         except BaseException as error:
             self._activations.transfers.note_error(error)
             raise
-        self._placement.note(tensor, saved)
+        if self._finder is not None and tensor.grad_fn is not None:
+            self._finder.note(tensor, saved)  # other tensors may be rebuilt from it
         return saved
 
     def _pack_large(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> Saved:
@@ -184,7 +176,7 @@ class SavedTensorHooks:
         activations = self._activations
         first = activations.find(storage._cdata, tensor._version)
         if first is None:
-            if self._unsharded.own(storage):
+            if self._unsharded.is_sharded and self._unsharded.own(storage):
                 self._account.meter.parameter_bytes += tensor.nbytes
                 return pass_through(tensor)
             scope = activations.scopes.current

@@ -9,7 +9,7 @@ from typing import final
 import torch
 from torch import nn
 
-from ebbtide.activations.memory_parts import parts_of
+from ebbtide.tensors.memory_parts import parts_of
 
 Place = tuple[nn.Module, str]
 """A module and the name of one of its parameters."""
@@ -27,6 +27,9 @@ class UnshardedParameters:
 
     Args:
         modules: the modules that may contain sharded modules.
+
+    Attributes:
+        is_sharded: whether any of them was sharded at the last `refresh`.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
@@ -34,11 +37,13 @@ class UnshardedParameters:
         self._groups: dict[nn.Module, _Group] = {}
         self._flat: list[nn.Parameter] = []  # FSDP1's
         self._storages: set[int] = set()
+        self.is_sharded = False
 
     def refresh(self) -> None:
         """Find the sharded modules, and read their parameters as they are now."""
         sharded, flat = _find_sharded_modules(self._modules)
         self._flat = [p for module in flat for p in _flat_parameters(module)]
+        self.is_sharded = bool(sharded or self._flat)
         if not sharded and not self._groups:
             return
         self._storages = set()

@@ -21,10 +21,10 @@ from ebbtide.api import OffloadHandle, refuse_second_offload
 from ebbtide.engine import Engine
 from ebbtide.errors import PolicyError, ScheduleError
 from ebbtide.execution.executor import ScheduleMode
-from ebbtide.hooks.layer_search import find_layers
 from ebbtide.hooks.layers import LayerModules
 from ebbtide.hooks.weights import WeightHooks
 from ebbtide.interface.arguments import check_activations, check_trace, check_weights
+from ebbtide.layers.search import find_layers
 from ebbtide.policy import ActivationPolicy, WeightPolicy
 from ebbtide.schedule import Direction, Schedule, Unit, from_pipeline
 

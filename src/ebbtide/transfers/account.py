@@ -22,6 +22,7 @@ class Account:
 
     Attributes:
         meter: the counters of the running step.
+        last_meter: the counters of the last finished step; None before the first one ends.
         recorder: records the running step; None where no trace is wanted.
         num_steps: number of finished steps.
         origin: the moment at which the running step began; None before its first forward.
@@ -40,6 +41,7 @@ class Account:
         self._trace: StepRecorder | Trace = Trace()
         self.meter = StepMeter()
         self.recorder: StepRecorder | None = None
+        self.last_meter: StepMeter | None = None
         self.num_steps = 0
         self.origin: Origin | None = None
         self.last_origin: Origin | None = None
@@ -78,7 +80,8 @@ class Account:
     def finish(self, host_capacity_bytes: int) -> None:
         """Close the account of the step."""
         self.meter.host_capacity_bytes = host_capacity_bytes
-        self._finished, self.meter = self.meter, StepMeter()
+        self._finished = self.last_meter = self.meter
+        self.meter = StepMeter()
         self.num_steps += 1
         self.last_origin, self.origin = self.origin, None
         if self.recorder is not None:

@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-import mmap
-import sys
-import threading
-import time
-import warnings
 import weakref
 from collections import OrderedDict, defaultdict
-from types import FrameType
 from typing import Any, final
 
-import psutil
 import torch
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -20,13 +13,13 @@ from torch.optim.optimizer import (
 )
 
 from ebbtide.errors import StoreFullError
+from ebbtide.interface.warning import warn_user
 from ebbtide.memory.freed_memory import FreedMemory, return_freed_memory
+from ebbtide.stores.pager import Pager
 from ebbtide.stores.store import AbstractStore
 from ebbtide.weak import call_weakly
 from ebbtide.weights.groups import OffloadedParameters
 
-_PAGER_S = 0.001  # interval at which the pager checks the mapped pages during an optimizer step
-_CHECKS_A_LOOK = 20  # checks of the pages between two looks at whether the step still runs
 _LEAST_BYTES = 32 * 2**20  # the pager always tolerates this much
 
 
@@ -54,7 +47,7 @@ class MappedOptimizerState:
         self._most_bytes = max(_LEAST_BYTES, page_bytes)
         self._warned = False
         self._freed = FreedMemory()
-        self._pager: _Pager | None = None
+        self._pager: Pager | None = None
         self._stepping: weakref.ref[torch.optim.Optimizer] | None = None
         # These hooks are global to all optimizers, so they must not keep the model alive.
         self._handles: list[Any] = [
@@ -68,7 +61,7 @@ class MappedOptimizerState:
         """Start the pager, and have the state that the optimizer makes moved to files."""
         self._end_step()  # needed if the step before raised
         if self._is_ours(optimizer):
-            self._pager = _Pager(self._store, self._most_bytes)
+            self._pager = Pager(self._store, self._most_bytes)
             self._stepping = weakref.ref(optimizer)
             state = optimizer.state
             if isinstance(state, defaultdict) and state.default_factory is dict:
@@ -104,7 +97,7 @@ class MappedOptimizerState:
             if not self._warned:
                 self._warned = True
                 message = f"optimizer state stays in RAM: {error.strerror}"
-                warnings.warn(message, RuntimeWarning, stacklevel=2)
+                warn_user(message)
             return
         # The C library cannot reuse what the tensor occupied if anything small now lies in it.
         if self._freed.is_due(value.nbytes, 0):
@@ -209,67 +202,3 @@ def _count_users(value: torch.Tensor) -> int:
 
 _ALONE = _count_users(torch.empty(1, device="cpu"))
 """What `_count_users` returns for a tensor that shares its memory with no other."""
-
-
-@final
-class _Pager:
-    """A thread that pages files out whenever a step has brought too many pages into RAM.
-
-    It ends with the step, even if that raises: it looks whether the caller's frame still runs.
-
-    Args:
-        store: the store of the files.
-        most_bytes: how much may stay in RAM.
-
-    Attributes:
-        stopped: set to end the thread.
-    """
-
-    def __init__(self, store: AbstractStore, most_bytes: int) -> None:
-        self.stopped = False
-        self._store = store
-        self._most_bytes = most_bytes
-        arguments = _calling_frame(), threading.get_ident()
-        threading.Thread(target=self._run, args=arguments, daemon=True).start()
-
-    def _run(self, step: FrameType, thread: int) -> None:
-        begin_bytes = _mapped_bytes()  # pages of libraries and of the last layers
-        number = 0
-        while not self.stopped:
-            time.sleep(_PAGER_S)
-            number += 1
-            if number % _CHECKS_A_LOOK == 0 and not _is_running(step, thread):
-                return
-            if _mapped_bytes() > begin_bytes + self._most_bytes:
-                self._store.page_out()
-
-
-def _calling_frame() -> FrameType:
-    """The frame of the code outside this package that called it."""
-    frame = sys._getframe()
-    package = __name__.partition(".")[0]
-    while frame.f_back is not None and frame.f_globals["__name__"].partition(".")[0] == package:
-        frame = frame.f_back
-    return frame
-
-
-def _is_running(sought: FrameType, thread: int) -> bool:
-    """Whether a frame is on the stack of a thread."""
-    frame = sys._current_frames().get(thread)
-    while frame is not None and frame is not sought:
-        frame = frame.f_back
-    return frame is not None
-
-
-def _mapped_bytes() -> int:
-    """Bytes of this process's memory that are pages of mapped files; 0 where unknown.
-
-    Windows counts all memory of the process together, which grows by as much in a step.
-    """
-    if sys.platform == "win32":
-        return int(psutil.Process().memory_info().rss)
-    try:
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[2]) * mmap.PAGESIZE
-    except (OSError, ValueError, IndexError):
-        return 0

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ebbtide.activations.memory_parts import parts_of
 from ebbtide.interface.arguments import refuse
+from ebbtide.tensors.memory_parts import parts_of
 
 # torch's weak reference to a storage keeps the storage's address from being reused, so while the
 # reference is in this table, no other storage has that address.
