@@ -173,7 +173,9 @@ def test_same_bits(steps: Steps, device: torch.device) -> None:
             assert_bitwise_equal(steps(model, device), expected)
             model.zero_grad()
             assert_at_rest(handle)
-        assert handle.stats.offloaded_bytes > 0
+        # What a backward with create_graph=True has read stays from the second step on.
+        stays = steps is _double_backward
+        assert (handle.stats.kept_bytes if stays else handle.stats.offloaded_bytes) > 0
 
 
 @needs_accelerator

@@ -24,6 +24,7 @@ from ebbtide.activations.saved import RecordedTensor
 from ebbtide.activations.scope import Scope
 from ebbtide.hooks.advice import Advice
 from ebbtide.hooks.coexistence import hooks_are_wanted
+from ebbtide.hooks.compiled import skip_in_compiler
 from ebbtide.hooks.unsharded import UnshardedParameters
 from ebbtide.tensors.memory_parts import parts_of
 from ebbtide.tensors.packing import PACKED, find_packing
@@ -301,3 +302,8 @@ def _may_overlap(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:
             return True
         reach += step * (n - 1)
     return False
+
+
+# Autograd calls these while a compiled region runs, and the compiler would trace them, too.
+skip_in_compiler(SavedTensorHooks.pack)
+skip_in_compiler(restore)
