@@ -364,7 +364,8 @@ class Engine:
         while self._hooks.pop():  # an interrupted forward has left them behind
             pass
         before.device.finish_copies()
-        if self.weights is None:
+        before.is_broken = False  # its copies have ended
+        if self.weights is None:  # else the weights go on with the same parts
             self._build(device)
             # What it counts may be wrong now, so its memory is freed with the last graph that
             # needs it at the latest.
