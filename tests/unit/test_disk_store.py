@@ -21,6 +21,7 @@ from ebbtide.devices.lanes import LaneEvent
 from ebbtide.errors import PolicyError, StoreFullError
 from ebbtide.stores.disk import DiskStore
 from ebbtide.stores.store import Slot
+from open_files import num_open, taken_bytes
 from store_bench import WAIT_S, now, offload, random_bytes, reload, wait_for
 
 KIB, MIB = 2**10, 2**20
@@ -318,19 +319,6 @@ def disk_of(monkeypatch: pytest.MonkeyPatch, size_bytes: int) -> None:
     monkeypatch.setattr(os, "posix_fallocate", limited)
 
 
-def taken_bytes(directory: Path) -> int:
-    """What the open files of this process take on the disk below a directory."""
-    files = [link for link in Path("/proc/self/fd").iterdir() if _points_below(link, directory)]
-    return sum({os.stat(link).st_ino: os.stat(link).st_blocks * 512 for link in files}.values())
-
-
-def _points_below(link: Path, directory: Path) -> bool:
-    try:
-        return os.readlink(link).startswith(f"{directory}/")
-    except FileNotFoundError:  # it was the descriptor of the listing itself
-        return False
-
-
 def test_a_full_disk_is_an_error_before_anything_is_started(
     store: DiskStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -501,10 +489,6 @@ def test_no_file_is_left_in_the_directory_at_any_time(store: DiskStore, tmp_path
 # Ends
 
 
-def num_fds() -> int:
-    return psutil.Process().num_fds()
-
-
 class Threads:
     """The threads that were started since this object was."""
 
@@ -521,14 +505,14 @@ class Threads:
 
 
 def test_close_ends_the_threads_and_closes_the_file(tmp_path: Path) -> None:
-    fds, threads = num_fds(), Threads()
+    threads = Threads()
     store = DiskStore(tmp_path)
     reload(store, offload(store, random_bytes(PAGE)))
-    assert num_fds() == fds + 1
+    assert num_open(tmp_path) == 1
     assert {thread.name for thread in threads.new()} == {"ebbtide-disk-write", "ebbtide-disk-read"}
     store.close()
     assert not threads.new()
-    assert num_fds() == fds
+    assert num_open(tmp_path) == 0
     store.close()
 
 
@@ -544,7 +528,6 @@ def test_close_waits_for_writes_under_way(tmp_path: Path) -> None:
 
 def test_reloaded_buffers_outlive_the_store(tmp_path: Path) -> None:
     source = random_bytes(3 * PAGE)
-    fds = num_fds()
     store = DiskStore(tmp_path)
     buffer = reload(store, offload(store, source.clone()))
     store.close()
@@ -553,7 +536,7 @@ def test_reloaded_buffers_outlive_the_store(tmp_path: Path) -> None:
     buffer.add_(1)
     assert torch.equal(buffer, source + 1)
     del buffer
-    assert num_fds() == fds
+    assert num_open(tmp_path) == 0
 
 
 def test_stores_close_one_by_one(tmp_path: Path) -> None:
@@ -568,7 +551,7 @@ def test_stores_close_one_by_one(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("without_collector")
 def test_a_store_that_is_only_dropped_ends_too(tmp_path: Path) -> None:
-    fds, threads = num_fds(), Threads()
+    threads = Threads()
     store = DiskStore(tmp_path)
     store.on_progress = lambda: None
     slot = offload(store, random_bytes(PAGE))
@@ -578,12 +561,12 @@ def test_a_store_that_is_only_dropped_ends_too(tmp_path: Path) -> None:
     del store
     assert alive() is None
     assert threads.end()
-    assert num_fds() == fds
+    assert num_open(tmp_path) == 0
 
 
 @pytest.mark.usefixtures("without_collector")
 def test_fifty_stores_leave_nothing_behind(tmp_path: Path) -> None:
-    fds, threads = num_fds(), Threads()
+    threads = Threads()
     for number in range(50):
         store = DiskStore(tmp_path)
         reload(store, offload(store, random_bytes(PAGE)))
@@ -591,7 +574,7 @@ def test_fifty_stores_leave_nothing_behind(tmp_path: Path) -> None:
             store.close()
         del store
     assert threads.end()
-    assert num_fds() == fds
+    assert num_open(tmp_path) == 0
 
 
 @pytest.mark.usefixtures("without_collector")

@@ -17,9 +17,10 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 import ebbtide
 from ebbtide.stores import mapped_memory
+from open_files import DESCRIPTORS, taken_bytes
 
 pytestmark = pytest.mark.skipif(
-    not Path("/proc/self/fd").exists(), reason="only Linux tells in /proc which files are open"
+    not DESCRIPTORS.exists(), reason="only Linux tells in /proc which files are open"
 )
 
 WIDTH = 128
@@ -38,19 +39,6 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
     model(torch.ones(4, WIDTH)).square().mean().backward()
     optimizer.step()
-
-
-def reserved_bytes(directory: Path) -> int:
-    """Bytes on disk of the unlinked files in a directory that this process has open."""
-    sizes = {}
-    for entry in Path("/proc/self/fd").iterdir():
-        try:
-            if os.readlink(entry).startswith(f"{directory}/"):
-                status = entry.stat()
-                sizes[status.st_ino] = status.st_blocks * 512
-        except OSError:  # the descriptor that lists this directory
-            continue
-    return sum(sizes.values())
 
 
 def num_mapped(directory: Path) -> int:
@@ -108,12 +96,12 @@ def test_state_that_is_replaced_in_every_step_takes_its_room_once(tmp_path: Path
         optimizer = OutOfPlace(model.parameters())
         step(model, optimizer)
         step(model, optimizer)
-        before = reserved_bytes(tmp_path)
+        before = taken_bytes(tmp_path)
         for _ in range(5):
             step(model, optimizer)
-        assert reserved_bytes(tmp_path) == before
+        assert taken_bytes(tmp_path) == before
         gc.collect()
-        assert reserved_bytes(tmp_path) == before
+        assert taken_bytes(tmp_path) == before
 
 
 def load_again(optimizer: torch.optim.Optimizer, _: nn.Module) -> torch.optim.Optimizer:
@@ -132,19 +120,19 @@ def test_state_that_is_replaced_gives_its_room_back(
     model = make()
     with ebbtide.offload(model, weights=ebbtide.WeightPolicy(), store=f"disk:{tmp_path}"):
         optimizer = torch.optim.AdamW(model.parameters())
-        before = reserved_bytes(tmp_path)
+        before = taken_bytes(tmp_path)
         step(model, optimizer)
-        grown = reserved_bytes(tmp_path)
+        grown = taken_bytes(tmp_path)
         assert grown >= before + 2 * STATE_BYTES
         for _ in range(3):
             optimizer = replace(optimizer, model)
             step(model, optimizer)
         gc.collect()
-        assert reserved_bytes(tmp_path) == grown
+        assert taken_bytes(tmp_path) == grown
         del optimizer
         gc.collect()
         # The gradients have a file, too.
-        assert before <= reserved_bytes(tmp_path) <= grown - 2 * STATE_BYTES
+        assert before <= taken_bytes(tmp_path) <= grown - 2 * STATE_BYTES
 
 
 @pytest.mark.parametrize("detached", [True, False])
@@ -163,7 +151,7 @@ def test_nothing_is_left_of_a_model_that_is_dropped(detached: bool, tmp_path: Pa
     del model, optimizer
     gc.collect()
     assert not num_mapped(tmp_path)
-    assert not reserved_bytes(tmp_path)
+    assert not taken_bytes(tmp_path)
     assert [len(each) for each in hooks] == before
 
 
@@ -178,7 +166,7 @@ def test_one_tensor_that_is_kept_keeps_only_its_own_room(tmp_path: Path) -> None
     del model, handle, optimizer
     gc.collect()
     # The file system itself needs a page or two to say where the rest is not.
-    assert WIDTH * WIDTH * 4 <= reserved_bytes(tmp_path) <= WIDTH * WIDTH * 4 + 2 * 4096
+    assert WIDTH * WIDTH * 4 <= taken_bytes(tmp_path) <= WIDTH * WIDTH * 4 + 2 * 4096
     assert torch.equal(kept, values)
 
 

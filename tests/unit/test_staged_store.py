@@ -10,7 +10,6 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 
@@ -27,6 +26,7 @@ from ebbtide.stores.staged import StagedDiskStore
 from ebbtide.stores.store import AbstractStore, Slot
 from ebbtide.stores.tiered import TieredStore
 from engine_bench import EngineBench
+from open_files import num_open
 from page_locks import PageLocks
 from store_bench import now, random_bytes
 
@@ -256,17 +256,18 @@ def test_an_offload_waits_for_kernels(store: StagedDiskStore, ready: LaneEvent) 
 
 
 def test_close_gives_everything_back(tmp_path: Path) -> None:
-    threads, files = set(threading.enumerate()), psutil.Process().num_fds()
+    threads = set(threading.enumerate())
     device = CpuDevice()
     locks = PageLocks(device)
     store = StagedDiskStore(device, tmp_path, STAGING)
     slot = down(store, random_bytes(20 * CHUNK))
     up(store, slot)
     assert store.host_capacity_bytes == locks.size_bytes == STAGING
+    assert num_open(tmp_path) == 1
     store.drop(slot)
     store.close()
     assert locks.size_bytes == store.host_capacity_bytes == 0
-    assert psutil.Process().num_fds() == files
+    assert num_open(tmp_path) == 0
     del device, store
     fresh = [thread.name for thread in set(threading.enumerate()) - threads]
     assert not [name for name in fresh if name.startswith("ebbtide-disk")]
