@@ -11,8 +11,10 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constr
 demo: $(VENV)/.demo  ## train an FNO on Darcy flow with and without offload, and compare
 	$(BIN)/ebbtide demo
 
+TEST_PROCESSES ?= 2
+
 test: $(VENV)/.dev  ## run the tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile
 
 VERSIONS_FLAGS ?=
 
