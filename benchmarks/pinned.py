@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import collections
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, final
 
 import torch
@@ -94,6 +94,9 @@ class NotingStore(AbstractStore):
     def drop(self, slot: Slot) -> None:
         self.moves.append(Move(self._numbers.pop(slot), slot.size_bytes, drops=True))
         self._store.drop(slot)
+
+    def take_over(self, other: AbstractStore, resting: Iterable[RestingSlot]) -> None:
+        self._store.take_over(other, resting)
 
     def close(self) -> None:
         self._store.close()

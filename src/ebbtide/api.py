@@ -111,6 +111,8 @@ class OffloadHandle:
         Autograd graphs that are still alive keep the bytes they need; the store is freed together
         with the last of them.
         """
+        if self._undo:
+            self._engine.mend()
         while self._undo:
             self._undo.pop()()
         self._engine.close()

@@ -229,10 +229,13 @@ class Engine:
             StoreFullError: the store has no room for the weights; nothing has been moved.
         """
         self.weights = weights = WeightHooks(model, layers, policy, self.transfers)
+        self._connect(weights)
+        return weights
+
+    def _connect(self, weights: WeightHooks) -> None:
         self._hooks.pack_weight = weights.weights.pack
         self._hooks.plain_types |= {DeviceParameter}
         self._parameters.resting = weights.parameters
-        return weights
 
     # ---- called by the hooks on a model's layers ----------------------------------------------
 
@@ -345,6 +348,11 @@ class Engine:
         """
         self._scheduled.act(action)
 
+    def mend(self) -> None:
+        """Put right what an interrupt may have left half done."""
+        if self.transfers.is_broken and not self.transfers.gate.is_inherited:
+            self._build_after_interrupt()
+
     def close(self) -> None:
         """Free the store as soon as no graph needs it any more."""
         self.transfers.close()
@@ -364,13 +372,16 @@ class Engine:
         while self._hooks.pop():  # an interrupted forward has left them behind
             pass
         before.device.finish_copies()
-        before.is_broken = False  # its copies have ended
-        if self.weights is None:  # else the weights go on with the same parts
-            self._build(device)
-            # What it counts may be wrong now, so its memory is freed with the last graph that
-            # needs it at the latest.
-            with contextlib.suppress(Exception):
-                before.close()
+        self._build(device)
+        self.transfers.is_broken = True  # until all is done: another interrupt may come
+        if self.weights is not None:
+            self.weights.start_anew(self.transfers)
+            self._connect(self.weights)
+        self.transfers.is_broken = before.is_broken = False
+        # What it counts may be wrong now, so its memory is freed with the last graph that needs it
+        # at the latest.
+        with contextlib.suppress(Exception):
+            before.close()
 
     @property
     def _scheduled(self) -> ScheduleExecutor:

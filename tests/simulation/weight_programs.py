@@ -45,10 +45,11 @@ class _Look:
     def __call__(self, block: nn.Module) -> None:
         if self.weights is None:
             return
-        for parameter in block.parameters():
-            assert parameter not in self.weights.parameters, (
-                "a weight that a block works with is on the host"
-            )
+        for module in block.modules():
+            for name in module._parameters:
+                assert getattr(module, name) not in self.weights.parameters, (
+                    "a weight that a block works with is on the host"
+                )
 
 
 class Block(nn.Module):

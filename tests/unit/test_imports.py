@@ -26,6 +26,7 @@ CHAIN = [
     ["transfers"],
     ["activations"],
     ["weights", "execution"],
+    ["optimizers"],
     ["hooks"],
     ["inspection", "layers"],
     ["engine", "api", "loops", "rehearsal"],

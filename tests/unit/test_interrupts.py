@@ -1,6 +1,7 @@
 """Ctrl-C at any line of the hot path: the next step is right, and nothing is left over."""
 
 import contextlib
+import functools
 import gc
 import os
 import signal
@@ -8,6 +9,7 @@ import sys
 import threading
 import time
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,12 +18,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import ebbtide
-from ebbtide import ActivationPolicy
+from ebbtide import ActivationPolicy, WeightPolicy
 from ebbtide.activations.saved import RecordedTensor
 from ebbtide.devices import simulated
 from ebbtide.devices.simulated import SimulatedDevice
+from ebbtide.hooks.forward import _running_calls
 from ebbtide.stores.pinned import PinnedStore
 from ebbtide.transfers.gate import Gate
 from loops import on_device
@@ -112,6 +116,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "activations": ActivationPolicy(min_bytes=1, rebuild=False),
         "schedule": ebbtide.schedule.default(1, 2),
     },
+    "weights": {"weights": WeightPolicy()},
+    "both": {
+        "activations": ActivationPolicy(min_bytes=1, rebuild=False),
+        "weights": WeightPolicy(double_buffering=False),
+    },
 }
 
 
@@ -140,6 +149,8 @@ def check_nothing_is_left(handle: ebbtide.OffloadHandle, wait: Callable[[], None
     assert handle.inspect().in_flight.is_idle, str(handle.inspect())
     assert handle.stats.num_saved > 0, "the step has not ended"
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None, "hooks are left"
+    held = {type(p) for model in handle._engine._modules for p in model.parameters()}
+    assert held == {nn.Parameter}
 
 
 @pytest.mark.parametrize("kind", ["disk", "simulated"])
@@ -269,3 +280,69 @@ def test_a_saved_tensor_that_dies_in_a_cycle_is_noted() -> None:
 def _nodes_below(node: Any) -> list[Any]:
     found = [below for below, _ in node.next_functions if below is not None]
     return found + [each for below in found for each in _nodes_below(below)]
+
+
+@pytest.mark.parametrize("where", ["layer", "layer alone", "recomputation", "backward"])
+def test_after_ctrl_c_in_a_layer_the_model_holds_its_parameters(where: str) -> None:
+    """Torch calls no hook of a module that ends with KeyboardInterrupt."""
+    x = torch.randn(8, 16)
+    expected = gradients(build(), x)
+    model = build()
+    again = False
+
+    def interrupt(*_: object) -> None:
+        in_backward = torch._C._current_graph_task_id() != -1
+        if not again and in_backward == (where == "recomputation"):
+            raise KeyboardInterrupt
+
+    class InBackward(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
+            return x * 1
+
+        @staticmethod
+        def backward(ctx: Any, *_: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
+            raise KeyboardInterrupt
+
+    run: Callable[[torch.Tensor], torch.Tensor] = model
+    layer = model[1]
+    assert isinstance(layer, nn.Sequential)
+    if where == "layer alone":
+        run = layer
+    if where == "recomputation":
+        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+    if where == "backward":
+        layer[1].register_forward_hook(
+            lambda *call: call[-1] if again else InBackward.apply(call[-1])
+        )
+    else:
+        layer[1].register_forward_pre_hook(interrupt)
+    with any_store("simulated") as wait:
+        handle = ebbtide.offload(model, weights=WeightPolicy())
+        with pytest.raises(KeyboardInterrupt):
+            run(x).square().sum().backward()
+        if where != "layer alone":  # no code of ebbtide runs then, until the next forward
+            assert {type(p) for p in model.parameters()} == {nn.Parameter}
+        again = True
+        assert all(map(torch.equal, gradients(model, x), expected))
+        check_nothing_is_left(handle, wait)
+        handle.detach()
+    assert {type(p) for p in model.parameters()} == {nn.Parameter}
+
+
+def test_a_look_at_the_stack_keeps_no_frame_alive() -> None:
+    """A frame that refers to itself keeps all frames below it, and their tensors, alive."""
+
+    class Something:
+        pass
+
+    def look() -> weakref.ref[Something]:
+        something = Something()
+        _running_calls()
+        return weakref.ref(something)
+
+    gc.disable()
+    try:
+        assert look()() is None
+    finally:
+        gc.enable()

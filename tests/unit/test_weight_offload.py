@@ -754,6 +754,7 @@ def _raises(model: nn.Module) -> list[Tensor | None]:
         handle.remove()
         with pytest.raises(ArithmeticError):
             loss.backward()
+        assert {type(p) for p in model.parameters()} == {nn.Parameter}
         found += [None if p.grad is None else p.grad.clone() for p in model.parameters()]
         model.zero_grad()
         found += steps(model)

@@ -10,7 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import final
+from typing import Any, final
 
 from ebbtide.devices.device import AbstractEvent, AbstractLane, Origin, Span, raise_again
 
@@ -56,6 +56,8 @@ class LaneEvent(AbstractEvent):
 
 
 _Job = tuple[Callable[[], None], LaneEvent, Callable[[], None] | None]
+_End = weakref.ref[Any] | None
+"""After it no job comes: the lane was closed, or has been collected."""
 
 
 @final
@@ -65,6 +67,10 @@ class WorkLane(AbstractLane):
     The thread starts with the first submission and ends when the lane is closed or collected. It
     has no reference to the lane.
 
+    An interrupt can come between any two lines of `submit`, and into the start of a thread. So no
+    lock is taken, and of two threads that were started the first to come into the list is the
+    worker. That the lane has been collected is told to it by the interpreter, without Python code.
+
     Args:
         name: the name of the thread.
         lane: the name of the lane in traces.
@@ -73,10 +79,8 @@ class WorkLane(AbstractLane):
     def __init__(self, name: str, lane: str = "") -> None:
         self._name = name
         self._lane = lane
-        self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._starting = threading.Lock()
-        self._finalizer = weakref.finalize(self, self._queue.put, None)
+        self._queue: queue.SimpleQueue[_Job | _End] = queue.SimpleQueue()
+        self._workers: list[threading.Thread] = []
 
     def submit(self, work: Callable[[], None], then: Callable[[], None] | None = None) -> LaneEvent:
         """Queue ``work`` and return an event that is reached when the work has ended or failed.
@@ -86,24 +90,35 @@ class WorkLane(AbstractLane):
             then: runs in that thread right after the event is reached, even if the work failed.
         """
         event = LaneEvent(self._lane)
-        with self._starting:
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=_run_lane, args=(self._queue,), name=self._name, daemon=True
-                )
-                self._thread.start()
+        if not self._workers:
+            self._start()
         self._queue.put((work, event, then))
         return event
 
+    def _start(self) -> None:
+        collected = weakref.ref(self, self._queue.put)
+        arguments = self._queue, self._workers, collected
+        thread = threading.Thread(target=_run_lane, args=arguments, name=self._name, daemon=True)
+        thread.start()
+        while not self._workers:
+            time.sleep(0)
+
     def close(self) -> None:
         """Finish the submitted work and end the thread."""
-        self._finalizer()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
+        self._queue.put(None)
+        if self._workers and self._workers[0] is not threading.current_thread():
+            self._workers[0].join()
 
 
-def _run_lane(jobs: queue.SimpleQueue[_Job | None]) -> None:
-    while (job := jobs.get()) is not None:
+def _run_lane(
+    jobs: queue.SimpleQueue[_Job | _End],
+    workers: list[threading.Thread],
+    collected: weakref.ref[Any],  # noqa: ARG001  # it must live as long as the thread
+) -> None:
+    workers.append(threading.current_thread())
+    if workers[0] is not threading.current_thread():
+        return
+    while isinstance(job := jobs.get(), tuple):
         work, event, then = job
         failure: BaseException | None = None
         event.begin()

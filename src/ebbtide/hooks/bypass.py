@@ -71,6 +71,8 @@ class BypassHooks:
         again = module is self._opened and self.was_interrupted()
         if not again and (self._tracker.is_active or torch._C._current_graph_task_id() != -1):
             return  # it belongs to the forward that runs, or recomputes a checkpointed part
+        if not again and self._forward.is_running():
+            return  # that forward runs without grad mode
         end = self._forward.begin_bypassed(self._numbers.get(id(module), 0), interrupted=again)
         self._opened = module
         self._end.callback(end)

@@ -106,38 +106,56 @@ class OffloadedForward:
             if self._weights is not None:
                 self._weights.refuse_transforms()
             return self._forward(*args, **kwargs)
-        if self._weights is None:
-            return self._call(*args, **kwargs)
-        with self._weights.at_work():
-            return self._call(*args, **kwargs)
+        return self._call(*args, **kwargs)
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         # An interrupt can come between any two of these lines: see [Note: interrupts].
-        hooks = self._find_hooks()
-        if hooks is None:
-            return self._forward(*args, **kwargs)
-        depth = len(hooks.running)
         call = next(_call_numbers)
         self._calls.append(call)
-        completed = False
+        weights = hooks = None
+        depth, completed = 0, False
         try:
-            self._begin(hooks)
+            self._mend(num_beginning=1)
+            weights = self._begin_weights()
+            hooks = self._find_hooks()
+            if hooks is not None:
+                depth = len(hooks.running)
+                self._begin(hooks)
             result = self._forward(*args, **kwargs)
             completed = True
         finally:
-            self._end(hooks, depth, completed)
-            self._calls.remove(call)
+            if hooks is not None:
+                self._end(hooks, depth, completed)
+            if weights is not None:
+                self._end_weights(weights)
+            self._calls.remove(call)  # last: a call that has ended and is still here was cut short
         return result
+
+    def _begin_weights(self) -> WeightHooks | None:
+        """Begin a forward with offloaded weights; None if there are none."""
+        weights = self._weights
+        return weights if weights is not None and weights.begin_forward() else None
+
+    def _end_weights(self, weights: WeightHooks) -> None:
+        weights.end_forward()
 
     def _find_hooks(self) -> SavedTensorHooks | None:
         """Return the hooks for a forward that begins now; None where nothing is to be hooked."""
-        if not hooks_are_wanted():
-            return None
-        interrupted = self._was_interrupted() or self._interrupted
-        if self.was_bypass_interrupted is not None:
-            interrupted |= self.was_bypass_interrupted()
-        self._interrupted = False
-        return self._hooks(interrupted=interrupted)
+        return self._hooks(interrupted=False) if hooks_are_wanted() else None
+
+    def _mend(self, num_beginning: int = 0) -> None:
+        """Have the engine put right what an interrupt has left of an earlier forward.
+
+        Args:
+            num_beginning: how many of the calls in `_calls` are about to begin.
+        """
+        if len(self._calls) > num_beginning:
+            self._note_interrupted()
+        if self.was_bypass_interrupted is not None and self.was_bypass_interrupted():
+            self._interrupted = True
+        if self._interrupted or self._weights is not None:
+            self._hooks(interrupted=self._interrupted)
+            self._interrupted = False
 
     def begin_bypassed(self, first: int, *, interrupted: bool) -> Callable[[], None]:
         """Begin a forward of a part of the model; see [Note: bypassed forwards].
@@ -151,8 +169,10 @@ class OffloadedForward:
         """
         self._interrupted |= interrupted
         with contextlib.ExitStack() as stack:
-            if self._active and self._weights is not None:
-                stack.enter_context(self._weights.at_work())
+            if self._active:
+                self._mend()
+                if self._weights is not None:
+                    stack.enter_context(self._weights.at_work())
             hooks = self._find_hooks() if self._active else None
             if hooks is not None:
                 stack.callback(self._end, hooks, len(hooks.running), False)
@@ -170,13 +190,18 @@ class OffloadedForward:
         if self._tracker is not None:
             self._tracker.end_forward(completed=completed)
 
-    def _was_interrupted(self) -> bool:
-        """Whether an earlier call ended without its clean-up, because an interrupt came into it."""
-        if not self._calls:
-            return False
+    def is_running(self) -> bool:
+        """Whether a forward of the model runs now, on any thread, with or without grad mode."""
+        if self._calls:
+            self._note_interrupted()
+        return bool(self._calls)
+
+    def _note_interrupted(self) -> None:
+        """Note whether a call has ended without its clean-up, because an interrupt came into it."""
         running = _running_calls()
         begun, self._calls = self._calls, [call for call in self._calls if call in running]
-        return begun != self._calls
+        if begun != self._calls:
+            self._interrupted = True
 
     def __repr__(self) -> str:
         name = getattr(self._forward, "__qualname__", None) or repr(self._forward)
@@ -199,8 +224,9 @@ class OffloadedForward:
 def _running_calls() -> set[int]:
     """Return the numbers of the calls that are on the stack of any thread."""
     found = set()
-    for top in sys._current_frames().values():
-        frame: types.FrameType | None = top
+    frames: list[types.FrameType | None] = list(sys._current_frames().values())
+    while frames:  # it is empty in the end: a frame that refers to itself would leak
+        frame = frames.pop()
         while frame is not None:
             if frame.f_code is OffloadedForward._call.__code__ and "call" in frame.f_locals:
                 found.add(frame.f_locals["call"])
@@ -211,6 +237,9 @@ def _running_calls() -> set[int]:
 # The compiler would break the graph at the hooks. It skips them, and compiles `forward` as a whole.
 skip_in_compiler(OffloadedForward.__call__, with_callees=False)
 skip_in_compiler(OffloadedForward._call, with_callees=False)
+skip_in_compiler(OffloadedForward._mend)
+skip_in_compiler(OffloadedForward._begin_weights)
+skip_in_compiler(OffloadedForward._end_weights)
 skip_in_compiler(OffloadedForward._find_hooks)
 skip_in_compiler(OffloadedForward._begin)
 skip_in_compiler(OffloadedForward._end)

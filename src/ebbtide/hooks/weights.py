@@ -18,6 +18,7 @@ from ebbtide.errors import ForkedProcessError, PolicyError
 from ebbtide.hooks.coexistence import is_traced, refuse_moving_weights
 from ebbtide.hooks.layers import LayerModules, ModuleHook, lists_by_index
 from ebbtide.hooks.unsharded import find_sharded_parameters
+from ebbtide.optimizers.mapped_state import MappedOptimizerState
 from ebbtide.policy import WeightPolicy, is_in_share
 from ebbtide.stores.store import AbstractStore
 from ebbtide.transfers.transfers import Transfers
@@ -26,7 +27,6 @@ from ebbtide.weights.abstract_weights import AbstractWeights
 from ebbtide.weights.device_weights import DeviceWeights
 from ebbtide.weights.groups import OffloadedParameters, WeightGroup
 from ebbtide.weights.mapped_weights import MappedWeights
-from ebbtide.weights.optimizer_state import MappedOptimizerState
 from ebbtide.weights.places import find_places, start_substituting, stop_substituting
 
 Unit = tuple[list[nn.Module], str, list[tuple[str, nn.Parameter]]]
@@ -69,6 +69,7 @@ class WeightHooks:
         _check(units)
         groups, used = _make_groups(units, store, device.torch_device)
         self._device = device
+        self._store = store
         self._gate = transfers.gate
         self.parameters = OffloadedParameters(groups, device.torch_device)
         make = MappedWeights if device.computes_on_host else DeviceWeights
@@ -138,6 +139,22 @@ class WeightHooks:
         """Surround a forward of the model, and note its end even if it raises.
 
         Raises:
+            ForkedProcessError, PolicyError: see `begin_forward`.
+        """
+        begun = self.begin_forward()
+        try:
+            yield
+        finally:
+            if begun:
+                self.end_forward()
+
+    def begin_forward(self) -> bool:
+        """Note that a forward of the model begins.
+
+        Returns:
+            Whether `end_forward` must be called.
+
+        Raises:
             ForkedProcessError: this process was forked after the weights had been offloaded.
             PolicyError: the model was sharded after its weights had been offloaded, or the weights
                 would have to be moved inside a transform or while traced.
@@ -145,16 +162,29 @@ class WeightHooks:
         self.check_process()
         self.refuse_transforms()
         if is_traced():  # nothing is computed, and fake tensors have no values to adopt
-            yield
-            return
+            return False
         model = self._model()
         if model is not None:
             _refuse_sharded(model, self.parameters.present())
         self.weights.begin_forward()
-        try:
-            yield
-        finally:
-            self.weights.end_forward()
+        return True
+
+    def end_forward(self) -> None:
+        """Note that the forward has ended, normally or by an exception."""
+        self.weights.end_forward()
+
+    def start_anew(self, transfers: Transfers) -> None:
+        """Forget what an interrupt may have left half done, and go on with other transfers.
+
+        Args:
+            transfers: with the same device and a store of the same kind. No copy of the transfers
+                so far is under way.
+        """
+        transfers.store.take_over(self._store, self.weights.resting_slots())
+        self.weights.start_anew(transfers)
+        if self._state is not None:
+            self._state.move_to(transfers.store)
+        self._store, self._gate = transfers.store, transfers.gate
 
     def refuse_transforms(self) -> None:
         """Check that nothing would record how the weights move to the device.
@@ -171,6 +201,7 @@ class WeightHooks:
             self._hooks.pop().remove()
         stop_substituting(self._holders)
         home = self._device.torch_device
+        self.parameters.put_back()  # an interrupt may have come after the last forward
         for _, member in self.parameters.members():
             member.restore_to(home)
         self.weights.close()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import final
@@ -159,6 +159,10 @@ class DiskStore(AbstractStore):
         assert isinstance(slot, _MappedSlot)
         self._dropped.append(slot)
         self._collect()
+
+    def take_over(self, other: AbstractStore, resting: Iterable[RestingSlot]) -> None:  # noqa: ARG002
+        assert isinstance(other, DiskStore)
+        self._mapped.take_over(other._mapped)
 
     def close(self) -> None:
         self._writer.close()

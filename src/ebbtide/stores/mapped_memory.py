@@ -230,6 +230,10 @@ class MappedFiles:
         for mapped in self._files:
             mapped.page_out()
 
+    def take_over(self, other: MappedFiles) -> None:
+        """Take over the files of another store, so that they can be found and paged out here."""
+        self._files = [*self._files, *other._files]
+
     def close(self) -> None:
         """Leave each file to the tensors that are still in it; it ends with the last of them."""
         self._files = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import final
 
@@ -207,6 +208,11 @@ class PinnedStore(AbstractStore):
 
     def read_ahead(self, slot: Slot) -> None:
         """Nothing to prepare."""
+
+    def take_over(self, other: AbstractStore, resting: Iterable[RestingSlot]) -> None:
+        assert isinstance(other, PinnedStore)
+        self.budget.take(sum(slot.extent.size_bytes for slot in resting))
+        self.budget.reserve(other.budget.reserved_bytes)
 
     def close(self) -> None:
         # Guard close-after-copies: the store waits for its copies before it gives host memory back.

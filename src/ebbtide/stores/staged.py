@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import errno
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import final
 
@@ -310,6 +310,10 @@ class StagedDiskStore(AbstractStore):
         for piece in slot.pieces:
             piece.let_go()
         self._file.free(slot.extent)
+
+    def take_over(self, other: AbstractStore, resting: Iterable[RestingSlot]) -> None:  # noqa: ARG002
+        assert isinstance(other, StagedDiskStore)
+        self._mapped.take_over(other._mapped)
 
     def close(self) -> None:
         # Guard close-after-writes: writes to disk end before the chunks are freed. The worker would

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -207,6 +207,15 @@ class AbstractStore(ABC):
     @abstractmethod
     def drop(self, slot: Slot) -> None:
         """Release a slot. Its memory is reused once nothing reads it any more."""
+
+    @abstractmethod
+    def take_over(self, other: AbstractStore, resting: Iterable[RestingSlot]) -> None:
+        """Take over the resting slots of another store, which is to be closed.
+
+        Args:
+            other: a store that was built with the same arguments.
+            resting: its resting slots, of which no copy is under way.
+        """
 
     @abstractmethod
     def close(self) -> None:

@@ -8,6 +8,7 @@ host memory sends its last tensors to disk; the next step sends as many bytes of
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable
 from typing import final
 
 import torch
@@ -120,6 +121,12 @@ class TieredStore(AbstractStore):
         self._num_slots -= 1
         self._live_bytes[slot.tier] -= slot.size_bytes
         self._of(slot).drop(slot)
+
+    def take_over(self, other: AbstractStore, resting: Iterable[RestingSlot]) -> None:
+        assert isinstance(other, TieredStore)
+        slots = list(resting)
+        self._host.take_over(other._host, [slot for slot in slots if slot.tier == "host"])
+        self._disk.take_over(other._disk, [slot for slot in slots if slot.tier == "disk"])
 
     def close(self) -> None:
         self._host.close()

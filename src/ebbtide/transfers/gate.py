@@ -1,10 +1,9 @@
-"""The lock of one model's records, and the work that finalizers leave to whoever holds it next."""
+"""The lock of one model's records."""
 
 from __future__ import annotations
 
 import _thread
 import weakref
-from collections import deque
 from collections.abc import Callable
 from typing import Any, final
 
@@ -13,7 +12,7 @@ from ebbtide.forks import watch_forks
 
 
 class Gate(_thread.RLock):  # type: ignore[misc, name-defined, unused-ignore]
-    """A lock that no interrupt leaves locked, with a queue of work that needs the lock.
+    """A lock that no interrupt leaves locked.
 
     [Note: interrupts] Python raises KeyboardInterrupt, and what a signal handler raises, between
     any two instructions of the main thread. A lock that is taken in an `__enter__` written in
@@ -21,17 +20,13 @@ class Gate(_thread.RLock):  # type: ignore[misc, name-defined, unused-ignore]
     `try`. So this class inherits `__enter__` and `__exit__` from the interpreter's own lock, which
     is written in C. Nothing relies on it being reentrant.
 
-    [Note: deferred work] A saved tensor can die at any moment: inside the engine's own code, in a
-    backward thread, or while a worker thread finishes a copy. Its finalizer must not block, so it
-    leaves its work here. Whoever settles next does it: see `Transfers.settle`.
-
     Args:
         owner: the object that holds the gate. The gate refers to it weakly, to avoid a cycle.
-        tidy: called with the owner, and with the lock held, after deferred work was done.
+        tidy: called with the owner, and with the lock held, when the gate settles.
 
     Attributes:
         is_inherited: whether this process was forked from the one that made the gate. The gate is
-            closed then: `with gate` raises `ForkedProcessError`, and `leave` does nothing.
+            closed then: `with gate` raises `ForkedProcessError`.
     """
 
     is_inherited = False
@@ -41,7 +36,6 @@ class Gate(_thread.RLock):  # type: ignore[misc, name-defined, unused-ignore]
 
     def __init__(self, owner: object, tidy: Callable[[Any], None]) -> None:
         super().__init__()
-        self._work: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
         self._owner = weakref.ref(owner)
         self._tidy = tidy
         watch_forks(self)
@@ -54,44 +48,23 @@ class Gate(_thread.RLock):  # type: ignore[misc, name-defined, unused-ignore]
         """
         self.__class__ = _ClosedGate
 
-    def leave(self, work: Callable[..., None], *arguments: Any) -> None:
-        """Do work that needs the lock, now if the lock is free, else when somebody settles.
-
-        This never blocks. See [Note: deferred work].
-
-        Args:
-            work: called with the lock held; it must not block.
-            arguments: arguments of ``work``.
-        """
-        self._work.append((work, arguments))
-        self.settle_if_free()
-
     def settle_if_free(self) -> None:
-        """Do the deferred work and tidy up, unless the lock is taken."""
+        """Tidy up, unless the lock is taken. This never blocks."""
         if self._is_owned():  # type: ignore[attr-defined, unused-ignore]
             return
         try:
-            while self.acquire(blocking=False):
+            if self.acquire(blocking=False):
                 self._settle()
-                self.release()
-                if not self._work:  # else it arrived while the lock was still taken
-                    return
         finally:
-            # An interrupt came while the lock was taken.
             if self._is_owned():  # type: ignore[attr-defined, unused-ignore]
                 self.release()
 
     def settle(self) -> None:
-        """Wait for the lock, do the deferred work and tidy up."""
+        """Wait for the lock and tidy up."""
         with self:
             self._settle()
-        if self._work:
-            self.settle_if_free()
 
     def _settle(self) -> None:
-        while self._work:
-            work, arguments = self._work.popleft()
-            work(*arguments)
         owner = self._owner()
         if owner is not None:  # None while the garbage collector frees owner and gate
             self._tidy(owner)
@@ -109,9 +82,6 @@ class _ClosedGate(Gate):  # type: ignore[misc, unused-ignore]
             "saved tensors are in a file and in threads that only that process has; run a "
             "forward and its backward in the same process"
         )
-
-    def leave(self, work: Callable[..., None], *arguments: Any) -> None:
-        """Do nothing: the work is the parent's."""
 
     def settle_if_free(self) -> None:
         """Do nothing: the work is the parent's."""

@@ -68,7 +68,7 @@ class Transfers:
         self.live = 0
         self.running = 0
         self._goes_on: Callable[[], Callable[[], bool] | None] = lambda: None
-        self._note_deaths: Callable[[], None] = _nothing
+        self._note_deaths: list[Callable[[], None]] = []
         self._closing = False
         self.closed = self.is_broken = False
 
@@ -87,7 +87,7 @@ class Transfers:
         Args:
             note_deaths: bound method, which is referred to weakly.
         """
-        self._note_deaths = call_weakly(note_deaths)
+        self._note_deaths.append(call_weakly(note_deaths))
 
     def note_error(self, error: BaseException) -> None:
         """Note an error that has left the engine. See [Note: interrupts].
@@ -163,7 +163,8 @@ class Transfers:
     def _tidy(self) -> None:
         """Clean up after saved tensors died or copies ended. Called with the lock held."""
         try:
-            self._note_deaths()
+            for note_deaths in self._note_deaths:
+                note_deaths()
             if self.offloads.queue:
                 self.offloads.retire_finished()
             if self.reloads.abandoned:
@@ -181,7 +182,3 @@ class Transfers:
             self.store.close()
             self.offloads.retire_finished()
             self.reloads.free_abandoned()
-
-
-def _nothing() -> None:
-    pass

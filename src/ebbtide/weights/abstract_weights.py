@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import torch
 
 from ebbtide.activations.handles import Saved
+from ebbtide.stores.store import RestingSlot
+from ebbtide.transfers.transfers import Transfers
 from ebbtide.weights.groups import OffloadedParameters, WeightGroup
 from ebbtide.weights.parameters import OffloadedParameter
 
@@ -80,6 +82,21 @@ class AbstractWeights(ABC):
             The handle; None if the tensor belongs to no offloaded weight.
         """
         return None
+
+    @abstractmethod
+    def resting_slots(self) -> list[RestingSlot]:
+        """The memory of the store that weights and gradients rest in."""
+
+    @abstractmethod
+    def start_anew(self, transfers: Transfers) -> None:
+        """Forget what an interrupt may have left half done, and go on with other transfers.
+
+        No forward or backward runs, and no copy is under way. The modules get their parameters
+        back. Graphs that are alive can still be used.
+
+        Args:
+            transfers: their store has taken over the resting slots.
+        """
 
     @abstractmethod
     def settle(self) -> None:

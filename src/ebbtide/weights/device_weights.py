@@ -11,12 +11,20 @@ When autograd saves a weight, it saves a view of such a buffer, or a cast of one
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import ParamSpec, TypeVar, final
+from typing import Concatenate, ParamSpec, TypeVar, final
 
 import torch
 
-from ebbtide.activations.handles import AbstractAway, EmptyTensors, Saved, are_hooked
+from ebbtide.activations.handles import (
+    AbstractAway,
+    Deaths,
+    EmptyTensors,
+    Hold,
+    Saved,
+    are_hooked,
+)
 from ebbtide.errors import SavedTensorModifiedError
 from ebbtide.stores.store import RestingSlot
 from ebbtide.transfers.transfers import Transfers
@@ -28,44 +36,74 @@ from ebbtide.weights.residency import ResidentGroups
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
+_Method = Callable[Concatenate["DeviceWeights", _Arguments], _Result]
 
 
-def _with_plain_tensors(
-    method: Callable[_Arguments, _Result],
-) -> Callable[_Arguments, _Result]:
-    """Run a method outside `torch.inference_mode`, whose tensors could not be used in training."""
+def _with_the_lock(method: _Method[_Arguments, _Result]) -> _Method[_Arguments, _Result]:
+    """Run a method with the gate's lock held, after the deaths were noted.
+
+    It runs outside `torch.inference_mode`, whose tensors could not be used in training. If it
+    raises, what it has left half done is noted: see [Note: interrupts].
+    """
 
     @functools.wraps(method)
-    def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-        if not torch.is_inference_mode_enabled():
-            return method(*args, **kwargs)
-        with torch.inference_mode(False):
-            return method(*args, **kwargs)
+    def call(self: DeviceWeights, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        try:
+            with self._gate:
+                self.note_deaths()
+                if not torch.is_inference_mode_enabled():
+                    return method(self, *args, **kwargs)
+                with torch.inference_mode(False):
+                    return method(self, *args, **kwargs)
+        except BaseException as error:
+            self._note_error(error)
+            raise
 
-    return call
+    return call  # type: ignore[return-value]  # `self` has no name in the type
 
 
 @final
 class _Backward:
-    """A running backward pass. Autograd holds this object as its final callback.
+    """A running backward pass. Autograd holds this object, as its final callback.
 
     Args:
-        end: called when the backward pass has ended.
-        give_up: called instead, by a finalizer, if the backward pass raised; must not block.
+        end: called when the backward pass has ended. If it raises, the object dies instead.
     """
 
-    def __init__(self, end: Callable[[], None], give_up: Callable[[], None]) -> None:
+    __slots__ = ("__weakref__", "_end")
+
+    def __init__(self, end: Callable[[], None]) -> None:
         self._end = end
-        self._give_up: Callable[[], None] | None = give_up
         torch.autograd.Variable._execution_engine.queue_callback(self)
 
     def __call__(self) -> None:
-        self._give_up = None
         self._end()
 
-    def __del__(self) -> None:
-        if self._give_up is not None:
-            self._give_up()
+
+@final
+class _BackwardHold(Hold):
+    """What one backward pass holds; see [Note: deaths].
+
+    Attributes:
+        task: the id of autograd's graph task.
+    """
+
+    __slots__ = ("task",)
+    task: int
+
+
+@final
+class _WeightHold(Hold):
+    """What one saved weight holds; see [Note: deaths].
+
+    Attributes:
+        group: the group whose values it needs.
+        transfers: the transfers whose step it belongs to.
+    """
+
+    __slots__ = ("group", "transfers")
+    group: WeightGroup
+    transfers: Transfers
 
 
 @final
@@ -98,18 +136,26 @@ class DeviceWeights(AbstractWeights):
         double_buffering: bool,
     ) -> None:
         super().__init__(groups, parameters)
+        self._double_buffering = double_buffering
+        self._deaths = Deaths()
+        self._gradients = Gradients(transfers, groups)
+        self._closed = False
+        self._use(transfers)
+        self.empty = EmptyTensors(self._device.torch_device)
+
+    def _use(self, transfers: Transfers) -> None:
         self._transfers = transfers
         self._device = transfers.device
         self._gate = transfers.gate
-        self._gradients = Gradients(transfers, groups)
-        self._resident = ResidentGroups(transfers, groups, double_buffering=double_buffering)
+        self._resident = ResidentGroups(
+            transfers, self.groups, double_buffering=self._double_buffering
+        )
         self._running = 0  # forward passes of the model that are running
         self._backwards: set[int] = set()  # ids of autograd's running graph tasks
         # The groups of the module whose backward runs, by graph task.
-        self._in_backward: dict[int, Sequence[WeightGroup]] = {}
+        self._in_backward: dict[int, list[WeightGroup]] = {}
         self._substitutes: dict[OffloadedParameter, WeightGroup] = {}
-        self._closed = False
-        self.empty = EmptyTensors(self._device.torch_device)
+        transfers.before_tidying(self.note_deaths)
 
     # ---- forward ------------------------------------------------------------------------------
 
@@ -117,37 +163,44 @@ class DeviceWeights(AbstractWeights):
     def peak_groups(self) -> int:
         return self._resident.peak_groups
 
-    @_with_plain_tensors
+    @_with_the_lock
     def begin_forward(self) -> None:
-        with self._gate:
-            if not self.is_working():
-                self._start_over()
-            self._running += 1
+        if not self.is_working():
+            self._start_over()
+        self._running += 1
 
     def _start_over(self) -> None:
         self._reclaim()
         self._resident.start_over()
         self.parameters.begin_forward()
 
-    @_with_plain_tensors
+    @_with_the_lock
     def end_forward(self) -> None:
         """See the base class.
 
         The program may change the host values from now on. Only the copy of a prefetched group that
         no module has entered can still be reading them; the next forward discards that group.
         """
-        with self._gate:
-            self._running -= 1
-            if not self._running:
-                self._reclaim(everything=True)
-                for group in self.groups:
-                    for member in group.members:
-                        member.reused = None
+        self._running -= 1
+        if not self._running:
+            self._leave_interrupted()
+            self._reclaim(everything=True)
+            for group in self.groups:
+                for member in group.members:
+                    member.reused = None
 
-    @_with_plain_tensors
+    def _leave_interrupted(self) -> None:
+        """Leave the groups of modules that an interrupt has ended, for which torch calls no hook.
+
+        No module runs now, unless a running backward recomputes it.
+        """
+        for group in self.groups if not self._backwards else ():
+            while group.open:
+                self._leave(group)
+
+    @_with_the_lock
     def enter(self, group: WeightGroup) -> None:
-        with self._gate:
-            self._enter(group)
+        self._enter(group)
 
     def _enter(self, group: WeightGroup) -> None:
         if not _in_backward() and not self.is_working():
@@ -158,11 +211,11 @@ class DeviceWeights(AbstractWeights):
                 member.install(tensor)
         group.open += 1
 
-    @_with_plain_tensors
+    @_with_the_lock
     def leave(self, group: WeightGroup) -> None:
-        with self._gate:
+        if group.open:  # else an error came before the group was entered
             self._leave(group)
-            self._reclaim(everything=not self.is_working())
+        self._reclaim(everything=not self.is_working())
 
     def _leave(self, group: WeightGroup) -> None:
         group.open -= 1
@@ -174,7 +227,7 @@ class DeviceWeights(AbstractWeights):
     def is_working(self) -> bool:
         return bool(self._running) or self._resident.any_open()
 
-    @_with_plain_tensors
+    @_with_the_lock
     def substitute(self, group: WeightGroup, member: OffloadedParameter) -> torch.Tensor:
         """See the base class.
 
@@ -182,19 +235,18 @@ class DeviceWeights(AbstractWeights):
             A device parameter during a forward pass or its recomputation; otherwise the parameter
             itself.
         """
-        with self._gate:
-            # During backward, code that runs without grad mode is a hook, not a recomputation.
-            recomputed = _in_backward() and torch.is_grad_enabled()
-            if not (recomputed or (not _in_backward() and self.is_working())):
-                return member.parameter
-            self._reclaim()
-            if member.substitutes:
-                self._point(group, self._bring(group))
-            else:
-                made = self._make(group, [member])
-                member.substitutes += [tensor.track() for _, tensor in made]
-                self._substitutes[member] = group
-            return member.substitutes[0]
+        # During backward, code that runs without grad mode is a hook, not a recomputation.
+        recomputed = _in_backward() and torch.is_grad_enabled()
+        if not (recomputed or (not _in_backward() and self.is_working())):
+            return member.parameter
+        self._reclaim()
+        if member.substitutes:
+            self._point(group, self._bring(group))
+        else:
+            made = self._make(group, [member])
+            member.substitutes += [tensor.track() for _, tensor in made]
+            self._substitutes[member] = group
+        return member.substitutes[0]
 
     def _make(
         self, group: WeightGroup, members: Sequence[OffloadedParameter]
@@ -254,48 +306,53 @@ class DeviceWeights(AbstractWeights):
 
     # ---- backward -----------------------------------------------------------------------------
 
+    @_with_the_lock
     def begin_backward(self, groups: Sequence[WeightGroup]) -> None:
         """See the base class. This also ends the module whose backward ran before.
 
-        A recomputation inside the module finds its weights on the device.
+        The groups stay on the device. The modules still hold their parameters: if backward raises,
+        nothing has to be put back. A module that is called, to recompute its forward, is entered as
+        ever, and code that reads a parameter by its name gets a substitute.
         """
         task = torch._C._current_graph_task_id()
-        with self._gate:
-            if self._closed:  # a graph that has no handles on the weights needs nothing of them
-                groups = [group for group in groups if group.handles]
-            self._note_backward(task)
-            self._end_modules(task)
-            self._reclaim(everything=not self._running)
-            for group in groups:
-                self._enter(group)
-            self._in_backward[task] = groups
+        if self._closed:  # a graph that has no handles on the weights needs nothing of them
+            groups = [group for group in groups if group.handles]
+        self._note_backward(task)
+        self._end_modules(task)
+        self._reclaim(everything=not self._running)
+        held = self._in_backward[task] = []
+        for group in groups:
+            self._bring(group)
+            group.held += 1
+            held.append(group)
 
     def _note_backward(self, task: int) -> None:
         """Register callbacks for the end of the running backward pass, once for each pass."""
         if task not in self._backwards:
+            backward = _Backward(functools.partial(self._end_backward, task))
+            hold = _BackwardHold(backward, self._deaths.queue.append)
+            hold.task = task
+            self._deaths.awaited.add(hold)
             self._backwards.add(task)
             self._transfers.begin_run()
-            given_up = functools.partial(self._give_up_backward, task)
-            _Backward(
-                functools.partial(self._end_backward, task),
-                functools.partial(self._gate.leave, given_up),
-            )
 
+    @_with_the_lock
     def _end_backward(self, task: int) -> None:
         """Clean up after a backward pass that has ended."""
-        with self._gate:
-            self._give_up_backward(task)
-            self._reclaim(everything=not self._running)
+        self._give_up_backward(task)
+        self._reclaim(everything=not self._running)
 
     def _give_up_backward(self, task: int) -> None:
-        """Clean up after a backward pass that has ended or raised.
+        """Clean up after a backward pass that has ended or raised. Called with the lock held.
 
-        Called with the gate's lock held; does not block. If the backward raised, the next call of
-        `_reclaim` writes modified weights back.
+        If it raised, the next call of `_reclaim` writes modified weights back.
         """
+        if task not in self._backwards:  # it has ended in order, or an interrupt has ended all
+            return
         self._backwards.remove(task)
         self._end_modules(task)
         if not self._running:
+            self._leave_interrupted()
             for member in list(self._substitutes):
                 if not member.is_changed():
                     member.substitutes.clear()
@@ -304,7 +361,7 @@ class DeviceWeights(AbstractWeights):
 
     def _end_modules(self, task: int) -> None:
         for group in self._in_backward.pop(task, ()):
-            self._leave(group)
+            group.held -= 1
 
     def pack(self, tensor: torch.Tensor, whole: torch.Tensor) -> Saved | None:
         storage = tensor.untyped_storage()
@@ -320,40 +377,84 @@ class DeviceWeights(AbstractWeights):
             return None
         return WeightTensor(self, *found, tensor, is_cast=True)
 
+    @_with_the_lock
     def bring(self, group: WeightGroup) -> torch.Tensor:
         """Return the group's buffer, ready for the kernels that the calling thread queues next.
 
         Shape:
             (size_bytes,), uint8.
         """
-        with self._gate:
-            task = torch._C._current_graph_task_id()
-            if task != -1:
-                self._note_backward(task)
-            return self._bring(group)
+        task = torch._C._current_graph_task_id()
+        if task != -1:
+            self._note_backward(task)
+        return self._bring(group)
 
     def _bring(self, group: WeightGroup) -> torch.Tensor:
         self._reclaim()  # first: bringing the group may release one whose weights were modified
         return self._resident.bring(group)
 
-    def add_handle(self, group: WeightGroup) -> None:
-        """Count one more saved tensor that needs the values of a group."""
-        with self._gate:
-            group.handles += 1
-            self._transfers.live += 1
+    @_with_the_lock
+    def add_handle(self, handle: WeightTensor, group: WeightGroup) -> None:
+        """Count one more saved tensor that needs the values of a group, as long as it lives."""
+        hold = _WeightHold(handle, self._deaths.queue.append)
+        hold.group, hold.transfers = group, self._transfers
+        group.handles += 1
+        self._transfers.live += 1
+        self._deaths.awaited.add(hold)
 
-    def leave_handle(self, group: WeightGroup) -> None:
-        """Count one saved tensor of a group less. Never blocks: see [Note: deferred work]."""
-        self._gate.leave(self._forget, group)
+    def note_deaths(self) -> None:
+        """Note which saved weights, and which backward passes that raised, have died.
 
-    def _forget(self, group: WeightGroup) -> None:
-        self._transfers.live -= 1
+        Called with the lock held; see [Note: deaths].
+        """
+        died = self._deaths.queue
+        while died:
+            hold = died.popleft()
+            self._deaths.awaited.discard(hold)
+            if isinstance(hold, _BackwardHold):
+                self._give_up_backward(hold.task)
+            else:
+                assert isinstance(hold, _WeightHold)
+                self._forget(hold.group, hold.transfers)
+
+    def _forget(self, group: WeightGroup, transfers: Transfers) -> None:
+        transfers.live -= 1
+        if transfers is not self._transfers:  # an interrupt came after the forward
+            transfers.poll()
         group.handles -= 1
         if self._closed and not group.handles:
             self._resident.close()
             self._device.defer(functools.partial(self._give_back_later, group.resting))
 
     # ---- ends ---------------------------------------------------------------------------------
+
+    def resting_slots(self) -> list[RestingSlot]:
+        return [*(group.resting for group in self.groups), *self._gradients.blocks()]
+
+    def _note_error(self, error: BaseException) -> None:
+        self._transfers.note_error(error)
+        if self._transfers.is_broken:
+            with self._gate:
+                self._put_back()
+
+    def _put_back(self) -> None:
+        """Give all modules their parameters back, whatever an interrupt has left half done."""
+        for _, member in self.parameters.members():
+            member.keep_changes(None)
+        self.parameters.put_back()
+        self._substitutes.clear()
+        for group in self.groups:
+            group.open = 0
+
+    def start_anew(self, transfers: Transfers) -> None:
+        self._put_back()
+        awaited = [hold for hold in self._deaths.awaited if isinstance(hold, _WeightHold)]
+        handles = Counter(hold.group for hold in awaited)
+        for group in self.groups:
+            group.start_anew()
+            group.handles = handles[group]
+        self._gradients.start_anew(transfers)
+        self._use(transfers)
 
     def settle(self) -> None:
         with self._gate:
@@ -427,8 +528,8 @@ class WeightTensor(AbstractAway):
         self._changes = member.changes
         self._parameter_version = member.parameter._version
         self._replacements = member.replacements
-        weights.add_handle(group)
         super().__init__(tensor, weights.empty)
+        weights.add_handle(self, group)
 
     def share(self) -> WeightTensor:
         return self  # it holds no memory that sharing could duplicate
@@ -459,9 +560,6 @@ class WeightTensor(AbstractAway):
 
     def peek(self) -> torch.Tensor:
         return self.restore()
-
-    def __del__(self) -> None:
-        self._weights.leave_handle(self._group)
 
 
 def _in_backward() -> bool:

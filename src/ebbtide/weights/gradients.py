@@ -176,8 +176,12 @@ class Gradients:
             # as soon as it is returned: torch's own copy, which blocks.
             return gradient.to(member.host.device)
         source = _packed_bytes(gradient, member.host.stride())
-        with self._transfers.gate:
-            return self._copy_down(move, source)
+        try:
+            with self._transfers.gate:
+                return self._copy_down(move, source)
+        except BaseException as error:
+            self._transfers.note_error(error)
+            raise
 
     def _copy_down(self, move: _Move, source: torch.Tensor) -> torch.Tensor:
         member = move.member
@@ -201,6 +205,17 @@ class Gradients:
         while self._landing[0].query() and len(self._landing) > 1:
             self._landing.popleft()
         return gradient
+
+    def start_anew(self, transfers: Transfers) -> None:
+        """Go on with other transfers. No copy is under way, and their store has the blocks."""
+        self._transfers = transfers
+        self._landing.clear()
+        for buffers in self._buffers.values():
+            buffers.move_to(transfers.store)
+
+    def blocks(self) -> list[RestingSlot]:
+        """The host memory of all gradients."""
+        return [block for buffers in self._buffers.values() for block in buffers.blocks]
 
     def close(self) -> None:
         """Wait for the copies under way and free the host memory.

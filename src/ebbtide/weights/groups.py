@@ -37,6 +37,7 @@ class WeightGroup(Record):
         members: the parameters of the group.
         used_elsewhere: whether kernels on other streams than `home` use the buffer.
         open: how many running modules use the group.
+        held: how many modules that use the group are in their backward.
 
     Raises:
         StoreFullError: the store has no room for the group.
@@ -62,7 +63,19 @@ class WeightGroup(Record):
         for member in self.members:
             member.rest_in(self.resting.tensor)
         self.used_elsewhere = False
-        self.open = 0
+        self.open = self.held = 0
+
+    def start_anew(self) -> None:
+        """Forget what an interrupt may have left half changed. The values are in the slot."""
+        self.state, self.slot = STORED, self.resting
+        self.source = self.offloaded = self.buffer = self.ready = None
+        self.awaited = self.expected = self.stays = self.used_elsewhere = False
+        self.open = self.held = self.unread = 0
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether the forward or the backward of a module that uses the group is running."""
+        return bool(self.open or self.held)
 
     def member_at(self, offset_bytes: int) -> OffloadedParameter:
         """The parameter whose values include this offset of the group's memory."""
@@ -104,6 +117,11 @@ class OffloadedParameters:
         for _, member in self.members():
             for given in member.find_given():
                 yield member.name, given
+
+    def put_back(self) -> None:
+        """Put all parameters back into their modules, whatever the modules hold now."""
+        for _, member in self.members():
+            member.put_back()
 
     def begin_forward(self) -> None:
         """Adopt values and parameters that the program has assigned since the last forward.
@@ -202,6 +220,10 @@ class GradientBuffers:
         address = gradient.data_ptr()
         begins = (block.tensor.data_ptr() for block in self.blocks)
         return any(begin <= address < begin + self._group.size_bytes for begin in begins)
+
+    def move_to(self, store: AbstractStore) -> None:
+        """Go on with another store, which has taken over the blocks."""
+        self._store = store
 
     def give_back(self) -> None:
         """Return the blocks to the store. The memory of a referenced gradient stays mapped."""

@@ -16,6 +16,7 @@ import torch
 
 from ebbtide.memory.freed_memory import return_freed_memory
 from ebbtide.stores.mapped_memory import FileSlot, page_in, page_out
+from ebbtide.stores.store import RestingSlot
 from ebbtide.transfers.recorder import Subject
 from ebbtide.transfers.transfers import Transfers
 from ebbtide.weak import call_weakly
@@ -60,8 +61,8 @@ class MappedWeights(AbstractWeights):
         self.parameters.begin_forward()
         for _, member in self.parameters.members():
             if member.parameter not in self._watched and member.parameter.requires_grad:
-                self._watched.add(member.parameter)
                 self._watch(member.parameter)
+                self._watched.add(member.parameter)
 
     def end_forward(self) -> None:
         """See the base class. Nothing to do: `enter` reads pages and pages them out."""
@@ -89,6 +90,15 @@ class MappedWeights(AbstractWeights):
     def begin_backward(self, groups: Sequence[WeightGroup]) -> None:
         for group in groups:
             self.enter(group)
+
+    def resting_slots(self) -> list[RestingSlot]:
+        return [slot for group in self.groups for slot in self._slots_of(group)]
+
+    def start_anew(self, transfers: Transfers) -> None:
+        self._transfers = transfers
+        for group in self.groups:
+            group.start_anew()
+            self._gradients[group].move_to(transfers.store)
 
     def settle(self) -> None:
         """See the base class. Nothing to do: no copy reads the mapped files."""

@@ -236,6 +236,15 @@ class OffloadedParameter:
             if all(tensor is not installed for tensor in self.substitutes):
                 self.substitutes.append(installed)
 
+    def put_back(self) -> None:
+        """Put the parameter back into its modules even if an interrupt came into `install`."""
+        for module, name, key in self.places:
+            container: Any = vars(module).get(name)
+            if isinstance(held_at(container, key), DeviceParameter):
+                container[key] = self.parameter
+        self.installed = self.reused = None
+        self.substitutes = []
+
     def is_changed(self) -> bool:
         """Whether one of its device parameters was or may have been modified."""
         return any(tensor.is_changed() for tensor in self._tracked())

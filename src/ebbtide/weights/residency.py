@@ -50,8 +50,8 @@ class ResidentGroups:
         self._log = AccessLog()  # uses of groups since the forward began
 
     def any_open(self) -> bool:
-        """Whether a module that uses one of the groups is running."""
-        return any(group.open for group in self._there)
+        """Whether the forward or backward of a module that uses one of the groups is running."""
+        return any(group.is_in_use for group in self._there)
 
     def at(self, storage: torch.UntypedStorage) -> WeightGroup | None:
         """The group whose buffer has this storage; None if there is none."""
@@ -131,7 +131,7 @@ class ResidentGroups:
         for other in list(self._there):
             if len(self._there) < self._most:
                 break
-            if not other.open and other is not keep:
+            if not other.is_in_use and other is not keep:
                 self.release(other)
         if keep is not None and len(self._there) >= self._most:
             return  # running modules need all groups on the device, so there is no prefetch
