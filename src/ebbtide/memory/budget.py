@@ -8,6 +8,8 @@ from typing import final
 
 import psutil
 
+from ebbtide.memory.cgroups import memory_limit
+
 _FREE_SHARE = 0.95  # of free RAM; the rest is a margin, because the OOM killer raises no error
 
 
@@ -48,6 +50,13 @@ class HostBudget:
 
 
 def free_ram_bytes() -> int:
-    """RAM that can be allocated without invoking the OOM killer, in whole pages."""
-    free_bytes = int(psutil.virtual_memory().available * _FREE_SHARE)
+    """RAM that can be allocated without invoking the OOM killer, in whole pages.
+
+    In a container or a batch job, that is no more than its control group allows.
+    """
+    free_bytes = int(psutil.virtual_memory().available)
+    limit = memory_limit()
+    if limit is not None:
+        free_bytes = min(free_bytes, limit.free_bytes)
+    free_bytes = int(free_bytes * _FREE_SHARE)
     return free_bytes - free_bytes % mmap.PAGESIZE

@@ -1,0 +1,137 @@
+"""Limits of control groups, read from directories that look like a container's or a batch job's."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from ebbtide.memory import budget, cgroups
+from ebbtide.memory.cgroups import MemoryLimit, cpu_limit, memory_limit
+
+GIB = 2**30
+V2_MOUNT = "30 23 0:26 {inside} /sys/fs/cgroup rw,nosuid - cgroup2 cgroup rw,nsdelegate\n"
+V1_MOUNT = "35 31 0:32 {inside} /sys/fs/cgroup/{name} rw - cgroup cgroup rw,{name}\n"
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux has control groups")
+
+
+def fabricate(root: Path, groups: str, mounts: str, files: dict[str, object]) -> Path:
+    cgroups._directories.cache_clear()
+    entries = {"proc/self/cgroup": groups, "proc/self/mountinfo": mounts}
+    for name, text in {**entries, **{f"sys/fs/cgroup/{n}": t for n, t in files.items()}}.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(str(text))
+    return root
+
+
+def stat(**pages: int) -> str:
+    return "".join(f"{name} {size}\n" for name, size in pages.items())
+
+
+def test_a_container_of_version_2(tmp_path: Path) -> None:
+    """Its own group is the root of what it sees. The page cache is free for the asking."""
+    files = {
+        "memory.max": 8 * GIB,
+        "memory.high": "max",
+        "memory.current": 5 * GIB,
+        "memory.stat": stat(anon=3 * GIB, inactive_file=GIB, active_file=GIB, shmem=0),
+        "cpu.max": "250000 100000",
+    }
+    root = fabricate(tmp_path, "0::/\n", V2_MOUNT.format(inside="/"), files)
+    assert memory_limit(root) == MemoryLimit(8 * GIB, 3 * GIB)
+    assert memory_limit(root).free_bytes == 5 * GIB
+    assert cpu_limit(root) == 2.5
+
+
+def test_the_tightest_group_above_counts(tmp_path: Path) -> None:
+    files = {
+        "slurm/job/step/memory.max": "max",
+        "slurm/job/step/memory.high": "max",
+        "slurm/job/memory.max": 4 * GIB,
+        "slurm/job/memory.current": GIB,
+        "slurm/job/memory.stat": "",
+        "slurm/memory.max": 64 * GIB,
+        "slurm/memory.current": 62 * GIB,  # by other jobs, so 2 GiB are left for this one
+        "slurm/memory.stat": stat(inactive_file=0),
+        "slurm/job/cpu.max": "max 100000",
+        "slurm/cpu.max": "1600000 100000",
+    }
+    root = fabricate(tmp_path, "0::/slurm/job/step\n", V2_MOUNT.format(inside="/"), files)
+    assert memory_limit(root) == MemoryLimit(64 * GIB, 62 * GIB)
+    assert cpu_limit(root) == 16
+
+
+def test_pressure_begins_at_memory_high(tmp_path: Path) -> None:
+    files = {"memory.max": 8 * GIB, "memory.high": 6 * GIB, "memory.current": 7 * GIB}
+    root = fabricate(tmp_path, "0::/\n", V2_MOUNT.format(inside="/"), files)
+    assert memory_limit(root) == MemoryLimit(6 * GIB, 7 * GIB)
+    assert memory_limit(root).free_bytes == 0
+
+
+def test_docker_with_version_1(tmp_path: Path) -> None:
+    """Without a namespace of its own, a container sees its path, and the mount begins there."""
+    files = {
+        "memory/memory.limit_in_bytes": 2 * GIB,
+        "memory/memory.usage_in_bytes": GIB,
+        "memory/memory.stat": stat(total_inactive_file=GIB // 4, total_active_file=GIB // 4),
+        "cpu/cpu.cfs_quota_us": -1,
+        "cpu/cpu.cfs_period_us": 100000,
+    }
+    mounts = "".join(V1_MOUNT.format(inside="/docker/abc", name=name) for name in ("memory", "cpu"))
+    root = fabricate(tmp_path, "4:memory:/docker/abc\n3:cpu,cpuacct:/docker/abc\n", mounts, files)
+    assert memory_limit(root) == MemoryLimit(2 * GIB, GIB // 2)
+    assert cpu_limit(root) is None
+    (root / "sys/fs/cgroup/cpu/cpu.cfs_quota_us").write_text("50000\n")
+    assert cpu_limit(root) == 0.5
+
+
+def test_version_1_without_a_limit(tmp_path: Path) -> None:
+    files = {"memory/memory.limit_in_bytes": 2**63 - 4096, "memory/memory.usage_in_bytes": GIB}
+    mount = V1_MOUNT.format(inside="/", name="memory")
+    root = fabricate(tmp_path, "4:memory:/\n0::/\n", mount, files)
+    assert memory_limit(root) is None
+
+
+@pytest.mark.parametrize(
+    ("groups", "mounts"),
+    [
+        ("", ""),
+        ("0::/\n", ""),
+        ("0::/gone\n", V2_MOUNT.format(inside="/elsewhere")),
+        ("rubbish\n", "rubbish - \n - cgroup2\n"),
+    ],
+)
+def test_what_cannot_be_read_is_no_limit(tmp_path: Path, groups: str, mounts: str) -> None:
+    root = fabricate(tmp_path, groups, mounts, {"memory.max": "?", "cpu.max": "0 0"})
+    assert memory_limit(root) is None
+    assert cpu_limit(root) is None
+
+
+def test_other_systems_have_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    files = {"memory.max": GIB, "memory.current": 0}
+    root = fabricate(tmp_path, "0::/\n", V2_MOUNT.format(inside="/"), files)
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert memory_limit(root) is None
+
+
+@pytest.mark.parametrize(
+    ("limit", "free_bytes"),
+    [
+        (None, 10 * GIB),
+        (MemoryLimit(8 * GIB, 4 * GIB), 4 * GIB),
+        (MemoryLimit(99 * GIB, 0), 10 * GIB),
+    ],
+)
+def test_free_ram_ends_at_the_limit(
+    monkeypatch: pytest.MonkeyPatch, limit: MemoryLimit | None, free_bytes: int
+) -> None:
+    """The host store asks this before it grows: past the limit the kernel kills the program."""
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=10 * GIB))
+    monkeypatch.setattr(budget, "memory_limit", lambda: limit)
+    expected = int(free_bytes * 0.95)
+    assert budget.free_ram_bytes() == expected - expected % 4096
