@@ -1,0 +1,1 @@
+"""Predicts training steps and chooses what to offload: machines, profiles, plans."""

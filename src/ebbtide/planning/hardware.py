@@ -1,0 +1,387 @@
+"""The figures of a machine that a plan needs, from presets or as `ebbtide doctor` measured them."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Final, NamedTuple, final
+
+from ebbtide.errors import PolicyError
+from ebbtide.planning.presets import ALIASES, PRESETS, SHARES, Preset, Sourced
+
+FORMAT: Final = "ebbtide-hardware"
+VERSION: Final = 1
+
+_NAMES: Final = {
+    "float64": "matmul_fp64_flops",
+    "complex128": "matmul_fp64_flops",
+    "float32": "matmul_fp32_flops",
+    "complex64": "matmul_fp32_flops",
+    "bfloat16": "matmul_bf16_flops",
+    "float16": "matmul_fp16_flops",
+    "complex32": "matmul_fp16_flops",
+}
+
+
+class Kind(Enum):
+    """How a figure is known."""
+
+    DATA_SHEET = "data sheet"  # the vendor's peak, which no program reaches
+    PUBLISHED = "published"  # somebody has measured it on such a machine
+    ASSUMED = "assumed"
+    MEASURED = "measured"  # on this machine, by ebbtide doctor
+
+
+class Source(NamedTuple):
+    """Where one figure of a `Hardware` comes from.
+
+    Attributes:
+        figure: the field of `Hardware`.
+        kind: how the figure is known.
+        text: the data sheet, the publication or the measurement.
+    """
+
+    figure: str
+    kind: Kind
+    text: str
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """One device, its link to the tier below, and that tier.
+
+    Rates count decimal bytes: 25e9 is 25 GB/s. A data sheet's figures are peaks that no program
+    reaches; `sources` says of each figure whether it is one.
+
+    On a CPU the device's memory is RAM, and the link is the way to files: what the store's files
+    take and give, through the page cache. The page cache has an end; after it the link is as slow
+    as the disk.
+
+    Args:
+        name: the machine's name for people.
+        computes_on_host: whether the device is the CPU.
+        device_memory_bytes: memory of the device.
+        device_memory_bytes_per_s: bytes that kernels read and write in that memory in a second. A
+            copy within the memory counts twice.
+        matmul_fp64_flops: FLOP/s of large matrix products; None: the device does not compute this
+            type.
+        matmul_fp32_flops: the same for float32, without TF32.
+        matmul_tf32_flops: the same for float32 in TF32; None: no faster than float32.
+        matmul_bf16_flops: the same for bfloat16; None: no faster than float32.
+        matmul_fp16_flops: the same for float16; None: no faster than float32.
+        fft_flops: FLOP/s of batched 2D FFTs of real float32, counted as 2.5 n log2 n; None: not
+            measured.
+        h2d_bytes_per_s: bandwidth of reloads.
+        d2h_bytes_per_s: bandwidth of offloads.
+        duplex_bytes_per_s: bandwidth of both ways at once, the sum of the two directions.
+        link_latency_s: what a copy costs beside its bytes.
+        host_memory_bytes: RAM of the host, or this device's share of it.
+        pinned_limit_bytes: the most memory that can be page-locked.
+        disk_write_bytes_per_s: what the disk takes for as long as one likes; None: not known.
+        disk_read_bytes_per_s: what the disk gives, not from the page cache; None: not known.
+        sources: one source for each figure that is not None.
+
+    Raises:
+        PolicyError: a figure is not a positive number or has no source, or both ways at once are
+            faster than their sum.
+    """
+
+    name: str
+    computes_on_host: bool = False
+    device_memory_bytes: int
+    device_memory_bytes_per_s: float
+    matmul_fp64_flops: float | None = None
+    matmul_fp32_flops: float
+    matmul_tf32_flops: float | None = None
+    matmul_bf16_flops: float | None = None
+    matmul_fp16_flops: float | None = None
+    fft_flops: float | None = None
+    h2d_bytes_per_s: float
+    d2h_bytes_per_s: float
+    duplex_bytes_per_s: float
+    link_latency_s: float
+    host_memory_bytes: int
+    pinned_limit_bytes: int
+    disk_write_bytes_per_s: float | None = None
+    disk_read_bytes_per_s: float | None = None
+    sources: tuple[Source, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise PolicyError(f"name must be text, got {self.name!r}")
+        if not isinstance(self.computes_on_host, bool):
+            raise PolicyError(
+                f"computes_on_host must be True or False, not {self.computes_on_host!r}"
+            )
+        for figure in FIGURES:
+            _check_figure(figure, getattr(self, figure))
+        total = self.h2d_bytes_per_s + self.d2h_bytes_per_s
+        if self.duplex_bytes_per_s > total * (1 + 1e-9):
+            raise PolicyError(
+                f"duplex_bytes_per_s is {self.duplex_bytes_per_s:g}, more than both directions "
+                f"have alone ({total:g}); give the sum of what both get when they run at once"
+            )
+        self._check_sources()
+
+    def _check_sources(self) -> None:
+        sourced = [source.figure for source in self.sources]
+        for figure in FIGURES:
+            wanted = 0 if getattr(self, figure) is None else 1
+            if sourced.count(figure) != wanted:
+                raise PolicyError(
+                    f"{figure} needs {wanted} source{'' if wanted == 1 else 's'}, got "
+                    f"{sourced.count(figure)}; give Source({figure!r}, Kind.ASSUMED, 'why')"
+                )
+        unknown = sorted(set(sourced) - set(FIGURES))
+        if unknown:
+            raise PolicyError(f"sources has figures that Hardware has not: {', '.join(unknown)}")
+
+    @classmethod
+    def named(cls, name: str, *, achievable: bool = False) -> Hardware:
+        """Return a preset.
+
+        Args:
+            name: such as ``"h100"``; `Hardware.names` lists all.
+            achievable: take what programs were measured to get, or an estimate of it, instead of
+                the data sheet's peaks. See [Note: achievable figures] in `planning.presets`.
+
+        Raises:
+            PolicyError: there is no preset of this name.
+        """
+        key = re.sub(r"[\s_-]+", "-", name.strip().lower()) if isinstance(name, str) else ""
+        preset = PRESETS.get(ALIASES.get(key, key))
+        if preset is None:
+            raise PolicyError(
+                f"there is no hardware named {name!r}; the names are "
+                f"{', '.join(cls.names())}. For this machine, run `ebbtide doctor`"
+            )
+        return _build(preset, achievable)
+
+    @staticmethod
+    def names() -> tuple[str, ...]:
+        """The names of the presets."""
+        return tuple(PRESETS)
+
+    def source_of(self, figure: str) -> Source:
+        """Return the source of one figure, such as ``"h2d_bytes_per_s"``.
+
+        Raises:
+            PolicyError: there is no such figure, or it is None.
+        """
+        for source in self.sources:
+            if source.figure == figure:
+                return source
+        raise PolicyError(f"{self.name} has no figure {figure!r}; see Hardware's fields")
+
+    def matmul_flops(self, dtype: object, *, tf32: bool = False) -> float:
+        """Return the FLOP/s of large matrix products.
+
+        Args:
+            dtype: a torch dtype or its name. Products of complex numbers are made of products of
+                their real type, four each, so they have its rate.
+            tf32: whether float32 may be computed in TF32.
+
+        Raises:
+            PolicyError: there is no figure for the type.
+        """
+        name = str(dtype).removeprefix("torch.")
+        field = _NAMES.get(name)
+        if field is None:
+            raise PolicyError(
+                f"no figure for products of {name}; there is one for {', '.join(_NAMES)}"
+            )
+        flops: float | None = getattr(self, field)
+        if tf32 and field == "matmul_fp32_flops" and self.matmul_tf32_flops is not None:
+            flops = self.matmul_tf32_flops
+        if flops is None and field == "matmul_fp64_flops":
+            raise PolicyError(f"{self.name} has no figure for products of {name}")
+        return self.matmul_fp32_flops if flops is None else flops
+
+    def offload_s(self, size_bytes: float) -> float:
+        """Return how long one copy from the device to the tier below takes."""
+        return self.link_latency_s + size_bytes / self.d2h_bytes_per_s
+
+    def reload_s(self, size_bytes: float) -> float:
+        """Return how long one copy back to the device takes."""
+        return self.link_latency_s + size_bytes / self.h2d_bytes_per_s
+
+    def to_json(self, figures: Mapping[str, Any] | None = None) -> str:
+        """Return the hardware as text that `from_json` reads.
+
+        Args:
+            figures: raw figures to write beside it, for people; `from_json` skips them.
+        """
+        return json.dumps(document(self, figures), indent=2, allow_nan=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> Hardware:
+        """Read what `to_json` or ``ebbtide doctor --json`` wrote.
+
+        Raises:
+            PolicyError: the text is something else, has keys that are missing or not known, or a
+                figure is wrong.
+        """
+        entry = _read_document(text)
+        sources = entry.pop("sources", {})
+        if not isinstance(sources, dict):
+            raise PolicyError(f'"sources" must map figures to [kind, text], got {sources!r}')
+        fields = {field.name: field for field in dataclasses.fields(cls)}
+        fields.pop("sources")
+        _refuse_unknown("hardware", entry, fields)
+        missing = [
+            name
+            for name, field in fields.items()
+            if field.default is dataclasses.MISSING and name not in entry
+        ]
+        if missing:
+            raise PolicyError(f"the hardware lacks {', '.join(missing)}")
+        return cls(**entry, sources=tuple(_read_source(*item) for item in sources.items()))
+
+
+FIGURES: Final = tuple(
+    field.name
+    for field in dataclasses.fields(Hardware)
+    if field.name not in ("name", "computes_on_host", "sources")
+)
+"""The names of all figures, in order."""
+
+_OPTIONAL: Final = frozenset(
+    field.name for field in dataclasses.fields(Hardware) if field.default is None
+)
+_MAY_BE_ZERO: Final = ("link_latency_s", "pinned_limit_bytes")
+
+
+def document(hardware: Hardware | None, figures: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return the content of a file of hardware.
+
+    Args:
+        hardware: the hardware; None if it could not be measured.
+        figures: raw figures beside it.
+    """
+    entry = None
+    if hardware is not None:
+        entry = {
+            field.name: getattr(hardware, field.name)
+            for field in dataclasses.fields(hardware)
+            if field.name != "sources"
+        }
+        entry["sources"] = {
+            source.figure: [source.kind.value, source.text] for source in hardware.sources
+        }
+    content: dict[str, Any] = {"format": FORMAT, "version": VERSION, "hardware": entry}
+    return content if figures is None else {**content, "figures": dict(figures)}
+
+
+def _read_document(text: str) -> dict[str, Any]:
+    try:
+        content = json.loads(text)
+    except (ValueError, TypeError) as error:
+        raise PolicyError(f"this is not the JSON of a Hardware: {error}") from None
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise PolicyError(
+            f'this is not the JSON of a Hardware: "format" is not {FORMAT!r}. '
+            f"`ebbtide doctor --json` writes one"
+        )
+    version = content.get("version")
+    if version != VERSION or isinstance(version, bool):
+        raise PolicyError(
+            f"this Hardware has version {version!r}, and this ebbtide reads version {VERSION}; "
+            f"measure again with `ebbtide doctor --json`"
+        )
+    _refuse_unknown("file", content, ("format", "version", "hardware", "figures"))
+    entry = content.get("hardware")
+    if entry is None and isinstance(content.get("figures"), dict):
+        problems = content["figures"].get("problems") or {}
+        reasons = "; ".join(f"{what}: {why}" for what, why in problems.items())
+        raise PolicyError(f"this machine could not be measured in full: {reasons}")
+    if not isinstance(entry, dict):
+        raise PolicyError(f'"hardware" must be an object, got {entry!r}')
+    return dict(entry)
+
+
+def _refuse_unknown(what: str, given: Mapping[str, Any], known: Iterable[str]) -> None:
+    unknown = sorted(set(given) - set(known))
+    if unknown:
+        hint = _did_you_mean(unknown[0], known)
+        raise PolicyError(f"the {what} has unknown keys: {', '.join(unknown)}{hint}")
+
+
+def _read_source(figure: str, entry: Any) -> Source:
+    try:
+        kind, text = entry
+        return Source(figure, Kind(kind), str(text))
+    except (TypeError, ValueError):
+        kinds = ", ".join(repr(kind.value) for kind in Kind)
+        raise PolicyError(
+            f"the source of {figure} must be [kind, text] with a kind of {kinds}; got {entry!r}"
+        ) from None
+
+
+def _check_figure(figure: str, value: Any) -> None:
+    if value is None and figure in _OPTIONAL:
+        return
+    whole = figure.endswith("_bytes")
+    kind = "a whole number" if whole else "a number"
+    least = "0 or more" if figure in _MAY_BE_ZERO else "more than 0"
+    right = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
+    if right:
+        right = math.isfinite(value) and (value > 0 or (value == 0 and figure in _MAY_BE_ZERO))
+    if not right:
+        raise PolicyError(f"{figure} must be {kind}, {least}; got {value!r}")
+
+
+def _did_you_mean(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def _build(preset: Preset, achievable: bool) -> Hardware:
+    entries = {
+        **{name: (Kind.DATA_SHEET, *entry) for name, entry in preset.data_sheet.items()},
+        **{name: (Kind.ASSUMED, *entry) for name, entry in preset.assumed.items()},
+    }
+    if achievable:
+        entries = {
+            name: _achievable(preset, name, kind, (value, text))
+            for name, (kind, value, text) in entries.items()
+        }
+    values: dict[str, Any] = {name: value for name, (_, value, _) in entries.items()}
+    # An estimate of both ways at once is no less than one way alone, and no more than both.
+    one_way = values["h2d_bytes_per_s"], values["d2h_bytes_per_s"]
+    values["duplex_bytes_per_s"] = min(sum(one_way), max(*one_way, values["duplex_bytes_per_s"]))
+    order = [name for name in FIGURES if name in entries]
+    return Hardware(
+        name=preset.title,
+        computes_on_host=preset.computes_on_host,
+        sources=tuple(Source(name, entries[name][0], entries[name][2]) for name in order),
+        **values,
+    )
+
+
+def _achievable(preset: Preset, figure: str, kind: Kind, entry: Sourced) -> tuple[Kind, float, str]:
+    """Return what a program gets of one figure. See [Note: achievable figures]."""
+    if figure in preset.achieved:
+        value, text = preset.achieved[figure]
+        return Kind.PUBLISHED, value, text
+    value, text = entry
+    share, why = SHARES.get(figure), ""
+    if figure.startswith("matmul"):
+        share, why = _matmul_share(preset)
+    if share is None:
+        return kind, value, text
+    return Kind.ASSUMED, value * share, f"{share:.2g} of {text}{why}"
+
+
+def _matmul_share(preset: Preset) -> tuple[float, str]:
+    for figure in ("matmul_bf16_flops", "matmul_fp16_flops"):
+        if figure in preset.achieved:
+            share = preset.achieved[figure][0] / preset.data_sheet[figure][0]
+            return share, f", as published for {figure.split('_')[1]}"
+    return SHARES["matmul"], ""

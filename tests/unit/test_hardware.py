@@ -1,0 +1,292 @@
+"""Hardware: presets with sources, and the file that `ebbtide doctor --json` writes."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ebbtide import PolicyError
+from ebbtide.planning import presets
+from ebbtide.planning.hardware import FIGURES, Hardware, Kind, Source, document
+
+ALL = Hardware.names()
+GB, TERA = 10**9, 10**12
+
+
+def make(**changed: Any) -> Hardware:
+    """A small machine whose figures are easy to compute with."""
+    values: dict[str, Any] = {
+        "name": "test",
+        "device_memory_bytes": 24 * GB,
+        "device_memory_bytes_per_s": 1e12,
+        "matmul_fp32_flops": 50e12,
+        "h2d_bytes_per_s": 20e9,
+        "d2h_bytes_per_s": 25e9,
+        "duplex_bytes_per_s": 40e9,
+        "link_latency_s": 1e-5,
+        "host_memory_bytes": 64 * GB,
+        "pinned_limit_bytes": 32 * GB,
+    } | changed
+    figures = [name for name in FIGURES if values.get(name) is not None]
+    sources = tuple(Source(name, Kind.ASSUMED, "a test") for name in figures)
+    return Hardware(**({"sources": sources} | values))
+
+
+# ---- presets -------------------------------------------------------------------------------------
+
+
+def test_the_presets_that_the_design_names() -> None:
+    wanted = {"rtx4090", "a100-40gb", "a100-80gb", "h100-sxm", "h100-pcie", "h200", "gh200"}
+    assert wanted | {"gb200", "mi300x", "cpu"} == set(ALL)
+
+
+@pytest.mark.parametrize("achievable", [False, True])
+@pytest.mark.parametrize("name", ALL)
+def test_every_figure_has_a_source_that_says_how_it_is_known(name: str, achievable: bool) -> None:
+    hardware = Hardware.named(name, achievable=achievable)
+    for figure in FIGURES:
+        if getattr(hardware, figure) is not None:
+            source = hardware.source_of(figure)
+            assert len(source.text) > 15, figure
+            assert source.kind is not Kind.MEASURED  # nobody has run the doctor there
+    speeds = [f for f in FIGURES if f.startswith("matmul") or f == "device_memory_bytes_per_s"]
+    for figure in speeds:
+        if getattr(hardware, figure) is not None:
+            on_paper = hardware.source_of(figure).kind is Kind.DATA_SHEET
+            assert on_paper is not achievable, figure
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_presets_are_sane(name: str) -> None:
+    sheet, real = Hardware.named(name), Hardware.named(name, achievable=True)
+    for hardware in (sheet, real):
+        one_way = (hardware.h2d_bytes_per_s, hardware.d2h_bytes_per_s)
+        assert max(one_way) <= hardware.duplex_bytes_per_s <= sum(one_way)
+        assert max(one_way) < hardware.device_memory_bytes_per_s
+        assert hardware.matmul_flops("float64") <= hardware.matmul_flops("float32")
+        assert hardware.matmul_flops("float32") <= hardware.matmul_flops("float32", tf32=True)
+        assert hardware.matmul_flops("float32", tf32=True) <= hardware.matmul_flops("bfloat16")
+        assert 0 < hardware.link_latency_s < 1e-3
+        assert hardware.pinned_limit_bytes <= hardware.host_memory_bytes
+    for figure in FIGURES:
+        on_paper, measured = getattr(sheet, figure), getattr(real, figure)
+        assert (on_paper is None) == (measured is None)
+        assert on_paper is None or measured <= on_paper, figure
+        assert on_paper is None or measured > 0.3 * on_paper or figure == "pinned_limit_bytes"
+
+
+@pytest.mark.parametrize(
+    ("name", "figure", "value"),
+    [  # from the data sheets, once more and by hand
+        ("rtx4090", "device_memory_bytes", 24 * GB),
+        ("rtx4090", "matmul_bf16_flops", 165.2 * TERA),
+        ("a100-40gb", "device_memory_bytes_per_s", 1555 * GB),
+        ("a100-80gb", "device_memory_bytes_per_s", 2039 * GB),
+        ("h100", "matmul_bf16_flops", 989 * TERA),
+        ("h100", "device_memory_bytes_per_s", 3350 * GB),
+        ("h100-pcie", "matmul_tf32_flops", 378 * TERA),
+        ("h200", "device_memory_bytes", 141 * GB),
+        ("gh200", "d2h_bytes_per_s", 450 * GB),
+        ("gb200", "matmul_bf16_flops", 2500 * TERA),
+        ("mi300x", "matmul_fp64_flops", 163.4 * TERA),
+    ],
+)
+def test_figures_of_data_sheets(name: str, figure: str, value: float) -> None:
+    assert getattr(Hardware.named(name), figure) == pytest.approx(value)
+
+
+def test_pcie_is_computed_from_its_lanes() -> None:
+    for name, transfers_per_s in (("a100", 16e9), ("h100", 32e9)):
+        expected = transfers_per_s * 16 / 8 * 128 / 130
+        assert Hardware.named(name).h2d_bytes_per_s == pytest.approx(expected, rel=1e-3)
+
+
+def test_what_was_published_is_taken_as_it_is() -> None:
+    real = Hardware.named("h100", achievable=True)
+    assert real.matmul_bf16_flops == 794.5e12
+    assert real.source_of("matmul_bf16_flops").kind is Kind.PUBLISHED
+    # float32 is estimated: 67 TFLOP/s x 794.5 / 989
+    assert real.matmul_fp32_flops == pytest.approx(53.8e12, rel=1e-3)
+    assert real.source_of("matmul_fp32_flops").kind is Kind.ASSUMED
+
+
+@pytest.mark.parametrize("name", ["H100", " h100 ", "H100-SXM", "h100_sxm", "H100 SXM"])
+def test_names_are_read_kindly(name: str) -> None:
+    assert Hardware.named(name) == Hardware.named("h100-sxm")
+
+
+@pytest.mark.parametrize("alias", presets.ALIASES)
+def test_aliases(alias: str) -> None:
+    assert Hardware.named(alias).name
+
+
+@pytest.mark.parametrize("name", ["h10", "v100", "", None, 100])
+def test_an_unknown_name_lists_all(name: Any) -> None:
+    with pytest.raises(PolicyError, match="no hardware named") as caught:
+        Hardware.named(name)
+    for known in ALL:
+        assert known in str(caught.value)
+    assert "ebbtide doctor" in str(caught.value)
+
+
+# ---- what a plan asks ----------------------------------------------------------------------------
+
+
+def test_times_of_copies() -> None:
+    hardware = make()
+    assert hardware.offload_s(25e9) == pytest.approx(1 + 1e-5)
+    assert hardware.reload_s(25e9) == pytest.approx(1.25 + 1e-5)
+    assert hardware.offload_s(0) == 1e-5
+
+
+def test_types_of_products() -> None:
+    hardware = make(matmul_fp64_flops=1e12, matmul_tf32_flops=200e12, matmul_bf16_flops=400e12)
+    assert hardware.matmul_flops(torch.float64) == hardware.matmul_flops("complex128") == 1e12
+    assert hardware.matmul_flops(torch.float32) == hardware.matmul_flops(torch.complex64) == 50e12
+    assert hardware.matmul_flops(torch.float32, tf32=True) == 200e12
+    assert hardware.matmul_flops(torch.bfloat16, tf32=True) == 400e12
+    assert hardware.matmul_flops(torch.float16) == 50e12  # not known to be faster
+    assert make().matmul_flops("float32", tf32=True) == 50e12
+    with pytest.raises(PolicyError, match="no figure for products of int8"):
+        hardware.matmul_flops(torch.int8)
+    with pytest.raises(PolicyError, match="no figure for products of float64"):
+        make().matmul_flops(torch.float64)
+
+
+def test_it_can_be_hashed_copied_and_pickled() -> None:
+    hardware = Hardware.named("h100")
+    assert {hardware: 1}[copy.deepcopy(hardware)] == 1
+    assert pickle.loads(pickle.dumps(hardware)) == hardware
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        hardware.name = "other"  # type: ignore[misc]
+
+
+# ---- checks --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"d2h_bytes_per_s": 0.0}, "d2h_bytes_per_s must be a number, more than 0"),
+        ({"d2h_bytes_per_s": -1.0}, "d2h_bytes_per_s"),
+        ({"h2d_bytes_per_s": float("nan")}, "h2d_bytes_per_s"),
+        ({"h2d_bytes_per_s": float("inf")}, "h2d_bytes_per_s"),
+        ({"matmul_fp32_flops": "50e12"}, "matmul_fp32_flops must be a number.*'50e12'"),
+        ({"device_memory_bytes": 24e9}, "device_memory_bytes must be a whole number"),
+        ({"device_memory_bytes": True}, "device_memory_bytes must be a whole number"),
+        ({"link_latency_s": -1e-6}, "link_latency_s must be a number, 0 or more"),
+        ({"duplex_bytes_per_s": 46e9}, r"more than both directions have alone \(4.5e\+10\)"),
+        ({"name": ""}, "name must be text"),
+        ({"computes_on_host": 1}, "computes_on_host must be True or False"),
+        ({"sources": ()}, "device_memory_bytes needs 1 source, got 0"),
+    ],
+)
+def test_wrong_figures_are_refused(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(PolicyError, match=message):
+        make(**changed)
+
+
+def test_sources_of_nothing_are_refused() -> None:
+    sources = make().sources
+    with pytest.raises(PolicyError, match="matmul_tf32_flops needs 0 sources, got 1"):
+        make(sources=(*sources, Source("matmul_tf32_flops", Kind.ASSUMED, "")))
+    with pytest.raises(PolicyError, match="figures that Hardware has not: warp_speed"):
+        make(sources=(*sources, Source("warp_speed", Kind.ASSUMED, "")))
+    with pytest.raises(PolicyError, match="no figure 'warp_speed'"):
+        make().source_of("warp_speed")
+
+
+def test_latency_and_pinned_memory_may_be_zero() -> None:
+    hardware = make(link_latency_s=0, pinned_limit_bytes=0)
+    assert hardware.offload_s(25e9) == 1
+
+
+# ---- JSON ----------------------------------------------------------------------------------------
+
+rates = st.floats(1e-3, 1e18)
+sizes = st.integers(1, 10**15)
+
+
+@st.composite
+def machines(draw: st.DrawFn) -> Hardware:
+    down, up = draw(rates), draw(rates)
+    optional = (f for f in FIGURES if f.startswith(("matmul_", "fft", "disk")))
+    values: dict[str, Any] = {name: draw(st.none() | rates) for name in optional}
+    values |= {"matmul_fp32_flops": draw(rates), "name": draw(st.text(min_size=1))}
+    values |= {"computes_on_host": draw(st.booleans()), "device_memory_bytes": draw(sizes)}
+    values |= {"h2d_bytes_per_s": up, "d2h_bytes_per_s": down}
+    values |= {"duplex_bytes_per_s": draw(st.floats(0.1, 1)) * (up + down)}
+    values |= {"link_latency_s": draw(st.floats(0, 1)), "pinned_limit_bytes": draw(sizes)}
+    values |= {"host_memory_bytes": draw(sizes), "device_memory_bytes_per_s": draw(rates)}
+    texts = {name: draw(st.text()) for name in FIGURES if values.get(name) is not None}
+    kinds = st.sampled_from(Kind)
+    return Hardware(
+        sources=tuple(Source(name, draw(kinds), text) for name, text in texts.items()), **values
+    )
+
+
+@given(machines())
+def test_json_gives_the_same_hardware(hardware: Hardware) -> None:
+    assert Hardware.from_json(hardware.to_json()) == hardware
+    assert Hardware.from_json(hardware.to_json({"links": [1, 2]})) == hardware
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_json_of_presets(name: str) -> None:
+    hardware = Hardware.named(name, achievable=True)
+    assert Hardware.from_json(hardware.to_json()) == hardware
+
+
+def changed_json(part: str, **entries: Any) -> str:
+    content = json.loads(make().to_json())
+    (content if part == "file" else content[part]).update(entries)
+    return json.dumps(content)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "not the JSON of a Hardware: Expecting property name"),
+        ("[]", "not the JSON of a Hardware.*ebbtide doctor --json"),
+        (changed_json("file", format="ebbtide-plan"), "not the JSON of a Hardware"),
+        (changed_json("file", version=2), "version 2, and this ebbtide reads version 1"),
+        (changed_json("file", version=True), "version True"),
+        (changed_json("file", extra=1), "the file has unknown keys: extra"),
+        (changed_json("file", hardware=3), '"hardware" must be an object, got 3'),
+        (
+            changed_json("hardware", h2d_bytes_per_sec=1.0),
+            "unknown keys: h2d_bytes_per_sec; did you mean 'h2d_bytes_per_s'?",
+        ),
+        (changed_json("hardware", h2d_bytes_per_s="fast"), "h2d_bytes_per_s must be a number"),
+        (changed_json("hardware", sources=[]), '"sources" must map figures'),
+        (
+            changed_json("hardware", sources={"h2d_bytes_per_s": ["rumour", "x"]}),
+            "source of h2d_bytes_per_s must be .*'data sheet', 'published'",
+        ),
+        (changed_json("hardware", sources={"h2d_bytes_per_s": 1}), "source of h2d_bytes_per_s"),
+    ],
+)
+def test_wrong_json_is_refused(text: str, message: str) -> None:
+    with pytest.raises(PolicyError, match=message):
+        Hardware.from_json(text)
+
+
+def test_a_missing_key_is_named() -> None:
+    content = json.loads(make().to_json())
+    del content["hardware"]["d2h_bytes_per_s"]
+    with pytest.raises(PolicyError, match="the hardware lacks d2h_bytes_per_s"):
+        Hardware.from_json(json.dumps(content))
+
+
+def test_json_of_a_machine_that_could_not_be_measured_says_why() -> None:
+    text = json.dumps(document(None, {"problems": {"links": "read-only file system"}}))
+    with pytest.raises(PolicyError, match=r"could not be measured .*links: read-only file system"):
+        Hardware.from_json(text)
