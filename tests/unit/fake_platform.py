@@ -210,12 +210,31 @@ def stage(directory: Path) -> None:
     store.close()
 
 
+def examine(directory: Path) -> None:
+    """The doctor, whose report says what the system does not tell."""
+    from ebbtide.doctor.doctor_report import build_report
+    from ebbtide.doctor.examination import QUICK, examine
+    from ebbtide.doctor.recommendations import advise
+
+    effort = QUICK._replace(links_s=0.1, disk_s=0.1, room_bytes=2**24, disk_bytes=2**23)
+    found = examine(torch.device("cpu"), directory, effort)
+    assert not found.problems, found.problems
+    assert found.hardware() is not None
+    assert found.facts.group is None
+    assert found.facts.huge_pages is None
+    assert (found.facts.memlock_bytes is None) or sys.platform == "darwin"
+    report = build_report(found, advise(found))
+    assert "What ebbtide can do here" in report
+    assert "huge pages      not known" in report
+
+
 def main() -> None:
     name, directory = sys.argv[1], Path(sys.argv[2])
     {"darwin": fake_macos, "win32": fake_windows}[name]()
     print("modules", import_everything())
     train(directory)
     stage(directory)
+    examine(directory)
     print("unlocked", len(unlocked))
     print("left over", *sorted(os.listdir(directory)))
 

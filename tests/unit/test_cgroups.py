@@ -90,6 +90,19 @@ def test_docker_with_version_1(tmp_path: Path) -> None:
     assert cpu_limit(root) == 0.5
 
 
+def test_a_group_within_a_container(tmp_path: Path) -> None:
+    """Its path is counted from the root of the machine, and the mount begins at the container."""
+    files = {
+        "memory/job/memory.limit_in_bytes": GIB,
+        "memory/job/memory.usage_in_bytes": 0,
+        "memory/memory.limit_in_bytes": 2 * GIB,
+        "memory/memory.usage_in_bytes": 0,
+    }
+    mount = V1_MOUNT.format(inside="/docker/abc", name="memory")
+    root = fabricate(tmp_path, "4:memory:/docker/abc/job\n", mount, files)
+    assert memory_limit(root) == MemoryLimit(GIB, 0)
+
+
 def test_version_1_without_a_limit(tmp_path: Path) -> None:
     files = {"memory/memory.limit_in_bytes": 2**63 - 4096, "memory/memory.usage_in_bytes": GIB}
     mount = V1_MOUNT.format(inside="/", name="memory")

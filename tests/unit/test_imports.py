@@ -32,14 +32,14 @@ CHAIN = [
     ["engine", "api", "loops", "rehearsal"],
     ["__init__"],
     ["compat", "integrations"],
-    ["demo"],
+    ["demo", "doctor"],
     ["cli"],
 ]
 # Beside the chain: these may import themselves and the named lines of the chain, no others.
 BESIDE = {"problems": CHAIN[:1], "planning": CHAIN[:2]}
 USERS_OF = {
     "problems": {"demo", "cli"},
-    "planning": {"engine", "api", "__init__", "compat", "integrations", "demo", "cli"},
+    "planning": {"engine", "api", "__init__", "compat", "integrations", "demo", "doctor", "cli"},
 }
 
 

@@ -7,11 +7,13 @@ from typing import Annotated
 import typer
 
 from ebbtide.cli.demo_command import demo
+from ebbtide.cli.doctor_command import doctor
 from ebbtide.cli.schedule_command import schedule
 from ebbtide.version import __version__
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.command()(demo)
+app.command()(doctor)
 app.command()(schedule)
 
 

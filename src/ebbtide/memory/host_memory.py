@@ -264,19 +264,26 @@ def _place_near(device: AbstractDevice, address: int, size_bytes: int) -> None:
 def _numa_node(torch_device: torch.device) -> int | None:
     """The NUMA node of a CUDA device; None if the system has only one or does not say."""
     nodes = (_SYSFS / "devices/system/node").glob("node[0-9]*")
-    if torch_device.type != "cuda" or sys.platform != "linux" or len(list(nodes)) < 2:
+    directory = pci_directory(torch_device)
+    if directory is None or len(list(nodes)) < 2:
+        return None
+    try:
+        node = int((directory / "numa_node").read_text())
+    except (OSError, ValueError):
+        return None
+    return node if node >= 0 else None
+
+
+def pci_directory(torch_device: torch.device) -> Path | None:
+    """The directory in which Linux describes a CUDA device's place on the PCI bus, if it does."""
+    if torch_device.type != "cuda" or sys.platform != "linux":
         return None
     properties = torch.cuda.get_device_properties(torch_device)
     names = ("pci_domain_id", "pci_bus_id", "pci_device_id")
     if not all(hasattr(properties, name) for name in names):
         return None
     domain, bus, slot = (getattr(properties, name) for name in names)
-    file = _SYSFS / "bus/pci/devices" / f"{domain:04x}:{bus:02x}:{slot:02x}.0" / "numa_node"
-    try:
-        node = int(file.read_text())
-    except (OSError, ValueError):
-        return None
-    return node if node >= 0 else None
+    return _SYSFS / "bus/pci/devices" / f"{domain:04x}:{bus:02x}:{slot:02x}.0"
 
 
 def _find_function(name: str, *argument_types: Any) -> Callable[..., int] | None:

@@ -1,0 +1,1 @@
+"""`ebbtide doctor`: measures this machine, says what ebbtide can do on it and what slows it."""

@@ -1,0 +1,248 @@
+"""What the doctor advises, each time for one thing that is wrong, and what its report says."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from doctor_cases import GIB, GPU, HEALTHY_STORE, MIB, links, on_cpu, on_gpu, rate
+from ebbtide.doctor import recommendations
+from ebbtide.doctor.disk_speed import DiskFigures
+from ebbtide.doctor.doctor_report import build_report
+from ebbtide.doctor.examination import Examination
+from ebbtide.doctor.link_speed import Pinning
+from ebbtide.doctor.recommendations import advise
+from ebbtide.memory.cgroups import MemoryLimit
+from ebbtide.planning.hardware import Hardware, Kind
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sixteen cores, and memory that glibc returns."""
+    monkeypatch.setattr(recommendations.os, "cpu_count", lambda: 16)
+    monkeypatch.setattr(recommendations.freed_memory, "_refusal", lambda: None)
+
+
+def store(**changed: Any) -> dict[str, Any]:
+    return {"store": dataclasses.replace(HEALTHY_STORE, **changed)}
+
+
+def gpu(**changed: Any) -> dict[str, Any]:
+    return {"accelerator": dataclasses.replace(GPU, **changed)}
+
+
+REFUSED = Pinning(256 * MIB, 0.1, "cudaHostRegister: out of memory")
+CASES = {
+    "tmpfs": (on_cpu(**store(filesystem="tmpfs")), "tmpfs: its files are kept in RAM.*disk:/other"),
+    "network": (on_cpu(**store(filesystem="nfs4")), r"on another machine \(nfs4\). It took 2 GB/s"),
+    "small disk": (
+        on_cpu(**store(free_bytes=10 * GIB)),
+        "10.00 GiB free, less than the RAM of 128",
+    ),
+    "read-only": (
+        on_cpu({"links": None, "problems": {"links": "PolicyError: cannot create a file"}}),
+        "Nothing can be offloaded to /scratch.*cannot create a file.*set TMPDIR",
+    ),
+    "a GPU without its torch": (on_cpu(idle_gpus=("NVIDIA",)), "a GPU by NVIDIA that torch 2.13.0"),
+    "a GPU in use": (on_gpu(**gpu(free_bytes=20 * GIB)), "use 60.00 GiB of the device's 80.00 GiB"),
+    "memlock": (
+        on_gpu({"pinning": REFUSED}, memlock_bytes=8 * MIB),
+        r"refused to page-lock 256.0 MiB.*The limit on locked memory is 8.0 MiB; raise it",
+    ),
+    "slow pinning": (
+        on_gpu({"pinning": Pinning(256 * MIB, 0.5, None)}),
+        "takes 2.0 s for each GiB",
+    ),
+    "lanes": (on_gpu(**gpu(lanes=(1, 16))), "uses 1 of its 16 PCIe lanes, so copies have 6%"),
+    "half duplex": (
+        on_gpu({"links": links(25e9, 25e9, 26e9)}),
+        "Both ways at once the link moves 26.0 GB/s, of 50.0",
+    ),
+    "a full container": (
+        on_cpu(group=MemoryLimit(16 * GIB, 15 * GIB)),
+        "uses 15.00 GiB of 16.00 GiB. Past the limit the kernel kills",
+    ),
+    "swap": (on_cpu(swap_bytes=(4 * GIB, 8 * GIB)), "4.00 GiB of memory are in swap"),
+    "page faults": (
+        on_cpu({"fresh": (rate(4e9), rate(12e9))}, huge_pages="madvise"),
+        "at 4.0 GB/s and used memory at 12.0.*THP_MEM_ALLOC_ENABLE=1",
+    ),
+    "huge pages off": (
+        on_cpu({"fresh": (rate(4e9), rate(12e9))}, huge_pages="never"),
+        "echo madvise >",
+    ),
+    "few cores": (
+        on_cpu(cores=2, torch_threads=2),
+        "With 2 cores, the threads that write and read",
+    ),
+    "one thread": (on_cpu(torch_threads=1), "torch runs 1 threads? on 16 cores"),
+    "quota": (
+        on_cpu(quota_cores=2.5),
+        "allows the time of 2.5 cores, and torch runs 16 threads.*Set OMP_NUM_THREADS=2",
+    ),
+    "far node": (on_gpu(**gpu(numa_node=1, near_cores=0)), "on NUMA node 1.*--cpunodebind=1"),
+    "slow float16": (
+        on_cpu({"matmul": {"fp32": rate(1e12), "fp16": rate(5e10)}}),
+        "Products of float16 run at 5% of the speed of float32",
+    ),
+    "busy": (on_cpu({"others_cores": 8.0}), "Other programs kept 8.0 of 16 cores busy"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_illness_has_one_advice(name: str) -> None:
+    found, expected = CASES[name]
+    advice = advise(found, lambda _: Path("/other"))
+    matching = [text for text in advice if re.search(expected, text)]
+    assert len(matching) == 1, advice
+    assert len(advice) == (2 if name == "quota" else 1), advice  # it has few cores, too
+
+
+@pytest.mark.parametrize("found", [on_cpu(), on_gpu()])
+def test_a_healthy_machine_needs_no_advice(found: Examination) -> None:
+    assert advise(found) == []
+    report = build_report(found, [])
+    assert "Nothing was found that slows ebbtide here." in report
+
+
+def test_what_does_not_matter_on_a_machine_is_not_said() -> None:
+    """Locked memory on a CPU, page faults on a GPU, a limit that the driver is not bound by."""
+    assert advise(on_cpu(memlock_bytes=65536)) == []
+    assert advise(on_gpu(memlock_bytes=65536, huge_pages="madvise")) == []
+    assert advise(on_gpu(swap_bytes=(100 * MIB, 8 * GIB))) == []
+    assert advise(on_cpu(huge_pages="madvise", torch_huge_pages=True)) == []
+    report = build_report(on_gpu(memlock_bytes=65536), [])
+    assert "256.0 MiB were locked, so the driver is not bound by it" in " ".join(report.split())
+
+
+def test_types_are_not_compared_on_a_busy_machine() -> None:
+    found = on_cpu({"matmul": {"fp32": rate(1e12), "fp16": rate(5e10)}, "others_cores": 8.0})
+    (advice,) = advise(found)
+    assert "Other programs" in advice
+
+
+def test_a_tmpfs_matters_to_a_gpu_only_for_some_stores() -> None:
+    (advice,) = advise(on_gpu(**store(filesystem="tmpfs")), lambda _: None)
+    assert 'which only store="disk" and "tiered" use' in advice
+    assert 'store="disk:/a/directory/on/a/disk"' in advice
+
+
+def test_an_allocator_that_returns_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recommendations.freed_memory, "_refusal", lambda: "jemalloc decides")
+    (advice,) = advise(on_cpu())
+    assert "jemalloc decides" in advice
+
+
+# ---- the hardware --------------------------------------------------------------------------------
+
+
+def test_the_hardware_of_a_cpu() -> None:
+    hardware = on_cpu().hardware()
+    assert hardware.computes_on_host
+    assert hardware.device_memory_bytes == hardware.host_memory_bytes == 128 * GIB
+    assert hardware.pinned_limit_bytes == 0
+    assert hardware.d2h_bytes_per_s == pytest.approx(8e9)
+    assert hardware.h2d_bytes_per_s == pytest.approx(40e9)  # mapped: as fast as memory, not 500
+    assert hardware.duplex_bytes_per_s == pytest.approx(20e9)
+    assert hardware.link_latency_s == pytest.approx(10e-6)
+    assert hardware.disk_write_bytes_per_s == pytest.approx(2e9)
+    assert hardware.matmul_flops("bfloat16") == pytest.approx(2e12)
+    assert {source.kind for source in hardware.sources} == {Kind.MEASURED}
+    assert Hardware.from_json(hardware.to_json()) == hardware
+
+
+def test_the_hardware_of_an_accelerator() -> None:
+    hardware = on_gpu(total_ram_bytes=64 * GIB).hardware()
+    assert not hardware.computes_on_host
+    assert hardware.device_memory_bytes == 80 * GIB
+    assert hardware.host_memory_bytes == 64 * GIB
+    assert hardware.pinned_limit_bytes == 100 * GIB  # what is free
+    assert hardware.h2d_bytes_per_s == pytest.approx(25e9)
+    assert hardware.name == "Test GPU"
+
+
+@pytest.mark.parametrize(("memlock_bytes", "limit_bytes"), [(8 * MIB, 8 * MIB), (None, 0)])
+def test_page_locked_memory_that_is_refused(memlock_bytes: int | None, limit_bytes: int) -> None:
+    found = on_gpu({"pinning": REFUSED}, memlock_bytes=memlock_bytes)
+    assert found.hardware().pinned_limit_bytes == limit_bytes
+    assert "256.0 MiB were refused" in build_report(found, [])
+    assert "in pageable memory" in " ".join(build_report(found, []).split())
+
+
+def test_both_ways_are_never_faster_than_their_sum() -> None:
+    """Noise can make them look so, and a plan would believe it."""
+    hardware = on_gpu({"links": links(25e9, 25e9, 60e9)}).hardware()
+    assert hardware.duplex_bytes_per_s == pytest.approx(50e9)
+
+
+@pytest.mark.parametrize("missing", ["links", "copy", "matmul"])
+def test_no_hardware_without_what_a_plan_needs(missing: str) -> None:
+    found = on_cpu({missing: {} if missing == "matmul" else None})
+    assert found.hardware() is None
+    assert build_report(found, advise(found))
+
+
+@pytest.mark.parametrize("missing", ["fft", "fresh", "disk"])
+def test_hardware_without_the_rest(missing: str) -> None:
+    found = on_cpu({missing: None, "problems": {missing: "RuntimeError: not compiled with MKL"}})
+    assert found.hardware() is not None
+    report = build_report(found, advise(found))
+    assert f"{missing}: RuntimeError: not compiled with MKL" in report
+
+
+# ---- the report ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("found", [case for case, _ in CASES.values()], ids=list(CASES))
+def test_reports_fit_80_columns(found: Examination) -> None:
+    report = build_report(found, advise(found, lambda _: None))
+    assert max(map(len, report.splitlines())) <= 80
+    assert report.splitlines()[0] == "This machine"
+    assert "What ebbtide can do here" in report
+
+
+def test_long_names_are_wrapped() -> None:
+    path = Path("/a" * 60)
+    found = on_cpu(cpu="A processor " * 9, **store(path=path))
+    lines = build_report(found, []).splitlines()
+    assert all(len(line) <= 80 or str(path)[:60] in line for line in lines)
+
+
+def test_the_last_lines_say_what_the_figures_mean() -> None:
+    """25 GB/s: 1 GiB in 43 ms, both ways 2 GiB / 45 GB/s = 48 ms; 5e13 / 25e9 = 2000 FLOP."""
+    text = " ".join(build_report(on_gpu(), []).partition("What ebbtide can do")[2].split())
+    for part in (
+        "1 GiB of activations leaves in 42.9 ms and comes back in 42.9 ms",
+        "1 GiB each way at once takes 47.7 ms",
+        "computes 2,000 FLOP of float32 or 32,000 FLOP of bfloat16 matrix products",
+        "computes for 100 ms hides 2.33 GiB.",
+        "Up to 100.00 GiB of host memory",
+        "at 0.20 s for each GiB",
+    ):
+        assert part in text
+    assert "page cache" not in text
+
+
+def test_the_page_cache_has_an_end() -> None:
+    """8 GB/s into the cache, 2 GB/s down to the disk and 4 GB/s up from it."""
+    text = " ".join(build_report(on_cpu(), []).split())
+    assert "1 GiB of activations leaves in 0.13 s" in text
+    assert "1 GiB then leaves in 0.54 s and comes back in 0.27 s." in text
+    assert "Up to 800.00 GiB can be offloaded to /scratch." in text
+
+
+def test_a_reload_that_moves_nothing_is_not_given_a_rate() -> None:
+    row = next(line for line in build_report(on_cpu(), []).splitlines() if "64.0 MiB" in line)
+    assert row.split()[-1] == "mapped"
+    row = next(line for line in build_report(on_gpu(), []).splitlines() if "64.0 MiB" in line)
+    assert row.split()[-2:] == ["25.0", "GB/s"]
+
+
+def test_a_page_cache_that_could_not_be_emptied() -> None:
+    for share in (1.0, None):
+        found = on_cpu({"disk": DiskFigures(GIB, 1.0, 1.0, 0.1, share)})
+        assert "The page cache could not be emptied" in build_report(found, [])
