@@ -216,7 +216,7 @@ def examine(directory: Path) -> None:
     from ebbtide.doctor.examination import QUICK, examine
     from ebbtide.doctor.recommendations import advise
 
-    effort = QUICK._replace(links_s=0.1, disk_s=0.1, room_bytes=2**24, disk_bytes=2**23)
+    effort = QUICK._replace(links_s=0.1, disk_s=0.1, room_bytes=2**26, disk_bytes=2**23)
     found = examine(torch.device("cpu"), directory, effort)
     assert not found.problems, found.problems
     assert found.hardware() is not None

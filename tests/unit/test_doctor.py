@@ -42,7 +42,7 @@ KIB, MIB = 2**10, 2**20
 CPU = torch.device("cpu")
 SHORT = QUICK._replace(
     matmul_s=0.02, copy_s=0.02, fft_s=0.02, fresh_s=0.02, links_s=0.1, disk_s=0.1
-)._replace(sizes_bytes=(64 * KIB, MIB), room_bytes=16 * MIB, disk_bytes=8 * MIB)
+)._replace(sizes_bytes=(64 * KIB, MIB), room_bytes=64 * MIB, disk_bytes=8 * MIB)
 
 
 # ---- this machine --------------------------------------------------------------------------------
@@ -91,13 +91,13 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
 def test_it_uses_a_small_part_of_memory_and_disk(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """With 64 MiB of free RAM and 100 MiB of free disk: 1/16 = 4 MiB and 1/50 = 2 MiB."""
+    """With 64 MiB of free RAM and 100 MiB of free disk: 1/8 = 8 MiB and 1/50 = 2 MiB."""
     store = machine_facts.Directory(tmp_path, "ext4", 200 * MIB, 100 * MIB)
     facts = dataclasses.replace(HEALTHY, free_ram_bytes=64 * MIB, store=store)
     monkeypatch.setattr(examination, "read_machine", lambda *_: facts)
     rooms = note_rooms(monkeypatch)
     examine(CPU, tmp_path, QUICK)
-    expected = dict.fromkeys(("matmul", "copy", "fft", "fresh_memory"), 4 * MIB)
+    expected = dict.fromkeys(("matmul", "copy", "fft", "fresh_memory"), 8 * MIB)
     assert rooms == expected | {"links": 2 * MIB, "disk": 2 * MIB}
 
 
@@ -135,7 +135,7 @@ def test_an_accelerator_is_examined(accelerator: CpuDevice, tmp_path: Path) -> N
     assert found.problems == {}
     assert found.fresh is None
     assert found.pinning.refusal is None
-    assert found.pinning.size_bytes == 16 * MIB
+    assert found.pinning.size_bytes == 64 * MIB
     hardware = found.hardware()
     assert not hardware.computes_on_host
     assert hardware.device_memory_bytes == GPU.total_bytes
@@ -148,13 +148,13 @@ def test_an_accelerator_is_examined(accelerator: CpuDevice, tmp_path: Path) -> N
 def test_it_uses_a_small_part_of_the_device(
     monkeypatch: pytest.MonkeyPatch, accelerator: CpuDevice, tmp_path: Path
 ) -> None:
-    """Of 320 MiB that are free on the device 1/16, and no more page-locked memory than that."""
+    """Of 320 MiB that are free on the device 1/8, and no more page-locked memory than that."""
     free = dataclasses.replace(GPU, free_bytes=320 * MIB)
     facts = dataclasses.replace(HEALTHY, accelerator=free)
     monkeypatch.setattr(examination, "read_machine", lambda *_: facts)
     rooms = note_rooms(monkeypatch)
     Examiner(accelerator, tmp_path, QUICK).run()
-    assert rooms["matmul"] == rooms["copy"] == rooms["fft"] == rooms["links"] == 20 * MIB
+    assert rooms["matmul"] == rooms["copy"] == rooms["fft"] == rooms["links"] == 40 * MIB
     assert rooms["pinning"] == QUICK.room_bytes  # of the host's memory
 
 
@@ -289,6 +289,17 @@ def test_a_torch_without_ffts(
     assert found.hardware().fft_flops is None
 
 
+def test_a_copy_within_caches_is_no_measurement(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With 500 MiB of free RAM, 62.5 MiB may be used: two tensors of 31.2 MiB."""
+    facts = dataclasses.replace(HEALTHY, free_ram_bytes=500 * MIB)
+    monkeypatch.setattr(examination, "read_machine", lambda *_: facts)
+    found = examine(CPU, tmp_path, SHORT)
+    assert "copies of 31.2 MiB stay in caches" in found.problems["copy"]
+    assert found.hardware() is None
+
+
 def test_a_type_that_the_device_does_not_compute(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -382,6 +393,45 @@ def test_the_command_prints_hardware(tmp_path: Path) -> None:
     figures = json.loads(done.stdout)["figures"]
     assert isinstance(figures["advice"], list)
     assert figures["facts"]["store"]["path"] == str(tmp_path)
+
+
+@pytest.mark.usefixtures("fast")
+def test_json_without_all_figures_is_not_a_success(tmp_path: Path) -> None:
+    store = f"disk:{tmp_path / 'missing'}"
+    done = CliRunner().invoke(
+        app, ["doctor", "--quick", "--json", "--device", "cpu", "--store", store]
+    )
+    assert done.exit_code == 1
+    assert "the figures are incomplete" in done.stderr
+    with pytest.raises(ebbtide.PolicyError, match="could not be measured in full: links: cannot"):
+        Hardware.from_json(done.stdout)
+
+
+def test_a_system_without_a_directory_for_files(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """`tempfile` finds none if all disks are read-only."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr("tempfile.gettempdir", refuse)
+    monkeypatch.setattr("tempfile.mkstemp", refuse)
+    monkeypatch.chdir(tmp_path)
+    found = examine(CPU, None, SHORT)
+    assert found.problems.keys() == {"links", "disk"}
+    assert "Read-only file system" in found.problems["disk"]
+    assert "Nothing can be offloaded" in advise(found)[0]
+
+
+@pytest.mark.usefixtures("fast")
+def test_a_mac_is_examined_on_its_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Ebbtide refuses models on Apple's GPU, which has one stream."""
+    mps = torch.device("mps")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: mps)
+    done = CliRunner().invoke(app, ["doctor", "--quick", "--store", f"disk:{tmp_path}"])
+    assert done.exit_code == 0, done.output
+    assert "device          the CPU" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -44,8 +44,8 @@ CASES = {
         "10.00 GiB free, less than the RAM of 128",
     ),
     "read-only": (
-        on_cpu({"links": None, "problems": {"links": "PolicyError: cannot create a file"}}),
-        "Nothing can be offloaded to /scratch.*cannot create a file.*set TMPDIR",
+        on_cpu({"links": None, "problems": {"links": "cannot create a file; name a directory"}}),
+        "Nothing can be offloaded to /scratch: cannot create a file. Name a directory.*TMPDIR",
     ),
     "a GPU without its torch": (on_cpu(idle_gpus=("NVIDIA",)), "a GPU by NVIDIA that torch 2.13.0"),
     "a GPU in use": (on_gpu(**gpu(free_bytes=20 * GIB)), "use 60.00 GiB of the device's 80.00 GiB"),

@@ -15,7 +15,8 @@ from ebbtide.units import format_size
 
 _LONG_ENOUGH_S = 0.03  # of one repetition: then the start of a kernel does not count
 _SMALLEST, _LARGEST = 256, 8192  # rows of the matrices
-_COPY_BYTES = 128 * 2**20  # more than the caches hold
+_COPY_BYTES = {True: 128 * 2**20, False: 512 * 2**20}  # by whether the device is the CPU
+_LEAST_COPY_BYTES = 32 * 2**20  # smaller tensors are copied within caches
 _TOUCH_BYTES = 64 * 2**20  # more than malloc ever serves from memory that it has
 _FFT_NODES = 256
 _CHANNELS = 32
@@ -61,8 +62,17 @@ def measure_tf32(device: AbstractDevice, budget_s: float, room_bytes: int) -> Sa
 
 
 def measure_copy(device: AbstractDevice, budget_s: float, room_bytes: int) -> Sample:
-    """Measure a copy within the device's memory, in bytes read and written."""
-    size_bytes = min(_COPY_BYTES, room_bytes // 2)
+    """Measure a copy within the device's memory, in bytes read and written.
+
+    Raises:
+        MemoryError: so little memory is free that the copy would stay in caches.
+    """
+    size_bytes = min(_COPY_BYTES[device.computes_on_host], room_bytes // 2)
+    if size_bytes < _LEAST_COPY_BYTES:
+        raise MemoryError(
+            f"copies of {format_size(size_bytes)} stay in caches, and too little memory is free "
+            f"for larger ones; end other programs and measure again"
+        )
     source = device.allocate(size_bytes).fill_(1)
     target = torch.ones_like(source)
 

@@ -31,6 +31,7 @@ from ebbtide.doctor.disk_speed import DiskFigures, measure_disk
 from ebbtide.doctor.link_speed import LinkFigures, Pinning, measure_links, measure_pinning
 from ebbtide.doctor.machine_facts import MachineFacts, OtherPrograms, read_lanes, read_machine
 from ebbtide.doctor.sampling import Sample
+from ebbtide.errors import EbbtideError, PolicyError
 from ebbtide.memory.disk_file import default_directory
 from ebbtide.planning.hardware import Hardware, Kind, Source
 from ebbtide.stores.build import build_store
@@ -44,7 +45,7 @@ DTYPES: Final = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
-_RAM_SHARE, _DISK_SHARE = 16, 50  # of what is free, at most this part is used
+_RAM_SHARE, _DISK_SHARE = 8, 50  # of what is free, at most this part is used
 
 
 class Effort(NamedTuple):
@@ -227,11 +228,12 @@ def examine(
             temporary files.
         effort: how long it may take.
         say: told what is measured next.
-
-    Raises:
-        PolicyError: the system has no directory for temporary files, and none was given.
     """
-    directory = default_directory() if directory is None else directory
+    if directory is None:
+        try:
+            directory = default_directory()
+        except PolicyError:  # no directory can be written to; the measurements will say so
+            directory = Path.cwd()
     on_cpu = torch_device.type == "cpu"
     device: AbstractDevice = CpuDevice() if on_cpu else AcceleratorDevice(torch_device)
     return Examiner(device, directory, effort, say).run()
@@ -351,8 +353,9 @@ class Examiner:
         try:
             return measure()
         except Exception as error:
-            text = str(error).strip().splitlines()
-            self._found.problems[name] = f"{type(error).__name__}: {text[0] if text else ''}"
+            text = (str(error).strip().splitlines() or [""])[0]
+            kind = "" if isinstance(error, EbbtideError) else f"{type(error).__name__}: "
+            self._found.problems[name] = kind + text
             return None
 
 

@@ -188,7 +188,8 @@ def another_disk(avoided: Path) -> Path | None:
         avoided: a directory whose file system is not wanted.
     """
     found: dict[int, tuple[int, Path]] = {os.stat(avoided).st_dev: (0, avoided)}
-    for path in (Path("/var/tmp"), Path.home(), Path.cwd(), Path("/scratch"), Path("/data")):
+    candidates = ["/var/tmp", "~", ".", "/scratch", "/data"]
+    for path in (Path(os.path.expanduser(name)).absolute() for name in candidates):
         directory = read_directory(path)
         unfit = directory.in_ram or directory.on_network or directory.filesystem is None
         if not unfit and directory.free_bytes and os.access(path, os.W_OK):
@@ -268,6 +269,8 @@ def _memlock() -> int | None:
         return None
     import resource
 
+    if not hasattr(resource, "RLIMIT_MEMLOCK"):
+        return None
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return None if limit == resource.RLIM_INFINITY else int(limit)
 

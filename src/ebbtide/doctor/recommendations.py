@@ -49,9 +49,10 @@ def _on_the_store(found: Examination, other_disk: Callable[[Path], Path | None])
     used_for = "" if found.on_cpu else ', which only store="disk" and "tiered" use'
     failure = found.problems.get("links" if found.on_cpu else "disk")
     if failure is not None:
+        reason = failure.partition(";")[0]
         yield (
-            f"Nothing can be offloaded to {store.path}{used_for} ({failure}). Name a directory "
-            f'that can be written to: store="disk:/some/dir", or set TMPDIR.'
+            f"Nothing can be offloaded to {store.path}{used_for}: {reason}. Name "
+            f'a directory that can be written to, with store="disk:/some/dir" or TMPDIR.'
         )
         return
     if store.in_ram:

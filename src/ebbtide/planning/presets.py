@@ -1,7 +1,7 @@
 """Figures of machines that are well known, each with its source. `Hardware.named` reads them.
 
 Every preset is about one accelerator and its share of the host, or about a CPU. Data sheets count
-gigabytes of 10^9 bytes here, so a card of "80 GB" reports up to 6% more than its preset. FLOP/s are
+gigabytes of 10^9 bytes here, so a card of "80 GB" reports up to 7% more than its preset. FLOP/s are
 those of dense matrices; data sheets of NVIDIA print twice as much, for sparse ones.
 
 [Note: achievable figures] A data sheet says what a part can do at most. Where somebody has measured
