@@ -13,6 +13,7 @@ import torch
 from ebbtide.devices import accelerator
 from ebbtide.devices.accelerator import AcceleratorDevice
 from ebbtide.devices.device import Span
+from ebbtide.doctor.link_speed import measure_links
 from ebbtide.stores.pinned import PinnedStore
 from engine_bench import EngineBench
 
@@ -137,3 +138,16 @@ def test_statistics_can_be_read_right_after_a_step(
     late = 2 if compute_first else 0
     assert stats.late_reloads == late
     assert stats.stall_s == pytest.approx(late * TICK_S)
+
+
+def test_the_doctor_waits_for_every_copy_that_it_times(device: AcceleratorDevice) -> None:
+    """What nobody has waited for is still in a stream's queue."""
+    room_bytes = 1024 * KIB
+    store = PinnedStore(device, room_bytes)
+    figures = measure_links(device, store, (4 * KIB, 64 * KIB), 1.0, room_bytes)
+    assert list(figures.down) == list(figures.up) == [4 * KIB, 64 * KIB]
+    assert figures.both.amount == room_bytes  # half of it each way
+    assert store.used_bytes == 0
+    for stream in (device._d2h.stream, device._h2d.stream):
+        assert not stream.queue
+    store.close()

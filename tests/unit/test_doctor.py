@@ -211,9 +211,9 @@ def test_the_guide_shows_a_report_as_it_is(found: Examination) -> None:
 def test_large_copies_are_left_out_where_there_is_no_room(tmp_path: Path) -> None:
     device = CpuDevice()
     store = build_store(device, "disk", tmp_path, None)
-    figures = measure_links(device, store, (64 * KIB, MIB, 16 * MIB), 0.2, 32 * MIB - 1)
-    assert list(figures.down) == [64 * KIB]  # 16 copies of 1 MiB, both ways, are 32 MiB
-    assert figures.both.amount == 2 * 32 * 64 * KIB
+    figures = measure_links(device, store, (64 * KIB, MIB, 16 * MIB), 0.2, 2 * MIB - 1)
+    assert list(figures.down) == [64 * KIB]  # one copy of 1 MiB, both ways, is 2 MiB
+    assert figures.both.amount == 2 * 15 * 64 * KIB  # 15 x 64 KiB are less than 1 MiB
     assert store.used_bytes == 0
     store.close()
 

@@ -20,8 +20,10 @@ from ebbtide.memory.host_memory import allocate_by_torch, map_exactly
 from ebbtide.stores.store import AbstractStore, Slot
 from ebbtide.units import format_size
 
-_QUEUED_BYTES = 16 * 2**20  # small copies are queued one behind the other up to this,
-_MOST_QUEUED = 32  # or up to this number
+# Copies are queued one behind the other up to so many bytes, by whether the device is the CPU: fast
+# links need many, or what the host does for each counts, too.
+_QUEUED_BYTES = {True: 16 * 2**20, False: 128 * 2**20}
+_MOST_QUEUED = 32
 
 
 @final
@@ -81,18 +83,18 @@ def measure_links(
     last: _Copies | None = None
     for number, size_bytes in enumerate(sizes_bytes):
         left_s = budget_s - (time.perf_counter() - begin_s)
-        copies = _Copies(device, store, size_bytes)
+        copies = _Copies(device, store, size_bytes, room_bytes // 2)
         # Both ways at once needs twice the bytes. A slow link gets no larger copies than it can
         # move in the time that is left: two rounds of each way, and two of both.
         too_slow = last is not None and 8 * copies.total_bytes > left_s * last.slowest_per_s
         if last is not None and (too_slow or 2 * copies.total_bytes > room_bytes):
             break
+        if last is not None:
+            last.drop()
         share_s = left_s / (len(sizes_bytes) - number + 1) / 2
         down[size_bytes] = sample(copies.total_bytes, copies.offload, share_s)
         up[size_bytes] = sample(copies.total_bytes, copies.reload, share_s)
         copies.slowest_per_s = min(down[size_bytes].best_per_s, up[size_bytes].best_per_s)
-        if last is not None:
-            last.drop()
         last = copies
     assert last is not None
     left_s = budget_s - (time.perf_counter() - begin_s)
@@ -105,10 +107,12 @@ def measure_links(
 class _Copies:
     """Equal copies of one size, queued one behind the other."""
 
-    def __init__(self, device: AbstractDevice, store: AbstractStore, size_bytes: int) -> None:
+    def __init__(
+        self, device: AbstractDevice, store: AbstractStore, size_bytes: int, room_bytes: int
+    ) -> None:
         self.size_bytes = size_bytes
-        self.count = max(1, min(_MOST_QUEUED, _QUEUED_BYTES // size_bytes))
-        self.total_bytes = self.count * size_bytes
+        queued_bytes = min(_QUEUED_BYTES[device.computes_on_host], room_bytes)
+        self.total_bytes = max(1, min(_MOST_QUEUED, queued_bytes // size_bytes)) * size_bytes
         self.slowest_per_s = 0.0
         self._device = device
         self._store = store
