@@ -20,8 +20,8 @@ from ebbtide.hooks.layers import (
     LayerTracker,
     ModuleHook,
     match_layers,
-    warn_of_one_region,
 )
+from ebbtide.hooks.recompute import replace_forwards
 from ebbtide.inspection import Inspection
 from ebbtide.interface.arguments import (
     check_activations,
@@ -30,8 +30,10 @@ from ebbtide.interface.arguments import (
     check_weights,
     parse_device,
     refuse,
+    refuse_recomputing,
 )
 from ebbtide.interface.display import brief, count, few, html_table, labelled
+from ebbtide.layers.checks import check_layer_counts, check_regions
 from ebbtide.layers.search import find_layers
 from ebbtide.policy import ActivationPolicy, WeightPolicy
 from ebbtide.schedule import Schedule
@@ -209,16 +211,15 @@ def offload(
             f"its forward with ebbtide.wrap_forward_with_offload(model.forward, device=...)"
         )
     found = find_layers(model) if layers is None else match_layers(model, layers)
-    _check_layer_counts(policy, found)
+    check_layer_counts(policy, found)
     _check_schedule(schedule, policy, found)
-    one_region = _is_one_region(model)
-    if one_region:
-        warn_of_one_region()
+    one_region = check_regions(model, policy)
     mode = None if schedule is None else ScheduleMode(schedule)
     engine = Engine([model], policy, store, host_budget=host_budget, traced=trace, mode=mode)
     resting = None if weights is None else engine.offload_weights(model, found, weights)
     engine.placement.num_calls = found.num_calls
-    tracker = LayerTracker(found, policy.num_layers, engine)
+    replace = replace_forwards(engine.find_recomputing) if policy.recomputes else None
+    tracker = LayerTracker(found, policy.num_layers, engine, replace)
     wrapped = OffloadedForward(model.forward, engine.hooks, tracker, resting)
     tracker.attach(model)
     tracker.warned = one_region
@@ -275,6 +276,7 @@ def wrap_forward_with_offload(
             "a wrapped forward has no layers to count; use ebbtide.offload(model, "
             "activations=ActivationPolicy(num_layers=..., keep_last=...))"
         )
+    refuse_recomputing(policy, "a wrapped forward has no layers to recompute")
     if isinstance(forward, OffloadedForward):
         raise PolicyError("this forward is wrapped already; wrap the original one, once")
     modules = list(_modules_of(forward))
@@ -302,33 +304,6 @@ def refuse_second_offload(model: nn.Module) -> None:
             )
 
 
-def _is_one_region(model: nn.Module) -> bool:
-    """Whether the whole model is compiled, by any of torch's three ways."""
-    return (
-        hasattr(model, "_orig_mod")
-        or hasattr(model.forward, "_torchdynamo_orig_callable")
-        or model._compiled_call_impl is not None
-    )
-
-
-def _check_layer_counts(policy: ActivationPolicy, layers: LayerModules) -> None:
-    if not policy.counts_layers:
-        return
-    if not layers.modules:
-        raise PolicyError(
-            "the policy counts layers, and the model has no repeated blocks; name "
-            "its layers, such as layers=[model.encoder, model.decoder]"
-        )
-    for name, wanted in (("num_layers", policy.num_layers), ("keep_last", policy.keep_last)):
-        if wanted is not None and layers.num_calls is not None and wanted > layers.num_calls:
-            raise PolicyError(
-                f"{name}={wanted} is out of range: the model has {layers.num_calls} layers "
-                f"({', '.join(layers.names[:3])}{', ...' if len(layers.names) > 3 else ''}); if "
-                f"they are called more than once in a forward, each call is a layer: name them, "
-                f"layers={layers.names[:2]}"
-            )
-
-
 def _check_schedule(
     schedule: Schedule | None, policy: ActivationPolicy, layers: LayerModules
 ) -> None:
@@ -340,6 +315,7 @@ def _check_schedule(
             f"ebbtide.Schedule.parse(text)"
         )
     schedule.check()
+    refuse_recomputing(policy, "a schedule says which layers leave the device")
     if policy.counts_layers:
         raise PolicyError(
             "a schedule already says which layers leave the device; remove num_layers, keep_last "

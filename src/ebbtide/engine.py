@@ -6,7 +6,7 @@ import contextlib
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, final
 
 import torch
@@ -31,6 +31,8 @@ from ebbtide.inspection import Inspection, inspect
 from ebbtide.interface.display import count
 from ebbtide.memory.freed_memory import describe
 from ebbtide.policy import ActivationPolicy, WeightPolicy
+from ebbtide.recomputation.call import Recomputing, find_recomputing
+from ebbtide.recomputation.recomputations import Recomputations
 from ebbtide.schedule import Action, Direction, Schedule, Unit
 from ebbtide.stores.build import build_store, parse_store
 from ebbtide.tracing.trace import Trace
@@ -165,6 +167,7 @@ class Engine:
         moved = {
             "kept": last.kept_bytes,
             "rebuilt": last.rebuilt_bytes,
+            "recomputed": last.recomputed_bytes,
             "offloaded": last.offloaded_bytes,
             "of weights reloaded": last.weight_reload_bytes,
         }
@@ -181,7 +184,7 @@ class Engine:
         """Report each storage's fate in the last step, and what is in flight now."""
         self._leave_to_parent()
         weights = None if self.weights is None else self.weights.weights
-        return inspect(self.activations, weights)
+        return inspect(self.activations, weights, self._recomputations.calls)
 
     def hooks(self, *, interrupted: bool = False) -> SavedTensorHooks:
         """Return the saved-tensor hooks for a forward that begins now.
@@ -265,6 +268,13 @@ class Engine:
         else:
             unit = Unit(layer.index, self._microbatch)
             self._units.append(self._begin_layer(layer, *self.executor.begin_unit(unit)))
+
+    def find_recomputing(self, find_layer: Callable[[], Layer | None]) -> Recomputing | None:
+        """Say whether the call of a layer that begins now is recomputed; `None` if it is not."""
+        layer = find_layer()
+        if layer is None or not self.placement.recomputes(layer):
+            return None
+        return find_recomputing(layer, self._hooks, self._recomputations)
 
     def end_layer(self, layer: Layer, output: Any) -> None:
         """Note that a layer's forward has ended."""
@@ -397,6 +407,7 @@ class Engine:
             traced=self._traced,
         )
         self.activations = Activations(self.transfers)
+        self._recomputations = Recomputations(self.activations)
         self.executor = None
         if self.mode is not None:
             self.executor = ScheduleExecutor(self.mode, self.activations)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -10,6 +10,7 @@ from ebbtide.activations.activations import Activations
 from ebbtide.activations.records import StorageRecord
 from ebbtide.devices.device import Origin
 from ebbtide.interface.display import html_text
+from ebbtide.recomputation.recomputations import RecomputedLayer, recomputed_lines
 from ebbtide.transfers.layer import Layer
 from ebbtide.units import format_size
 from ebbtide.weights.abstract_weights import AbstractWeights
@@ -139,29 +140,38 @@ class Inspection:
         storages: storages of the last finished step, in the order in which they were first saved.
         parameters: the offloaded parameters, in model order.
         in_flight: what is held or copied now.
+        recomputed: the recomputed layers of the last finished step, in the order of their calls.
     """
 
     storages: tuple[InspectedStorage, ...]
     parameters: tuple[InspectedParameter, ...]
     in_flight: InFlight
+    recomputed: tuple[RecomputedLayer, ...] = ()
 
     def _repr_html_(self) -> str:
         return html_text(str(self))
 
     def __str__(self) -> str:
         lines = [*_storage_lines(self.storages), ""]
+        if self.recomputed:
+            lines += [*recomputed_lines(self.recomputed), ""]
         if self.parameters:
             lines += [*_parameter_lines(self.parameters), ""]
         lines += _in_flight_lines(self.in_flight)
         return "\n".join(line.rstrip() for line in lines)
 
 
-def inspect(activations: Activations, weights: AbstractWeights | None = None) -> Inspection:
+def inspect(
+    activations: Activations,
+    weights: AbstractWeights | None = None,
+    recomputed: Callable[[], Iterable[RecomputedLayer]] = tuple,
+) -> Inspection:
     """Report what is offloaded from a model.
 
     Args:
         activations: the model's activations.
         weights: the model's offloaded weights, if any.
+        recomputed: returns the recomputed layers of the last finished step.
 
     Returns:
         The report on the last finished step. If steps are traced, its times are the device's, and
@@ -171,7 +181,8 @@ def inspect(activations: Activations, weights: AbstractWeights | None = None) ->
     transfers.settle()
     origin = transfers.account.last_origin
     storages = tuple(_inspect_storage(record, origin) for record in activations.saved())
-    return Inspection(storages, _inspect_parameters(weights), _look_at_flight(activations, weights))
+    in_flight = _look_at_flight(activations, weights)
+    return Inspection(storages, _inspect_parameters(weights), in_flight, tuple(recomputed()))
 
 
 def _inspect_storage(record: StorageRecord, origin: Origin | None) -> InspectedStorage:

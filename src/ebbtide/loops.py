@@ -22,6 +22,7 @@ from ebbtide.interface.arguments import (
     parse_device,
     parse_number,
     refuse,
+    refuse_recomputing,
 )
 from ebbtide.interface.display import brief, count, html_table, labelled
 from ebbtide.policy import ActivationPolicy
@@ -95,6 +96,7 @@ class OffloadSession:
         check_trace(trace)
         chosen, by_hand = _choose_schedule(num_layers, model_layers, schedule)
         policy = ActivationPolicy() if activations is None else activations
+        refuse_recomputing(policy, "a session has no modules to run again")
         if policy.counts_layers:
             raise PolicyError(
                 "num_layers and keep_last of the policy count layers of a model, and so does "

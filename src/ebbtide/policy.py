@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 from ebbtide.errors import PolicyError
 from ebbtide.units import parse_size_bytes
 
 DEFAULT_MIN_BYTES = 2**20
+_MODES = ("offload", "recompute", "recompute+offload")
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,11 @@ class ActivationPolicy:
             offloaded; backward runs the operation again, which gives the same bits. Masks, and on a
             CPU indices, are packed before they are offloaded. With ``num_layers=0`` nothing is
             offloaded, and rebuilding is all that happens.
+        mode: what is done with the layers that `num_layers`, `keep_last` and `fraction` choose.
+            ``"offload"`` offloads what they save. ``"recompute"`` keeps only their inputs, on the
+            device: backward runs their forward again (`torch.utils.checkpoint`), and nothing is
+            offloaded. ``"recompute+offload"`` recomputes them in the same way and offloads their
+            inputs.
 
     Raises:
         PolicyError: a value is out of range.
@@ -48,6 +55,7 @@ class ActivationPolicy:
     fraction: float = 1.0
     max_inflight_bytes: int | str | None = None
     rebuild: bool = True
+    mode: Literal["offload", "recompute", "recompute+offload"] = "offload"
 
     def __post_init__(self) -> None:
         if self.num_layers is not None:
@@ -56,6 +64,9 @@ class ActivationPolicy:
         _check_fraction(self.fraction)
         if not isinstance(self.rebuild, bool):
             raise PolicyError(f"rebuild must be True or False, got {self.rebuild!r}")
+        if self.mode not in _MODES:
+            modes = ", ".join(f'"{mode}"' for mode in _MODES)
+            raise PolicyError(f"mode must be one of {modes}, got {self.mode!r}")
         for name in ("min_bytes", "max_inflight_bytes"):
             value = getattr(self, name)
             if value is not None or name == "min_bytes":
@@ -65,6 +76,16 @@ class ActivationPolicy:
     def counts_layers(self) -> bool:
         """Whether the policy selects layers, rather than everything that is large enough."""
         return self.num_layers is not None or self.keep_last > 0 or self.fraction < 1
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether backward runs the forwards of the chosen layers again."""
+        return self.mode != "offload"
+
+    @property
+    def offloads(self) -> bool:
+        """Whether saved tensors are offloaded at all."""
+        return self.mode != "recompute"
 
     def chooses(self, index: int) -> bool:
         """Return whether ``fraction`` selects the layer with this index."""

@@ -25,6 +25,7 @@ CHAIN = [
     ["stores"],
     ["transfers"],
     ["activations"],
+    ["recomputation"],
     ["weights", "execution"],
     ["optimizers"],
     ["hooks"],

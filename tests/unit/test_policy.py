@@ -20,6 +20,7 @@ def test_defaults() -> None:
         "fraction": 1.0,
         "max_inflight_bytes": None,
         "rebuild": True,
+        "mode": "offload",
     }
 
 

@@ -431,8 +431,10 @@ class Activations:
             hold = died.popleft()
             awaited.discard(hold)
             if not isinstance(hold, RecordHold):
-                assert isinstance(hold, SmallHold)
-                self.scopes.forget(hold.tally)
+                if isinstance(hold, SmallHold):
+                    self.scopes.forget(hold.tally)
+                else:
+                    hold.note_death()
                 continue
             try:
                 record = hold.record

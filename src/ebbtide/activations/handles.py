@@ -42,6 +42,9 @@ class Hold(weakref.ref[Any]):
 
     __slots__ = ()
 
+    def note_death(self) -> None:
+        """Note that the object has died. Called with the lock held."""
+
 
 @final
 class Deaths:
@@ -163,7 +166,12 @@ def are_hooked() -> bool:
     enabled: bool = torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
     if hooks is None or not enabled:
         return False
-    return hooks[1] is restore or hooks[0].__module__ == "torch.utils.checkpoint"
+    return hooks[1] is restore or is_of_checkpoint(hooks[0])
+
+
+def is_of_checkpoint(pack: Any) -> bool:
+    """Whether a pack hook belongs to a checkpoint, the user's or that of a recomputed layer."""
+    return pack.__module__ in ("torch.utils.checkpoint", "ebbtide.recomputation.call")
 
 
 class AbstractAway(AbstractSaved):

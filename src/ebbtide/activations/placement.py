@@ -77,8 +77,18 @@ class Placement:
             layer: the layer; None for what is saved outside layers.
         """
         policy = self._policy
+        if not policy.offloads:
+            return False
         if layer is None:
             return policy.num_layers is None and policy.fraction == 1 and not self._layers_only
+        return self._chooses(layer)
+
+    def recomputes(self, layer: Layer) -> bool:
+        """Whether only the inputs of a layer are saved, and backward runs its forward again."""
+        return self._policy.recomputes and self._chooses(layer)
+
+    def _chooses(self, layer: Layer) -> bool:
+        policy = self._policy
         if policy.num_layers is not None and layer.index >= policy.num_layers:
             return False
         last = self.num_calls is not None and layer.index >= self.num_calls - policy.keep_last

@@ -47,6 +47,7 @@ class Advice:
             return
         self._has_looked = True
         left = meter.offloaded_bytes + meter.rebuilt_bytes + meter.packed_bytes
+        left += meter.recomputed_bytes
         if left or not self._placement.wants_any:
             return
         if meter.parameter_bytes == meter.saved_bytes:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ebbtide.activations.handles import restore
+from ebbtide.activations.handles import is_of_checkpoint, restore
 from ebbtide.errors import PolicyError
 from ebbtide.interface.warning import warn_user
 
@@ -34,7 +34,7 @@ def hooks_are_wanted() -> bool:
         return False
     hooks = _AUTOGRAD._top_saved_tensors_default_hooks(True)
     if hooks is not None and hooks[1] is not restore:
-        if hooks[0].__module__ != "torch.utils.checkpoint":
+        if not is_of_checkpoint(hooks[0]):
             _warn_of_other_hooks(hooks[0])
         return False
     return not is_traced()

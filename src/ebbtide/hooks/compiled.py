@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable
-from typing import Any, final
+from typing import Any, Protocol, final
 
 import torch
 from torch import nn
@@ -27,6 +27,19 @@ is_traced = torch.compiler.is_compiling
 
 Register = Callable[[nn.Module], list[RemovableHandle]]
 """Registers a layer's two hooks on a module."""
+
+
+class Replacement(Protocol):
+    """A callable that stands in the place of a forward."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    def restore(self) -> None:
+        """Give the module its own forward back."""
+
+
+Replace = Callable[[nn.Module, Callable[..., Any]], Replacement]
+"""Makes the replacement of a module's forward, given the module and its forward."""
 
 
 def compiler_is_loaded() -> bool:
@@ -60,6 +73,7 @@ class CompiledCall:
         compiled: the module's ``_compiled_call_impl``.
         begin: called before it with the positional arguments.
         end: called after it with the output; with None if it raised.
+        run: called in the place of ``compiled`` where nothing is traced.
     """
 
     def __init__(
@@ -67,8 +81,10 @@ class CompiledCall:
         compiled: Callable[..., Any],
         begin: Callable[[Any], None],
         end: Callable[[Any], None],
+        run: Callable[..., Any],
     ) -> None:
         self.compiled = compiled
+        self._run = run
         self._begin = begin
         self._end = end
 
@@ -78,7 +94,7 @@ class CompiledCall:
         output = None
         self._begin(args)
         try:
-            output = self.compiled(*args, **kwargs)
+            output = self._run(*args, **kwargs)
         finally:
             self._end(output)
         return output
@@ -95,6 +111,7 @@ class HookedLayer:
         register: registers the layer's hooks on a module.
         begin: begins the layer, for `CompiledCall`.
         end: ends it.
+        replace: makes a replacement of the layer's forward; None if that stays as it is.
     """
 
     def __init__(
@@ -105,7 +122,10 @@ class HookedLayer:
         register: Register,
         begin: Callable[[Any], None],
         end: Callable[[Any], None],
+        replace: Replace | None,
     ) -> None:
+        self._replace = replace
+        self._replaced: Replacement | None = None
         self._parent = parent
         self._key = key
         self._module = module
@@ -128,15 +148,22 @@ class HookedLayer:
             if self._hooked is not module:
                 self.remove()
                 self._hooked, self._handles = module, self._register(module)
+                if self._replace is not None:
+                    self._replaced = self._replace(module, module.forward)
+                    module.__dict__["forward"] = self._replaced
         elif not isinstance(call, CompiledCall):
             self.remove()
-            module._compiled_call_impl = CompiledCall(call, self._begin, self._end)
+            run = call if self._replace is None else self._replace(module, call)
+            module._compiled_call_impl = CompiledCall(call, self._begin, self._end, run)
             self._hooked = None
 
     def remove(self) -> None:
-        """Remove the hooks."""
+        """Remove the hooks, and the replacement of the forward."""
         while self._handles:
             self._handles.pop().remove()
+        if self._replaced is not None:
+            self._replaced.restore()
+            self._replaced = None
         call = self._module._compiled_call_impl
         if isinstance(call, CompiledCall):
             self._module._compiled_call_impl = call.compiled

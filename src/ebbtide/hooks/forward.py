@@ -217,8 +217,8 @@ class OffloadedForward:
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         owner = getattr(self._forward, "__self__", None)
         if isinstance(owner, nn.Module):
-            return _plain_forward, (owner,)
-        return _itself, (self._forward,)
+            return plain_forward, (owner,)
+        return itself, (self._forward,)
 
 
 def _running_calls() -> set[int]:
@@ -246,9 +246,11 @@ skip_in_compiler(OffloadedForward._end)
 skip_in_compiler(ModuleHook.__call__)
 
 
-def _plain_forward(module: nn.Module) -> Callable[..., Any]:
+def plain_forward(module: nn.Module) -> Callable[..., Any]:
+    """Return the forward of a module's class; what a pickled replacement of it becomes."""
     return types.MethodType(type(module).forward, module)
 
 
-def _itself(forward: Callable[..., Any]) -> Callable[..., Any]:
+def itself(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a forward; what a pickled replacement of it becomes."""
     return forward

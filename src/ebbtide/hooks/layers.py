@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ebbtide.errors import PolicyError
-from ebbtide.hooks.compiled import HookedLayer, compiler_is_loaded, is_traced
+from ebbtide.hooks.compiled import HookedLayer, Replacement, compiler_is_loaded, is_traced
 from ebbtide.interface.arguments import check_layers, refuse
 from ebbtide.interface.warning import warn_user
 from ebbtide.transfers.layer import Layer
@@ -123,8 +123,14 @@ def _matches(name: str, pattern: str) -> bool:
     return len(parts) == len(patterns) and all(map(fnmatch.fnmatchcase, parts, patterns))
 
 
-def warn_of_one_region() -> None:
+def warn_of_one_region(*, recomputes: bool = False) -> None:
     """Warn of a model compiled as one region, whose backward first unpacks all its tensors."""
+    if recomputes:
+        warn_user(
+            "the whole model is compiled as one region, in which no layer is recomputed. Compile "
+            "its layers one by one instead, and offload the model that holds them"
+        )
+        return
     warn_user(
         "the whole model is compiled as one region, whose backward needs all its saved tensors "
         "at once: offloading saves memory in forward only, not at the peak. Compile its "
@@ -181,6 +187,22 @@ class LayerListener(Protocol):
         """Called when a layer's forward has returned ``output``, which is None if it raised."""
 
 
+class ReplaceForward(Protocol):
+    """Makes the replacement of a layer's forward."""
+
+    def __call__(
+        self, find_layer: Callable[[], Layer | None], module: nn.Module, forward: Any
+    ) -> Replacement:
+        """Make it.
+
+        Args:
+            find_layer: returns the call of the layer that has just begun; None where the call is
+                not counted.
+            module: the module.
+            forward: its forward.
+        """
+
+
 @final
 class LayerTracker:
     """Numbers the layers of each forward.
@@ -189,12 +211,21 @@ class LayerTracker:
         layers: the modules whose calls are layers.
         wanted: number of layers that the policy offloads; None if the policy does not count layers.
         told: notified when forwards and layers begin and end.
+        replace: replaces the layers' forwards; None if they stay as they are.
 
     Attributes:
         warned: whether the user knows that the model is compiled as one region.
     """
 
-    def __init__(self, layers: LayerModules, wanted: int | None, told: LayerListener) -> None:
+    def __init__(
+        self,
+        layers: LayerModules,
+        wanted: int | None,
+        told: LayerListener,
+        replace: ReplaceForward | None = None,
+    ) -> None:
+        self._replace = replace
+        self._entered: Layer | None = None  # the last one whose replaced forward was called
         self._layers = layers
         self._wanted = wanted or 0
         self._told = told
@@ -206,6 +237,7 @@ class LayerTracker:
         self.warned = False
         self._called: list[str] = []  # name of each layer of this forward
         self._order: list[str] = []  # and of the last one that was completed
+        self._lost: set[str] = set()  # layers of which the user knows that they are not recomputed
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -228,7 +260,12 @@ class LayerTracker:
             parent = parents.get((id(module), name))
             register = functools.partial(self._register, begin)
             key = name.rpartition(".")[2]
-            self._hooked.append(HookedLayer(parent, key, module, register, begin, self._end_layer))
+            replace = None
+            if self._replace is not None:
+                find = functools.partial(self._find_begun, name)
+                replace = functools.partial(self._replace, find)
+            end = self._end_layer
+            self._hooked.append(HookedLayer(parent, key, module, register, begin, end, replace))
 
     def detach(self) -> None:
         while self._hooked:
@@ -270,7 +307,7 @@ class LayerTracker:
         self._order = self._called
         if not self._next and self._hooked and compiler_is_loaded() and not self.warned:
             self.warned = True
-            warn_of_one_region()
+            warn_of_one_region(recomputes=self._replace is not None)
         wanted = self._wanted
         if wanted > self._next and self._num_calls != self._next:
             warn_user(
@@ -290,7 +327,25 @@ class LayerTracker:
 
     def _end_layer(self, output: Any) -> None:
         if self._counts() and self._open:
-            self._told.end_layer(self._open.pop(), output)
+            layer = self._open.pop()
+            self._told.end_layer(layer, output)
+            if self._replace is not None and output is not None and self._entered != layer:
+                self._warn_of_lost_forward(layer)
+
+    def _find_begun(self, name: str) -> Layer | None:
+        """Return the layer whose forward is called now, if its module has this name."""
+        if not self._counts() or not self._open or self._open[-1].name != name:
+            return None
+        self._entered = self._open[-1]
+        return self._entered
+
+    def _warn_of_lost_forward(self, layer: Layer) -> None:
+        if layer.name not in self._lost:
+            self._lost.add(layer.name)
+            warn_user(
+                f"layer {layer.name} is not recomputed, because other code has replaced its "
+                f"forward after ebbtide.offload; call ebbtide.offload after that code"
+            )
 
     def _counts(self) -> bool:
         """Whether this call belongs to the forward, rather than recomputing a checkpointed layer.

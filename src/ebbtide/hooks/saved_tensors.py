@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import final
 
 import torch
@@ -28,6 +28,7 @@ from ebbtide.hooks.compiled import skip_in_compiler
 from ebbtide.hooks.unsharded import UnshardedParameters
 from ebbtide.tensors.memory_parts import parts_of
 from ebbtide.tensors.packing import PACKED, find_packing
+from ebbtide.transfers.prefetch import ForwardLog
 
 PackWeight = Callable[[torch.Tensor, torch.Tensor], Saved | None]
 """Returns the handle of a saved tensor that is a view, or a cast, of an offloaded weight."""
@@ -171,6 +172,53 @@ class SavedTensorHooks:
         if self._finder is not None and tensor.grad_fn is not None:
             self._finder.note(tensor, saved)  # other tensors may be rebuilt from it
         return saved
+
+    @property
+    def device(self) -> torch.device:
+        """The device that the model computes on."""
+        return self._device
+
+    @property
+    def log(self) -> ForwardLog:
+        """The log of the forward that runs."""
+        return self._activations.scopes.current.forward
+
+    def are_on_top(self) -> bool:
+        """Whether what autograd saves now is packed by these hooks."""
+        if not hooks_are_wanted() or not self.running:
+            return False
+        top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        return top is not None and bool(top[0] == self.pack)
+
+    def look_at(
+        self, tensor: torch.Tensor
+    ) -> Iterator[tuple[torch.UntypedStorage, StorageRecord | None]]:
+        """Count a tensor that is saved inside a recomputed layer, and yield its storages.
+
+        Parameters, and small inputs of the layer, are counted and not yielded.
+
+        Yields:
+            A storage, and its record. It has one if it is an input of the layer.
+        """
+        meter, small = self._account.meter, self._activations.scopes.current.small.tally.pointers
+        for part in parts_of(tensor):
+            meter.num_saved += 1
+            try:
+                storage, pointer, size_bytes = part.untyped_storage(), part.data_ptr(), part.nbytes
+            except (RuntimeError, NotImplementedError):  # it has no memory of its own
+                continue
+            meter.saved_bytes += size_bytes
+            whole = part if part._base is None else part._base
+            if self._is_parameter(part, whole, storage.data_ptr()):
+                meter.parameter_bytes += size_bytes
+            elif pointer and part.device == self._device and whole.data_ptr() not in small:
+                yield storage, self._activations.find(storage._cdata, part._version)
+
+    def _is_parameter(self, tensor: torch.Tensor, whole: torch.Tensor, begin: int) -> bool:
+        if self.pack_weight is not None and self.pack_weight(tensor, whole) is not None:
+            return True
+        owns = self._parameters.owns
+        return owns(tensor, whole.data_ptr()) or owns(tensor, begin)
 
     def _pack_large(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> Saved:
         """Share the record of a storage, or place the storage and make one."""

@@ -23,7 +23,12 @@ from ebbtide.errors import PolicyError, ScheduleError
 from ebbtide.execution.executor import ScheduleMode
 from ebbtide.hooks.layers import LayerModules
 from ebbtide.hooks.weights import WeightHooks
-from ebbtide.interface.arguments import check_activations, check_trace, check_weights
+from ebbtide.interface.arguments import (
+    check_activations,
+    check_trace,
+    check_weights,
+    refuse_recomputing,
+)
 from ebbtide.layers.search import find_layers
 from ebbtide.policy import ActivationPolicy, WeightPolicy
 from ebbtide.schedule import Direction, Schedule, Unit, from_pipeline
@@ -89,6 +94,7 @@ def offload_stages(
     check_weights(weights)
     check_trace(trace)
     policy = ActivationPolicy() if activations is None else activations
+    refuse_recomputing(policy, "the stages of a pipeline follow a schedule")
     if policy.counts_layers:
         raise PolicyError(
             "num_layers, keep_last and fraction of the policy for activations count layers of a "

@@ -170,3 +170,16 @@ def _describe(got: object) -> str:
         return repr(got)
     kind = type(got).__name__
     return f"{'an' if kind[0] in 'AEIOUaeiou' else 'a'} {kind}"
+
+
+def refuse_recomputing(policy: ActivationPolicy, why: str) -> None:
+    """Check that a policy recomputes no layers.
+
+    Raises:
+        PolicyError: it does.
+    """
+    if policy.recomputes:
+        raise PolicyError(
+            f'mode="{policy.mode}" is only for ebbtide.offload(model) without a schedule, because '
+            f"{why}; leave mode out, or use torch.utils.checkpoint inside the layers"
+        )

@@ -15,7 +15,7 @@ class TraceEvent:
 
     Attributes:
         what: type of event: ``"forward"``, ``"backward"``, ``"offload"``, ``"release"``,
-            ``"reload"``, ``"wait"`` or ``"rebuild"``.
+            ``"reload"``, ``"wait"``, ``"rebuild"`` or ``"recompute"``.
         lane: lane that did the work: ``"compute"``, ``"d2h"``, ``"h2d"``, ``"disk"`` or
             ``"cpu_optimizer"``.
         begin_s: begin of the event, in seconds since the step began.

@@ -19,6 +19,7 @@ _COLOURS = {
     "forward": "#56B4E9",
     "backward": "#0072B2",
     "rebuild": "#CC79A7",
+    "recompute": "#F0E442",
     "wait": "#D55E00",
     "offload": "#E69F00",
     "reload": "#009E73",

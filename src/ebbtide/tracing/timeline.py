@@ -23,6 +23,7 @@ _SIGNS = {
     "forward": ">)",
     "backward": "<(",
     "rebuild": "+x",
+    "recompute": "*o",
     "wait": "~-",
     "offload": "vu",
     "reload": "^n",

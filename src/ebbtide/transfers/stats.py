@@ -22,7 +22,7 @@ class StepStats:
         saved_bytes: bytes that would move if each saved tensor were copied by itself; a storage
             that several saved tensors share counts several times.
         unique_bytes: bytes of the saved storages, each counted once, without parameters: kept_bytes
-            + offloaded_bytes + rebuilt_bytes + packed_bytes.
+            + offloaded_bytes + rebuilt_bytes + packed_bytes + recomputed_bytes.
         parameter_bytes: bytes of saved tensors that are a parameter or buffer, a view of one or its
             cast copy; in a pipeline also the input of a stage, which the stage keeps in any case.
         kept_bytes: unique bytes that stayed on the device.
@@ -30,6 +30,8 @@ class StepStats:
         reloaded_bytes: bytes copied back to the device.
         rebuilt_bytes: unique bytes that were neither kept nor offloaded; backward computes them
             again.
+        recomputed_bytes: unique bytes that were neither kept nor offloaded, because backward runs
+            the forward of their layer again. The layer's inputs are not among them.
         packed_bytes: unique bytes that packing saved before the offload, such as seven eighths of a
             mask.
         weight_reload_bytes: bytes of offloaded weights copied to the device, for forward and for
@@ -56,6 +58,7 @@ class StepStats:
     offloaded_bytes: int = 0
     reloaded_bytes: int = 0
     rebuilt_bytes: int = 0
+    recomputed_bytes: int = 0
     packed_bytes: int = 0
     weight_reload_bytes: int = 0
     gradient_bytes: int = 0
@@ -96,6 +99,7 @@ _WORDS: Final = {
     "offloaded_bytes": "were copied to a lower tier",
     "reloaded_bytes": "came back for backward",
     "rebuilt_bytes": "were computed again in backward instead",
+    "recomputed_bytes": "are of layers whose forward ran again in backward",
     "packed_bytes": "were left out by packing masks and indices",
     "weight_reload_bytes": "weights copied to the device",
     "gradient_bytes": "gradients of offloaded weights copied to the host",
@@ -134,6 +138,7 @@ class StepMeter:
         self.offloaded_bytes = 0
         self.reloaded_bytes = 0
         self.rebuilt_bytes = 0
+        self.recomputed_bytes = 0
         self.packed_bytes = 0
         self.weight_reload_bytes = 0
         self.gradient_bytes = 0
@@ -149,7 +154,13 @@ class StepMeter:
     def freeze(self) -> StepStats:
         """Return the statistics. The host waits until the device has finished the step."""
         late_s = [(event.since(before), is_reload) for before, event, is_reload in self.waits]
-        unique = (self.kept_bytes, self.offloaded_bytes, self.rebuilt_bytes, self.packed_bytes)
+        unique = (
+            self.kept_bytes,
+            self.offloaded_bytes,
+            self.rebuilt_bytes,
+            self.packed_bytes,
+            self.recomputed_bytes,
+        )
         return StepStats(
             **{name: getattr(self, name) for name in _COUNTED},
             unique_bytes=sum(unique),

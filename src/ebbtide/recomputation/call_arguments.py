@@ -1,0 +1,94 @@
+"""Separates the tensors among a call's arguments from the rest, so that they can be saved."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, NamedTuple, final
+
+from torch import Tensor
+
+from ebbtide.errors import PolicyError
+
+
+class _Place(NamedTuple):
+    """Stands for a tensor among the arguments: its place in the list of tensors."""
+
+    place: int
+
+
+@final
+class Arguments:
+    """The arguments of one call: its tensors, and what is needed to make the same call again.
+
+    Tensors are found in tuples, named tuples, lists and dicts, nested or not. These containers are
+    copied, so it does no harm if the call changes them. All other objects are passed to the second
+    call as they are. A tensor that occurs twice is listed once, and the second call gets one tensor
+    for both, because some modules ask whether two arguments are the same object.
+
+    Args:
+        args: the positional arguments.
+        kwargs: the keyword arguments.
+        where: names the module in errors.
+
+    Attributes:
+        tensors: the tensors. The caller takes the list, so that they are not held twice.
+
+    Raises:
+        PolicyError: an argument is a cache that the call extends, and would extend twice.
+    """
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], where: str) -> None:
+        self.tensors: list[Tensor] = []
+        self._where = where
+        places: dict[int, _Place] = {}
+        self._args = self._take_apart(args, places)
+        self._kwargs = self._take_apart(kwargs, places)
+
+    def take_tensors(self) -> list[Tensor]:
+        """Return the tensors and forget them."""
+        tensors, self.tensors = self.tensors, []
+        return tensors
+
+    def put_together(self, tensors: tuple[Tensor, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments, with other tensors in the places of those that were taken."""
+        return _put_together(self._args, tensors), _put_together(self._kwargs, tensors)
+
+    def _take_apart(self, value: Any, places: dict[int, _Place]) -> Any:
+        if isinstance(value, Tensor):
+            place = places.get(id(value))
+            if place is None:
+                place = places[id(value)] = _Place(len(self.tensors))
+                self.tensors.append(value)
+            return place
+        kind = type(value)
+        if kind is dict:
+            return {key: self._take_apart(each, places) for key, each in value.items()}
+        if kind is list or kind is tuple:
+            return kind([self._take_apart(each, places) for each in value])
+        if isinstance(value, tuple) and hasattr(kind, "_fields"):
+            return kind(*[self._take_apart(each, places) for each in value])
+        self._refuse_cache(value)
+        return value
+
+    def _refuse_cache(self, value: Any) -> None:
+        caches = sys.modules.get("transformers.cache_utils")
+        if caches is not None and isinstance(value, caches.Cache):
+            raise PolicyError(
+                f"{self._where} is recomputed in backward, and would extend the "
+                f"{type(value).__name__} that it was called with a second time; a cache is of no "
+                f"use in training: call the model with use_cache=False, or set "
+                f"model.config.use_cache = False"
+            )
+
+
+def _put_together(value: Any, tensors: tuple[Tensor, ...]) -> Any:
+    kind = type(value)
+    if kind is _Place:
+        return tensors[value.place]
+    if kind is dict:
+        return {key: _put_together(each, tensors) for key, each in value.items()}
+    if kind is list or kind is tuple:
+        return kind([_put_together(each, tensors) for each in value])
+    if isinstance(value, tuple) and hasattr(kind, "_fields"):
+        return kind(*[_put_together(each, tensors) for each in value])
+    return value

@@ -1,0 +1,141 @@
+"""Counts what recomputed layers do not save, and what their recomputation holds in backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import final
+
+from ebbtide.activations.activations import Activations
+from ebbtide.activations.handles import Hold
+from ebbtide.devices.device import AbstractEvent
+from ebbtide.transfers.account import Account
+from ebbtide.transfers.layer import Layer
+from ebbtide.transfers.prefetch import ForwardLog
+from ebbtide.transfers.recorder import Subject
+from ebbtide.transfers.transfers import Transfers
+from ebbtide.units import format_size
+
+
+@final
+@dataclass(frozen=True)
+class RecomputedLayer:
+    """One call of a layer whose forward runs again in backward.
+
+    Attributes:
+        layer: the layer.
+        microbatch: number of the forward within the step, from 0.
+        size_bytes: bytes of the storages saved inside it, each counted once, without its inputs and
+            parameters.
+        borrowed_bytes: bytes of its inputs that left the device and are used inside it.
+        num_saved: number of tensors saved inside it.
+    """
+
+    layer: Layer
+    microbatch: int
+    size_bytes: int
+    borrowed_bytes: int
+    num_saved: int
+
+
+@final
+class RecomputedHold(Hold):
+    """The hold of one call of a recomputed layer, which dies with the last tensor saved inside it.
+
+    Attributes:
+        call: what was called.
+        forward: the log of its forward.
+        held_bytes: device bytes that its last recomputation holds. They count as held until the
+            call dies, although each storage is freed when backward has read it.
+        transfers: the model's transfers.
+        begun: event before the recomputation that runs; set only if steps are traced.
+    """
+
+    __slots__ = ("begun", "call", "forward", "held_bytes", "transfers")
+    call: RecomputedLayer
+    forward: ForwardLog
+    held_bytes: int
+    transfers: Transfers
+    begun: AbstractEvent | None
+
+    def note_death(self) -> None:
+        self.transfers.live -= 1
+        self.transfers.account.give(self.held_bytes)
+
+
+@final
+class Recomputations:
+    """The recomputed layers of one model.
+
+    Args:
+        activations: the model's activations.
+    """
+
+    def __init__(self, activations: Activations) -> None:
+        self._activations = activations
+        self._account: Account = activations.transfers.account
+        self._gate = activations.transfers.gate
+        self._step = 0  # number of the step that `_calls` is of
+        self._calls: list[RecomputedLayer] = []
+        self._calls_before: list[RecomputedLayer] = []  # of the last finished step
+
+    def add(self, owner: object, call: RecomputedLayer, forward: ForwardLog) -> RecomputedHold:
+        """Count a call whose first forward has ended.
+
+        Args:
+            owner: what dies when nothing saved inside the call is needed any more.
+            call: what was called.
+            forward: the log of its forward.
+        """
+        deaths, transfers = self._activations.deaths, self._activations.transfers
+        with self._gate:
+            self._note_step()
+            self._calls.append(call)
+            hold = RecomputedHold(owner, deaths.queue.append)
+            hold.call, hold.forward, hold.transfers = call, forward, transfers
+            hold.held_bytes, hold.begun = 0, None
+            transfers.live += 1
+            deaths.awaited.add(hold)
+            self._account.meter.recomputed_bytes += call.size_bytes
+        return hold
+
+    def begin(self, hold: RecomputedHold) -> None:
+        """Note that a layer's forward begins again."""
+        self._activations.note_backward(hold.forward)
+        with self._gate:
+            self._account.give(hold.held_bytes)
+            hold.held_bytes = hold.call.size_bytes + hold.call.borrowed_bytes
+            self._account.take(hold.held_bytes)
+        recorder = self._account.recorder
+        hold.begun = None if recorder is None else recorder.mark()
+
+    def end(self, hold: RecomputedHold) -> None:
+        """Note that all that backward needs of the layer has been computed."""
+        begun, hold.begun = hold.begun, None
+        recorder = self._account.recorder
+        if recorder is not None and begun is not None:
+            call = hold.call
+            recorder.compute(
+                "recompute", Subject(call.layer, call.microbatch, call.size_bytes), begun
+            )
+
+    def calls(self) -> list[RecomputedLayer]:
+        """Return the recomputed layers of the last finished step, in the order of their calls."""
+        self._note_step()
+        return self._calls_before
+
+    def _note_step(self) -> None:
+        if self._step != self._account.num_steps:
+            self._step = self._account.num_steps
+            self._calls, self._calls_before = [], self._calls
+
+
+def recomputed_lines(calls: Iterable[RecomputedLayer]) -> Iterator[str]:
+    """Yield the lines of a table of recomputed layers."""
+    yield f"{'recomputed layer':<24} {'':>3} {'size':>10}  {'':<15} {'saves':>5}"
+    for each in calls:
+        place = f"{each.layer.index} {each.layer.name}"
+        if each.microbatch:
+            place = f"{place}.m{each.microbatch}"
+        size = format_size(each.size_bytes)
+        yield f"{place[:24]:<24} {'':>3} {size:>10}  {'':<15} {each.num_saved:>5}"

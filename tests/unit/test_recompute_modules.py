@@ -1,0 +1,383 @@
+"""Recomputed layers with arguments, state and side effects of all kinds: bits as in plain training.
+
+Each test trains a model twice, plainly and with recomputed layers, and compares losses, gradients,
+weights, buffers and the random numbers' state.
+"""
+
+from __future__ import annotations
+
+import collections
+import warnings
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm
+
+import ebbtide
+from ebbtide import ActivationPolicy, PolicyError, SavedTensorModifiedError
+from recompute_bench import (
+    MODES,
+    ROWS,
+    WIDTH,
+    Block,
+    Dropout,
+    Stack,
+    compare,
+    draw,
+    policy,
+    squares,
+    stack,
+    step,
+    train,
+)
+
+each_mode = pytest.mark.parametrize("mode", MODES)
+
+
+class Pair(NamedTuple):
+    one: Tensor
+    other: Tensor
+
+
+# Arguments and outputs
+
+
+class Keyword(Block):
+    def forward(
+        self, x: Tensor, *, scale: float, bias: Tensor | None = None, masks: dict[str, Any]
+    ) -> Tensor:
+        x = self.linear(x) * scale * masks["inner"][0]
+        return (x if bias is None else x + bias).sin()
+
+
+class Many(Block):
+    """Takes a tuple, a dict and None; returns a tuple with a dict, None and a number in it."""
+
+    def forward(self, pair: Pair, more: dict[str, Any], nothing: None) -> Any:
+        assert nothing is None
+        assert type(pair) is Pair
+        x = self.linear(pair.one).sin()
+        return x, {"other": (pair.other * x).tanh(), "list": [more["number"] * x.cos()]}, None, 3
+
+
+class Attention(nn.Module):
+    """torch's attention asks whether query, key and value are the same object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, 4, dropout=0.2, batch_first=True)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        assert query is key is value
+        return query + self.attention(query, key, value, need_weights=False)[0]
+
+
+def run_keyword(layer: nn.Module, x: Tensor) -> Tensor:
+    mask = torch.rand_like(x) > 0.5
+    return layer(x=x, scale=1.5, bias=x[:1], masks={"inner": [mask, "text"]})
+
+
+def run_many(layer: nn.Module, x: Tensor) -> Tensor:
+    x, others, nothing, number = layer(Pair(x, x * 2), {"number": 2}, None)
+    assert (nothing, number) == (None, 3)
+    return x + others["other"] + others["list"][0]
+
+
+def run_same(layer: nn.Module, x: Tensor) -> Tensor:
+    x = x[None]
+    return layer(x, x, x)[0]
+
+
+@each_mode
+@pytest.mark.parametrize(
+    ("layer", "run"),
+    [
+        (Keyword, run_keyword),
+        (Many, run_many),
+        (Attention, run_same),
+    ],
+    ids=["keyword", "many", "same object"],
+)
+def test_arguments_and_outputs(layer: type[nn.Module], run: Any, mode: str) -> None:
+    def build() -> nn.Module:
+        return Stack(nn.ModuleList(layer() for _ in range(3)), run)
+
+    stats = compare(build, policy(mode), draw)
+    assert stats.recomputed_bytes > 0
+
+
+@each_mode
+def test_a_list_that_the_layer_appends_to_is_appended_to_once(mode: str) -> None:
+    class Appends(Block):
+        def forward(self, x: Tensor, seen: list[Tensor]) -> Tensor:
+            x = self.linear(x + len(seen))
+            seen.append(x.detach().mean())
+            return x.sin()
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Appends() for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            seen: list[Tensor] = []
+            for layer in self.layers:
+                x = layer(x, seen)
+            assert len(seen) == 3
+            return x + torch.stack(seen).sum()
+
+    compare(Model, policy(mode), draw)
+
+
+def test_tensors_in_containers_leave_the_device() -> None:
+    """The layer saves no sine of them; only its three inputs are held, whatever they are in."""
+    model = Stack(nn.ModuleList([Many()]), run_many)
+    with ebbtide.offload(
+        model, activations=policy("recompute+offload", num_layers=1), layers=["layers.0"]
+    ) as handle:
+        model(torch.randn(ROWS, WIDTH)).sum()
+        model(torch.randn(ROWS, WIDTH)).sum().backward()
+        inputs = [each for each in handle.inspect().storages if each.layer == 0]
+        assert [each.decision for each in inputs] == ["offload"] * 2
+
+
+# Random numbers, autocast, modes
+
+
+@each_mode
+def test_the_same_random_numbers_are_drawn_again(mode: str) -> None:
+    compare(lambda: Stack(nn.ModuleList(Dropout() for _ in range(3))), policy(mode), draw)
+
+
+def test_without_dropout_the_comparison_would_see_another_seed() -> None:
+    """The comparison above is not empty: another seed gives other bits."""
+    first = train(Stack(nn.ModuleList([Dropout()])), draw, 1)
+    with torch.random.fork_rng():
+        second = train(Stack(nn.ModuleList([Dropout()])), draw, 1)
+    assert not torch.equal(first[0], second[0])
+
+
+@each_mode
+def test_autocast(mode: str) -> None:
+    def backward(model: nn.Module, inputs: Any, loss: Any) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            value = loss(model, inputs)
+        value.backward()  # the recomputation runs outside of the region
+        return value
+
+    compare(lambda: stack(3), policy(mode), draw, backward=backward)
+
+
+@each_mode
+def test_the_mode_of_the_forward_counts(mode: str) -> None:
+    """The model is put into evaluation mode between forward and backward."""
+
+    def backward(model: nn.Module, inputs: Any, loss: Any) -> Tensor:
+        value = loss(model.train(), inputs)
+        model.eval()
+        value.backward()
+        assert not any(module.training for module in model.modules())
+        return value
+
+    compare(
+        lambda: Stack(nn.ModuleList(Dropout() for _ in range(3))),
+        policy(mode),
+        draw,
+        backward=backward,
+    )
+
+
+# Buffers
+
+
+class Normed(Block):
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.linear(x)).sin()
+
+
+NORMS = {
+    "batch norm": lambda: nn.BatchNorm1d(WIDTH),
+    "cumulative": lambda: nn.BatchNorm1d(WIDTH, momentum=None),
+    "without statistics": lambda: nn.BatchNorm1d(WIDTH, track_running_stats=False),
+    "evaluating": lambda: nn.BatchNorm1d(WIDTH).eval(),
+    "spectral": lambda: spectral_norm(nn.Linear(WIDTH, WIDTH)),
+}
+
+
+@each_mode
+@pytest.mark.parametrize("norm", NORMS)
+def test_buffers_change_once(norm: str, mode: str) -> None:
+    """Running statistics, and the vectors of spectral norm, from which the weight is computed."""
+    compare(
+        lambda: Stack(nn.ModuleList(Normed(NORMS[norm]()) for _ in range(3))), policy(mode), draw
+    )
+
+
+@each_mode
+@pytest.mark.parametrize("norm", ["batch norm", "spectral"])
+def test_buffers_with_two_forwards_before_the_backwards(norm: str, mode: str) -> None:
+    def backward(model: nn.Module, inputs: Any, loss: Any) -> Tensor:
+        first, second = loss(model, inputs), loss(model, [2 * inputs[0]])
+        first.backward(retain_graph=True)
+        first.backward()
+        second.backward()
+        return first + second
+
+    compare(
+        lambda: Stack(nn.ModuleList(Normed(NORMS[norm]()) for _ in range(2))),
+        policy(mode),
+        draw,
+        backward=backward,
+    )
+
+
+def test_buffers_are_the_same_objects_after_a_step() -> None:
+    model = Stack(nn.ModuleList([Normed(nn.BatchNorm1d(WIDTH))]))
+    before = dict(model.named_buffers())
+    with ebbtide.offload(model, activations=policy("recompute"), layers=["layers.0"]) as handle:
+        step(handle, model)
+    assert all(before[name] is buffer for name, buffer in model.named_buffers())
+    assert model.layers[0].norm.num_batches_tracked == 1
+
+
+class Counts(Block):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 1
+        return self.linear(x + self.seen[0]).sin()
+
+
+def test_a_large_buffer_that_the_forward_changes_is_refused() -> None:
+    """Up to 64 KiB are copied, here 16 Ki numbers of four bytes."""
+    compare(
+        lambda: Stack(nn.ModuleList([Counts(2**14)])),
+        policy("recompute"),
+        draw,
+        layers=["layers.0"],
+    )
+    model = Stack(nn.ModuleList([Counts(2**14 + 1)]))
+    with ebbtide.offload(model, activations=policy("recompute"), layers=["layers.0"]) as handle:
+        with pytest.raises(
+            PolicyError, match=r"layer 0 \(layers.0\).*changes seen .*leave the lay"
+        ):
+            step(handle, model)
+        assert handle.inspect().in_flight.is_idle
+    step_plainly(model)
+
+
+def step_plainly(model: nn.Module) -> None:
+    model(torch.randn(ROWS, WIDTH)).sum().backward()
+
+
+# Changes in place
+
+
+class InPlace(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x.relu_()).sin()
+
+
+def test_a_layer_that_changes_its_input_is_refused() -> None:
+    model = Stack(nn.ModuleList([Dropout(), InPlace()]))
+    with (
+        ebbtide.offload(model, activations=policy("recompute"), layers=["layers.?"]) as handle,
+        pytest.raises(PolicyError, match=r"layer 1 \(layers.1\) .*its input .*inplace=False"),
+    ):
+        step(handle, model)
+
+
+def test_a_weight_modified_before_backward_is_noticed() -> None:
+    model = stack(2)
+    with ebbtide.offload(model, activations=policy("recompute"), layers=["layers.?"]):
+        loss = squares(model, draw())
+        with torch.no_grad():
+            model.layers[1].linear.weight.mul_(2)
+        with pytest.raises(
+            SavedTensorModifiedError, match=r"linear.weight of layer 1 \(layers.1\)"
+        ):
+            loss.backward()
+
+
+def test_an_input_modified_before_backward_is_noticed() -> None:
+    model = stack(1)
+    with ebbtide.offload(model, activations=policy("recompute"), layers=["layers.0"]):
+        x = torch.randn(ROWS, WIDTH)
+        loss = model(x).sum()
+        x.mul_(2)
+        with pytest.raises(SavedTensorModifiedError):
+            loss.backward()
+
+
+# Refused
+
+
+def test_where_layers_cannot_be_recomputed() -> None:
+    recompute = ActivationPolicy(mode="recompute")
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    with pytest.raises(PolicyError, match="recomputes layers, and the model has no repeated"):
+        ebbtide.offload(nn.Linear(4, 4), activations=recompute)
+    with pytest.raises(PolicyError, match=r"only for ebbtide.offload.* has no layers to recompute"):
+        ebbtide.wrap_forward_with_offload(model.forward, activations=recompute)
+    with pytest.raises(PolicyError, match=r"only for ebbtide.offload.* no modules to run again"):
+        ebbtide.OffloadSession(2, 4, activations=recompute)
+    schedule = ebbtide.schedule.default(1, 3)
+    with pytest.raises(PolicyError, match=r"without a schedule.* says which layers leave"):
+        ebbtide.offload(stack(3), activations=recompute, schedule=schedule)
+    with pytest.raises(PolicyError, match='mode must be one of "offload", "recompute", '):
+        ActivationPolicy(mode="checkpoint")
+
+
+def test_a_replaced_forward_is_said_once() -> None:
+    model = stack(3)
+    with ebbtide.offload(model, activations=policy("recompute")) as handle:
+        layer = model.layers[1]
+        layer.forward = lambda x: layer.linear(x).sin()
+        with pytest.warns(RuntimeWarning, match=r"layer layers.1 is not recomputed"):
+            step(handle, model)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            stats = step(handle, model)
+        assert stats.recomputed_bytes == 2 * ROWS * WIDTH * 4
+        del layer.forward
+
+
+def test_a_cache_of_transformers_is_refused() -> None:
+    transformers = pytest.importorskip("transformers")
+
+    class Cached(Block):
+        def forward(self, x: Tensor, cache: Any) -> Tensor:
+            return self.linear(x).sin() if cache is not None else x
+
+    model = Stack(nn.ModuleList([Cached()]), lambda layer, x: layer(x, transformers.DynamicCache()))
+    with (
+        ebbtide.offload(model, activations=policy("recompute"), layers=["layers.0"]) as handle,
+        pytest.raises(PolicyError, match=r"layer 0 .*DynamicCache.*use_cache = False"),
+    ):
+        step(handle, model)
+
+
+def test_what_else_holds_tensors_is_passed_as_it_is() -> None:
+    """An object of an unknown class is the same object in the second call."""
+
+    class Holds(collections.UserDict[str, Tensor]):
+        pass
+
+    class Takes(Block):
+        def forward(self, x: Holds) -> Tensor:
+            return self.linear(x["x"]).sin()
+
+    compare(
+        lambda: Stack(nn.ModuleList([Takes()]), lambda layer, x: layer(Holds(x=x))),
+        policy("recompute"),
+        draw,
+        layers=["layers.0"],
+    )
