@@ -29,10 +29,13 @@ from ebbtide.hooks import saved_tensors
 from ebbtide.hooks.saved_tensors import SavedTensorHooks
 from ebbtide.memory import disk_file
 from ebbtide.policy import ActivationPolicy
+from ebbtide.recomputation.call import find_recomputing, recompute_later
+from ebbtide.recomputation.recomputations import Recomputations
 from ebbtide.stores.pinned import PinnedStore
 from ebbtide.stores.staged import StagedDiskStore
 from ebbtide.stores.store import AbstractStore, Slot
 from ebbtide.stores.tiered import TieredStore
+from ebbtide.transfers.layer import Layer
 from ebbtide.transfers.transfers import Transfers
 from programs import WIDTH, Outcome, Program, Run, Source
 
@@ -58,6 +61,7 @@ class Knobs:
         failures: how often the disk is full, or a write to it fails.
         rebuild: what a recipe gives again is neither kept nor moved.
         mixed_streams: operations of backward compute on one stream or another, as they come.
+        recompute: how often an operation is a recomputed layer.
     """
 
     device_seed: int
@@ -72,6 +76,7 @@ class Knobs:
     failures: float = 0.0
     rebuild: bool = False
     mixed_streams: bool = False
+    recompute: float = 0.0
 
     @classmethod
     def of(cls, seed: int) -> "Knobs":
@@ -147,6 +152,9 @@ class Simulation:
         self.take(Activations(Transfers(self.device, self.store, bound_bytes)))
         policy = ActivationPolicy(min_bytes=512, rebuild=self.knobs.rebuild)
         self.hooks = SavedTensorHooks(self.activations, Placement(policy), ParameterIndex([]))
+        self.recomputations = Recomputations(self.activations)
+        self.recomputed = 0
+        self._choices = random.Random(seed)
 
     def take(self, activations: Activations) -> None:
         """Look at these from now on."""
@@ -167,6 +175,16 @@ class Simulation:
     def switch(self, offloading: bool) -> None:
         """Whether what is saved from now on leaves. Called within a forward."""
         self.activations.scopes.current.offloads = offloading
+
+    def apply(self, function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+        """Apply a function to tensors, and chance says whether as a recomputed layer."""
+        if self._choices.random() < self.knobs.recompute:
+            layer = Layer(self.recomputed, "recomputed")
+            recomputing = find_recomputing(layer, self.hooks, self.recomputations)
+            if recomputing is not None:
+                self.recomputed += 1
+                return recompute_later(recomputing, torch.nn.Identity(), function, tensors, {})
+        return function(*tensors)
 
     @contextlib.contextmanager
     def on_mixed_streams(self) -> Iterator[None]:
@@ -418,13 +436,21 @@ def simulate(source: Source, knobs: Knobs | None = None) -> tuple[Outcome, Outco
     simulation = Simulation(source if isinstance(source, int) else 0, knobs)
     watch = Watch(simulation)
     starts_over = simulation.knobs.rebuild
-    program = Program(source, simulation.switch, starts_over=starts_over)
+    changes = not simulation.knobs.recompute
+    program = Program(
+        source,
+        simulation.switch,
+        starts_over=starts_over,
+        apply=simulation.apply,
+        changes=changes,
+    )
     failed: set[int] = set()
     faulty = mock.patch.object(disk_file, "os", FaultyOs(simulation.knobs))
     with faulty, simulation.on_mixed_streams(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "the system refused to page-lock", RuntimeWarning)
         offloaded = program.run(_noting_failures(simulation.forward, failed), watch.after_step)
-    plain = Program(source, starts_over=starts_over).run(_failing_again(failed))
+    again = Program(source, starts_over=starts_over, changes=changes)
+    plain = again.run(_failing_again(failed))
     return plain, offloaded, watch
 
 

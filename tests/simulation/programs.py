@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 WIDTH = 32
 Source = int | Sequence[int]
 """What a program is drawn from: a seed, or the numbers of a tape."""
+Apply = Callable[..., Tensor]
 Run = Callable[[Callable[[], Any]], Any]
 """Runs one forward, with hooks or without."""
 
@@ -168,6 +169,9 @@ class Program:
         starts_over: a backward that raises leaves no gradients, and one over a tensor modified in
             place is asked for all of them. Where inputs are read for a rebuild, it raises earlier,
             and also where plain autograd would not have needed that input (docs/guides/rebuild.md).
+        apply: called with a function and tensors; applies the one to the others.
+        changes: tensors are changed in place. A recomputed layer needs its input where plain
+            autograd does not, so it would raise where that does not.
     """
 
     def __init__(
@@ -177,10 +181,11 @@ class Program:
         unary: Sequence[str] = tuple(UNARY),
         *,
         starts_over: bool = False,
+        apply: Apply = lambda function, *tensors: function(*tensors),
+        changes: bool = True,
     ) -> None:
-        self._starts_over = starts_over
+        self._how = _How(switch, apply, starts_over, changes)
         self._source = source
-        self._switch = switch
         self._unary = unary
 
     def run(self, run: Run, after_step: Callable[[Outcome], None] = lambda _: None) -> Outcome:
@@ -197,7 +202,7 @@ class Program:
         weights = [torch.randn(WIDTH, WIDTH, requires_grad=True) for _ in range(2)]
         networks = [draw_network(draw, self._unary) for _ in range(2)]
         for _ in range(draw.randint(1, 3)):
-            step = _Step(draw, run, self._switch, weights, networks, outcome, self._starts_over)
+            step = _Step(draw, run, self._how, weights, networks, outcome)
             step.run()
             outcome.tensors += [w.grad.clone() for w in weights if w.grad is not None]
             outcome.num_steps += 1
@@ -207,6 +212,16 @@ class Program:
                     for weight in weights:
                         weight.mul_(0.9)
         return outcome
+
+
+@dataclass(frozen=True)
+class _How:
+    """How a program is run; see `Program`."""
+
+    switch: Callable[[bool], None]
+    apply: Apply
+    starts_over: bool
+    changes: bool
 
 
 @dataclass
@@ -222,11 +237,10 @@ class _Microbatch:
 class _Step:
     draw: random.Random
     how_to_run: Run
-    switch: Callable[[bool], None]
+    how: _How
     weights: list[Tensor]
     networks: list[Network]
     outcome: Outcome
-    starts_over: bool = False
 
     def run(self) -> None:
         waiting: dict[int, _Microbatch] = {}
@@ -255,6 +269,8 @@ class _Step:
     def _input(self, x: Tensor) -> Tensor:
         if self.draw.random() > 0.8 and not x.requires_grad:
             self.outcome.content["input refilled"] += 1
+            if not self.how.changes:
+                return x * 0.7
             return x.mul_(0.7)  # a graph may still refer to it
         size = self.draw.choice((8, 16, 48))
         return torch.randn(size, WIDTH, requires_grad=self.draw.random() >= 0.5)
@@ -284,11 +300,11 @@ class _Step:
     ) -> _Microbatch:
         pool = [x, x @ self.weights[0] / WIDTH**0.5]
         for place, layer in enumerate(layers):
-            self.switch(layer.offloaded)
+            self.how.switch(layer.offloaded)
             self._apply(layer, pool)
             if place == at:
                 self._meet(accident, pool)
-        self.switch(True)
+        self.how.switch(True)
         loss = torch.stack([t.square().mean() for t in pool]).sum()
         output = pool[-1].detach() if keeps_output else None
         return _Microbatch(loss, output, changed=0.79 < accident <= 0.91)
@@ -296,12 +312,14 @@ class _Step:
     def _apply(self, layer: Layer, pool: list[Tensor]) -> None:
         a = pool[layer.first % len(pool)]
         if layer.kind == "unary":
-            pool.append(UNARY[layer.name](a))
+            pool.append(self.how.apply(UNARY[layer.name], a))
         elif layer.kind == "binary":
             same = [t for t in pool if t.shape == a.shape]
-            pool.append(BINARY[layer.name](a, same[layer.second % len(same)]))
+            b = same[layer.second % len(same)]
+            pool.append(self.how.apply(BINARY[layer.name], a, b))
         elif layer.kind == "linear":
-            pool.append(a @ self.weights[layer.second % 2].t() / WIDTH**0.5)
+            weight = self.weights[layer.second % 2]
+            pool.append(self.how.apply(lambda a, weight: a @ weight.t() / WIDTH**0.5, a, weight))
         elif layer.kind == "forget" and len(pool) > 2:
             del pool[2 + layer.first % (len(pool) - 2)]
         else:
@@ -313,20 +331,22 @@ class _Step:
             raise InterruptedStepError
         if accident > 0.91:
             pool.append(_FailInBackward.apply(pool[-1]))
-        elif accident > 0.79:
+        elif accident > 0.79 and self.how.changes:
             with torch.no_grad():
                 pool[-1].mul_(0.5)
 
     def _backward(self, microbatch: _Microbatch) -> None:
         self.outcome.tensors.append(microbatch.loss.detach().clone())
-        if microbatch.output is not None and self.draw.random() > 0.7:
+        changes = microbatch.output is not None and self.draw.random() > 0.7
+        if changes and self.how.changes:
+            assert microbatch.output is not None
             self.outcome.content["output changed"] += 1
             with torch.no_grad():
                 microbatch.output.mul_(0.5)  # its bytes may be in the store, it itself is not
             microbatch.changed = True
         how = self.draw.random()
         try:
-            if self.starts_over and microbatch.changed:
+            if self.how.starts_over and microbatch.changed:
                 how = min(how, 0.5)
             self._differentiate(microbatch.loss, how)
         except InterruptedStepError:
@@ -343,7 +363,7 @@ class _Step:
             self._start_over()
 
     def _start_over(self) -> None:
-        if self.starts_over:
+        if self.how.starts_over:
             for weight in self.weights:
                 weight.grad = None
 

@@ -1,5 +1,6 @@
 """The engine under adversarial orders of copies, against plain autograd."""
 
+import dataclasses
 import os
 from collections import Counter
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ KNOBS = st.builds(
     short_calls=st.sampled_from((0.0, 0.5)),
     failures=st.sampled_from((0.0, 0.0, 0.1, 0.9)),
     rebuild=st.booleans(),
+    recompute=st.sampled_from((0.0, 0.0, 0.5)),
 )
 
 
@@ -100,6 +102,18 @@ ERRORS = {
 def test_random_programs(first: int) -> None:
     for seed in range(first, first + CHUNK):
         check(seed)
+
+
+@pytest.mark.parametrize("share", [0.3, 1.0])
+def test_random_programs_with_recomputed_layers(share: float) -> None:
+    """Operations are layers that backward runs again, some or all of them."""
+    recomputed = 0
+    for seed in range(SEEDS // 2):
+        knobs = dataclasses.replace(Knobs.of(seed), recompute=share)
+        simulation = check(seed, knobs)
+        recomputed += simulation.recomputed
+        assert simulation.transfers.account.stats.recomputed_bytes >= 0
+    assert recomputed > 4 * share * SEEDS // 2
 
 
 @pytest.mark.timeout(900)
