@@ -24,7 +24,7 @@ def _tokens(batch: int, length: int) -> Tensor:
     return torch.randint(0, VOCABULARY, (batch, length))
 
 
-def llama(*, tied: bool = False) -> Drawn:
+def llama(*, tied: bool = False, attention_dropout: float = 0.0) -> Drawn:
     model = _from_config(
         "LlamaForCausalLM",
         "LlamaConfig",
@@ -36,6 +36,7 @@ def llama(*, tied: bool = False) -> Drawn:
         num_key_value_heads=2,
         max_position_embeddings=256,
         tie_word_embeddings=tied,
+        attention_dropout=attention_dropout,
         use_cache=False,
     )
     tokens = _tokens(2, 192)
