@@ -57,11 +57,11 @@ class Stack(nn.Module):
     ) -> None:
         super().__init__()
         self.layers = layers
-        self.run_layer = run_layer or (lambda layer, x: layer(x))
+        self.run_layer = run_layer
 
     def forward(self, x: Any) -> Tensor:
         for layer in self.layers:
-            x = self.run_layer(layer, x)
+            x = layer(x) if self.run_layer is None else self.run_layer(layer, x)
         return x.sin()
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import ebbtide
@@ -178,3 +179,74 @@ def test_a_derivative_inside_a_layer(mode: str) -> None:
             return slope.tanh() + x
 
     compare(lambda: Stack(nn.ModuleList(Physics() for _ in range(2))), policy(mode), draw)
+
+
+# Where other code decides
+
+
+def test_forward_mode_and_transforms_run_the_forward_once() -> None:
+    """Tangents and transforms of torch.func are not known to a second forward."""
+    model = stack(2)
+    x, direction = torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
+
+    def weigh(x: Tensor) -> Tensor:
+        return model(x).sum()
+
+    def both() -> tuple[Tensor, ...]:
+        model.zero_grad()
+        with forward_ad.dual_level():
+            dual = model(forward_ad.make_dual(x, direction))
+            tangent = forward_ad.unpack_dual(dual).tangent
+            tangent.sum().backward()
+        return (
+            tangent.detach(),
+            model.layers[0].linear.weight.grad.clone(),
+            torch.func.grad(weigh)(x),
+            torch.vmap(model)(x[None]).detach(),
+        )
+
+    expected = both()
+    with ebbtide.offload(model, activations=policy("recompute"), layers=["layers.?"]) as handle:
+        assert all(map(torch.equal, both(), expected))
+        assert step(handle, model).recomputed_bytes > 0
+
+
+def test_hooks_of_other_code_get_what_a_layer_saves() -> None:
+    model = stack(2)
+    saved: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    class Hooked(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                return model.layers[1](x)
+
+    outer = Stack(nn.ModuleList([model.layers[0], Hooked()]))
+    with ebbtide.offload(outer, activations=policy("recompute"), layers=["layers.0"]) as handle:
+        assert step(handle, outer).recomputed_bytes > 0
+        assert len(saved) == 3, "a linear map's input and weight, and the sine's argument"
+
+
+def test_an_offloaded_forward_inside_a_recomputed_layer_steps_aside() -> None:
+    class Wraps(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.wrapped = ebbtide.wrap_forward_with_offload(self.inner)
+
+        def inner(self, x: Tensor) -> Tensor:
+            return self.linear(x).sin()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.wrapped(x)
+
+    model = Stack(nn.ModuleList([Wraps(), Wraps()]))
+    with (
+        ebbtide.offload(model, activations=policy("recompute"), layers=["layers.?"]) as handle,
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("error")
+        assert step(handle, model).recomputed_bytes == 2 * ROWS * WIDTH * 4
+        assert model.layers[0].wrapped.handle.stats.num_saved == 0

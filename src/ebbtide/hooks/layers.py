@@ -343,8 +343,8 @@ class LayerTracker:
         if layer.name not in self._lost:
             self._lost.add(layer.name)
             warn_user(
-                f"layer {layer.name} is not recomputed, because other code has replaced its "
-                f"forward after ebbtide.offload; call ebbtide.offload after that code"
+                f"layer {layer.name} is not recomputed, because other code has replaced or "
+                f"compiled its forward after ebbtide.offload; call ebbtide.offload after that code"
             )
 
     def _counts(self) -> bool:
