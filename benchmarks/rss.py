@@ -92,18 +92,18 @@ def main() -> None:
     for number in range(arguments.rounds):
         for name in names:
             for title, way in WAYS.items():
-                samples[name][title].append(_in_child(MODELS[name], way, arguments.steps))
+                samples[name][title].append(in_child(_measure, MODELS[name], way, arguments.steps))
             print(f"round {number + 1}, {name}", flush=True)
     _report(vars(arguments), samples)
 
 
-def _in_child(build: Callable[[], tuple[nn.Module, Loss]], way: Way, steps: int) -> dict[str, Any]:
+def in_child(measure: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
     """Return the figures of one sample, measured in a process of its own."""
     reads, writes = os.pipe()
     child = os.fork()
     if child == 0:
         try:
-            os.write(writes, json.dumps(_measure(build, way, steps)).encode())
+            os.write(writes, json.dumps(measure(*arguments)).encode())
         except BaseException:
             traceback.print_exc()
         finally:
@@ -210,18 +210,19 @@ def _report(configuration: dict[str, Any], samples: dict[str, dict[str, list[Any
         plain = ways["no offload"]
         for title, taken in ways.items():
             assert {tuple(sample["losses"]) for sample in taken} == {tuple(plain[0]["losses"])}
-            cells = [f"{_median(taken, 'peak_bytes') / _MIB:.0f} MiB"]
-            cells.append(f"{_median(taken, 'peak_bytes') / _median(plain, 'peak_bytes'):.2f}")
+            cells = [f"{median(taken, 'peak_bytes') / _MIB:.0f} MiB"]
+            cells.append(f"{median(taken, 'peak_bytes') / median(plain, 'peak_bytes'):.2f}")
             for key in ("processor_s", "step_s"):
-                cells.append(f"{_median(taken, key):.2f} s")
-                cells.append(f"{_median(taken, key) / _median(plain, key):.2f}")
+                cells.append(f"{median(taken, key):.2f} s")
+                cells.append(f"{median(taken, key) / median(plain, key):.2f}")
             lines.append(f"| {name} | {title} | {' | '.join(cells)} |")
     table = "\n".join(lines)
     print(table)
     print(record.save("rss", configuration, samples, table).name)
 
 
-def _median(taken: list[Any], key: str) -> float:
+def median(taken: list[Any], key: str) -> float:
+    """Return the median of one figure of all samples."""
     return statistics.median(sample[key] for sample in taken)
 
 

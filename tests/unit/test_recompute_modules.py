@@ -350,19 +350,59 @@ def test_a_replaced_forward_is_said_once() -> None:
         del layer.forward
 
 
-def test_a_cache_of_transformers_is_refused() -> None:
+def cached_model(name: str) -> nn.Module:
+    """A model of Transformers that fills a cache in training, as they do by default."""
     transformers = pytest.importorskip("transformers")
+    small = {"vocab_size": 64, "use_cache": True}
+    if name == "llama":
+        config = transformers.LlamaConfig(
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            **small,
+        )
+        return transformers.LlamaForCausalLM(config)
+    if name == "gpt2":
+        config = transformers.GPT2Config(n_embd=64, n_layer=3, n_head=4, **small)
+        return transformers.GPT2LMHeadModel(config)
+    sizes = {"d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4}
+    config = transformers.T5Config(decoder_start_token_id=0, **sizes, **small)
+    return transformers.T5ForConditionalGeneration(config)
 
-    class Cached(Block):
-        def forward(self, x: Tensor, cache: Any) -> Tensor:
-            return self.linear(x).sin() if cache is not None else x
 
-    model = Stack(nn.ModuleList([Cached()]), lambda layer, x: layer(x, transformers.DynamicCache()))
+@each_mode
+@pytest.mark.parametrize("name", ["llama", "gpt2", "t5"])
+def test_a_cache_that_each_layer_fills(name: str, mode: str) -> None:
+    """Each layer adds its keys and values once, and what the model returns is the whole cache."""
+
+    def backward(model: nn.Module, inputs: Any, _: Any) -> Tensor:
+        result = model(input_ids=inputs[0], labels=inputs[0])
+        cache = result.past_key_values
+        assert cache.get_seq_length() == 8
+        result.loss.backward()
+        assert cache.get_seq_length() == 8
+        return result.loss
+
+    stats = compare(
+        lambda: cached_model(name).train(),
+        policy(mode),
+        lambda: (torch.randint(0, 64, (2, 8)),),
+        backward=backward,
+    )
+    assert stats.recomputed_bytes > 0
+
+
+def test_a_cache_that_is_filled_before_is_refused() -> None:
+    model = cached_model("llama")
+    tokens = torch.randint(0, 64, (2, 8))
+    with torch.no_grad():
+        filled = model(input_ids=tokens).past_key_values
     with (
-        ebbtide.offload(model, activations=policy("recompute"), layers=["layers.0"]) as handle,
-        pytest.raises(PolicyError, match=r"layer 0 .*DynamicCache.*use_cache = False"),
+        ebbtide.offload(model, activations=policy("recompute")),
+        pytest.raises(PolicyError, match=r"layer 0 .*had before.*use_cache=False"),
     ):
-        step(handle, model)
+        model(input_ids=tokens, past_key_values=filled)
 
 
 def test_what_else_holds_tensors_is_passed_as_it_is() -> None:

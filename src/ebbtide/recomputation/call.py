@@ -106,6 +106,7 @@ def recompute_later(
                 f"nn.ReLU(inplace=False)), or leave the layer out: name the others with "
                 f"layers=[...]"
             )
+    arguments.check_after_forward()
     state.check_after_forward()
     return result
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any, NamedTuple, final
 
 from torch import Tensor
 
-from ebbtide.errors import PolicyError
+from ebbtide.recomputation.caches import CopiedCache, is_cache
 
 
 class _Place(NamedTuple):
@@ -21,9 +20,10 @@ class Arguments:
     """The arguments of one call: its tensors, and what is needed to make the same call again.
 
     Tensors are found in tuples, named tuples, lists and dicts, nested or not. These containers are
-    copied, so it does no harm if the call changes them. All other objects are passed to the second
-    call as they are. A tensor that occurs twice is listed once, and the second call gets one tensor
-    for both, because some modules ask whether two arguments are the same object.
+    copied, so it does no harm if the call changes them; so is a cache, see [Note: caches]. All
+    other objects are passed to the second call as they are. A tensor that occurs twice is listed
+    once, and the second call gets one tensor for both, because some modules ask whether two
+    arguments are the same object.
 
     Args:
         args: the positional arguments.
@@ -32,14 +32,12 @@ class Arguments:
 
     Attributes:
         tensors: the tensors. The caller takes the list, so that they are not held twice.
-
-    Raises:
-        PolicyError: an argument is a cache that the call extends, and would extend twice.
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], where: str) -> None:
         self.tensors: list[Tensor] = []
         self._where = where
+        self._caches: list[tuple[CopiedCache, Any]] = []
         places: dict[int, _Place] = {}
         self._args = self._take_apart(args, places)
         self._kwargs = self._take_apart(kwargs, places)
@@ -48,6 +46,16 @@ class Arguments:
         """Return the tensors and forget them."""
         tensors, self.tensors = self.tensors, []
         return tensors
+
+    def check_after_forward(self) -> None:
+        """Check that the first call has changed nothing that the second call needs.
+
+        Raises:
+            PolicyError: it has.
+        """
+        caches, self._caches = self._caches, []
+        for copied, cache in caches:
+            copied.check_after_forward(cache)
 
     def put_together(self, tensors: tuple[Tensor, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments, with other tensors in the places of those that were taken."""
@@ -67,24 +75,19 @@ class Arguments:
             return kind([self._take_apart(each, places) for each in value])
         if isinstance(value, tuple) and hasattr(kind, "_fields"):
             return kind(*[self._take_apart(each, places) for each in value])
-        self._refuse_cache(value)
+        if is_cache(value):
+            copied = CopiedCache(value, self._where)
+            self._caches.append((copied, value))
+            return copied
         return value
-
-    def _refuse_cache(self, value: Any) -> None:
-        caches = sys.modules.get("transformers.cache_utils")
-        if caches is not None and isinstance(value, caches.Cache):
-            raise PolicyError(
-                f"{self._where} is recomputed in backward, and would extend the "
-                f"{type(value).__name__} that it was called with a second time; a cache is of no "
-                f"use in training: call the model with use_cache=False, or set "
-                f"model.config.use_cache = False"
-            )
 
 
 def _put_together(value: Any, tensors: tuple[Tensor, ...]) -> Any:
     kind = type(value)
     if kind is _Place:
         return tensors[value.place]
+    if kind is CopiedCache:
+        return value.fresh()
     if kind is dict:
         return {key: _put_together(each, tensors) for key, each in value.items()}
     if kind is list or kind is tuple:
