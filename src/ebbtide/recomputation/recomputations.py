@@ -9,6 +9,7 @@ from typing import final
 from ebbtide.activations.activations import Activations
 from ebbtide.activations.handles import Hold
 from ebbtide.devices.device import AbstractEvent
+from ebbtide.memory.freed_memory import FreedMemory, return_freed_memory
 from ebbtide.transfers.account import Account
 from ebbtide.transfers.layer import Layer
 from ebbtide.transfers.prefetch import ForwardLog
@@ -75,6 +76,8 @@ class Recomputations:
         self._activations = activations
         self._account: Account = activations.transfers.account
         self._gate = activations.transfers.gate
+        on_host = activations.transfers.device.computes_on_host
+        self._freed = FreedMemory() if on_host else None  # see [Note: freed but resident]
         self._step = 0  # number of the step that `_calls` is of
         self._calls: list[RecomputedLayer] = []
         self._calls_before: list[RecomputedLayer] = []  # of the last finished step
@@ -97,11 +100,19 @@ class Recomputations:
             transfers.live += 1
             deaths.awaited.add(hold)
             self._account.meter.recomputed_bytes += call.size_bytes
+        self._note_freed(call.size_bytes)
         return hold
+
+    def _note_freed(self, size_bytes: int) -> None:
+        """Note that what a layer would have saved is freed, or is about to be."""
+        stored_bytes = self._account.stored_bytes["disk"]
+        if self._freed is not None and self._freed.is_due(size_bytes, stored_bytes):
+            return_freed_memory()
 
     def begin(self, hold: RecomputedHold) -> None:
         """Note that a layer's forward begins again."""
         self._activations.note_backward(hold.forward)
+        self._note_freed(hold.call.size_bytes)  # of the layer whose backward has ended
         with self._gate:
             self._account.give(hold.held_bytes)
             hold.held_bytes = hold.call.size_bytes + hold.call.borrowed_bytes
