@@ -1,4 +1,4 @@
-"""Measure what recomputed layers do to a CPU model's memory and time, beside offloading.
+"""Measure what recomputed layers do to a CPU model's memory, beside offloading.
 
 Every sample is a forked process of its own, and all modes take turns, as in `benchmarks.rss`. The
 peak is the highest resident memory (RSS) of the measured steps, from the kernel, above that of the
@@ -96,8 +96,8 @@ def _measure(
 
 def _report(configuration: dict[str, Any], samples: dict[str, dict[str, list[Any]]]) -> None:
     lines = [
-        "| model | mode | recomputed | offloaded | peak above idle | x none | step | x none |",
-        "|" + "---|" * 8,
+        "| model | mode | recomputed | offloaded | peak above idle | x none |",
+        "|" + "---|" * 6,
     ]
     for name, modes in samples.items():
         plain = modes["no offload"]
@@ -108,8 +108,6 @@ def _report(configuration: dict[str, Any], samples: dict[str, dict[str, list[Any
                 for key in ("recomputed_bytes", "offloaded_bytes", "peak_bytes")
             ]
             cells.append(f"{median(taken, 'peak_bytes') / median(plain, 'peak_bytes'):.2f}")
-            cells.append(f"{median(taken, 'step_s'):.2f} s")
-            cells.append(f"{median(taken, 'step_s') / median(plain, 'step_s'):.2f}")
             lines.append(f"| {name} | {mode} | {' | '.join(cells)} |")
     table = "\n".join(lines)
     print(table)

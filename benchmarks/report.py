@@ -37,6 +37,7 @@ _TITLES = {
     "rebuild": "Bytes to keep or move, without and with rebuilding",
     "rebuild-step": "Time cost of rebuilding: FNO 256 x 256, batch 8, nothing offloaded",
     "rss": "Returning freed memory to the system, for models on a CPU",
+    "recompute": "Peak memory with recomputed layers, for models on a CPU",
     "pinned": "Page-locked memory that the host store takes",
     "overhead": "Host time per saved tensor",
     "link": "The link between host and accelerator",

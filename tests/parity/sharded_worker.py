@@ -195,6 +195,7 @@ class Case:
     frozen: str = ""  # parameters with this in their name are frozen
     autocast: bool = False
     clip: bool = False
+    mode: Any = "offload"  # of `ActivationPolicy`
 
     def data_rank(self) -> int:
         """Which share of the data a rank has; with tensor parallelism ranks share theirs."""
@@ -212,7 +213,7 @@ class Case:
 
 def attach(case: Case, net: nn.Module) -> ebbtide.OffloadHandle:
     if not case.wrap:
-        return ebbtide.offload(net, activations=EVERYTHING)
+        return ebbtide.offload(net, activations=replace(EVERYTHING, mode=case.mode))
     net.forward = ebbtide.wrap_forward_with_offload(net.forward, activations=EVERYTHING)
     return net.forward.handle
 
@@ -322,6 +323,8 @@ FSDP: dict[str, Case] = {
     "fsdp-frozen": Case(fsdp, frozen="attention"),
     "fsdp-frozen-autocast": Case(fsdp, frozen="attention", autocast=True),
     "fsdp-clip": Case(fsdp, clip=True),
+    "fsdp-recompute": Case(fsdp, mode="recompute+offload"),
+    "fsdp-recompute-after": Case(fsdp, first=True, mode="recompute+offload"),
 }
 TP: dict[str, Case] = {
     "tp": Case(tensor_parallel),
@@ -330,6 +333,7 @@ TP: dict[str, Case] = {
     "tp-dtensors": Case(partial(tensor_parallel, plain=False)),
     "tp-checkpoint": Case(tensor_parallel, checkpointed=True),
     "tp-clip": Case(tensor_parallel, clip=True),
+    "tp-recompute": Case(tensor_parallel, mode="recompute+offload"),
     "tp-autocast": Case(tensor_parallel, autocast=True),
 }
 DDP: dict[str, Case] = {
@@ -337,6 +341,7 @@ DDP: dict[str, Case] = {
     "ddp-after": Case(ddp, first=True),
     "ddp-static": Case(partial(ddp, static_graph=True)),
     "ddp-accumulate": Case(ddp, accumulate=3),
+    "ddp-recompute": Case(ddp, mode="recompute+offload"),
 }
 OTHERS: dict[str, Case] = {
     "fsdp-root-only": Case(fully_shard),

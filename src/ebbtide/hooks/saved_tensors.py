@@ -217,6 +217,8 @@ class SavedTensorHooks:
     def _is_parameter(self, tensor: torch.Tensor, whole: torch.Tensor, begin: int) -> bool:
         if self.pack_weight is not None and self.pack_weight(tensor, whole) is not None:
             return True
+        if self._unsharded.is_sharded and self._unsharded.own(tensor.untyped_storage()):
+            return True
         owns = self._parameters.owns
         return owns(tensor, whole.data_ptr()) or owns(tensor, begin)
 
