@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import types
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -105,3 +107,23 @@ def test_the_peak_is_that_of_the_layer_that_is_recomputed() -> None:
 def test_the_default_policy_recomputes_every_layer(mode: str) -> None:
     """The same bits over several steps."""
     compare(lambda: stack(3), ActivationPolicy(mode=mode), lambda: (torch.randn(64, 256),))
+
+
+def test_small_inputs_are_kept_and_not_counted_as_recomputed() -> None:
+    """Nothing here reaches 1 MiB. Inputs and the last sine's argument stay, each counted once."""
+    model = stack(N)
+    recompute = ActivationPolicy(mode="recompute+offload", rebuild=False)
+    with ebbtide.offload(model, activations=recompute) as handle:
+        stats = step(handle, model)
+    assert stats.offloaded_bytes == 0
+    assert stats.kept_bytes == (N + 1) * S
+    assert stats.recomputed_bytes == N * S
+
+
+def test_a_forward_that_other_code_binds_to_the_module_again() -> None:
+    """Accelerate does that with what it finds in `module.forward`."""
+    model = stack(N)
+    with ebbtide.offload(model, activations=policy("recompute")) as handle:
+        for layer in model.layers:
+            layer.forward = types.MethodType(layer.forward, layer)
+        assert step(handle, model).recomputed_bytes == N * S

@@ -205,7 +205,7 @@ def test_forward_mode_and_transforms_run_the_forward_once() -> None:
             tangent.detach(),
             model.layers[0].linear.weight.grad.clone(),
             torch.func.grad(weigh)(x),
-            torch.vmap(model)(x[None]).detach(),
+            *torch.autograd.grad(torch.vmap(model)(x[None]).sum(), [*model.parameters()]),
         )
 
     expected = both()
@@ -253,3 +253,23 @@ def test_an_offloaded_forward_inside_a_recomputed_layer_steps_aside() -> None:
         warnings.simplefilter("error")
         assert step(handle, model).recomputed_bytes == 2 * ROWS * WIDTH * 4
         assert model.layers[0].wrapped.handle.stats.num_saved == 0
+
+
+def test_layers_inside_another_offloaded_callable_belong_to_that_one() -> None:
+    class Inside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Dropout() for _ in range(2))
+            self.wrapped = ebbtide.wrap_forward_with_offload(self.run, device="cpu")
+
+        def run(self, x: Tensor) -> Tensor:
+            return self.layers[0](x)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layers[1](self.wrapped(x))
+
+    model = Inside()
+    with ebbtide.offload(model, activations=policy("recompute"), layers=["layers.?"]) as handle:
+        assert step(handle, model).recomputed_bytes > 0
+        recomputed = [each.layer.name for each in handle.inspect().recomputed]
+    assert recomputed == ["layers.1"]

@@ -262,8 +262,7 @@ class LayerTracker:
             key = name.rpartition(".")[2]
             replace = None
             if self._replace is not None:
-                find = functools.partial(self._find_begun, name)
-                replace = functools.partial(self._replace, find)
+                replace = functools.partial(self._replace, self._find_begun)
             end = self._end_layer
             self._hooked.append(HookedLayer(parent, key, module, register, begin, end, replace))
 
@@ -332,9 +331,9 @@ class LayerTracker:
             if self._replace is not None and output is not None and self._entered != layer:
                 self._warn_of_lost_forward(layer)
 
-    def _find_begun(self, name: str) -> Layer | None:
-        """Return the layer whose forward is called now, if its module has this name."""
-        if not self._counts() or not self._open or self._open[-1].name != name:
+    def _find_begun(self) -> Layer | None:
+        """Return the layer whose forward is called now; None if the call is not counted."""
+        if not self._counts() or not self._open:
             return None
         self._entered = self._open[-1]
         return self._entered

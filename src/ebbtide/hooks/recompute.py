@@ -53,10 +53,9 @@ class RecomputedForward:
         self._find = find
         self._module = module
         self._forward = forward
-        self._active = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if is_traced() or not self._active:
+        if is_traced():
             return self._forward(*args, **kwargs)
         if args and args[0] is self._module:
             args = args[1:]  # accelerate binds what it finds in `module.forward` to it again
@@ -67,7 +66,6 @@ class RecomputedForward:
 
     def restore(self) -> None:
         """Give the module its own forward back."""
-        self._active = False
         module = self._module
         if module.__dict__.get("forward") is not self:
             return  # other code has wrapped this object, which now only forwards calls
