@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo test versions clients clients-page dry-gpu check dist races soak bench gpu clean
+.PHONY: demo test versions clients clients-page dry-gpu soft check dist races soak bench gpu clean
 
 demo: $(VENV)/.demo  ## train an FNO on Darcy flow with and without offload, and compare
 	$(BIN)/ebbtide demo
@@ -33,6 +33,15 @@ clients-page: $(CLIENTS)/.ready  ## the same, and write docs/guides/clients.md
 
 dry-gpu: $(VENV)/.dev  ## the GPU suite's tests on a CPU, as far as that means something
 	EBBTIDE_GPU_TESTS_ON=cpu $(BIN)/python -m pytest tests/gpu
+
+# Each order in a process of its own. "random" draws a seed and prints it.
+SOFT_ORDERS ?= threads compute-first copies-first random:1 random
+SOFT = PYTHONPATH=tests/softdevice $(BIN)/python -m pytest -p softdevice.plugin
+SOFT_FLAGS ?=
+
+soft: $(VENV)/.dev  ## the GPU suite's tests on an accelerator in software, in each order of execution
+	$(SOFT) $(SOFT_FLAGS) tests/softdevice
+	set -e; for order in $(SOFT_ORDERS); do $(SOFT) --order $$order $(SOFT_FLAGS) tests/gpu; done
 
 check: $(VENV)/.dev  ## lint, formatting, types
 	$(BIN)/ruff check .

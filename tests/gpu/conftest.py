@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpu_bench import DRY_RUN, find_device, finish_device
+from gpu_bench import DRY_RUN, can_register, can_sleep, find_device, finish_device
 
 # On several streams cuBLAS repeats its results only with workspaces set aside for them. torch reads
 # this when it first calls cuBLAS.
@@ -46,10 +46,17 @@ def needs_accelerator() -> None:
 
 
 @pytest.fixture
-def needs_cuda(device: torch.device) -> None:
-    """For tests that call what only CUDA (or ROCm, under the same names) has."""
-    if device.type != "cuda":
-        pytest.skip("needs CUDA")
+def needs_sleep(device: torch.device, needs_accelerator: None) -> None:  # noqa: ARG001
+    """For tests that let streams sleep, so that others overtake them."""
+    if not can_sleep(device):
+        pytest.skip(f"torch.{device.type} has no _sleep: kernels of this device cannot sleep")
+
+
+@pytest.fixture
+def needs_registration(device: torch.device, needs_accelerator: None) -> None:  # noqa: ARG001
+    """For tests of host memory that is page-locked where it is."""
+    if not can_register(device):
+        pytest.skip(f"torch.{device.type} offers no way to page-lock memory that exists already")
 
 
 @pytest.fixture(autouse=True)

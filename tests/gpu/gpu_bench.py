@@ -33,7 +33,8 @@ still when backward, on a host that runs ahead of the device, asks for them: the
 Forward = Callable[[Tensor], Tensor]
 
 needs_accelerator = pytest.mark.usefixtures("needs_accelerator")
-needs_cuda = pytest.mark.usefixtures("needs_cuda")
+needs_sleep = pytest.mark.usefixtures("needs_sleep")
+needs_registration = pytest.mark.usefixtures("needs_registration")
 
 # ---- devices ------------------------------------------------------------------------------------
 
@@ -63,6 +64,57 @@ def finish_device(device: torch.device) -> None:
     """Wait for all that is queued, on whatever stream."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
+
+
+# ---- what a device can do -----------------------------------------------------------------------
+
+
+def can_sleep(device: torch.device) -> bool:
+    """Whether a kernel can be queued that does nothing, for long."""
+    return device.type != "cpu" and hasattr(torch.get_device_module(device), "_sleep")
+
+
+def can_register(device: torch.device) -> bool:
+    """Whether the device can page-lock memory of the host where it is."""
+    return device.type == "cuda" or hasattr(torch.get_device_module(device), "host_register")
+
+
+def unregister(address: int, device: torch.device) -> bool:
+    """Whether the device had the memory at an address page-locked; if so, it has it no more."""
+    if device.type != "cuda":
+        with contextlib.suppress(OSError):
+            torch.get_device_module(device).host_unregister(address)
+            return True
+        return False
+    status = int(torch.cuda.cudart().cudaHostUnregister(address))
+    with contextlib.suppress(RuntimeError):
+        torch.ones(1, device=device)  # takes back the error, which the next kernel would report
+    return status == 0
+
+
+def fft_takes(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the device transforms numbers of this type under autocast to it."""
+    try:
+        with torch.autocast(device.type, dtype):
+            torch.fft.rfft(torch.ones(4, dtype=dtype, device=device))
+    except RuntimeError:
+        return False
+    return True
+
+
+def orders(device: torch.device) -> Iterator[str]:
+    """Run the body of a loop in every order of execution that the device has.
+
+    A GPU has the one that it has. The software accelerator has several, none of which shows every
+    race.
+    """
+    module = torch.get_device_module(device)
+    if not hasattr(module, "choose_order"):
+        yield "the only one"
+        return
+    for order in module.ORDERS_TO_TRY:
+        module.choose_order(order)
+        yield order
 
 
 @contextlib.contextmanager

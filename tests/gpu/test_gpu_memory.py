@@ -25,8 +25,8 @@ from gpu_bench import (
     tower,
 )
 
-ROWS, WIDTH = 4096, 1024
-ACTIVATION_BYTES = ROWS * WIDTH * 4  # 16 MiB
+ROWS, WIDTH = 2048, 512
+ACTIVATION_BYTES = ROWS * WIDTH * 4  # 4 MiB
 LAYERS = 12
 WEIGHT_BYTES = LAYERS * (WIDTH * WIDTH + WIDTH) * 4
 ROUNDING_BYTES = 512  # of the allocator, for each tensor

@@ -5,7 +5,7 @@ import torch
 
 import ebbtide
 from ebbtide import ActivationPolicy
-from gpu_bench import KIB, STORES, assert_at_rest
+from gpu_bench import KIB, STORES, assert_at_rest, fft_takes
 from zoo import ENTRIES, Entry, Inputs, Snapshot, assert_bitwise_equal, snapshot
 
 SMALL = ActivationPolicy(min_bytes="4KiB", max_inflight_bytes="64KiB")
@@ -41,6 +41,9 @@ def _expected(entry: Entry, device: torch.device) -> list[Snapshot]:
 
 
 def _assert_offloaded_parity(entry: Entry, device: torch.device, **arguments: object) -> None:
+    if "fno" in entry.name and entry.autocast and not fft_takes(entry.autocast, device):
+        # Only for CPUs does torch's autocast give FFTs single precision.
+        pytest.skip(f"torch has no FFT in {entry.autocast} on {device.type}, so no plain step")
     expected = _expected(entry, device)
     model, inputs = entry.build(device=device)
     with ebbtide.offload(model, activations=SMALL, **arguments) as handle:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import time
 from collections.abc import Callable, Iterator
 from typing import final
@@ -125,7 +126,7 @@ class AcceleratorDevice(AbstractDevice):
 
     def pin(self, address: int, size_bytes: int) -> Callable[[], None] | None:
         if self.torch_device.type != "cuda":
-            return None
+            return self._register_with_module(address, size_bytes)
         # torch has no generic call for this; its ROCm builds use the same name.
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         # Without a current device, the call would create a CUDA context on the first device.
@@ -140,6 +141,19 @@ class AcceleratorDevice(AbstractDevice):
                 runtime.cudaHostUnregister(address)
 
         return unlock
+
+    def _register_with_module(self, address: int, size_bytes: int) -> Callable[[], None] | None:
+        """Page-lock memory by the device's module, which may offer two functions for it.
+
+        `host_register(address, size_bytes)` raises an OSError if it fails, and
+        `host_unregister(address)` takes it back.
+        """
+        module = torch.get_device_module(self.torch_device)
+        register = getattr(module, "host_register", None)
+        if register is None:
+            return None
+        register(address, size_bytes)
+        return functools.partial(module.host_unregister, address)
 
     def _clear_error(self) -> None:
         """Clear the error, which CUDA would otherwise report again after the next kernel."""

@@ -1,0 +1,94 @@
+"""Ends of processes, forked children, and the build: each in a process of its own."""
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+TIMEOUT_S = 60
+
+QUEUE_MUCH = """
+    device = torch.device("softdevice", 0)
+    side = torch.Stream(device=device)
+    x = torch.ones(64, 64, device=device)
+    for _ in range(200):
+        x = x @ x
+        with side:
+            softdevice.sleep(20_000_000)
+            y = x + 1
+"""
+
+
+def _run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run code in a process that has the device."""
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])} | environment,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+
+
+def _code(order: str, body: str) -> str:
+    head = f"import os, sys, torch, softdevice\nsoftdevice.load({order!r})\n"
+    return head + textwrap.dedent(body)
+
+
+@pytest.mark.parametrize("order", ["threads", "compute-first", "random:1"])
+def test_a_process_ends_with_work_queued(order: str) -> None:
+    finished = _run(_code(order, textwrap.dedent(QUEUE_MUCH) + "print('end')"))
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout == "end\n"
+
+
+@pytest.mark.parametrize("order", ["threads", "compute-first", "random:1"])
+def test_a_forked_child_ends_and_is_told(order: str) -> None:
+    """It may drop the tensors that it has inherited, and leave; all else is refused."""
+    body = (
+        textwrap.dedent(QUEUE_MUCH)
+        + """
+child = os.fork()
+if child == 0:
+    try:
+        x + 1
+    except RuntimeError as error:
+        print(error, flush=True)
+    assert not torch.accelerator.is_available() or torch.get_device_module()._is_in_bad_fork()
+    del x, y
+    sys.exit(7)
+_, status = os.waitpid(child, 0)
+assert os.waitstatus_to_exitcode(status) == 7
+print("parent", torch.ones(3, device=device).sum().item())
+"""
+    )
+    finished = _run(_code(order, body))
+    assert finished.returncode == 0, finished.stderr
+    assert "This process was forked" in finished.stdout
+    assert finished.stdout.endswith("parent 3.0\n")
+
+
+def test_importing_the_package_does_not_load_the_device() -> None:
+    finished = _run(
+        "import torch, softdevice; print(softdevice.is_loaded(), hasattr(torch, 'softdevice'))"
+    )
+    assert finished.stdout == "False False\n", finished.stderr
+
+
+def test_no_compiler_is_said_clearly() -> None:
+    finished = _run("import softdevice; softdevice.load()", CXX="no-such-compiler")
+    assert finished.returncode == 1
+    assert "no compiler 'no-such-compiler' on PATH: install g++" in finished.stderr
+
+
+def test_a_failing_test_says_its_order(tmp_path: Path) -> None:
+    (tmp_path / "test_fails.py").write_text("def test_fails():\n    assert False\n")
+    arguments = ["-p", "softdevice.plugin", "--order", "random:17", str(tmp_path)]
+    finished = _run(f"import pytest, sys; sys.exit(pytest.main({arguments}))")
+    assert finished.returncode == 1, finished.stderr
+    assert "order of execution: --order random:17" in finished.stdout
