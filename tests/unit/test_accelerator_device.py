@@ -106,6 +106,21 @@ def test_a_copy_is_timed_from_a_moment_that_compute_has_not_come_to(
     assert copied.since(origin) == end_s
 
 
+def test_memory_is_page_locked_by_a_devices_own_module(
+    device: AcceleratorDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on accelerators that are neither CUDA nor ROCm. `HOME` makes it the module torch.cpu."""
+    assert device.pin(4096, 512) is None  # it offers nothing
+    locked: dict[int, int] = {}
+    monkeypatch.setattr(torch.cpu, "host_register", locked.__setitem__, raising=False)
+    monkeypatch.setattr(torch.cpu, "host_unregister", locked.pop, raising=False)
+    unlock = device.pin(4096, 512)
+    assert locked == {4096: 512}
+    assert unlock is not None
+    unlock()
+    assert not locked
+
+
 @pytest.fixture
 def bench(device: AcceleratorDevice) -> Iterator[EngineBench]:
     bench = EngineBench(device, PinnedStore(device, slab_bytes=64 * KIB), 64 * KIB)
