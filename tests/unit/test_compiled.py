@@ -9,6 +9,7 @@ import torch
 import torch._dynamo
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
 
 import ebbtide
 
@@ -135,6 +136,16 @@ def test_same_bits_and_graphs_as_compiled_alone(
     else:
         assert len(told) == 1
         assert "compiled as one region" in told[0]
+
+
+def test_a_recomputed_forward_is_not_taken_for_a_compiled_one() -> None:
+    """Recomputed inside backward, layers are not counted; that says nothing about the model."""
+    model, x = build(), torch.randn(512, 64, requires_grad=True)
+    with warnings.catch_warnings(), ebbtide.offload(model, activations=POLICY) as handle:
+        warnings.simplefilter("error")
+        for _ in range(2):
+            checkpoint(model, x, use_reentrant=True).sum().backward()
+        assert handle.layers == tuple(f"blocks.{number}" for number in range(LAYERS))
 
 
 @pytest.mark.parametrize("compile_it", PER_LAYER)

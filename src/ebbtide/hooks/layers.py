@@ -301,7 +301,7 @@ class LayerTracker:
         """Report the forward's number of layers, so that the next one knows which come last."""
         self._active = False
         self._told.end_forward(self._next if completed else None)
-        if not completed:
+        if not completed or _in_backward():  # a recomputation, whose layers are not counted
             return
         self._order = self._called
         if not self._next and self._hooked and compiler_is_loaded() and not self.warned:
@@ -351,4 +351,8 @@ class LayerTracker:
 
         A recomputation runs inside a backward, even if that backward runs inside the forward.
         """
-        return self._active and torch._C._current_graph_task_id() == -1
+        return self._active and not _in_backward()
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
