@@ -150,7 +150,7 @@ def test_an_error_of_a_kernel_comes_when_the_host_waits(device: torch.device) ->
     torch.accelerator.synchronize()
     softdevice.choose_order("compute-first")
     taken = table[where]
-    with pytest.raises(IndexError, match=r"out of (range|bounds)"):
+    with pytest.raises(IndexError, match=r"out of (range|bounds)[^!]*In aten::index"):
         torch.accelerator.synchronize()
     torch.accelerator.synchronize()  # it is reported once
     assert taken.shape == (1,)

@@ -8,7 +8,6 @@
 #include <deque>
 #include <exception>
 #include <mutex>
-#include <optional>
 #include <random>
 #include <thread>
 #include <vector>
@@ -184,6 +183,9 @@ class Executor {
     try {
       at::AutoDispatchBelowADInplaceOrView below_autograd;
       job.run();
+    } catch (c10::Error& raised) {
+      raised.add_context(c10::str("In ", job.name, ", which was queued before"));
+      error = std::current_exception();
     } catch (...) {
       error = std::current_exception();
     }
