@@ -28,3 +28,8 @@ def on(stream: torch.Stream) -> Iterator[None]:
 def pinned(*sizes: int, fill: float = 0.0) -> Tensor:
     """Page-locked memory of the host."""
     return torch.full(sizes, fill).pin_memory()
+
+
+def on_the_host(values: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
+    """Copies that take no memory of the device."""
+    return {name: value if value is None else value.cpu() for name, value in values.items()}
