@@ -22,7 +22,6 @@ from ebbtide.hooks.layers import (
     match_layers,
 )
 from ebbtide.hooks.recompute import replace_forwards
-from ebbtide.inspection import Inspection
 from ebbtide.interface.arguments import (
     check_activations,
     check_model,
@@ -36,6 +35,7 @@ from ebbtide.interface.display import brief, count, few, html_table, labelled
 from ebbtide.layers.checks import check_layer_counts, check_regions
 from ebbtide.layers.search import find_layers
 from ebbtide.policy import ActivationPolicy, WeightPolicy
+from ebbtide.reports.inspection import Inspection
 from ebbtide.schedule import Schedule
 from ebbtide.tracing.trace import Trace
 from ebbtide.transfers.stats import StepStats

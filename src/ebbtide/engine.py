@@ -17,22 +17,22 @@ from ebbtide.activations.activations import Activations
 from ebbtide.activations.parameter_index import ParameterIndex
 from ebbtide.activations.placement import Placement, Plan
 from ebbtide.activations.records import UnitRecords
+from ebbtide.coexistence.other_hooks import hooks_are_wanted, let_others_disable
+from ebbtide.coexistence.unsharded import UnshardedParameters
 from ebbtide.devices.accelerator import AcceleratorDevice
 from ebbtide.devices.cpu import CpuDevice
 from ebbtide.devices.device import AbstractDevice
 from ebbtide.errors import PolicyError
 from ebbtide.execution.executor import ScheduleExecutor, ScheduleMode
-from ebbtide.hooks.coexistence import hooks_are_wanted, let_others_disable
 from ebbtide.hooks.layers import LayerModules
 from ebbtide.hooks.saved_tensors import SavedTensorHooks
-from ebbtide.hooks.unsharded import UnshardedParameters
 from ebbtide.hooks.weights import WeightHooks
-from ebbtide.inspection import Inspection, inspect
 from ebbtide.interface.display import count
 from ebbtide.memory.freed_memory import describe
 from ebbtide.policy import ActivationPolicy, WeightPolicy
 from ebbtide.recomputation.call import Recomputing, find_recomputing
 from ebbtide.recomputation.recomputations import Recomputations
+from ebbtide.reports.inspection import Inspection, inspect
 from ebbtide.schedule import Action, Direction, Schedule, Unit
 from ebbtide.stores.build import build_store, parse_store
 from ebbtide.tracing.trace import Trace

@@ -13,7 +13,6 @@ from torch.utils._pytree import tree_leaves
 from ebbtide.engine import Engine, OpenLayer
 from ebbtide.errors import PolicyError
 from ebbtide.execution.executor import ScheduleMode
-from ebbtide.inspection import Inspection
 from ebbtide.interface.arguments import (
     check_activations,
     check_modules,
@@ -26,6 +25,7 @@ from ebbtide.interface.arguments import (
 )
 from ebbtide.interface.display import brief, count, html_table, labelled
 from ebbtide.policy import ActivationPolicy
+from ebbtide.reports.inspection import Inspection
 from ebbtide.schedule import Action, Direction, Schedule, Unit, Verb, default, manual
 from ebbtide.tracing.trace import Trace
 from ebbtide.transfers.stats import StepStats

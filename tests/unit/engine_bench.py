@@ -12,7 +12,7 @@ from ebbtide.activations.parameter_index import ParameterIndex
 from ebbtide.activations.placement import Placement, Plan
 from ebbtide.devices.device import AbstractDevice
 from ebbtide.hooks.saved_tensors import SavedTensorHooks
-from ebbtide.inspection import InFlight, Inspection, inspect
+from ebbtide.reports.inspection import InFlight, Inspection, inspect
 from ebbtide.stores.store import AbstractStore
 from ebbtide.transfers.transfers import Transfers
 

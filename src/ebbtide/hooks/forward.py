@@ -13,9 +13,9 @@ from typing import Any, Protocol, final
 import torch
 from torch import nn
 
+from ebbtide.coexistence.compiler import skip_in_compiler
+from ebbtide.coexistence.other_hooks import hooks_are_wanted
 from ebbtide.errors import PolicyError
-from ebbtide.hooks.coexistence import hooks_are_wanted
-from ebbtide.hooks.compiled import skip_in_compiler
 from ebbtide.hooks.layers import LayerTracker, ModuleHook
 from ebbtide.hooks.saved_tensors import SavedTensorHooks
 from ebbtide.hooks.weights import WeightHooks

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from ebbtide.coexistence.compiler import HookedLayer, Replacement, compiler_is_loaded, is_traced
 from ebbtide.errors import PolicyError
-from ebbtide.hooks.compiled import HookedLayer, Replacement, compiler_is_loaded, is_traced
 from ebbtide.interface.arguments import check_layers, refuse
 from ebbtide.interface.warning import warn_user
 from ebbtide.transfers.layer import Layer

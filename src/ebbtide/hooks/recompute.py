@@ -8,7 +8,7 @@ from typing import Any, final
 
 from torch import nn
 
-from ebbtide.hooks.compiled import is_traced, skip_in_compiler
+from ebbtide.coexistence.compiler import is_traced, skip_in_compiler
 from ebbtide.hooks.forward import itself, plain_forward
 from ebbtide.hooks.layers import ReplaceForward
 from ebbtide.recomputation.call import Recomputing, recompute_later

@@ -22,10 +22,10 @@ from ebbtide.activations.placement import Placement
 from ebbtide.activations.records import OFFLOAD, StorageRecord
 from ebbtide.activations.saved import RecordedTensor
 from ebbtide.activations.scope import Scope
+from ebbtide.coexistence.compiler import skip_in_compiler
+from ebbtide.coexistence.other_hooks import hooks_are_wanted
+from ebbtide.coexistence.unsharded import UnshardedParameters
 from ebbtide.hooks.advice import Advice
-from ebbtide.hooks.coexistence import hooks_are_wanted
-from ebbtide.hooks.compiled import skip_in_compiler
-from ebbtide.hooks.unsharded import UnshardedParameters
 from ebbtide.tensors.memory_parts import parts_of
 from ebbtide.tensors.packing import PACKED, find_packing
 from ebbtide.transfers.prefetch import ForwardLog

@@ -14,10 +14,10 @@ from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
+from ebbtide.coexistence.other_hooks import is_traced, refuse_moving_weights
+from ebbtide.coexistence.unsharded import find_sharded_parameters
 from ebbtide.errors import ForkedProcessError, PolicyError
-from ebbtide.hooks.coexistence import is_traced, refuse_moving_weights
 from ebbtide.hooks.layers import LayerModules, ModuleHook, lists_by_index
-from ebbtide.hooks.unsharded import find_sharded_parameters
 from ebbtide.optimizers.mapped_state import MappedOptimizerState
 from ebbtide.policy import WeightPolicy, is_in_share
 from ebbtide.stores.store import AbstractStore

@@ -1,0 +1,1 @@
+"""Reports on a step: what became of each storage."""
