@@ -20,6 +20,7 @@ CONTENT = {
     "changed by hand",
     "dropped",
     "evaluated",
+    "written after an evaluation",
     "held gradients",
     "interrupted backward",
     "interrupted forward",

@@ -254,7 +254,7 @@ class _Training:
         waiting: dict[int, Tensor] = {}
         for action, microbatch in any_order(draw, draw.randint(1, 3)):
             if action == "forward":
-                loss = self._forward()
+                loss = self._forward(alone=not waiting)
                 if loss is not None:
                     waiting[microbatch] = loss
             elif microbatch in waiting:
@@ -274,7 +274,7 @@ class _Training:
             for p in self.net.parameters():
                 p.data = p.data * 0.9 if draw.random() < 0.5 else p.data.mul_(0.9)
 
-    def _forward(self) -> Tensor | None:
+    def _forward(self, *, alone: bool) -> Tensor | None:
         draw, count = self.draw, len(self.net.blocks)
         order = list(range(count))
         if draw.random() < 0.4:
@@ -290,6 +290,11 @@ class _Training:
                 self.content["evaluated"] += 1
                 with torch.no_grad():
                     self.losses.append(self.net(x, order, ("", 0)))
+                if alone and draw.random() < 0.5:
+                    self.content["written after an evaluation"] += 1
+                    with torch.no_grad():
+                        for p in self.net.parameters():
+                            p.mul_(0.99)
             loss = self.net(x, order, accident)
         except InterruptedStepError:
             self.content["interrupted forward"] += 1

@@ -25,7 +25,7 @@ from cuda_stubs import add_stubs
 ROOT = Path(__file__).parents[2]
 ENVIRONMENTS = ROOT / ".venv-versions"
 LEAST_FREE_BYTES = 4 * 2**30  # the wheel, and what it unpacks to
-TOOLS = ("pytest", "pytest-timeout", "hypothesis")
+TOOLS = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis")
 # Whatever touches torch in ways that a version can change, and takes a minute or two altogether.
 CORE = (
     "tests/unit/test_imports.py",
@@ -167,6 +167,7 @@ def test_row(row: Row, arguments: list[str]) -> str:
     built_s = time.monotonic()
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "EBBTIDE_SIMULATION_SEEDS": "100"}
     command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    command += ["--numprocesses", "2", "--dist", "loadfile"]
     status = subprocess.run([*command, *(arguments or CORE)], cwd=ROOT, env=environment).returncode
     seconds = f"{built_s - begin_s:.0f} s to install, {time.monotonic() - built_s:.0f} s to test"
     return f"{'FAILED' if status else 'passed'} ({seconds})"

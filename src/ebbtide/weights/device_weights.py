@@ -10,6 +10,7 @@ When autograd saves a weight, it saves a view of such a buffer, or a cast of one
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -25,6 +26,7 @@ from ebbtide.activations.handles import (
     Saved,
     are_hooked,
 )
+from ebbtide.devices.device import AbstractEvent
 from ebbtide.errors import SavedTensorModifiedError
 from ebbtide.stores.store import RestingSlot
 from ebbtide.transfers.transfers import Transfers
@@ -165,7 +167,7 @@ class DeviceWeights(AbstractWeights):
 
     @_with_the_lock
     def begin_forward(self) -> None:
-        if not self.is_working():
+        if not self._is_in_forward():
             self._start_over()
         self._running += 1
 
@@ -174,13 +176,17 @@ class DeviceWeights(AbstractWeights):
         self._resident.start_over()
         self.parameters.begin_forward()
 
-    @_with_the_lock
     def end_forward(self) -> None:
-        """See the base class.
+        """See the base class. The program may change the host values from now on.
 
-        The program may change the host values from now on. Only the copy of a prefetched group that
-        no module has entered can still be reading them; the next forward discards that group.
+        Streams:
+            The host waits until no copy reads the host values any more. The last copy brings the
+            weights of the last layer, so the device still has that layer to compute.
         """
+        self._wait_for_copies(self._end_forward())
+
+    @_with_the_lock
+    def _end_forward(self) -> list[AbstractEvent]:
         self._running -= 1
         if not self._running:
             self._leave_interrupted()
@@ -188,6 +194,19 @@ class DeviceWeights(AbstractWeights):
             for group in self.groups:
                 for member in group.members:
                     member.reused = None
+        return self._copies_to_wait_for()
+
+    def _copies_to_wait_for(self) -> list[AbstractEvent]:
+        """The copies that must have ended before the program goes on; none while weights work."""
+        return [] if self.is_working() else self._resident.reading()
+
+    def _wait_for_copies(self, copies: Sequence[AbstractEvent]) -> None:
+        # Guard weights-read-before-return: a forward or a backward of the model returns when no
+        # copy reads the host values any more. The program may write them at once, and the device,
+        # which is behind, would compute with values from later.
+        for copied in copies:
+            with contextlib.suppress(OSError):  # compute waits for this copy, and has raised it
+                copied.synchronize()
 
     def _leave_interrupted(self) -> None:
         """Leave the groups of modules that an interrupt has ended, for which torch calls no hook.
@@ -203,19 +222,27 @@ class DeviceWeights(AbstractWeights):
         self._enter(group)
 
     def _enter(self, group: WeightGroup) -> None:
-        if not _in_backward() and not self.is_working():
+        if not _in_backward() and not self._is_in_forward():
             self._start_over()  # the module was called directly, outside the model's forward
         if not group.open:
             self._reclaim()
             for member, tensor in self._make(group, group.members):
                 member.install(tensor)
+        else:
+            # The first entry has made another stream wait, if the module is entered by another
+            # thread or calls itself on a stream of its own. Only the software accelerator shows it.
+            self._resident.wait_for(group)
         group.open += 1
 
-    @_with_the_lock
     def leave(self, group: WeightGroup) -> None:
+        self._wait_for_copies(self._leave_and_reclaim(group))
+
+    @_with_the_lock
+    def _leave_and_reclaim(self, group: WeightGroup) -> list[AbstractEvent]:
         if group.open:  # else an error came before the group was entered
             self._leave(group)
         self._reclaim(everything=not self.is_working())
+        return self._copies_to_wait_for()
 
     def _leave(self, group: WeightGroup) -> None:
         group.open -= 1
@@ -223,6 +250,13 @@ class DeviceWeights(AbstractWeights):
             for member in group.members:
                 member.uninstall()
                 self._substitutes[member] = group
+
+    def _is_in_forward(self) -> bool:
+        """Whether a forward is running, of the model or of one of its modules.
+
+        A backward does not count. It may have raised, and still be alive in autograd's thread.
+        """
+        return self._running > 0 or any(group.open for group in self.groups)
 
     def is_working(self) -> bool:
         return bool(self._running) or self._resident.any_open()
@@ -336,11 +370,16 @@ class DeviceWeights(AbstractWeights):
             self._backwards.add(task)
             self._transfers.begin_run()
 
-    @_with_the_lock
     def _end_backward(self, task: int) -> None:
         """Clean up after a backward pass that has ended."""
+        self._wait_for_copies(self._forget_backward(task))
+
+    @_with_the_lock
+    def _forget_backward(self, task: int) -> list[AbstractEvent]:
         self._give_up_backward(task)
         self._reclaim(everything=not self._running)
+        self._transfers.offloads.retire_finished()  # the host has waited for all gradients
+        return self._copies_to_wait_for()
 
     def _give_up_backward(self, task: int) -> None:
         """Clean up after a backward pass that has ended or raised. Called with the lock held.
@@ -458,9 +497,8 @@ class DeviceWeights(AbstractWeights):
 
     def settle(self) -> None:
         with self._gate:
-            copies = self._resident.copies()
-        for copied in copies:
-            copied.synchronize()
+            copies = self._resident.reading()
+        self._wait_for_copies(copies)
         self._transfers.poll()
 
     def close(self) -> None:

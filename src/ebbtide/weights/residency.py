@@ -48,6 +48,7 @@ class ResidentGroups:
         self._spare: list[tuple[torch.Tensor, AbstractStream]] = []  # unused buffers
         self._alone = 0  # the result of `_count_users` for an unused buffer
         self._log = AccessLog()  # uses of groups since the forward began
+        self._reading: list[AbstractEvent] = []  # copies not known to have read the host values
 
     def any_open(self) -> bool:
         """Whether the forward or backward of a module that uses one of the groups is running."""
@@ -81,6 +82,15 @@ class ResidentGroups:
         if group.buffer is None:
             self._load(group, keep=None)
         self._there[group] = self._there.pop(group)  # the most recently used
+        self.wait_for(group)
+        following = self._next()
+        if following is not None and following is not group and following.buffer is None:
+            self._load(following, keep=group)
+        assert group.buffer is not None
+        return group.buffer
+
+    def wait_for(self, group: WeightGroup) -> None:
+        """Make the current compute stream wait for a group that is on the device."""
         assert group.buffer is not None and group.ready is not None
         current = self._device.compute_stream()
         # Guard compute-waits-for-weights: the compute stream waits for the reload of the weights. A
@@ -88,10 +98,6 @@ class ResidentGroups:
         self._transfers.wait_for_reload(group, group.ready, current)
         group.awaited = True
         group.used_elsewhere |= not self._device.note_use(group.buffer, group.home, group.ready)
-        following = self._next()
-        if following is not None and following is not group and following.buffer is None:
-            self._load(following, keep=group)
-        return group.buffer
 
     def release(self, group: WeightGroup) -> None:
         """Release a group's buffer."""
@@ -122,10 +128,10 @@ class ResidentGroups:
         self.release_all()
         self._spare.clear()
 
-    def copies(self) -> list[AbstractEvent]:
-        """The events at which the reloads that may still read host values end."""
-        ready = [group.ready for group in self._there if group.ready is not None]
-        return ready + [event for _, event in self._reloads.abandoned]
+    def reading(self) -> list[AbstractEvent]:
+        """The copies that may still read host values; the caller waits for them."""
+        self._reading, reading = [], self._reading
+        return [event for event in reading if not event.query()]
 
     def _load(self, group: WeightGroup, keep: WeightGroup | None) -> None:
         for other in list(self._there):
@@ -139,6 +145,9 @@ class ResidentGroups:
         buffer, home = self._find_buffer(group.size_bytes)
         # Queued kernels may still read the memory, whether it is new or another group's buffer.
         self._reloads.start(group, Target(buffer, home.record(), home))
+        assert group.ready is not None
+        self._reading = [event for event in self._reading if not event.query()]
+        self._reading.append(group.ready)
         group.used_elsewhere = False
         self._there[group] = None
         self._at[buffer.untyped_storage()._cdata] = group

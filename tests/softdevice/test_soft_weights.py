@@ -1,0 +1,292 @@
+"""Weights at rest on a device that is behind the host: the program may do anything in between."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ebbtide
+import softdevice
+from soft_bench import PORTFOLIO, on
+
+WIDTH = 64
+
+Program = Callable[[nn.Module, Tensor], list[Tensor]]
+
+
+def _tower(device: torch.device) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(5))).to(
+        device
+    )
+
+
+def _evolution(model: nn.Module, x: Tensor) -> list[Tensor]:
+    """MeZO: two forwards at disturbed weights, one step along the difference."""
+    losses = []
+    for step in range(4):
+        values = []
+        for sign in (1, -2):
+            _disturb(model, step, sign)
+            with torch.no_grad():
+                values.append(model(x).square().mean())
+        _disturb(model, step, 1)
+        losses += values
+    return losses
+
+
+def _disturb(model: nn.Module, seed: int, by: float) -> None:
+    draws = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=draws)
+            parameter.add_(noise.to(parameter.device), alpha=0.01 * by)
+
+
+def _loaded(model: nn.Module, x: Tensor) -> list[Tensor]:
+    found = []
+    for scale in (1.0, 0.5, 2.0):
+        state = {name: value.clone() * scale for name, value in model.state_dict().items()}
+        with torch.no_grad():
+            found.append(model(x).square().mean())
+        model.load_state_dict(state)
+        with torch.inference_mode():
+            found.append(model(x).square().mean().clone())
+    return found
+
+
+def _swapped(model: nn.Module, x: Tensor) -> list[Tensor]:
+    """Weights of an average are swapped in for an evaluation, and out again."""
+    averages = [p.detach().clone() * 0.9 for p in model.parameters()]
+    found = []
+    for _ in range(3):
+        model.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        found.append(loss.detach())
+        for _ in range(2):
+            for parameter, average in zip(model.parameters(), averages, strict=True):
+                present = parameter.data.clone()
+                parameter.data.copy_(average)
+                average.copy_(present)
+            with torch.no_grad():
+                found.append(model(x).square().mean())
+    return found
+
+
+def _assigned(model: nn.Module, x: Tensor) -> list[Tensor]:
+    found = []
+    for _ in range(4):
+        with torch.no_grad():
+            found.append(model(x).square().mean())
+        for parameter in model.parameters():
+            parameter.data = parameter.data * 0.9
+    return found
+
+
+def _dropped(model: nn.Module, x: Tensor) -> list[Tensor]:
+    """A graph is made and dropped without a backward."""
+    found = []
+    for _ in range(4):
+        found.append(model(x).square().mean().detach())
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.9)
+    return found
+
+
+def _frozen(model: nn.Module, x: Tensor) -> list[Tensor]:
+    """No weight needs a gradient, so that no gradient comes to the host in backward."""
+    model.requires_grad_(False)
+    found = []
+    for _ in range(4):
+        wanted = x.clone().requires_grad_()
+        model(wanted).square().mean().backward()
+        assert wanted.grad is not None
+        found.append(wanted.grad)
+        for parameter in model.parameters():
+            parameter.mul_(0.9)
+    return found
+
+
+def _alone(model: nn.Module, x: Tensor) -> list[Tensor]:
+    """A layer is called by itself."""
+    assert isinstance(model, nn.Sequential)
+    found = []
+    for layer in [*model, *model]:
+        with torch.no_grad():
+            found.append(layer(x))
+            for parameter in layer.parameters():
+                parameter.mul_(0.5)
+    return found
+
+
+class _FailInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # noqa: ARG004
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Tensor:  # noqa: ARG004
+        raise ArithmeticError
+
+
+def _raised(model: nn.Module, x: Tensor) -> list[Tensor]:
+    """Other weights are loaded right after a backward that raised, and used at once."""
+    assert isinstance(model, nn.Sequential)
+    found = []
+    for number in (0, 2, 4):
+        handle = model[number].register_forward_hook(lambda *call: _FailInBackward.apply(call[-1]))
+        loss = model(x).square().mean()
+        handle.remove()
+        with pytest.raises(ArithmeticError):
+            loss.backward()
+        model.load_state_dict({name: value * 0.9 for name, value in model.state_dict().items()})
+        model.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        found += [loss.detach(), *(_gradient(p) for p in model.parameters())]
+    return found
+
+
+def _interrupted(model: nn.Module, x: Tensor) -> list[Tensor]:
+    """Ctrl-C in a layer; then the weights change, and training goes on."""
+    assert isinstance(model, nn.Sequential)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    found = []
+    for number in (0, 2, 4):
+        handle = model[number].register_forward_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            model(x)
+        handle.remove()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.9)
+        model.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        found += [loss.detach(), *(_gradient(p) for p in model.parameters())]
+    return found
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad.clone()
+
+
+PROGRAMS = (
+    _evolution,
+    _loaded,
+    _swapped,
+    _assigned,
+    _dropped,
+    _frozen,
+    _alone,
+    _raised,
+    _interrupted,
+)
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__[1:])
+def test_what_the_host_writes_does_not_overtake_what_the_device_reads(
+    device: torch.device, program: Program
+) -> None:
+    for order in PORTFOLIO:
+        softdevice.choose_order(order)
+        plain = _tower(device)
+        mine = copy.deepcopy(plain)
+        x = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(1)).to(device)
+        expected = [value.cpu() for value in program(plain, x)]
+        with ebbtide.offload(mine, weights=ebbtide.WeightPolicy()):
+            found = program(mine, x)
+            right = [torch.equal(v.cpu(), e) for v, e in zip(found, expected, strict=True)]
+        assert all(right), f"{order}: {right}"
+
+
+def test_device_memory_of_gradients_goes_with_the_backward(device: torch.device) -> None:
+    for order in PORTFOLIO:
+        softdevice.choose_order(order)
+        model = _tower(device)
+        x = torch.randn(16, WIDTH, device=device)
+        with ebbtide.offload(model, weights=ebbtide.WeightPolicy()):
+            model(x).square().mean().backward()
+            model.zero_grad()
+            with torch.no_grad():
+                model(x)
+            torch.accelerator.synchronize()
+            before_bytes = torch.accelerator.memory_allocated()
+            model(x).square().mean().backward()
+            torch.accelerator.synchronize()
+            assert torch.accelerator.memory_allocated() == before_bytes, order
+
+
+def test_two_threads_evaluate_one_model_on_streams_of_their_own(device: torch.device) -> None:
+    x = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(1)).to(device)
+
+    def evaluate(model: nn.Module, into: list[Tensor]) -> None:
+        stream = torch.Stream(device)
+        stream.wait_stream(torch.accelerator.current_stream())
+        with on(stream), torch.no_grad():
+            into += [model(x * n) for n in range(6)]
+        stream.synchronize()
+
+    for order in PORTFOLIO:
+        softdevice.choose_order(order)
+        model = _tower(device)
+        expected: list[Tensor] = []
+        evaluate(model, expected)
+        with ebbtide.offload(model, weights=ebbtide.WeightPolicy()):
+            found: list[list[Tensor]] = [[], []]
+            threads = [threading.Thread(target=evaluate, args=(model, into)) for into in found]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            for results in found:
+                pairs = zip(results, expected, strict=True)
+                right = [torch.equal(value.cpu(), plain.cpu()) for value, plain in pairs]
+                assert all(right), f"{order}: {right}"
+
+
+def test_a_layer_that_is_entered_on_a_second_stream_waits_for_its_weights(
+    device: torch.device,
+) -> None:
+    """The layer calls itself on another stream, on which nothing has waited for its weights."""
+
+    class Twice(nn.Module):
+        def __init__(self, layer: nn.Module) -> None:
+            super().__init__()
+            self.layer = layer
+            self.again = True
+
+        def forward(self, x: Tensor) -> Tensor:
+            if not self.again:
+                return self.layer(x)
+            self.again = False
+            stream = torch.Stream(device)
+            with on(stream):
+                found: Tensor = self(x)
+            torch.accelerator.current_stream().wait_stream(stream)
+            found.record_stream(torch.accelerator.current_stream())
+            self.again = True
+            return found
+
+    for order in PORTFOLIO:
+        softdevice.choose_order(order)
+        model = nn.Sequential(*(Twice(layer) for layer in _tower(device)))
+        x = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(1)).to(device)
+        torch.accelerator.synchronize()
+        with torch.no_grad():
+            expected = [model[0](x).cpu() for _ in range(3)]
+            with ebbtide.offload(model, weights=ebbtide.WeightPolicy()):
+                right = [torch.equal(model[0](x).cpu(), e) for e in expected]
+        assert all(right), f"{order}: {right}"
