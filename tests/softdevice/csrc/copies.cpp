@@ -8,6 +8,7 @@
 
 #include "memory.h"
 #include "operators.h"
+#include "streams.h"
 
 namespace softdevice {
 namespace {

@@ -12,7 +12,6 @@
 #include <vector>
 
 #include <c10/core/CachingDeviceAllocator.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
 
 namespace softdevice {
@@ -23,15 +22,6 @@ constexpr int kPoison = 0xff;          // NaN in every floating type, -1 in ever
 
 size_t round_up(size_t size, size_t to) {
   return (size + to - 1) / to * to;
-}
-
-c10::Device the_device() {
-  return c10::Device(c10::DeviceType::PrivateUse1, 0);
-}
-
-StreamId current_stream() {
-  static const c10::impl::VirtualGuardImpl guard(c10::DeviceType::PrivateUse1);
-  return guard.getStream(the_device()).id();
 }
 
 // Memory straight from the system, and back to it: a late job that still uses it is found.

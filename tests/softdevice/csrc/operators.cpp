@@ -13,21 +13,12 @@
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/from_blob.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/library.h>
 
 #include "memory.h"
+#include "streams.h"
 
 namespace softdevice {
-
-c10::Device the_device() {
-  return c10::Device(c10::DeviceType::PrivateUse1, 0);
-}
-
-StreamId current_stream() {
-  static const c10::impl::VirtualGuardImpl guard(c10::DeviceType::PrivateUse1);
-  return guard.getStream(the_device()).id();
-}
 
 at::Tensor at_same_address(const at::Tensor& tensor) {
   at::Tensor view = at::for_blob(tensor.mutable_data_ptr(), tensor.sizes())

@@ -8,16 +8,11 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/stack.h>
 
-#include "streams.h"
-
 namespace c10 {
 class OperatorHandle;
 }
 
 namespace softdevice {
-
-c10::Device the_device();
-StreamId current_stream();
 
 // A tensor of the CPU at the same address as one of the device. It holds the address only, never
 // the storage: a job that outlives its memory must be able to read what is there by then.

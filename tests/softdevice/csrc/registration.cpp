@@ -22,8 +22,6 @@ namespace {
 constexpr c10::DeviceType kType = c10::DeviceType::PrivateUse1;
 constexpr size_t kNumPooledStreams = 32;  // as many as CUDA has before it gives the first one again
 
-thread_local StreamId current_stream_of_thread = kDefaultStream;
-
 c10::Stream as_stream(StreamId id) {
   return c10::Stream(c10::Stream::UNSAFE, the_device(), id);
 }
@@ -73,7 +71,7 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   }
 
   c10::Stream getStream(c10::Device) const override {
-    return as_stream(current_stream_of_thread);
+    return as_stream(current_stream());
   }
   c10::Stream getDefaultStream(c10::Device) const override {
     return as_stream(kDefaultStream);
@@ -85,7 +83,7 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     return as_stream(next_pooled_stream());
   }
   c10::Stream exchangeStream(c10::Stream stream) const override {
-    return as_stream(std::exchange(current_stream_of_thread, stream.id()));
+    return as_stream(exchange_current_stream(stream.id()));
   }
 
   bool queryStream(const c10::Stream& stream) const override {

@@ -482,20 +482,23 @@ std::unique_ptr<Executor> make_executor(const std::string& order) {
   return std::make_unique<RandomExecutor>(std::stoull(seed));
 }
 
-// Never destroyed: tensors outlive every static object of ours.
-std::unique_ptr<Executor>& executor_slot() {
-  static auto* slot = [] {
+// Executors are never destroyed: tensors outlive every static object of ours, and a thread of the
+// host may still be in one that has been replaced.
+std::atomic<Executor*>& executor_in_force() {
+  static std::atomic<Executor*> in_force = [] {
     pthread_atfork(nullptr, nullptr, [] { forked = true; });
-    auto* made = new std::unique_ptr<Executor>(make_executor("threads"));
-    (*made)->new_stream();  // the default stream
+    Executor* made = make_executor("threads").release();
+    made->new_stream();  // the default stream
     return made;
   }();
-  return *slot;
+  return in_force;
 }
 
 Executor& executor() {
-  return *executor_slot();
+  return *executor_in_force();
 }
+
+thread_local StreamId current_stream_of_thread = kDefaultStream;
 
 }  // namespace
 
@@ -507,12 +510,20 @@ void choose_order(const std::string& order) {
     next->new_stream();  // streams that exist go on to exist
   }
   executor().shut_down();
-  executor_slot() = std::move(next);
+  executor_in_force() = next.release();
 }
 
 StreamId new_stream() {
   refuse_if_forked();
   return executor().new_stream();
+}
+
+StreamId current_stream() {
+  return current_stream_of_thread;
+}
+
+StreamId exchange_current_stream(StreamId stream) {
+  return std::exchange(current_stream_of_thread, stream);
 }
 
 void queue_kernel(StreamId stream, const char* name, std::function<void()> run) {

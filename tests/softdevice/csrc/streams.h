@@ -11,7 +11,13 @@
 #include <memory>
 #include <string>
 
+#include <c10/core/Device.h>
+
 namespace softdevice {
+
+inline c10::Device the_device() {
+  return c10::Device(c10::DeviceType::PrivateUse1, 0);
+}
 
 using StreamId = int64_t;
 using Clock = std::chrono::steady_clock;
@@ -46,6 +52,10 @@ struct Job {
 void choose_order(const std::string& order);
 
 StreamId new_stream();
+
+// Of the calling thread.
+StreamId current_stream();
+StreamId exchange_current_stream(StreamId stream);
 
 void queue_kernel(StreamId stream, const char* name, std::function<void()> run);
 // A copy between the device and the host.

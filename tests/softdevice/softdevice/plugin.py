@@ -39,11 +39,9 @@ def pytest_report_header(config: pytest.Config) -> str:
 @pytest.fixture(autouse=True)
 def _order_begins_anew(request: pytest.FixtureRequest) -> Iterator[None]:
     softdevice.choose_order(request.config.option.order)
+    capacity_bytes = softdevice.capacity()
     yield
-    softdevice.set_capacity(DEFAULT_CAPACITY_BYTES)
-
-
-DEFAULT_CAPACITY_BYTES = 8 * 2**30
+    softdevice.set_capacity(capacity_bytes)
 
 
 @pytest.hookimpl(wrapper=True)
