@@ -272,6 +272,43 @@ def test_branches_on_two_streams(device: torch.device) -> None:
         assert_at_rest(handle)
 
 
+class ReadTwice(nn.Module):
+    """A GELU's result that two streams read, in forward and so in backward."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.layer = tower(device, num_layers=1)
+        self.side = torch.Stream(device=device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        main = torch.accelerator.current_stream(x.device)
+        hidden = self.layer(x)
+        self.side.wait_stream(main)
+        first = hidden.square()
+        with on_stream(self.side):
+            second = hidden.square()
+            # Backward comes here first, and rebuilds the GELU's result after a sleep.
+            second.register_hook(lambda _: doze(self.side))
+        main.wait_stream(self.side)
+        return first + second
+
+
+@needs_sleep
+def test_a_value_rebuilt_on_another_stream(device: torch.device) -> None:
+    """Backward on this stream must not read what the other stream has not rebuilt yet."""
+    model = ReadTwice(device)
+    x = batch(device)
+    expected = take_step(model, x)
+    with ebbtide.offload(model, activations=replace(TIGHT, rebuild=True)) as handle:
+        for _ in range(3):
+            spoil_free_memory(device)
+            got = take_step(model, x)
+            finish_device(device)
+            assert_bitwise_equal(got, expected)
+        assert handle.stats.rebuilt_bytes == SIZE_BYTES
+        assert_at_rest(handle)
+
+
 # ---- what does not hold -------------------------------------------------------------------------
 
 
