@@ -6,15 +6,17 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo test versions clients clients-page dry-gpu soft check dist races soak bench gpu clean
+.PHONY: demo test versions clients clients-page dry-gpu soft-quick soft check dist races soak bench gpu clean
 
 demo: $(VENV)/.demo  ## train an FNO on Darcy flow with and without offload, and compare
 	$(BIN)/ebbtide demo
 
 TEST_PROCESSES ?= 2
 
+IN_PARALLEL = --numprocesses $(TEST_PROCESSES) --dist loadfile
+
 test: $(VENV)/.dev  ## run the tests
-	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile
+	$(BIN)/python -m pytest $(IN_PARALLEL)
 
 VERSIONS_FLAGS ?=
 
@@ -38,6 +40,12 @@ dry-gpu: $(VENV)/.dev  ## the GPU suite's tests on a CPU, as far as that means s
 SOFT_ORDERS ?= threads compute-first copies-first random:1 random
 SOFT = PYTHONPATH=tests/softdevice $(BIN)/python -m pytest -p softdevice.plugin
 SOFT_FLAGS ?=
+
+# Built first, or each process would compile it.
+soft-quick: $(VENV)/.dev  ## one order of it, and the tests of the software accelerator
+	PYTHONPATH=tests/softdevice $(BIN)/python -c "import softdevice; softdevice.load('threads')"
+	$(SOFT) $(IN_PARALLEL) $(SOFT_FLAGS) tests/softdevice
+	$(SOFT) $(IN_PARALLEL) --order random:1 $(SOFT_FLAGS) tests/gpu
 
 soft: $(VENV)/.dev  ## the GPU suite's tests on an accelerator in software, in each order of execution
 	$(SOFT) $(SOFT_FLAGS) tests/softdevice
