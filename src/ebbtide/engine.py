@@ -274,7 +274,9 @@ class Engine:
         layer = find_layer()
         if layer is None or not self.placement.recomputes(layer):
             return None
-        return find_recomputing(layer, self._hooks, self._recomputations)
+        weights = self.weights
+        with_weights = _without_weights if weights is None else weights.open
+        return find_recomputing(layer, self._hooks, self._recomputations, with_weights)
 
     def end_layer(self, layer: Layer, output: Any) -> None:
         """Note that a layer's forward has ended."""
@@ -416,6 +418,10 @@ class Engine:
         self._hooks = SavedTensorHooks(
             self.activations, self.placement, self._parameters, unsharded
         )
+
+
+def _without_weights(_: nn.Module) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
 
 
 def _close_later(transfers: weakref.ref[Transfers]) -> None:

@@ -290,3 +290,31 @@ def test_a_layer_that_is_entered_on_a_second_stream_waits_for_its_weights(
             with ebbtide.offload(model, weights=ebbtide.WeightPolicy()):
                 right = [torch.equal(model[0](x).cpu(), e) for e in expected]
         assert all(right), f"{order}: {right}"
+
+
+@pytest.mark.parametrize("mode", ["recompute", "recompute+offload"])
+def test_a_recomputed_layer_finds_its_weights_in_a_list(device: torch.device, mode: str) -> None:
+    class Listed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn = nn.LSTM(8, 8, batch_first=True)
+            self.weight = nn.Parameter(torch.randn(8, 8))
+            self.weights = [self.weight]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.rnn(x)[0] @ self.weights[0]
+
+    def train(model: nn.Module, x: Tensor) -> list[Tensor]:
+        model(x).square().mean().backward()
+        return [_gradient(parameter).cpu() for parameter in model.parameters()]
+
+    for order in PORTFOLIO:
+        softdevice.choose_order(order)
+        with device:
+            plain = nn.Sequential(Listed(), Listed())
+            mine = copy.deepcopy(plain)
+            x = torch.randn(2, 5, 8)
+        expected = train(plain, x)
+        policy = ebbtide.ActivationPolicy(min_bytes=1, mode=mode)
+        with ebbtide.offload(mine, activations=policy, weights=ebbtide.WeightPolicy()):
+            assert all(map(torch.equal, train(mine, x), expected)), order

@@ -10,16 +10,16 @@ from typing import Any, final
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
 from ebbtide.coexistence.other_hooks import is_traced, refuse_moving_weights
 from ebbtide.coexistence.unsharded import find_sharded_parameters
 from ebbtide.errors import ForkedProcessError, PolicyError
-from ebbtide.hooks.layers import LayerModules, ModuleHook, lists_by_index
+from ebbtide.hooks.layers import LayerModules, ModuleHook
+from ebbtide.hooks.weight_units import Unit, check_units, choose_units, find_units, refuse_lazy
 from ebbtide.optimizers.mapped_state import MappedOptimizerState
-from ebbtide.policy import WeightPolicy, is_in_share
+from ebbtide.policy import WeightPolicy
 from ebbtide.stores.store import AbstractStore
 from ebbtide.transfers.transfers import Transfers
 from ebbtide.weak import call_weakly
@@ -28,9 +28,6 @@ from ebbtide.weights.device_weights import DeviceWeights
 from ebbtide.weights.groups import OffloadedParameters, WeightGroup
 from ebbtide.weights.mapped_weights import MappedWeights
 from ebbtide.weights.places import find_places, start_substituting, stop_substituting
-
-Unit = tuple[list[nn.Module], str, list[tuple[str, nn.Parameter]]]
-"""Modules whose call needs the parameters, the unit's name, and the named parameters."""
 
 
 @final
@@ -52,21 +49,23 @@ class WeightHooks:
         StoreFullError: the store has no room for the weights; nothing has been moved.
     """
 
+    # Long: whatever a model does with a module that has weights at rest arrives here.
+
     def __init__(
         self, model: nn.Module, layers: LayerModules, policy: WeightPolicy, transfers: Transfers
     ) -> None:
         self._model = weakref.ref(model)
         device, store = transfers.device, transfers.store
-        found = _find_units(layers)
-        _refuse_lazy(found)
-        units = _choose(found, policy)
+        found = find_units(layers)
+        refuse_lazy(found)
+        units = choose_units(found, policy)
         if found and not units:
             raise PolicyError(
                 f"{policy} selects none of the model's {len(found)} layers; leave weights out to "
                 f"offload none, or change num_layers, keep_last, fraction or min_bytes"
             )
         _refuse_sharded(model, (each for *_, named in units for each in named))
-        _check(units)
+        check_units(units)
         groups, used = _make_groups(units, store, device.torch_device)
         self._device = device
         self._store = store
@@ -133,6 +132,17 @@ class WeightHooks:
         """Return the tensor for code that reads a parameter of a module that is not running."""
         found = self.parameters.find(parameter)
         return parameter if found is None else self.weights.substitute(*found)
+
+    @contextlib.contextmanager
+    def open(self, module: nn.Module) -> Iterator[None]:
+        """Surround a forward of a module whose hooks torch does not call."""
+        groups = next((groups for used, groups in self._used if used is module), ())
+        self._begin(groups, None)
+        try:
+            yield
+        finally:
+            for group in groups:
+                self.weights.leave(group)
 
     @contextlib.contextmanager
     def at_work(self) -> Iterator[None]:
@@ -236,85 +246,6 @@ class WeightHooks:
 def _substitute(hooks: weakref.ref[WeightHooks], parameter: torch.Tensor) -> torch.Tensor:
     alive = hooks()
     return parameter if alive is None else alive.substitute(parameter)
-
-
-def _find_units(layers: LayerModules) -> list[Unit]:
-    units: list[Unit] = []
-    for name, module in zip(layers.names, layers.modules, strict=True):
-        lists = lists_by_index(module)
-        inner: set[int] = set()
-        for index in range(len(next(iter(lists.values()))) if lists else 0):
-            elements = [(list_name, blocks[index]) for list_name, blocks in lists.items()]
-            named = [
-                (f"{name}.{list_name}.{index}.{parameter_name}", parameter)
-                for list_name, element in elements
-                for parameter_name, parameter in element.named_parameters()
-            ]
-            inner |= {id(parameter) for _, parameter in named}
-            modules = [element for _, element in elements]
-            units.append((modules, f"{name}.{index}", named))
-        rest = [(f"{name}.{n}", p) for n, p in module.named_parameters() if id(p) not in inner]
-        if rest:
-            units.append(([module], name, rest))
-    return units
-
-
-def _refuse_lazy(units: Sequence[Unit]) -> None:
-    for *_, named in units:
-        for name, parameter in named:
-            if is_lazy(parameter):
-                raise PolicyError(
-                    f"{name} is lazy and has no shape yet, so its bytes cannot be moved; run one "
-                    f"forward of the model before ebbtide.offload(model, weights=...)"
-                )
-
-
-def _choose(units: Sequence[Unit], policy: WeightPolicy) -> list[Unit]:
-    for field, count in (("num_layers", policy.num_layers), ("keep_last", policy.keep_last)):
-        if count is not None and count > len(units):
-            names = [name for _, name, _ in units]
-            raise PolicyError(
-                f"WeightPolicy({field}={count}) is out of range: the model has {len(units)} layers "
-                f"with weights ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''}); name "
-                f"others by layers=[...], or leave {field} out"
-            )
-    least_bytes = max(int(policy.min_bytes), 1)
-    return [
-        unit
-        for number, unit in enumerate(units[: len(units) - policy.keep_last][: policy.num_layers])
-        if is_in_share(number, policy.fraction) and _size_bytes(unit) >= least_bytes
-    ]
-
-
-def _size_bytes(unit: Unit) -> int:
-    plain = (p for _, p in unit[2] if p.layout is torch.strided and not p.is_nested)
-    return sum(parameter.numel() * parameter.element_size() for parameter in plain)
-
-
-def _check(units: Sequence[Unit]) -> None:
-    if not units:
-        raise PolicyError(
-            "no layer has weights to offload: name some, layers=[model.encoder, ...], or lower "
-            "WeightPolicy(min_bytes=...)"
-        )
-    for *_, named in units:
-        for name, parameter in named:
-            if type(parameter) is not nn.Parameter:
-                raise PolicyError(
-                    f"{name} is a {type(parameter).__name__}, not a plain nn.Parameter; leave that "
-                    f"layer out: name the others, layers=[...]"
-                )
-            if parameter.layout is not torch.strided or parameter.is_nested:
-                kind = "nested" if parameter.is_nested else "sparse"
-                raise PolicyError(
-                    f"{name} is {kind}, and the weights of a layer rest side by side as plain "
-                    f"bytes; leave its layer out: name the other layers with layers=[...]"
-                )
-            if parameter.is_inference():
-                raise PolicyError(
-                    f"{name} was made under torch.inference_mode and can never be trained; make "
-                    f"the model outside of it"
-                )
 
 
 def _refuse_sharded(model: nn.Module, named: Iterable[tuple[str, torch.Tensor]]) -> None:

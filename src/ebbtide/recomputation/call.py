@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol, final
 
 import torch
@@ -18,6 +19,9 @@ from ebbtide.recomputation.module_state import ModuleState
 from ebbtide.recomputation.recomputations import Recomputations, RecomputedHold, RecomputedLayer
 from ebbtide.transfers.layer import Layer, in_range
 from ebbtide.transfers.prefetch import ForwardLog
+
+WithWeights = Callable[[nn.Module], AbstractContextManager[None]]
+"""Surrounds a forward of a module that is not called as such; its weights are there meanwhile."""
 
 
 class AbstractHooks(Protocol):
@@ -41,15 +45,16 @@ class AbstractHooks(Protocol):
 
 
 class Recomputing(NamedTuple):
-    """A layer that is to be recomputed, and who is told of it."""
+    """A layer to recompute, who is told of it, and what surrounds its second forward."""
 
     layer: Layer
     hooks: AbstractHooks
     account: Recomputations
+    with_weights: WithWeights
 
 
 def find_recomputing(
-    layer: Layer, hooks: AbstractHooks, account: Recomputations
+    layer: Layer, hooks: AbstractHooks, account: Recomputations, with_weights: WithWeights
 ) -> Recomputing | None:
     """Say whether a call that the policy chooses can be recomputed.
 
@@ -61,7 +66,7 @@ def find_recomputing(
         return None
     if torch._C._functorch.maybe_current_level() is not None:
         return None
-    return Recomputing(layer, hooks, account)
+    return Recomputing(layer, hooks, account, with_weights)
 
 
 def recompute_later(
@@ -92,7 +97,7 @@ def recompute_later(
         return forward(*args, **kwargs)  # it saves nothing
     versions = [tensor._version for tensor in tensors]
     state = ModuleState(module, where)
-    call = _Call(recomputing, forward, arguments, state, (args, kwargs))
+    call = _Call(recomputing, module, forward, arguments, state, (args, kwargs))
     device = recomputing.hooks.device
     if device.type != "cpu" and not any(tensor.device == device for tensor in tensors):
         # The checkpoint restores the random numbers of the devices that it finds tensors on.
@@ -118,12 +123,14 @@ class _Call:
     def __init__(
         self,
         recomputing: Recomputing,
+        module: nn.Module,
         forward: Callable[..., Any],
         arguments: Arguments,
         state: ModuleState,
         first: tuple[tuple[Any, ...], dict[str, Any]],
     ) -> None:
         self._recomputing = recomputing
+        self._module = module
         self._forward = forward
         self._arguments = arguments
         self._state = state
@@ -145,7 +152,7 @@ class _Call:
             account.end(self._hold)
 
     def _run_first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        layer, hooks, account = self._recomputing
+        layer, hooks, account, _ = self._recomputing
         counter = _SavedCounter(hooks)
         with torch.autograd.graph.saved_tensors_hooks(counter.pack, counter.unpack):
             result = self._forward(*args, **kwargs)
@@ -156,7 +163,7 @@ class _Call:
 
     def _run_again(self, tensors: tuple[Tensor, ...]) -> None:
         args, kwargs = self._arguments.put_together(tensors)
-        with self._state.put_back():
+        with self._state.put_back(), self._recomputing.with_weights(self._module):
             self._forward(*args, **kwargs)
 
 
