@@ -117,7 +117,9 @@ class _Rehearsal:
         scopes = self._activations.scopes
         scopes.begin_layer(layer, offloads=records.leaves, unit=records, forward=log)
         self._device.compute(duration_s)
-        saved = self._hooks.pack(torch.zeros(self._sizes[unit.layer], dtype=torch.uint8))
+        saved = self._hooks.pack(
+            torch.zeros(self._sizes[unit.layer], dtype=torch.uint8, device="cpu")
+        )
         scopes.end_layer()
         self._hooks.end()
         self._saved[unit] = saved

@@ -8,6 +8,7 @@ import gc
 import mmap
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -34,6 +35,21 @@ def mapped(device: CpuDevice, size_bytes: int) -> HostMemory:
     memory = map_exactly(device, size_bytes)
     assert memory is not None
     return memory
+
+
+@pytest.mark.parametrize(
+    "allocate",
+    [
+        lambda: mapped(CpuDevice(), 2048).tensor,
+        lambda: allocate_by_torch(CpuDevice(), 2048).tensor,
+        lambda: CpuDevice().allocate(2048),
+    ],
+)
+def test_host_memory_is_the_hosts_under_another_default_device(
+    allocate: Callable[[], torch.Tensor],
+) -> None:
+    with torch.device("meta"):  # as `torch.set_default_device("cuda")` of the whole program
+        assert allocate().device == torch.device("cpu")
 
 
 @pytest.mark.parametrize(

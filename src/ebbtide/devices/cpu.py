@@ -50,7 +50,7 @@ class CpuDevice(AbstractDevice):
         return self._compute
 
     def allocate(self, size_bytes: int) -> torch.Tensor:
-        return torch.empty(size_bytes, dtype=torch.uint8)
+        return torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
 
     def pin(self, address: int, size_bytes: int) -> Callable[[], None]:  # noqa: ARG002
         return _nothing_to_unlock  # worker threads can copy from any memory

@@ -414,7 +414,7 @@ class SimulatedDevice(AbstractDevice):
     def allocate(self, size_bytes: int) -> torch.Tensor:
         self.clock += 1
         self._allocations = [known for known in self._allocations if not known.expired()]
-        memory = torch.full((size_bytes,), _POISON, dtype=torch.uint8)
+        memory = torch.full((size_bytes,), _POISON, dtype=torch.uint8, device="cpu")
         reference = StorageWeakRef(memory.untyped_storage())  # type: ignore[no-untyped-call]
         self._allocations.append(_Allocation(reference, self.clock, size_bytes))
         return memory

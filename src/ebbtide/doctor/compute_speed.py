@@ -109,7 +109,7 @@ def measure_fresh_memory(budget_s: float, room_bytes: int) -> tuple[Sample, Samp
     again_s: list[float] = []
 
     def touch() -> float:
-        memory = torch.empty(size_bytes, dtype=torch.uint8)
+        memory = torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
         first_s = _time(lambda: memory.fill_(1))
         again_s.append(_time(lambda: memory.fill_(2)))
         return first_s

@@ -128,9 +128,10 @@ def allocate_by_torch(device: AbstractDevice, size_bytes: int) -> HostMemory:
         size_bytes: a power of two, because torch would round other sizes up to the next.
     """
     try:
-        return HostMemory(torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True), device)
+        tensor = torch.empty(size_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+        return HostMemory(tensor, device)
     except RuntimeError as refusal:
-        tensor = torch.empty(size_bytes, dtype=torch.uint8)
+        tensor = torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
         return HostMemory(tensor, device, refusal=str(refusal))
 
 

@@ -102,7 +102,7 @@ class DiskStore(AbstractStore):
                 offset=offset,
             )
         except OSError:  # no mappings or file descriptors are left, so read into new memory
-            buffer = torch.empty(slot.size_bytes, dtype=torch.uint8)
+            buffer = torch.empty(slot.size_bytes, dtype=torch.uint8, device="cpu")
             view = buffer.numpy().data
 
             def fill() -> None:
