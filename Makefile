@@ -6,7 +6,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo test versions clients clients-page dry-gpu soft-quick soft check dist races soak bench gpu clean
+.PHONY: demo test versions clients clients-page dry-gpu soft-quick soft soft-soak soft-mutants
+.PHONY: check dist races soak bench gpu clean
 
 demo: $(VENV)/.demo  ## train an FNO on Darcy flow with and without offload, and compare
 	$(BIN)/ebbtide demo
@@ -50,6 +51,14 @@ soft-quick: $(VENV)/.dev  ## one order of it, and the tests of the software acce
 soft: $(VENV)/.dev  ## the GPU suite's tests on an accelerator in software, in each order of execution
 	$(SOFT) $(SOFT_FLAGS) tests/softdevice
 	set -e; for order in $(SOFT_ORDERS); do $(SOFT) --order $$order $(SOFT_FLAGS) tests/gpu; done
+
+SOFT_PROGRAMS ?= 1000
+
+soft-soak: $(VENV)/.dev  ## random programs there: SOFT_PROGRAMS of each kind in each order
+	EBBTIDE_SOFT_PROGRAMS=$(SOFT_PROGRAMS) $(SOFT) --timeout 0 $(SOFT_FLAGS) tests/softdevice/test_soft_programs.py
+
+soft-mutants: $(VENV)/.dev  ## which missing guards the accelerator in software notices; then make races
+	PYTHONPATH=tests/softdevice:tests/simulation $(BIN)/python tests/softdevice/soft_mutants.py
 
 check: $(VENV)/.dev  ## lint, formatting, types
 	$(BIN)/ruff check .

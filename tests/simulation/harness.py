@@ -23,7 +23,7 @@ from ebbtide.activations.handles import Saved, restore
 from ebbtide.activations.parameter_index import ParameterIndex
 from ebbtide.activations.placement import Placement
 from ebbtide.activations.records import RecordHold
-from ebbtide.devices.device import AbstractEvent
+from ebbtide.devices.device import AbstractDevice, AbstractEvent
 from ebbtide.devices.simulated import SimulatedDevice
 from ebbtide.hooks import saved_tensors
 from ebbtide.hooks.saved_tensors import SavedTensorHooks
@@ -144,10 +144,7 @@ class Simulation:
     def __init__(self, seed: int, knobs: Knobs | None = None) -> None:
         self.knobs = knobs or Knobs.of(seed)
         bound_bytes = self.knobs.bound_bytes
-        self.device = SimulatedDevice(self.knobs.device_seed, eagerness=self.knobs.eagerness)
-        self.device.pins_host_memory = True
-        self.device.refusals = self.knobs.refusals
-        self.device.slow_copies = self.knobs.slow_copies
+        self.device: Any = self.make_device()
         self.store = make_store(self.device, self.knobs.store)
         self.take(Activations(Transfers(self.device, self.store, bound_bytes)))
         policy = ActivationPolicy(min_bytes=512, rebuild=self.knobs.rebuild)
@@ -155,6 +152,14 @@ class Simulation:
         self.recomputations = Recomputations(self.activations)
         self.recomputed = 0
         self._choices = random.Random(seed)
+
+    def make_device(self) -> AbstractDevice:
+        """Make the device. A bench on another one makes another."""
+        device = SimulatedDevice(self.knobs.device_seed, eagerness=self.knobs.eagerness)
+        device.pins_host_memory = True
+        device.refusals = self.knobs.refusals
+        device.slow_copies = self.knobs.slow_copies
+        return device
 
     def take(self, activations: Activations) -> None:
         """Look at these from now on."""
@@ -245,7 +250,7 @@ class Simulation:
         assert self.device.pinned_bytes == 0
 
 
-def make_store(device: SimulatedDevice, kind: str) -> AbstractStore:
+def make_store(device: AbstractDevice, kind: str) -> AbstractStore:
     """A store so small that its chunks and slabs are used again and again."""
     if kind == "host":
         return PinnedStore(device, slab_bytes=32 * KIB)
@@ -488,10 +493,12 @@ def check(source: Source, knobs: Knobs | None = None) -> Simulation:
     return check_outcome(source, knobs)[1].simulation
 
 
-def check_failed_reads(seed: int) -> None:
+def check_failed_reads(
+    seed: int, make_bench: Callable[[int, Knobs], Simulation] = Simulation
+) -> None:
     """A chain whose bytes cannot all be read: backward raises, or is right, and nothing is left."""
     knobs = dataclasses.replace(Knobs.of(seed), store="disk", failures=0.0)
-    simulation = Simulation(seed, knobs)
+    simulation = make_bench(seed, knobs)
     faulty = FaultyOs(knobs)
     x = torch.linspace(-1, 1, 64 * WIDTH).view(-1, WIDTH).requires_grad_()
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import ebbtide
+from ebbtide.devices.device import AbstractDevice
 from ebbtide.devices.simulated import SimulatedDevice
 from ebbtide.stores.store import AbstractStore
 from ebbtide.transfers.transfers import Transfers
@@ -42,7 +43,7 @@ class Work(torch.autograd.Function):
 
 @contextlib.contextmanager
 def on_device(
-    device: SimulatedDevice, make_store: Callable[[], AbstractStore], bound_bytes: int = 2**20
+    device: AbstractDevice, make_store: Callable[[], AbstractStore], bound_bytes: int = 2**20
 ) -> Iterator[list[Transfers]]:
     """What is offloaded within uses this device. Gives the transfers that were built."""
     built: list[Transfers] = []

@@ -8,6 +8,7 @@ step may do something else after all.
 import random
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -105,8 +106,18 @@ class Tally:
             assert self.content[departure] > programs // 30, departure
 
 
-def check_schedule(seed: int, tally: Tally | None = None) -> None:
-    """Run a step under its schedule, thrice, and compare with plain autograd."""
+def check_schedule(
+    seed: int,
+    tally: Tally | None = None,
+    make_bench: Callable[[int, Knobs], Simulation] = Simulation,
+) -> None:
+    """Run a step under its schedule, thrice, and compare with plain autograd.
+
+    Args:
+        seed: of the program and its bench.
+        tally: counts what the program did.
+        make_bench: makes what it runs on.
+    """
     draw = random.Random(seed)
     step = Step.draw(draw)
     knobs = Knobs(
@@ -121,7 +132,7 @@ def check_schedule(seed: int, tally: Tally | None = None) -> None:
     )
     with without_collector():
         try:
-            content = _check(seed, step, knobs)
+            content = _check(seed, step, make_bench(seed, knobs))
         except Exception as error:
             raise AssertionError(
                 f"schedule seed {seed}: {type(error).__name__}: {error}"
@@ -130,8 +141,8 @@ def check_schedule(seed: int, tally: Tally | None = None) -> None:
         tally.content += content
 
 
-def _check(seed: int, step: Step, knobs: Knobs) -> Counter[str]:
-    simulation = Simulation(seed, knobs)
+def _check(seed: int, step: Step, simulation: Simulation) -> Counter[str]:
+    knobs = simulation.knobs
     policy = ebbtide.ActivationPolicy(min_bytes=512, rebuild=knobs.rebuild)
     with on_device(simulation.device, lambda: simulation.store, knobs.bound_bytes) as built:
         loop = ebbtide.OffloadSession(schedule=step.plan, activations=policy)
