@@ -80,6 +80,11 @@ def test_spectra(device: torch.device) -> None:
         (lambda x: F.max_pool2d(x, 2), [(2, 3, 6, 6)]),
         (lambda a, b: torch.baddbmm(a, a, b), [(2, 4, 4), (2, 4, 4)]),
         (lambda x: F.pad(x, (1, 1), mode="circular"), [(2, 3, 6)]),
+        (F.mse_loss, [(4, 5), (4, 5)]),
+        (lambda x, y: F.mse_loss(x, y, reduction="sum"), [(4, 5), (4, 5)]),
+        (F.smooth_l1_loss, [(4, 5), (4, 5)]),
+        (F.huber_loss, [(4, 5), (4, 5)]),
+        (lambda x: F.cross_entropy(x, x.softmax(-1)), [(4, 5)]),
     ],
 )
 def test_layers(function, sizes: list[tuple[int, ...]], device: torch.device) -> None:

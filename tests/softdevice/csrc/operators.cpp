@@ -12,6 +12,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/from_blob.h>
+#include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/library.h>
 
@@ -111,12 +112,24 @@ bool takes_generator(const c10::Argument& argument) {
   return type->kind() == c10::TypeKind::GeneratorType;
 }
 
+// Some kernels give their result another size in between: mse_loss first that of its input.
+at::Tensor resizable_at_same_address(const at::Tensor& tensor) {
+  return at::for_blob(tensor.mutable_data_ptr(), tensor.sizes())
+      .strides(tensor.strides())
+      .options(tensor.options().device(c10::kCPU).pinned_memory(false))
+      .allocator(c10::GetCPUAllocator())
+      .resizeable_storage()
+      .make_tensor();
+}
+
 Stack stack_for_cpu(const c10::FunctionSchema& schema, c10::ArrayRef<IValue> arguments) {
   Stack stack;
   at::Generator drawn;
   for (size_t i = 0; i < arguments.size(); ++i) {
     if (arguments[i].isNone() && takes_generator(schema.arguments()[i])) {
       stack.emplace_back(draw_generator(std::nullopt));
+    } else if (schema.arguments()[i].is_out() && on_device(arguments[i])) {
+      stack.emplace_back(resizable_at_same_address(arguments[i].toTensor()));
     } else {
       stack.push_back(map(arguments[i], [&](const IValue& v) { return for_cpu(v, drawn); }));
     }
@@ -384,7 +397,18 @@ struct Call {
   }
 
   void run() {
+    std::vector<std::pair<at::Tensor, void*>> outs;
+    for (size_t i = 0; i < op.schema().arguments().size(); ++i) {
+      if (op.schema().arguments()[i].is_out() && stack[i].isTensor()) {
+        outs.emplace_back(stack[i].toTensor(), stack[i].toTensor().mutable_data_ptr());
+      }
+    }
     op.callBoxed(stack);
+    for (const auto& [out, address] : outs) {
+      if (out.data_ptr() != address) {  // the kernel resized it
+        at::from_blob(address, out.sizes(), out.strides(), out.options()).copy_(out);
+      }
+    }
     size_t next = 0;
     for (size_t i = 0; i < op.schema().returns().size(); ++i) {
       if (!is_new(op.schema().returns()[i])) {
