@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import fnmatch
 import functools
+import importlib
 import json
 import os
 import signal
@@ -39,12 +40,16 @@ _TOO_LATE: dict[str, Any] = {"skipped": "the time limit was reached"}
 def main() -> None:
     """Run the suite. Exit with 2 if there is no accelerator, with 1 if a test or a trial failed."""
     arguments = _arguments()
+    if arguments.load is not None:
+        _import(arguments.load)
     device = _find_device(arguments.device)
+    record.refuse_to_commit(device, arguments.out)
     chosen = _choose(tiny_jobs() if arguments.tiny else jobs(), arguments.only)
     if arguments.list:
         print("\n".join(job.name for job in chosen))
         return
-    suite = Suite(device, arguments.out, time.monotonic() + arguments.limit_s)
+    end_s = time.monotonic() + arguments.limit_s
+    suite = Suite(device, arguments.out, end_s, arguments.load)
     if arguments.resume is not None:
         suite.resume(arguments.resume)
     if arguments.tests:
@@ -66,6 +71,12 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--device", default="auto", help="auto, cuda, xpu ...; cpu makes a dry run")
     parser.add_argument(
+        "--import",
+        dest="load",
+        metavar="MODULE",
+        help="import a module first, in every process: one that registers a device with torch",
+    )
+    parser.add_argument(
         "--tiny", action="store_true", help="run the code of every case on tiny models"
     )
     parser.add_argument("--no-tests", dest="tests", action="store_false", help="skip the tests")
@@ -74,6 +85,17 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--list", action="store_true", help="print the names of the jobs and stop")
     return parser.parse_args()
+
+
+def _import(module: str) -> None:
+    try:
+        importlib.import_module(module)
+    except ImportError as error:
+        print(
+            f"--import {module}: {error}. Is the module's directory on PYTHONPATH?",
+            file=sys.stderr,
+        )
+        sys.exit(2)
 
 
 def _find_device(name: str) -> torch.device:
@@ -109,14 +131,18 @@ class Suite:
         device: device to run on.
         directory: directory for result files.
         deadline_s: deadline in seconds on the monotonic clock.
+        load: module that every process imports first; None if there is none.
 
     Attributes:
         failed: whether a test or a trial failed.
     """
 
-    def __init__(self, device: torch.device, directory: Path, deadline_s: float) -> None:
+    def __init__(
+        self, device: torch.device, directory: Path, deadline_s: float, load: str | None = None
+    ) -> None:
         self.failed = False
         self._device = device
+        self._load = load
         self._directory = directory
         self._deadline_s = deadline_s
         self._tests = "not run"
@@ -125,7 +151,8 @@ class Suite:
 
     def run_tests(self, limit_s: float) -> None:
         """Run `tests/gpu`, which include the parity suite, in a process of their own."""
-        command = [sys.executable, "-m", "pytest", "-q", "--no-header", "tests/gpu"]
+        first = [] if self._load is None else ["-p", self._load]
+        command = [sys.executable, "-m", "pytest", "-q", "--no-header", *first, "tests/gpu"]
         on = {} if self._device.type != "cpu" else {"EBBTIDE_GPU_TESTS_ON": "cpu"}
         output, code = _run(command, limit_s, on)
         lines = output.strip().splitlines()
@@ -160,7 +187,8 @@ class Suite:
         ]
         ask = functools.partial(self._ask_in_time, job)
         answers: Iterable[dict[str, Any]] = map(ask, due)
-        if self._device.type == "cpu":  # a dry run measures nothing, so trials may run in parallel
+        if self._device.type == "cpu" or record.is_software(self._device):
+            # Such a run measures nothing, so trials may run in parallel.
             with ThreadPoolExecutor(os.cpu_count()) as pool:
                 answers = list(pool.map(ask, due))
         for mode, answer in zip(due, answers, strict=True):
@@ -172,7 +200,8 @@ class Suite:
         return self._ask(job, mode, limit_s) if left_s > 5 else _TOO_LATE
 
     def _ask(self, job: Job, mode: str, limit_s: float) -> dict[str, Any]:
-        text = request(job.task, mode, str(self._device), job.shape, **job.more)
+        first = {} if self._load is None else {"import": self._load}
+        text = request(job.task, mode, str(self._device), job.shape, **first, **job.more)
         begin_s = time.monotonic()
         output, code = _run([sys.executable, "-m", "benchmarks.trial", text], limit_s, {})
         took_s = time.monotonic() - begin_s
@@ -206,9 +235,10 @@ class Suite:
 
     def print_tables(self) -> None:
         """Print all tables. They come last, so that a log which is cut from the top has them."""
+        warning = record.warning_of(record.environment())
         for case in self._results:
             results = {"link": self._results.get("link", {}).get("link"), **self._results[case]}
-            print(f"\n## {case}\n\n{tables_of(case, results)}")
+            print(f"\n## {case}\n\n{warning}{tables_of(case, results)}")
         print(f"\ntests: {self._tests}")
 
 

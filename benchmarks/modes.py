@@ -7,6 +7,7 @@ so that it can neither hide nor cause errors of another.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import importlib
 import os
@@ -47,6 +48,10 @@ class AbstractMode(ABC):
         """Return the mode's own figures of its last step."""
         return {}
 
+    def move_from(self, min_bytes: int) -> None:  # noqa: ARG002
+        """Set the size from which ebbtide moves tensors; other libraries keep their own."""
+        return
+
 
 @final
 class Plain(AbstractMode):
@@ -84,6 +89,10 @@ class Checkpoint(AbstractMode):
     def figures(self) -> dict[str, Any]:
         return {} if self._saved is None else self._saved.figures()
 
+    def move_from(self, min_bytes: int) -> None:
+        if self._saved is not None:
+            self._saved.move_from(min_bytes)
+
 
 @final
 class Library(AbstractMode):
@@ -91,19 +100,27 @@ class Library(AbstractMode):
 
     Args:
         module: module that has `get_act_offloading_ctx_manager`.
+        only: type of the devices that the library is written for; None if any accelerator will do.
         arguments: arguments of that function after the model.
     """
 
-    def __init__(self, name: str, note: str, module: str, **arguments: Any) -> None:
+    def __init__(
+        self, name: str, note: str, module: str, *, only: str | None = None, **arguments: Any
+    ) -> None:
         super().__init__(name, note)
         self._module = module
+        self._only = only
         self._arguments = arguments
 
     def missing(self, device: torch.device) -> str | None:
         excuse = _cannot_import(self._module)
         if excuse is not None:
             return excuse
-        return None if device.type == "cuda" else "needs an accelerator"
+        if device.type == "cpu":
+            return "needs an accelerator"
+        if self._only not in (None, device.type):
+            return f"works on {self._only} only"
+        return None
 
     def attach(self, model: Stack) -> Context:
         module = importlib.import_module(self._module)
@@ -131,9 +148,13 @@ class Fsdp2Offload(AbstractMode):
     """FSDP2 on one rank, with parameters, gradients and optimizer state on the host."""
 
     def missing(self, device: torch.device) -> str | None:
-        if device.type != "cuda":
+        if device.type == "cpu":
             return "needs an accelerator"
-        return None if torch.distributed.is_available() else "torch has no distributed package"
+        if not torch.distributed.is_available():
+            return "torch has no distributed package"
+        if device.type not in torch.distributed.Backend.default_device_backend_map:
+            return f"torch has no process group for {device.type}"
+        return None
 
     def attach(self, model: Stack) -> Context:
         from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
@@ -141,7 +162,10 @@ class Fsdp2Offload(AbstractMode):
         if not torch.distributed.is_initialized():
             os.environ.setdefault("MASTER_ADDR", "localhost")
             os.environ.setdefault("MASTER_PORT", "29511")
-            torch.distributed.init_process_group("cpu:gloo,cuda:nccl", rank=0, world_size=1)
+            device_type = next(model.parameters()).device.type
+            backend = torch.distributed.get_default_backend_for_device(device_type)
+            backends = f"cpu:gloo,{device_type}:{backend}"
+            torch.distributed.init_process_group(backends, rank=0, world_size=1)
         for block in model.blocks:
             fully_shard(block, offload_policy=CPUOffloadPolicy())
         fully_shard(model, offload_policy=CPUOffloadPolicy())
@@ -173,13 +197,17 @@ class Ebbtide(AbstractMode):
         self._weights = weights
         self._store = accelerator_store
         self._budget = host_budget
+        self._min_bytes: int | None = None
         self._handle: ebbtide.api.OffloadHandle | None = None
+
+    def move_from(self, min_bytes: int) -> None:
+        self._min_bytes = min_bytes
 
     def attach(self, model: Stack) -> Context:
         on_cpu = next(model.parameters()).device.type == "cpu"
         self._handle = ebbtide.offload(
             model,
-            activations=self._policy,
+            activations=_with_min_bytes(self._policy, self._min_bytes),
             weights=self._weights,
             layers=list(model.blocks),
             store="auto" if on_cpu else self._store,
@@ -191,6 +219,14 @@ class Ebbtide(AbstractMode):
         assert self._handle is not None
         stats = self._handle.stats
         return {name: getattr(stats, name) for name in stats.__dataclass_fields__}
+
+
+def _with_min_bytes(
+    policy: ebbtide.ActivationPolicy | None, min_bytes: int | None
+) -> ebbtide.ActivationPolicy | None:
+    if min_bytes is None:
+        return policy
+    return dataclasses.replace(policy or ebbtide.ActivationPolicy(), min_bytes=min_bytes)
 
 
 def _cannot_import(module: str) -> str | None:
@@ -218,6 +254,7 @@ def all_modes() -> dict[str, AbstractMode]:
             "torchtune",
             "OffloadActivations with streams",
             "torchtune.training",
+            only="cuda",
             enable_activation_offloading=True,
         ),
         # TRL's warning about a missing head needs accelerate's state, which only TRL's trainers

@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ def environment() -> dict[str, Any]:
     return {
         "date": datetime.date.today().isoformat(),
         "device": _device_name(),
+        "in_software": is_software(torch.accelerator.current_accelerator(check_available=True)),
         "driver": _driver(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
@@ -64,13 +66,55 @@ def save(
     }
     path.write_text(json.dumps(document, indent=1) + "\n")
     where = ", ".join(f"{key} {value}" for key, value in facts.items())
-    path.with_suffix(".md").write_text(f"# {case}\n\n{table}\n\n{where}\n")
+    text = f"# {case}\n\n{warning_of(facts)}{table}\n\n{where}\n"
+    path.with_suffix(".md").write_text(text)
     return path
+
+
+# ---- accelerators in software -------------------------------------------------------------------
+
+
+def is_software(device: torch.device | None) -> bool:
+    """Return whether a device is an accelerator in software, as its module says."""
+    if device is None or device.type == "cpu":
+        return False
+    return bool(getattr(torch.get_device_module(device), "IN_SOFTWARE", False))
+
+
+def refuse_to_commit(device: torch.device, directory: Path) -> None:
+    """Exit with 2 if results of an accelerator in software would join those of this project."""
+    if is_software(device) and directory.resolve() == RESULTS:
+        print(
+            f"{device} is an accelerator in software: its results do not belong in {RESULTS}.\n"
+            "Name another directory: --out DIR",
+            file=sys.stderr,
+        )
+        sys.exit(2)
+
+
+def warning_of(facts: dict[str, Any]) -> str:
+    """Return what stands above each table from an accelerator in software, otherwise "".
+
+    Args:
+        facts: the environment of a result file.
+    """
+    return _IN_SOFTWARE if facts.get("in_software") else ""
+
+
+_IN_SOFTWARE = """\
+**These are not figures of a GPU.** An accelerator in software ran this on the CPU. It shows that
+the code runs and computes the same; its times, bandwidths and capacities mean nothing.
+
+"""
 
 
 def _device_name() -> str:
     if torch.accelerator.is_available() and torch.cuda.is_available():
         return str(torch.cuda.get_device_name())
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is not None:
+        name = getattr(torch.get_device_module(accelerator), "get_device_name", None)
+        return accelerator.type if name is None else str(name())
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:  # only Linux has it

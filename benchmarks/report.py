@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.record import RESULTS
+from benchmarks.record import RESULTS, warning_of
 from benchmarks.tables import CASES, tables_of
 from ebbtide.units import format_size
 
@@ -84,6 +84,8 @@ def _rank(file: Path) -> tuple[bool, int, str]:
 def _measured_on_accelerator(file: Path) -> bool:
     document = json.loads(file.read_text())
     environment = document["environment"]
+    if environment.get("in_software"):
+        return False
     return bool(environment.get("accelerator") or environment.get("driver", "none") != "none")
 
 
@@ -99,7 +101,8 @@ def _section(file: Path) -> str:
     if tests:
         where += f"; tests on this device: {tests}"
     title = _TITLES.get(case, case)
-    return f"## {title}\n\n{table}\n\n{where} (`benchmarks/results/{file.name}`)\n"
+    warning = warning_of(facts)
+    return f"## {title}\n\n{warning}{table}\n\n{where} (`benchmarks/results/{file.name}`)\n"
 
 
 def _table_beside(_: dict[str, Any], file: Path) -> str:

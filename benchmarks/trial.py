@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import json
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -24,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import ebbtide
+from benchmarks.copies import measure_link, moved_bytes
 from benchmarks.models import Stack, fno, transformer
 from benchmarks.modes import AbstractMode, Context, all_modes
 
@@ -113,8 +113,10 @@ class Trainer:
 def main() -> None:
     """Run the task that the argument describes and print the result."""
     request = json.loads(sys.argv[1])
+    if "import" in request:
+        importlib.import_module(request["import"])
     device = torch.device(request["device"])
-    mode = all_modes()[request["mode"]]
+    mode = _mode(request)
     missing = mode.missing(device)
     if missing is not None:
         print(json.dumps({"skipped": missing}))
@@ -122,13 +124,20 @@ def main() -> None:
     if device.type == "cpu":
         torch.set_num_threads(request.get("threads", torch.get_num_threads()))
     if request["task"] == "link":
-        answer = _run_link(request, device)
+        answer = measure_link(request["size_bytes"], request["steps"], device)
     elif request["task"] == "capacity":
         answer = _run_capacity(request, device)
     else:
         task = {"steps": _run_steps, "overhead": _run_overhead}[request["task"]]
         answer = task(request, mode, device)
     print(json.dumps(answer))
+
+
+def _mode(request: dict[str, Any]) -> AbstractMode:
+    mode = all_modes()[request["mode"]]
+    if "min_bytes" in request:
+        mode.move_from(request["min_bytes"])
+    return mode
 
 
 # ---- steps --------------------------------------------------------------------------------------
@@ -140,7 +149,7 @@ def _run_steps(request: dict[str, Any], mode: AbstractMode, device: torch.device
         trainer = Trainer(shape, mode, device)
         losses = [trainer.step() for _ in range(request["warmup"])]
         seconds, peak_bytes = _time_steps(trainer, request["steps"], losses)
-        moved_bytes = _moved_bytes(trainer)
+        moved = moved_bytes(trainer.step, device)
     except torch.OutOfMemoryError as error:
         return {"out_of_memory": str(error).splitlines()[0]}
     return {
@@ -151,7 +160,7 @@ def _run_steps(request: dict[str, Any], mode: AbstractMode, device: torch.device
         "parameters": sum(p.numel() for p in trainer.model.parameters()),
         "losses": [float(loss).hex() for loss in losses],
         "mode": mode.figures(),
-        **moved_bytes,
+        **moved,
     }
 
 
@@ -189,48 +198,27 @@ def _peak_rss_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes
 
 
-def _moved_bytes(trainer: Trainer) -> dict[str, Any]:
-    """Return the bytes that copies between host and device move in a step, whoever starts them.
-
-    They come from the profiler's record of copies, so that all modes are counted in the same way.
-    """
-    if trainer.device.type != "cuda":
-        return {"down_bytes": None, "up_bytes": None}
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        trainer.step()
-        torch.accelerator.synchronize()
-    with tempfile.TemporaryDirectory() as directory:
-        file = Path(directory) / "trace.json"
-        profiler.export_chrome_trace(str(file))
-        events = json.loads(file.read_text())["traceEvents"]
-    moved = {"down_bytes": 0, "up_bytes": 0, "down_s": 0.0, "up_s": 0.0}
-    for event in events:
-        for way, name in (("down", "Memcpy DtoH"), ("up", "Memcpy HtoD")):
-            if str(event.get("name", "")).startswith(name):
-                moved[f"{way}_bytes"] += int(event.get("args", {}).get("bytes", 0))
-                moved[f"{way}_s"] += float(event.get("dur", 0)) / 1e6
-    return moved
-
-
 # ---- capacity -----------------------------------------------------------------------------------
 
 
 def _run_capacity(request: dict[str, Any], device: torch.device) -> dict[str, Any]:
     """Find the largest value of one field of the shape that trains within a memory limit."""
     field, step, most = request["field"], request["multiple"], request["most"]
-    if device.type == "cuda":
-        total_bytes = torch.cuda.get_device_properties(device).total_memory
-        fraction = request["limit_bytes"] / total_bytes
-        torch.cuda.set_per_process_memory_fraction(min(1.0, fraction), device)
+    if device.type != "cpu":
+        limit_memory = getattr(
+            torch.get_device_module(device), "set_per_process_memory_fraction", None
+        )
+        if limit_memory is None:
+            return {"skipped": f"torch.{device.type} cannot limit the memory of a process"}
+        _, total_bytes = torch.accelerator.get_memory_info()
+        limit_memory(min(1.0, request["limit_bytes"] / total_bytes), device)
     tried: dict[int, bool] = {}
 
     def trains(count: int) -> bool:
         value = count * step
         if value not in tried:
             fields = {**request["shape"], field: value}
-            tried[value] = _trains(Shape(**fields), request["mode"], device)
+            tried[value] = _trains(Shape(**fields), _mode(request), device)
         return tried[value]
 
     largest = largest_that(trains, most // step)
@@ -255,11 +243,11 @@ def largest_that(holds: Callable[[int], bool], most: int) -> int:
     return low
 
 
-def _trains(shape: Shape, mode: str, device: torch.device) -> bool:
+def _trains(shape: Shape, mode: AbstractMode, device: torch.device) -> bool:
     """Return whether two steps fit into memory; free their memory in either case."""
     trainer = None
     try:
-        trainer = Trainer(shape, all_modes()[mode], device)
+        trainer = Trainer(shape, mode, device)
         for _ in range(2):
             trainer.step()
         if device.type != "cpu":
@@ -269,9 +257,9 @@ def _trains(shape: Shape, mode: str, device: torch.device) -> bool:
         fits = False
     del trainer
     gc.collect()
-    if device.type == "cuda":
+    if device.type != "cpu":
         with contextlib.suppress(RuntimeError):
-            torch.cuda.empty_cache()
+            torch.accelerator.empty_cache()
     return fits
 
 
@@ -302,73 +290,6 @@ def _run_overhead(
             torch.accelerator.synchronize()
     seconds = seconds[request["warmup"] :]
     return {"step_s": statistics.median(seconds), "samples_s": seconds}
-
-
-# ---- link ---------------------------------------------------------------------------------------
-
-
-def _run_link(request: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """Measure bandwidths between host and device, and the cost of page-locked memory."""
-    size_bytes = request["size_bytes"]
-    results: dict[str, Any] = {"size_bytes": size_bytes}
-    near = [torch.empty(size_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
-    for kind in ("pageable", "pinned"):
-        pinned = kind == "pinned" and device.type != "cpu"
-        far = [torch.zeros(size_bytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
-        down, up = (far[0], near[0]), (near[1], far[1])
-        for way, copies in (("down", [down]), ("up", [up]), ("both", [down, up])):
-            seconds = _time_copies(copies, device, request["steps"])
-            results[f"{kind}_{way}_bytes_per_s"] = len(copies) * size_bytes / seconds
-        del far
-    results["pinning_s_per_gib"] = _pinning_costs(device, size_bytes)
-    return results
-
-
-def _time_copies(copies: list[tuple[Tensor, Tensor]], device: torch.device, times: int) -> float:
-    """Return the median seconds for copies that run side by side, each on a stream of its own."""
-    seconds = []
-    streams = [torch.Stream(device) for _ in copies] if device.type != "cpu" else []
-    for _ in range(times + 1):
-        begin_s = time.perf_counter()
-        for number, (target, source) in enumerate(copies):
-            with streams[number] if streams else contextlib.nullcontext():
-                target.copy_(source, non_blocking=True)
-        for stream in streams:
-            stream.synchronize()
-        seconds.append(time.perf_counter() - begin_s)
-    return statistics.median(seconds[1:])
-
-
-def _pinning_costs(device: torch.device, size_bytes: int) -> dict[str, float]:
-    """Return the seconds per GiB that each method takes to allocate page-locked memory."""
-    if device.type != "cuda":
-        return {}
-    from ebbtide.devices.accelerator import AcceleratorDevice
-    from ebbtide.memory.host_memory import map_exactly
-
-    def by_ebbtide() -> None:
-        memory = map_exactly(AcceleratorDevice(device), size_bytes)
-        assert memory is not None
-        assert memory.refusal is None
-        memory.give_back()
-
-    def by_torch() -> None:
-        torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
-
-    def by_torch_from_pageable() -> None:
-        torch.zeros(size_bytes, dtype=torch.uint8).pin_memory()
-
-    methods = {
-        "ebbtide, mapped and registered": by_ebbtide,
-        "torch, pin_memory=True": by_torch,
-        "torch, zeros().pin_memory()": by_torch_from_pageable,
-    }
-    costs = {}
-    for name, method in methods.items():
-        begin_s = time.perf_counter()
-        method()
-        costs[name] = (time.perf_counter() - begin_s) / (size_bytes / 2**30)
-    return costs
 
 
 def request(task: str, mode: str, device: str, shape: Shape | None = None, **more: Any) -> str:

@@ -127,6 +127,12 @@ def test_a_job_that_does_not_exist_is_named() -> None:
     assert "no job is called warp; there are: link, transformer-8192" in done.stderr
 
 
+def test_a_module_that_cannot_be_imported_is_named() -> None:
+    done = run_gpu("--import", "no_such_device", "--list")
+    assert done.returncode == 2
+    assert "--import no_such_device: No module named 'no_such_device'" in done.stderr
+
+
 def suite(out: Path, left_s: float = 1000.0) -> gpu.Suite:
     return gpu.Suite(CPU, out, time.monotonic() + left_s)
 

@@ -12,6 +12,12 @@ from softdevice import library
 
 _Device = torch.device | str | int | None
 
+IN_SOFTWARE = True
+"""Whoever measures must say so: times on this device mean nothing."""
+
+TOTAL_BYTES = 8 * 2**30
+"""The memory that the device has when it is loaded."""
+
 Stream, Event = torch.Stream, torch.Event
 _sleep, choose_order = library.sleep, library.choose_order
 
@@ -96,6 +102,11 @@ def host_unregister(address: int) -> None:
     """
     if not torch.ops.softdevice.host_unregister(address):
         raise OSError(f"nothing is registered at {address:#x}")
+
+
+def set_per_process_memory_fraction(fraction: float, _: _Device = None) -> None:
+    """Set how much of its memory the device may use, as on CUDA."""
+    library.set_capacity(int(fraction * TOTAL_BYTES))
 
 
 # ---- random numbers -----------------------------------------------------------------------------
