@@ -33,9 +33,9 @@ TEN_STEPS = ("fno_2d", "tfno", "llama_tied", "mixture_of_experts", "recurrent")
 class Train:
     """Some steps on one model, and everything that must come out the same."""
 
-    def __init__(self, entry: Entry, optimizer: str) -> None:
+    def __init__(self, entry: Entry, optimizer: str, device: torch.device | str = "cpu") -> None:
         self.entry = entry
-        self.model, self.inputs = entry.build()
+        self.model, self.inputs = entry.build(device=device)
         self.losses: list[Tensor] = []
         self.before = {n: p.detach().clone() for n, p in self.model.named_parameters()}
         self.chosen = optimizer
@@ -67,7 +67,8 @@ class Train:
             found[f"{name}.grad"] = None if parameter.grad is None else parameter.grad.clone()
             if not self.entry.without_gradient(name):
                 assert parameter.grad is not None, f"{name} has no gradient"
-                assert not torch.equal(parameter, self.before[name]), f"{name} did not change"
+                before = self.before[name].to(parameter.device)
+                assert not torch.equal(parameter, before), f"{name} did not change"
             for optimizer in self.optimizers:
                 for key, value in optimizer.state.get(parameter, {}).items():
                     if isinstance(value, Tensor):

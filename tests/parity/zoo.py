@@ -81,7 +81,8 @@ class Entry:
         The loss is the model's own where the inputs have labels, else the mean of the squares.
         """
         torch.manual_seed(seed)
-        device_type = next(model.parameters()).device.type
+        # Of the inputs: the weights may be at rest on the host.
+        device_type = next(iter(inputs.values())).device.type
         autocast = (
             torch.autocast(device_type, self.autocast)
             if self.autocast

@@ -18,6 +18,9 @@ IN_SOFTWARE = True
 TOTAL_BYTES = 8 * 2**30
 """The memory that the device has when it is loaded."""
 
+_initialized = True
+"""torch.utils.checkpoint asks for this before it keeps the state of the random numbers."""
+
 Stream, Event = torch.Stream, torch.Event
 _sleep, choose_order = library.sleep, library.choose_order
 
