@@ -8,7 +8,15 @@ import torch
 from torch import Tensor, nn
 
 import ebbtide
-from gpu_bench import MIB, batch, finish_device, mean_square, needs_accelerator, tower
+from gpu_bench import (
+    MIB,
+    batch,
+    finish_device,
+    mean_square,
+    needs_accelerator,
+    needs_sleep,
+    tower,
+)
 
 LAYERS = 6
 pytestmark = needs_accelerator
@@ -51,6 +59,23 @@ def test_training_is_the_same(
     assert {p.device for p in model.parameters()} == {device}
     for name, value in expected.items():
         assert torch.equal(got[name], value), name
+
+
+@needs_sleep
+def test_a_step_waits_for_the_copies_of_a_forward_without_backward(device: torch.device) -> None:
+    """The host is ahead of the device: it changes weights that the device has yet to copy."""
+    model, x = tower(device, LAYERS), batch(device)
+    with ebbtide.offload(model, weights=ebbtide.WeightPolicy()), torch.no_grad():
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        expected = model(x).cpu()
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        finish_device(device)
+        torch.get_device_module(device)._sleep(100_000_000)
+        got = model(x)
+        optimizer.step()
+        assert torch.equal(got.cpu(), expected), "it computed with weights from after the step"
+        assert not torch.equal(model(x).cpu(), expected)
 
 
 def test_an_optimizer_steps_on_the_host(device: torch.device) -> None:
