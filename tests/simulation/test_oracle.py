@@ -1,0 +1,86 @@
+"""torch's sanitizer finds nothing in what the engine queues, and finds planted races."""
+
+import dataclasses
+import multiprocessing
+from pathlib import Path
+
+import pytest
+
+import harness
+import schedule_programs
+import weight_programs
+from mutant import CAUGHT
+from mutations import ACTIVATIONS, MUTATIONS, SCHEDULES, WEIGHTS, Mutation
+from oracle_feed import watched
+from test_mutations import _run_mutated
+
+_CHECKS = {
+    ACTIVATIONS: "oracle_feed.check_activations",
+    SCHEDULES: "oracle_feed.check_schedules",
+    WEIGHTS: "oracle_feed.check_weights",
+}
+SEEN = {
+    "source-until-copied",
+    "bound-after-copy",
+    "retire-when-complete",
+    "release-after-copy of schedules",
+    "retained-until-copied of schedules",
+    "copy-up-after-kernels",
+    "copy-up-after-copy-down",
+    "compute-waits-for-reload",
+    "abandoned-until-copied",
+    "abandoned-when-complete",
+    "failed-reload",
+    "resize-after-copies",
+    "close-after-copies",
+    "write-after-copy",
+    "chunk-after-write",
+    "chunk-up-after-kernels",
+    "read-up-after-kernels",
+    "read-after-copy-up",
+    "backward-after-read",
+    "arrival-with-copies",
+    "close-after-writes",
+    "chunks-after-copies",
+    "weights-after-kernels of weights",
+    "abandoned-until-copied of weights",
+    "abandoned-when-complete of weights",
+    "weights-settled of weights",
+    "gradient-after-kernels of weights",
+    "gradient-until-copied of weights",
+    "retire-when-complete of weights",
+    "bound-after-copy of weights",
+    "gradient-before-accumulation of weights",
+    "buffer-without-readers of weights",
+}
+"""The mutations that the sanitizer reports; docs/internals/softdevice.md names the others."""
+
+
+@pytest.mark.parametrize(
+    ("check", "num_seeds"),
+    [
+        (harness.check, 16),
+        (schedule_programs.check_schedule, 16),
+        (weight_programs.check_weights, 8),
+    ],
+)
+def test_it_finds_nothing(check, num_seeds: int) -> None:
+    copies = waits = 0
+    for seed in range(num_seeds):
+        watch, failure = watched(check, seed)
+        assert failure is None, failure
+        copies += watch.content.get("copies", 0)
+        waits += watch.content.get("waits", 0)
+    assert copies > 100
+    assert waits > 100
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "mutation", [m for m in MUTATIONS if m.name in SEEN], ids=lambda mutation: mutation.name
+)
+def test_it_finds_planted_races(mutation: Mutation, tmp_path: Path) -> None:
+    forks = multiprocessing.get_context("forkserver")
+    oracle = dataclasses.replace(mutation, check=_CHECKS[mutation.check])
+    printed = _run_mutated(forks, oracle, tmp_path)
+    assert any(line.startswith(CAUGHT) for line in printed.splitlines()), printed
