@@ -43,23 +43,6 @@ def test_random_programs(kind: str, order: str, first: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="The host writes weights while the device is still to read them: after a forward that "
-    "no backward follows, copies up that queued kernels wait for have not read the host's memory",
-)
-def test_weights_that_are_written_after_a_forward_alone() -> None:
-    for seed in range(20):
-        try:
-            check_weights(seed, "compute-first", waits=False)
-        except AssertionError as error:
-            if "differs in step" not in str(error):
-                pytest.fail(f"this is another defect: {error}")
-            raise
-
-
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)
 def test_a_failure_says_what_replays_it(
     check: Callable[[int, str], object], monkeypatch: pytest.MonkeyPatch
