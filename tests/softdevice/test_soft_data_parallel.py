@@ -1,0 +1,50 @@
+"""Data parallel training of two ranks on the software accelerator, with gloo through the host."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from data_parallel_worker import ROWS, STEPS, WIDTH, WORLD
+
+HERE = Path(__file__).parent
+LIMIT_S = 200
+
+
+@pytest.mark.parametrize("order", ["threads", "compute-first"])
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_offloaded_training_is_the_plain_one(kind: str, order: str, tmp_path: Path) -> None:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])}
+    ranks = [
+        subprocess.Popen(
+            [
+                *(sys.executable, str(HERE / "data_parallel_worker.py")),
+                *(kind, str(rank), str(tmp_path / "rendezvous"), order),
+            ],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(WORLD)
+    ]
+    answers = []
+    try:
+        for rank in ranks:
+            output, errors = rank.communicate(timeout=LIMIT_S)
+            assert rank.returncode == 0, errors[-3000:]
+            answers.append(json.loads(output.splitlines()[-1]))
+    finally:
+        for rank in ranks:
+            rank.kill()
+    for answer in answers:
+        assert len(set(answer["plain"])) == STEPS
+        assert answer["offloaded"] == answer["plain"]
+        # Of four layers, each saves its input and, for its GELU, the linear map's result.
+        assert answer["bytes"] >= 4 * ROWS * WIDTH * 4
+    # Each rank has rows of its own, and the weights of both.
+    assert answers[0]["plain"] != answers[1]["plain"]
