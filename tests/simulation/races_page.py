@@ -1,15 +1,18 @@
 """Writes docs/internals/races.md from the guards' tags in the source: ``make races``."""
 
+import json
 import sys
 import textwrap
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from guards import Guard, find_guards
 from mutations import ACTIVATIONS, MUTATIONS, SCHEDULES, WEIGHTS
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "internals" / "races.md"
+SOFT_RESULTS = ROOT / "tests" / "softdevice" / "soft_mutants.json"
 _WIDTH = 100
 
 _INTRODUCTION = """\
@@ -22,7 +25,9 @@ guard. Each guard is tagged by a comment in the source, and the page is written 
 by `make races`.
 
 `tests/simulation/test_mutations.py` takes the guards away, one at a time, and shows that random
-programs on the simulated device notice. The last line of each entry says which programs do.
+programs on the simulated device notice. `make soft-mutants` does the same on the [software
+accelerator](softdevice.md). The last line of each entry says which programs notice, and the
+[table](#which-device-notices) says on which device.
 
 The simulation (`tests/simulation`) compares random programs with plain autograd. They run on a
 device without hardware, `ebbtide.devices.simulated`. A seed chooses the order of its copies, and
@@ -53,6 +58,45 @@ _PROGRAMS = {
 }
 
 
+_TABLE = """\
+## Which device notices
+
+The simulated device notices all of them; it also checks the order of copies and kernels itself, and
+so notices what no number shows. The software accelerator has only what a GPU has: it notices where
+numbers are wrong, memory is left over or taken away, the process crashes, or the engine finds its own state
+impossible. The last column says in how many programs nothing was noticed, each in the orders
+{orders}. That does not show that the guard is unnecessary, and it may need rarer programs or
+streams: {unnoticed} of {all} are noticed by the simulated device only.
+
+| guard | random programs of | simulated device | software accelerator |
+|---|---|---|---|
+"""
+
+
+def soft_results() -> dict[str, dict[str, Any]]:
+    """What `make soft-mutants` found, by the names of mutations."""
+    return json.loads(SOFT_RESULTS.read_text())
+
+
+def _table() -> str:
+    results = soft_results()
+    orders = ", ".join(f"`{order}`" for order in next(iter(results.values()))["orders"])
+    text = _TABLE.format(
+        orders=orders,
+        unnoticed=sum(not result["noticed"] for result in results.values()),
+        all=len(results),
+    )
+    head, table = text.split("\n\n| ")
+    title, words = head.split("\n\n")
+    lines = [title, "", textwrap.fill(words, _WIDTH), "", f"| {table.rstrip()}"]
+    for mutation in sorted(MUTATIONS, key=lambda mutation: mutation.name):
+        result = results[mutation.name]
+        noticed = "yes" if result["noticed"] else f"no, in {result['seeds']} programs"
+        programs = _PROGRAMS[mutation.check]
+        lines.append(f"| [`{mutation.guard}`](#{mutation.guard}) | {programs} | yes | {noticed} |")
+    return "\n".join([*lines, ""])
+
+
 def page() -> str:
     """The text of the page."""
     parts = [_INTRODUCTION]
@@ -60,7 +104,7 @@ def page() -> str:
     for file, group in groupby(guards, key=lambda guard: guard.file):
         parts.append(f"## `{file}`\n")
         parts += [_entry(guard) for guard in group]
-    return "\n".join([*parts, _END])
+    return "\n".join([*parts, _table(), _END])
 
 
 def _entry(guard: Guard) -> str:

@@ -14,7 +14,7 @@ import ebbtide
 from guards import find_guards, without
 from mutant import CAUGHT, try_mutant
 from mutations import MUTATIONS, Mutation
-from races_page import PAGE, page
+from races_page import PAGE, page, soft_results
 
 SOURCE = Path(ebbtide.__file__).parent
 SEEDS = 200
@@ -49,6 +49,10 @@ def test_simulation_catches(mutation: Mutation, runs: dict[str, Future[str]]) ->
 
 def test_every_guard_has_a_mutation() -> None:
     assert find_guards(SOURCE).keys() == {mutation.guard for mutation in MUTATIONS}
+
+
+def test_every_mutation_was_tried_on_the_software_accelerator() -> None:
+    assert soft_results().keys() == {m.name for m in MUTATIONS}, "try them: make soft-mutants"
 
 
 def test_the_page_of_races_is_written_from_the_tags() -> None:

@@ -226,12 +226,14 @@ class _Training:
         self.held: list[tuple[Tensor, Tensor]] = []  # gradients that the user keeps, and copies
         self.backward_stream = self.draw.random() < 0.3
         chosen = self.draw.choice(("sgd", "adamw", "fused"))
+        # Not by torch's choice, which depends on the device, and rounds differently.
+        one_by_one = {"foreach": False}
         if chosen == "sgd":
-            self.optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+            self.optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, **one_by_one)
         else:
             real = [p for p in net.parameters() if not p.is_complex()]
             some = real if chosen == "fused" else net.parameters()
-            self.optimizer = torch.optim.AdamW(some, lr=0.01, fused=chosen == "fused")
+            self.optimizer = torch.optim.AdamW(some, lr=0.01, fused=chosen == "fused", **one_by_one)
 
     def state(self) -> dict[str, Tensor]:
         """Everything that must be the same."""

@@ -26,7 +26,7 @@ from softdevice import build
 RESULTS = Path(__file__).with_name("soft_mutants.json")
 SOURCE = Path(__file__).parents[2] / "src" / "ebbtide"
 ORDERS = ("compute-first", "copies-first", "random", "threads")
-SEEDS = 20
+SEEDS = 60
 STUCK_S = 600.0
 
 

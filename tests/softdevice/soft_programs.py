@@ -233,6 +233,7 @@ def check_activations(seed: int, order: str = "threads") -> Counter[str]:
         knobs = Knobs.of(seed)
         check_failed_reads(seed, SoftBench)
         _check_readers(seed)
+        _check_microbatches(seed)
         bench = SoftBench(seed, knobs)
         offloaded, failed = _run_offloaded(seed, bench)
         bench.check_at_rest()
@@ -267,8 +268,7 @@ def _check_readers(seed: int) -> None:
     x = torch.linspace(-1, 1, 64 * WIDTH).view(-1, WIDTH).requires_grad_()
 
     def late(gradient: Tensor) -> Tensor:
-        if draw.random() < 0.5:
-            softdevice.sleep(draw.randrange(LARGEST_DELAY))
+        sleep_at_times(draw)
         return gradient
 
     def readers(apply: Callable[..., Tensor]) -> Tensor:
@@ -287,6 +287,48 @@ def _check_readers(seed: int) -> None:
     bench.check_at_rest()
     (expected,) = torch.autograd.grad(readers(lambda function, *tensors: function(*tensors)), x)
     assert torch.equal(got, expected), "results with readers on two streams differ"
+
+
+def _check_microbatches(seed: int) -> None:
+    """Microbatches on two streams, of which neither ever waits for the other."""
+    draw = random.Random(seed)
+    bound_bytes = draw.choice((0, 4096, 16384, 65536))
+    knobs = dataclasses.replace(Knobs.of(seed), failures=0.0, bound_bytes=bound_bytes)
+    bench = SoftBench(seed, knobs)
+    rows = (8, 16, 32)
+    inputs = [torch.randn(draw.choice(rows), WIDTH, requires_grad=True) for _ in range(8)]
+    expected = [torch.autograd.grad(_chain(x), x)[0] for x in inputs]
+    main = torch.accelerator.current_stream()
+    streams = [torch.Stream(device="softdevice") for _ in range(2)]
+    for stream in streams:
+        stream.wait_stream(main)
+    losses: list[Tensor] = []
+    got: list[Tensor] = []
+    for number in range(len(inputs) + 1):
+        if number < len(inputs):
+            with on(streams[number % 2]):
+                sleep_at_times(draw)
+                losses.append(bench.forward(functools.partial(_chain, inputs[number])))
+        if number:
+            with on(streams[(number - 1) % 2]):
+                sleep_at_times(draw)
+                got += torch.autograd.grad(losses.pop(0), inputs[number - 1])
+    for stream in streams:
+        main.wait_stream(stream)
+    bench.check_at_rest()
+    _assert_same_bits(got, expected)
+
+
+def _chain(x: Tensor) -> Tensor:
+    for _ in range(5):
+        x = x.sin() * 0.9
+    return x.sum()
+
+
+def sleep_at_times(draw: random.Random) -> None:
+    """Queue a kernel that holds the current stream up, if chance says so."""
+    if draw.random() < 0.5:
+        softdevice.sleep(draw.randrange(LARGEST_DELAY))
 
 
 # ---- schedules ----------------------------------------------------------------------------------

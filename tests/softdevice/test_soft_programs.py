@@ -5,8 +5,11 @@ from collections import Counter
 from collections.abc import Callable
 
 import pytest
+import torch
+from torch import Tensor
 
-from ebbtide.devices import accelerator
+from ebbtide.devices.accelerator import AcceleratorDevice
+from ebbtide.devices.device import AbstractEvent
 from soft_programs import check_activations, check_schedules, order_of
 from soft_weight_programs import check_weights
 
@@ -47,8 +50,15 @@ def test_random_programs(kind: str, order: str, first: int) -> None:
 def test_a_failure_says_what_replays_it(
     check: Callable[[int, str], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Streams that never wait are noticed, and a second run of the seed notices them again."""
-    monkeypatch.setattr(accelerator._AcceleratorStream, "wait", lambda *_: None)
+    """Wrong bytes are noticed, and a second run of the seed notices them again."""
+    copy_up = AcceleratorDevice.copy_up
+
+    def copy_zeros(
+        device: AcceleratorDevice, target: Tensor, source: Tensor, *after: AbstractEvent
+    ) -> AbstractEvent:
+        return copy_up(device, target, torch.zeros_like(source), *after)
+
+    monkeypatch.setattr(AcceleratorDevice, "copy_up", copy_zeros)
     seed, message = _first_failure(check, "random")
     assert f"seed {seed}, order {order_of('random', seed)}: " in message
     with pytest.raises(AssertionError, match=f"seed {seed}, order random:{seed}: "):
