@@ -42,11 +42,13 @@ SOFT_ORDERS ?= threads compute-first copies-first random:1 random
 SOFT = PYTHONPATH=tests/softdevice $(BIN)/python -m pytest -p softdevice.plugin
 SOFT_FLAGS ?=
 
+SOFT_QUICK = $(addprefix tests/softdevice/test_soft_, capacity.py memory.py operators.py \
+	processes.py streams.py training.py weights.py)
+
 # Built first, or each process would compile it.
-soft-quick: $(VENV)/.dev  ## one order of it, and the tests of the software accelerator
+soft-quick: $(VENV)/.dev  ## one order of it, and the quick tests of the software accelerator
 	PYTHONPATH=tests/softdevice $(BIN)/python -c "import softdevice; softdevice.load('threads')"
-	$(SOFT) $(IN_PARALLEL) $(SOFT_FLAGS) tests/softdevice
-	$(SOFT) $(IN_PARALLEL) --order random:1 $(SOFT_FLAGS) tests/gpu
+	$(SOFT) $(IN_PARALLEL) --order random:1 $(SOFT_FLAGS) $(SOFT_QUICK) tests/gpu
 
 soft: $(VENV)/.dev  ## the GPU suite's tests on an accelerator in software, in each order of execution
 	$(SOFT) $(SOFT_FLAGS) tests/softdevice
