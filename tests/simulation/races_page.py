@@ -61,12 +61,13 @@ _PROGRAMS = {
 _TABLE = """\
 ## Which device notices
 
-The simulated device notices all of them; it also checks the order of copies and kernels itself, and
-so notices what no number shows. The software accelerator has only what a GPU has: it notices where
-numbers are wrong, memory is left over or taken away, the process crashes, or the engine finds its own state
-impossible. The last column says in how many programs nothing was noticed, each in the orders
-{orders}. That does not show that the guard is unnecessary, and it may need rarer programs or
-streams: {unnoticed} of {all} are noticed by the simulated device only.
+The simulated device notices all of them; it also checks the order of copies and kernels itself,
+and so notices what no number shows. The software accelerator has only what a GPU has: it
+notices where numbers are wrong, memory is left over or taken away, the process crashes, or the
+engine finds its own state impossible. The last column says in how many programs nothing was
+noticed, each in the orders {orders}. That does not show that the guard is unnecessary, and it
+may need rarer programs or streams: {unnoticed} of {all} are noticed by the simulated device
+only.
 
 | guard | random programs of | simulated device | software accelerator |
 |---|---|---|---|
