@@ -39,40 +39,13 @@ class _Streams:
             self._current = number
 
 
-LEAVES_COPIES = ("evaluated", "interrupted forward", "interrupted backward", "dropped")
-"""What a program does that leaves kernels queued which are still to read weights of the host."""
-
-
-class _Writer:
-    """Waits for the device before a step writes weights, if kernels may be still to read them.
-
-    After such a forward the host does not wait, and copies up would get the new values: a defect
-    that is known. Where every forward had its backward, the gradients have been waited for.
-    """
-
-    def __init__(self, training: _Training) -> None:
-        self._training = training
-        self._seen = 0
-        training.optimizer.register_step_pre_hook(self._before_step)
-
-    def _before_step(self, *_: object) -> None:
-        happened = sum(self._training.content[each] for each in LEAVES_COPIES)
-        if happened > self._seen:
-            self._seen = happened
-            torch.accelerator.synchronize()
-
-
-def check_weights(
-    seed: int, order: str = "threads", kind: str = "host", *, waits: bool = True
-) -> Counter[str]:
+def check_weights(seed: int, order: str = "threads", kind: str = "host") -> Counter[str]:
     """Train plainly and with weights at rest in a kind of store; compare everything.
 
     Args:
         seed: of the program, and of the knobs of its bench.
         order: of execution.
         kind: of the store.
-        waits: whether the program waits for the device before it writes weights that forwards
-            without a backward may be still to read.
     """
     clip = mock.patch.object(nn.utils, "clip_grad_norm_", _clip_in_order)
     with running("weights", seed, order), clip:
@@ -83,8 +56,6 @@ def check_weights(
         handle = _offload(mine, device, draw, kind)
         streams = _Streams()
         trainings = [_Training(seed, plain, None), _Training(seed, mine, streams)]
-        if waits:
-            _Writer(trainings[1])
         for number in range(4):
             _step(number, *trainings)
         streams.current = 0
