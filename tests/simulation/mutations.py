@@ -84,7 +84,6 @@ MUTATIONS = (
     Mutation("abandoned-until-copied", never, WEIGHTS),
     Mutation("abandoned-when-complete", _NO_BUFFERS, WEIGHTS),
     Mutation("weights-anew", remove, WEIGHTS),
-    Mutation("weights-settled", remove, WEIGHTS),
     Mutation("weights-read-before-return", remove, WEIGHTS),
     Mutation("gradient-after-kernels", drop("ready"), WEIGHTS),
     Mutation("gradient-until-copied", remove, WEIGHTS),

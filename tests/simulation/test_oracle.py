@@ -45,7 +45,6 @@ SEEN = {
     "weights-after-kernels of weights",
     "abandoned-until-copied of weights",
     "abandoned-when-complete of weights",
-    "weights-settled of weights",
     "gradient-after-kernels of weights",
     "gradient-until-copied of weights",
     "retire-when-complete of weights",

@@ -444,8 +444,9 @@ class DeviceWeights(AbstractWeights):
     def note_deaths(self) -> None:
         """Note which saved weights, and which backward passes that raised, have died.
 
-        Called with the lock held; see [Note: deaths].
+        Called with the lock held; see [Note: deaths]. Finished copies are forgotten, too.
         """
+        self._resident.forget_read()
         died = self._deaths.queue
         while died:
             hold = died.popleft()
@@ -498,6 +499,7 @@ class DeviceWeights(AbstractWeights):
     def settle(self) -> None:
         with self._gate:
             copies = self._resident.reading()
+            copies += [event for _, event in self._transfers.reloads.abandoned]
         self._wait_for_copies(copies)
         self._transfers.poll()
 
@@ -510,8 +512,7 @@ class DeviceWeights(AbstractWeights):
             self._reclaim()
             self._resident.close()
         self._gradients.close()
-        # Guard weights-settled: the copies of weights end before their host memory is freed. After
-        # `detach`, a copy still under way would read host memory that is no longer ours.
+        # Inside a forward, copies may be under way, from memory that is ours no more afterwards.
         self.settle()
         with self._gate:
             self._closed = True

@@ -128,6 +128,11 @@ class ResidentGroups:
         self.release_all()
         self._spare.clear()
 
+    def forget_read(self) -> None:
+        """Forget the copies that have read the host values. Their events hold memory."""
+        if self._reading:
+            self._reading = [event for event in self._reading if not event.query()]
+
     def reading(self) -> list[AbstractEvent]:
         """The copies that may still read host values; the caller waits for them."""
         self._reading, reading = [], self._reading
@@ -146,7 +151,6 @@ class ResidentGroups:
         # Queued kernels may still read the memory, whether it is new or another group's buffer.
         self._reloads.start(group, Target(buffer, home.record(), home))
         assert group.ready is not None
-        self._reading = [event for event in self._reading if not event.query()]
         self._reading.append(group.ready)
         group.used_elsewhere = False
         self._there[group] = None
