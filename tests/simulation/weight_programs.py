@@ -190,7 +190,11 @@ def _check(seed: int, kind: str) -> Counter[str]:
             mine.eval()(torch.randn(4, WIDTH), list(range(len(mine.blocks))), ("forward", 0))
     handle.detach()
     device.finish_copies()
-    handle.inspect()
+    for _ in range(500):  # what a graph still held when the weights went is given back by a thread
+        handle.inspect()
+        if not device.pinned_bytes and not device.allocated_bytes():
+            break
+        time.sleep(0.01)
     assert device.allocated_bytes() == 0
     assert device.pinned_bytes == 0
     expected = dict(plain.named_parameters())

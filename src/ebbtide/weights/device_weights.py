@@ -515,6 +515,7 @@ class DeviceWeights(AbstractWeights):
         # Inside a forward, copies may be under way, from memory that is ours no more afterwards.
         self.settle()
         with self._gate:
+            self.note_deaths()
             self._closed = True
             for group in self.groups:
                 if not group.handles:
