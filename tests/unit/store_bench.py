@@ -25,7 +25,8 @@ def random_bytes(size_bytes: int, seed: int = 0) -> torch.Tensor:
 def wait_for(event: AbstractEvent) -> None:
     """Like `synchronize`, but what never happens fails the test instead of hanging it."""
     assert isinstance(event, LaneEvent)
-    assert event._done.wait(WAIT_S)
+    assert event._pending.acquire(timeout=WAIT_S)
+    event._pending.release()
 
 
 def offload(store: AbstractStore, source: torch.Tensor) -> Slot:

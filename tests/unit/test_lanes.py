@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import sys
 import threading
 import time
 import weakref
@@ -16,6 +17,7 @@ from ebbtide.devices import lanes
 from ebbtide.devices.cpu import CpuDevice
 from ebbtide.devices.device import raise_again
 from ebbtide.devices.lanes import LaneEvent, WorkLane
+from store_bench import wait_for
 
 WAIT_S = 5.0  # far more than anything here takes; reached only when a test fails
 
@@ -33,11 +35,6 @@ def lane() -> Iterator[WorkLane]:
     lane = WorkLane("test-lane")
     yield lane
     lane.close()
-
-
-def wait_for(event: LaneEvent) -> None:
-    """Like `synchronize`, but a lane that never gets there fails the test instead of hanging it."""
-    assert event._done.wait(WAIT_S)
 
 
 def threads_named(name: str) -> list[threading.Thread]:
@@ -121,6 +118,19 @@ def test_an_event_waited_for_by_two_threads_releases_both(lane: WorkLane) -> Non
         thread.start()
     may_run.set()
     assert ends(waiting)
+
+
+def test_a_wait_can_be_interrupted_only_in_a_lock_of_the_interpreter(lane: WorkLane) -> None:
+    """An interrupt in `threading.Condition.wait` can come out as an error about its lock."""
+    go_on = threading.Event()
+    event = lane.submit(go_on.wait)
+    threading.Timer(0.05, go_on.set).start()
+    time.sleep(0.01)
+    called = []
+    sys.setprofile(lambda frame, *_: called.append(frame.f_code.co_filename))
+    event.synchronize()
+    sys.setprofile(None)
+    assert set(called) <= {lanes.__file__, __file__}
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -21,13 +21,18 @@ _LOG = logging.getLogger(__name__)
 class LaneEvent(AbstractEvent):
     """The end of one job of a worker thread, with the error that it raised, if any.
 
+    It waits with a lock of the interpreter's: an interrupt in `threading.Event.wait`, which is
+    written in Python, can come out of it as a RuntimeError about a lock that is not locked.
+
     Args:
         lane: the name of the worker's lane in traces.
     """
 
     def __init__(self, lane: str = "") -> None:
         self._lane = lane
-        self._done = threading.Event()
+        self._is_done = False
+        self._pending = threading.Lock()
+        self._pending.acquire()  # until the job has ended
         self._begin_s = self._end_s = 0.0
 
     def begin(self) -> None:
@@ -36,23 +41,29 @@ class LaneEvent(AbstractEvent):
     def finish(self, failure: BaseException | None = None) -> None:
         self.failure = failure
         self._end_s = time.perf_counter()
-        self._done.set()
+        self._is_done = True
+        self._pending.release()
 
     def query(self) -> bool:
-        return self._done.is_set()
+        return self._is_done
 
     def synchronize(self) -> None:
-        self._done.wait()
+        self._wait()
         if self.failure is not None:
             raise_again(self.failure)
 
     def since(self, origin: Origin) -> float:
-        self._done.wait()
+        self._wait()
         return self._end_s - origin.host_s
 
     def spans(self, origin: Origin) -> list[Span]:
-        self._done.wait()
+        self._wait()
         return [Span(self._lane, self._begin_s - origin.host_s, self._end_s - origin.host_s)]
+
+    def _wait(self) -> None:
+        if not self._is_done:
+            with self._pending:
+                pass
 
 
 _Job = tuple[Callable[[], None], LaneEvent, Callable[[], None] | None]
