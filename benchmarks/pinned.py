@@ -80,8 +80,8 @@ class NotingStore(AbstractStore):
     def reload(self, slot: Slot, target: Target | None = None) -> tuple[Tensor, AbstractEvent]:
         return self._store.reload(slot, target)
 
-    def rest(self, size_bytes: int, *, reserved: bool = False) -> RestingSlot:
-        return self._store.rest(size_bytes, reserved=reserved)
+    def allocate_resting(self, size_bytes: int, *, reserved: bool = False) -> RestingSlot:
+        return self._store.allocate_resting(size_bytes, reserved=reserved)
 
     def write(
         self, slot: RestingSlot, offset_bytes: int, source: Tensor, ready: AbstractEvent

@@ -94,7 +94,7 @@ class OffloadSession:
         check_modules("modules", modules)
         check_switch("any_order", any_order)
         check_trace(trace)
-        chosen, by_hand = _choose_schedule(num_layers, model_layers, schedule)
+        chosen, manual = _choose_schedule(num_layers, model_layers, schedule)
         policy = ActivationPolicy() if activations is None else activations
         refuse_recomputing(policy, "a session has no modules to run again")
         if policy.counts_layers:
@@ -110,7 +110,7 @@ class OffloadSession:
             parse_device(device),
             host_budget=host_budget,
             traced=trace,
-            mode=ScheduleMode(chosen, manual=by_hand, any_order=any_order),
+            mode=ScheduleMode(chosen, manual=manual, any_order=any_order),
         )
         self._is_closed = False
         self._open: OpenLayer | None = None
@@ -274,9 +274,9 @@ class OffloadSession:
     def _plan(self) -> str:
         layers = {unit.layer for unit in self.schedule.offloaded}
         mode = self._engine.mode
-        by_hand = ", moved by hand" if mode is not None and mode.manual else ""
-        leave = "" if by_hand else f"{len(layers)} of "
-        return f"{leave}{count(self.schedule.num_layers, 'layer')}{by_hand or ' offloaded'}"
+        manual = ", moved by hand" if mode is not None and mode.manual else ""
+        leave = "" if manual else f"{len(layers)} of "
+        return f"{leave}{count(self.schedule.num_layers, 'layer')}{manual or ' offloaded'}"
 
     def __enter__(self) -> OffloadSession:
         return self

@@ -223,8 +223,8 @@ class Simulation:
         assert transfers.live == 0, f"{transfers.live} handles are alive"
         assert transfers.running == 0
         assert not activations.alive()
-        assert not transfers.reloads.held
-        assert transfers.reloads.held_bytes == 0
+        assert not transfers.reloads.buffered
+        assert transfers.reloads.buffered_bytes == 0
         assert transfers.account.kept_bytes == 0
         assert not any(transfers.account.stored_bytes.values())
         under_way_bytes = sum(record.size_bytes for record in transfers.offloads.queue)
@@ -381,11 +381,11 @@ class Watch:
         bound_bytes = self.simulation.transfers.offloads.bound_bytes
         most_bytes = max(bound_bytes, self.largest_bytes)
         # Values that were rebuilt are under the same bound.
-        reloaded = [record for record in reloads.held if record.slot is not None]
+        reloaded = [record for record in reloads.buffered if record.slot is not None]
         reloaded_bytes = sum(record.size_bytes for record in reloaded)
         if prefetching:
-            fits = reloads.held_bytes + slot.size_bytes <= bound_bytes
-            self._require(fits or not reloads.held, "a prefetch exceeds the bound")
+            fits = reloads.buffered_bytes + slot.size_bytes <= bound_bytes
+            self._require(fits or not reloads.buffered, "a prefetch exceeds the bound")
         unread = [record for record in reloaded if record.slot not in self._read_slots]
         unread_bytes = sum(record.size_bytes for record in unread)
         self._require(unread_bytes <= most_bytes, "reloads that nobody has read exceed the bound")
@@ -421,7 +421,7 @@ class Watch:
     def _held_bytes(self) -> int:
         """Device bytes given out and alive beyond what the engine accounts for."""
         transfers = self.simulation.transfers
-        own = [record.buffer for record in transfers.reloads.held]
+        own = [record.buffer for record in transfers.reloads.buffered]
         own += [buffer for buffer, _ in transfers.reloads.abandoned]
         # In the backward of a backward, what was reloaded is saved again and leaves again.
         own += [record.source for record in transfers.offloads.queue]

@@ -370,11 +370,11 @@ def test_weights_in_torchs_memory_stay_within_the_budget(torchs_memory: list[int
     device.pin = lambda *_: None
     store = PinnedStore(device, budget_bytes=120 * 1024)
     with pytest.raises(StoreFullError, match=r"128\.0 KiB .*host_budget of 120\.0 KiB"):
-        store.rest(100 * 1024)
+        store.allocate_resting(100 * 1024)
     assert store.host_capacity_bytes == 0
     store = PinnedStore(device, budget_bytes=128 * 1024)
     store.reserve(100 * 1024)
-    slot = store.rest(100 * 1024, reserved=True)
+    slot = store.allocate_resting(100 * 1024, reserved=True)
     assert store.host_capacity_bytes == 128 * 1024
     store.drop(slot)
     assert store.host_capacity_bytes == 0

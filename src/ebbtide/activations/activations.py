@@ -182,7 +182,7 @@ class Activations:
             scope = self.scopes.current
             unit = scope.unit
             scheduled = unit is not None and unit.followed
-            waits = scheduled and unit is not None and not unit.at_once
+            waits = scheduled and unit is not None and not unit.immediate
             size_bytes = unpacked_bytes = source.numel()
             if packing is not None and not waits:
                 source = pack(source, packing)
@@ -453,13 +453,13 @@ class Activations:
         """Forget a record that no saved tensor needs any more."""
         self._unlink(record)
         if record.buffer is not None:
-            record.stays = False
+            record.scheduled_reload = False
             self._reloads.release(record)
         if record.unit is not None:
             record.unit.forget(record)
         # A source whose copy is under way stays until that is complete: the copy reads it.
         if record.source is not None:
-            self._offloads.let_go(record)
+            self._offloads.stop_retaining(record)
         if record.expected:
             self._reloads.expect(record, False)
         record.move_to(DROPPED)

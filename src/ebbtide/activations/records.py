@@ -222,7 +222,7 @@ class UnitRecords:
         use: place in the order of the schedule at which the unit's backward begins.
         run: the schedule run that the unit belongs to; it is only compared by identity.
         leaves: whether the schedule offloads the unit.
-        at_once: whether the copy of a storage starts when it is saved; otherwise it starts at the
+        immediate: whether the copy of a storage starts when it is saved; otherwise it starts at the
             unit's offload action.
 
     Attributes:
@@ -230,21 +230,21 @@ class UnitRecords:
         use: as given.
         run: as given.
         leaves: as given.
-        at_once: as given.
+        immediate: as given.
         followed: whether the schedule decides when the records move; False once the run has
             departed from its schedule.
         done: actions already performed on the unit.
         records: its live records, in the order of their first save.
     """
 
-    def __init__(self, unit: Unit, use: int, run: object, *, leaves: bool, at_once: bool) -> None:
+    def __init__(self, unit: Unit, use: int, run: object, *, leaves: bool, immediate: bool) -> None:
         self.unit = unit
         self.use = use
         self.run = run
         self.leaves = leaves
-        self.at_once = at_once
+        self.immediate = immediate
         self.followed = True
-        self.done: set[Verb] = {Verb.OFFLOAD} if leaves and at_once else set()
+        self.done: set[Verb] = {Verb.OFFLOAD} if leaves and immediate else set()
         self.records: dict[StorageRecord, None] = {}
 
     def claim(self, record: StorageRecord) -> bool:

@@ -131,7 +131,7 @@ class ScheduleExecutor:
         self._places = {each: place for place, each in enumerate(schedule.order)}
         self._forwards = [each for each in schedule.order if each.is_forward]
         self._leaving = schedule.offloaded
-        self._at_once = {
+        self._immediate = {
             action.unit
             for anchor, actions in schedule.lines
             for action in actions
@@ -140,7 +140,7 @@ class ScheduleExecutor:
         self._num_runs = 0  # runs begun in this step
         self._warned = False
         activations.scopes.prefetches = False
-        self._transfers.extend_steps(self._step_goes_on)
+        self._transfers.extend_steps(self._step_has_more)
         self._step = 0  # number of the step that `_num_runs` counts for
 
     # ---- called from outside, without the lock ------------------------------------------------
@@ -265,7 +265,7 @@ class ScheduleExecutor:
 
     # ---- runs ---------------------------------------------------------------------------------
 
-    def _step_goes_on(self) -> bool:
+    def _step_has_more(self) -> bool:
         """Whether forwards of the current run are still to come; the step goes on until then."""
         return self.current is not None and bool(self.current.to_come)
 
@@ -313,7 +313,7 @@ class ScheduleExecutor:
             len(self._schedule.order) if use is None else use,
             current,
             leaves=manual or unit in self._leaving,
-            at_once=unit in self._at_once and not manual,
+            immediate=unit in self._immediate and not manual,
         )
         records.followed = not current.departed
         current.units[unit] = records
@@ -382,7 +382,7 @@ class ScheduleExecutor:
             records.followed = False
             for record in records.records:
                 if record.state is RETAINED:
-                    self._offloads.let_go(record)
+                    self._offloads.stop_retaining(record)
         for log in run.logs.values():
             log.prefetches = True
 
@@ -402,7 +402,7 @@ class ScheduleExecutor:
                 if record.state is STORED:
                     self._reloads.begin(record)
                 if record.state is RELOADED:
-                    record.stays = True
+                    record.scheduled_reload = True
         records.done.add(verb)
 
     def _start_offloads(self, records: UnitRecords) -> None:

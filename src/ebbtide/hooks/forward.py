@@ -172,7 +172,7 @@ class OffloadedForward:
             if self._active:
                 self._mend()
                 if self._weights is not None:
-                    stack.enter_context(self._weights.at_work())
+                    stack.enter_context(self._weights.in_forward())
             hooks = self._find_hooks() if self._active else None
             if hooks is not None:
                 stack.callback(self._end, hooks, len(hooks.running), False)

@@ -210,7 +210,7 @@ class LayerTracker:
     Args:
         layers: the modules whose calls are layers.
         wanted: number of layers that the policy offloads; None if the policy does not count layers.
-        told: notified when forwards and layers begin and end.
+        listener: notified when forwards and layers begin and end.
         replace: replaces the layers' forwards; None if they stay as they are.
 
     Attributes:
@@ -221,14 +221,14 @@ class LayerTracker:
         self,
         layers: LayerModules,
         wanted: int | None,
-        told: LayerListener,
+        listener: LayerListener,
         replace: ReplaceForward | None = None,
     ) -> None:
         self._replace = replace
         self._entered: Layer | None = None  # the last one whose replaced forward was called
         self._layers = layers
         self._wanted = wanted or 0
-        self._told = told
+        self._listener = listener
         self._num_calls = layers.num_calls
         self._next = 0
         self._open: list[Layer] = []
@@ -295,12 +295,12 @@ class LayerTracker:
         if compiler_is_loaded():
             for layer in self._hooked:
                 layer.follow()
-        self._told.begin_forward()
+        self._listener.begin_forward()
 
     def end_forward(self, *, completed: bool) -> None:
         """Report the forward's number of layers, so that the next one knows which come last."""
         self._active = False
-        self._told.end_forward(self._next if completed else None)
+        self._listener.end_forward(self._next if completed else None)
         if not completed or _in_backward():  # a recomputation, whose layers are not counted
             return
         self._order = self._called
@@ -322,12 +322,12 @@ class LayerTracker:
             self._open.append(layer)
             self._called.append(name)
             self._next += 1
-            self._told.begin_layer(layer)
+            self._listener.begin_layer(layer)
 
     def _end_layer(self, output: Any) -> None:
         if self._counts() and self._open:
             layer = self._open.pop()
-            self._told.end_layer(layer, output)
+            self._listener.end_layer(layer, output)
             if self._replace is not None and output is not None and self._entered != layer:
                 self._warn_of_lost_forward(layer)
 

@@ -72,7 +72,7 @@ class WeightHooks:
         self._gate = transfers.gate
         self.parameters = OffloadedParameters(groups, device.torch_device)
         make = MappedWeights if device.computes_on_host else DeviceWeights
-        with _undone_if_it_fails(groups, store, device.torch_device):
+        with _rolled_back_on_error(groups, store, device.torch_device):
             self.weights: AbstractWeights = make(
                 transfers, groups, self.parameters, double_buffering=policy.double_buffering
             )
@@ -145,7 +145,7 @@ class WeightHooks:
                 self.weights.leave(group)
 
     @contextlib.contextmanager
-    def at_work(self) -> Iterator[None]:
+    def in_forward(self) -> Iterator[None]:
         """Surround a forward of the model, and note its end even if it raises.
 
         Raises:
@@ -300,7 +300,7 @@ def _make_groups(
     groups: list[WeightGroup] = []
     found: dict[int, WeightGroup] = {}
     used: list[tuple[nn.Module, list[WeightGroup]]] = []
-    with _undone_if_it_fails(groups, store, home):
+    with _rolled_back_on_error(groups, store, home):
         for modules, name, named in units:
             own = [(each, p) for each, p in named if id(p) not in found]
             needed = dict.fromkeys(found[id(p)] for _, p in named if id(p) in found)
@@ -313,7 +313,7 @@ def _make_groups(
 
 
 @contextlib.contextmanager
-def _undone_if_it_fails(
+def _rolled_back_on_error(
     groups: Sequence[WeightGroup], store: AbstractStore, home: torch.device
 ) -> Iterator[None]:
     """Put the parameters of all groups back on their device if the block raises."""

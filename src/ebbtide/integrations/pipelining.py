@@ -182,7 +182,7 @@ class StageHook:
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Run the forward of a microbatch, as a unit if a backward will follow."""
-        with self._weights_at_work(), self._forward(fwd_chunk_id, args, kwargs):
+        with self._weights_in_forward(), self._forward(fwd_chunk_id, args, kwargs):
             output = self._plain["forward_one_chunk"](fwd_chunk_id, *args, **kwargs)
         if self._active and self._returns_outputs():
             self._outputs[fwd_chunk_id] = tree_leaves(output)
@@ -203,7 +203,7 @@ class StageHook:
                 bwd_chunk_id, loss=loss, full_backward=full_backward, last_backward=last_backward
             )
         if outputs:
-            self._let_go_of_graph(outputs)
+            self._free_graph(outputs)
         return result
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> Any:
@@ -213,10 +213,10 @@ class StageHook:
                 bwd_chunk_id, last_backward=last_backward
             )
 
-    def _weights_at_work(self) -> contextlib.AbstractContextManager[None]:
+    def _weights_in_forward(self) -> contextlib.AbstractContextManager[None]:
         if self._weights is None or not self._active:
             return contextlib.nullcontext()
-        return self._weights.at_work()
+        return self._weights.in_forward()
 
     @contextlib.contextmanager
     def _forward(self, microbatch: int, *arguments: Any) -> Iterator[None]:
@@ -248,7 +248,7 @@ class StageHook:
         """Whether the step returns this stage's outputs after their backward."""
         return self._stage.has_backward and self._stage.is_last and not self._stage.is_first
 
-    def _let_go_of_graph(self, outputs: Sequence[Any]) -> None:
+    def _free_graph(self, outputs: Sequence[Any]) -> None:
         """Detach outputs that are views; torch itself detaches only the other outputs.
 
         The pipeline keeps the outputs until the step returns them. They would keep the graph alive,

@@ -75,11 +75,11 @@ class MappedOptimizerState:
         for parameter, state in optimizer.state.items():
             if isinstance(state, dict):
                 for value in state.values():
-                    self.rest(parameter, value)
+                    self.move_to_file(parameter, value)
         self._store.page_out()
         return_freed_memory()
 
-    def rest(self, parameter: object, value: object) -> None:
+    def move_to_file(self, parameter: object, value: object) -> None:
         """Move a state tensor of the shape of a mapped parameter to a file, if it is not there yet.
 
         A tensor that shares its memory with another one is left alone. If the disk has no room, the
@@ -114,7 +114,7 @@ class MappedOptimizerState:
             self._handles.pop().remove()
 
     def _copy_to_file(self, value: torch.Tensor) -> torch.Tensor:
-        slot = self._store.rest_on_disk(value.nbytes)
+        slot = self._store.allocate_resting_on_disk(value.nbytes)
         flat = torch.from_numpy(slot.tensor.numpy()[: value.nbytes]).view(value.dtype)
         self._store.drop(slot)  # the tensor alone keeps the memory
         with torch.no_grad():
@@ -157,7 +157,7 @@ class _StateAtRest(OrderedDict[str, Any]):
             # It is nearly always the last one, because the optimizer has just asked for it.
             entries = reversed(optimizer.state.items())
             parameter = next((p for p, own in entries if own is self), None)
-            state.rest(parameter, value)
+            state.move_to_file(parameter, value)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return OrderedDict, (), None, None, iter(self.items())

@@ -232,7 +232,7 @@ def _look_at_flight(activations: Activations, weights: AbstractWeights | None) -
         forwards=transfers.running,
         records=len(activations.alive()),
         offload_bytes=offloads.queued_bytes + offloads.retained_bytes,
-        reload_bytes=reloads.held_bytes,
+        reload_bytes=reloads.buffered_bytes,
         abandoned_buffers=len(reloads.abandoned),
         kept_bytes=account.kept_bytes,
         stored_bytes=sum(account.stored_bytes.values()),

@@ -191,25 +191,25 @@ class _Planner:
             else _Stay(unit, place, place, len(passes) - 1)
             for unit, place in forwards.items()
         ]
-        self._there = [0] * len(passes)
+        self._num_resident = [0] * len(passes)
         for stay in self._stays:
             self._count(stay.forward, stay.end + 1, 1)
 
     def _count(self, begin: int, end: int, change: int) -> None:
         for place in range(begin, end):
-            self._there[place] += change
+            self._num_resident[place] += change
 
     def schedule(self) -> Schedule:
-        gone = self._choose()
-        for stay in sorted(gone, key=lambda stay: stay.use):
-            self._bring_back_early(stay)
+        offloaded = self._choose()
+        for stay in sorted(offloaded, key=lambda stay: stay.use):
+            self._reload_early(stay)
         # Later units first. Copies queue one behind the other, so a later unit's copy ends later
         # and needs the free room more; an earlier unit would take it away.
-        for stay in sorted(gone, key=lambda stay: stay.forward, reverse=True):
-            self._let_go_late(stay)
-        gone = [stay for stay in gone if stay.out is not None]
+        for stay in sorted(offloaded, key=lambda stay: stay.forward, reverse=True):
+            self._release_late(stay)
+        offloaded = [stay for stay in offloaded if stay.out is not None]
         offloads, releases, reloads = [], [], []
-        for stay in sorted(gone, key=lambda stay: stay.forward):
+        for stay in sorted(offloaded, key=lambda stay: stay.forward):
             assert stay.out is not None
             unit = stay.unit
             offloads.append((self._passes[stay.forward], Action(Verb.OFFLOAD, unit)))
@@ -225,10 +225,10 @@ class _Planner:
         that are idle there is offloaded, for all of its idle time. If the order takes units in
         turn, that is also the unit whose backward is furthest away.
         """
-        gone = []
+        offloaded = []
         longest_first = sorted(self._stays, key=lambda stay: (-stay.idle, stay.unit))
         for place in range(len(self._passes)):
-            while self._there[place] > self._resident:
+            while self._num_resident[place] > self._resident:
                 stay = next(
                     (
                         stay
@@ -241,8 +241,8 @@ class _Planner:
                     self._refuse()
                 stay.out = stay.forward + 1
                 self._count(stay.out, stay.use, -1)
-                gone.append(stay)
-        return gone
+                offloaded.append(stay)
+        return offloaded
 
     def _refuse(self) -> NoReturn:
         least = max(
@@ -256,22 +256,22 @@ class _Planner:
         )
 
     def _has_room(self, place: int) -> bool:
-        return self._there[place] < self._resident
+        return self._num_resident[place] < self._resident
 
-    def _bring_back_early(self, stay: _Stay) -> None:
+    def _reload_early(self, stay: _Stay) -> None:
         """Move its reload up to ``lead`` passes ahead of its backward, as far as there is room."""
         assert stay.out is not None
         earliest = max(stay.out + 1, stay.use - self._lead)
         while stay.back > earliest and self._has_room(stay.back - 1):
             stay.back -= 1
-            self._there[stay.back] += 1
+            self._num_resident[stay.back] += 1
 
-    def _let_go_late(self, stay: _Stay) -> None:
+    def _release_late(self, stay: _Stay) -> None:
         """Delay its release until its room is needed, so that its copy has until then."""
         assert stay.out is not None
         while stay.out + 1 < stay.back and self._has_room(stay.out):
-            self._there[stay.out] += 1
+            self._num_resident[stay.out] += 1
             stay.out += 1
         if stay.out + 1 == stay.back and self._has_room(stay.out):
-            self._there[stay.out] += 1
+            self._num_resident[stay.out] += 1
             stay.out = None  # there is room for it all the time, so it need not be offloaded

@@ -25,7 +25,7 @@ class Piece:
     refusal: OSError | None = None  # the write failed: only the chunk contains the bytes
     dropped: bool = False
 
-    def let_go(self) -> None:
+    def drop(self) -> None:
         """Drop the piece, so that its chunk need not keep the bytes."""
         self.dropped = True
         if self.chunk is not None:

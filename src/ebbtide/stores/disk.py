@@ -127,7 +127,7 @@ class DiskStore(AbstractStore):
         self._return_freed_memory(self._reader, size_bytes)
         return buffer, ready
 
-    def rest(self, size_bytes: int, *, reserved: bool = False) -> RestingSlot:  # noqa: ARG002
+    def allocate_resting(self, size_bytes: int, *, reserved: bool = False) -> RestingSlot:  # noqa: ARG002
         return self._mapped.allocate(size_bytes)
 
     def page_out(self) -> None:

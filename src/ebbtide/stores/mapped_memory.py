@@ -33,7 +33,7 @@ from ebbtide.memory import host_memory
 from ebbtide.memory.disk_file import AbstractFile, OpenFile
 from ebbtide.memory.extents import Extent, ExtentAllocator
 from ebbtide.memory.host_memory import HostMemory, advise, make_private, whole_pages
-from ebbtide.stores.store import REACHED, RestingSlot
+from ebbtide.stores.store import ALREADY_REACHED, RestingSlot
 from ebbtide.units import format_size
 
 _MADV_REMOVE = 9
@@ -213,7 +213,7 @@ class MappedFiles:
         return FileSlot(
             Extent(0, whole_bytes),
             size_bytes,
-            REACHED,
+            ALREADY_REACHED,
             "disk",
             memory=memory,
             mapped=weakref.ref(mapped),

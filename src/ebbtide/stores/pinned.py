@@ -20,7 +20,7 @@ from ebbtide.memory.host_memory import (
 )
 from ebbtide.stores.slabs import SLAB_BYTES, Sizes, Slab, Slabs
 from ebbtide.stores.store import (
-    REACHED,
+    ALREADY_REACHED,
     AbstractStore,
     Landing,
     RestingSlot,
@@ -157,7 +157,7 @@ class PinnedStore(AbstractStore):
         self._num_slots -= 1
         self._requested_bytes -= slot.size_bytes
 
-    def rest(self, size_bytes: int, *, reserved: bool = False) -> RestingSlot:
+    def allocate_resting(self, size_bytes: int, *, reserved: bool = False) -> RestingSlot:
         whole_bytes = whole_pages(max(size_bytes, 1))
         if reserved:
             self.budget.reserve(-whole_bytes)
@@ -172,7 +172,7 @@ class PinnedStore(AbstractStore):
             memory.give_back()  # only torch's allocator pins for this device: in powers of two
             raise self._no_room(extent.size_bytes, self.budget.left_bytes)
         self.budget.take(extent.size_bytes)
-        return RestingSlot(extent, size_bytes, REACHED, "host", memory=memory)
+        return RestingSlot(extent, size_bytes, ALREADY_REACHED, "host", memory=memory)
 
     def reserve(self, size_bytes: int) -> None:
         whole_bytes = whole_pages(max(size_bytes, 1))

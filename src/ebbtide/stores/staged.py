@@ -114,11 +114,11 @@ class StagedDiskStore(AbstractStore):
         except OSError:
             # Only `_free_chunk` raises this. It has waited for all writes, and each write for its
             # copy, so no copy still reads the source.
-            self._let_go(slot)
+            self._free_slot(slot)
             raise
         return slot
 
-    def rest(self, size_bytes: int, *, reserved: bool = False) -> RestingSlot:  # noqa: ARG002
+    def allocate_resting(self, size_bytes: int, *, reserved: bool = False) -> RestingSlot:  # noqa: ARG002
         return self._mapped.allocate(size_bytes)
 
     def page_out(self) -> None:
@@ -304,11 +304,11 @@ class StagedDiskStore(AbstractStore):
             slot.memory.give_back()
             return
         assert isinstance(slot, StagedSlot)
-        self._let_go(slot)
+        self._free_slot(slot)
 
-    def _let_go(self, slot: StagedSlot) -> None:
+    def _free_slot(self, slot: StagedSlot) -> None:
         for piece in slot.pieces:
-            piece.let_go()
+            piece.drop()
         self._file.free(slot.extent)
 
     def take_over(self, other: AbstractStore, resting: Iterable[RestingSlot]) -> None:  # noqa: ARG002

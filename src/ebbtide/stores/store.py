@@ -54,7 +54,7 @@ class RestingSlot(Slot):
         return self.memory.tensor
 
 
-REACHED = HostMoment()
+ALREADY_REACHED = HostMoment()
 """The `offloaded` event of every resting slot: there is no offload to wait for."""
 
 
@@ -63,12 +63,12 @@ class Landing(NamedTuple):
 
     Attributes:
         copied: reached when the source has been read; until then it must stay alive.
-        landed: reached when the host can read the bytes in the slot. Its `synchronize` raises the
+        readable: reached when the host can read the bytes in the slot. Its `synchronize` raises the
             error if the write failed.
     """
 
     copied: AbstractEvent
-    landed: AbstractEvent
+    readable: AbstractEvent
 
 
 class Target(NamedTuple):
@@ -145,7 +145,7 @@ class AbstractStore(ABC):
         """
 
     @abstractmethod
-    def rest(self, size_bytes: int, *, reserved: bool = False) -> RestingSlot:
+    def allocate_resting(self, size_bytes: int, *, reserved: bool = False) -> RestingSlot:
         """Allocate a resting slot, for weights, gradients or optimizer state.
 
         Args:
@@ -159,13 +159,13 @@ class AbstractStore(ABC):
             StoreFullError: the store has no room.
         """
 
-    def rest_on_disk(self, size_bytes: int) -> RestingSlot:
+    def allocate_resting_on_disk(self, size_bytes: int) -> RestingSlot:
         """Allocate a resting slot, in a mapped file if the store writes to disk.
 
         Raises:
             StoreFullError: the disk has no room.
         """
-        return self.rest(size_bytes)
+        return self.allocate_resting(size_bytes)
 
     def page_out(self) -> None:  # noqa: B027
         """Unmap the pages of all mapped files from RAM; an access reads its pages back.
@@ -178,7 +178,7 @@ class AbstractStore(ABC):
         return False
 
     def reserve(self, size_bytes: int) -> None:  # noqa: B027
-        """Set room aside for a later `rest`, if the store's room is limited.
+        """Set room aside for a later `allocate_resting`, if the store's room is limited.
 
         Raises:
             StoreFullError: the store has no room.

@@ -85,13 +85,15 @@ class TieredStore(AbstractStore):
     ) -> tuple[torch.Tensor, AbstractEvent]:
         return self._of(slot).reload(slot, target)
 
-    def rest(self, size_bytes: int, *, reserved: bool = False) -> RestingSlot:
+    def allocate_resting(self, size_bytes: int, *, reserved: bool = False) -> RestingSlot:
         with contextlib.suppress(StoreFullError):
-            return self._host.rest(size_bytes, reserved=reserved and self._has_reserve(size_bytes))
-        return self._disk.rest(size_bytes)
+            return self._host.allocate_resting(
+                size_bytes, reserved=reserved and self._has_reserve(size_bytes)
+            )
+        return self._disk.allocate_resting(size_bytes)
 
-    def rest_on_disk(self, size_bytes: int) -> RestingSlot:
-        return self._disk.rest(size_bytes)
+    def allocate_resting_on_disk(self, size_bytes: int) -> RestingSlot:
+        return self._disk.allocate_resting(size_bytes)
 
     def page_out(self) -> None:
         self._disk.page_out()
@@ -100,7 +102,7 @@ class TieredStore(AbstractStore):
         return self._disk.maps(tensor)
 
     def reserve(self, size_bytes: int) -> None:
-        with contextlib.suppress(StoreFullError):  # `rest` will then use the disk
+        with contextlib.suppress(StoreFullError):  # `allocate_resting` will then use the disk
             self._host.reserve(size_bytes)
 
     def _has_reserve(self, size_bytes: int) -> bool:

@@ -112,7 +112,7 @@ class Offloads:
         if record.kind is ACTIVATION:
             self._account.take(record.size_bytes)
 
-    def let_go(self, record: Record) -> None:
+    def stop_retaining(self, record: Record) -> None:
         """Stop retaining a source. If its copy has begun, the copy is completed first."""
         if record.state is PENDING:
             self._give_up_retained(record)

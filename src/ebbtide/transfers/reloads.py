@@ -33,8 +33,8 @@ class Reloads:
             needed. One buffer alone may be larger.
 
     Attributes:
-        held: activations that have a buffer, oldest first.
-        held_bytes: size of these buffers.
+        buffered: activations that have a buffer, oldest first.
+        buffered_bytes: size of these buffers.
         abandoned: buffers that are not needed any more, each with the event at which the copy that
             may still write to the buffer is complete.
     """
@@ -46,8 +46,8 @@ class Reloads:
         self._store = store
         self._account = account
         self._bound_bytes = bound_bytes
-        self.held: dict[Record, None] = {}
-        self.held_bytes = 0
+        self.buffered: dict[Record, None] = {}
+        self.buffered_bytes = 0
         self.abandoned: list[tuple[torch.Tensor, AbstractEvent]] = []
         self._expected_bytes = 0  # that the store has been told to expect
 
@@ -98,14 +98,14 @@ class Reloads:
 
     def hold(self, record: Record) -> None:
         """Hold the new buffer of an activation."""
-        self.held[record] = None
-        self.held_bytes += record.size_bytes
+        self.buffered[record] = None
+        self.buffered_bytes += record.size_bytes
         self._account.take(record.size_bytes)
 
     def release(self, record: Record) -> None:
         """Free the buffer of an activation whose bytes can be reloaded or rebuilt again."""
-        del self.held[record]
-        self.held_bytes -= record.size_bytes
+        del self.buffered[record]
+        self.buffered_bytes -= record.size_bytes
         self._account.give(record.size_bytes)
         rebuilt = record.state is REBUILT
         self.free(record, REBUILDABLE if rebuilt else STORED)
@@ -116,12 +116,12 @@ class Reloads:
         Args:
             size_bytes: size of the buffer that needs room now.
         """
-        if self.held_bytes + size_bytes <= self._bound_bytes:
+        if self.buffered_bytes + size_bytes <= self._bound_bytes:
             return
-        for record in list(self.held):
+        for record in list(self.buffered):
             if record.state is REBUILT or record.can_go():
                 self.release(record)
-                if self.held_bytes + size_bytes <= self._bound_bytes:
+                if self.buffered_bytes + size_bytes <= self._bound_bytes:
                     return
 
     def prefetch(self, log: ForwardLog) -> None:
@@ -159,10 +159,10 @@ class Reloads:
 
         Buffers that were read, and that backward does not need before this one, are freed for it.
         """
-        if self.held_bytes + wanted.size_bytes > self._bound_bytes:
-            for record in list(self.held):
+        if self.buffered_bytes + wanted.size_bytes > self._bound_bytes:
+            for record in list(self.buffered):
                 if record.can_go() and not record.precedes(wanted):
                     self.release(record)
-                    if self.held_bytes + wanted.size_bytes <= self._bound_bytes:
+                    if self.buffered_bytes + wanted.size_bytes <= self._bound_bytes:
                         break
-        return self.held_bytes + wanted.size_bytes <= self._bound_bytes or not self.held
+        return self.buffered_bytes + wanted.size_bytes <= self._bound_bytes or not self.buffered

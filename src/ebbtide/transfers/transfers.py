@@ -67,19 +67,19 @@ class Transfers:
         self.reloads = Reloads(device, store, self.account, bound_bytes)
         self.live = 0
         self.running = 0
-        self._goes_on: Callable[[], Callable[[], bool] | None] = lambda: None
+        self._has_more: Callable[[], Callable[[], bool] | None] = lambda: None
         self._note_deaths: list[Callable[[], None]] = []
         self._closing = False
         self.closed = self.is_broken = False
 
-    def extend_steps(self, goes_on: Callable[[], bool]) -> None:
+    def extend_steps(self, has_more: Callable[[], bool]) -> None:
         """Keep a step open, even while no graph is alive, as long as a method returns True.
 
         Args:
-            goes_on: bound method, called with the lock held. It is referred to weakly, so it does
+            has_more: bound method, called with the lock held. It is referred to weakly, so it does
                 not keep its object alive.
         """
-        self._goes_on = weakref.WeakMethod(goes_on)
+        self._has_more = weakref.WeakMethod(has_more)
 
     def before_tidying(self, note_deaths: Callable[[], None]) -> None:
         """Have a method called, with the lock held, before anything is tidied up.
@@ -151,13 +151,13 @@ class Transfers:
         """End the step if no forward runs and no graph holds one of its saved tensors."""
         if self.live or self.running or not self.account.meter.num_saved:
             return
-        goes_on = self._goes_on()
-        if goes_on is None or not goes_on():
+        has_more = self._has_more()
+        if has_more is None or not has_more():
             self.account.finish(self.store.host_capacity_bytes)
 
     def finish_read_step(self) -> None:
         """End the step although graphs are alive. A schedule says itself when a step is over."""
-        if self._goes_on() is None and not self.running and self.account.meter.num_saved:
+        if self._has_more() is None and not self.running and self.account.meter.num_saved:
             self.account.finish(self.store.host_capacity_bytes)
 
     def _tidy(self) -> None:

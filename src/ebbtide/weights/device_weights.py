@@ -357,7 +357,7 @@ class DeviceWeights(AbstractWeights):
         held = self._in_backward[task] = []
         for group in groups:
             self._bring(group)
-            group.held += 1
+            group.num_backwards += 1
             held.append(group)
 
     def _note_backward(self, task: int) -> None:
@@ -400,7 +400,7 @@ class DeviceWeights(AbstractWeights):
 
     def _end_modules(self, task: int) -> None:
         for group in self._in_backward.pop(task, ()):
-            group.held -= 1
+            group.num_backwards -= 1
 
     def pack(self, tensor: torch.Tensor, whole: torch.Tensor) -> Saved | None:
         storage = tensor.untyped_storage()

@@ -71,13 +71,13 @@ class _Move:
     """The state that the two autograd nodes of one parameter's move to the device share.
 
     Attributes:
-        landed: reached when the gradient that the last backward sent is on the host. A backward
+        readable: reached when the gradient that the last backward sent is on the host. A backward
             that failed half-way leaves the event behind; the next one must not raise its error.
     """
 
     member: OffloadedParameter
     gradients: Gradients
-    landed: AbstractEvent | None = None
+    readable: AbstractEvent | None = None
 
 
 class _HostParameter(torch.autograd.Function):
@@ -91,11 +91,11 @@ class _HostParameter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        landed, ctx.move.landed = ctx.move.landed, None
+        readable, ctx.move.readable = ctx.move.readable, None
         # Guard gradient-before-accumulation: the host waits for a gradient's copy before autograd
         # accumulates it. The optimizer would step with a gradient that has not arrived yet.
-        if landed is not None:
-            landed.synchronize()
+        if readable is not None:
+            readable.synchronize()
         return gradients[0], None
 
 
@@ -156,7 +156,7 @@ class Gradients:
         """Start to copy a gradient to the host.
 
         Returns:
-            The host memory that will contain the gradient once `move.landed` is reached; None if
+            The host memory that will contain the gradient once `move.readable` is reached; None if
             the gradient has been accumulated in the parameter already.
 
         Raises:
@@ -200,8 +200,8 @@ class Gradients:
         # is complete. The allocator would hand the memory out again, and it would be overwritten
         # while the copy reads it.
         offloads.enqueue(record)
-        move.landed = landing.landed
-        self._landing.append(landing.landed)
+        move.readable = landing.readable
+        self._landing.append(landing.readable)
         while self._landing[0].query() and len(self._landing) > 1:
             self._landing.popleft()
         return gradient

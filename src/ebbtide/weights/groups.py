@@ -37,7 +37,7 @@ class WeightGroup(Record):
         members: the parameters of the group.
         used_elsewhere: whether kernels on other streams than `home` use the buffer.
         open: how many running modules use the group.
-        held: how many modules that use the group are in their backward.
+        num_backwards: how many modules that use the group are in their backward.
 
     Raises:
         StoreFullError: the store has no room for the group.
@@ -59,23 +59,23 @@ class WeightGroup(Record):
             self.members.append(OffloadedParameter(parameter_name, parameter, size_bytes))
             size_bytes += _aligned(self.members[-1].size_bytes)
         super().__init__(Layer(number, name), 0, size_bytes, STORED)
-        self.slot = self.resting = store.rest(size_bytes)
+        self.slot = self.resting = store.allocate_resting(size_bytes)
         for member in self.members:
             member.rest_in(self.resting.tensor)
         self.used_elsewhere = False
-        self.open = self.held = 0
+        self.open = self.num_backwards = 0
 
     def start_anew(self) -> None:
         """Forget what an interrupt may have left half changed. The values are in the slot."""
         self.state, self.slot = STORED, self.resting
         self.source = self.offloaded = self.buffer = self.ready = None
-        self.awaited = self.expected = self.stays = self.used_elsewhere = False
-        self.open = self.held = self.unread = 0
+        self.awaited = self.expected = self.scheduled_reload = self.used_elsewhere = False
+        self.open = self.num_backwards = self.unread = 0
 
     @property
     def is_in_use(self) -> bool:
         """Whether the forward or the backward of a module that uses the group is running."""
-        return bool(self.open or self.held)
+        return bool(self.open or self.num_backwards)
 
     def member_at(self, offset_bytes: int) -> OffloadedParameter:
         """The parameter whose values include this offset of the group's memory."""
@@ -199,7 +199,9 @@ class GradientBuffers:
         number = 0
         while True:
             if number == len(self.blocks):
-                block = self._store.rest(self._group.size_bytes, reserved=self._reserved)
+                block = self._store.allocate_resting(
+                    self._group.size_bytes, reserved=self._reserved
+                )
                 self._reserved = False
                 self.blocks.append(block)
             given = self._given.get((member.offset_bytes, number))

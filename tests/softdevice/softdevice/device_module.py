@@ -107,6 +107,12 @@ def host_unregister(address: int) -> None:
         raise OSError(f"nothing is registered at {address:#x}")
 
 
+def mem_get_info(_: _Device = None) -> tuple[int, int]:
+    """The bytes that are not reserved, and those that the device may use, as on CUDA."""
+    total_bytes = library.capacity()
+    return total_bytes - torch.accelerator.memory_reserved(), total_bytes
+
+
 def set_per_process_memory_fraction(fraction: float, _: _Device = None) -> None:
     """Set how much of its memory the device may use, as on CUDA."""
     library.set_capacity(int(fraction * TOTAL_BYTES))
