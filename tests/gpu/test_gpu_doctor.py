@@ -11,19 +11,25 @@ from ebbtide.doctor.recommendations import advise
 from ebbtide.planning.hardware import Hardware
 
 
+def _is_in_software(device: torch.device) -> bool:
+    """Whether times on this device mean nothing."""
+    return getattr(torch.get_device_module(device), "IN_SOFTWARE", False)
+
+
 @pytest.fixture(scope="module")
 def found(device: torch.device, tmp_path_factory: pytest.TempPathFactory) -> Examination:
     return examine(device, tmp_path_factory.mktemp("store"), QUICK)
 
 
-def test_everything_is_measured(found: Examination) -> None:
+def test_everything_is_measured(found: Examination, device: torch.device) -> None:
     assert found.problems == {}
     hardware = found.hardware()
     assert Hardware.from_json(hardware.to_json(found.figures())) == hardware
     one_way = (hardware.h2d_bytes_per_s, hardware.d2h_bytes_per_s)
-    assert all(1e8 < rate < 1e12 for rate in one_way)
     assert hardware.duplex_bytes_per_s <= sum(one_way)
-    assert max(one_way) <= hardware.device_memory_bytes_per_s
+    if not _is_in_software(device):
+        assert all(1e8 < rate < 1e12 for rate in one_way)
+        assert max(one_way) <= hardware.device_memory_bytes_per_s
 
 
 @pytest.mark.usefixtures("needs_accelerator")
@@ -36,7 +42,7 @@ def test_the_device_is_the_accelerator(found: Examination, device: torch.device)
     assert hardware.device_memory_bytes == total_bytes
     assert free_bytes > 0.5 * found.facts.accelerator.free_bytes  # it was given back
     # A copy on a stream costs some microseconds beside its bytes.
-    assert hardware.link_latency_s < 1e-3
+    assert hardware.link_latency_s < 1e-3 or _is_in_software(device)
 
 
 def test_the_report_fits_80_columns(found: Examination) -> None:
