@@ -10,6 +10,7 @@ from guards import Edit, always, drop, instead, never, put, remove, then
 ACTIVATIONS = "harness.check"
 SCHEDULES = "schedule_programs.check_schedule"
 WEIGHTS = "weight_programs.check_weights"
+STATEMENTS = "weight_statements.check_statements"
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,8 @@ class Mutation:
     @property
     def name(self) -> str:
         """Of the test."""
-        kind = {ACTIVATIONS: "", SCHEDULES: " of schedules", WEIGHTS: " of weights"}[self.check]
-        return f"{self.guard}{kind}"
+        kinds = {SCHEDULES: " of schedules", WEIGHTS: " of weights", STATEMENTS: " of statements"}
+        return f"{self.guard}{kinds.get(self.check, '')}"
 
 
 _NO_BUFFERS = put("[held for held in self.abandoned if not held[1].query()]", "[]")
@@ -96,4 +97,7 @@ MUTATIONS = (
     Mutation("data-changes-count", put("self.exposed", "False"), WEIGHTS),
     Mutation("buffer-without-readers", instead("unread = True"), WEIGHTS),
     Mutation("buffer-of-one-stream", instead("ordered = True"), WEIGHTS),
+    # ---- anything between two statements -------------------------------------------------------
+    Mutation("weights-of-recomputation", never, STATEMENTS),
+    Mutation("copies-outlive-engine", remove, STATEMENTS),
 )

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import harness
 import schedule_programs
 import weight_programs
+import weight_statements
 from ebbtide.devices import simulated
 from ebbtide.devices.simulated import SimulatedDevice
 from ebbtide.memory import disk_file
@@ -344,6 +345,11 @@ def check_schedules(seed: int) -> None:
 def check_weights(seed: int) -> None:
     """See `watched`."""
     watched(weight_programs.check_weights, seed)
+
+
+def check_statements(seed: int) -> None:
+    """See `watched`."""
+    watched(weight_statements.check_statements, seed)
 
 
 def watched(check: Callable[[int], None], seed: int) -> tuple[Watch, Exception | None]:

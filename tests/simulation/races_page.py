@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from guards import Guard, find_guards
-from mutations import ACTIVATIONS, MUTATIONS, SCHEDULES, WEIGHTS
+from mutations import ACTIVATIONS, MUTATIONS, SCHEDULES, STATEMENTS, WEIGHTS
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "internals" / "races.md"
@@ -55,6 +55,7 @@ _PROGRAMS = {
     ACTIVATIONS: "activations",
     SCHEDULES: "activations under a schedule",
     WEIGHTS: "weights at rest",
+    STATEMENTS: "weights at rest, with anything between two statements",
 }
 
 

@@ -9,8 +9,9 @@ import pytest
 import harness
 import schedule_programs
 import weight_programs
+import weight_statements
 from mutant import CAUGHT
-from mutations import ACTIVATIONS, MUTATIONS, SCHEDULES, WEIGHTS, Mutation
+from mutations import ACTIVATIONS, MUTATIONS, SCHEDULES, STATEMENTS, WEIGHTS, Mutation
 from oracle_feed import watched
 from test_mutations import _run_mutated
 
@@ -18,6 +19,7 @@ _CHECKS = {
     ACTIVATIONS: "oracle_feed.check_activations",
     SCHEDULES: "oracle_feed.check_schedules",
     WEIGHTS: "oracle_feed.check_weights",
+    STATEMENTS: "oracle_feed.check_statements",
 }
 SEEN = {
     "source-until-copied",
@@ -61,6 +63,7 @@ SEEN = {
         (harness.check, 16),
         (schedule_programs.check_schedule, 16),
         (weight_programs.check_weights, 8),
+        (weight_statements.check_statements, 8),
     ],
 )
 def test_it_finds_nothing(check, num_seeds: int) -> None:

@@ -126,7 +126,7 @@ def watched(store: AbstractStore, budget_bytes: int | None) -> Iterator[None]:
 
         setattr(store, name, call)
 
-    for name in ("rest", "offload", "write", "reload"):
+    for name in ("allocate_resting", "offload", "write", "reload"):
         watch(name)
     yield
     assert most_bytes > 0

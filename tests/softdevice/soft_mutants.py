@@ -20,7 +20,7 @@ from pathlib import Path
 import softdevice
 from guards import find_guards, without
 from mutant import CAUGHT, try_mutant
-from mutations import ACTIVATIONS, MUTATIONS, SCHEDULES, WEIGHTS, Mutation
+from mutations import ACTIVATIONS, MUTATIONS, SCHEDULES, STATEMENTS, WEIGHTS, Mutation
 from softdevice import build
 
 RESULTS = Path(__file__).with_name("soft_mutants.json")
@@ -45,7 +45,17 @@ def weights(seed: int) -> None:
     _in_every_order("soft_weight_programs", "check_weights", seed)
 
 
-_PROGRAMS = {ACTIVATIONS: activations, SCHEDULES: schedules, WEIGHTS: weights}
+def statements(seed: int) -> None:
+    """Run a loop with anything between two statements in every order."""
+    _in_every_order("soft_weight_statements", "check_statements", seed)
+
+
+_PROGRAMS = {
+    ACTIVATIONS: activations,
+    SCHEDULES: schedules,
+    WEIGHTS: weights,
+    STATEMENTS: statements,
+}
 
 
 def _in_every_order(module: str, check: str, seed: int) -> None:

@@ -12,12 +12,19 @@ from ebbtide.devices.accelerator import AcceleratorDevice
 from ebbtide.devices.device import AbstractEvent
 from soft_programs import check_activations, check_schedules, order_of
 from soft_weight_programs import check_weights
+from soft_weight_statements import check_statements
+from weight_statements import STATEMENTS
 
 SEEDS = int(os.environ.get("EBBTIDE_SOFT_PROGRAMS", "20"))
 """Of each kind, in each order. `make soft-soak` runs many more."""
 CHUNK = 20
 ORDERS = ("threads", "compute-first", "copies-first", "random")
-CHECKS = {"activations": check_activations, "schedules": check_schedules, "weights": check_weights}
+CHECKS = {
+    "activations": check_activations,
+    "schedules": check_schedules,
+    "weights": check_weights,
+    "statements": check_statements,
+}
 CONTENT = {
     "activations": {
         *("1F1B", "backward", "double backward", "dropped", "early exit", "input refilled"),
@@ -29,6 +36,7 @@ CONTENT = {
         *("another order", "asked for", "backward", "changed by hand", "dropped", "evaluated"),
         *("held gradients", "interrupted backward", "interrupted forward", "retained"),
     },
+    "statements": {*STATEMENTS, "interrupted", "said so"},
 }
 
 _done: dict[str, Counter[str]] = {kind: Counter() for kind in CHECKS}

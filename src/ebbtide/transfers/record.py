@@ -120,7 +120,6 @@ class Record:
         unread: number of handles that have not read the present buffer.
         scheduled_reload: whether a schedule reloaded the buffer, which then stays until the graph
             is freed.
-            freed.
         expected: whether the store has been told that a reload will come.
         copies: pairs of ``"offload"`` or ``"reload"`` and the event of that copy's completion;
             empty unless steps are traced.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from typing import final
@@ -71,6 +72,10 @@ class Transfers:
         self._note_deaths: list[Callable[[], None]] = []
         self._closing = False
         self.closed = self.is_broken = False
+        last = weakref.finalize(
+            self, _outlive_copies, device, self.gate, self.offloads, self.reloads
+        )
+        last.atexit = False  # when the process ends, its copies do
 
     def extend_steps(self, has_more: Callable[[], bool]) -> None:
         """Keep a step open, even while no graph is alive, as long as a method returns True.
@@ -182,3 +187,21 @@ class Transfers:
             self.store.close()
             self.offloads.retire_finished()
             self.reloads.free_abandoned()
+
+
+def _outlive_copies(
+    device: AbstractDevice, gate: Gate, offloads: Offloads, reloads: Reloads
+) -> None:
+    """Keep the memory of copies that are under way when nothing refers to the transfers any more.
+
+    This runs in a finalizer: the last graph has died after its model and the handle were gone.
+    """
+    if gate.is_inherited or not (offloads.queue or reloads.buffered or reloads.abandoned):
+        return
+    # Guard copies-outlive-engine: copies under way keep their memory when the engine is collected.
+    # The device memory would be handed out again while a copy reads it or writes to it.
+    device.defer(functools.partial(_finish, device, offloads, reloads))
+
+
+def _finish(device: AbstractDevice, offloads: Offloads, reloads: Reloads) -> None:  # noqa: ARG001
+    device.finish_copies()  # the other arguments are what must live until then

@@ -226,6 +226,8 @@ class DeviceWeights(AbstractWeights):
             self._start_over()  # the module was called directly, outside the model's forward
         if not group.open:
             self._reclaim()
+            if _in_backward():
+                self._note_writes(group)
             for member, tensor in self._make(group, group.members):
                 member.install(tensor)
         else:
@@ -233,6 +235,17 @@ class DeviceWeights(AbstractWeights):
             # thread or calls itself on a stream of its own. Only the software accelerator shows it.
             self._resident.wait_for(group)
         group.open += 1
+
+    def _note_writes(self, group: WeightGroup) -> None:
+        """Have a layer that is recomputed see what the program has written since the forward."""
+        self._resident.release_if_outdated(group)
+        for member in group.members:
+            if member.is_replaced():
+                raise SavedTensorModifiedError(
+                    f"{member.name}, whose values are offloaded, was given other memory between a "
+                    f"forward and its recomputation (`parameter.data = ...`); assign weights after "
+                    f"backward, or change them in place"
+                )
 
     def leave(self, group: WeightGroup) -> None:
         self._wait_for_copies(self._leave_and_reclaim(group))
@@ -274,6 +287,8 @@ class DeviceWeights(AbstractWeights):
         if not (recomputed or (not _in_backward() and self.is_working())):
             return member.parameter
         self._reclaim()
+        if recomputed and not group.open:
+            self._note_writes(group)
         if member.substitutes:
             self._point(group, self._bring(group))
         else:

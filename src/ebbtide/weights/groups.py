@@ -38,6 +38,7 @@ class WeightGroup(Record):
         used_elsewhere: whether kernels on other streams than `home` use the buffer.
         open: how many running modules use the group.
         num_backwards: how many modules that use the group are in their backward.
+        loaded_version: `version` when the values in the buffer were read from the host.
 
     Raises:
         StoreFullError: the store has no room for the group.
@@ -63,7 +64,7 @@ class WeightGroup(Record):
         for member in self.members:
             member.rest_in(self.resting.tensor)
         self.used_elsewhere = False
-        self.open = self.num_backwards = 0
+        self.open = self.num_backwards = self.loaded_version = 0
 
     def start_anew(self) -> None:
         """Forget what an interrupt may have left half changed. The values are in the slot."""
@@ -76,6 +77,10 @@ class WeightGroup(Record):
     def is_in_use(self) -> bool:
         """Whether the forward or the backward of a module that uses the group is running."""
         return bool(self.open or self.num_backwards)
+
+    def version(self) -> int:
+        """A number that grows when the program changes a parameter of the group in place."""
+        return sum(member.parameter._version for member in self.members)
 
     def member_at(self, offset_bytes: int) -> OffloadedParameter:
         """The parameter whose values include this offset of the group's memory."""

@@ -173,12 +173,16 @@ class OffloadedParameter:
         Raises:
             PolicyError: the values have another shape or dtype.
         """
-        given = self.parameter.data
-        if given.data_ptr() != self.host.data_ptr():
+        if self.is_replaced():
+            given = self.parameter.data
             if not self._fits(given):
                 raise self._misfit(given)
             self.replacements += 1
             self._rest()
+
+    def is_replaced(self) -> bool:
+        """Whether the program has assigned values that have not been adopted yet."""
+        return self.parameter.data_ptr() != self.host.data_ptr()
 
     def find_given(self) -> list[nn.Parameter]:
         """Other parameters that the program has installed in its places."""

@@ -118,6 +118,13 @@ class ResidentGroups:
         self._reloads.free(group, STORED)
         self._transfers.account.take_weights(-group.size_bytes)
 
+    def release_if_outdated(self, group: WeightGroup) -> None:
+        """Release a group's buffer if the program has changed the host values since."""
+        # Guard weights-of-recomputation: a layer that is recomputed reloads its weights if the
+        # program has changed them since the forward. It would compute with the values from before.
+        if group.buffer is not None and group.version() != group.loaded_version:
+            self.release(group)
+
     def release_all(self) -> None:
         """Release the buffers of all groups."""
         for group in list(self._there):
@@ -153,6 +160,7 @@ class ResidentGroups:
         assert group.ready is not None
         self._reading.append(group.ready)
         group.used_elsewhere = False
+        group.loaded_version = group.version()
         self._there[group] = None
         self._at[buffer.untyped_storage()._cdata] = group
         self._transfers.account.take_weights(group.size_bytes)
