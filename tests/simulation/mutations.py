@@ -95,6 +95,7 @@ MUTATIONS = (
     Mutation("held-weights-are-tracked", instead("self.substitutes = []"), WEIGHTS),
     Mutation("one-memory", remove, WEIGHTS),
     Mutation("data-changes-count", put("self.exposed", "False"), WEIGHTS),
+    Mutation("leaf-of-live-graphs", instead("parameter.data = self.host"), WEIGHTS),
     Mutation("buffer-without-readers", instead("unread = True"), WEIGHTS),
     Mutation("buffer-of-one-stream", instead("ordered = True"), WEIGHTS),
     # ---- anything between two statements -------------------------------------------------------

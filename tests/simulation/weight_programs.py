@@ -188,10 +188,13 @@ def _check(seed: int, kind: str) -> Counter[str]:
     if draw.random() < 0.5:  # the copies of the next block's weights are under way at the end
         with torch.no_grad(), contextlib.suppress(InterruptedStepError):
             mine.eval()(torch.randn(4, WIDTH), list(range(len(mine.blocks))), ("forward", 0))
+    if draw.random() < 0.5:
+        detach_between(plain, mine, handle, draw)
     handle.detach()
     device.finish_copies()
     for _ in range(500):  # what a graph still held when the weights went is given back by a thread
         handle.inspect()
+        device.finish_jobs()
         if not device.pinned_bytes and not device.allocated_bytes():
             break
         time.sleep(0.01)
@@ -201,6 +204,39 @@ def _check(seed: int, kind: str) -> Counter[str]:
     for name, parameter in mine.named_parameters():
         assert torch.equal(parameter, expected[name]), f"{name} differs after detach"
     return trainings[1].content
+
+
+def detach_between(
+    plain: Net, mine: Net, handle: ebbtide.OffloadHandle, draw: random.Random
+) -> None:
+    """Detach while graphs are alive; compare what they give after it."""
+    drop = draw.random() < 0.5
+    asked = draw.random() < 0.5
+    x = torch.randn(4, WIDTH)
+    found = []
+    losses = [_losses(net, x) for net in (plain, mine)]
+    handle.detach()
+    for block in mine.blocks:
+        block.look.weights = None
+    for net, (first, second) in zip((plain, mine), losses, strict=True):
+        net.zero_grad()
+        used = [p for p in net.parameters() if p.requires_grad]
+        if asked:
+            found.append(torch.autograd.grad(first, used, allow_unused=True))
+        else:
+            first.backward()
+            found.append(tuple(p.grad for p in used))
+        if not drop:
+            second.backward(inputs=used)
+            found[-1] += tuple(p.grad for p in used)
+    for expected, got in zip(*found, strict=True):
+        assert (expected is None) == (got is None), "a gradient after detach"
+        assert expected is None or torch.equal(expected, got), "a gradient after detach differs"
+
+
+def _losses(net: Net, x: Tensor) -> list[Tensor]:
+    order = list(range(len(net.blocks)))
+    return [net.eval()(x * number, order, ("", 0)) for number in (1, 2)]
 
 
 def _make(seed: int) -> Net:

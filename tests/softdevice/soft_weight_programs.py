@@ -17,7 +17,7 @@ from harness import drain_autograd, make_store
 from loops import on_device
 from programs import InterruptedStepError
 from soft_programs import Leftovers, make_device, running
-from weight_programs import WIDTH, Block, Net, _make, _Training
+from weight_programs import WIDTH, Block, Net, _make, _Training, detach_between
 
 
 class _Streams:
@@ -62,6 +62,8 @@ def check_weights(seed: int, order: str = "threads", kind: str = "host") -> Coun
         if draw.random() < 0.5:  # the copies of the next block's weights are under way at the end
             with torch.no_grad(), contextlib.suppress(InterruptedStepError):
                 mine.eval()(torch.randn(4, WIDTH), list(range(len(mine.blocks))), ("forward", 0))
+        if draw.random() < 0.5:
+            detach_between(plain, mine, handle, draw)
         handle.detach()
         expected = dict(plain.named_parameters())
         for name, parameter in mine.named_parameters():

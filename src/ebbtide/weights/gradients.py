@@ -73,11 +73,17 @@ class _Move:
     Attributes:
         readable: reached when the gradient that the last backward sent is on the host. A backward
             that failed half-way leaves the event behind; the next one must not raise its error.
+        leaf: the leaf on the device that the graph has beside the parameter.
     """
 
     member: OffloadedParameter
     gradients: Gradients
     readable: AbstractEvent | None = None
+    leaf: torch.Tensor | None = None
+
+    def has_left(self) -> bool:
+        """Whether the parameter is the leaf on the device now; see [Note: leaves]."""
+        return self.member.has_left and self.leaf is self.member.device_leaf
 
 
 class _HostParameter(torch.autograd.Function):
@@ -107,18 +113,21 @@ class _MoveToDevice(torch.autograd.Function):
         ctx: Any,
         resting: torch.Tensor,  # noqa: ARG004
         buffer: torch.Tensor,
+        leaf: torch.Tensor,
         move: _Move,
     ) -> torch.Tensor:
         ctx.set_materialize_grads(False)
-        ctx.move = move
+        ctx.move, move.leaf = move, leaf
         return DeviceParameter.of(move.member.view_of(buffer))
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        gradient = gradients[0]
+        gradient, move = gradients[0], ctx.move
+        if move.has_left():
+            return None, None, gradient, None
         if gradient is not None:
-            gradient = ctx.move.gradients.send(ctx.move, gradient)
-        return gradient, None, None
+            gradient = move.gradients.send(move, gradient)
+        return gradient, None, None, None
 
 
 @final
@@ -149,15 +158,15 @@ class Gradients:
         # after the `_HostParameter` nodes, so all copies are queued before the host waits for one.
         moves = [_Move(member, self) for member in members]
         resting = [_HostParameter.apply(each.member.parameter, each) for each in moves]  # type: ignore[no-untyped-call]
-        pairs = zip(resting, moves, strict=True)
-        return [_MoveToDevice.apply(there, buffer, each) for there, each in pairs]  # type: ignore[no-untyped-call]
+        leaves = [each.leaf_on(buffer.device) for each in members]
+        arguments = zip(resting, leaves, moves, strict=True)
+        return [_MoveToDevice.apply(there, buffer, leaf, each) for there, leaf, each in arguments]  # type: ignore[no-untyped-call]
 
-    def send(self, move: _Move, gradient: torch.Tensor) -> torch.Tensor | None:
+    def send(self, move: _Move, gradient: torch.Tensor) -> torch.Tensor:
         """Start to copy a gradient to the host.
 
         Returns:
-            The host memory that will contain the gradient once `move.readable` is reached; None if
-            the gradient has been accumulated in the parameter already.
+            The host memory that will contain the gradient once `move.readable` is reached.
 
         Raises:
             StoreFullError: the user keeps earlier gradients, and the store has no room for more.
@@ -166,9 +175,8 @@ class Gradients:
             The copy waits for the kernels queued on the current stream.
         """
         member = move.member
-        if member.has_left:
-            _add_at_home(member, gradient)
-            return None
+        if member.has_left:  # and another parameter was in its place by then
+            return gradient.to("cpu")
         plain = gradient.layout is torch.strided and gradient.numel() > 0
         checked = torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
         if torch.is_grad_enabled() or checked or not plain:
@@ -231,14 +239,6 @@ class Gradients:
         with self._transfers.gate:
             for buffers in self._buffers.values():
                 buffers.give_back()
-
-
-def _add_at_home(member: OffloadedParameter, gradient: torch.Tensor) -> None:
-    """Accumulate a gradient on the device, for a graph that outlived the parameter's `detach`."""
-    parameter = member.parameter
-    with torch.no_grad():
-        present = parameter.grad
-        parameter.grad = gradient.detach() if present is None else present + gradient
 
 
 def _packed_bytes(gradient: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:

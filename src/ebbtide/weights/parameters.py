@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from ebbtide.errors import PolicyError
+from ebbtide.weights.leaves import become, is_in_graph, make_leaf
 
 Place = tuple[nn.Module, str, Any]
 """A module, its list or dict that holds a parameter, and the index or key there."""
@@ -96,6 +97,8 @@ class OffloadedParameter:
         substitutes: device parameters that code still refers to although no module holds them.
         reused: the device parameter of this forward pass, which later calls reuse. Between calls it
             has no memory, unless the model itself refers to it.
+        device_leaf: what the parameter becomes in `restore_to`, see [Note: leaves]; None as long as
+            no graph has it.
         has_left: whether `restore_to` has moved the parameter back to the device.
         changes: how often a forward pass has modified the values.
         replacements: how often other values replaced the values.
@@ -114,6 +117,7 @@ class OffloadedParameter:
         self.installed: DeviceParameter | None = None
         self.substitutes: list[DeviceParameter] = []
         self.reused: DeviceParameter | None = None
+        self.device_leaf: torch.Tensor | None = None
         self.has_left = False
         self.changes = self.replacements = 0
 
@@ -143,6 +147,15 @@ class OffloadedParameter:
     def rest_in(self, memory: torch.Tensor) -> None:
         """Move the values to the group's host memory, and the gradient to the host."""
         self.host = self.own_view_of(memory)
+        parameter = self.parameter
+        if is_in_graph(parameter) and parameter.device.type != "cpu":
+            # A graph from before may have saved the parameter itself, and finds it in its former
+            # leaf, on the device.
+            gradient, parameter.grad = parameter.grad, None
+            leaf = make_leaf(parameter, parameter.device)
+            leaf.data = parameter.data
+            become(parameter, leaf)
+            parameter.grad = gradient
         self._rest()
 
     def _rest(self) -> None:
@@ -159,11 +172,31 @@ class OffloadedParameter:
         gradient, parameter.grad = parameter.grad, None
         shared = parameter.is_shared()  # type: ignore[no-untyped-call]
         if home.type != "cpu" or not shared:
-            parameter.data = self.host = parameter.data.to(home, copy=True)
+            self.host = parameter.data.to(home, copy=True)
+            self._become_leaf(home)
         # else torch has moved it to memory that it shares with another process, where it must stay
         if gradient is not None:
             parameter.grad = gradient.to(home, copy=True)
         self.has_left = True
+
+    def _become_leaf(self, home: torch.device) -> None:
+        """Make the parameter a leaf on the device that has the values `host`."""
+        parameter, leaf = self.parameter, self.device_leaf
+        if leaf is None and home.type != "cpu" and is_in_graph(parameter):
+            leaf = make_leaf(parameter, home)  # a graph uses it outside the model's forward only
+        if leaf is None or not (is_in_graph(leaf) or is_in_graph(parameter)):
+            parameter.data = self.host
+            return
+        leaf.data = self.host
+        # Guard leaf-of-live-graphs: after detach, a parameter is the leaf that graphs from before
+        # have on the device. They would accumulate their gradients in a leaf that is no parameter.
+        become(parameter, leaf)
+
+    def leaf_on(self, device: torch.device) -> torch.Tensor:
+        """The leaf on the device that a graph gets beside the parameter; see [Note: leaves]."""
+        if self.device_leaf is None:
+            self.device_leaf = make_leaf(self.parameter, device)
+        return self.device_leaf
 
     # ---- what the program puts in its place ---------------------------------------------------
 
@@ -212,6 +245,7 @@ class OffloadedParameter:
         # The old parameter is no longer offloaded: it gets memory of its own.
         self.parameter.data = self.parameter.data.clone()
         self.parameter = given
+        self.device_leaf = None
         self.replacements += 1
         self._rest()
 

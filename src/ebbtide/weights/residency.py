@@ -46,6 +46,7 @@ class ResidentGroups:
         self._there: dict[WeightGroup, None] = {}  # least recently used first
         self._at: dict[int, WeightGroup] = {}  # by the identity of the buffer's storage
         self._spare: list[tuple[torch.Tensor, AbstractStream]] = []  # unused buffers
+        self._prefetches = True
         self._alone = 0  # the result of `_count_users` for an unused buffer
         self._log = AccessLog()  # uses of groups since the forward began
         self._reading: list[AbstractEvent] = []  # copies not known to have read the host values
@@ -83,7 +84,7 @@ class ResidentGroups:
             self._load(group, keep=None)
         self._there[group] = self._there.pop(group)  # the most recently used
         self.wait_for(group)
-        following = self._next()
+        following = self._next() if self._prefetches else None
         if following is not None and following is not group and following.buffer is None:
             self._load(following, keep=group)
         assert group.buffer is not None
@@ -131,7 +132,11 @@ class ResidentGroups:
             self.release(group)
 
     def close(self) -> None:
-        """Release all groups and free all buffers."""
+        """Release all groups and free all buffers. Groups are not prefetched any more.
+
+        Only groups that live graphs need can still be brought; the memory of the others is freed.
+        """
+        self._prefetches = False
         self.release_all()
         self._spare.clear()
 
