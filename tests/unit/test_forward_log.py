@@ -150,3 +150,22 @@ def test_the_second_step_of_a_model_knows_its_order() -> None:
         assert learned is not None
         model(torch.randn(8, 64)).sum().backward()
         assert handle._engine.activations.scopes.learned is learned
+
+
+def test_backwards_through_a_retained_graph_leave_nothing_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("ebbtide.transfers.order.MOST_USES", 50)
+    monkeypatch.setattr("ebbtide.activations.activations._MOST_ENDED", 10)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(3)))
+    policy = ebbtide.ActivationPolicy(min_bytes=1)
+    with ebbtide.offload(model, activations=policy) as handle:
+        loss = model(torch.randn(8, 16)).sum()
+        for _ in range(60):
+            loss.backward(retain_graph=True)
+        activations = handle._engine.activations
+        # One graph is alive, whose records were all read by the last backward.
+        assert len(activations._ended) <= 10 + 2
+        logs = {id(record.forward): record.forward for record in activations.alive()}
+        assert [len(log._log.uses) for log in logs.values()] == [50]
+        loss.backward()

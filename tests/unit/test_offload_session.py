@@ -377,3 +377,24 @@ def test_a_session_that_nobody_holds_goes_at_once() -> None:
         assert gone() is None
     finally:
         gc.enable()
+
+
+def test_a_forward_that_skipped_layers_is_over_with_its_backward() -> None:
+    """The next layer is the first of another forward, not the one that was skipped."""
+    layers = blocks(4)
+    with session(schedule="manual", model_layers=4) as loop:
+        for count in (4, 3, 2, 4, 1, 3, 4):
+            x = torch.randn(64, 32)
+            run(None, layers[:count], x).backward()
+            expected = gradients(layers)
+            for number, layer in enumerate(layers[:count]):
+                with loop.layer():
+                    x = layer(x)
+                x = loop.sync(x)
+                if number == 0:
+                    loop.start_offload(0)
+                    loop.release(0)
+            loop.start_reload(0)
+            x.square().mean().backward()
+            assert_same(gradients(layers), expected)
+            assert loop.stats.num_offloaded > 0

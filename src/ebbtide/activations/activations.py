@@ -27,6 +27,7 @@ from ebbtide.transfers.record import DROPPED, REBUILT
 from ebbtide.transfers.recorder import Subject
 from ebbtide.transfers.transfers import Transfers
 
+_MOST_ENDED = 100  # backwards that are remembered without a look at which of them still matter
 _MOST_LISTED = 100_000  # records of a step that `saved` gives
 
 
@@ -69,6 +70,7 @@ class Activations:
         self._step = 0  # its number
         self._backwards: dict[int, bool] = {}  # autograd's running graph tasks; see `_note_task`
         self._ended: set[int] = set()  # graph tasks that have ended, without making a graph
+        self._most_ended = _MOST_ENDED
         self.wanted_again: set[tuple[int | None, int]] = set()
         transfers.before_tidying(self.note_deaths)
 
@@ -316,6 +318,10 @@ class Activations:
         if not self._backwards.pop(task, True):
             self._ended.add(task)
         self.transfers.settle()
+        if len(self._ended) > self._most_ended:
+            with self._gate:
+                self._ended &= {record.forward.task for record in self.alive()}
+            self._most_ended = _MOST_ENDED + 2 * len(self._ended)
 
     def end_read_step(self) -> None:
         """End the step if all that graphs still hold was read by a backward that has ended.

@@ -11,7 +11,7 @@ the default way, where sources are released as their copies end and backward pre
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import ParamSpec, TypeVar, final
 
@@ -79,6 +79,15 @@ class ScheduleRun:
         """Whether some unit's forward has begun and its backward has not."""
         backwards = {each.unit for each in self.begun if not each.is_forward}
         return any(each.unit not in backwards for each in self.begun if each.is_forward)
+
+    def has_skipped_forwards(self, places: Mapping[Pass, int]) -> bool:
+        """Whether a backward has begun that comes after a forward which has not begun.
+
+        Args:
+            places: the places of the passes in the order of the schedule.
+        """
+        backwards = [places.get(each, -1) for each in self.begun if not each.is_forward]
+        return bool(backwards) and any(places[each] < max(backwards) for each in self.to_come)
 
 
 def _notes_errors(method: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
@@ -274,7 +283,7 @@ class ScheduleExecutor:
         current = self.current
         if self._transfers.live or current is None or not current.to_come:
             return False
-        return current.waits_for_backward()
+        return current.waits_for_backward() or current.has_skipped_forwards(self._places)
 
     def _abandon(self) -> None:
         if self.current is not None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import final
 
+MOST_USES = 100_000
+
 
 @final
 class AccessOrder:
@@ -44,19 +46,27 @@ class AccessLog:
     Attributes:
         expected: as given; it may be set later.
         place: place in the expected order of the next use.
-        uses: the items used so far, in order.
+        uses: the items used so far, in order; at most `MOST_USES`.
+        last: the item that was used last; -1 if none was.
     """
 
     def __init__(self, expected: AccessOrder | None = None) -> None:
         self.expected = expected
         self.place = 0
         self.uses: list[int] = []
+        self.last = -1
 
     def note(self, item: int) -> bool:
-        """Record a use. Returns False for a repeat of the last use, which is not recorded."""
-        if self.uses and self.uses[-1] == item:
+        """Record a use. Returns False for a repeat of the last use, which is not recorded.
+
+        Uses beyond a large number are not recorded either: a graph that is retained can have any
+        number of backwards.
+        """
+        if item == self.last:
             return False
-        self.uses.append(item)
+        self.last = item
+        if len(self.uses) < MOST_USES:
+            self.uses.append(item)
         return True
 
     def follow(self, item: int, *, from_start: bool = False) -> None:

@@ -188,7 +188,7 @@ class ResidentGroups:
         if order is not None:
             place = self._log.place
             return self._groups[order.items[place]] if place < len(order) else None
-        last = self._log.uses[-1]
+        last = self._log.last
         if torch._C._current_graph_task_id() == -1:  # the first forward: assume the model's order
             return self._groups[last + 1] if last + 1 < len(self._groups) else None
         # The first backward: assume the model's order, reversed.
