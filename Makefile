@@ -43,7 +43,8 @@ SOFT = PYTHONPATH=tests/softdevice $(BIN)/python -m pytest -p softdevice.plugin
 SOFT_FLAGS ?=
 
 SOFT_QUICK = $(addprefix tests/softdevice/test_soft_, capacity.py memory.py operators.py \
-	processes.py streams.py training.py weight_detach.py weights.py)
+	processes.py session.py streams.py training.py \
+	weight_detach.py weight_views.py weights.py)
 
 # Built first, or each process would compile it.
 soft-quick: $(VENV)/.dev  ## one order of it, and the quick tests of the software accelerator

@@ -96,6 +96,7 @@ MUTATIONS = (
     Mutation("one-memory", remove, WEIGHTS),
     Mutation("data-changes-count", put("self.exposed", "False"), WEIGHTS),
     Mutation("leaf-of-live-graphs", instead("parameter.data = self.host"), WEIGHTS),
+    Mutation("views-count", never, WEIGHTS),
     Mutation("buffer-without-readers", instead("unread = True"), WEIGHTS),
     Mutation("buffer-of-one-stream", instead("ordered = True"), WEIGHTS),
     # ---- anything between two statements -------------------------------------------------------

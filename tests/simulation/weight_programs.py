@@ -110,7 +110,10 @@ class Net(nn.Module):
     def forward(self, x: Tensor, order: list[int], accident: tuple[str, int]) -> Tensor:
         taken = self.blocks[order[0]].second.weight if self.takes else None
         moved = self.blocks[order[-1]].first.bias if self.takes else None
+        viewed = self.blocks[order[0]].second.bias.detach() if self.takes else x
         for place, number in enumerate(order):
+            if self.takes and self.training and place:
+                viewed[:3].mul_(0.99)
             if moved is not None and self.training and not moved.requires_grad:
                 with torch.no_grad():
                     moved.mul_(0.99)

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Concatenate, ParamSpec, TypeVar, final
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ebbtide.activations.handles import (
     AbstractAway,
@@ -27,14 +28,14 @@ from ebbtide.activations.handles import (
     are_hooked,
 )
 from ebbtide.devices.device import AbstractEvent
-from ebbtide.errors import SavedTensorModifiedError
+from ebbtide.errors import PolicyError, SavedTensorModifiedError
 from ebbtide.stores.store import RestingSlot
 from ebbtide.transfers.transfers import Transfers
 from ebbtide.weights.abstract_weights import AbstractWeights
 from ebbtide.weights.gradients import Gradients, cast_parameter
 from ebbtide.weights.groups import OffloadedParameters, WeightGroup
 from ebbtide.weights.parameters import DeviceParameter, OffloadedParameter
-from ebbtide.weights.residency import ResidentGroups
+from ebbtide.weights.residency import ResidentGroups, ViewedBuffer, WeightView
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
@@ -157,6 +158,11 @@ class DeviceWeights(AbstractWeights):
         # The groups of the module whose backward runs, by graph task.
         self._in_backward: dict[int, list[WeightGroup]] = {}
         self._substitutes: dict[OffloadedParameter, WeightGroup] = {}
+        # What views that a forward has left behind may share version counters with, by the weight's
+        # name and the identity of the views' memory.
+        self._viewed_after: dict[
+            tuple[str, int], tuple[StorageWeakRef, Sequence[DeviceParameter]]
+        ] = {}
         transfers.before_tidying(self.note_deaths)
 
     # ---- forward ------------------------------------------------------------------------------
@@ -172,6 +178,7 @@ class DeviceWeights(AbstractWeights):
         self._running += 1
 
     def _start_over(self) -> None:
+        self._check_views()
         self._reclaim()
         self._resident.start_over()
         self.parameters.begin_forward()
@@ -191,9 +198,10 @@ class DeviceWeights(AbstractWeights):
         if not self._running:
             self._leave_interrupted()
             self._reclaim(everything=True)
+            self._end_views()
             for group in self.groups:
                 for member in group.members:
-                    member.reused = None
+                    member.reused, member.is_reused_viewed = None, False
         return self._copies_to_wait_for()
 
     def _copies_to_wait_for(self) -> list[AbstractEvent]:
@@ -255,6 +263,8 @@ class DeviceWeights(AbstractWeights):
         if group.open:  # else an error came before the group was entered
             self._leave(group)
         self._reclaim(everything=not self.is_working())
+        if not self.is_working():
+            self._end_views()
         return self._copies_to_wait_for()
 
     def _leave(self, group: WeightGroup) -> None:
@@ -303,6 +313,12 @@ class DeviceWeights(AbstractWeights):
         """Make device parameters in the group's buffer, or reuse those of this forward pass."""
         buffer = self._bring(group)
         self._point(group, buffer)
+        for member in members:
+            unused = member.unused()
+            if unused:
+                member.keep_view_changes(unused, buffer, None)
+                if not self._resident.is_viewed(buffer):
+                    member.watched = []
         # A device parameter can be reused only if saved-tensor hooks replace what autograd saves.
         # Without them, the graph itself keeps the memory in use after the call.
         reuse = are_hooked() and self._running > 0 and not _in_backward()
@@ -312,8 +328,7 @@ class DeviceWeights(AbstractWeights):
             if not member.parameter.requires_grad:
                 made.append((member, DeviceParameter.of(member.view_of(buffer))))
             elif reuse and member.reused is not None:
-                member.reused.refer_to(member.view_of(buffer))
-                made.append((member, member.reused))
+                made.append((member, self._reuse(member, member.reused, buffer)))
             else:
                 fresh.append(member)
         with torch.enable_grad():  # a later call may need gradients even if this one records none
@@ -323,6 +338,17 @@ class DeviceWeights(AbstractWeights):
                 member.reused = tensor
             made.append((member, tensor))
         return made
+
+    def _reuse(
+        self, member: OffloadedParameter, reused: DeviceParameter, buffer: torch.Tensor
+    ) -> DeviceParameter:
+        reused.refer_to(member.view_of(buffer))
+        if member.is_reused_viewed:  # its version would count changes of two buffers
+            member.is_reused_viewed = False
+            member.reused = self._gradients.link_again(reused)
+            reused.let_go()
+            return member.reused
+        return reused
 
     def _point(self, group: WeightGroup, buffer: torch.Tensor) -> None:
         """Make all substitutes of a group share the memory that its modules use."""
@@ -346,12 +372,95 @@ class DeviceWeights(AbstractWeights):
                 if group.buffer is not None and not group.awaited:
                     self._resident.release(group)  # a new reload of the group lacks the change
                 member.keep_changes(group.buffer)
+            member.forget_unused()
             if everything:
+                for tensor in member.substitutes:
+                    self._watch_after(member, [tensor.counter()], tensor)
                 member.substitutes.clear()
-            else:
-                member.forget_unused()
             if not member.substitutes:
                 del self._substitutes[member]
+
+    def _keep_view_changes(self, group: WeightGroup | None = None) -> None:
+        """Keep what was changed through views of groups that are not on the device any more.
+
+        Args:
+            group: look at this group's views and at views that have died. None: at all of them.
+
+        Raises:
+            PolicyError: a weight was changed through a view and in another way, too.
+        """
+        viewed = self._resident.viewed
+        for each in list(viewed):
+            is_gone = not self._resident.is_viewed(each.buffer)
+            if is_gone:
+                viewed.remove(each)
+            if is_gone or group is None or each.group is group:
+                for view in each.views:
+                    self._keep_change(view, each)
+
+    def _keep_change(self, view: WeightView, viewed: ViewedBuffer) -> None:
+        group = viewed.group
+        if not view.is_changed():
+            return
+        if view.changes != view.member.changes:
+            raise PolicyError(
+                f"{view.member.name} is offloaded, and was changed in place through a view and, "
+                f"since its layer ran, in another way, too. One of the changes would be lost. "
+                f"Change the parameter itself, or copy the view: view.clone()"
+            )
+        if group.buffer is not None and not group.awaited:
+            self._resident.release(group)  # a new reload of the group lacks the change
+        view.member.keep_view_changes(view.counters, viewed.buffer, group.buffer)
+        view.changes = view.member.changes
+
+    def _end_views(self) -> None:
+        """Keep what was changed through views; what they change from now on raises an error.
+
+        The program may write the host values from now on, so that changes of both could not be put
+        in order.
+        """
+        for group in self._resident.on_device():
+            for member in group.members if group.buffer is not None else ():
+                unused = member.unused()
+                if unused and group.buffer is not None:
+                    member.keep_view_changes(unused, group.buffer, None)
+                    if self._resident.is_viewed(group.buffer):
+                        self._watch_after(member, unused, group.buffer)
+                    member.stop_watching(viewed=True)
+        viewed = self._resident.viewed
+        if viewed:
+            self._keep_view_changes()
+        while viewed:
+            each = viewed.pop()
+            for view in each.views:
+                self._watch_after(view.member, view.counters, each.buffer)
+
+    def _watch_after(
+        self,
+        member: OffloadedParameter,
+        counters: Sequence[DeviceParameter],
+        memory: torch.Tensor,
+    ) -> None:
+        alive = StorageWeakRef(memory.untyped_storage())  # type: ignore[no-untyped-call]
+        self._viewed_after[member.name, alive.cdata] = (alive, counters)
+
+    def _check_views(self) -> None:
+        """Check that no view has changed a weight since the forward that it was taken in.
+
+        Raises:
+            PolicyError: one has.
+        """
+        for place, (alive, counters) in list(self._viewed_after.items()):
+            is_changed = any(counter.is_changed() for counter in counters)
+            if is_changed or alive.expired():  # type: ignore[no-untyped-call]
+                del self._viewed_after[place]
+            if is_changed:
+                name = place[0]
+                raise PolicyError(
+                    f"{name} is offloaded, and was changed in place through a view that a forward "
+                    f"had taken of it, after that forward; the change is lost. Change the "
+                    f"parameter itself, or copy the view in the forward: view.clone()"
+                )
 
     # ---- backward -----------------------------------------------------------------------------
 
@@ -393,6 +502,8 @@ class DeviceWeights(AbstractWeights):
     def _forget_backward(self, task: int) -> list[AbstractEvent]:
         self._give_up_backward(task)
         self._reclaim(everything=not self._running)
+        if not self._running:
+            self._end_views()
         self._transfers.offloads.retire_finished()  # the host has waited for all gradients
         return self._copies_to_wait_for()
 
@@ -445,6 +556,8 @@ class DeviceWeights(AbstractWeights):
 
     def _bring(self, group: WeightGroup) -> torch.Tensor:
         self._reclaim()  # first: bringing the group may release one whose weights were modified
+        if self._resident.viewed:
+            self._keep_view_changes(group)
         return self._resident.bring(group)
 
     @_with_the_lock

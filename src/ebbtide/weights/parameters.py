@@ -11,7 +11,7 @@ not find the leaf in the graph.)
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, final
 
 import torch
@@ -36,11 +36,14 @@ class DeviceParameter(torch.Tensor):
     Attributes:
         exposed: whether `data` was read; no version counter sees changes made through `data`.
         known: the tensor's version when its values last equalled those on the host.
+        read: for each tensor that `data` gave, one that shares its version counter and no memory,
+            and its version at that time.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     exposed = False
     known = 0
+    read: tuple[tuple[torch.Tensor, int], ...] = ()
 
     @staticmethod
     def of(values: torch.Tensor) -> DeviceParameter:
@@ -53,7 +56,11 @@ class DeviceParameter(torch.Tensor):
     def data(self) -> torch.Tensor:
         """The same as `torch.Tensor.data`; reading it also sets `exposed`."""
         self.exposed = True
-        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined,no-any-return]
+        values = torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
+        counter = values.detach()
+        counter.data = values.new_empty(0)
+        self.read += ((counter, counter._version),)
+        return values  # type: ignore[no-any-return]
 
     @data.setter
     def data(self, values: torch.Tensor) -> None:
@@ -68,13 +75,37 @@ class DeviceParameter(torch.Tensor):
         """Regard the present values as unmodified. Returns the tensor itself."""
         self.exposed = False
         self.known = self._version
+        if self.read:
+            self.read = tuple((counter, counter._version) for counter, _ in self.read)
         return self
+
+    def let_go(self) -> DeviceParameter:
+        """Give up the memory, which views may still refer to. Returns the tensor itself.
+
+        The tensor shares its version counter with the views: a change through one is still seen.
+        """
+        # Tensors that autograd saved refer to the group, so this memory is not needed.
+        self.refer_to(self.new_empty(0))
+        return self
+
+    def counter(self) -> DeviceParameter:
+        """A tensor that shares its version counter, and has no memory."""
+        shared = DeviceParameter.of(self.detach()).let_go()
+        shared.read = self.read
+        return shared.track()
 
     def is_changed(self) -> bool:
         """Whether the values were or may have been modified."""
         # Guard data-changes-count: a tensor whose `data` was read counts as modified. No version
         # counter sees changes through `data`: they would be lost when the buffer is released.
-        return self._version != self.known or self.exposed
+        return (
+            self._version != self.known
+            or self.exposed
+            or bool(self.read and self._is_changed_through_data())
+        )
+
+    def _is_changed_through_data(self) -> bool:
+        return any(counter._version != version for counter, version in self.read)
 
 
 @final
@@ -97,6 +128,9 @@ class OffloadedParameter:
         substitutes: device parameters that code still refers to although no module holds them.
         reused: the device parameter of this forward pass, which later calls reuse. Between calls it
             has no memory, unless the model itself refers to it.
+        is_reused_viewed: whether views of other memory may share the version counter of `reused`.
+        watched: device parameters that nobody refers to any more, without memory. They show whether
+            the values in the group's present buffer are changed through views.
         device_leaf: what the parameter becomes in `restore_to`, see [Note: leaves]; None as long as
             no graph has it.
         has_left: whether `restore_to` has moved the parameter back to the device.
@@ -117,6 +151,8 @@ class OffloadedParameter:
         self.installed: DeviceParameter | None = None
         self.substitutes: list[DeviceParameter] = []
         self.reused: DeviceParameter | None = None
+        self.is_reused_viewed = False
+        self.watched: list[DeviceParameter] = []
         self.device_leaf: torch.Tensor | None = None
         self.has_left = False
         self.changes = self.replacements = 0
@@ -281,7 +317,8 @@ class OffloadedParameter:
             if isinstance(held_at(container, key), DeviceParameter):
                 container[key] = self.parameter
         self.installed = self.reused = None
-        self.substitutes = []
+        self.is_reused_viewed = False
+        self.substitutes, self.watched = [], []
 
     def is_changed(self) -> bool:
         """Whether one of its device parameters was or may have been modified."""
@@ -319,11 +356,51 @@ class OffloadedParameter:
         # A forward could take a weight out of a layer, run the layer, and then use the weight after
         # its memory was taken away.
         self.substitutes = [
-            t for t in _pop_each(self.substitutes) if _users(t) > _ALONE + (t is self.reused)
+            t
+            for t in _pop_each(self.substitutes)
+            if _users(t) > _ALONE + (t is self.reused) or self._watch(t)
         ]
-        if self.reused is not None and self.installed is None and not self.substitutes:
-            # Tensors that autograd saved refer to the group, so this memory is not needed.
-            self.reused.refer_to(self.reused.new_empty(0))
+
+    def _watch(self, tensor: DeviceParameter) -> bool:
+        tensor.let_go()
+        if tensor is not self.reused:
+            self.watched.append(tensor)
+        return False
+
+    def unused(self) -> list[DeviceParameter]:
+        """The device parameters that have no memory, and share version counters with views."""
+        reused = self.reused
+        if reused is None or reused.numel() or not self.size_bytes or self.is_reused_viewed:
+            return self.watched
+        return [*self.watched, reused]
+
+    def stop_watching(self, *, viewed: bool) -> None:
+        """Forget the device parameters without memory.
+
+        Args:
+            viewed: whether views may share their version counters.
+        """
+        if viewed and any(tensor is self.reused for tensor in self.unused()):
+            self.is_reused_viewed = True
+        self.watched = []
+
+    def keep_view_changes(
+        self, unused: Sequence[DeviceParameter], source: torch.Tensor, buffer: torch.Tensor | None
+    ) -> None:
+        """Write values that were changed through views back to the host.
+
+        Args:
+            unused: share version counters with the views; see `unused`.
+            source: the memory that the views refer to, of the group's size.
+            buffer: the group's present buffer, which is updated, too; None while there is none.
+        """
+        # Guard views-count: a change through a view of a weight is seen after the weight itself is
+        # gone. It would be lost when the buffer is released, and the next use of the layer would
+        # compute with the old values.
+        if any(tensor.is_changed() for tensor in unused):
+            for tensor in unused:
+                tensor.track()
+            self._keep_changes(self.view_of(source), buffer)
 
     def _exchange(self, present: torch.Tensor, following: torch.Tensor) -> None:
         for module, name, key in self.places:

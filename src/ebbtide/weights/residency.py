@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import final
 
 import torch
@@ -13,6 +14,43 @@ from ebbtide.transfers.order import AccessLog
 from ebbtide.transfers.record import STORED
 from ebbtide.transfers.transfers import Transfers
 from ebbtide.weights.groups import WeightGroup
+from ebbtide.weights.parameters import DeviceParameter, OffloadedParameter
+
+
+@final
+@dataclass
+class WeightView:
+    """What may be changed through views of a weight whose group is not on the device any more.
+
+    Attributes:
+        member: the weight.
+        counters: device parameters without memory. They share version counters with the views.
+        changes: the weight's `changes` when the views' memory last had its values.
+    """
+
+    member: OffloadedParameter
+    counters: Sequence[DeviceParameter]
+    changes: int
+
+    def is_changed(self) -> bool:
+        """Whether a view has changed values that the host has not got."""
+        return any(tensor.is_changed() for tensor in self.counters)
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class ViewedBuffer:
+    """The memory of a group that is not on the device any more, to which tensors still refer.
+
+    Attributes:
+        group: the group.
+        buffer: the memory.
+        views: what may be changed through the tensors.
+    """
+
+    group: WeightGroup
+    buffer: torch.Tensor
+    views: Sequence[WeightView]
 
 
 @final
@@ -32,12 +70,15 @@ class ResidentGroups:
 
     Attributes:
         peak_groups: the most groups that were on the device at once.
+        viewed: buffers of groups that are not on the device any more, to which views of weights or
+            graphs still refer.
     """
 
     def __init__(
         self, transfers: Transfers, groups: Sequence[WeightGroup], *, double_buffering: bool
     ) -> None:
         self.peak_groups = 0
+        self.viewed: list[ViewedBuffer] = []
         self._groups = groups
         self._most = 2 if double_buffering else 1  # not counting the groups of running modules
         self._transfers = transfers
@@ -109,11 +150,12 @@ class ResidentGroups:
         # Guard buffer-without-readers: a buffer is taken over only when no tensor refers to it any
         # more. A forward or a backward node that still uses the old weights would find the weights
         # of another layer.
-        unread = _count_users(buffer) == self._alone
+        unread = not self.is_viewed(buffer)
         # Guard buffer-of-one-stream: a buffer is taken over only if no stream but its own used it.
         # The next copy waits only for the stream on which the buffer was allocated; kernels on
         # another stream, such as a backward on a stream of its own, could still read the buffer.
         ordered = not group.used_elsewhere
+        self._watch_views(group, buffer, unread=unread)
         if group.awaited and unread and ordered:
             self._spare.append((buffer, home))
         self._reloads.free(group, STORED)
@@ -125,6 +167,26 @@ class ResidentGroups:
         # program has changed them since the forward. It would compute with the values from before.
         if group.buffer is not None and group.version() != group.loaded_version:
             self.release(group)
+
+    def is_viewed(self, buffer: torch.Tensor) -> bool:
+        """Whether tensors refer to the memory of a buffer: of a graph, of the model, of nodes."""
+        return _count_users(buffer) != self._alone
+
+    def _watch_views(self, group: WeightGroup, buffer: torch.Tensor, *, unread: bool) -> None:
+        """Keep what was changed through views of a group that is released, and watch the views."""
+        views = []
+        for member in group.members:
+            unused = member.unused()
+            if unused:
+                member.keep_view_changes(unused, buffer, None)
+                views.append(WeightView(member, unused, member.changes))
+                member.stop_watching(viewed=not unread)
+        if views and not unread:
+            self.viewed.append(ViewedBuffer(group, buffer, views))
+
+    def on_device(self) -> list[WeightGroup]:
+        """The groups that are on the device."""
+        return list(self._there)
 
     def release_all(self) -> None:
         """Release the buffers of all groups."""
