@@ -93,7 +93,7 @@ class Loop:
     def end(self) -> None:
         """Detach, and drop what the program has in variables, but not the net."""
         self.graphs.clear()
-        self.detach()
+        self.detach(random.Random(0))
 
     # ---- statements -----------------------------------------------------------------------------
 
@@ -227,15 +227,17 @@ class Loop:
             state = torch.load(file)
         self.seen += [value.clone() for value in state.values()]
 
-    def detach(self, _: random.Random | None = None) -> None:
-        self.graphs.clear()
+    def detach(self, draw: random.Random) -> None:
+        if draw.random() < 0.3:
+            self.graphs.clear()
         if self.handle is not None:
             self.handle.detach()
             self.handle = self.look.weights = None
         self._start_anew()
 
     def offload_again(self, draw: random.Random) -> None:
-        self.detach()
+        self.graphs.clear()  # parameters move, as with `model.to(...)`: graphs lose them
+        self.detach(draw)
         if self.offload is not None:
             self.handle = self.offload(self.net, draw)
             weights = self.handle._engine.weights
