@@ -1,0 +1,145 @@
+"""A plan: what becomes of each layer and of each storage of a training step."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from itertools import groupby
+from typing import Any, Final, final
+
+from ebbtide.errors import PolicyError
+from ebbtide.planning.step_profile import read_document
+from ebbtide.units import format_size
+
+FORMAT: Final = "ebbtide-plan"
+VERSION: Final = 1
+
+
+class LayerMode(Enum):
+    """How a layer runs."""
+
+    AS_IS = "as is"
+    RECOMPUTE = "recompute"  # its input stays on the device
+    RECOMPUTE_OFFLOAD = "recompute+offload"  # its input is offloaded
+
+
+class Decision(Enum):
+    """What becomes of a storage that a layer saves."""
+
+    KEEP = "keep"
+    OFFLOAD = "offload"
+    REBUILD = "rebuild"
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class LayerPlan:
+    """What becomes of one layer.
+
+    Args:
+        mode: how the layer runs.
+        decisions: what becomes of each of its storages, by number. The layer that saves a storage first
+            decides for all layers that share it. Of a layer that is recomputed, no decision matters.
+        weights_on_host: whether the layer's weights, gradients and optimizer state rest on the
+            host.
+    """
+
+    mode: LayerMode = LayerMode.AS_IS
+    decisions: tuple[Decision, ...] = ()
+    weights_on_host: bool = False
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What becomes of each layer and storage, and what that is predicted to cost.
+
+    Args:
+        layers: one entry for each layer of the profile.
+        max_inflight_bytes: bound, for each direction, on the bytes that occupy device memory only
+            because their copy is in flight; see `ActivationPolicy.max_inflight_bytes`.
+        step_s: predicted seconds of a step; None: not predicted.
+        peak_bytes: predicted peak of device memory; None: not predicted.
+        bound_s: no plan within the budget has a shorter step than this many seconds; None: not
+            known.
+    """
+
+    layers: tuple[LayerPlan, ...]
+    max_inflight_bytes: int = 0
+    step_s: float | None = None
+    peak_bytes: int | None = None
+    bound_s: float | None = None
+
+    @property
+    def gap(self) -> float | None:
+        """By what share of the bound the step is longer than the bound; None if not known."""
+        if self.step_s is None or self.bound_s is None:
+            return None
+        if self.step_s <= self.bound_s:
+            return 0.0
+        return (self.step_s - self.bound_s) / self.bound_s if self.bound_s else float("inf")
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def to_json(self) -> str:
+        """Return the plan as text that `from_json` reads."""
+        layers = [
+            {
+                "mode": layer.mode.value,
+                "decisions": [decision.value for decision in layer.decisions],
+                "weights_on_host": layer.weights_on_host,
+            }
+            for layer in self.layers
+        ]
+        plan = {**{name: getattr(self, name) for name in _FIGURES}, "layers": layers}
+        return json.dumps({"format": FORMAT, "version": VERSION, "plan": plan}, allow_nan=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Read what `to_json` wrote.
+
+        Raises:
+            PolicyError: the text is something else, or has a mode or decision that is not known.
+        """
+        entry = read_document(text, FORMAT, VERSION, "plan")
+        try:
+            layers = tuple(_read_layer(layer) for layer in entry.pop("layers"))
+            return cls(layers=layers, **entry)
+        except (TypeError, KeyError, ValueError) as error:
+            raise PolicyError(f"the plan cannot be read: {error}; plan again") from None
+
+    def _lines(self) -> Iterator[str]:
+        step = "not predicted" if self.step_s is None else f"{self.step_s * 1e3:.2f} ms"
+        peak = "not predicted" if self.peak_bytes is None else format_size(self.peak_bytes)
+        yield f"step {step}, peak {peak}, in flight each way {format_size(self.max_inflight_bytes)}"
+        if self.gap is not None and self.bound_s is not None:
+            yield f"no plan has a step below {self.bound_s * 1e3:.2f} ms: gap {self.gap:.1%}"
+        yield f"{'layers':<15} {'mode':<18} {'keep':>5} {'offload':>8} {'rebuild':>8}  weights"
+        first = 0
+        for layer, run in groupby(self.layers):
+            last = first + len(list(run)) - 1
+            name = str(first) if first == last else f"{first} to {last}"
+            runs_as_is = layer.mode is LayerMode.AS_IS
+            counts = Counter(layer.decisions if runs_as_is else ())
+            numbers = [str(counts[decision]) if runs_as_is else "" for decision in Decision]
+            where = "host" if layer.weights_on_host else "device"
+            yield (
+                f"{name:<15} {layer.mode.value:<18} {numbers[0]:>5} {numbers[1]:>8} "
+                f"{numbers[2]:>8}  {where}"
+            )
+            first = last + 1
+
+
+_FIGURES: Final = ("max_inflight_bytes", "step_s", "peak_bytes", "bound_s")
+
+
+def _read_layer(entry: dict[str, Any]) -> LayerPlan:
+    return LayerPlan(
+        mode=LayerMode(entry["mode"]),
+        decisions=tuple(Decision(decision) for decision in entry["decisions"]),
+        weights_on_host=bool(entry["weights_on_host"]),
+    )

@@ -1,0 +1,469 @@
+"""A linear programme whose optimum no plan within a budget can beat, and which guides the search.
+
+[Note: relaxation] Every choice of a plan becomes a fraction: how much of a layer is recomputed, how
+many of its bytes are offloaded or rebuilt. The positions of the step are linked by stocks: bytes
+that are kept (K), bytes that wait for their copy down (D), bytes that were reloaded ahead of their
+use (U). Copies fill and drain the stocks at the link's bandwidths, for each direction and for both
+together, for as long as compute runs or waits. The memory at each position is at most the budget.
+What `StepTiming` adds to that costs time or memory: copies that are not split, latency, the bound on
+bytes in flight, the order of the queues. So the optimum is a lower bound of the step's time, for
+every plan whose weights rest on the device.
+
+Where memory is shared by several layers, the programme counts it only where every plan has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple, final
+
+from ebbtide.planning.budgets import PlanBudget
+from ebbtide.planning.hardware import Hardware
+from ebbtide.planning.step_profile import LayerProfile, StepProfile
+from ebbtide.planning.storage_uses import StorageUses
+
+_MB: Final = 1e6  # bytes are counted in MB, and seconds in ms, so that the numbers are near 1
+_MS: Final = 1e-3
+_TIE: Final = 1e-5  # share of the time of a copy that a guide pays for it, to move no byte in vain
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Relaxation:
+    """The optimum of the linear programme.
+
+    Args:
+        bound_s: seconds of the step.
+        recomputed: the fraction of each layer that is recomputed.
+        offloaded_bytes: how many of the bytes that each layer saves, its input aside, are
+            offloaded.
+        input_offloaded: the fraction of each layer's input that is offloaded, where no other layer
+            has it.
+        offloaded: the fraction that is offloaded of each piece of memory that layers share.
+        rebuilt: the fraction that is rebuilt of each piece that can be.
+    """
+
+    bound_s: float
+    recomputed: tuple[float, ...]
+    offloaded_bytes: tuple[float, ...]
+    input_offloaded: tuple[float, ...]
+    offloaded: Mapping[int, float]
+    rebuilt: Mapping[int, float]
+
+
+class User(NamedTuple):
+    """A layer that may save a piece of memory.
+
+    Attributes:
+        layer: index of the layer.
+        saves: whether it saves the piece if it runs as it is.
+        is_input: whether it saves the piece, as its input, if it is recomputed.
+    """
+
+    layer: int
+    saves: bool
+    is_input: bool
+
+
+def users_of(uses: StorageUses) -> list[list[User]]:
+    """Return the users of each piece of memory, in the order of the layers."""
+    users: list[list[User]] = [[] for _ in uses.memories]
+    for index, (saves, source) in enumerate(zip(uses.saves, uses.inputs, strict=True)):
+        saved = dict.fromkeys(piece for _, piece in saves)
+        for piece in saved:
+            users[piece].append(User(index, True, piece == source))
+        if source is not None and source not in saved:
+            users[source].append(User(index, False, True))
+    return users
+
+
+def relax(
+    profile: StepProfile,
+    hardware: Hardware,
+    budget: PlanBudget,
+    inflight_bytes: int | None = None,
+) -> Relaxation | None:
+    """Solve the linear programme.
+
+    Args:
+        profile: the step.
+        hardware: the link.
+        budget: what may be used.
+        inflight_bytes: hold the stocks of copies in flight to this many bytes each. The optimum
+            is then a guide and no bound. None: no limit.
+
+    Returns:
+        The optimum; None if no plan is within the budget.
+    """
+    return _Programme(profile, hardware, budget, inflight_bytes).solve()
+
+
+Terms = dict[int, float]
+"""Coefficients by the number of a variable."""
+
+_ONE: Final = -1  # the "variable" of the constant term
+
+
+def _plus(*parts: Mapping[int, float]) -> Terms:
+    total: Terms = {}
+    for part in parts:
+        for variable, factor in part.items():
+            total[variable] = total.get(variable, 0.0) + factor
+    return total
+
+
+def _times(factor: float, terms: Mapping[int, float]) -> Terms:
+    return {variable: factor * each for variable, each in terms.items()}
+
+
+@final
+class _Programme:
+    """Builds the programme. Long, because all rows are about the same variables."""
+
+    def __init__(
+        self,
+        profile: StepProfile,
+        hardware: Hardware,
+        budget: PlanBudget,
+        inflight_bytes: int | None,
+    ) -> None:
+        self._profile = profile
+        self._budget = budget
+        self._inflight = None if inflight_bytes is None else inflight_bytes / _MB
+        self._down = hardware.d2h_bytes_per_s * _MS / _MB  # MB/ms
+        self._up = hardware.h2d_bytes_per_s * _MS / _MB
+        both = hardware.duplex_bytes_per_s * _MS / _MB
+        self._both = both if both < (self._down + self._up) * (1 - 1e-9) else None
+        self._pins = not hardware.computes_on_host
+        self._costs: list[float] = []
+        self._upper: list[float] = []
+        self._rows: list[Terms] = []  # each is at most 0
+        self._uses = StorageUses(profile)
+        self._users = users_of(self._uses)
+        self._count = len(profile.layers)
+
+    # ---- variables and rows -------------------------------------------------------------------
+
+    def _variable(self, cost: float = 0.0, upper: float = float("inf")) -> int:
+        self._costs.append(cost)
+        self._upper.append(upper)
+        return len(self._costs) - 1
+
+    def _at_most(self, *parts: Mapping[int, float]) -> None:
+        """Add the row: the sum of the parts is at most 0."""
+        self._rows.append(_plus(*parts))
+
+    def _choices(self) -> None:
+        """Make the variables of the plan's choices."""
+        layers = self._profile.layers
+        guided = 0.0 if self._inflight is None else _TIE
+        copy_ms = guided * (1 / self._down + 1 / self._up)
+        self._c = [
+            self._variable(layer.second_forward_s / _MS, 1.0 if layer.may_recompute else 0.0)
+            for layer in layers
+        ]
+        self._o = [self._variable(copy_ms) for _ in layers]
+        self._oi = [self._variable(copy_ms) for _ in layers]
+        self._z: dict[int, int] = {}
+        self._shared: dict[tuple[int, int], tuple[int, int]] = {}  # kept, offloaded; MB
+        self._z_shared: dict[tuple[int, int], int] = {}
+        for piece, users in enumerate(self._users):
+            memory = self._uses.memories[piece]
+            rebuild_ms = None if memory.rebuild_s is None else memory.rebuild_s / _MS
+            if len(users) == 1:
+                if rebuild_ms is not None:
+                    self._z[piece] = self._variable(rebuild_ms, 1.0)
+                continue
+            size = memory.size_bytes / _MB
+            for user in users:
+                key = piece, user.layer
+                most = size if memory.may_leave else 0.0
+                self._shared[key] = self._variable(0.0, size), self._variable(copy_ms, most)
+                if rebuild_ms is not None:
+                    self._z_shared[key] = self._variable(rebuild_ms, 1.0)
+
+    def _active(self, user: User) -> Terms:
+        """Return whether a layer saves a piece of memory."""
+        if user.saves and user.is_input:
+            return {_ONE: 1.0}
+        return {_ONE: 1.0, self._c[user.layer]: -1.0} if user.saves else {self._c[user.layer]: 1.0}
+
+    # ---- one layer ----------------------------------------------------------------------------
+
+    def _link_choices(self) -> None:
+        """Say what each layer saves, how much of it can leave, and what stays."""
+        count = self._count
+        self._saved: list[Terms] = [{} for _ in range(count)]  # alone, its input aside; MB
+        self._input: list[Terms] = [{} for _ in range(count)]  # alone; MB
+        self._first: list[Terms] = [{} for _ in range(count)]  # of shared memory; MB
+        self._kept: list[Terms] = [{} for _ in range(count)]  # MB
+        self._joins: list[Terms] = [{} for _ in range(count + 1)]  # D at the end of each F; MB
+        self._consumed: list[Terms] = [{} for _ in range(count)]  # U at the begin of each B; MB
+        self._rebuild: list[Terms] = [{} for _ in range(count)]  # ms
+        leaves: list[Terms] = [{} for _ in range(count)]
+        input_leaves: list[Terms] = [{} for _ in range(count)]
+        for piece, users in enumerate(self._users):
+            if len(users) == 1:
+                self._link_alone(piece, users[0], leaves, input_leaves)
+            elif users:
+                self._link_shared(piece, users)
+        for index in range(count):
+            o, oi = {self._o[index]: 1.0}, {self._oi[index]: 1.0}
+            self._at_most(o, _times(-1, leaves[index]))
+            self._at_most(oi, _times(-1, input_leaves[index]))
+            self._kept[index] = _plus(
+                self._kept[index], leaves[index], _times(-1, o), input_leaves[index], _times(-1, oi)
+            )
+            self._joins[index + 1] = _plus(self._joins[index + 1], o)
+            self._joins[index] = _plus(self._joins[index], oi)
+            self._consumed[index] = _plus(self._consumed[index], o, oi)
+
+    def _link_alone(
+        self, piece: int, user: User, leaves: list[Terms], input_leaves: list[Terms]
+    ) -> None:
+        memory, index = self._uses.memories[piece], user.layer
+        size = memory.size_bytes / _MB
+        saved = _times(size, self._active(user))
+        there = saved
+        if piece in self._z:
+            z = {self._z[piece]: 1.0}
+            self._at_most(z, {self._c[index]: 1.0, _ONE: -1.0})
+            there = _plus(saved, _times(-size, z))
+            rebuild_s = memory.rebuild_s or 0.0
+            self._rebuild[index] = _plus(self._rebuild[index], _times(rebuild_s / _MS, z))
+        which, leaving = (
+            (self._input, input_leaves) if user.is_input else (self._saved, leaves)
+        )
+        which[index] = _plus(which[index], saved)
+        if memory.may_leave:
+            leaving[index] = _plus(leaving[index], there)
+        else:
+            self._kept[index] = _plus(self._kept[index], there)
+
+    def _link_shared(self, piece: int, users: Sequence[User]) -> None:
+        """Link the choices of a piece that several layers may save, one of them first."""
+        memory = self._uses.memories[piece]
+        size = memory.size_bytes / _MB
+        so_far: Terms = {}
+        for user in users:
+            kept, offloaded = self._shared[piece, user.layer]
+            first = {kept: 1.0, offloaded: 1.0}
+            if (piece, user.layer) in self._z_shared:
+                z = self._z_shared[piece, user.layer]
+                first[z] = size
+                rebuild_s = memory.rebuild_s or 0.0
+                index = user.layer
+                self._rebuild[index] = _plus(self._rebuild[index], {z: rebuild_s / _MS})
+            self._at_most(first, _times(-size, self._active(user)))
+            so_far = _plus(so_far, first)
+            self._at_most(_times(size, self._active(user)), _times(-1, so_far))
+            index = user.layer
+            self._first[index] = _plus(self._first[index], first)
+            self._kept[index] = _plus(self._kept[index], {kept: 1.0})
+            early = index if user.is_input else index + 1
+            self._joins[early] = _plus(self._joins[early], {offloaded: 1.0})
+            surely = [
+                each.layer
+                for each in users
+                if (each.saves and each.is_input)
+                or (each.saves and not self._profile.layers[each.layer].may_recompute)
+            ]
+            needed = max([index, *surely])
+            self._consumed[needed] = _plus(self._consumed[needed], {offloaded: 1.0})
+        self._at_most(so_far, {_ONE: -size})
+
+    def _forward_need(self, index: int, layer: LayerProfile) -> Terms:
+        """Return what a forward pass needs beside the other layers' storages, in MB."""
+        working = layer.forward_working_bytes / _MB
+        source = self._uses.inputs[index]
+        alone = source is not None and len(self._users[source]) == 1
+        size = self._uses.memories[source].size_bytes / _MB if alone and source is not None else 0
+        unsaved = self._inside(index) + working
+        if layer.unsaved_forward_bytes is not None:
+            unsaved = layer.unsaved_forward_bytes / _MB
+        return _plus(
+            self._saved[index],
+            self._first[index],
+            {_ONE: size + working, self._c[index]: unsaved - working},
+        )
+
+    def _backward_need(self, index: int, layer: LayerProfile) -> Terms:
+        working = layer.backward_working_bytes / _MB
+        again = self._inside(index) + max(layer.forward_working_bytes / _MB, working)
+        return _plus(
+            self._saved[index],
+            self._input[index],
+            self._first[index],
+            {_ONE: working, self._c[index]: again - working},
+        )
+
+    def _inside(self, index: int) -> float:
+        source = self._uses.inputs[index]
+        inside = {piece for _, piece in self._uses.saves[index]} - {source}
+        return sum(self._uses.memories[piece].size_bytes for piece in inside) / _MB
+
+    # ---- the step -----------------------------------------------------------------------------
+
+    def _forward(self) -> None:
+        limit = self._budget.device_bytes / _MB
+        fixed = self._profile.fixed_bytes / _MB
+        fixed += sum(layer.parameter_bytes for layer in self._profile.layers) / _MB
+        self._free = limit - fixed  # MB
+        self._kept_stock: list[Terms] = [{}]  # of the layers before each
+        down = self._new_stock({}, self._joins[0])
+        for index, layer in enumerate(self._profile.layers):
+            wait = self._variable(1.0)
+            need = _plus(self._kept_stock[index], self._forward_need(index, layer))
+            early = _times(-1, self._joined_by_input(index))
+            self._fits(need)
+            self._fits(need, down, early, {wait: -self._down})
+            pass_ms = {_ONE: layer.forward_s / _MS, wait: 1.0}
+            self._hold(down, wait)
+            down = self._drain(down, pass_ms, self._joins[index + 1])
+            self._kept_stock.append(self._stock_of(self._kept_stock[index], self._kept[index]))
+        wait = self._variable(1.0)
+        working = {_ONE: self._profile.loss_working_bytes / _MB}
+        self._fits(self._kept_stock[-1], working)
+        self._fits(self._kept_stock[-1], working, down, {wait: -self._down})
+        self._hold(down, wait)
+        loss_ms = {_ONE: self._profile.loss_s / _MS, wait: 1.0}
+        self._down_stock = self._drain(down, loss_ms, {})
+
+    def _joined_by_input(self, index: int) -> Terms:
+        """Return what the begin of a forward pass adds to the bytes that wait for their copy.
+
+        The pass itself needs these bytes, so they count once.
+        """
+        joined = {self._oi[index]: 1.0}
+        for (piece, layer), (_, offloaded) in self._shared.items() if self._shared else ():
+            if layer == index and piece == self._uses.inputs[index]:
+                joined[offloaded] = 1.0
+        return joined
+
+    def _backward(self) -> None:
+        down, up = self._down_stock, dict[int, float]()
+        for index in reversed(range(self._count)):
+            layer = self._profile.layers[index]
+            wait = self._variable(1.0)
+            pass_ms = _plus(
+                {_ONE: layer.backward_s / _MS, wait: 1.0},
+                {self._c[index]: layer.second_forward_s / _MS},
+                self._rebuild[index],
+            )
+            consumed = self._consumed[index]
+            self._at_most(consumed, _times(-1, up), {wait: -self._up})
+            up_after = {self._variable(): 1.0}
+            rise = _plus(up_after, _times(-1, up), consumed)
+            self._at_most(rise, _times(-self._up, pass_ms))
+            self._at_most(_times(-1, rise))
+            down_after = {self._variable(): 1.0}
+            fall = _plus(down, _times(-1, down_after))
+            self._at_most(fall, _times(-self._down, pass_ms))
+            self._at_most(_times(-1, fall))
+            if self._both is not None:
+                self._at_most(rise, fall, _times(-self._both, pass_ms))
+            need = _plus(self._kept_stock[index], self._backward_need(index, layer), up_after)
+            self._fits(need)
+            self._fits(need, down, {wait: -self._down})
+            if self._inflight is not None:
+                self._at_most(up_after, {_ONE: -self._inflight})
+            down, up = down_after, up_after
+
+    def _fits(self, *parts: Mapping[int, float]) -> None:
+        self._at_most(*parts, {_ONE: -self._free})
+
+    def _hold(self, down: Terms, wait: int) -> None:
+        """Hold what waits for its copy to the bound, by letting compute wait."""
+        if self._inflight is not None:
+            self._at_most(down, {wait: -self._down, _ONE: -self._inflight})
+
+    def _drain(self, down: Terms, pass_ms: Terms, joins: Terms) -> Terms:
+        """Return the stock of bytes that wait for their copy after a forward pass."""
+        after = {self._variable(): 1.0}
+        self._at_most(joins, _times(-1, after))
+        self._at_most(down, joins, _times(-1, after), _times(-self._down, pass_ms))
+        return after
+
+    def _new_stock(self, before: Terms, added: Terms) -> Terms:
+        return self._stock_of(before, added)
+
+    def _stock_of(self, before: Terms, added: Terms) -> Terms:
+        """Return a variable that is at least the sum."""
+        after = {self._variable(): 1.0}
+        self._at_most(before, added, _times(-1, after))
+        return after
+
+    # ---- the optimum --------------------------------------------------------------------------
+
+    def solve(self) -> Relaxation | None:
+        """Build the programme and solve it."""
+        self._choices()
+        self._link_choices()
+        self._forward()
+        self._backward()
+        offloaded = _plus(*({variable: 1.0} for variable in [*self._o, *self._oi]))
+        offloaded = _plus(offloaded, *({each[1]: 1.0} for each in self._shared.values()))
+        host_bytes = self._budget.most_host_bytes(pins=self._pins)
+        if host_bytes is not None:
+            self._at_most(offloaded, {_ONE: -host_bytes / _MB})
+        begin = self._profile.before_working_bytes, self._profile.after_working_bytes
+        if max(begin) / _MB > self._free:
+            return None
+        optimum = _minimize(self._costs, self._upper, self._rows)
+        return None if optimum is None else self._read(*optimum)
+
+    def _read(self, cost: float, values: Sequence[float]) -> Relaxation:
+        layers = self._profile.layers
+        busy_s = self._profile.before_s + self._profile.loss_s + self._profile.after_s
+        busy_s += sum(layer.forward_s + layer.backward_s for layer in layers)
+        sizes = [memory.size_bytes / _MB for memory in self._uses.memories]
+        offloaded: dict[int, float] = {}
+        rebuilt = {piece: values[z] for piece, z in self._z.items()}
+        for (piece, _), (_, variable) in self._shared.items():
+            share = values[variable] / sizes[piece] if sizes[piece] else 0.0
+            offloaded[piece] = offloaded.get(piece, 0.0) + share
+        for (piece, _), z in self._z_shared.items():
+            rebuilt[piece] = rebuilt.get(piece, 0.0) + values[z]
+        inputs = []
+        for index, source in enumerate(self._uses.inputs):
+            size = 0.0 if source is None else sizes[source]
+            inputs.append(values[self._oi[index]] / size if size else 0.0)
+        return Relaxation(
+            # A margin for the solver's tolerances keeps the bound a bound.
+            bound_s=busy_s + max(0.0, cost * (1 - 1e-6) - 1e-6) * _MS,
+            recomputed=tuple(values[c] for c in self._c),
+            offloaded_bytes=tuple(values[o] * _MB for o in self._o),
+            input_offloaded=tuple(inputs),
+            offloaded=offloaded,
+            rebuilt=rebuilt,
+        )
+
+
+def _minimize(
+    costs: Sequence[float], upper: Sequence[float], rows: Sequence[Terms]
+) -> tuple[float, list[float]] | None:
+    """Minimize costs, with each row at most 0. Returns None if the rows contradict each other."""
+    # Imported here: `import ebbtide` must stay light.
+    import numpy as np
+    from scipy.optimize import linprog
+    from scipy.sparse import csr_matrix
+
+    limits = np.array([-row.get(_ONE, 0.0) for row in rows])
+    begins, columns, factors = [0], [], []
+    for row in rows:
+        for variable, factor in row.items():
+            if variable != _ONE and factor:
+                columns.append(variable)
+                factors.append(factor)
+        begins.append(len(columns))
+    matrix = csr_matrix((factors, columns, begins), shape=(len(rows), len(costs)))
+    bounds = np.column_stack([np.zeros(len(upper)), np.array(upper)])
+    result: Any = linprog(
+        np.array(costs), A_ub=matrix, b_ub=limits, bounds=bounds, method="highs"
+    )
+    if result.status == 2:
+        return None
+    if result.status != 0:
+        raise RuntimeError(f"the linear programme was not solved: {result.message}")
+    return float(result.fun), [float(value) for value in result.x]

@@ -1,0 +1,325 @@
+"""What one training step costs in seconds and bytes, layer by layer: what a plan is made from.
+
+[Note: positions] A step is a sequence of positions: the forward passes F0, F1, ..., the loss, and
+the backward passes ..., B1, B0. A plan is judged by the device memory at each of them. A layer's
+storages count as there from the begin of its forward pass, and what a pass needs beside them is its
+working memory. A layer's input counts as there during the layer's own forward, so it is not part of
+the working memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple, final
+
+from ebbtide.errors import PolicyError
+
+FORMAT: Final = "ebbtide-step-profile"
+VERSION: Final = 1
+
+
+class StorageId(NamedTuple):
+    """Names one storage that a layer saves, as the engine's records do.
+
+    Attributes:
+        layer: index of the layer.
+        number: number of the storage among those that the layer's call saves, from 0.
+    """
+
+    layer: int
+    number: int
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class SavedStorage:
+    """One storage that autograd saves in a layer's forward.
+
+    Args:
+        number: number of the storage in the layer's call, from 0.
+        size_bytes: its size in bytes.
+        same_as: the storage saved earlier that is the same memory; None if this is the first save.
+            Memory is counted once.
+        may_leave: whether it may be offloaded.
+        sources: the storages, saved earlier, that it can be rebuilt from. They must be in memory
+            when it is rebuilt.
+        rebuild_s: seconds that rebuilding takes; None if it cannot be rebuilt.
+    """
+
+    number: int
+    size_bytes: int
+    same_as: StorageId | None = None
+    may_leave: bool = True
+    sources: tuple[StorageId, ...] = ()
+    rebuild_s: float | None = None
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class LayerProfile:
+    """One layer of the step: one call of a module.
+
+    Args:
+        name: name of the module.
+        forward_s: seconds of the forward pass.
+        backward_s: seconds of the backward pass.
+        forward_working_bytes: device memory that the forward pass needs at its peak beside all that
+            is resident, its own storages and its input.
+        backward_working_bytes: the same for the backward pass.
+        input_bytes: size of the layer's input, which a recomputed layer saves.
+        input_same_as: the saved storage that is the input's memory, of this layer or an earlier
+            one; None if nothing else saves it.
+        storages: what the layer saves, in the order of its numbers.
+        may_recompute: whether backward may run the forward again.
+        recompute_s: seconds of the second forward; None means `forward_s`.
+        unsaved_forward_bytes: device memory beside its input that a forward needs which saves
+            nothing; None means all storages and `forward_working_bytes`.
+        weight_bytes: size of the weights.
+        gradient_bytes: size of the gradients of the weights.
+        optimizer_bytes: size of the optimizer's state of the weights.
+        host_update_s: seconds by which the step gets longer if the host updates these weights.
+    """
+
+    name: str
+    forward_s: float
+    backward_s: float
+    forward_working_bytes: int = 0
+    backward_working_bytes: int = 0
+    input_bytes: int = 0
+    input_same_as: StorageId | None = None
+    storages: tuple[SavedStorage, ...] = ()
+    may_recompute: bool = True
+    recompute_s: float | None = None
+    unsaved_forward_bytes: int | None = None
+    weight_bytes: int = 0
+    gradient_bytes: int = 0
+    optimizer_bytes: int = 0
+    host_update_s: float = 0.0
+
+    @property
+    def second_forward_s(self) -> float:
+        """Seconds of the second forward of the layer, if it is recomputed."""
+        return self.forward_s if self.recompute_s is None else self.recompute_s
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Bytes of weights, gradients and optimizer state."""
+        return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class StepProfile:
+    """One training step. See [Note: positions].
+
+    Args:
+        layers: the layers in the order of their forward passes.
+        fixed_bytes: what is on the device throughout the step and belongs to no layer: the batch,
+            parameters outside of layers, what is saved outside of layers. The weights, gradients
+            and optimizer state of the layers count beside it.
+        before_s: seconds of work before the first layer.
+        loss_s: seconds of work between the last forward pass and the first backward pass.
+        after_s: seconds of work after the last backward pass, such as the optimizer's step.
+        before_working_bytes: device memory that the work before the first layer needs.
+        loss_working_bytes: device memory that the work between the passes needs.
+        after_working_bytes: device memory that the work after the last pass needs.
+
+    Raises:
+        PolicyError: a figure is negative or not a number, or a storage refers to one that does not
+            come before it.
+    """
+
+    layers: tuple[LayerProfile, ...]
+    fixed_bytes: int = 0
+    before_s: float = 0.0
+    loss_s: float = 0.0
+    after_s: float = 0.0
+    before_working_bytes: int = 0
+    loss_working_bytes: int = 0
+    after_working_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.layers, tuple) or not self.layers:
+            raise PolicyError("layers must be a tuple of at least one LayerProfile")
+        _check_figures("the step", self)
+        firsts: dict[StorageId, SavedStorage] = {}
+        for index, layer in enumerate(self.layers):
+            _check_layer(index, layer, firsts)
+
+    def storage(self, name: StorageId) -> SavedStorage:
+        """Return a storage by its name."""
+        return self.layers[name.layer].storages[name.number]
+
+    def storage_ids(self) -> Iterator[StorageId]:
+        """Yield the names of all storages, in the order of their saves."""
+        for index, layer in enumerate(self.layers):
+            for storage in layer.storages:
+                yield StorageId(index, storage.number)
+
+    def fingerprint(self, index: int) -> Hashable:
+        """Return a value that two layers share if a plan can treat them alike.
+
+        References to other layers are compared by how far away these are.
+
+        Args:
+            index: index of the layer.
+        """
+        layer = dataclasses.replace(self.layers[index], name="")
+
+        def relative(name: StorageId | None) -> StorageId | None:
+            return None if name is None else StorageId(name.layer - index, name.number)
+
+        storages = tuple(
+            dataclasses.replace(
+                storage,
+                same_as=relative(storage.same_as),
+                sources=tuple(StorageId(s.layer - index, s.number) for s in storage.sources),
+            )
+            for storage in layer.storages
+        )
+        return dataclasses.replace(
+            layer, storages=storages, input_same_as=relative(layer.input_same_as)
+        )
+
+    def to_json(self) -> str:
+        """Return the profile as text that `from_json` reads."""
+        content = {"format": FORMAT, "version": VERSION, "profile": dataclasses.asdict(self)}
+        return json.dumps(content, allow_nan=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> StepProfile:
+        """Read what `to_json` wrote.
+
+        Raises:
+            PolicyError: the text is something else, has keys that are missing or not known, or a
+                figure is wrong.
+        """
+        entry = read_document(text, FORMAT, VERSION, "profile")
+        try:
+            layers = tuple(_read_layer(layer) for layer in entry.pop("layers"))
+            return cls(layers=layers, **entry)
+        except (TypeError, KeyError, AttributeError) as error:
+            raise PolicyError(f"the profile cannot be read: {error}; profile again") from None
+
+
+def read_document(text: str, form: str, version: int, key: str) -> dict[str, Any]:
+    """Return the object under one key of a JSON document of a known format and version.
+
+    Args:
+        text: the document.
+        form: what its "format" must be.
+        version: what its "version" must be.
+        key: the key of the object.
+
+    Raises:
+        PolicyError: the text is something else.
+    """
+    try:
+        content = json.loads(text)
+    except (ValueError, TypeError) as error:
+        raise PolicyError(f"this is not the JSON of an {form}: {error}") from None
+    if not isinstance(content, dict) or content.get("format") != form:
+        raise PolicyError(f'this is not the JSON of an {form}: "format" is not {form!r}')
+    found = content.get("version")
+    if found != version or isinstance(found, bool):
+        raise PolicyError(
+            f"this {form} has version {found!r}, and this ebbtide reads version {version}; "
+            f"write it again with this version of ebbtide"
+        )
+    entry = content.get(key)
+    if not isinstance(entry, dict):
+        raise PolicyError(f"{key!r} of the {form} must be an object, got {entry!r}")
+    return dict(entry)
+
+
+def read_storage_id(entry: Any) -> StorageId | None:
+    """Return the name of a storage as JSON has it.
+
+    Raises:
+        PolicyError: it is not a pair of whole numbers.
+    """
+    if entry is None:
+        return None
+    if not (
+        isinstance(entry, list) and len(entry) == 2 and all(type(part) is int for part in entry)
+    ):
+        raise PolicyError(f"a storage is named by [layer, number], got {entry!r}")
+    return StorageId(*entry)
+
+
+def _read_layer(entry: dict[str, Any]) -> LayerProfile:
+    storages = tuple(_read_storage(storage) for storage in entry.pop("storages"))
+    same_as = read_storage_id(entry.pop("input_same_as"))
+    return LayerProfile(storages=storages, input_same_as=same_as, **entry)
+
+
+def _read_storage(entry: dict[str, Any]) -> SavedStorage:
+    same_as = read_storage_id(entry.pop("same_as"))
+    sources = tuple(read_storage_id(source) for source in entry.pop("sources"))
+    if None in sources:
+        raise PolicyError("sources must be a list of [layer, number], got null in it")
+    known = tuple(source for source in sources if source is not None)
+    return SavedStorage(same_as=same_as, sources=known, **entry)
+
+
+def _check_figures(where: str, entry: StepProfile | LayerProfile | SavedStorage) -> None:
+    for field in dataclasses.fields(entry):
+        whole, seconds = field.name.endswith("_bytes"), field.name.endswith("_s")
+        value = getattr(entry, field.name)
+        if not (whole or seconds) or (value is None and field.default is None):
+            continue
+        kind: Any = int if whole else int | float
+        right = isinstance(value, kind) and not isinstance(value, bool)
+        if not right or not math.isfinite(value) or value < 0:
+            wanted = "a whole number of bytes" if whole else "a number of seconds"
+            raise PolicyError(
+                f"{field.name} of {where} must be {wanted}, 0 or more; got {value!r}"
+            )
+
+
+def _check_layer(
+    index: int, layer: LayerProfile, firsts: dict[StorageId, SavedStorage]
+) -> None:
+    where = f"layer {index}"
+    _check_figures(where, layer)
+    for number, storage in enumerate(layer.storages):
+        what = f"storage {number} of {where}"
+        _check_figures(what, storage)
+        if storage.number != number:
+            raise PolicyError(f"{what} has number {storage.number!r}; number storages from 0")
+        if storage.same_as is not None:
+            _check_same(what, storage.same_as, storage.size_bytes, firsts)
+        if (storage.rebuild_s is None) != (not storage.sources):
+            raise PolicyError(f"{what} must have both sources and rebuild_s, or neither")
+        for source in storage.sources:
+            if source not in firsts:
+                raise PolicyError(
+                    f"{what} has source {tuple(source)}, which is no first save before it; give "
+                    f"the storage that was saved first"
+                )
+        if storage.same_as is None:
+            firsts[StorageId(index, number)] = storage
+        elif storage.sources:
+            raise PolicyError(f"{what} is saved before; only a first save can have sources")
+    if layer.input_same_as is not None:
+        _check_same(f"the input of {where}", layer.input_same_as, layer.input_bytes, firsts)
+
+
+def _check_same(
+    what: str, same_as: StorageId, size_bytes: int, firsts: dict[StorageId, SavedStorage]
+) -> None:
+    first = firsts.get(same_as)
+    if first is None:
+        raise PolicyError(
+            f"{what} is the same as {tuple(same_as)}, which is no first save before it; name the "
+            f"storage that was saved first"
+        )
+    if first.size_bytes != size_bytes:
+        raise PolicyError(
+            f"{what} has {size_bytes} bytes, and {tuple(same_as)}, which is the same memory, has "
+            f"{first.size_bytes}"
+        )
