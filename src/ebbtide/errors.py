@@ -3,6 +3,7 @@
 EbbtideError
 ├── PolicyError (ValueError)                    an argument cannot be honoured
 ├── ScheduleError (ValueError)                  a schedule cannot be read or run
+├── BudgetError (ValueError)                    no plan fits into a memory budget
 ├── StoreFullError (OSError)                    a lower tier cannot take more bytes
 ├── SavedTensorModifiedError (RuntimeError)     a saved tensor was changed in place before backward
 └── ForkedProcessError (RuntimeError)           a forked child needs what only its parent has
@@ -21,6 +22,18 @@ class PolicyError(EbbtideError, ValueError):
 
 class ScheduleError(EbbtideError, ValueError):
     """A schedule cannot be read, or it cannot be run; the message marks the faulty line."""
+
+
+class BudgetError(EbbtideError, ValueError):
+    """No plan fits into a memory budget; the message names the smallest one that a plan fits into.
+
+    Attributes:
+        smallest_bytes: that budget of device memory, in bytes.
+    """
+
+    def __init__(self, message: str, *, smallest_bytes: int) -> None:
+        super().__init__(message)
+        self.smallest_bytes = smallest_bytes
 
 
 class StoreFullError(EbbtideError, OSError):

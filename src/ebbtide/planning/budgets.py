@@ -36,13 +36,13 @@ class PlanBudget:
                 raise PolicyError(f"{name} must be a whole number, 0 or more; got {value!r}")
 
     def excess_bytes(self, prediction: Prediction) -> int:
-        """Return by how many bytes a step is over its worst limit; 0 if it is within all."""
-        over = [prediction.peak_bytes - self.device_bytes]
+        """Return by how many bytes a step is over its limits, added up; 0 if it is within all."""
+        over = [max(0, prediction.peak_bytes - self.device_bytes)]
         if self.host_bytes is not None:
-            over.append(prediction.host_peak_bytes - self.host_bytes)
+            over.append(max(0, prediction.host_peak_bytes - self.host_bytes))
         if self.pinned_bytes is not None:
-            over.append(prediction.pinned_bytes - self.pinned_bytes)
-        return max(0, *over)
+            over.append(max(0, prediction.pinned_bytes - self.pinned_bytes))
+        return sum(over)
 
     def most_host_bytes(self, *, pins: bool) -> int | None:
         """Return the most bytes that may rest in the tier below; None: no limit.

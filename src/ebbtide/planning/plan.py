@@ -41,8 +41,8 @@ class LayerPlan:
 
     Args:
         mode: how the layer runs.
-        decisions: what becomes of each of its storages, by number. The layer that saves a storage first
-            decides for all layers that share it. Of a layer that is recomputed, no decision matters.
+        decisions: what becomes of each of its storages, by number. The layer that saves a storage
+            first decides for all layers that share it. Those of a recomputed layer do not matter.
         weights_on_host: whether the layer's weights, gradients and optimizer state rest on the
             host.
     """

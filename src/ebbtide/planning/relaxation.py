@@ -5,9 +5,8 @@ many of its bytes are offloaded or rebuilt. The positions of the step are linked
 that are kept (K), bytes that wait for their copy down (D), bytes that were reloaded ahead of their
 use (U). Copies fill and drain the stocks at the link's bandwidths, for each direction and for both
 together, for as long as compute runs or waits. The memory at each position is at most the budget.
-What `StepTiming` adds to that costs time or memory: copies that are not split, latency, the bound on
-bytes in flight, the order of the queues. So the optimum is a lower bound of the step's time, for
-every plan whose weights rest on the device.
+What `StepTiming` adds to that costs time or memory: copies that are not split, latency, the bound
+on bytes in flight, the order of the queues. So the optimum is a lower bound of the step's time.
 
 Where memory is shared by several layers, the programme counts it only where every plan has it.
 """
@@ -83,6 +82,8 @@ def relax(
     hardware: Hardware,
     budget: PlanBudget,
     inflight_bytes: int | None = None,
+    *,
+    weights_on_host: bool = False,
 ) -> Relaxation | None:
     """Solve the linear programme.
 
@@ -92,11 +93,14 @@ def relax(
         budget: what may be used.
         inflight_bytes: hold the stocks of copies in flight to this many bytes each. The optimum
             is then a guide and no bound. None: no limit.
+        weights_on_host: whether weights, gradients and optimizer state need device memory only
+            while their layer runs. Their copies cost nothing here, so the optimum bounds all
+            plans, wherever they put the weights.
 
     Returns:
         The optimum; None if no plan is within the budget.
     """
-    return _Programme(profile, hardware, budget, inflight_bytes).solve()
+    return _Programme(profile, hardware, budget, inflight_bytes, weights_on_host).solve()
 
 
 Terms = dict[int, float]
@@ -127,6 +131,7 @@ class _Programme:
         hardware: Hardware,
         budget: PlanBudget,
         inflight_bytes: int | None,
+        weights_on_host: bool,
     ) -> None:
         self._profile = profile
         self._budget = budget
@@ -135,6 +140,7 @@ class _Programme:
         self._up = hardware.h2d_bytes_per_s * _MS / _MB
         both = hardware.duplex_bytes_per_s * _MS / _MB
         self._both = both if both < (self._down + self._up) * (1 - 1e-9) else None
+        self._weights_on_host = weights_on_host
         self._pins = not hardware.computes_on_host
         self._costs: list[float] = []
         self._upper: list[float] = []
@@ -232,9 +238,7 @@ class _Programme:
             there = _plus(saved, _times(-size, z))
             rebuild_s = memory.rebuild_s or 0.0
             self._rebuild[index] = _plus(self._rebuild[index], _times(rebuild_s / _MS, z))
-        which, leaving = (
-            (self._input, input_leaves) if user.is_input else (self._saved, leaves)
-        )
+        which, leaving = (self._input, input_leaves) if user.is_input else (self._saved, leaves)
         which[index] = _plus(which[index], saved)
         if memory.may_leave:
             leaving[index] = _plus(leaving[index], there)
@@ -286,16 +290,19 @@ class _Programme:
             self._saved[index],
             self._first[index],
             {_ONE: size + working, self._c[index]: unsaved - working},
+            {_ONE: layer.weight_bytes / _MB if self._weights_on_host else 0.0},
         )
 
     def _backward_need(self, index: int, layer: LayerProfile) -> Terms:
         working = layer.backward_working_bytes / _MB
+        weights = layer.weight_bytes + layer.gradient_bytes
         again = self._inside(index) + max(layer.forward_working_bytes / _MB, working)
         return _plus(
             self._saved[index],
             self._input[index],
             self._first[index],
             {_ONE: working, self._c[index]: again - working},
+            {_ONE: weights / _MB if self._weights_on_host else 0.0},
         )
 
     def _inside(self, index: int) -> float:
@@ -308,7 +315,8 @@ class _Programme:
     def _forward(self) -> None:
         limit = self._budget.device_bytes / _MB
         fixed = self._profile.fixed_bytes / _MB
-        fixed += sum(layer.parameter_bytes for layer in self._profile.layers) / _MB
+        if not self._weights_on_host:
+            fixed += sum(layer.parameter_bytes for layer in self._profile.layers) / _MB
         self._free = limit - fixed  # MB
         self._kept_stock: list[Terms] = [{}]  # of the layers before each
         down = self._new_stock({}, self._joins[0])
@@ -336,9 +344,9 @@ class _Programme:
         The pass itself needs these bytes, so they count once.
         """
         joined = {self._oi[index]: 1.0}
-        for (piece, layer), (_, offloaded) in self._shared.items() if self._shared else ():
-            if layer == index and piece == self._uses.inputs[index]:
-                joined[offloaded] = 1.0
+        source = self._uses.inputs[index]
+        if source is not None and (source, index) in self._shared:
+            joined[self._shared[source, index][1]] = 1.0
         return joined
 
     def _backward(self) -> None:
@@ -459,9 +467,7 @@ def _minimize(
         begins.append(len(columns))
     matrix = csr_matrix((factors, columns, begins), shape=(len(rows), len(costs)))
     bounds = np.column_stack([np.zeros(len(upper)), np.array(upper)])
-    result: Any = linprog(
-        np.array(costs), A_ub=matrix, b_ub=limits, bounds=bounds, method="highs"
-    )
+    result: Any = linprog(np.array(costs), A_ub=matrix, b_ub=limits, bounds=bounds, method="highs")
     if result.status == 2:
         return None
     if result.status != 0:

@@ -16,7 +16,9 @@ def keep_all(profile: StepProfile) -> Plan:
 def offload_first(profile: StepProfile, count: int) -> Plan:
     """Return the plan that offloads what the first ``count`` layers save, and keeps the rest."""
     layers = [
-        _layer(profile, index, LayerMode.AS_IS, Decision.OFFLOAD if index < count else Decision.KEEP)
+        _layer(
+            profile, index, LayerMode.AS_IS, Decision.OFFLOAD if index < count else Decision.KEEP
+        )
         for index in range(len(profile.layers))
     ]
     return Plan(layers=tuple(layers))
@@ -42,9 +44,7 @@ def _uniform(profile: StepProfile, mode: LayerMode, decision: Decision) -> Plan:
     return Plan(layers=tuple(layers))
 
 
-def _layer(
-    profile: StepProfile, index: int, mode: LayerMode, decision: Decision
-) -> LayerPlan:
+def _layer(profile: StepProfile, index: int, mode: LayerMode, decision: Decision) -> LayerPlan:
     layer = profile.layers[index]
     if not layer.may_recompute:
         mode = LayerMode.AS_IS

@@ -276,14 +276,10 @@ def _check_figures(where: str, entry: StepProfile | LayerProfile | SavedStorage)
         right = isinstance(value, kind) and not isinstance(value, bool)
         if not right or not math.isfinite(value) or value < 0:
             wanted = "a whole number of bytes" if whole else "a number of seconds"
-            raise PolicyError(
-                f"{field.name} of {where} must be {wanted}, 0 or more; got {value!r}"
-            )
+            raise PolicyError(f"{field.name} of {where} must be {wanted}, 0 or more; got {value!r}")
 
 
-def _check_layer(
-    index: int, layer: LayerProfile, firsts: dict[StorageId, SavedStorage]
-) -> None:
+def _check_layer(index: int, layer: LayerProfile, firsts: dict[StorageId, SavedStorage]) -> None:
     where = f"layer {index}"
     _check_figures(where, layer)
     for number, storage in enumerate(layer.storages):

@@ -79,7 +79,10 @@ class StorageUses:
             )
         for index, layer in enumerate(profile.layers):
             self.saves.append(
-                [(each.number, self.pieces[StorageId(index, each.number)]) for each in layer.storages]
+                [
+                    (each.number, self.pieces[StorageId(index, each.number)])
+                    for each in layer.storages
+                ]
             )
             if layer.input_same_as is not None:
                 self.inputs.append(self.pieces[layer.input_same_as])
@@ -101,7 +104,7 @@ class StorageUses:
         decisions = [Decision.KEEP] * count
         first, last = [NOBODY] * count, [NOBODY] * count
         saved: list[list[int]] = [[] for _ in range(layers)]
-        for index, layer in enumerate(plan.layers):
+        for index in range(layers):
             for piece, decision in self._saved_by(index, plan):
                 last[piece] = index
                 if first[piece] == NOBODY:

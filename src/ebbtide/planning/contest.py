@@ -1,0 +1,110 @@
+"""Compares plans by their predictions, and remembers the best one."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, final
+
+from ebbtide.planning.budgets import PlanBudget
+from ebbtide.planning.choices import Choices
+from ebbtide.planning.plan import Decision, Plan
+from ebbtide.planning.step_profile import StepProfile
+from ebbtide.planning.step_timing import Prediction, Predictor
+from ebbtide.planning.storage_uses import StorageUses
+
+
+class Score(NamedTuple):
+    """What makes one plan better than another: smaller is better.
+
+    Attributes:
+        excess_bytes: by how much it is over the budget.
+        step_s: its predicted step.
+        peak_bytes: its predicted peak of device memory.
+    """
+
+    excess_bytes: int
+    step_s: float
+    peak_bytes: int
+
+
+class Contestant(NamedTuple):
+    """A plan that was predicted."""
+
+    choices: Choices
+    plan: Plan
+    prediction: Prediction
+    score: Score
+
+
+@final
+class Contest:
+    """Predicts plans and remembers the best one within the budget, or nearest to it.
+
+    Args:
+        profile: the step.
+        predictor: predicts plans.
+        budget: what plans may use.
+        weights_on_host: whether the weights of all layers rest on the host.
+
+    Attributes:
+        profile: as given.
+        predictor: as given.
+        budget: as given.
+        uses: the memory that layers save.
+        best: the best plan so far; None before the first.
+        num_predictions: how many plans were predicted.
+    """
+
+    def __init__(
+        self,
+        profile: StepProfile,
+        predictor: Predictor,
+        budget: PlanBudget,
+        *,
+        weights_on_host: bool = False,
+    ) -> None:
+        self.profile = profile
+        self.budget = budget
+        self.uses = StorageUses(profile)
+        self.weights_on_host = weights_on_host
+        self.best: Contestant | None = None
+        self.num_predictions = 0
+        self.predictor = predictor
+        self._least_s = busy_s(profile)
+
+    def enter(self, choices: Choices) -> Contestant:
+        """Predict a plan; it becomes the best one if it beats that."""
+        plan = choices.plan(self.uses, self.weights_on_host)
+        prediction = self.predictor.predict(plan)
+        self.num_predictions += 1
+        excess_bytes = self.budget.excess_bytes(prediction)
+        score = Score(excess_bytes, prediction.step_s, prediction.peak_bytes)
+        contestant = Contestant(choices, plan, prediction, score)
+        if self.best is None or score < self.best.score:
+            self.best = contestant
+        return contestant
+
+    def enter_if_promising(self, choices: Choices) -> None:
+        """Predict a plan unless its arithmetic or its kept bytes show that it cannot win."""
+        best = self.best
+        if best is None or best.score.excess_bytes or self._may_beat(choices, best.score.step_s):
+            self.enter(choices)
+
+    def _may_beat(self, choices: Choices, step_s: float) -> bool:
+        layers = zip(self.profile.layers, choices.recomputed, strict=True)
+        again_s = sum(layer.second_forward_s for layer, again in layers if again)
+        if self._least_s + again_s >= step_s:
+            return False
+        used = self.uses.under(choices.plan(self.uses, self.weights_on_host))
+        kept_bytes = self.profile.fixed_bytes
+        for memory, decision, first in zip(
+            self.uses.memories, used.decisions, used.first, strict=True
+        ):
+            if first >= 0 and decision is Decision.KEEP:
+                kept_bytes += memory.size_bytes
+        return kept_bytes <= self.budget.device_bytes
+
+
+def busy_s(profile: StepProfile) -> float:
+    """Return the seconds of a step that recomputes nothing and never waits."""
+    outside_s = profile.before_s + profile.loss_s + profile.after_s
+    return outside_s + sum(layer.forward_s + layer.backward_s for layer in profile.layers)
