@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from typing import final
+from typing import Final, final
 
 from ebbtide.planning.hardware import Hardware
+
+_NO_TIME_S: Final = 1e-15  # what rounding leaves over of a time
+_NO_BYTES: Final = 1e-3
 
 
 @final
@@ -29,6 +32,21 @@ class Copy:
         self.latency_left_s = latency_s
         self.bytes_left = float(size_bytes)
         self.end_s = math.inf
+
+    def left_s(self, rate: float) -> float:
+        """Return how long it takes until the bytes begin to move, or else until they have."""
+        return self.latency_left_s if self.latency_left_s > 0 else self.bytes_left / rate
+
+    def run(self, run_s: float, rate: float) -> bool:
+        """Run for no longer than `left_s`. Returns whether the copy has ended."""
+        if self.latency_left_s > 0:
+            self.latency_left_s -= run_s
+            if self.latency_left_s > _NO_TIME_S:
+                return False
+            self.latency_left_s = 0.0
+        else:
+            self.bytes_left -= rate * run_s
+        return self.bytes_left < _NO_BYTES
 
 
 @final
@@ -84,25 +102,30 @@ class CopyQueues:
 
     def _run_once(self, limit_s: float) -> None:
         """Run to the next moment at which a copy ends or its bytes begin to move."""
-        heads = [queue[0] if queue else None for queue in self._queues]
-        moving = [head is not None and head.latency_left_s <= 0 for head in heads]
-        rates = self._together if all(moving) else self._alone
+        down, up = self._queues
+        if not up:
+            self._run_alone(down, self._alone[0], limit_s)
+        elif not down:
+            self._run_alone(up, self._alone[1], limit_s)
+        else:
+            both = down[0].latency_left_s <= 0 and up[0].latency_left_s <= 0
+            rates = self._together if both else self._alone
+            run_s = min(down[0].left_s(rates[0]), up[0].left_s(rates[1]), limit_s - self._now_s)
+            self._now_s += run_s
+            for queue, rate in zip(self._queues, rates, strict=True):
+                if queue[0].run(run_s, rate):
+                    queue.popleft().end_s = self._now_s
+
+    def _run_alone(self, queue: deque[Copy], rate: float, limit_s: float) -> None:
+        """Run the first copy of a queue while the other queue is empty."""
+        head = queue[0]
+        end_s = self._now_s + head.latency_left_s + head.bytes_left / rate
+        if end_s <= limit_s:
+            head.end_s = self._now_s = end_s
+            queue.popleft()
+            return
         run_s = limit_s - self._now_s
-        for head, rate in zip(heads, rates, strict=True):
-            if head is not None:
-                left_s = head.latency_left_s
-                run_s = min(run_s, left_s if left_s > 0 else head.bytes_left / rate)
-        begin_s = self._now_s
-        self._now_s = begin_s + run_s
-        for queue, head, rate in zip(self._queues, heads, rates, strict=True):
-            if head is None:
-                continue
-            if head.latency_left_s > 0:
-                head.latency_left_s -= run_s
-                if head.latency_left_s < 1e-15:
-                    head.latency_left_s = 0.0
-            else:
-                head.bytes_left -= rate * run_s
-            if head.latency_left_s <= 0 and head.bytes_left < 1e-3:
-                head.end_s = self._now_s
-                queue.popleft()
+        latency_s = min(head.latency_left_s, run_s)
+        head.latency_left_s -= latency_s
+        head.bytes_left = max(0.0, head.bytes_left - rate * (run_s - latency_s))
+        self._now_s = limit_s

@@ -14,12 +14,13 @@ import dataclasses
 from typing import Final
 
 from ebbtide.errors import BudgetError
+from ebbtide.planning.annealing import anneal
 from ebbtide.planning.budgets import PlanBudget
 from ebbtide.planning.choices import choices_of, inflight_choices, rounded
 from ebbtide.planning.contest import Contest, Contestant, busy_s
 from ebbtide.planning.enumeration import MOST_PLANS, count_plans, enumerate_plans
 from ebbtide.planning.hardware import Hardware
-from ebbtide.planning.improvement import improve
+from ebbtide.planning.improvement import improve, relieve
 from ebbtide.planning.plan import Plan
 from ebbtide.planning.relaxation import Relaxation, relax
 from ebbtide.planning.simple_plans import keep_all, offload_first, rule_plans
@@ -31,7 +32,10 @@ _GUIDES: Final = 3  # times that the programme is solved for one bound on bytes 
 _GUIDED_LAYERS: Final = 3000  # layers of the programmes solved, all together,
 _FEWEST_GUIDES: Final = 2  # but no fewer of them than this
 _SHARE_IN_FLIGHT: Final = 16  # what is in flight should be no more than this part of the budget
-_CLOSE: Final = 1e-3  # gap at which no better plan is looked for
+_CLOSE: Final = 1e-3  # gap at which no better plan is looked for,
+_CLOSE_IF_LONG: Final = 5e-3  # and that for long steps, whose predictions take long
+_LONG: Final = 256  # layers
+_SHORT: Final = 64  # layers up to which enough predictions can be made for annealing
 _ALL_COUNTS: Final = 64  # layers up to which every k of "the first k layers" is tried
 _SOME_COUNTS: Final = 8  # how many are tried of longer steps
 
@@ -92,7 +96,10 @@ def _fill(contest: Contest, hardware: Hardware, bound_s: float) -> bool:
         contest.enter(_most_frugal(contest).choices)
     if not _is_close(contest, bound_s):
         improve(contest)
-    if not _is_close(contest, bound_s, 0.0) and count_plans(contest) <= MOST_PLANS:
+    if len(contest.profile.layers) <= _SHORT and not _is_close(contest, bound_s):
+        anneal(contest)
+        improve(contest)
+    if _best_s(contest) > bound_s and count_plans(contest) <= MOST_PLANS:
         enumerate_plans(contest)
         return True
     return False
@@ -102,11 +109,9 @@ def _fits(contest: Contest) -> bool:
     return contest.best is not None and not contest.best.score.excess_bytes
 
 
-def _is_close(contest: Contest, bound_s: float, gap: float = _CLOSE) -> bool:
-    best = contest.best
-    if best is None or best.score.excess_bytes:
-        return False
-    return best.score.step_s <= bound_s * (1 + gap)
+def _is_close(contest: Contest, bound_s: float) -> bool:
+    gap = _CLOSE_IF_LONG if len(contest.profile.layers) > _LONG else _CLOSE
+    return _best_s(contest) <= bound_s * (1 + gap)
 
 
 def _enter_guided(contest: Contest, hardware: Hardware, bound_s: float) -> None:
@@ -120,9 +125,13 @@ def _enter_guided(contest: Contest, hardware: Hardware, bound_s: float) -> None:
             if guide is None or guide.bound_s > _best_s(contest):
                 break
             entered = contest.enter(rounded(guide, contest.uses, inflight_bytes))
-            if not entered.score.excess_bytes:
+            excess_bytes = entered.score.excess_bytes
+            if not excess_bytes:
                 break
-            less_bytes += entered.score.excess_bytes + entered.score.excess_bytes // 8
+            relieve(contest, entered)
+            if _is_close(contest, bound_s):
+                break
+            less_bytes += excess_bytes + excess_bytes // 8
         if _is_close(contest, bound_s):
             return
 
@@ -157,7 +166,7 @@ def _enter_simple(contest: Contest) -> None:
     count = len(profile.layers)
     stride = 1 if count <= _ALL_COUNTS else -(-count // _SOME_COUNTS)
     plans += [offload_first(profile, k) for k in range(1, count, stride)]
-    for plan in plans:
+    for plan in dict.fromkeys(plans):
         choices = choices_of(plan, contest.uses)
         for inflight_bytes in inflight_choices(profile):
             choices = choices.copy()

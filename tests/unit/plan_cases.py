@@ -1,0 +1,180 @@
+"""Steps and machines to plan for, and every plan that there is for a short step."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+
+from hypothesis import strategies as st
+
+from ebbtide.planning.choices import inflight_choices
+from ebbtide.planning.hardware import FIGURES, Hardware, Kind, Source
+from ebbtide.planning.plan import Decision, LayerMode, LayerPlan, Plan
+from ebbtide.planning.step_profile import LayerProfile, SavedStorage, StepProfile, StorageId
+
+MB = 10**6
+
+
+def make_link(
+    down_mb_per_s: float,
+    up_mb_per_s: float | None = None,
+    both_mb_per_s: float | None = None,
+    latency_s: float = 0.0,
+    computes_on_host: bool = False,
+) -> Hardware:
+    """A machine whose link has these bandwidths; nothing else of it matters here."""
+    up = down_mb_per_s if up_mb_per_s is None else up_mb_per_s
+    both = down_mb_per_s + up if both_mb_per_s is None else both_mb_per_s
+    figures = {
+        "device_memory_bytes": 10**12,
+        "device_memory_bytes_per_s": 1e12,
+        "matmul_fp32_flops": 1e12,
+        "h2d_bytes_per_s": up * MB,
+        "d2h_bytes_per_s": down_mb_per_s * MB,
+        "duplex_bytes_per_s": both * MB,
+        "link_latency_s": latency_s,
+        "host_memory_bytes": 10**12,
+        "pinned_limit_bytes": 10**12,
+    }
+    sources = tuple(Source(name, Kind.ASSUMED, "made up") for name in FIGURES if name in figures)
+    return Hardware(name="made up", computes_on_host=computes_on_host, sources=sources, **figures)
+
+
+def make_layer(*sizes_mb: int, forward_s: float = 1.0, backward_s: float = 2.0, **more) -> LayerProfile:
+    """A layer that saves storages of these sizes."""
+    storages = tuple(
+        SavedStorage(number=number, size_bytes=size * MB) for number, size in enumerate(sizes_mb)
+    )
+    layer = LayerProfile(name="", forward_s=forward_s, backward_s=backward_s, storages=storages)
+    return dataclasses.replace(layer, **more)
+
+
+def make_profile(*layers: LayerProfile, **more) -> StepProfile:
+    return StepProfile(layers=layers, **more)
+
+
+# ---- generated cases -----------------------------------------------------------------------------
+
+
+@st.composite
+def links(draw: st.DrawFn) -> Hardware:
+    down, up = draw(st.sampled_from([2, 10, 40, 200])), draw(st.sampled_from([2, 10, 40, 200]))
+    share = draw(st.sampled_from([0.0, 0.3, 1.0]))
+    both = max(down, up) + share * min(down, up)
+    latency_s = draw(st.sampled_from([0.0, 0.05]))
+    return make_link(down, up, both, latency_s)
+
+
+@st.composite
+def profiles(draw: st.DrawFn, most_layers: int = 5, most_storages: int = 2) -> StepProfile:
+    """Chains whose layers share storages, rebuild some, and cannot always be recomputed."""
+    count = draw(st.integers(1, most_layers))
+    layers: list[LayerProfile] = []
+    firsts: list[StorageId] = []
+    sizes: dict[StorageId, int] = {}
+    for index in range(count):
+        storages = []
+        for number in range(draw(st.integers(0, most_storages))):
+            storage, first = _draw_storage(draw, StorageId(index, number), firsts, sizes)
+            storages.append(storage)
+            if first:
+                firsts.append(StorageId(index, number))
+                sizes[StorageId(index, number)] = storage.size_bytes
+        same_as = draw(st.sampled_from([None, None, *firsts[-2:]]))
+        input_bytes = draw(st.integers(0, 20)) * MB if same_as is None else sizes[same_as]
+        layers.append(
+            LayerProfile(
+                name=f"layers.{index}",
+                forward_s=draw(st.sampled_from([0.5, 1.0, 3.0])),
+                backward_s=draw(st.sampled_from([1.0, 2.0, 5.0])),
+                forward_working_bytes=draw(st.integers(0, 10)) * MB,
+                backward_working_bytes=draw(st.integers(0, 10)) * MB,
+                input_bytes=input_bytes,
+                input_same_as=same_as,
+                storages=tuple(storages),
+                may_recompute=draw(st.sampled_from([True, True, True, False])),
+                recompute_s=draw(st.sampled_from([None, 0.2, 2.0])),
+                unsaved_forward_bytes=draw(st.sampled_from([None, 5 * MB])),
+            )
+        )
+    return StepProfile(
+        layers=tuple(layers),
+        fixed_bytes=draw(st.integers(0, 20)) * MB,
+        before_s=draw(st.sampled_from([0.0, 1.0])),
+        loss_s=draw(st.sampled_from([0.0, 1.0])),
+        after_s=draw(st.sampled_from([0.0, 1.0])),
+        loss_working_bytes=draw(st.integers(0, 10)) * MB,
+    )
+
+
+def _draw_storage(
+    draw: st.DrawFn, name: StorageId, firsts: list[StorageId], sizes: dict[StorageId, int]
+) -> tuple[SavedStorage, bool]:
+    """A storage, and whether nothing has saved it before."""
+    kind = draw(st.sampled_from(["own", "own", "own", "shared", "rebuilt", "stays"]))
+    if kind == "shared" and firsts:
+        same_as = draw(st.sampled_from(firsts))
+        return SavedStorage(number=name.number, size_bytes=sizes[same_as], same_as=same_as), False
+    size_bytes = draw(st.integers(1, 60)) * MB
+    if kind == "rebuilt" and firsts:
+        sources = (draw(st.sampled_from(firsts)),)
+        rebuild_s = draw(st.sampled_from([0.01, 0.5]))
+        storage = SavedStorage(
+            number=name.number, size_bytes=size_bytes, sources=sources, rebuild_s=rebuild_s
+        )
+        return storage, True
+    leaves = kind != "stays"
+    return SavedStorage(number=name.number, size_bytes=size_bytes, may_leave=leaves), True
+
+
+@st.composite
+def small_chains(draw: st.DrawFn, count: int) -> StepProfile:
+    """Chains in which each layer saves its input and one more storage at most."""
+    layers = []
+    for _ in range(count):
+        sizes = draw(st.lists(st.integers(1, 60), min_size=1, max_size=1))
+        layers.append(
+            make_layer(
+                *sizes,
+                forward_s=draw(st.sampled_from([0.5, 1.0, 3.0])),
+                backward_s=draw(st.sampled_from([1.0, 2.0, 5.0])),
+                backward_working_bytes=draw(st.integers(0, 10)) * MB,
+                input_bytes=draw(st.integers(1, 20)) * MB,
+            )
+        )
+    return make_profile(*layers)
+
+
+# ---- all plans -----------------------------------------------------------------------------------
+
+
+def all_plans(profile: StepProfile) -> Iterator[Plan]:
+    """Every plan: each mode of each layer, each decision for each storage, each bound in flight."""
+    options = []
+    for layer in profile.layers:
+        kinds = []
+        for storage in layer.storages:
+            kind = [Decision.KEEP]
+            kind += [Decision.OFFLOAD] if storage.may_leave or storage.same_as else []
+            kind += [Decision.REBUILD] if storage.sources or storage.same_as else []
+            kinds.append(kind)
+        of_layer = [LayerPlan(decisions=each) for each in itertools.product(*kinds)]
+        if layer.may_recompute:
+            of_layer.append(LayerPlan(mode=LayerMode.RECOMPUTE))
+            of_layer.append(LayerPlan(mode=LayerMode.RECOMPUTE_OFFLOAD))
+        options.append(of_layer)
+    for layers in itertools.product(*options):
+        for inflight_bytes in inflight_choices(profile):
+            yield Plan(layers=layers, max_inflight_bytes=inflight_bytes)
+
+
+def count_all_plans(profile: StepProfile) -> int:
+    total = len(inflight_choices(profile))
+    for layer in profile.layers:
+        of_layer = 1
+        for storage in layer.storages:
+            leaves, rebuilds = storage.may_leave or storage.same_as, storage.sources or storage.same_as
+            of_layer *= 1 + bool(leaves) + bool(rebuilds)
+        total *= of_layer + 2 * layer.may_recompute
+    return total
