@@ -41,7 +41,9 @@ def make_link(
     return Hardware(name="made up", computes_on_host=computes_on_host, sources=sources, **figures)
 
 
-def make_layer(*sizes_mb: int, forward_s: float = 1.0, backward_s: float = 2.0, **more) -> LayerProfile:
+def make_layer(
+    *sizes_mb: int, forward_s: float = 1.0, backward_s: float = 2.0, **more
+) -> LayerProfile:
     """A layer that saves storages of these sizes."""
     storages = tuple(
         SavedStorage(number=number, size_bytes=size * MB) for number, size in enumerate(sizes_mb)
@@ -174,7 +176,10 @@ def count_all_plans(profile: StepProfile) -> int:
     for layer in profile.layers:
         of_layer = 1
         for storage in layer.storages:
-            leaves, rebuilds = storage.may_leave or storage.same_as, storage.sources or storage.same_as
+            leaves, rebuilds = (
+                storage.may_leave or storage.same_as,
+                storage.sources or storage.same_as,
+            )
             of_layer *= 1 + bool(leaves) + bool(rebuilds)
         total *= of_layer + 2 * layer.may_recompute
     return total

@@ -5,26 +5,21 @@ from __future__ import annotations
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from plan_cases import (
-    MB,
-    all_plans,
-    count_all_plans,
-    links,
-    make_layer,
-    make_link,
-    make_profile,
-    profiles,
-    small_chains,
-)
 
 from ebbtide.errors import BudgetError
 from ebbtide.planning.budgets import PlanBudget
 from ebbtide.planning.hardware import Hardware
-from ebbtide.planning.plan import Plan
 from ebbtide.planning.plan_search import search
 from ebbtide.planning.relaxation import relax
 from ebbtide.planning.step_profile import StepProfile
 from ebbtide.planning.step_timing import Prediction, StepTiming
+from plan_cases import (
+    all_plans,
+    count_all_plans,
+    links,
+    profiles,
+    small_chains,
+)
 
 MANY = settings(
     deadline=None, max_examples=60, suppress_health_check=list(HealthCheck), derandomize=True

@@ -112,6 +112,7 @@ class _Run:
         self._on_way_up: dict[int, Copy] = {}
         self._buffered_bytes = 0  # reloaded, and not needed yet
         self._reloads: list[int] = []  # pieces in the order of their need
+        self._places: dict[int, int] = {}  # in that order, of the pieces still to be needed
         self._next_reload = 0
         on_host = [i for i, each in enumerate(plan.layers) if each.weights_on_host]
         self._weight_uses = deque([*on_host, *reversed(on_host)])  # still to come
@@ -196,12 +197,15 @@ class _Run:
                 self._copying.remove(source.piece)
                 if source.piece not in self._in_use:
                     self._drop(source.piece)
+                    place = self._places.get(source.piece, self._next_reload)
+                    self._next_reload = min(self._next_reload, place)
 
     # ---- backward -----------------------------------------------------------------------------
 
     def backward(self) -> None:
         """Run the backward passes."""
         self._reloads = list(self._expected())
+        self._places = {piece: place for place, piece in enumerate(self._reloads)}
         for index in reversed(range(len(self._profile.layers))):
             layer, mode = self._profile.layers[index], self._plan.layers[index].mode
             self._retire()
@@ -231,7 +235,7 @@ class _Run:
     def _prefetch(self) -> None:
         while self._next_reload < len(self._reloads):
             piece = self._reloads[self._next_reload]
-            if piece not in self._there:
+            if piece not in self._there and piece in self._places:
                 over = self._buffered_bytes + self._sizes[piece] > self._plan.max_inflight_bytes
                 if over and self._buffered_bytes:
                     return
@@ -267,6 +271,7 @@ class _Run:
         if self._uses.decisions[piece] is Decision.OFFLOAD:
             self._stored_bytes -= self._sizes[piece]
         self._in_use.discard(piece)
+        self._places.pop(piece, None)
         if piece not in self._copying:  # otherwise its copy reads it
             self._drop(piece)
 

@@ -1,0 +1,95 @@
+"""Plans: text, summaries."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from ebbtide.errors import PolicyError
+from ebbtide.planning.plan import Decision, LayerMode, LayerPlan, Plan
+from ebbtide.planning.simple_plans import keep_all, offload_first, rule_plans
+from plan_cases import make_layer, make_profile
+
+KEEP, OFFLOAD, REBUILD = Decision
+
+
+def make_plan() -> Plan:
+    layers = [LayerPlan(decisions=(KEEP, OFFLOAD, REBUILD))] * 12
+    layers += [LayerPlan(mode=LayerMode.RECOMPUTE_OFFLOAD, weights_on_host=True)]
+    layers += [LayerPlan(decisions=(OFFLOAD, OFFLOAD))]
+    return Plan(
+        layers=tuple(layers), max_inflight_bytes=2**28, step_s=0.1, peak_bytes=2**30, bound_s=0.08
+    )
+
+
+def test_text_round_trip() -> None:
+    plan = make_plan()
+    assert Plan.from_json(plan.to_json()) == plan
+    unpredicted = Plan(layers=plan.layers)
+    assert Plan.from_json(unpredicted.to_json()) == unpredicted
+
+
+def test_the_gap_is_a_share_of_the_bound() -> None:
+    assert make_plan().gap == pytest.approx(0.25)  # 0.1 s is 0.02 s more than 0.08 s
+    assert Plan(layers=(), step_s=1.0, bound_s=1.0).gap == 0
+    assert Plan(layers=(), step_s=1.0, bound_s=0.0).gap == float("inf")
+    assert Plan(layers=(), step_s=1.0).gap is None
+    assert Plan(layers=(), bound_s=1.0).gap is None
+
+
+def test_the_summary_is_narrow_and_merges_equal_layers() -> None:
+    lines = str(make_plan()).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines == [
+        "step 100.00 ms, peak 1.00 GiB, in flight each way 256.0 MiB",
+        "no plan has a step below 80.00 ms: gap 25.0%",
+        "layers          mode                keep  offload  rebuild  weights",
+        "0 to 11         as is                  1        1        1  device",
+        "12              recompute+offload                           host",
+        "13              as is                  0        2        0  device",
+    ]
+
+
+def test_a_plan_that_was_not_predicted_says_so() -> None:
+    assert str(Plan(layers=())).startswith("step not predicted, peak not predicted")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("mode", "sometimes"), ("decisions", ["lose"]), ("decisions", None)],
+)
+def test_what_is_not_known_is_refused(key: str, value: object) -> None:
+    content = json.loads(make_plan().to_json())
+    content["plan"]["layers"][0][key] = value
+    with pytest.raises(PolicyError, match="the plan cannot be read"):
+        Plan.from_json(json.dumps(content))
+
+
+def test_other_text_is_refused() -> None:
+    with pytest.raises(PolicyError, match="not the JSON of an ebbtide-plan"):
+        Plan.from_json("{}")
+
+
+# ---- plans made by hand --------------------------------------------------------------------------
+
+
+def test_the_first_layers_are_offloaded() -> None:
+    profile = make_profile(make_layer(1, 1), make_layer(1), make_layer(1))
+    offloaded = offload_first(profile, 2)
+    assert [layer.decisions for layer in offloaded.layers] == [
+        (OFFLOAD, OFFLOAD),
+        (OFFLOAD,),
+        (KEEP,),
+    ]
+    assert offload_first(profile, 0) == keep_all(profile)
+
+
+def test_layers_that_may_not_be_recomputed_run_as_they_are() -> None:
+    profile = make_profile(make_layer(1), make_layer(1, may_recompute=False))
+    plans = dict(rule_plans(profile))
+    assert [layer.mode for layer in plans["recompute all"].layers] == [
+        LayerMode.RECOMPUTE,
+        LayerMode.AS_IS,
+    ]
+    assert plans["recompute + offload all"].layers[1].decisions == (OFFLOAD,)

@@ -1,0 +1,113 @@
+"""Profiles of steps: checks, comparisons, text."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+
+from ebbtide.errors import PolicyError
+from ebbtide.planning.step_profile import SavedStorage, StepProfile, StorageId
+from plan_cases import MB, make_layer, make_profile, profiles
+
+
+@given(profile=profiles())
+@settings(deadline=None, max_examples=50)
+def test_text_round_trip(profile: StepProfile) -> None:
+    assert StepProfile.from_json(profile.to_json()) == profile
+
+
+def with_storages(*storages: SavedStorage, **more: Any) -> StepProfile:
+    return make_profile(make_layer(5), dataclasses.replace(make_layer(), storages=storages, **more))
+
+
+def storage(number: int = 0, size_mb: int = 5, **more: Any) -> SavedStorage:
+    return SavedStorage(number=number, size_bytes=size_mb * MB, **more)
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: StepProfile(layers=()), "at least one LayerProfile"),
+        (lambda: make_profile(make_layer(forward_s=-1.0)), "forward_s of layer 0 must be"),
+        (lambda: make_profile(make_layer(forward_s=float("nan"))), "forward_s of layer 0"),
+        (lambda: make_profile(make_layer(forward_s=True)), "forward_s of layer 0"),
+        (lambda: make_profile(make_layer(), fixed_bytes=1.5), "fixed_bytes of the step"),
+        (lambda: make_profile(make_layer(), loss_s=None), "loss_s of the step"),
+        (lambda: with_storages(storage(1)), "number storages from 0"),
+        (lambda: with_storages(storage(size_mb=-1)), "size_bytes of storage 0 of layer 1"),
+        (lambda: with_storages(storage(same_as=StorageId(1, 0))), "no first save before it"),
+        (lambda: with_storages(storage(same_as=StorageId(0, 1))), "no first save before it"),
+        (lambda: with_storages(storage(size_mb=6, same_as=StorageId(0, 0))), "has 6000000 bytes"),
+        (
+            lambda: with_storages(storage(same_as=StorageId(0, 0)), storage(1, same_as=(1, 0))),
+            "name the storage that was saved first",
+        ),
+        (lambda: with_storages(storage(rebuild_s=1.0)), "both sources and rebuild_s"),
+        (lambda: with_storages(storage(sources=(StorageId(0, 0),))), "both sources and rebuild_s"),
+        (
+            lambda: with_storages(storage(sources=(StorageId(1, 0),), rebuild_s=1.0)),
+            "no first save before it",
+        ),
+        (
+            lambda: with_storages(
+                storage(same_as=StorageId(0, 0), sources=(StorageId(0, 0),), rebuild_s=1.0)
+            ),
+            "only a first save can have sources",
+        ),
+        (
+            lambda: with_storages(input_same_as=StorageId(0, 0), input_bytes=1),
+            "the input of layer 1 has 1 bytes",
+        ),
+    ],
+)
+def test_what_is_wrong_is_named(build: Any, message: str) -> None:
+    with pytest.raises(PolicyError, match=message):
+        build()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda content: content.update(format="other"), '"format" is not'),
+        (lambda content: content.update(version=2), "has version 2"),
+        (lambda content: content.update(version=True), "has version True"),
+        (lambda content: content.update(profile=[]), "must be an object"),
+        (lambda content: content["profile"].pop("layers"), "cannot be read"),
+        (lambda content: content["profile"].update(more=1), "cannot be read"),
+        (lambda content: content["profile"]["layers"][0].update(more=1), "cannot be read"),
+        (
+            lambda content: content["profile"]["layers"][0].update(input_same_as=[0]),
+            r"\[layer, number\]",
+        ),
+        (lambda content: content["profile"].update(fixed_bytes=-1), "fixed_bytes of the step"),
+    ],
+)
+def test_text_that_is_no_profile_is_refused(change: Any, message: str) -> None:
+    content = json.loads(make_profile(make_layer(1)).to_json())
+    change(content)
+    with pytest.raises(PolicyError, match=message):
+        StepProfile.from_json(json.dumps(content))
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", "nonsense"])
+def test_other_text_is_refused(text: str) -> None:
+    with pytest.raises(PolicyError, match="not the JSON of an ebbtide-step-profile"):
+        StepProfile.from_json(text)
+
+
+def test_equal_layers_have_one_fingerprint() -> None:
+    def layer(index: int, **more: Any) -> Any:
+        same_as = StorageId(index - 1, 0) if index else None
+        return make_layer(5, name=str(index), input_same_as=same_as, input_bytes=5 * MB, **more)
+
+    profile = make_profile(layer(0), layer(1), layer(2), layer(3, backward_s=9.0))
+    prints = [profile.fingerprint(index) for index in range(4)]
+    assert prints[1] == prints[2]  # the name and the place of a layer do not matter
+    assert hash(prints[1]) == hash(prints[2])
+    assert prints[0] != prints[1]
+    assert prints[2] != prints[3]
+    assert dataclasses.replace(profile.layers[1], name="2") != profile.layers[2]  # absolute places

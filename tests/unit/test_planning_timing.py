@@ -1,0 +1,317 @@
+"""Predicted steps from arithmetic."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from ebbtide.errors import PolicyError
+from ebbtide.planning.copy_queues import CopyQueues
+from ebbtide.planning.plan import Decision, LayerMode, LayerPlan, Plan
+from ebbtide.planning.simple_plans import keep_all, offload_first
+from ebbtide.planning.step_profile import SavedStorage, StepProfile, StorageId
+from ebbtide.planning.step_timing import Prediction, StepTiming
+from plan_cases import MB, make_layer, make_link, make_profile
+
+KEEP, OFFLOAD, REBUILD = Decision
+AS_IS, RECOMPUTE, BOTH = LayerMode
+
+
+def predict(
+    profile: StepProfile,
+    *layers: LayerPlan,
+    mb_per_s: float = 1000,
+    inflight_mb: int = 0,
+    **link: Any,
+) -> Prediction:
+    plan = Plan(layers=layers, max_inflight_bytes=inflight_mb * MB)
+    return StepTiming(profile, make_link(mb_per_s, **link)).predict(plan)
+
+
+def as_is(*decisions: Decision) -> LayerPlan:
+    return LayerPlan(decisions=decisions)
+
+
+def peaks_mb(prediction: Prediction) -> list[float]:
+    return [peak / MB for peak in prediction.peak_by_position]
+
+
+# ---- the link ------------------------------------------------------------------------------------
+
+
+def test_copies_run_in_order_each_way() -> None:
+    links = CopyQueues(make_link(10, 20, latency_s=0.5))
+    first, second = links.offload(1.0, 10 * MB), links.offload(1.0, 20 * MB)
+    up = links.reload(6.0, 40 * MB)
+    assert not links.has_ended(up, 6.0)
+    assert first.end_s == pytest.approx(1 + 0.5 + 1)
+    assert second.end_s == pytest.approx(2.5 + 0.5 + 2)
+    assert links.wait(up, 6.0) == pytest.approx(6 + 0.5 + 2)
+    assert links.wait(up, 9.0) == 9.0
+
+
+def test_both_ways_at_once_share_the_link() -> None:
+    links = CopyQueues(make_link(10, 10, 15))  # 7.5 MB/s each while both are busy
+    down, up = links.offload(0.0, 30 * MB), links.reload(2.0, 15 * MB)
+    # Alone until 2 s: 20 MB. Then 10 MB at 7.5 MB/s.
+    assert links.wait(down, 2.0) == pytest.approx(2 + 10 / 7.5)
+    # 10 MB are up by then; the other 5 MB at 10 MB/s.
+    assert links.wait(up, 2.0) == pytest.approx(2 + 10 / 7.5 + 0.5)
+
+
+def test_a_latency_does_not_slow_the_other_way_down() -> None:
+    links = CopyQueues(make_link(10, 10, 10, latency_s=1.0))
+    down, up = links.offload(0.0, 10 * MB), links.reload(0.5, 10 * MB)
+    # Down moves alone from 1.0 to 1.5 s: 5 MB. Then 5 MB/s each.
+    assert links.wait(down, 0.5) == pytest.approx(1.5 + 1)
+    assert links.wait(up, 0.5) == pytest.approx(2.5 + 0.5)
+
+
+# ---- keep ----------------------------------------------------------------------------------------
+
+
+def test_all_is_kept() -> None:
+    profile = make_profile(
+        make_layer(10, forward_working_bytes=3 * MB, backward_working_bytes=7 * MB),
+        make_layer(20, input_bytes=4 * MB),
+        fixed_bytes=100 * MB,
+        before_s=0.5,
+        loss_s=0.25,
+        after_s=1.0,
+        loss_working_bytes=2 * MB,
+    )
+    got = predict(profile, as_is(KEEP), as_is(KEEP))
+    assert got.step_s == pytest.approx(0.5 + 2 * (1 + 2) + 0.25 + 1)
+    # F0: its storage and working memory. F1: both storages and its input. Loss. B1: the input is
+    # gone, nobody saved it. B0.
+    assert peaks_mb(got) == [113, 134, 132, 130, 117]
+    assert got.peak_bytes == 134 * MB
+    assert (got.exposed_copy_s, got.host_peak_bytes, got.pinned_bytes) == (0, 0, 0)
+
+
+def test_the_work_around_the_layers_has_a_peak() -> None:
+    profile = make_profile(make_layer(1))
+    for name in ("before_working_bytes", "after_working_bytes"):
+        changed = dataclasses.replace(profile, fixed_bytes=5 * MB, **{name: 50 * MB})
+        assert predict(changed, as_is(KEEP)).peak_bytes == 55 * MB
+
+
+def test_the_weights_of_the_layers_are_on_the_device() -> None:
+    layer = make_layer(1, weight_bytes=2 * MB, gradient_bytes=3 * MB, optimizer_bytes=4 * MB)
+    assert predict(make_profile(layer, layer), as_is(KEEP), as_is(KEEP)).peak_bytes == 20 * MB
+
+
+# ---- offload -------------------------------------------------------------------------------------
+
+
+def test_copies_hide_behind_compute() -> None:
+    profile = make_profile(make_layer(10), make_layer(10), make_layer(10))
+    got = predict(profile, as_is(OFFLOAD), as_is(OFFLOAD), as_is(KEEP), mb_per_s=20, inflight_mb=20)
+    assert got.step_s == pytest.approx(9)
+    assert got.exposed_copy_s == 0
+    # F1: storage 0 is still being copied. F2: storage 1 is. At the loss, and when B2 begins, that
+    # has just left; both are reloaded in B2.
+    assert peaks_mb(got) == [10, 20, 20, 10, 30, 20, 10]
+    assert got.host_peak_bytes == got.pinned_bytes == 20 * MB
+
+
+def test_on_a_cpu_nothing_is_pinned() -> None:
+    got = predict(make_profile(make_layer(10)), as_is(OFFLOAD), computes_on_host=True)
+    assert (got.host_peak_bytes, got.pinned_bytes) == (10 * MB, 0)
+
+
+def test_compute_waits_for_the_oldest_copy_beyond_the_bound() -> None:
+    profile = make_profile(*[make_layer(10)] * 4)
+    plan = [as_is(OFFLOAD)] * 3 + [as_is(KEEP)]
+    got = predict(profile, *plan, mb_per_s=2, inflight_mb=10)
+    # Copies take 5 s. Storage 0 is on its way from 1 to 6 s, so F1 ends at 2 s and its save waits
+    # until 6 s; F2 ends at 7 s and its save waits until 11 s; F3 ends at 12 s. B3 from 12 to 14 s.
+    # Storage 2 is still on its way, until 16 s: B2 uses it as it is. Storage 1 is reloaded from 12
+    # to 17 s, and B1 runs until 19 s. Storage 0 may not be ahead as well: from 19 to 24 s.
+    assert got.step_s == pytest.approx(26)
+    assert got.exposed_copy_s == pytest.approx(4 + 4 + 1 + 5)
+    assert peaks_mb(got) == [10, 20, 20, 20, 20, 30, 20, 10, 10]
+
+
+def test_a_larger_bound_lets_more_copies_run_ahead() -> None:
+    profile = make_profile(*[make_layer(10)] * 4)
+    plan = [as_is(OFFLOAD)] * 2 + [as_is(KEEP)] * 2
+    one = predict(profile, *plan, mb_per_s=4, inflight_mb=10)
+    two = predict(profile, *plan, mb_per_s=4, inflight_mb=20)
+    # Copies take 2.5 s, down from 1 to 6 s. With a bound of 10 MB, the save of layer 1 waits until
+    # 3.5 s, so forward ends at 5.5 s; the copy of storage 1 ends at 6 s. B3 begins at 5.5 s.
+    assert one.step_s > two.step_s
+    # With 20 MB forward ends at 4 s, with storage 1 on its way until 6 s. Reload 0 from 4 to 6.5 s.
+    # B3 until 6 s, then reload 1 until 9 s. B2 until 8 s, B1 from 9 to 11 s, B0 until 13 s.
+    assert two.step_s == pytest.approx(13)
+    assert two.exposed_copy_s == pytest.approx(1)
+
+
+def test_latency_counts_for_each_copy() -> None:
+    profile = make_profile(make_layer(*[1] * 10, forward_s=0.0), make_layer(forward_s=0.0))
+    got = predict(profile, as_is(*[OFFLOAD] * 10), as_is(), latency_s=1.0, mb_per_s=1)
+    # Copies take 2 s, and with a bound of 0 each save waits for the copy before: F0 ends at 18 s.
+    # While B1 runs until 20 s, the last copy down ends, and storage 8 is reloaded. B0 waits for the
+    # other nine.
+    assert got.step_s == pytest.approx(18 + 2 + 9 * 2 + 2)
+    assert got.exposed_copy_s == pytest.approx(18 + 9 * 2)
+
+
+# ---- recompute -----------------------------------------------------------------------------------
+
+
+def test_a_recomputed_layer_keeps_its_input() -> None:
+    layer = make_layer(
+        10,
+        20,
+        input_bytes=5 * MB,
+        recompute_s=0.5,
+        forward_working_bytes=3 * MB,
+        backward_working_bytes=1 * MB,
+    )
+    got = predict(make_profile(layer, layer), LayerPlan(mode=RECOMPUTE), LayerPlan(mode=RECOMPUTE))
+    assert got.step_s == pytest.approx(2 * (1 + 2 + 0.5))
+    # F0: input, what the forward makes, working memory. F1: the other input, too. B1: both inputs,
+    # what is computed again, and the larger working memory, that of the forward.
+    assert peaks_mb(got) == [38, 43, 10, 43, 38]
+
+
+def test_a_forward_that_saves_nothing_can_need_less() -> None:
+    layer = make_layer(10, input_bytes=5 * MB, unsaved_forward_bytes=2 * MB)
+    assert peaks_mb(predict(make_profile(layer), LayerPlan(mode=RECOMPUTE)))[0] == 7
+
+
+def test_the_input_of_a_recomputed_layer_leaves_from_its_begin() -> None:
+    layer = make_layer(10, input_bytes=5 * MB)
+    profile = make_profile(layer, make_layer(7))
+    got = predict(profile, LayerPlan(mode=BOTH), as_is(KEEP), mb_per_s=5)
+    # The copy is complete when F0 ends, so the input is gone in F1. It comes back in B1.
+    assert peaks_mb(got) == [15, 7, 7, 12, 15]
+    assert got.step_s == pytest.approx(7)
+    assert got.host_peak_bytes == 5 * MB
+
+
+def test_an_input_that_the_layer_saves_itself_is_not_made_again() -> None:
+    layer = make_layer(10, 20, input_bytes=10 * MB, input_same_as=StorageId(0, 0))
+    got = predict(make_profile(layer), LayerPlan(mode=RECOMPUTE))
+    assert peaks_mb(got) == [30, 10, 30]
+
+
+# ---- share and rebuild ---------------------------------------------------------------------------
+
+
+def shared() -> StepProfile:
+    again = SavedStorage(number=0, size_bytes=10 * MB, same_as=StorageId(0, 0))
+    return make_profile(
+        make_layer(10, input_bytes=3 * MB),
+        make_layer(),
+        dataclasses.replace(
+            make_layer(), storages=(again,), input_bytes=10 * MB, input_same_as=StorageId(0, 0)
+        ),
+    )
+
+
+def test_shared_memory_counts_once_and_comes_back_once() -> None:
+    got = predict(shared(), as_is(OFFLOAD), as_is(), as_is(KEEP), mb_per_s=20)
+    # Gone in F1's end. F2 uses the memory anyway. B2 is the first to need it, B0 the last.
+    assert peaks_mb(got) == [13, 10, 10, 0, 10, 10, 10]
+    assert got.host_peak_bytes == 10 * MB
+    assert got.step_s == pytest.approx(9 + 0.5)  # B2 waits for the reload
+
+
+def test_the_first_layer_that_saves_shared_memory_decides() -> None:
+    kept = predict(shared(), as_is(KEEP), as_is(), as_is(OFFLOAD))
+    assert kept.host_peak_bytes == 0
+    # Layer 0 is recomputed and saves its input only, so now layer 2 is the first.
+    moved = predict(shared(), LayerPlan(mode=RECOMPUTE), as_is(), as_is(OFFLOAD))
+    assert moved.host_peak_bytes == 10 * MB
+    both = predict(shared(), as_is(KEEP), as_is(), LayerPlan(mode=BOTH))
+    assert both.host_peak_bytes == 0
+
+
+def rebuilding() -> StepProfile:
+    first = SavedStorage(number=0, size_bytes=10 * MB)
+    second = SavedStorage(number=1, size_bytes=20 * MB, sources=(StorageId(0, 0),), rebuild_s=0.25)
+    third = SavedStorage(number=2, size_bytes=30 * MB, sources=(StorageId(0, 1),), rebuild_s=0.5)
+    layer = dataclasses.replace(make_layer(), storages=(first, second, third))
+    return make_profile(layer, make_layer())
+
+
+def test_storages_are_rebuilt_from_others() -> None:
+    got = predict(rebuilding(), as_is(KEEP, REBUILD, REBUILD), as_is())
+    assert got.step_s == pytest.approx(6 + 0.25 + 0.5)
+    assert peaks_mb(got) == [60, 10, 10, 10, 60]
+
+
+def test_a_source_is_reloaded_for_what_is_rebuilt() -> None:
+    got = predict(rebuilding(), as_is(OFFLOAD, REBUILD, KEEP), as_is(), mb_per_s=1000)
+    assert peaks_mb(got) == [60, 40, 30, 40, 60]
+
+
+def test_a_source_stays_for_a_later_layer_that_rebuilds_from_it() -> None:
+    later = SavedStorage(number=0, size_bytes=5 * MB, sources=(StorageId(0, 0),), rebuild_s=0.25)
+    profile = make_profile(
+        make_layer(10), make_layer(), dataclasses.replace(make_layer(), storages=(later,))
+    )
+    got = predict(profile, as_is(OFFLOAD), as_is(), as_is(REBUILD), mb_per_s=20)
+    assert peaks_mb(got) == [10, 10, 5, 0, 15, 10, 10]
+
+
+def test_what_cannot_be_rebuilt_or_leave_is_kept() -> None:
+    later = SavedStorage(number=0, size_bytes=5 * MB, sources=(StorageId(0, 0),), rebuild_s=0.25)
+    stuck = SavedStorage(number=1, size_bytes=7 * MB, may_leave=False)
+    profile = make_profile(
+        make_layer(10), dataclasses.replace(make_layer(), storages=(later, stuck))
+    )
+    got = predict(profile, LayerPlan(mode=RECOMPUTE), as_is(REBUILD, OFFLOAD))
+    assert peaks_mb(got)[2] == 12  # the source is not saved
+    assert got.host_peak_bytes == 0
+
+
+# ---- weights on the host -------------------------------------------------------------------------
+
+
+def test_weights_on_the_host() -> None:
+    layer = make_layer(
+        weight_bytes=10 * MB, gradient_bytes=5 * MB, optimizer_bytes=20 * MB, host_update_s=0.1
+    )
+    profile = make_profile(layer, layer, layer)
+    plan = [LayerPlan(weights_on_host=True)] * 3
+    got = predict(profile, *plan, mb_per_s=10, inflight_mb=5)
+    # F0 waits 1 s for its weights; those of layer 1 come while it runs, and so on. Layer 2's stay
+    # for B2. All gradients are down 0.5 s after the last pass, and then the host updates.
+    assert got.step_s == pytest.approx(1 + 3 * 3 + 0.5 + 3 * 0.1)
+    assert got.exposed_copy_s == pytest.approx(1.5)
+    # Two layers' weights at once. In backward also one gradient that is made, and one on its way.
+    assert peaks_mb(got) == [20, 20, 20, 20, 25, 30, 30]
+    assert got.host_peak_bytes == 3 * 35 * MB
+
+
+# ---- plans of other profiles ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        ([as_is(KEEP)], "has 1 layers and the profile 2"),
+        ([as_is(KEEP), as_is()], "decides on 0 storages of layer 1, which saves 1"),
+        ([as_is(KEEP), LayerPlan(mode=RECOMPUTE)], "may not be recomputed"),
+    ],
+)
+def test_a_plan_of_another_profile_is_refused(layers: list[LayerPlan], message: str) -> None:
+    profile = make_profile(make_layer(1), make_layer(1, may_recompute=False))
+    with pytest.raises(PolicyError, match=message):
+        predict(profile, *layers)
+
+
+def test_k_of_n_is_what_stays_and_what_is_in_flight() -> None:
+    """The arithmetic that tests/simulation/test_timing.py holds the engine to."""
+    profile = make_profile(*[make_layer(10)] * 20)
+    plan = dataclasses.replace(offload_first(profile, 16), max_inflight_bytes=20 * MB)
+    got = StepTiming(profile, make_link(20)).predict(plan)
+    assert got.peak_bytes == (4 + 2) * 10 * MB
+    assert got.step_s == pytest.approx(20 * 3)
+    assert got.exposed_copy_s == 0
+    assert keep_all(profile) == offload_first(profile, 0)
