@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+import random
+import subprocess
+import sys
+from typing import Any
+
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from ebbtide.errors import BudgetError
+from ebbtide.errors import BudgetError, PolicyError
 from ebbtide.planning.budgets import PlanBudget
+from ebbtide.planning.choices import inflight_choices
 from ebbtide.planning.hardware import Hardware
 from ebbtide.planning.plan_search import search
 from ebbtide.planning.relaxation import relax
-from ebbtide.planning.step_profile import StepProfile
+from ebbtide.planning.simple_plans import keep_all, offload_first, rule_plans
+from ebbtide.planning.step_profile import StepProfile, StorageId
 from ebbtide.planning.step_timing import Prediction, StepTiming
 from plan_cases import (
+    MB,
     all_plans,
     count_all_plans,
     links,
+    make_layer,
+    make_link,
+    make_profile,
     profiles,
     small_chains,
 )
@@ -24,7 +37,7 @@ from plan_cases import (
 MANY = settings(
     deadline=None, max_examples=60, suppress_health_check=list(HealthCheck), derandomize=True
 )
-FEW = settings(MANY, max_examples=6)
+FEW = settings(MANY, max_examples=3)
 
 
 def predictions(profile: StepProfile, hardware: Hardware) -> list[Prediction]:
@@ -87,3 +100,201 @@ def test_search_equals_all_plans_of_longer_chains(
     count: int, data: st.DataObject, hardware: Hardware, share: float
 ) -> None:
     check_against_all(data.draw(small_chains(count)), hardware, share)
+
+
+# ---- plans made by hand --------------------------------------------------------------------------
+
+
+def random_chain(seed: int, count: int, per_layer: int) -> StepProfile:
+    choose = random.Random(seed)
+    layers = []
+    for index in range(count):
+        sizes = [choose.randint(1, 100) for _ in range(per_layer)]
+        layer = make_layer(
+            *sizes,
+            forward_s=choose.uniform(1e-3, 1e-2),
+            backward_s=choose.uniform(2e-3, 2e-2),
+            forward_working_bytes=choose.randint(0, 20) * MB,
+            backward_working_bytes=choose.randint(0, 20) * MB,
+            input_bytes=sizes[0] * MB,
+            input_same_as=StorageId(index, 0) if per_layer else None,
+        )
+        if per_layer > 1 and choose.random() < 0.5:
+            rebuilt = dataclasses.replace(
+                layer.storages[-1], sources=(StorageId(index, 0),), rebuild_s=5e-4
+            )
+            layer = dataclasses.replace(layer, storages=(*layer.storages[:-1], rebuilt))
+        layers.append(layer)
+    return make_profile(*layers, fixed_bytes=50 * MB)
+
+
+def best_by_hand(profile: StepProfile, timing: StepTiming, budget: PlanBudget) -> float:
+    """The fastest step within the budget of all plans that people make by hand."""
+    plans = [plan for _, plan in rule_plans(profile)]
+    plans += [offload_first(profile, k) for k in range(len(profile.layers) + 1)]
+    fitting = [float("inf")]
+    for plan in plans:
+        for inflight_bytes in inflight_choices(profile):
+            got = timing.predict(dataclasses.replace(plan, max_inflight_bytes=inflight_bytes))
+            if not budget.excess_bytes(got):
+                fitting.append(got.step_s)
+    return min(fitting)
+
+
+@pytest.mark.parametrize("gb_per_s", [2, 8, 25, 64, 256, 900])
+@pytest.mark.parametrize(("count", "per_layer"), [(10, 3), (30, 2)])
+def test_no_plan_made_by_hand_is_better(gb_per_s: int, count: int, per_layer: int) -> None:
+    profile = random_chain(gb_per_s + count, count, per_layer)
+    hardware = make_link(gb_per_s * 1000, both_mb_per_s=gb_per_s * 1500, latency_s=1e-5)
+    timing = StepTiming(profile, hardware)
+    peak_bytes = timing.predict(keep_all(profile)).peak_bytes
+    for share in (0.3, 0.6):
+        budget = PlanBudget(device_bytes=int(share * peak_bytes))
+        plan = search(profile, hardware, budget, timing)
+        assert plan.step_s is not None
+        assert plan.bound_s is not None
+        assert plan.step_s <= best_by_hand(profile, timing, budget)
+        assert plan.bound_s <= plan.step_s
+        assert not budget.excess_bytes(timing.predict(plan))
+
+
+def test_what_fits_is_left_alone() -> None:
+    profile = random_chain(0, 10, 3)
+    hardware = make_link(1000)
+    timing = StepTiming(profile, hardware)
+    kept = timing.predict(keep_all(profile))
+    plan = search(profile, hardware, PlanBudget(device_bytes=kept.peak_bytes), timing)
+    assert plan.layers == keep_all(profile).layers
+    assert (plan.step_s, plan.gap) == (kept.step_s, 0)
+
+
+# ---- long steps ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("equal", [True, False], ids=["equal", "random"])
+@pytest.mark.parametrize(("gb_per_s", "share"), [(5, 0.15), (25, 0.4)])
+def test_a_thousand_layers(equal: bool, gb_per_s: int, share: float) -> None:
+    profile = random_chain(1, 1000, 3)
+    if equal:
+        profile = dataclasses.replace(
+            profile,
+            layers=(make_layer(20, 30, 50, forward_s=5e-3, backward_s=1e-2, input_bytes=10 * MB),)
+            * 1000,
+        )
+    hardware = make_link(gb_per_s * 1000, both_mb_per_s=gb_per_s * 1500)
+    timing = StepTiming(profile, hardware)
+    budget = PlanBudget(device_bytes=int(share * timing.predict(keep_all(profile)).peak_bytes))
+    plan = search(profile, hardware, budget, timing)
+    assert not budget.excess_bytes(timing.predict(plan))
+    assert plan.gap is not None
+    assert plan.gap <= 0.02
+
+
+# ---- what does not fit ---------------------------------------------------------------------------
+
+
+def test_an_error_names_the_smallest_budget_and_its_price() -> None:
+    profile = random_chain(3, 6, 2)
+    hardware = make_link(10_000)
+    timing = StepTiming(profile, hardware)
+    with pytest.raises(
+        BudgetError, match="the smallest budget that a plan was found for"
+    ) as caught:
+        search(profile, hardware, PlanBudget(device_bytes=MB), timing)
+    smallest_bytes = caught.value.smallest_bytes
+    assert f"({smallest_bytes} bytes)" in str(caught.value)
+    plan = search(profile, hardware, PlanBudget(device_bytes=smallest_bytes), timing)
+    assert plan.peak_bytes == smallest_bytes
+    assert "longer than one that keeps everything" in str(caught.value)
+
+
+def test_a_budget_of_the_tier_below_is_kept() -> None:
+    profile = random_chain(4, 8, 2)
+    hardware = make_link(10_000)
+    timing = StepTiming(profile, hardware)
+    half_bytes = timing.predict(keep_all(profile)).peak_bytes // 2
+    free = timing.predict(search(profile, hardware, PlanBudget(device_bytes=half_bytes), timing))
+    assert free.host_peak_bytes > 0
+    limit_bytes = free.host_peak_bytes // 2
+    for name in ("host_bytes", "pinned_bytes"):
+        budget = PlanBudget(device_bytes=half_bytes, **{name: limit_bytes})
+        got = timing.predict(search(profile, hardware, budget, timing))
+        assert got.host_peak_bytes <= limit_bytes
+        assert got.peak_bytes <= half_bytes
+    on_cpu = dataclasses.replace(hardware, computes_on_host=True)
+    budget = PlanBudget(device_bytes=half_bytes, pinned_bytes=0)  # a CPU pins nothing
+    search(profile, on_cpu, budget, StepTiming(profile, on_cpu))
+
+
+@pytest.mark.parametrize("value", [-1, 1.5, True, None])
+def test_a_budget_is_a_number_of_bytes(value: Any) -> None:
+    with pytest.raises(PolicyError, match="device_bytes must be a whole number"):
+        PlanBudget(device_bytes=value)
+
+
+# ---- weights -------------------------------------------------------------------------------------
+
+
+def test_weights_rest_on_the_host_where_nothing_else_fits() -> None:
+    layer = make_layer(
+        10, weight_bytes=50 * MB, gradient_bytes=50 * MB, optimizer_bytes=100 * MB, input_bytes=MB
+    )
+    profile = make_profile(*[layer] * 8)
+    hardware = make_link(100)
+    timing = StepTiming(profile, hardware)
+    budget = PlanBudget(device_bytes=600 * MB)
+    with pytest.raises(BudgetError):
+        search(profile, hardware, budget, timing)
+    plan = search(profile, hardware, budget, timing, weights=True)
+    assert all(layer.weights_on_host for layer in plan.layers)
+    roomy = PlanBudget(device_bytes=8 * 210 * MB)
+    plan = search(profile, hardware, roomy, timing, weights=True)
+    assert not any(layer.weights_on_host for layer in plan.layers)
+
+
+@given(profile=profiles(3), hardware=links(), share=shares)
+@MANY
+def test_the_bound_holds_wherever_weights_rest(
+    profile: StepProfile, hardware: Hardware, share: float
+) -> None:
+    assume(count_all_plans(profile) <= 300)
+    profile = dataclasses.replace(
+        profile,
+        layers=tuple(
+            dataclasses.replace(
+                layer, weight_bytes=7 * MB, gradient_bytes=5 * MB, optimizer_bytes=9
+            )
+            for layer in profile.layers
+        ),
+    )
+    timing = StepTiming(profile, hardware)
+    got = []
+    for plan in all_plans(profile):
+        for on_host in itertools.product([False, True], repeat=len(plan.layers)):
+            layers = zip(plan.layers, on_host, strict=True)
+            placed = (dataclasses.replace(each, weights_on_host=on) for each, on in layers)
+            got.append(timing.predict(dataclasses.replace(plan, layers=tuple(placed))))
+    least, most = (pick(each.peak_bytes for each in got) for pick in (min, max))
+    budget = PlanBudget(device_bytes=int(least + share * (most - least)))
+    relaxation = relax(profile, hardware, budget, weights_on_host=True)
+    assert relaxation is not None
+    best_s = min(each.step_s for each in got if not budget.excess_bytes(each))
+    assert relaxation.bound_s <= best_s * (1 + 1e-9)
+
+
+# ---- the same every time, and light --------------------------------------------------------------
+
+
+def test_the_same_search_gives_the_same_plan() -> None:
+    profile = random_chain(5, 20, 3)
+    hardware = make_link(5000)
+    timing = StepTiming(profile, hardware)
+    budget = PlanBudget(device_bytes=timing.predict(keep_all(profile)).peak_bytes // 3)
+    plans = [search(profile, hardware, budget, timing) for _ in range(2)]
+    assert plans[0] == plans[1]
+
+
+def test_the_modules_import_no_scipy() -> None:
+    code = "import sys, ebbtide.planning.plan_search; print('scipy' in sys.modules)"
+    got = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert got.stdout.strip() == "False"

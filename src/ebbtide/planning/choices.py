@@ -10,7 +10,7 @@ from ebbtide.planning.relaxation import Relaxation
 from ebbtide.planning.step_profile import StepProfile
 from ebbtide.planning.storage_uses import StorageUses
 
-_LARGER: Final = (0, 2, 5)  # bounds on bytes in flight, in what the largest layer can offload
+_LARGER: Final = (0, 1, 2, 4)  # bounds on bytes in flight, in what the largest layer can offload
 
 
 @final

@@ -9,7 +9,7 @@ from ebbtide.planning.choices import Choices
 from ebbtide.planning.plan import Decision, Plan
 from ebbtide.planning.step_profile import StepProfile
 from ebbtide.planning.step_timing import Prediction, Predictor
-from ebbtide.planning.storage_uses import StorageUses
+from ebbtide.planning.storage_uses import NOBODY, StorageUses
 
 
 class Score(NamedTuple):
@@ -99,7 +99,7 @@ class Contest:
         for memory, decision, first in zip(
             self.uses.memories, used.decisions, used.first, strict=True
         ):
-            if first >= 0 and decision is Decision.KEEP:
+            if first != NOBODY and decision is Decision.KEEP:
                 kept_bytes += memory.size_bytes
         return kept_bytes <= self.budget.device_bytes
 

@@ -31,9 +31,9 @@ from ebbtide.units import format_size
 _GUIDES: Final = 3  # times that the programme is solved for one bound on bytes in flight
 _GUIDED_LAYERS: Final = 3000  # layers of the programmes solved, all together,
 _FEWEST_GUIDES: Final = 2  # but no fewer of them than this
-_SHARE_IN_FLIGHT: Final = 16  # what is in flight should be no more than this part of the budget
+_SHARE_IN_FLIGHT: Final = 20  # what is in flight should be no more than this part of the budget
 _CLOSE: Final = 1e-3  # gap at which no better plan is looked for,
-_CLOSE_IF_LONG: Final = 5e-3  # and that for long steps, whose predictions take long
+_CLOSE_IF_LONG: Final = 1e-2  # and that for long steps, whose predictions take long
 _LONG: Final = 256  # layers
 _SHORT: Final = 64  # layers up to which enough predictions can be made for annealing
 _ALL_COUNTS: Final = 64  # layers up to which every k of "the first k layers" is tried
@@ -90,11 +90,11 @@ def _fill(contest: Contest, hardware: Hardware, bound_s: float) -> bool:
     contest.enter(choices_of(keep_all(contest.profile), contest.uses))
     if not _is_close(contest, bound_s):
         _enter_guided(contest, hardware, bound_s)
-    if not _is_close(contest, bound_s):
+    if _best_s(contest) > bound_s:
         _enter_simple(contest)
     if not _fits(contest):
         contest.enter(_most_frugal(contest).choices)
-    if not _is_close(contest, bound_s):
+    if len(contest.profile.layers) <= _LONG and not _is_close(contest, bound_s):
         improve(contest)
     if len(contest.profile.layers) <= _SHORT and not _is_close(contest, bound_s):
         anneal(contest)
