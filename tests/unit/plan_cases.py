@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator
 
 from hypothesis import strategies as st
@@ -183,3 +184,45 @@ def count_all_plans(profile: StepProfile) -> int:
             of_layer *= 1 + bool(leaves) + bool(rebuilds)
         total *= of_layer + 2 * layer.may_recompute
     return total
+
+
+# ---- recomputation alone -------------------------------------------------------------------------
+
+
+def least_recomputation_s(profile: StepProfile, device_bytes: int) -> float | None:
+    """Seconds of the shortest step that offloads and rebuilds nothing; None if none fits.
+
+    A dynamic programme over the layers, in the manner of the published ones for chains (Beaumont,
+    Herrmann, Pallez, Shilova 2019), whose states are the bytes kept so far. They recompute segments
+    of several layers as well; here, each layer is recomputed alone, as the engine does it. Layers
+    must share nothing, and their inputs must not be saved by anything else.
+    """
+    fixed = profile.fixed_bytes
+    states = {0: 0.0}  # bytes kept by the layers so far: seconds of second forwards
+    for layer in profile.layers:
+        inside = sum(storage.size_bytes for storage in layer.storages)
+        forward = inside + layer.input_bytes + layer.forward_working_bytes
+        again = max(layer.forward_working_bytes, layer.backward_working_bytes)
+        as_is = max(forward, inside + layer.backward_working_bytes)
+        recomputed = max(forward, inside + layer.input_bytes + again)
+        following: dict[int, float] = {}
+        for kept, spent_s in states.items():
+            options = [(kept + inside, spent_s, as_is)]
+            options.append((kept + layer.input_bytes, spent_s + layer.second_forward_s, recomputed))
+            for after, after_s, need in options:
+                if fixed + kept + need <= device_bytes:
+                    following[after] = min(after_s, following.get(after, math.inf))
+        states = _undominated(following)
+    ends = [s for kept, s in states.items() if fixed + kept <= device_bytes]
+    passes_s = sum(layer.forward_s + layer.backward_s for layer in profile.layers)
+    outside_s = profile.before_s + profile.loss_s + profile.after_s
+    return outside_s + passes_s + min(ends) if ends else None
+
+
+def _undominated(states: dict[int, float]) -> dict[int, float]:
+    """The states that no other one beats in both bytes and seconds."""
+    best_s, kept_states = math.inf, {}
+    for kept, spent_s in sorted(states.items()):
+        if spent_s < best_s:
+            best_s = kept_states[kept] = spent_s
+    return kept_states

@@ -26,6 +26,7 @@ from plan_cases import (
     MB,
     all_plans,
     count_all_plans,
+    least_recomputation_s,
     links,
     make_layer,
     make_link,
@@ -63,6 +64,9 @@ def check_against_all(
         return
     assert relaxation is not None
     assert relaxation.bound_s <= min(fitting) * (1 + 1e-9)
+    whole = relax(profile, hardware, budget, whole_layers=True)
+    assert whole is not None
+    assert whole.bound_s <= min(fitting) * (1 + 1e-9)
     plan = search(profile, hardware, budget, StepTiming(profile, hardware))
     assert plan.step_s == pytest.approx(min(fitting), rel=1e-9)
     assert plan.bound_s is not None
@@ -166,6 +170,33 @@ def test_what_fits_is_left_alone() -> None:
     plan = search(profile, hardware, PlanBudget(device_bytes=kept.peak_bytes), timing)
     assert plan.layers == keep_all(profile).layers
     assert (plan.step_s, plan.gap) == (kept.step_s, 0)
+
+
+@pytest.mark.parametrize("count", [12, 25, 40])
+@pytest.mark.parametrize("share", [0.4, 0.6, 0.8])
+def test_recomputation_alone_equals_the_dynamic_programme(count: int, share: float) -> None:
+    choose = random.Random(count)
+    layers = [
+        make_layer(
+            choose.randint(10, 100),
+            forward_s=choose.uniform(0.5, 5),
+            backward_s=choose.uniform(1, 10),
+            input_bytes=choose.randint(1, 20) * MB,
+            forward_working_bytes=choose.randint(0, 10) * MB,
+            backward_working_bytes=choose.randint(0, 20) * MB,
+        )
+        for _ in range(count)
+    ]
+    profile = make_profile(*layers)
+    hardware = make_link(1e-6)  # a byte in a second: nothing is worth offloading
+    timing = StepTiming(profile, hardware)
+    budget_bytes = int(share * timing.predict(keep_all(profile)).peak_bytes)
+    plan = search(profile, hardware, PlanBudget(device_bytes=budget_bytes), timing)
+    least_s = least_recomputation_s(profile, budget_bytes)
+    assert least_s is not None
+    assert plan.step_s == pytest.approx(least_s, rel=1e-3)
+    assert plan.bound_s is not None
+    assert plan.bound_s <= least_s * (1 + 1e-9)
 
 
 # ---- long steps ----------------------------------------------------------------------------------

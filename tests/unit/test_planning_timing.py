@@ -149,6 +149,22 @@ def test_a_larger_bound_lets_more_copies_run_ahead() -> None:
     assert two.exposed_copy_s == pytest.approx(1)
 
 
+def test_a_source_that_nobody_needs_any_more_stays_until_its_copy_is_complete() -> None:
+    profile = make_profile(make_layer(10), make_layer(10))
+    got = predict(profile, as_is(KEEP), as_is(OFFLOAD), mb_per_s=1)
+    # The copy runs from 2 to 12 s; the step is over at 6 s.
+    assert peaks_mb(got) == [10, 20, 20, 20, 20]
+    assert got.step_s == pytest.approx(6)
+
+
+def test_the_last_storage_of_a_layer_comes_back_first() -> None:
+    profile = make_profile(make_layer(10, 30), make_layer())
+    got = predict(profile, as_is(OFFLOAD, OFFLOAD), as_is(), mb_per_s=1000, inflight_mb=35)
+    # 30 MB come back in B1. The other 10 MB would be more than the bound; B0 waits for them.
+    assert peaks_mb(got) == [40, 40, 0, 30, 40]
+    assert got.exposed_copy_s == pytest.approx(0.03 + 0.01)
+
+
 def test_latency_counts_for_each_copy() -> None:
     profile = make_profile(make_layer(*[1] * 10, forward_s=0.0), make_layer(forward_s=0.0))
     got = predict(profile, as_is(*[OFFLOAD] * 10), as_is(), latency_s=1.0, mb_per_s=1)
@@ -219,6 +235,13 @@ def test_shared_memory_counts_once_and_comes_back_once() -> None:
     assert peaks_mb(got) == [13, 10, 10, 0, 10, 10, 10]
     assert got.host_peak_bytes == 10 * MB
     assert got.step_s == pytest.approx(9 + 0.5)  # B2 waits for the reload
+
+
+def test_a_source_that_backward_uses_stays_when_its_copy_is_complete() -> None:
+    got = predict(shared(), as_is(OFFLOAD), as_is(), as_is(KEEP), mb_per_s=2)
+    # The copy runs from 1 to 6 s. B2, from 3 to 5 s, uses the source; B1 ends at 7 s, B0 at 9 s.
+    assert got.step_s == pytest.approx(9)
+    assert peaks_mb(got) == [13, 10, 10, 10, 10, 10, 10]
 
 
 def test_the_first_layer_that_saves_shared_memory_decides() -> None:

@@ -35,7 +35,7 @@ _SHARE_IN_FLIGHT: Final = 20  # what is in flight should be no more than this pa
 _CLOSE: Final = 1e-3  # gap at which no better plan is looked for,
 _CLOSE_IF_LONG: Final = 1e-2  # and that for long steps, whose predictions take long
 _LONG: Final = 256  # layers
-_SHORT: Final = 64  # layers up to which enough predictions can be made for annealing
+_SHORT: Final = 64  # layers up to which annealing and programmes in whole numbers are quick
 _ALL_COUNTS: Final = 64  # layers up to which every k of "the first k layers" is tried
 _SOME_COUNTS: Final = 8  # how many are tried of longer steps
 
@@ -69,7 +69,13 @@ def search(
     if weights:
         contests.append(Contest(profile, predictor, budget, weights_on_host=True))
     # With weights on the host the programme leaves out their copies, so its optimum bounds both.
-    relaxation = relax(profile, hardware, budget, weights_on_host=weights)
+    relaxation = relax(
+        profile,
+        hardware,
+        budget,
+        weights_on_host=weights,
+        whole_layers=len(profile.layers) <= _SHORT,
+    )
     if relaxation is None:
         raise _over(contests, budget)
     proofs = [_fill(contest, hardware, relaxation.bound_s) for contest in contests]
@@ -150,8 +156,14 @@ def _guide(
     if device_bytes <= 0:
         return None
     smaller = dataclasses.replace(contest.budget, device_bytes=device_bytes)
-    on_host = contest.weights_on_host
-    return relax(contest.profile, hardware, smaller, inflight_bytes, weights_on_host=on_host)
+    return relax(
+        contest.profile,
+        hardware,
+        smaller,
+        inflight_bytes,
+        weights_on_host=contest.weights_on_host,
+        whole_layers=len(contest.profile.layers) <= _SHORT,
+    )
 
 
 def _best_s(contest: Contest) -> float:

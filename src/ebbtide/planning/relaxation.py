@@ -8,6 +8,9 @@ together, for as long as compute runs or waits. The memory at each position is a
 What `StepTiming` adds to that costs time or memory: copies that are not split, latency, the bound
 on bytes in flight, the order of the queues. So the optimum is a lower bound of the step's time.
 
+For short steps, the choice whether a layer is recomputed is held to whole numbers, which makes the
+bound better; the programme then is a mixed-integer one.
+
 Where memory is shared by several layers, the programme counts it only where every plan has it.
 """
 
@@ -24,6 +27,8 @@ from ebbtide.planning.storage_uses import StorageUses
 
 _MB: Final = 1e6  # bytes are counted in MB, and seconds in ms, so that the numbers are near 1
 _MS: Final = 1e-3
+_MOST_NODES: Final = 40  # of the solver's search for whole numbers, so that it takes no longer
+_WHOLE_GAP: Final = 1e-4  # at which that search ends
 _TIE: Final = 1e-5  # share of the time of a copy that a guide pays for it, to move no byte in vain
 
 
@@ -33,7 +38,7 @@ class Relaxation:
     """The optimum of the linear programme.
 
     Args:
-        bound_s: seconds of the step.
+        bound_s: no plan has a step of fewer seconds.
         recomputed: the fraction of each layer that is recomputed.
         offloaded_bytes: how many of the bytes that each layer saves, its input aside, are
             offloaded.
@@ -84,6 +89,7 @@ def relax(
     inflight_bytes: int | None = None,
     *,
     weights_on_host: bool = False,
+    whole_layers: bool = False,
 ) -> Relaxation | None:
     """Solve the linear programme.
 
@@ -96,11 +102,14 @@ def relax(
         weights_on_host: whether weights, gradients and optimizer state need device memory only
             while their layer runs. Their copies cost nothing here, so the optimum bounds all
             plans, wherever they put the weights.
+        whole_layers: whether a layer must be recomputed as a whole or not at all. The optimum is
+            then a better bound and guide. That takes too long for steps of hundreds of layers.
 
     Returns:
         The optimum; None if no plan is within the budget.
     """
-    return _Programme(profile, hardware, budget, inflight_bytes, weights_on_host).solve()
+    programme = _Programme(profile, hardware, budget, inflight_bytes, weights_on_host)
+    return programme.solve(whole_layers=whole_layers)
 
 
 Terms = dict[int, float]
@@ -404,7 +413,7 @@ class _Programme:
 
     # ---- the optimum --------------------------------------------------------------------------
 
-    def solve(self) -> Relaxation | None:
+    def solve(self, *, whole_layers: bool) -> Relaxation | None:
         """Build the programme and solve it."""
         self._choices()
         self._link_choices()
@@ -418,7 +427,8 @@ class _Programme:
         begin = self._profile.before_working_bytes, self._profile.after_working_bytes
         if max(begin) / _MB > self._free:
             return None
-        optimum = _minimize(self._costs, self._upper, self._rows)
+        whole = self._c if whole_layers else []
+        optimum = _minimize(self._costs, self._upper, self._rows, whole)
         return None if optimum is None else self._read(*optimum)
 
     def _read(self, cost: float, values: Sequence[float]) -> Relaxation:
@@ -449,12 +459,23 @@ class _Programme:
 
 
 def _minimize(
-    costs: Sequence[float], upper: Sequence[float], rows: Sequence[Terms]
+    costs: Sequence[float], upper: Sequence[float], rows: Sequence[Terms], whole: Sequence[int]
 ) -> tuple[float, list[float]] | None:
-    """Minimize costs, with each row at most 0. Returns None if the rows contradict each other."""
+    """Minimize costs, with each row at most 0.
+
+    Args:
+        costs: the cost of each variable.
+        upper: the largest value of each variable; the smallest is 0.
+        rows: the rows.
+        whole: the variables that must be whole numbers.
+
+    Returns:
+        A lower bound of the costs, and the best values found; None if the rows contradict each
+        other.
+    """
     # Imported here: `import ebbtide` must stay light.
     import numpy as np
-    from scipy.optimize import linprog
+    from scipy.optimize import linprog, milp
     from scipy.sparse import csr_matrix
 
     limits = np.array([-row.get(_ONE, 0.0) for row in rows])
@@ -466,8 +487,22 @@ def _minimize(
                 factors.append(factor)
         begins.append(len(columns))
     matrix = csr_matrix((factors, columns, begins), shape=(len(rows), len(costs)))
+    if whole:
+        integrality = np.zeros(len(costs))
+        integrality[list(whole)] = 1
+        result: Any = milp(
+            np.array(costs),
+            integrality=integrality,
+            bounds=(0, np.array(upper)),
+            constraints=(matrix, -np.inf, limits),
+            options={"node_limit": _MOST_NODES, "mip_rel_gap": _WHOLE_GAP},
+        )
+        if result.status in (0, 1) and result.x is not None:
+            return float(result.mip_dual_bound), [float(value) for value in result.x]
+        if result.status == 2:
+            return None  # otherwise the limit came before a solution; fractions will do
     bounds = np.column_stack([np.zeros(len(upper)), np.array(upper)])
-    result: Any = linprog(np.array(costs), A_ub=matrix, b_ub=limits, bounds=bounds, method="highs")
+    result = linprog(np.array(costs), A_ub=matrix, b_ub=limits, bounds=bounds, method="highs")
     if result.status == 2:
         return None
     if result.status != 0:

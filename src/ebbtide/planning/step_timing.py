@@ -103,7 +103,7 @@ class _Run:
         self._now_s = profile.before_s
         self._waited_s = 0.0
         self._resident_bytes = profile.fixed_bytes
-        self._stored_bytes = self._stored_peak_bytes = 0
+        self._stored_bytes = 0  # in all; at the end of forward everything rests there at once
         self._there: set[int] = set()  # pieces in memory
         self._queue: deque[_Source] = deque()  # on their way down
         self._queued_bytes = 0
@@ -122,7 +122,6 @@ class _Run:
                 self._stored_bytes += layer.parameter_bytes
             else:
                 self._resident_bytes += layer.parameter_bytes
-        self._stored_peak_bytes = self._stored_bytes
         self.peaks: list[int] = []
 
     # ---- forward ------------------------------------------------------------------------------
@@ -172,7 +171,6 @@ class _Run:
             if decision is Decision.OFFLOAD:
                 self._offload(self._sizes[piece], piece)
                 self._stored_bytes += self._sizes[piece]
-                self._stored_peak_bytes = max(self._stored_peak_bytes, self._stored_bytes)
 
     def _offload(self, size_bytes: int, piece: int | None) -> None:
         self._retire()
@@ -268,8 +266,6 @@ class _Run:
 
     def _end(self, piece: int) -> None:
         """Note that nothing needs a piece any more."""
-        if self._uses.decisions[piece] is Decision.OFFLOAD:
-            self._stored_bytes -= self._sizes[piece]
         self._in_use.discard(piece)
         self._places.pop(piece, None)
         if piece not in self._copying:  # otherwise its copy reads it
@@ -326,12 +322,12 @@ class _Run:
         self._now_s += sum(layer.host_update_s for layer, on in layers if on.weights_on_host)
         self._now_s += self._profile.after_s
         end_peak_bytes = self._resident_bytes + self._profile.after_working_bytes
-        pinned_bytes = 0 if self._hardware.computes_on_host else self._stored_peak_bytes
+        pinned_bytes = 0 if self._hardware.computes_on_host else self._stored_bytes
         return Prediction(
             step_s=self._now_s,
             peak_bytes=max(self._begin_peak_bytes, end_peak_bytes, *self.peaks),
             peak_by_position=tuple(self.peaks),
             exposed_copy_s=self._waited_s,
-            host_peak_bytes=self._stored_peak_bytes,
+            host_peak_bytes=self._stored_bytes,
             pinned_bytes=pinned_bytes,
         )
