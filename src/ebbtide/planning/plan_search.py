@@ -30,7 +30,8 @@ from ebbtide.units import format_size
 
 _GUIDES: Final = 3  # times that the programme is solved for one bound on bytes in flight
 _GUIDED_LAYERS: Final = 3000  # layers of the programmes solved, all together,
-_FEWEST_GUIDES: Final = 2  # but no fewer of them than this
+_GUIDED_SHORT: Final = 300  # or, where the programmes are in whole numbers, this many,
+_FEWEST_GUIDES: Final = 3  # but no fewer programmes than this
 _SHARE_IN_FLIGHT: Final = 20  # what is in flight should be no more than this part of the budget
 _CLOSE: Final = 1e-3  # gap at which no better plan is looked for,
 _CLOSE_IF_LONG: Final = 1e-2  # and that for long steps, whose predictions take long
@@ -122,7 +123,8 @@ def _is_close(contest: Contest, bound_s: float) -> bool:
 
 def _enter_guided(contest: Contest, hardware: Hardware, bound_s: float) -> None:
     """Enter plans that are rounded from the linear programme, for each bound on bytes in flight."""
-    most = max(_FEWEST_GUIDES, _GUIDED_LAYERS // len(contest.profile.layers))
+    count = len(contest.profile.layers)
+    most = max(_FEWEST_GUIDES, (_GUIDED_SHORT if count <= _SHORT else _GUIDED_LAYERS) // count)
     for inflight_bytes in _ordered_bounds(contest):
         less_bytes = inflight_bytes
         for _ in range(_GUIDES):

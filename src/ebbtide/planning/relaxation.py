@@ -28,7 +28,7 @@ from ebbtide.planning.storage_uses import StorageUses
 _MB: Final = 1e6  # bytes are counted in MB, and seconds in ms, so that the numbers are near 1
 _MS: Final = 1e-3
 _MOST_NODES: Final = 40  # of the solver's search for whole numbers, so that it takes no longer
-_WHOLE_GAP: Final = 1e-4  # at which that search ends
+_WHOLE_GAP: Final = 3e-4  # at which that search ends
 _TIE: Final = 1e-5  # share of the time of a copy that a guide pays for it, to move no byte in vain
 
 
