@@ -20,6 +20,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import scipy
+
 from benchmarks import record
 from ebbtide.errors import BudgetError
 from ebbtide.planning.budgets import PlanBudget
@@ -62,10 +64,13 @@ def main() -> None:
         for seed in range(3)
         for share in (0.5, 0.8)
     ]
-    table = f"{_table(results)}\n\n{_recomputation_table(recomputed)}"
-    print(table)
-    found = {"searches": results, "recomputation alone": recomputed}
-    print(record.save("plan-search", vars(arguments), found, table).name)
+    configuration = {**vars(arguments), "scipy": scipy.__version__}
+    for case, found, table in (
+        ("plan-search", results, _table(results)),
+        ("plan-recomputation", recomputed, _recomputation_table(recomputed)),
+    ):
+        print(table)
+        print(record.save(case, configuration, {"cases": found}, table).name)
 
 
 def _random_chain(count: int) -> StepProfile:
@@ -146,7 +151,7 @@ def _best_by_hand(profile: StepProfile, timing: StepTiming, budget: PlanBudget) 
 
 def _table(results: Sequence[dict[str, Any]]) -> str:
     """One line a chain and link: the three budgets side by side."""
-    lines = ["| chain | link | budget: step x keep all (by hand), gap | longest search, median |"]
+    lines = ["| chain | link | budget: step x keep all (by hand), gap | longest search |"]
     lines.append("|---|---|---|---|")
     for first in range(0, len(results), len(_SHARES)):
         group = results[first : first + len(_SHARES)]
@@ -204,8 +209,7 @@ def _compare_recomputation(count: int, seed: int, share: float) -> dict[str, Any
 
 
 def _recomputation_table(results: Sequence[dict[str, Any]]) -> str:
-    lines = ["Recomputation alone, against the dynamic programme:", ""]
-    lines += ["| layers | worst step x optimum | worst bound x optimum |", "|---|---|---|"]
+    lines = ["| layers | worst step x optimum | worst bound x optimum |", "|---|---|---|"]
     for count in dict.fromkeys(each["layers"] for each in results):
         group = [each for each in results if each["layers"] == count and each["fits"]]
         worst = max((each["x_optimum"] for each in group), default=0)

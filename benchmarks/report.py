@@ -38,6 +38,8 @@ _TITLES = {
     "rebuild-step": "Time cost of rebuilding: FNO 256 x 256, batch 8, nothing offloaded",
     "rss": "Returning freed memory to the system, for models on a CPU",
     "recompute": "Peak memory with recomputed layers, for models on a CPU",
+    "plan-search": "Plans within a share of the peak of chains, predicted, and how long they take",
+    "plan-recomputation": "Plans that only recompute, against a dynamic programme's optimum",
     "pinned": "Page-locked memory that the host store takes",
     "overhead": "Host time per saved tensor",
     "link": "The link between host and accelerator",
