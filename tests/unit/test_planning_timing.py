@@ -170,10 +170,10 @@ def test_latency_counts_for_each_copy() -> None:
     profile = make_profile(make_layer(*[1] * 10, forward_s=0.0), make_layer(forward_s=0.0))
     got = predict(profile, as_is(*[OFFLOAD] * 10), as_is(), latency_s=1.0, mb_per_s=1)
     # Copies take 2 s, and with a bound of 0 each save waits for the copy before: F0 ends at 18 s.
-    # While B1 runs until 20 s, the last copy down ends, and storage 8 is reloaded. B0 waits for the
-    # other nine.
-    assert got.step_s == pytest.approx(18 + 2 + 9 * 2 + 2)
-    assert got.exposed_copy_s == pytest.approx(18 + 9 * 2)
+    # While B1 runs until 20 s, the last copy down ends, and storage 8 is reloaded. B0 reads the
+    # last source before that is let go of, and waits for the other eight.
+    assert got.step_s == pytest.approx(18 + 2 + 8 * 2 + 2)
+    assert got.exposed_copy_s == pytest.approx(18 + 8 * 2)
 
 
 # ---- recompute -----------------------------------------------------------------------------------

@@ -59,8 +59,9 @@ class StepTiming:
         hardware: the link, and whether the tier below is page-locked.
 
     Not modelled: kernels that are slower while copies use the memory, a host that queues work late,
-    a host that runs ahead and so sees copies complete late, the allocator's fragments, packing of
-    masks, rounding of page-locked memory, storages that are reloaded twice.
+    a host that runs ahead and so sees copies complete late, copies of the step before that are
+    still under way when a step begins, the allocator's fragments, packing of masks, rounding of
+    page-locked memory, storages that are reloaded twice, weights that several layers share.
     """
 
     def __init__(self, profile: StepProfile, hardware: Hardware) -> None:
@@ -206,6 +207,7 @@ class _Run:
         self._places = {piece: place for place, piece in enumerate(self._reloads)}
         for index in reversed(range(len(self._profile.layers))):
             layer, mode = self._profile.layers[index], self._plan.layers[index].mode
+            self._use_source(index)
             self._retire()
             self._bring_weights(index)
             if self._plan.layers[index].weights_on_host:
@@ -223,6 +225,14 @@ class _Run:
                 self._end(piece)
             if self._plan.layers[index].weights_on_host and layer.gradient_bytes:
                 self._offload(layer.gradient_bytes, None)
+
+    def _use_source(self, index: int) -> None:
+        """Note that backward reads what the layer saved last, before anything is let go of."""
+        saves = self._storages.saves[index]
+        if self._plan.layers[index].mode is LayerMode.AS_IS and saves:
+            piece = saves[-1][1]
+            if piece in self._copying and self._uses.last[piece] == index:
+                self._in_use.add(piece)
 
     def _expected(self) -> Iterator[int]:
         for needed in reversed(self._uses.needed):

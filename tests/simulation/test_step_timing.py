@@ -1,0 +1,56 @@
+"""What `StepTiming` predicts is what the engine does in virtual time."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from ebbtide.planning.hardware import FIGURES, Hardware, Kind, Source
+from ebbtide.planning.simple_plans import offload_first
+from ebbtide.planning.step_profile import LayerProfile, SavedStorage, StepProfile
+from ebbtide.planning.step_timing import StepTiming
+from loops import BACKWARD_S, FORWARD_S, SIZE_BYTES
+from test_timing import FAST, Run
+
+LAYER = LayerProfile(
+    name="",
+    forward_s=FORWARD_S,
+    backward_s=BACKWARD_S,
+    storages=(SavedStorage(number=0, size_bytes=SIZE_BYTES),),
+)
+
+
+def make_hardware(bytes_per_s: float) -> Hardware:
+    figures = {
+        "device_memory_bytes": 10**12,
+        "device_memory_bytes_per_s": 1e12,
+        "matmul_fp32_flops": 1e12,
+        "h2d_bytes_per_s": bytes_per_s,
+        "d2h_bytes_per_s": bytes_per_s,
+        "duplex_bytes_per_s": 2 * bytes_per_s,  # the simulated link is full duplex
+        "link_latency_s": 0.0,
+        "host_memory_bytes": 10**12,
+        "pinned_limit_bytes": 10**12,
+    }
+    sources = tuple(Source(name, Kind.ASSUMED, "simulated") for name in FIGURES if name in figures)
+    return Hardware(name="simulated", sources=sources, **figures)
+
+
+@pytest.mark.parametrize(("num_layers", "offloaded"), [(8, 3), (8, 8), (12, 9), (20, 16)])
+@pytest.mark.parametrize("tensors", [0, 1, 2, 4])
+@pytest.mark.parametrize("speed", [2.0, 1.0, 0.5, 0.35, 0.175, 0.05])
+def test_the_engine_takes_the_predicted_time_and_memory(
+    num_layers: int, offloaded: int, tensors: int, speed: float
+) -> None:
+    bound_bytes = tensors * SIZE_BYTES
+    run = Run(num_layers, offloaded, speed * FAST, bound_bytes)
+    # The first step. Later ones begin with the copies that the step before has left under way.
+    run.step()
+    profile = StepProfile(layers=(LAYER,) * num_layers)
+    plan = dataclasses.replace(offload_first(profile, offloaded), max_inflight_bytes=bound_bytes)
+    got = StepTiming(profile, make_hardware(speed * FAST)).predict(plan)
+    assert got.step_s == pytest.approx(run.step_s)
+    assert got.exposed_copy_s == pytest.approx(run.bench.stats.stall_s)
+    assert got.peak_bytes == run.bench.stats.peak_device_bytes
+    assert got.host_peak_bytes == run.bench.stats.peak_host_bytes
