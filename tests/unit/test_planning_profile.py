@@ -109,5 +109,9 @@ def test_equal_layers_have_one_fingerprint() -> None:
     assert prints[1] == prints[2]  # the name and the place of a layer do not matter
     assert hash(prints[1]) == hash(prints[2])
     assert prints[0] != prints[1]
+    again = SavedStorage(number=0, size_bytes=5 * MB, same_as=StorageId(0, 0))
+    sharing = [dataclasses.replace(make_layer(), storages=(again,))] * 2
+    shared = make_profile(make_layer(5), *sharing)
+    assert shared.fingerprint(1) != shared.fingerprint(2)  # the memory of the one before, and not
     assert prints[2] != prints[3]
     assert dataclasses.replace(profile.layers[1], name="2") != profile.layers[2]  # absolute places

@@ -69,6 +69,14 @@ def test_a_latency_does_not_slow_the_other_way_down() -> None:
     assert links.wait(up, 0.5) == pytest.approx(2.5 + 0.5)
 
 
+def test_a_latency_passes_while_nobody_looks() -> None:
+    links = CopyQueues(make_link(10, latency_s=1.0))
+    copy = links.offload(0.0, 10 * MB)
+    assert not links.has_ended(copy, 0.5)
+    assert not links.has_ended(copy, 1.5)
+    assert links.wait(copy, 1.5) == pytest.approx(2)
+
+
 # ---- keep ----------------------------------------------------------------------------------------
 
 
@@ -281,6 +289,17 @@ def test_a_source_stays_for_a_later_layer_that_rebuilds_from_it() -> None:
     )
     got = predict(profile, as_is(OFFLOAD), as_is(), as_is(REBUILD), mb_per_s=20)
     assert peaks_mb(got) == [10, 10, 5, 0, 15, 10, 10]
+
+
+def test_a_source_comes_back_no_later_than_what_is_rebuilt_from_it() -> None:
+    later = SavedStorage(number=0, size_bytes=5 * MB, sources=(StorageId(0, 0),), rebuild_s=0.25)
+    profile = make_profile(
+        make_layer(10), make_layer(), dataclasses.replace(make_layer(), storages=(later,))
+    )
+    got = predict(profile, as_is(OFFLOAD), as_is(), as_is(REBUILD), mb_per_s=10)
+    # Down from 1 to 2 s. B2 waits for the reload, from 3 to 4 s, and then rebuilds.
+    assert got.step_s == pytest.approx(9 + 1 + 0.25)
+    assert got.exposed_copy_s == pytest.approx(1)
 
 
 def test_what_cannot_be_rebuilt_or_leave_is_kept() -> None:

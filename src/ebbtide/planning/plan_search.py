@@ -36,7 +36,8 @@ _SHARE_IN_FLIGHT: Final = 20  # what is in flight should be no more than this pa
 _CLOSE: Final = 1e-3  # gap at which no better plan is looked for,
 _CLOSE_IF_LONG: Final = 1e-2  # and that for long steps, whose predictions take long
 _LONG: Final = 256  # layers
-_SHORT: Final = 64  # layers up to which annealing and programmes in whole numbers are quick
+_SHORT: Final = 64  # layers up to which annealing and programmes in whole numbers are quick,
+_FEW: Final = 16  # and up to which that is so for equal layers, too
 _ALL_COUNTS: Final = 64  # layers up to which every k of "the first k layers" is tried
 _SOME_COUNTS: Final = 8  # how many are tried of longer steps
 
@@ -75,7 +76,7 @@ def search(
         hardware,
         budget,
         weights_on_host=weights,
-        whole_layers=len(profile.layers) <= _SHORT,
+        whole_layers=_is_quick_in_whole_numbers(profile),
     )
     if relaxation is None:
         raise _over(contests, budget)
@@ -110,6 +111,17 @@ def _fill(contest: Contest, hardware: Hardware, bound_s: float) -> bool:
         enumerate_plans(contest)
         return True
     return False
+
+
+def _is_quick_in_whole_numbers(profile: StepProfile) -> bool:
+    """Whether the programme is solved quickly if layers are recomputed as a whole or not at all.
+
+    In steps of many equal layers, the solver would try one such layer after the other. There,
+    fractions of layers are rounded well, because it does not matter which of them is chosen.
+    """
+    count = len(profile.layers)
+    different = len({profile.fingerprint(index) for index in range(min(count, _SHORT))})
+    return count <= _FEW or (count <= _SHORT and 2 * different > count)
 
 
 def _fits(contest: Contest) -> bool:
@@ -164,7 +176,7 @@ def _guide(
         smaller,
         inflight_bytes,
         weights_on_host=contest.weights_on_host,
-        whole_layers=len(contest.profile.layers) <= _SHORT,
+        whole_layers=_is_quick_in_whole_numbers(contest.profile),
     )
 
 

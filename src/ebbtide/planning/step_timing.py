@@ -243,7 +243,7 @@ class _Run:
     def _prefetch(self) -> None:
         while self._next_reload < len(self._reloads):
             piece = self._reloads[self._next_reload]
-            if piece not in self._there and piece in self._places:
+            if piece not in self._there:
                 over = self._buffered_bytes + self._sizes[piece] > self._plan.max_inflight_bytes
                 if over and self._buffered_bytes:
                     return
