@@ -25,10 +25,10 @@ import scipy
 from benchmarks import record
 from ebbtide.errors import BudgetError
 from ebbtide.planning.budgets import PlanBudget
-from ebbtide.planning.choices import inflight_choices
 from ebbtide.planning.hardware import Hardware
-from ebbtide.planning.plan_search import search
-from ebbtide.planning.simple_plans import keep_all, offload_first, rule_plans
+from ebbtide.planning.searching.choices import inflight_choices
+from ebbtide.planning.searching.plan_search import search
+from ebbtide.planning.searching.simple_plans import keep_all, offload_first, rule_plans
 from ebbtide.planning.step_profile import StepProfile, StorageId
 from ebbtide.planning.step_timing import StepTiming
 

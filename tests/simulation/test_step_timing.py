@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from ebbtide.planning.hardware import FIGURES, Hardware, Kind, Source
-from ebbtide.planning.simple_plans import offload_first
+from ebbtide.planning.searching.simple_plans import offload_first
 from ebbtide.planning.step_profile import LayerProfile, SavedStorage, StepProfile
 from ebbtide.planning.step_timing import StepTiming
 from loops import BACKWARD_S, FORWARD_S, SIZE_BYTES

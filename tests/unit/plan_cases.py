@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 from hypothesis import strategies as st
 
-from ebbtide.planning.choices import inflight_choices
 from ebbtide.planning.hardware import FIGURES, Hardware, Kind, Source
 from ebbtide.planning.plan import Decision, LayerMode, LayerPlan, Plan
+from ebbtide.planning.searching.choices import inflight_choices
 from ebbtide.planning.step_profile import LayerProfile, SavedStorage, StepProfile, StorageId
 
 MB = 10**6

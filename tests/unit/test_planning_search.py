@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 from ebbtide.errors import BudgetError, PolicyError
 from ebbtide.planning.budgets import PlanBudget
-from ebbtide.planning.choices import inflight_choices
 from ebbtide.planning.hardware import Hardware
-from ebbtide.planning.plan_search import search
-from ebbtide.planning.relaxation import relax
-from ebbtide.planning.simple_plans import keep_all, offload_first, rule_plans
+from ebbtide.planning.searching.choices import inflight_choices
+from ebbtide.planning.searching.plan_search import search
+from ebbtide.planning.searching.relaxation import relax
+from ebbtide.planning.searching.simple_plans import keep_all, offload_first, rule_plans
 from ebbtide.planning.step_profile import StepProfile, StorageId
 from ebbtide.planning.step_timing import Prediction, StepTiming
 from plan_cases import (
@@ -326,6 +326,6 @@ def test_the_same_search_gives_the_same_plan() -> None:
 
 
 def test_the_modules_import_no_scipy() -> None:
-    code = "import sys, ebbtide.planning.plan_search; print('scipy' in sys.modules)"
+    code = "import sys, ebbtide.planning.searching.plan_search; print('scipy' in sys.modules)"
     got = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert got.stdout.strip() == "False"

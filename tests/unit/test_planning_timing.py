@@ -10,7 +10,7 @@ import pytest
 from ebbtide.errors import PolicyError
 from ebbtide.planning.copy_queues import CopyQueues
 from ebbtide.planning.plan import Decision, LayerMode, LayerPlan, Plan
-from ebbtide.planning.simple_plans import keep_all, offload_first
+from ebbtide.planning.searching.simple_plans import keep_all, offload_first
 from ebbtide.planning.step_profile import SavedStorage, StepProfile, StorageId
 from ebbtide.planning.step_timing import Prediction, StepTiming
 from plan_cases import MB, make_layer, make_link, make_profile

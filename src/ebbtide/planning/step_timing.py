@@ -91,7 +91,9 @@ class _Source(NamedTuple):
 
 @final
 class _Run:
-    """One step under one plan. Long, because all its methods change the same account."""
+    """One step under one plan."""
+
+    # Long: all its methods change the same account of memory, copies and time.
 
     def __init__(
         self, profile: StepProfile, hardware: Hardware, storage_uses: StorageUses, plan: Plan

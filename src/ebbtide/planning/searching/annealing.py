@@ -6,8 +6,8 @@ import math
 import random
 from typing import Final
 
-from ebbtide.planning.contest import Contest, Score
-from ebbtide.planning.improvement import apply_change, changes
+from ebbtide.planning.searching.contest import Contest, Score
+from ebbtide.planning.searching.improvement import apply_change, changes
 
 MOST_WORK: Final = 20_000
 """Number of layers that are looked at in all, over all predictions; it takes about a second."""

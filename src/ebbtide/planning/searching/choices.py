@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Final, final
 
 from ebbtide.planning.plan import Decision, LayerMode, LayerPlan, Plan
-from ebbtide.planning.relaxation import Relaxation
+from ebbtide.planning.searching.relaxation import Relaxation
 from ebbtide.planning.step_profile import StepProfile
 from ebbtide.planning.storage_uses import StorageUses
 

@@ -14,16 +14,16 @@ import dataclasses
 from typing import Final
 
 from ebbtide.errors import BudgetError
-from ebbtide.planning.annealing import anneal
 from ebbtide.planning.budgets import PlanBudget
-from ebbtide.planning.choices import choices_of, inflight_choices, rounded
-from ebbtide.planning.contest import Contest, Contestant, busy_s
-from ebbtide.planning.enumeration import MOST_PLANS, count_plans, enumerate_plans
 from ebbtide.planning.hardware import Hardware
-from ebbtide.planning.improvement import improve, relieve
 from ebbtide.planning.plan import Plan
-from ebbtide.planning.relaxation import Relaxation, relax
-from ebbtide.planning.simple_plans import keep_all, offload_first, rule_plans
+from ebbtide.planning.searching.annealing import anneal
+from ebbtide.planning.searching.choices import choices_of, inflight_choices, rounded
+from ebbtide.planning.searching.contest import Contest, Contestant, busy_s
+from ebbtide.planning.searching.enumeration import MOST_PLANS, count_plans, enumerate_plans
+from ebbtide.planning.searching.improvement import improve, relieve
+from ebbtide.planning.searching.relaxation import Relaxation, relax
+from ebbtide.planning.searching.simple_plans import keep_all, offload_first, rule_plans
 from ebbtide.planning.step_profile import StepProfile
 from ebbtide.planning.step_timing import Predictor
 from ebbtide.units import format_size

@@ -132,7 +132,9 @@ def _times(factor: float, terms: Mapping[int, float]) -> Terms:
 
 @final
 class _Programme:
-    """Builds the programme. Long, because all rows are about the same variables."""
+    """Builds the programme."""
+
+    # Long: all rows are about the same variables, which its methods share.
 
     def __init__(
         self,

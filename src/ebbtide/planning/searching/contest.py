@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple, final
 
 from ebbtide.planning.budgets import PlanBudget
-from ebbtide.planning.choices import Choices
 from ebbtide.planning.plan import Decision, Plan
+from ebbtide.planning.searching.choices import Choices
 from ebbtide.planning.step_profile import StepProfile
 from ebbtide.planning.step_timing import Prediction, Predictor
 from ebbtide.planning.storage_uses import NOBODY, StorageUses

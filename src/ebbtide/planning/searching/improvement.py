@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from ebbtide.planning.choices import Choices, inflight_choices
-from ebbtide.planning.contest import Contest, Contestant
 from ebbtide.planning.plan import Decision
+from ebbtide.planning.searching.choices import Choices, inflight_choices
+from ebbtide.planning.searching.contest import Contest, Contestant
 
 MOST_WORK: Final = 20_000
 """Number of layers that are looked at in all, over all predictions; it takes about a second."""

@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterator
 from typing import Final, final
 
-from ebbtide.planning.choices import Choices, inflight_choices
-from ebbtide.planning.contest import Contest, busy_s
 from ebbtide.planning.plan import Decision
+from ebbtide.planning.searching.choices import Choices, inflight_choices
+from ebbtide.planning.searching.contest import Contest, busy_s
 
 MOST_PLANS: Final = 20_000
 """More plans than this are not enumerated."""
