@@ -44,7 +44,7 @@ SOFT_FLAGS ?=
 
 SOFT_QUICK = $(addprefix tests/softdevice/test_soft_, capacity.py memory.py operators.py \
 	processes.py session.py streams.py training.py \
-	weight_detach.py weight_views.py weights.py)
+	weight_detach.py weight_uses.py weight_views.py weights.py)
 
 # Built first, or each process would compile it.
 soft-quick: $(VENV)/.dev  ## one order of it, and the quick tests of the software accelerator

@@ -16,8 +16,10 @@ from torch.utils._pytree import tree_leaves
 from ebbtide.coexistence.other_hooks import is_traced, refuse_moving_weights
 from ebbtide.coexistence.unsharded import find_sharded_parameters
 from ebbtide.errors import ForkedProcessError, PolicyError
+from ebbtide.forks import watch_forks
 from ebbtide.hooks.layers import LayerModules, ModuleHook
 from ebbtide.hooks.weight_units import Unit, check_units, choose_units, find_units, refuse_lazy
+from ebbtide.optimizers.grad_scaler import bring_scales, wait_for_scales
 from ebbtide.optimizers.mapped_state import MappedOptimizerState
 from ebbtide.policy import WeightPolicy
 from ebbtide.stores.store import AbstractStore
@@ -88,12 +90,30 @@ class WeightHooks:
         if any(group.resting.is_mapped for group in groups):
             most_bytes = 2 * max(group.size_bytes for group in groups)
             self._state = MappedOptimizerState(store, self.parameters, most_bytes)
+        if not device.computes_on_host:
+            wait_for_scales()
         # torch registers this hook globally, for all optimizers: it must not keep the model alive.
         watch = register_optimizer_step_pre_hook(call_weakly(self.before_step))
         self._hooks: list[Any] = [watch]
         weakref.finalize(self, self._hooks[0].remove).atexit = False
         for module, needed in self._used:
             self._hook(module, needed)
+        if not device.computes_on_host:
+            watch_forks(self)
+
+    def note_fork(self) -> None:
+        """Take the memory of the weights from the parameters, in a forked child.
+
+        Children do not inherit page-locked memory. Reading a parameter would end the process.
+        """
+        for group, member in self.parameters.members():
+            if not group.resting.is_mapped:
+                member.lose_memory()
+
+    def _is_lost(self) -> bool:
+        """Whether this process was forked, and has not inherited the memory of the weights."""
+        mapped = all(group.resting.is_mapped for group in self.weights.groups)
+        return self._gate.is_inherited and not (self._device.computes_on_host or mapped)
 
     def _hook(self, module: nn.Module, groups: Sequence[WeightGroup]) -> None:
         begin = ModuleHook(module, functools.partial(self._begin, groups))
@@ -107,6 +127,12 @@ class WeightHooks:
         Raises:
             ForkedProcessError: this process was forked from the one that did.
         """
+        if self._is_lost():
+            raise ForkedProcessError(
+                "the weights of this model rest in page-locked memory, which the process that this "
+                "one was forked from has for itself. Offload only after the processes have been "
+                "forked, or use the method 'spawn'"
+            )
         if self._gate.is_inherited:
             raise ForkedProcessError(
                 "the weights of this model rest in memory or files of the process that this one "
@@ -212,6 +238,8 @@ class WeightHooks:
         stop_substituting(self._holders)
         home = self._device.torch_device
         self.parameters.put_back()  # an interrupt may have come after the last forward
+        if self._is_lost():
+            return  # the parameters have no values here, and the memory is the parent's
         for _, member in self.parameters.members():
             member.restore_to(home)
         self.weights.close()
@@ -227,6 +255,8 @@ class WeightHooks:
         """
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.parameters.begin_step(parameters)
+        if any(parameter in self.parameters for parameter in parameters):
+            bring_scales(optimizer)
         for parameter in parameters:
             found = self.parameters.find(parameter)
             if found is None:

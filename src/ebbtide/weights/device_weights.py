@@ -375,7 +375,7 @@ class DeviceWeights(AbstractWeights):
             member.forget_unused()
             if everything:
                 for tensor in member.substitutes:
-                    self._watch_after(member, [tensor.counter()], tensor)
+                    self._watch_after(member, [tensor], tensor)
                 member.substitutes.clear()
             if not member.substitutes:
                 del self._substitutes[member]
@@ -442,7 +442,8 @@ class DeviceWeights(AbstractWeights):
         memory: torch.Tensor,
     ) -> None:
         alive = StorageWeakRef(memory.untyped_storage())  # type: ignore[no-untyped-call]
-        self._viewed_after[member.name, alive.cdata] = (alive, counters)
+        free = [each if each.grad_fn is None else each.counter() for each in counters]
+        self._viewed_after[member.name, alive.cdata] = (alive, free)
 
     def _check_views(self) -> None:
         """Check that no view has changed a weight since the forward that it was taken in.

@@ -202,6 +202,12 @@ class OffloadedParameter:
         if gradient is not None:
             parameter.grad = gradient.to(self.host.device)
 
+    def lose_memory(self) -> None:
+        """Move the parameter to the meta device, because this process has not got its memory."""
+        self.parameter.grad = None
+        become(self.parameter, torch.empty_like(self.parameter, device="meta").detach())
+        self.host = self.parameter.data
+
     def restore_to(self, home: torch.device) -> None:
         """Move the parameter and its gradient back to the device."""
         parameter = self.parameter
@@ -362,9 +368,11 @@ class OffloadedParameter:
         ]
 
     def _watch(self, tensor: DeviceParameter) -> bool:
-        tensor.let_go()
-        if tensor is not self.reused:
-            self.watched.append(tensor)
+        if tensor is self.reused:
+            tensor.let_go()
+        else:
+            # Not what belongs to a graph: it would keep the graph, and with it this object.
+            self.watched.append(tensor.let_go() if tensor.grad_fn is None else tensor.counter())
         return False
 
     def unused(self) -> list[DeviceParameter]:

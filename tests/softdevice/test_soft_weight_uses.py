@@ -1,0 +1,312 @@
+"""What else programs do with weights at rest: copies, hooks, optimizers, scalers, pipelines."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.nn import functional as F
+
+import ebbtide
+import softdevice
+from ebbtide.integrations.pipelining import offload_stages
+from soft_bench import PORTFOLIO
+from test_soft_processes import _code, _run
+
+WIDTH = 16
+
+Program = Callable[[nn.Sequential, torch.device], list[Tensor]]
+
+
+def _model(device: torch.device) -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)]
+    return nn.Sequential(*layers).to(device)
+
+
+def _batch(device: torch.device, number: int) -> Tensor:
+    return torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(number)).to(device)
+
+
+def _adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
+
+
+def _step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, number: int
+) -> Tensor:
+    optimizer.zero_grad()
+    loss = model(_batch(device, number)).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def _values(model: nn.Module) -> list[Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def _saved(state: object) -> Any:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, map_location="cpu", weights_only=False)
+
+
+def _copied(model: nn.Sequential, device: torch.device) -> list[Tensor]:
+    """Copied, pickled and saved in a forward, between forward and backward, and after it."""
+    optimizer = _adam(model)
+    _step(model, optimizer, device, 0)
+    copies: list[nn.Module] = []
+
+    def take(*_: object) -> None:
+        copies.append(copy.deepcopy(model))
+        copies.append(pickle.loads(pickle.dumps(model)))
+        copies.append(_saved(model))
+
+    x = model[1](model[0](_batch(device, 1)))
+    take()
+    loss = model[3](model[2](x)).square().mean()
+    take()
+    loss.backward()
+    take()
+    optimizer.step()
+    take()
+    assert not any("ebbtide" in type(each.forward).__module__ for each in copies)
+    return [value for each in (model, *copies) for value in _values(each)]
+
+
+def _states(model: nn.Sequential, device: torch.device) -> list[Tensor]:
+    """State dicts, saved at any time."""
+    optimizer = _adam(model)
+    _step(model, optimizer, device, 0)
+    states: list[dict[str, Tensor]] = []
+
+    def take(*_: object) -> None:
+        states.append(_saved(model.state_dict()))
+
+    hook = model[1][0].register_forward_hook(take)
+    y = model[0](_batch(device, 1))
+    y.register_hook(take)
+    loss = model[3](model[2](model[1](y))).square().mean()
+    hook.remove()
+    take()
+    loss.backward()
+    states += _saved(optimizer.state_dict())["state"].values()
+    optimizer.step()
+    return [value for state in states for value in state.values()] + _values(model)
+
+
+def _changed_by_hooks(model: nn.Sequential, device: torch.device) -> list[Tensor]:
+    """Weights of the layer that runs, of one that has run, and of one that will."""
+
+    def shrink(module: nn.Module, *_: object) -> None:
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.mul_(0.9)
+
+    def before(module: nn.Module, *_: object) -> None:
+        with torch.no_grad():
+            module.weight.mul_(0.9)  # type: ignore[operator, union-attr]
+        module.bias.data.add_(0.1)  # type: ignore[operator, union-attr]
+
+    def after(*_: object) -> None:
+        with torch.no_grad():
+            model[3][0].bias.mul_(0.9)
+        model[0][0].bias.data.mul_(1.1)
+
+    hooks = [layer.register_forward_pre_hook(shrink) for layer in model]
+    hooks += [layer[0].register_forward_pre_hook(before) for layer in model]
+    hooks.append(model[2].register_forward_hook(after))
+    optimizer = _adam(model)
+    losses = [_step(model, optimizer, device, number) for number in range(3)]
+    for hook in hooks:
+        hook.remove()
+    return losses + _values(model)
+
+
+def _switched(model: nn.Sequential, device: torch.device) -> list[Tensor]:
+    """Another optimizer, also between a backward and the step; and the first one loaded again."""
+    first = _adam(model)
+    losses = [_step(model, first, device, number) for number in range(2)]
+    state = copy.deepcopy(first.state_dict())
+    second = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
+    losses += [_step(model, second, device, number) for number in range(2, 4)]
+    model(_batch(device, 4)).square().mean().backward()
+    third = _adam(model)
+    third.load_state_dict(state)
+    third.step()
+    return [*losses, _step(model, third, device, 5), *_values(model)]
+
+
+def _stepped_in_backward(model: nn.Sequential, device: torch.device) -> list[Tensor]:
+    optimizers = {p: torch.optim.SGD([p], lr=0.1, foreach=False) for p in model.parameters()}
+
+    def step(parameter: Tensor) -> None:
+        assert isinstance(parameter, nn.Parameter)
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    hooks = [p.register_post_accumulate_grad_hook(step) for p in model.parameters()]
+    losses = []
+    for number in range(3):
+        loss = model(_batch(device, number)).square().mean()
+        loss.backward()
+        losses.append(loss.detach())
+    for hook in hooks:
+        hook.remove()
+    return losses + _values(model)
+
+
+def _searched(model: nn.Sequential, device: torch.device) -> list[Tensor]:
+    """LBFGS evaluates several times in a step, and writes the weights in between."""
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4, line_search_fn="strong_wolfe")
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = model(_batch(device, 0)).square().mean()
+        loss.backward()
+        return loss
+
+    return [optimizer.step(closure).detach() for _ in range(2)] + _values(model)  # type: ignore[arg-type, attr-defined]
+
+
+def _scaled(
+    model: nn.Sequential, device: torch.device, *, fused: bool = False, clipped: bool = False
+) -> list[Tensor]:
+    """The second of four steps has gradients that are not finite."""
+    optimizer = torch.optim.SGD(
+        model.parameters(), lr=0.1, momentum=0.9, fused=fused, foreach=False
+    )
+    scaler = torch.amp.GradScaler(device.type, init_scale=4.0)
+    scales = []
+    for number in range(4):
+        optimizer.zero_grad()
+        batch = _batch(device, number) * (float("inf") if number == 1 else 1)
+        scaler.scale(model(batch).square().mean()).backward()
+        if clipped:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_value_(model.parameters(), 0.01, foreach=False)
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(torch.tensor(scaler.get_scale()))
+    return scales + _values(model)
+
+
+def _scaled_and_fused(model: nn.Sequential, device: torch.device) -> list[Tensor]:
+    return _scaled(model, device, fused=True)
+
+
+def _scaled_and_clipped(model: nn.Sequential, device: torch.device) -> list[Tensor]:
+    return _scaled(model, device, clipped=True)
+
+
+PROGRAMS = (
+    _copied,
+    _states,
+    _changed_by_hooks,
+    _switched,
+    _stepped_in_backward,
+    _searched,
+    _scaled,
+    _scaled_and_fused,
+    _scaled_and_clipped,
+)
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__[1:])
+def test_a_program_gives_what_it_gives_without_offload(
+    device: torch.device, program: Program
+) -> None:
+    for order in PORTFOLIO:
+        softdevice.choose_order(order)
+        expected = [value.cpu() for value in program(_model(device), device)]
+        mine = _model(device)
+        with ebbtide.offload(mine, weights=ebbtide.WeightPolicy()):
+            found = program(mine, device)
+            pairs = zip(found, expected, strict=True)
+            right = [torch.equal(value.cpu(), plain) for value, plain in pairs]
+        assert all(right), f"{order}: {right}"
+
+
+@pytest.fixture
+def _group() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GLOO_SOCKET_IFNAME", "lo")
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        yield
+        dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("_group")
+def test_a_stage_of_a_pipeline_with_weights_at_rest(device: torch.device) -> None:
+    def train(*, offloads: bool) -> list[Tensor]:
+        stage = PipelineStage(_model(device), 0, 1, device)
+        pipeline = ScheduleGPipe(stage, 4, loss_fn=F.mse_loss)
+        policy = ebbtide.ActivationPolicy(min_bytes=1)
+        weights = ebbtide.WeightPolicy()
+        handle = None
+        if offloads:
+            handle = offload_stages(pipeline, resident=2, activations=policy, weights=weights)
+        optimizer = _adam(stage.submod)
+        found: list[Tensor] = []
+        for number in range(3):
+            losses: list[Tensor] = []
+            optimizer.zero_grad()
+            pipeline.step(_batch(device, number), target=_batch(device, 9), losses=losses)
+            optimizer.step()
+            found += [loss.detach() for loss in losses]
+        if handle is not None:
+            handle.detach()
+        return [value.cpu() for value in found + _values(stage.submod)]
+
+    for order in PORTFOLIO:
+        softdevice.choose_order(order)
+        expected = train(offloads=False)
+        assert all(map(torch.equal, train(offloads=True), expected)), order
+
+
+@pytest.mark.parametrize("order", ["threads", "compute-first", "copies-first", "random:1"])
+def test_a_forked_child_is_told_and_the_parent_goes_on(order: str) -> None:
+    body = """
+import ebbtide
+from torch import nn
+model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)))
+model.to("softdevice")
+handle = ebbtide.offload(model, weights=ebbtide.WeightPolicy())
+x = torch.randn(4, 8).to("softdevice")
+loss = model(x).square().mean()
+child = os.fork()
+if child == 0:
+    try:
+        model(x)
+    except ebbtide.ForkedProcessError as error:
+        print(error, flush=True)
+    try:
+        model[0][0].weight.tolist()
+    except (RuntimeError, NotImplementedError) as error:
+        print(error, flush=True)
+    print("child", {p.device.type for p in model.parameters()}, flush=True)
+    handle.detach()
+    os._exit(7)
+_, status = os.waitpid(child, 0)
+assert os.waitstatus_to_exitcode(status) == 7
+loss.backward()
+torch.optim.SGD(model.parameters(), lr=0.1).step()
+handle.detach()
+print("parent", all(p.grad is not None for p in model.parameters()))
+"""
+    finished = _run(_code(order, body))
+    assert finished.returncode == 0, finished.stderr
+    assert "Offload only after the processes have been forked" in finished.stdout
+    assert "meta" in finished.stdout
+    assert "child {'meta'}" in finished.stdout
+    assert finished.stdout.endswith("parent True\n")
