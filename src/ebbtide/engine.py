@@ -29,6 +29,7 @@ from ebbtide.hooks.saved_tensors import SavedTensorHooks
 from ebbtide.hooks.weights import WeightHooks
 from ebbtide.interface.display import count
 from ebbtide.memory.freed_memory import describe
+from ebbtide.parameters.parameters import DeviceParameter
 from ebbtide.policy import ActivationPolicy, WeightPolicy
 from ebbtide.recomputation.call import Recomputing, find_recomputing
 from ebbtide.recomputation.recomputations import Recomputations
@@ -42,7 +43,6 @@ from ebbtide.transfers.recorder import Subject, watch_nodes
 from ebbtide.transfers.stats import StepStats
 from ebbtide.transfers.transfers import Transfers
 from ebbtide.units import format_size, parse_size_bytes
-from ebbtide.weights.parameters import DeviceParameter
 
 _META = torch.device("meta")
 _WITHOUT_STREAMS = frozenset({"mps"})  # devices on which copies cannot run beside compute

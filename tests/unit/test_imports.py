@@ -26,6 +26,7 @@ CHAIN = [
     ["transfers"],
     ["activations"],
     ["recomputation"],
+    ["parameters"],
     ["weights", "execution"],
     ["optimizers"],
     ["coexistence"],

@@ -27,7 +27,7 @@ from ebbtide.transfers.record import DROPPED, REBUILT
 from ebbtide.transfers.recorder import Subject
 from ebbtide.transfers.transfers import Transfers
 
-_MOST_ENDED = 100  # backwards that are remembered without a look at which of them still matter
+_MOST_ENDED = 100  # backwards remembered without a look at which still matter
 _MOST_LISTED = 100_000  # records of a step that `saved` gives
 
 
@@ -70,7 +70,6 @@ class Activations:
         self._step = 0  # its number
         self._backwards: dict[int, bool] = {}  # autograd's running graph tasks; see `_note_task`
         self._ended: set[int] = set()  # graph tasks that have ended, without making a graph
-        self._most_ended = _MOST_ENDED
         self.wanted_again: set[tuple[int | None, int]] = set()
         transfers.before_tidying(self.note_deaths)
 
@@ -316,18 +315,15 @@ class Activations:
 
     def _end_backward(self, task: int) -> None:
         if not self._backwards.pop(task, True):
+            if len(self._ended) >= _MOST_ENDED:
+                self._ended &= {record.forward.task for record in self.alive()}
             self._ended.add(task)
         self.transfers.settle()
-        if len(self._ended) > self._most_ended:
-            with self._gate:
-                self._ended &= {record.forward.task for record in self.alive()}
-            self._most_ended = _MOST_ENDED + 2 * len(self._ended)
 
     def end_read_step(self) -> None:
         """End the step if all that graphs still hold was read by a backward that has ended.
 
-        A training loop that keeps its loss in a variable may keep a part of the graph, too, until
-        the next forward has assigned the variable anew. That forward is in the next step.
+        A training loop may keep its loss, and a part of the graph, until the next step's forward.
         """
         self.transfers.settle()
         if not self.transfers.live:
@@ -507,8 +503,7 @@ class Activations:
 
     def alive(self) -> list[StorageRecord]:
         """Return the records that graphs hold now."""
-        records = [*self._saved_before, *self._saved]
-        return [record for record in records if record.state is not DROPPED]
+        return [r for r in (*self._saved_before, *self._saved) if r.state is not DROPPED]
 
     def _note_step(self) -> None:
         """Begin another list of records if a step has ended."""

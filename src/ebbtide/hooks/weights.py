@@ -21,6 +21,7 @@ from ebbtide.hooks.layers import LayerModules, ModuleHook
 from ebbtide.hooks.weight_units import Unit, check_units, choose_units, find_units, refuse_lazy
 from ebbtide.optimizers.grad_scaler import bring_scales, wait_for_scales
 from ebbtide.optimizers.mapped_state import MappedOptimizerState
+from ebbtide.parameters.places import find_places, start_substituting, stop_substituting
 from ebbtide.policy import WeightPolicy
 from ebbtide.stores.store import AbstractStore
 from ebbtide.transfers.transfers import Transfers
@@ -29,7 +30,6 @@ from ebbtide.weights.abstract_weights import AbstractWeights
 from ebbtide.weights.device_weights import DeviceWeights
 from ebbtide.weights.groups import OffloadedParameters, WeightGroup
 from ebbtide.weights.mapped_weights import MappedWeights
-from ebbtide.weights.places import find_places, start_substituting, stop_substituting
 
 
 @final

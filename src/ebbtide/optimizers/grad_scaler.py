@@ -28,9 +28,10 @@ def wait_for_scales() -> None:
 def _waiting(get: Callable[[Any, torch.device], torch.Tensor]) -> Any:
     @functools.wraps(get)
     def waiting(copies: Any, device: torch.device) -> torch.Tensor:
+        known = set(copies._per_device_tensors)
         copy = get(copies, device)
-        if copy.device.type == "cpu" and copies.master.device.type != "cpu":
-            torch.accelerator.current_stream(copies.master.device).synchronize()
+        if device not in known and copy.device.type == "cpu" != copies.master.device.type:
+            copy.copy_(copies.master)  # which the host waits for
         return copy
 
     return waiting

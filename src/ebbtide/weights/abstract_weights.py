@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import torch
 
 from ebbtide.activations.handles import Saved
+from ebbtide.parameters.parameters import OffloadedParameter
 from ebbtide.stores.store import RestingSlot
 from ebbtide.transfers.transfers import Transfers
 from ebbtide.weights.groups import OffloadedParameters, WeightGroup
-from ebbtide.weights.parameters import OffloadedParameter
 
 
 class AbstractWeights(ABC):

@@ -29,12 +29,12 @@ from ebbtide.activations.handles import (
 )
 from ebbtide.devices.device import AbstractEvent
 from ebbtide.errors import PolicyError, SavedTensorModifiedError
+from ebbtide.parameters.parameters import DeviceParameter, OffloadedParameter
 from ebbtide.stores.store import RestingSlot
 from ebbtide.transfers.transfers import Transfers
 from ebbtide.weights.abstract_weights import AbstractWeights
 from ebbtide.weights.gradients import Gradients, cast_parameter
 from ebbtide.weights.groups import OffloadedParameters, WeightGroup
-from ebbtide.weights.parameters import DeviceParameter, OffloadedParameter
 from ebbtide.weights.residency import ResidentGroups, ViewedBuffer, WeightView
 
 _Arguments = ParamSpec("_Arguments")

@@ -19,12 +19,12 @@ from typing import Any, final
 import torch
 
 from ebbtide.devices.device import AbstractEvent, AbstractStream
+from ebbtide.parameters.parameters import DeviceParameter, OffloadedParameter
 from ebbtide.stores.store import Landing, RestingSlot
 from ebbtide.transfers.layer import in_range
 from ebbtide.transfers.record import DROPPED, GRADIENT, OFFLOADING, Record
 from ebbtide.transfers.transfers import Transfers
 from ebbtide.weights.groups import GradientBuffers, WeightGroup
-from ebbtide.weights.parameters import DeviceParameter, OffloadedParameter
 
 _CAST = "ToCopyBackward0"
 

@@ -11,10 +11,10 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ebbtide.errors import PolicyError
+from ebbtide.parameters.parameters import OffloadedParameter
 from ebbtide.stores.store import AbstractStore, RestingSlot
 from ebbtide.transfers.layer import Layer
 from ebbtide.transfers.record import STORED, WEIGHT, Record
-from ebbtide.weights.parameters import OffloadedParameter
 
 _ALIGNMENT_BYTES = 512
 

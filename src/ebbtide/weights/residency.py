@@ -9,12 +9,12 @@ from typing import final
 import torch
 
 from ebbtide.devices.device import AbstractEvent, AbstractStream
+from ebbtide.parameters.parameters import DeviceParameter, OffloadedParameter
 from ebbtide.stores.store import Target
 from ebbtide.transfers.order import AccessLog
 from ebbtide.transfers.record import STORED
 from ebbtide.transfers.transfers import Transfers
 from ebbtide.weights.groups import WeightGroup
-from ebbtide.weights.parameters import DeviceParameter, OffloadedParameter
 
 
 @final

@@ -8,7 +8,7 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from ebbtide.weights.parameters import PARAMETERS, OffloadedParameter, Place, held_at
+from ebbtide.parameters.parameters import PARAMETERS, OffloadedParameter, Place, held_at
 
 Substitute = Callable[[torch.Tensor], torch.Tensor]
 """Maps a parameter to the tensor that code gets when it reads it from a module not running."""

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from ebbtide.errors import PolicyError
-from ebbtide.weights.leaves import become, is_in_graph, make_leaf
+from ebbtide.parameters.leaves import become, is_in_graph, make_leaf
 
 Place = tuple[nn.Module, str, Any]
 """A module, its list or dict that holds a parameter, and the index or key there."""

@@ -1,0 +1,1 @@
+"""Parameters that rest in host memory, and the device parameters that replace them."""
