@@ -442,7 +442,7 @@ class DeviceWeights(AbstractWeights):
         memory: torch.Tensor,
     ) -> None:
         alive = StorageWeakRef(memory.untyped_storage())  # type: ignore[no-untyped-call]
-        free = [each if each.grad_fn is None else each.counter() for each in counters]
+        free = [each.counter() for each in counters]  # with neither a graph nor memory
         self._viewed_after[member.name, alive.cdata] = (alive, free)
 
     def _check_views(self) -> None:
