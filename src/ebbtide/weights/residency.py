@@ -194,10 +194,7 @@ class ResidentGroups:
             self.release(group)
 
     def close(self) -> None:
-        """Release all groups and free all buffers. Groups are not prefetched any more.
-
-        Only groups that live graphs need can still be brought; the memory of the others is freed.
-        """
+        """Release all groups and free all buffers. Nothing is prefetched: most memory is gone."""
         self._prefetches = False
         self.release_all()
         self._spare.clear()
