@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ebbtide
 from ebbtide import ActivationPolicy, WeightPolicy
+from ebbtide.activations.handles import Deaths, Hold
 from ebbtide.activations.saved import RecordedTensor
 from ebbtide.devices import simulated
 from ebbtide.devices.simulated import SimulatedDevice
@@ -235,6 +236,21 @@ def test_a_saved_tensor_dies_without_running_python_code() -> None:
         del loss
         sys.setprofile(None)
     assert not [name for name, event in called if event == "call"]
+
+
+def test_what_died_before_its_hold_was_awaited_can_be_noted() -> None:
+    """An interrupt can come between the two."""
+
+    class Owner:
+        pass
+
+    deaths = Deaths()
+    owner = Owner()
+    hold = Hold(owner, deaths.queue.append)
+    del owner
+    (died,) = deaths.queue
+    assert died is hold
+    deaths.awaited.discard(died)  # a weak reference has the hash of its object, if it has one
 
 
 def test_a_graph_that_outlives_an_interrupt_can_be_used() -> None:

@@ -41,6 +41,10 @@ class Hold(weakref.ref[Any]):
     """
 
     __slots__ = ()
+    # By identity. A weak reference takes the hash of its object, and has none if an interrupt came
+    # between its making and the first question for it, and the object has died of that.
+    __hash__ = object.__hash__
+    __eq__ = object.__eq__
 
     def note_death(self) -> None:
         """Note that the object has died. Called with the lock held."""
