@@ -157,8 +157,11 @@ def check_nothing_is_left(handle: ebbtide.OffloadHandle, wait: Callable[[], None
 @pytest.mark.parametrize("kind", ["disk", "simulated"])
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.timeout(3600)
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_an_interrupt_at_any_line_leaves_nothing(setting: str, kind: str) -> None:
+def test_an_interrupt_at_any_line_leaves_nothing(
+    setting: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # pytest keeps what finalizers raise, and so the frames of the whole step.
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
     x = torch.randn(8, 16)
     expected = gradients(build(), x)
     model = build()
@@ -186,9 +189,11 @@ def test_an_interrupt_at_any_line_leaves_nothing(setting: str, kind: str) -> Non
             handle.detach()
     del handle
     gc.collect()
-    for _ in range(200):
+    for attempt in range(200):
         if threading.active_count() <= threads and num_files() <= files:
             break
+        if attempt % 20 == 19:
+            gc.collect()  # what waits for copies under way keeps a device for one collection more
         time.sleep(0.02)
     assert threading.active_count() <= threads, threading.enumerate()
     assert num_files() <= files

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import sys
 import weakref
 from collections.abc import Callable
 from typing import final
@@ -72,10 +74,24 @@ class Transfers:
         self._note_deaths: list[Callable[[], None]] = []
         self._closing = False
         self.closed = self.is_broken = False
-        last = weakref.finalize(
-            self, _outlive_copies, device, self.gate, self.offloads, self.reloads
-        )
-        last.atexit = False  # when the process ends, its copies do
+
+    def __del__(self) -> None:
+        """Keep the memory of copies under way when nothing refers to the transfers any more.
+
+        The last graph has died after its model and the handle were gone. Nothing global refers to
+        the copies before: what they belong to may refer to the transfers, which would live for
+        ever.
+        """
+        if sys.is_finalizing() or self.gate.is_inherited:
+            return
+        memory = [(record.source, record.offloaded) for record in self.offloads.queue]
+        memory += [(record.buffer, record.ready) for record in self.reloads.buffered]
+        memory += self.reloads.abandoned
+        if memory:
+            # Guard copies-outlive-engine: copies under way keep their memory when the engine is
+            # collected. The device memory would be handed out again while a copy reads it or writes
+            # to it.
+            self.device.defer(functools.partial(_outlive_copies, memory, self.store))
 
     def extend_steps(self, has_more: Callable[[], bool]) -> None:
         """Keep a step open, even while no graph is alive, as long as a method returns True.
@@ -190,18 +206,11 @@ class Transfers:
 
 
 def _outlive_copies(
-    device: AbstractDevice, gate: Gate, offloads: Offloads, reloads: Reloads
+    memory: list[tuple[torch.Tensor | None, AbstractEvent | None]],
+    store: AbstractStore,  # noqa: ARG001  # the host's side, which must live until then, too
 ) -> None:
-    """Keep the memory of copies that are under way when nothing refers to the transfers any more.
-
-    This runs in a finalizer: the last graph has died after its model and the handle were gone.
-    """
-    if gate.is_inherited or not (offloads.queue or reloads.buffered or reloads.abandoned):
-        return
-    # Guard copies-outlive-engine: copies under way keep their memory when the engine is collected.
-    # The device memory would be handed out again while a copy reads it or writes to it.
-    device.defer(functools.partial(_finish, device, offloads, reloads))
-
-
-def _finish(device: AbstractDevice, offloads: Offloads, reloads: Reloads) -> None:  # noqa: ARG001
-    device.finish_copies()  # the other arguments are what must live until then
+    """Wait for copies. The device may have been collected already, so its lanes take no work."""
+    for _, copied in memory:
+        if copied is not None:
+            with contextlib.suppress(OSError):  # nobody wants the bytes any more
+                copied.synchronize()
