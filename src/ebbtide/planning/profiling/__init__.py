@@ -1,0 +1,1 @@
+"""Profiles of training steps, made without running them: see `fake_profile`."""

@@ -1,0 +1,205 @@
+"""Profiles a training step with fake tensors: no memory, no accelerator, no arithmetic.
+
+[Note: fake profile] The step runs on tensors without values. Operators are seen one by one, so the
+bytes that autograd saves and the bytes that are alive at any time are those of a real step.
+Seconds are estimates: see [Note: roofline] in `operator_costs`.
+
+- Storages that a layer saves first have the numbers that the engine gives them. Those that another
+  layer has saved before come after them.
+- What is saved outside layers, or too small to be offloaded, is no layer's. The first counts as
+  fixed, the second as working memory of all passes in which it is alive.
+- Work after one layer and before the next counts with the layer before it.
+- A parameter belongs to the layer whose call reads it first; others count as fixed.
+- Gradients count as there throughout the step.
+- A pass's working memory is the peak of what is alive in it, less what a plan that keeps everything
+  has resident then: see [Note: positions] in `planning.step_profile`.
+
+Not modelled: workspaces inside operators, rounding by the allocator, what a fused optimizer
+allocates, storages that are saved again after they were changed in place, rebuilding, packing,
+views that are gathered before they are offloaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.utils._pytree import tree_leaves
+
+from ebbtide.errors import PolicyError
+from ebbtide.interface.arguments import check_model, check_modules, parse_number, refuse
+from ebbtide.planning.hardware import Hardware
+from ebbtide.planning.profiling.fake_copies import FakeCopies
+from ebbtide.planning.profiling.layer_calls import LayerCalls
+from ebbtide.planning.profiling.operator_costs import OperatorCosts
+from ebbtide.planning.profiling.operator_watch import OperatorWatch
+from ebbtide.planning.profiling.profile_assembly import StepFindings, assemble
+from ebbtide.planning.profiling.saved_storages import SavedStorages
+from ebbtide.planning.profiling.storage_ledger import StorageLedger
+from ebbtide.planning.step_profile import StepProfile
+from ebbtide.policy import DEFAULT_MIN_BYTES
+
+Loss = Callable[[Any], Tensor]
+"""Computes the loss from what the model returns."""
+
+
+def profile_with_fake_tensors(
+    model: nn.Module,
+    batch: Sequence[Any] | Mapping[str, Any] | Tensor,
+    hardware: Hardware,
+    *,
+    layers: Iterable[nn.Module],
+    loss: Loss | None = None,
+    min_bytes: int = DEFAULT_MIN_BYTES,
+    optimizer_states: int = 2,
+) -> StepProfile:
+    """Profile one training step of a model without running it. See [Note: fake profile].
+
+    The model and its gradients stay as they are, and so do random number generators. The model may
+    be on the meta device; it is then taken to be on the CPU.
+
+    Args:
+        model: the model, in training mode if its training is meant.
+        batch: what the model is called with: one tensor, a sequence of positional arguments, or a
+            mapping of arguments by name. Only shapes and types matter.
+        hardware: the machine whose seconds are estimated.
+        layers: the modules whose calls are layers, such as
+            ``ebbtide.layers.search.find_layers(model).modules``.
+        loss: computes the loss from what the model returns; may use tensors that it closes over.
+            None means the attribute ``loss`` of what the model returns, or else the sum of all
+            floating-point tensors in it.
+        min_bytes: the same as the policy's; smaller storages are not numbered.
+        optimizer_states: tensors of the weights' size that the optimizer keeps: 2 for Adam, 1 for
+            SGD with momentum, 0 for plain SGD.
+
+    Returns:
+        The profile. No storage is marked as one that can be rebuilt.
+
+    Raises:
+        PolicyError: an argument is wrong, no layer was called, or the model cannot run with fake
+            tensors because its code looks at values.
+    """
+    # Many arguments: a step has that many parts, and most of them have defaults.
+    names = _layer_names(model, hardware, layers)
+    optimizer_states = parse_number("optimizer_states", optimizer_states)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    device = _device_of(model)
+    copies = FakeCopies(mode, device)
+    fake, arguments = copies.model(model), copies.batch(batch)
+    state = [*fake.parameters(), *fake.buffers()]
+    ledger = StorageLedger()
+    inputs = {
+        ledger.key_of(leaf) for leaf in tree_leaves((state, arguments)) if isinstance(leaf, Tensor)
+    }
+    kept = {ledger.key_of(tensor) for tensor in state}
+    saved = SavedStorages(ledger, device, kept, parse_number("min_bytes", min_bytes))
+    calls = LayerCalls(ledger, saved.enter)
+    watch = OperatorWatch(ledger, calls, OperatorCosts(hardware), kept)
+    hooks = torch.autograd.graph.saved_tensors_hooks(saved.pack, _unpack)
+    with _quiet(), _explained(model), mode, watch, calls.hooked(fake, names):
+        with hooks:
+            output = _call(fake, arguments)
+            value = _default_loss(output) if loss is None else loss(output)
+        calls.close()
+        _run_backward(value)
+    if not calls.calls:
+        raise PolicyError("the model called none of its layers; name modules that it calls")
+    found = StepFindings(
+        ledger=ledger,
+        saved=saved,
+        calls=calls.calls,
+        seconds=watch.seconds,
+        owners=watch.owners,
+        parameters={ledger.key_of(each) for each in fake.parameters()},
+        gradients={
+            ledger.key_of(each): ledger.key_of(each.grad)
+            for each in fake.parameters()
+            if each.grad is not None
+        },
+        inputs=inputs,
+    )
+    return assemble(found, hardware, optimizer_states)
+
+
+def _layer_names(model: nn.Module, hardware: Hardware, layers: Iterable[nn.Module]) -> list[str]:
+    """Return the names of the layers, in model order.
+
+    Raises:
+        PolicyError: an argument is wrong.
+    """
+    check_model(model)
+    if not isinstance(hardware, Hardware):
+        refuse("hardware", "a Hardware", hardware, 'such as Hardware.named("h100")')
+    check_modules("layers", layers)
+    wanted = {id(module) for module in layers}
+    names = [name for name, module in model.named_modules() if id(module) in wanted]
+    if not wanted or len(names) < len(wanted):
+        missing = len(wanted) - len(names)
+        raise PolicyError(
+            f"layers must name modules of the model; got {len(wanted)}, of which {missing} are not "
+            f"part of it"
+        )
+    return names
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.device.type != "meta":
+            return tensor.device
+    return torch.device("cpu")
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Leave random number generators as they are, and let autograd record."""
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        yield
+
+
+@contextlib.contextmanager
+def _explained(model: nn.Module) -> Iterator[None]:
+    """Turn what goes wrong while the model runs into a `PolicyError`."""
+    try:
+        yield
+    except PolicyError:
+        raise
+    except Exception as error:
+        raise PolicyError(
+            f"{type(model).__name__} could not be trained for a step with fake tensors, which have "
+            f"no values ({type(error).__name__}: {error}). If the step runs with real tensors, the "
+            f"model's code looks at values; profile a measured step instead"
+        ) from error
+
+
+def _call(model: nn.Module, arguments: Any) -> Any:
+    if isinstance(arguments, Mapping):
+        return model(**arguments)
+    return model(arguments) if isinstance(arguments, Tensor) else model(*arguments)
+
+
+def _default_loss(output: Any) -> Tensor:
+    loss = getattr(output, "loss", None)
+    if isinstance(loss, Tensor):
+        return loss
+    sums = [
+        leaf.sum()
+        for leaf in tree_leaves(output)
+        if isinstance(leaf, Tensor) and leaf.requires_grad
+    ]
+    if not sums:
+        raise PolicyError("the model returns no tensor that depends on a parameter; give loss=")
+    return torch.stack([each.real for each in sums]).sum() if len(sums) > 1 else sums[0].real
+
+
+def _run_backward(value: Any) -> None:
+    if not isinstance(value, Tensor) or not value.requires_grad or value.numel() != 1:
+        refuse("what loss returns", "one number that depends on the parameters", value)
+    value.backward()  # type: ignore[no-untyped-call]
+
+
+def _unpack(tensor: Tensor) -> Tensor:
+    return tensor
