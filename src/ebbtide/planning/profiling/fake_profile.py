@@ -134,6 +134,7 @@ def _layer_names(model: nn.Module, hardware: Hardware, layers: Iterable[nn.Modul
     check_model(model)
     if not isinstance(hardware, Hardware):
         refuse("hardware", "a Hardware", hardware, 'such as Hardware.named("h100")')
+    layers = [*layers] if isinstance(layers, Iterator) else layers
     check_modules("layers", layers)
     wanted = {id(module) for module in layers}
     names = [name for name, module in model.named_modules() if id(module) in wanted]

@@ -1,0 +1,312 @@
+"""Profiles from fake tensors: the bytes are those that the engine offloads."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from neuralop.models import FNO
+from torch import Tensor, nn
+
+import ebbtide
+from architectures import UNet
+from ebbtide import ActivationPolicy
+from ebbtide.errors import PolicyError
+from ebbtide.layers.search import find_layers
+from ebbtide.planning.budgets import PlanBudget
+from ebbtide.planning.hardware import Hardware
+from ebbtide.planning.profiling.fake_profile import profile_with_fake_tensors
+from ebbtide.planning.searching.plan_search import search
+from ebbtide.planning.searching.simple_plans import keep_all
+from ebbtide.planning.step_profile import StepProfile, StorageId
+from ebbtide.planning.step_timing import StepTiming
+
+H100 = Hardware.named("h100")
+
+
+def perceptron(depth: int = 3) -> nn.Sequential:
+    blocks = [nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16)) for _ in range(depth)]
+    return nn.Sequential(*blocks)
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 32, heads: int = 4) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        split = self.qkv(self.norm(x)).view(batch, length, 3, self.heads, width // self.heads)
+        q, k, v = split.permute(2, 0, 3, 1, 4).unbind(0)
+        heads = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.dropout(self.out(heads.transpose(1, 2).reshape(x.shape)))
+        return x + self.dropout(self.down(F.gelu(self.up(self.norm2(x)))))
+
+
+class GPT(nn.Module):
+    """With tied embeddings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, 32)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.norm, self.head = nn.LayerNorm(32), nn.Linear(32, 50, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+class NormNet(nn.Module):
+    """Convolutions, batch norms and changes in place, shared between blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(inplace=True))
+            for _ in range(3)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x) * block(x)  # each is called twice
+        return x
+
+
+def fno() -> nn.Module:
+    return FNO(n_modes=(6, 6), hidden_channels=8, in_channels=1, out_channels=1, n_layers=3)
+
+
+CASES: dict[str, tuple[Any, Any]] = {
+    "perceptron": (perceptron, lambda: torch.randn(64, 16)),
+    "gpt": (GPT, lambda: torch.randint(0, 50, (2, 8))),
+    "fno": (fno, lambda: torch.randn(2, 1, 16, 16)),
+    "unet": (UNet, lambda: torch.randn(2, 3, 16, 16)),
+    "norms": (NormNet, lambda: torch.randn(2, 4, 8, 8)),
+}
+
+
+def profile_of(model: nn.Module, batch: Any, min_bytes: int = 1, **more: Any) -> StepProfile:
+    layers = find_layers(model).modules
+    return profile_with_fake_tensors(model, batch, H100, layers=layers, min_bytes=min_bytes, **more)
+
+
+def saved_bytes(profile: StepProfile) -> dict[tuple[int | None, int], int]:
+    storages = ((name, profile.storage(name)) for name in profile.storage_ids())
+    return {tuple(name): each.size_bytes for name, each in storages if each.same_as is None}
+
+
+def engine_bytes(
+    model: nn.Module, batch: Tensor, min_bytes: int
+) -> tuple[Counter[tuple[int | None, int]], dict[tuple[int | None, int], tuple[int | None, ...]]]:
+    """What the engine really offloads: bytes of each storage, and who else saves it.
+
+    Several views gathered from one storage have one number. Together they are the storage here.
+    """
+    policy = ActivationPolicy(min_bytes=min_bytes, rebuild=False)
+    layers = find_layers(model).modules
+    with ebbtide.offload(model, layers=layers, activations=policy) as handle:
+        model(batch).sum().backward()
+        storages = handle.inspect().storages
+        assert {each.decision for each in storages} == {"offload"}
+        assert handle.stats.offloaded_bytes == sum(each.size_bytes for each in storages)
+    sizes: Counter[tuple[int | None, int]] = Counter()
+    for each in storages:
+        sizes[each.layer, each.number] += each.size_bytes
+    return sizes, {(each.layer, each.number): each.shared_by for each in storages}
+
+
+@pytest.mark.parametrize("min_bytes", [1, 1100])
+@pytest.mark.parametrize("name", CASES)
+def test_bytes_are_those_that_the_engine_offloads(name: str, min_bytes: int) -> None:
+    torch.manual_seed(0)
+    make_model, make_batch = CASES[name]
+    model, batch = make_model(), make_batch()
+    profile = profile_of(model, batch, min_bytes)
+    sizes, shared = engine_bytes(model, batch, min_bytes)
+    inside = {key: size for key, size in sizes.items() if key[0] is not None}
+    assert saved_bytes(profile) == inside
+    again = {
+        (index, each.same_as)
+        for index, layer in enumerate(profile.layers)
+        for each in layer.storages
+        if each.same_as is not None
+    }
+    expected = {
+        (other, StorageId(*key))
+        for key, others in shared.items()
+        for other in others
+        if other is not None and key[0] is not None
+    }
+    assert again == expected
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_outside_layers_is_fixed(name: str) -> None:
+    """The batch, what is saved outside layers, and four times the parameters there.
+
+    That is the weights, their gradients and the two states of Adam. The layers have their own.
+    """
+    torch.manual_seed(0)
+    make_model, make_batch = CASES[name]
+    model, batch = make_model(), make_batch()
+    profile = profile_of(model, batch)
+    sizes, _ = engine_bytes(model, batch, 1)
+    outside = sum(size for (layer, _), size in sizes.items() if layer is None)
+    inside = {parameter for each in find_layers(model).modules for parameter in each.parameters()}
+    outer = sum(each.nbytes for each in set(model.parameters()) - inside)
+    inner = sum(each.nbytes for each in inside)
+    batch_bytes = batch.nbytes if name == "fno" else 0  # the others save it
+    buffers = sum(each.nbytes for each in model.buffers())
+    assert profile.fixed_bytes == outside + batch_bytes + buffers + 4 * outer
+    assert sum(layer.weight_bytes for layer in profile.layers) == inner
+    assert sum(layer.parameter_bytes for layer in profile.layers) == 4 * inner
+
+
+def test_each_call_of_one_module_has_the_weights_that_it_reads() -> None:
+    """Neuralop calls one module for all its blocks; each call reads a third of the weights."""
+    layers = profile_of(fno(), torch.randn(2, 1, 16, 16)).layers
+    assert [layer.name for layer in layers] == ["fno_blocks"] * 3
+    assert layers[0].weight_bytes == layers[1].weight_bytes == layers[2].weight_bytes > 0
+
+
+def test_weights_without_gradients_have_no_state() -> None:
+    model = perceptron()
+    model[0].requires_grad_(False)
+    layers = profile_of(model, torch.randn(4, 16), optimizer_states=1).layers
+    assert [(each.gradient_bytes, each.optimizer_bytes) for each in layers] == [
+        (0, 0),
+        (2176, 2176),  # 2 (16 x 16 + 16) float32
+        (2176, 2176),
+    ]
+
+
+def test_the_batch_may_not_leave() -> None:
+    layers = profile_of(perceptron(), torch.randn(4, 16)).layers
+    assert [[each.may_leave for each in layer.storages] for layer in layers] == [
+        [False, True, True],
+        [True, True, True],
+        [True, True, True],
+    ]
+    assert [(layer.input_bytes, layer.input_same_as) for layer in layers] == [
+        (4 * 16 * 4, StorageId(index, 0)) for index in range(3)
+    ]
+
+
+def test_the_model_stays_as_it_is() -> None:
+    """Neuralop caches a grid in the model, and batch norms change their buffers."""
+    for make_model, make_batch in (CASES["fno"], CASES["norms"]):
+        torch.manual_seed(0)
+        model, batch = make_model(), make_batch()
+        tensors = [*model.parameters(), *model.buffers()]
+        expected = [each.detach().clone() for each in tensors]
+        before = torch.get_rng_state()
+        profile_of(model, batch)
+        assert torch.equal(torch.get_rng_state(), before)
+        after = [*model.parameters(), *model.buffers()]
+        assert all(map(torch.equal, after, expected))
+        assert all(one is other for one, other in zip(after, tensors, strict=True))
+        assert all(parameter.grad is None for parameter in model.parameters())
+        assert not any(module._forward_hooks for module in model.modules())
+        model(batch).sum().backward()
+        assert all(type(each.grad) is Tensor for each in model.parameters())
+
+
+def test_a_model_without_memory() -> None:
+    """3 x 2 matrices of 64 GiB each on the meta device, for a batch of 64 rows."""
+    width = 2**17
+    with torch.device("meta"):
+        blocks = [nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(3)]
+        model = nn.Sequential(*blocks)
+        batch = torch.empty(64, width)
+    profile = profile_with_fake_tensors(model, batch, H100, layers=blocks)
+    assert [layer.weight_bytes for layer in profile.layers] == [4 * (width**2 + width)] * 3
+    # The input, and the ReLU's output, which is the next layer's input.
+    assert saved_bytes(profile) == {(0, 0): 2**25, (0, 1): 2**25, (1, 0): 2**25, (2, 0): 2**25}
+
+
+def test_other_batches_and_losses() -> None:
+    model = perceptron()
+    target = torch.randn(4, 16)  # real, and closed over
+
+    def loss(output: Tensor) -> Tensor:
+        return F.mse_loss(output, target)
+
+    named = profile_of(model, {"input": torch.randn(4, 16)}, loss=loss)
+    assert named == profile_of(model, (torch.randn(4, 16),), loss=loss)
+    # The difference needs the output, which is alive anyway, and the target.
+    assert named.fixed_bytes == 2 * 4 * 16 * 4
+
+
+class LooksAtValues(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = perceptron()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(x) if x.sum() > 0 else self.blocks(-x)
+
+
+def test_a_model_that_looks_at_values_is_refused() -> None:
+    with pytest.raises(PolicyError, match=r"LooksAtValues could not be .* with fake tensors"):
+        profile_of(LooksAtValues(), torch.randn(4, 16))
+
+
+class Wrapper(nn.Module):
+    """Calls only one of its blocks, and not as a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.used(x)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model": 1}, "model must be an nn.Module"),
+        ({"hardware": "h100"}, "hardware must be a Hardware"),
+        ({"layers": []}, "layers must name modules of the model"),
+        ({"layers": [nn.Linear(1, 1)]}, "of which 1 are not part of it"),
+        ({"layers": "blocks.*"}, "layers must be a list of modules"),
+        ({"min_bytes": -1}, "min_bytes must be a whole number"),
+        ({"optimizer_states": 0.5}, "optimizer_states must be a whole number"),
+        ({"loss": lambda output: output}, "what loss returns must be one number"),
+        ({"model": nn.LazyLinear(3)}, "has no shape yet"),
+    ],
+)
+def test_wrong_arguments_are_named(change: dict[str, Any], message: str) -> None:
+    model = change.get("model", perceptron())
+    layers = [model] if isinstance(model, nn.LazyLinear) else [*getattr(model, "children", list)()]
+    given = {"model": model, "hardware": H100, "batch": torch.randn(4, 16), "layers": layers}
+    with pytest.raises(PolicyError, match=message):
+        profile_with_fake_tensors(**{**given, **change})
+
+
+def test_layers_that_are_not_called_are_named() -> None:
+    model = Wrapper()
+    with pytest.raises(PolicyError, match="called none of its layers"):
+        profile_with_fake_tensors(model, torch.randn(4, 16), H100, layers=[model.unused])
+
+
+def test_a_plan_is_found_for_it() -> None:
+    torch.manual_seed(0)
+    profile = profile_of(GPT(), torch.randint(0, 50, (2, 64)))
+    timing = StepTiming(profile, H100)
+    whole = timing.predict(keep_all(profile)).peak_bytes
+    budget = PlanBudget(device_bytes=int(0.8 * whole))
+    plan = search(profile, H100, budget, timing)
+    assert timing.predict(plan).peak_bytes <= budget.device_bytes < whole
+    assert StepProfile.from_json(profile.to_json()) == profile
