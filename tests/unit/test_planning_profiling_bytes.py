@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections import Counter
 from typing import Any
 
@@ -149,6 +151,21 @@ def test_bytes_are_those_that_the_engine_offloads(name: str, min_bytes: int) -> 
         if other is not None and key[0] is not None
     }
     assert again == expected
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_copies_of_weights_made_by_autocast_are_no_activations(frozen: bool) -> None:
+    model, batch = perceptron(), torch.randn(64, 16)
+    model[1].requires_grad_(not frozen)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = saved_bytes(profile_of(model, batch))
+        sizes, _ = engine_bytes(model, batch, 1)
+    assert found == {key: size for key, size in sizes.items() if key[0] is not None}
+
+
+def test_import_ebbtide_leaves_profiling_out() -> None:
+    code = "import ebbtide, sys; sys.exit('ebbtide.planning.profiling' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -97,6 +97,7 @@ def profile_with_fake_tensors(
     }
     kept = {ledger.key_of(tensor) for tensor in state}
     saved = SavedStorages(ledger, device, kept, parse_number("min_bytes", min_bytes))
+    saved.know_frozen(fake.parameters())
     calls = LayerCalls(ledger, saved.enter)
     watch = OperatorWatch(ledger, calls, OperatorCosts(hardware), kept)
     hooks = torch.autograd.graph.saved_tensors_hooks(saved.pack, _unpack)

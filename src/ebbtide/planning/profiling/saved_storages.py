@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Iterable, Set
 from typing import Any, Final, NamedTuple, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ebbtide.planning.profiling.storage_ledger import StorageLedger
+
+_AUTOCAST_TYPES: Final = frozenset({torch.bfloat16, torch.float16})
 
 OUTSIDE: Final = -1
 """Index of the layer of what is saved outside layers."""
@@ -80,6 +82,17 @@ class SavedStorages:
         self._parameters = parameters
         self._min_bytes = max(min_bytes, 1)
         self._counts: dict[int, int] = {}
+        self._frozen_shapes: set[torch.Size] = set()
+
+    def know_frozen(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Note the shapes of frozen parameters, by which autocast's copies of them are recognised.
+
+        Args:
+            parameters: parameters, frozen or not.
+        """
+        for each in parameters:
+            if not each.requires_grad and each.dtype not in _AUTOCAST_TYPES:
+                self._frozen_shapes |= {each.shape, each.shape[::-1]}
 
     def enter(self, layer: int) -> None:
         """Note which layer runs from now on; `OUTSIDE` if none does."""
@@ -107,7 +120,9 @@ class SavedStorages:
         if self._ledger.known_key_of(tensor) in self._parameters:
             return True
         node: Any = tensor.grad_fn
-        if node is None or node.name() not in _COPYING:
+        if node is None:
+            return tensor.dtype in _AUTOCAST_TYPES and tensor.shape in self._frozen_shapes
+        if node.name() not in _COPYING:
             return False
         while node is not None and node.name() in _COPYING:
             node = node.next_functions[0][0]
