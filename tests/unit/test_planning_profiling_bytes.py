@@ -197,6 +197,35 @@ def test_each_call_of_one_module_has_the_weights_that_it_reads() -> None:
     assert layers[0].weight_bytes == layers[1].weight_bytes == layers[2].weight_bytes > 0
 
 
+def test_weights_of_a_module_that_is_called_twice_count_once() -> None:
+    layers = profile_of(NormNet(), torch.randn(2, 4, 8, 8)).layers
+    once = 4 * (4 * 4 * 9 + 4 + 4 + 4)
+    assert [layer.weight_bytes for layer in layers] == [once, 0] * 3
+
+
+class Sliced(nn.Module):
+    """Two parameters in one storage, and small views of something large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        both = torch.randn(2, 16)
+        self.one, self.other = nn.Parameter(both[0]), nn.Parameter(both[1])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.one
+        return x[:1].exp() * self.other + x[1:2] * x[2:3]
+
+
+def test_parameters_in_one_storage_and_small_views() -> None:
+    model, batch = nn.Sequential(Sliced()), torch.randn(64, 16)
+    profile = profile_with_fake_tensors(model, batch, H100, layers=[model[0]], min_bytes=1100)
+    (layer,) = profile.layers
+    assert layer.weight_bytes == layer.gradient_bytes == 2 * 16 * 4
+    assert layer.optimizer_bytes == 2 * layer.weight_bytes
+    # The batch, and the product, of which only views are saved, each smaller than 1100 bytes.
+    assert saved_bytes(profile) == {(0, 0): batch.nbytes, (0, 1): batch.nbytes}
+
+
 def test_weights_without_gradients_have_no_state() -> None:
     model = perceptron()
     model[0].requires_grad_(False)
@@ -222,7 +251,7 @@ def test_the_batch_may_not_leave() -> None:
 
 def test_the_model_stays_as_it_is() -> None:
     """Neuralop caches a grid in the model, and batch norms change their buffers."""
-    for make_model, make_batch in (CASES["fno"], CASES["norms"]):
+    for make_model, make_batch in (CASES["fno"], CASES["norms"], CASES["gpt"]):
         torch.manual_seed(0)
         model, batch = make_model(), make_batch()
         tensors = [*model.parameters(), *model.buffers()]

@@ -107,18 +107,21 @@ def test_a_peak_inside_a_layer() -> None:
 
 
 class Checkpointed(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, reentrant: bool) -> None:
         super().__init__()
+        self.reentrant = reentrant
+        self.scale = nn.Parameter(torch.ones(()))
         self.blocks = perceptron()
 
     def forward(self, x: Tensor) -> Tensor:
+        x = x * self.scale
         for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False)
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
         return x
 
 
-def test_what_a_checkpoint_computes_again_is_working_memory_of_its_layer() -> None:
-    model = Checkpointed()
+def test_what_a_checkpoint_computes_again_belongs_to_its_layer() -> None:
+    model = Checkpointed(reentrant=False)
     profile = profile_of(model, model.blocks)
     assert [layer.name for layer in profile.layers] == ["blocks.0", "blocks.1", "blocks.2"]
     plain = profile_of(model.blocks, model.blocks)
@@ -127,3 +130,9 @@ def test_what_a_checkpoint_computes_again_is_working_memory_of_its_layer() -> No
     for ours, theirs in zip(profile.layers, plain.layers, strict=True):
         assert ours.backward_s > theirs.backward_s
         assert ours.backward_working_bytes >= theirs.backward_working_bytes
+
+
+def test_what_a_reentrant_checkpoint_computes_again_is_not_the_loss() -> None:
+    ours, theirs = (Checkpointed(reentrant=reentrant) for reentrant in (True, False))
+    nested, plain = profile_of(ours, ours.blocks), profile_of(theirs, theirs.blocks)
+    assert nested.loss_s == plain.loss_s > 0

@@ -16,7 +16,9 @@ Seconds are estimates: see [Note: roofline] in `operator_costs`.
 
 Not modelled: workspaces inside operators, rounding by the allocator, what a fused optimizer
 allocates, storages that are saved again after they were changed in place, rebuilding, packing,
-views that are gathered before they are offloaded.
+views that are gathered before they are offloaded (their storage counts whole), layers inside a
+reentrant checkpoint or another `torch.autograd.Function`, whose backward counts with what comes
+before it.
 """
 
 from __future__ import annotations
@@ -99,9 +101,10 @@ def profile_with_fake_tensors(
     saved = SavedStorages(ledger, device, kept, parse_number("min_bytes", min_bytes))
     saved.know_frozen(fake.parameters())
     calls = LayerCalls(ledger, saved.enter)
+    calls.hook(fake, names)
     watch = OperatorWatch(ledger, calls, OperatorCosts(hardware), kept)
     hooks = torch.autograd.graph.saved_tensors_hooks(saved.pack, _unpack)
-    with _quiet(), _explained(model), mode, watch, calls.hooked(fake, names):
+    with _quiet(), _explained(model), mode, watch:
         with hooks:
             output = _call(fake, arguments)
             value = _default_loss(output) if loss is None else loss(output)
@@ -116,11 +119,11 @@ def profile_with_fake_tensors(
         seconds=watch.seconds,
         owners=watch.owners,
         parameters={ledger.key_of(each) for each in fake.parameters()},
-        gradients={
-            ledger.key_of(each): ledger.key_of(each.grad)
+        gradients=[
+            (ledger.key_of(each), ledger.key_of(each.grad))
             for each in fake.parameters()
             if each.grad is not None
-        },
+        ],
         inputs=inputs,
     )
     return assemble(found, hardware, optimizer_states)

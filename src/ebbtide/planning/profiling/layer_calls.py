@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import bisect
-import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, final
 
 import torch
@@ -53,27 +52,18 @@ class LayerCalls:
         self._parts = [START]
         self._end_number = 0
 
-    @contextlib.contextmanager
-    def hooked(self, model: nn.Module, names: Iterable[str]) -> Iterator[None]:
-        """Hook modules while the context lasts.
+    def hook(self, model: nn.Module, names: Iterable[str]) -> None:
+        """Hook the layers of a model, for good.
 
         Args:
-            model: the model.
+            model: a copy of the model, which is used once.
             names: names of the modules whose calls count.
         """
-        handles = []
-        try:
-            for name in names:
-                module = model.get_submodule(name)
-                begin = functools.partial(self._begin, name)
-                handles.append(
-                    module.register_forward_pre_hook(begin, prepend=True, with_kwargs=True)
-                )
-                handles.append(module.register_forward_hook(self._end, always_call=True))
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        for name in names:
+            module = model.get_submodule(name)
+            begin = functools.partial(self._begin, name)
+            module.register_forward_pre_hook(begin, prepend=True, with_kwargs=True)
+            module.register_forward_hook(self._end, always_call=True)
 
     def _begin(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:  # noqa: ARG002
         if torch._C._current_graph_task_id() != -1:

@@ -38,7 +38,7 @@ class StepFindings:
         seconds: seconds of each part of the step.
         owners: index of the layer that each parameter belongs to, by the key of its storage.
         parameters: keys of the storages of parameters, not of buffers.
-        gradients: keys of the storages of gradients, by that of the parameter.
+        gradients: keys of the storages of a parameter and of its gradient.
         inputs: keys of the storages of parameters, buffers and the batch: all that there was before
             the step.
     """
@@ -49,7 +49,7 @@ class StepFindings:
     seconds: Mapping[Part, float]
     owners: Mapping[int, int]
     parameters: Set[int]
-    gradients: Mapping[int, int]
+    gradients: Sequence[tuple[int, int]]
     inputs: Set[int]
 
 
@@ -95,7 +95,9 @@ class _Assembly:
             position = self._position(part)
             self._seconds[position] = self._seconds.get(position, 0.0) + took_s
         self._peaks: dict[Position, int] = {}
-        for part, peak_bytes in found.ledger.peaks(set(found.gradients.values())).items():
+        for part, peak_bytes in found.ledger.peaks(
+            {gradient for _, gradient in found.gradients}
+        ).items():
             position = self._position(part)
             self._peaks[position] = max(self._peaks.get(position, 0), peak_bytes)
         self._parameters = [_NOTHING] * (self._count + 1)  # the last one: outside layers
@@ -119,8 +121,8 @@ class _Assembly:
 
     def _add_parameter(self, key: int) -> None:
         owner = self._found.owners.get(key, OUTSIDE)
-        gradient = self._found.gradients.get(key)
-        gradient_bytes = 0 if gradient is None else self._sizes[gradient]
+        gradients = (gradient for of, gradient in self._found.gradients if of == key)
+        gradient_bytes = sum(self._sizes[gradient] for gradient in gradients)
         before = self._parameters[owner]
         self._parameters[owner] = _ParameterBytes(
             before.weight_bytes + self._sizes[key],
