@@ -104,7 +104,7 @@ def profile_with_fake_tensors(
     calls.hook(fake, names)
     watch = OperatorWatch(ledger, calls, OperatorCosts(hardware), kept)
     hooks = torch.autograd.graph.saved_tensors_hooks(saved.pack, _unpack)
-    with _quiet(), _explained(model), mode, watch:
+    with torch.enable_grad(), _explained(model), mode, watch:
         with hooks:
             output = _call(fake, arguments)
             value = _default_loss(output) if loss is None else loss(output)
@@ -156,13 +156,6 @@ def _device_of(model: nn.Module) -> torch.device:
         if tensor.device.type != "meta":
             return tensor.device
     return torch.device("cpu")
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Leave random number generators as they are, and let autograd record."""
-    with torch.random.fork_rng(devices=[]), torch.enable_grad():
-        yield
 
 
 @contextlib.contextmanager
