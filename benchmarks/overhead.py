@@ -25,11 +25,11 @@ import ebbtide
 from benchmarks import record
 from benchmarks.instant import InstantDevice
 from ebbtide.activations.activations import Activations
-from ebbtide.activations.parameter_index import ParameterIndex
 from ebbtide.activations.placement import Placement
 from ebbtide.hooks.saved_tensors import SavedTensorHooks
 from ebbtide.policy import ActivationPolicy
 from ebbtide.stores.pinned import PinnedStore
+from ebbtide.tensors.parameter_index import ParameterIndex
 from ebbtide.transfers.transfers import Transfers
 
 Context = Callable[[], contextlib.AbstractContextManager[object]]

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from benchmarks import record
 from ebbtide.activations.activations import Activations
-from ebbtide.activations.parameter_index import ParameterIndex
 from ebbtide.activations.placement import Placement
 from ebbtide.demo.config import DemoConfig
 from ebbtide.demo.darcy_fno import build_model
@@ -33,6 +32,7 @@ from ebbtide.hooks.saved_tensors import SavedTensorHooks
 from ebbtide.policy import ActivationPolicy
 from ebbtide.stores.pinned import PinnedStore
 from ebbtide.stores.store import AbstractStore, Landing, RestingSlot, Slot, Target
+from ebbtide.tensors.parameter_index import ParameterIndex
 from ebbtide.transfers.transfers import Transfers
 from ebbtide.units import format_size
 

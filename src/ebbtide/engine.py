@@ -14,7 +14,6 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from ebbtide.activations.activations import Activations
-from ebbtide.activations.parameter_index import ParameterIndex
 from ebbtide.activations.placement import Placement, Plan
 from ebbtide.activations.records import UnitRecords
 from ebbtide.coexistence.other_hooks import hooks_are_wanted, let_others_disable
@@ -36,6 +35,7 @@ from ebbtide.recomputation.recomputations import Recomputations
 from ebbtide.reports.inspection import Inspection, inspect
 from ebbtide.schedule import Action, Direction, Schedule, Unit
 from ebbtide.stores.build import build_store, parse_store
+from ebbtide.tensors.parameter_index import ParameterIndex
 from ebbtide.tracing.trace import Trace
 from ebbtide.transfers.layer import Layer
 from ebbtide.transfers.prefetch import ForwardLog

@@ -10,7 +10,6 @@ import torch
 
 from ebbtide.activations.activations import Activations
 from ebbtide.activations.handles import Saved, restore
-from ebbtide.activations.parameter_index import ParameterIndex
 from ebbtide.activations.placement import Placement
 from ebbtide.devices.simulated import SimulatedDevice
 from ebbtide.errors import PolicyError
@@ -20,6 +19,7 @@ from ebbtide.interface.arguments import refuse
 from ebbtide.policy import ActivationPolicy
 from ebbtide.schedule import Direction, Pass, Schedule, Unit
 from ebbtide.stores.pinned import PinnedStore
+from ebbtide.tensors.parameter_index import ParameterIndex
 from ebbtide.tracing.trace import Trace
 from ebbtide.transfers.layer import Layer
 from ebbtide.transfers.transfers import Transfers

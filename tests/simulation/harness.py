@@ -20,7 +20,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ebbtide.activations import rebuild
 from ebbtide.activations.activations import Activations
 from ebbtide.activations.handles import Saved, restore
-from ebbtide.activations.parameter_index import ParameterIndex
 from ebbtide.activations.placement import Placement
 from ebbtide.activations.records import RecordHold
 from ebbtide.devices.device import AbstractDevice, AbstractEvent
@@ -35,6 +34,7 @@ from ebbtide.stores.pinned import PinnedStore
 from ebbtide.stores.staged import StagedDiskStore
 from ebbtide.stores.store import AbstractStore, Slot
 from ebbtide.stores.tiered import TieredStore
+from ebbtide.tensors.parameter_index import ParameterIndex
 from ebbtide.transfers.layer import Layer
 from ebbtide.transfers.transfers import Transfers
 from programs import WIDTH, Outcome, Program, Run, Source

@@ -94,7 +94,7 @@ MUTATIONS = (
     Mutation("gradient-memory-reuse", always, WEIGHTS),
     Mutation("held-weights-are-tracked", instead("self.substitutes = []"), WEIGHTS),
     Mutation("one-memory", remove, WEIGHTS),
-    Mutation("data-changes-count", put("self.exposed", "False"), WEIGHTS),
+    Mutation("data-changes-count", instead("return self._version != self.known"), WEIGHTS),
     Mutation("leaf-of-live-graphs", instead("parameter.data = self.host"), WEIGHTS),
     Mutation("views-count", never, WEIGHTS),
     Mutation("buffer-without-readers", instead("unread = True"), WEIGHTS),

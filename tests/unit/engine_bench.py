@@ -8,12 +8,12 @@ from typing import Any
 import ebbtide
 from ebbtide import ActivationPolicy
 from ebbtide.activations.activations import Activations
-from ebbtide.activations.parameter_index import ParameterIndex
 from ebbtide.activations.placement import Placement, Plan
 from ebbtide.devices.device import AbstractDevice
 from ebbtide.hooks.saved_tensors import SavedTensorHooks
 from ebbtide.reports.inspection import InFlight, Inspection, inspect
 from ebbtide.stores.store import AbstractStore
+from ebbtide.tensors.parameter_index import ParameterIndex
 from ebbtide.transfers.transfers import Transfers
 
 

@@ -17,7 +17,6 @@ from ebbtide.activations.composite import (
     is_quantized,
 )
 from ebbtide.activations.handles import Saved, pass_through, restore
-from ebbtide.activations.parameter_index import ParameterIndex
 from ebbtide.activations.placement import Placement
 from ebbtide.activations.records import OFFLOAD, StorageRecord
 from ebbtide.activations.saved import RecordedTensor
@@ -28,6 +27,7 @@ from ebbtide.coexistence.unsharded import UnshardedParameters
 from ebbtide.hooks.advice import Advice
 from ebbtide.tensors.memory_parts import parts_of
 from ebbtide.tensors.packing import PACKED, find_packing
+from ebbtide.tensors.parameter_index import ParameterIndex
 from ebbtide.transfers.prefetch import ForwardLog
 
 PackWeight = Callable[[torch.Tensor, torch.Tensor], Saved | None]
