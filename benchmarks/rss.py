@@ -28,8 +28,8 @@ from torch import Tensor, nn
 
 import ebbtide
 from benchmarks import record
-from ebbtide.demo.memory import ProcessMemory
 from ebbtide.memory import freed_memory
+from ebbtide.memory.measured_memory import ProcessMemory
 
 Loss = Callable[[], Tensor]
 

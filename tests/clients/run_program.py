@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ebbtide.demo.memory import ProcessMemory
+from ebbtide.memory.measured_memory import ProcessMemory
 
 READY = "_note_that_the_model_is_ready"
 

@@ -21,9 +21,10 @@ from ebbtide.demo import darcy_fno, worker
 from ebbtide.demo import run as demo_module
 from ebbtide.demo.comparison import build_table, compare, limits
 from ebbtide.demo.config import DemoConfig, Mode
-from ebbtide.demo.memory import ProcessMemory, Timeline
+from ebbtide.demo.memory_timeline import Timeline
 from ebbtide.demo.results import FinalResult, ModeResult, StepResult, first_difference
 from ebbtide.demo.team import Team, WorkerError
+from ebbtide.memory.measured_memory import ProcessMemory
 
 GIB = 2**30
 # 4 samples x 32 channels x 64 x 64 nodes x 4 B = 2 MiB: the smallest size that is offloaded.

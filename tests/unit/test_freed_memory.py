@@ -56,7 +56,7 @@ PROGRAM = """
 import json, sys, torch
 from torch import nn
 import ebbtide
-from ebbtide.demo.memory import ProcessMemory
+from ebbtide.memory.measured_memory import ProcessMemory
 
 torch.set_num_threads(1)
 torch.manual_seed(0)

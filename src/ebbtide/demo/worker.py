@@ -19,8 +19,9 @@ from torch import nn
 import ebbtide
 from ebbtide.demo import darcy_fno
 from ebbtide.demo.config import WARM_RESOLUTION, DemoConfig, Mode
-from ebbtide.demo.memory import AbstractMemory, DeviceMemory, ProcessMemory, Timeline
+from ebbtide.demo.memory_timeline import Timeline
 from ebbtide.demo.results import FinalResult, StepResult
+from ebbtide.memory.measured_memory import AbstractMemory, DeviceMemory, ProcessMemory
 
 
 @final

@@ -1,19 +1,17 @@
-"""Measure memory: of the process, as the kernel counts it, or of a device, as torch counts it."""
+"""Measures memory: of the process, as the kernel counts it, or of a device, as torch counts it."""
 
 from __future__ import annotations
 
 import abc
 import sys
-import threading
-import time
 from pathlib import Path
-from types import TracebackType
 from typing import final
 
 import psutil
 import torch
 
-_SAMPLE_EVERY_S = 0.005
+from ebbtide.memory.cgroups import memory_limit
+from ebbtide.memory.freed_memory import return_freed_memory
 
 
 class AbstractMemory(abc.ABC):
@@ -27,9 +25,24 @@ class AbstractMemory(abc.ABC):
     def peak_bytes(self) -> int:
         """Return the largest number of bytes in use since `reset_peak`."""
 
+    def reserved_peak_bytes(self) -> int:
+        """Return the largest number of bytes since `reset_peak` that nobody else could use.
+
+        That is more than is in use where an allocator keeps what was freed.
+        """
+        return self.peak_bytes()
+
+    @property
+    @abc.abstractmethod
+    def total_bytes(self) -> int:
+        """All the memory that there is, or that this process may use."""
+
     @abc.abstractmethod
     def reset_peak(self) -> None:
         """Restart the peak at the present level."""
+
+    def return_freed(self) -> None:  # noqa: B027  # most memories have nothing to return
+        """Return what was freed to where it came from, if that costs little."""
 
 
 @final
@@ -65,6 +78,14 @@ class ProcessMemory(AbstractMemory):
         except OSError:
             self.can_reset = False
 
+    def return_freed(self) -> None:
+        return_freed_memory()
+
+    @property
+    def total_bytes(self) -> int:
+        total_bytes, limit = psutil.virtual_memory().total, memory_limit()
+        return int(total_bytes if limit is None else min(total_bytes, limit.limit_bytes))
+
 
 def _peak_without_proc() -> int:
     if sys.platform == "win32":
@@ -91,38 +112,12 @@ class DeviceMemory(AbstractMemory):
     def peak_bytes(self) -> int:
         return torch.accelerator.max_memory_allocated(self._device)
 
+    def reserved_peak_bytes(self) -> int:
+        return torch.accelerator.max_memory_reserved(self._device)
+
+    @property
+    def total_bytes(self) -> int:
+        return int(torch.get_device_module(self._device).mem_get_info(self._device)[1])
+
     def reset_peak(self) -> None:
         torch.accelerator.reset_peak_memory_stats(self._device)
-
-
-@final
-class Timeline:
-    """Samples memory from a thread while its `with` block runs.
-
-    Attributes:
-        samples: pairs of seconds since the block began and bytes in use, one every 5 ms.
-    """
-
-    def __init__(self, memory: AbstractMemory) -> None:
-        self._memory = memory
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._sample, daemon=True)
-        self.samples: list[tuple[float, int]] = []
-
-    def __enter__(self) -> Timeline:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._over.set()
-        self._thread.join()
-
-    def _sample(self) -> None:
-        begin_s = time.perf_counter()
-        while not self._over.wait(_SAMPLE_EVERY_S):
-            self.samples.append((time.perf_counter() - begin_s, self._memory.now_bytes()))
