@@ -2,8 +2,9 @@
 
 from ebbtide import schedule
 from ebbtide.activations.recipes import RebuildRecipe, register_rebuild
-from ebbtide.api import OffloadHandle, offload, wrap_forward_with_offload
+from ebbtide.api import offload, wrap_forward_with_offload
 from ebbtide.errors import (
+    BudgetError,
     EbbtideError,
     ForkedProcessError,
     PolicyError,
@@ -11,6 +12,7 @@ from ebbtide.errors import (
     ScheduleError,
     StoreFullError,
 )
+from ebbtide.handle import OffloadHandle
 from ebbtide.loops import OffloadSession
 from ebbtide.policy import ActivationPolicy, WeightPolicy
 from ebbtide.rehearsal import rehearse
@@ -22,6 +24,7 @@ from ebbtide.version import __version__
 
 __all__ = [
     "ActivationPolicy",
+    "BudgetError",
     "EbbtideError",
     "ForkedProcessError",
     "OffloadHandle",

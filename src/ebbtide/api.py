@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from types import TracebackType
-from typing import Any, NoReturn, final
+from os import PathLike
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -13,6 +13,7 @@ from torch import nn
 from ebbtide.engine import Engine
 from ebbtide.errors import PolicyError
 from ebbtide.execution.executor import ScheduleMode
+from ebbtide.handle import OffloadHandle
 from ebbtide.hooks.bypass import BypassHooks
 from ebbtide.hooks.forward import OffloadedForward
 from ebbtide.hooks.layers import (
@@ -24,6 +25,7 @@ from ebbtide.hooks.layers import (
 from ebbtide.hooks.recompute import replace_forwards
 from ebbtide.interface.arguments import (
     check_activations,
+    check_budgeted,
     check_model,
     check_trace,
     check_weights,
@@ -31,125 +33,15 @@ from ebbtide.interface.arguments import (
     refuse,
     refuse_recomputing,
 )
-from ebbtide.interface.display import brief, count, few, html_table, labelled
-from ebbtide.layers.checks import check_layer_counts, check_regions
+from ebbtide.layers.checks import check_layer_counts, check_plannable, check_regions
 from ebbtide.layers.search import find_layers
 from ebbtide.policy import ActivationPolicy, WeightPolicy
-from ebbtide.reports.inspection import Inspection
 from ebbtide.schedule import Schedule
-from ebbtide.tracing.trace import Trace
-from ebbtide.transfers.stats import StepStats
 
-
-@final
-class OffloadHandle:
-    """Gives the statistics of an offloaded model's last step, and undoes the offload.
-
-    Used as a context manager, it detaches on exit.
-    """
-
-    def __init__(
-        self,
-        engine: Engine,
-        layers: Sequence[str] | LayerTracker,
-        undo: Sequence[Callable[[], None]],
-    ) -> None:
-        self._layers = layers
-        self._engine = engine
-        self._undo = list(undo)
-
-    @property
-    def layers(self) -> tuple[str, ...]:
-        """Names of the modules whose calls count as layers.
-
-        They are in the order in which the last forward called them, and before the first forward in
-        the order in which the model defines them. A module that is called several times is several
-        layers and has one name. Empty for a wrapped forward, which has no layers.
-        """
-        layers = self._layers
-        return layers.names if isinstance(layers, LayerTracker) else tuple(layers)
-
-    @property
-    def stats(self) -> StepStats:
-        """The statistics of the last finished step; all zero before the first step ends."""
-        return self._engine.stats
-
-    @property
-    def trace(self) -> Trace:
-        """The trace of the last finished step; empty before the first step ends.
-
-        Raises:
-            PolicyError: the model was offloaded without ``trace=True``.
-        """
-        return self._engine.trace
-
-    @property
-    def schedule(self) -> Schedule | None:
-        """The schedule that the model follows; it prints as a table.
-
-        None means that there is no schedule: each activation is offloaded when it is saved, and
-        prefetched shortly before backward needs it.
-        """
-        return self._engine.schedule
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """Sentences about what the offload does on this machine beyond moving bytes.
-
-        On a CPU, the first says how freed memory is returned to the system.
-        """
-        return self._engine.notes
-
-    def inspect(self) -> Inspection:
-        """Report each storage's fate in the last step, and what is in flight now.
-
-        The report prints as a table. Making it waits until the device has finished that step.
-        """
-        return self._engine.inspect()
-
-    def detach(self) -> None:
-        """Restore the model exactly as it was. A second call does nothing.
-
-        Autograd graphs that are still alive keep the bytes they need; the store is freed together
-        with the last of them.
-        """
-        if self._undo:
-            self._engine.mend()
-        while self._undo:
-            self._undo.pop()()
-        self._engine.close()
-
-    def __reduce__(self) -> NoReturn:
-        raise PolicyError(
-            "the handle of an offload cannot be copied or pickled, because it belongs to a model "
-            "of this process; leave it out of the objects that you copy or send to a process. A "
-            "copy of the model itself is a plain model"
-        )
-
-    def __repr__(self) -> str:
-        facts = self._engine.describe()
-        layers = [count(len(self.layers), "layer")] if self.layers else []
-        return brief("OffloadHandle", [self._state, facts.pop("model"), *layers, *labelled(facts)])
-
-    def _repr_html_(self) -> str:
-        layers = f"{len(self.layers)}: {few(self.layers)}" if self.layers else "none"
-        facts = {"state": self._state, "layers": layers, **self._engine.describe()}
-        return html_table("ebbtide.OffloadHandle", facts.items())
-
-    @property
-    def _state(self) -> str:
-        return "attached" if self._undo else "detached"
-
-    def __enter__(self) -> OffloadHandle:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.detach()
+if TYPE_CHECKING:
+    from ebbtide.budgeting.budget_controller import BudgetController
+    from ebbtide.budgeting.fixed_plan import FixedPlan
+    from ebbtide.budgeting.planned_step import PlannedStep
 
 
 def offload(
@@ -162,6 +54,8 @@ def offload(
     host_budget: int | str | None = None,
     trace: bool = False,
     schedule: Schedule | None = None,
+    budget: int | str | None = None,
+    plan: PlannedStep | str | PathLike[str] | None = None,
 ) -> OffloadHandle:
     """Offload a model's saved activations during forward and reload them for backward.
 
@@ -187,6 +81,15 @@ def offload(
         schedule: which layer moves at which pass; see `ebbtide.schedule`. None means that
             activations are offloaded when they are saved, and prefetched in the order in which the
             previous backward read them, within `ActivationPolicy.max_inflight_bytes`.
+        budget: the most memory that training may take, in bytes, as text such as ``"24GiB"``, or as
+            a share such as ``"90%"``. Each layer and each storage is then kept, offloaded or
+            recomputed so that the step is as short as the budget allows; ``handle.plan`` says what
+            was chosen and why. On an accelerator the budget bounds what torch's allocator reserves
+            at its peak, on a CPU the peak of the process's resident memory. The first steps run the
+            most frugal plan and are measured. Of ``activations``, only ``min_bytes`` may be given.
+        plan: instead of a budget, a plan that one led to before: ``handle.plan``, or the path of
+            the file that ``handle.plan.save(path)`` wrote. It is followed from the first step on,
+            and nothing is measured.
 
     Returns:
         A handle that gives the statistics of the last step and can detach.
@@ -195,13 +98,19 @@ def offload(
         PolicyError: the model has no parameters, is on several devices or is offloaded already, or
             the layers, the policy or the store do not fit it. The model is unchanged.
         ScheduleError: the schedule cannot be run. The model is unchanged.
+        OSError: the plan's file cannot be read. The model is unchanged.
+        BudgetError: raised by the forward, if no plan fits into the budget.
     """
     check_model(model)
     check_activations(activations)
     check_weights(weights)
     check_trace(trace)
     policy = activations
-    if policy is None:
+    if budget is not None or plan is not None:
+        policy = check_budgeted(
+            policy, schedule, given_twice=budget is not None and plan is not None
+        )
+    elif policy is None:
         none = ActivationPolicy(num_layers=0, rebuild=False)
         policy = ActivationPolicy() if weights is None or schedule is not None else none
     refuse_second_offload(model)
@@ -211,6 +120,8 @@ def offload(
             f"its forward with ebbtide.wrap_forward_with_offload(model.forward, device=...)"
         )
     found = find_layers(model) if layers is None else match_layers(model, layers)
+    if budget is not None or plan is not None:
+        check_plannable(found)
     check_layer_counts(policy, found)
     _check_schedule(schedule, policy, found)
     one_region = check_regions(model, policy)
@@ -218,9 +129,20 @@ def offload(
     engine = Engine([model], policy, store, host_budget=host_budget, traced=trace, mode=mode)
     resting = None if weights is None else engine.offload_weights(model, found, weights)
     engine.placement.num_calls = found.num_calls
+    planner: BudgetController | FixedPlan | None = None
+    if budget is not None:
+        # Here, because it needs SciPy, which takes long to import.
+        from ebbtide.budgeting.budget_controller import BudgetController
+
+        planner = BudgetController(model, found.modules, engine, budget, int(policy.min_bytes))
+    elif plan is not None:
+        from ebbtide.budgeting.fixed_plan import FixedPlan
+
+        planner = FixedPlan(engine, plan, found.names)
     replace = replace_forwards(engine.find_recomputing) if policy.recomputes else None
     tracker = LayerTracker(found, policy.num_layers, engine, replace)
     wrapped = OffloadedForward(model.forward, engine.hooks, tracker, resting)
+    wrapped.prepare = getattr(planner, "prepare", None)
     tracker.attach(model)
     tracker.warned = one_region
     undo: list[Callable[[], None]] = [
@@ -232,7 +154,9 @@ def offload(
     undo.append(bypass.detach)
     if resting is not None:
         undo.append(resting.detach)
-    return OffloadHandle(engine, tracker, [*undo, tracker.detach])
+    if planner is not None:
+        undo.append(planner.detach)
+    return OffloadHandle(engine, tracker, [*undo, tracker.detach], planner)
 
 
 def wrap_forward_with_offload(

@@ -7,14 +7,14 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, Protocol, final
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from ebbtide.activations.activations import Activations
-from ebbtide.activations.placement import Placement, Plan
+from ebbtide.activations.placement import Placement, Plan, PlannedLayers
 from ebbtide.activations.records import UnitRecords
 from ebbtide.coexistence.other_hooks import hooks_are_wanted, let_others_disable
 from ebbtide.coexistence.unsharded import UnshardedParameters
@@ -51,6 +51,22 @@ _CPU_INFLIGHT_BYTES = 64 * 2**20
 _CLOSING_S = 0.05  # between two looks at an engine that graphs still need after `detach`
 
 
+class PassListener(Protocol):
+    """Is notified of the passes of a step, in the order in which the host queues their work."""
+
+    def begin_forward_of(self, layer: int) -> None:
+        """Called when a layer's forward begins."""
+
+    def end_forward_of(self, layer: int) -> None:
+        """Called when it has ended."""
+
+    def end_forward(self) -> None:
+        """Called when the model's forward has ended."""
+
+    def begin_backward_of(self, layer: int) -> None:
+        """Called when a layer's backward begins, perhaps on a thread of autograd."""
+
+
 class OpenLayer(NamedTuple):
     """The open layer of a hand-written training loop."""
 
@@ -81,6 +97,7 @@ class Engine:
         transfers: copies between the device and the store.
         activations: the model's activations.
         executor: executes the schedule; None without a schedule.
+        passes: notified of the passes of each step; None if nobody is.
         weights: hooks of the offloaded weights; None if no weights are offloaded.
 
     Raises:
@@ -115,6 +132,8 @@ class Engine:
         self._fallback = device
         self._microbatch = 0
         self.weights: WeightHooks | None = None
+        self.passes: PassListener | None = None
+        self._bound_bytes: int | None = None
         self._units: list[UnitRecords | None] = []  # one for each open layer, innermost last
         self._build(find_device(modules) or self._default_device())
 
@@ -155,6 +174,38 @@ class Engine:
     def torch_device(self) -> torch.device:
         """The device that the model computes on."""
         return self.transfers.device.torch_device
+
+    def follow(self, layers: PlannedLayers | None, bound_bytes: int | None) -> None:
+        """Follow a plan from the next forward on. Graphs that are alive stay as they are.
+
+        Args:
+            layers: what becomes of each layer and storage; None lets the policy decide.
+            bound_bytes: bound on the bytes in flight in each direction; None leaves it as it is.
+        """
+        self.placement.follow(layers)
+        if bound_bytes is not None:
+            self._bound_bytes = bound_bytes
+            self.transfers.bound(bound_bytes)
+
+    @property
+    def is_traced(self) -> bool:
+        """Whether each step is recorded."""
+        return self._traced
+
+    @property
+    def num_steps(self) -> int:
+        """Number of finished steps."""
+        return self.transfers.account.num_steps
+
+    def is_in_step(self) -> bool:
+        """Whether the step of the last forward has not ended. To be asked between forwards."""
+        self.activations.end_read_step()
+        return bool(self.transfers.live) and self.transfers.account.origin is not None
+
+    def record_steps(self, *, traced: bool) -> None:
+        """Record a trace of each step, or of none, from the next step on."""
+        self._traced = traced
+        self.transfers.account.record(traced=traced)
 
     def describe(self) -> dict[str, str]:
         """Say in a few words what is offloaded where, and what the last step did. Never waits."""
@@ -254,6 +305,8 @@ class Engine:
         Args:
             num_layers: number of layers that it called; None if it was interrupted.
         """
+        if self.passes is not None:
+            self.passes.end_forward()
         if num_layers is not None:
             self.placement.num_calls = num_layers
         if self.executor is not None:
@@ -262,6 +315,8 @@ class Engine:
 
     def begin_layer(self, layer: Layer) -> None:
         """Note that a layer's forward begins."""
+        if self.passes is not None:
+            self.passes.begin_forward_of(layer.index)
         if self.executor is None:
             self.activations.scopes.begin_layer(layer, offloads=self.placement.offloads(layer))
             self._units.append(None)
@@ -283,7 +338,9 @@ class Engine:
         microbatch = self.activations.scopes.current.forward.number
         self.activations.scopes.end_layer()
         unit = self._units.pop()
-        if self._traced or unit is not None:
+        if self.passes is not None:
+            self.passes.end_forward_of(layer.index)
+        if self._traced or unit is not None or self.passes is not None:
             leaves = tree_leaves(output)
             outputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
             self._watch_outputs(layer, microbatch, unit, outputs)
@@ -300,9 +357,11 @@ class Engine:
         outputs: Sequence[torch.Tensor],
     ) -> None:
         """Watch for the begin of a layer's backward, which is the backward of its outputs."""
-        executor, recorder = self.executor, self.transfers.account.recorder
+        executor, recorder, passes = self.executor, self.transfers.account.recorder, self.passes
         if unit is not None and executor is not None:
             watch_nodes(outputs, lambda _: executor.begin_backward(unit))
+        if passes is not None:
+            watch_nodes(outputs, lambda _: passes.begin_backward_of(layer.index))
         if recorder is not None:
             recorder.watch_backward(Subject(layer, microbatch), outputs)
 
@@ -408,6 +467,8 @@ class Engine:
             host_budget_bytes=self._host_budget_bytes,
             traced=self._traced,
         )
+        if self._bound_bytes is not None:
+            self.transfers.bound(self._bound_bytes)
         self.activations = Activations(self.transfers)
         self._recomputations = Recomputations(self.activations)
         self.executor = None

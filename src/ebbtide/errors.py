@@ -29,11 +29,14 @@ class BudgetError(EbbtideError, ValueError):
 
     Attributes:
         smallest_bytes: that budget of device memory, in bytes.
+        price: by what share a step within it is longer than one that keeps everything; None if that
+            is not known.
     """
 
-    def __init__(self, message: str, *, smallest_bytes: int) -> None:
+    def __init__(self, message: str, *, smallest_bytes: int, price: float | None = None) -> None:
         super().__init__(message)
         self.smallest_bytes = smallest_bytes
+        self.price = price
 
 
 class StoreFullError(EbbtideError, OSError):

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 
 import pytest
 
+from ebbtide import ActivationPolicy
+from ebbtide.budgeting.placed_plan import place
 from ebbtide.planning.hardware import FIGURES, Hardware, Kind, Source
+from ebbtide.planning.plan import Decision, LayerPlan, Plan
 from ebbtide.planning.searching.simple_plans import offload_first
 from ebbtide.planning.step_profile import LayerProfile, SavedStorage, StepProfile
 from ebbtide.planning.step_timing import StepTiming
+from engine_bench import EngineBench
 from loops import BACKWARD_S, FORWARD_S, SIZE_BYTES
 from test_timing import FAST, Run
 
@@ -19,6 +24,24 @@ LAYER = LayerProfile(
     backward_s=BACKWARD_S,
     storages=(SavedStorage(number=0, size_bytes=SIZE_BYTES),),
 )
+
+
+class PlannedRun(Run):
+    """A step whose layers follow a plan, each for the one storage that it saves."""
+
+    def __init__(self, plan: Plan, bandwidth_bytes_per_s: float) -> None:
+        super().__init__(
+            len(plan.layers), len(plan.layers), bandwidth_bytes_per_s, plan.max_inflight_bytes
+        )
+        profile = StepProfile(layers=(LAYER,) * len(plan.layers))
+        self.bench = EngineBench(
+            self.device,
+            self.store,
+            plan.max_inflight_bytes,
+            ActivationPolicy(min_bytes=SIZE_BYTES, rebuild=False),
+            plan=place(profile, plan).decisions,
+            traced=True,
+        )
 
 
 def make_hardware(bytes_per_s: float) -> Hardware:
@@ -54,3 +77,23 @@ def test_the_engine_takes_the_predicted_time_and_memory(
     assert got.exposed_copy_s == pytest.approx(run.bench.stats.stall_s)
     assert got.peak_bytes == run.bench.stats.peak_device_bytes
     assert got.host_peak_bytes == run.bench.stats.peak_host_bytes
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_any_plan_takes_the_predicted_time_and_memory(seed: int) -> None:
+    rng = random.Random(seed)
+    layers = tuple(
+        LayerPlan(decisions=(rng.choice([Decision.KEEP, Decision.OFFLOAD]),))
+        for _ in range(rng.randint(2, 14))
+    )
+    plan = Plan(layers=layers, max_inflight_bytes=rng.randint(0, 4) * SIZE_BYTES)
+    speed = rng.choice([2.0, 1.0, 0.5, 0.35, 0.175, 0.05]) * FAST
+    run = PlannedRun(plan, speed)
+    run.step()
+    got = StepTiming(StepProfile(layers=(LAYER,) * len(layers)), make_hardware(speed)).predict(plan)
+    assert got.step_s == pytest.approx(run.step_s)
+    assert got.peak_bytes == run.bench.stats.peak_device_bytes
+    assert got.host_peak_bytes == run.bench.stats.peak_host_bytes
+    assert run.bench.stats.offloaded_bytes == SIZE_BYTES * sum(
+        layer.decisions == (Decision.OFFLOAD,) for layer in layers
+    )

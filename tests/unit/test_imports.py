@@ -32,7 +32,10 @@ CHAIN = [
     ["coexistence"],
     ["hooks"],
     ["reports", "layers"],
-    ["engine", "api", "loops", "rehearsal"],
+    ["engine", "loops", "rehearsal"],
+    ["budgeting"],
+    ["handle"],
+    ["api"],
     ["__init__"],
     ["compat", "integrations"],
     ["demo", "doctor"],
@@ -42,7 +45,17 @@ CHAIN = [
 BESIDE = {"problems": CHAIN[:1], "planning": CHAIN[:2]}
 USERS_OF = {
     "problems": {"demo", "cli"},
-    "planning": {"engine", "api", "__init__", "compat", "integrations", "demo", "doctor", "cli"},
+    "planning": {
+        "engine",
+        "budgeting",
+        "api",
+        "__init__",
+        "compat",
+        "integrations",
+        "demo",
+        "doctor",
+        "cli",
+    },
 }
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import ebbtide
 from architectures import UNet
 from ebbtide import ActivationPolicy
+from ebbtide.budgeting.placed_plan import engine_names
 from ebbtide.errors import PolicyError
 from ebbtide.layers.search import find_layers
 from ebbtide.planning.budgets import PlanBudget
@@ -104,8 +105,9 @@ def profile_of(model: nn.Module, batch: Any, min_bytes: int = 1, **more: Any) ->
 
 
 def saved_bytes(profile: StepProfile) -> dict[tuple[int | None, int], int]:
-    storages = ((name, profile.storage(name)) for name in profile.storage_ids())
-    return {tuple(name): each.size_bytes for name, each in storages if each.same_as is None}
+    """The bytes of each storage, by the name that the engine has for it if all leave."""
+    names = engine_names(profile, keep_all(profile))
+    return {tuple(names[name]): profile.storage(name).size_bytes for name in names}
 
 
 def engine_bytes(
@@ -138,14 +140,15 @@ def test_bytes_are_those_that_the_engine_offloads(name: str, min_bytes: int) -> 
     sizes, shared = engine_bytes(model, batch, min_bytes)
     inside = {key: size for key, size in sizes.items() if key[0] is not None}
     assert saved_bytes(profile) == inside
+    names = engine_names(profile, keep_all(profile))
     again = {
-        (index, each.same_as)
+        (index, tuple(names[each.same_as]))
         for index, layer in enumerate(profile.layers)
         for each in layer.storages
         if each.same_as is not None
     }
     expected = {
-        (other, StorageId(*key))
+        (other, key)
         for key, others in shared.items()
         for other in others
         if other is not None and key[0] is not None

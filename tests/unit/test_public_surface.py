@@ -13,6 +13,7 @@ import ebbtide
 def test_exported_names() -> None:
     assert ebbtide.__all__ == [
         "ActivationPolicy",
+        "BudgetError",
         "EbbtideError",
         "ForkedProcessError",
         "OffloadHandle",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
-from typing import final
+from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -20,6 +20,20 @@ Plan = Mapping[tuple[int | None, int], Decision]
 layers, and the number of the storage in the layer's call. The policy or the schedule decides for
 all other storages.
 """
+
+
+class PlannedLayers(NamedTuple):
+    """A plan for all layers of a forward.
+
+    Attributes:
+        decisions: what becomes of single storages.
+        recomputed: indices of the layers that save their inputs alone.
+        kept_inputs: those of them whose inputs stay on the device.
+    """
+
+    decisions: Plan
+    recomputed: Set[int]
+    kept_inputs: Set[int]
 
 
 @final
@@ -53,8 +67,20 @@ class Placement:
         self.wanted_again: Set[tuple[int | None, int]] = frozenset()
         self._policy = policy
         self._plan: Plan = {} if plan is None else plan
+        self._layers: PlannedLayers | None = None
         rebuilds = policy.rebuild or REBUILD in self._plan.values()
         self.finder = RebuildFinder() if rebuilds else None
+
+    def follow(self, layers: PlannedLayers | None) -> None:
+        """Have a plan for all layers decide, instead of the policy, from the next forward on.
+
+        What the plan does not name is offloaded.
+
+        Args:
+            layers: the plan; None lets the policy decide again.
+        """
+        self._layers = layers
+        self._plan = {} if layers is None else layers.decisions
 
     @property
     def packs(self) -> bool:
@@ -63,9 +89,9 @@ class Placement:
 
     @property
     def wants_any(self) -> bool:
-        """Whether the policy or the plan wants anything to leave; a schedule speaks for itself."""
+        """Whether the policy wants anything to leave; schedules and plans speak for themselves."""
         policy = self._policy
-        if self._layers_only:
+        if self._layers_only or self._layers is not None:
             return False
         chosen = policy.num_layers != 0 and policy.fraction > 0
         return policy.rebuild or chosen or any(each is not KEEP for each in self._plan.values())
@@ -76,7 +102,9 @@ class Placement:
         Args:
             layer: the layer; None for what is saved outside layers.
         """
-        policy = self._policy
+        policy, planned = self._policy, self._layers
+        if planned is not None:
+            return layer is None or layer.index not in planned.kept_inputs
         if not policy.offloads:
             return False
         if layer is None:
@@ -85,6 +113,8 @@ class Placement:
 
     def recomputes(self, layer: Layer) -> bool:
         """Whether only the inputs of a layer are saved, and backward runs its forward again."""
+        if self._layers is not None:
+            return layer.index in self._layers.recomputed
         return self._policy.recomputes and self._chooses(layer)
 
     def _chooses(self, layer: Layer) -> bool:

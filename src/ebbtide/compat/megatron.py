@@ -8,8 +8,9 @@ from typing import final
 
 from torch import nn
 
-from ebbtide.api import OffloadHandle, offload
+from ebbtide.api import offload
 from ebbtide.errors import PolicyError
+from ebbtide.handle import OffloadHandle
 from ebbtide.hooks.layers import match_layers
 from ebbtide.interface.arguments import check_model
 from ebbtide.layers.search import find_layers

@@ -47,6 +47,8 @@ class OffloadedForward:
     Attributes:
         was_bypass_interrupted: whether the last bypassed forward could not clean up; None where no
             forward can be bypassed.
+        prepare: called with the arguments of each forward that autograd records, before it begins;
+            None where nothing is to be prepared.
         handle: the `OffloadHandle`; set only by `wrap_forward_with_offload`.
     """
 
@@ -69,6 +71,7 @@ class OffloadedForward:
         self._calls: list[int] = []  # numbers of the calls that run, innermost last
         self._interrupted = False
         self.was_bypass_interrupted: Callable[[], bool] | None = None
+        self.prepare: Callable[[tuple[Any, ...], dict[str, Any]], None] | None = None
 
     def deactivate(self) -> None:
         """Make every later call a plain call of the wrapped forward."""
@@ -119,6 +122,7 @@ class OffloadedForward:
             weights = self._begin_weights()
             hooks = self._find_hooks()
             if hooks is not None:
+                self._prepare(args, kwargs)
                 depth = len(hooks.running)
                 self._begin(hooks)
             result = self._forward(*args, **kwargs)
@@ -130,6 +134,10 @@ class OffloadedForward:
                 self._end_weights(weights)
             self._calls.remove(call)  # last: a call that has ended and is still here was cut short
         return result
+
+    def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.prepare is not None and len(self._calls) == 1:
+            self.prepare(args, kwargs)
 
     def _begin_weights(self) -> WeightHooks | None:
         """Begin a forward with offloaded weights; None if there are none."""
@@ -241,6 +249,7 @@ skip_in_compiler(OffloadedForward._mend)
 skip_in_compiler(OffloadedForward._begin_weights)
 skip_in_compiler(OffloadedForward._end_weights)
 skip_in_compiler(OffloadedForward._find_hooks)
+skip_in_compiler(OffloadedForward._prepare)
 skip_in_compiler(OffloadedForward._begin)
 skip_in_compiler(OffloadedForward._end)
 skip_in_compiler(ModuleHook.__call__)

@@ -17,10 +17,11 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Pipeli
 from torch.distributed.pipelining.stage import _PipelineStageBase
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ebbtide.api import OffloadHandle, refuse_second_offload
+from ebbtide.api import refuse_second_offload
 from ebbtide.engine import Engine
 from ebbtide.errors import PolicyError, ScheduleError
 from ebbtide.execution.executor import ScheduleMode
+from ebbtide.handle import OffloadHandle
 from ebbtide.hooks.layers import LayerModules
 from ebbtide.hooks.weights import WeightHooks
 from ebbtide.interface.arguments import (

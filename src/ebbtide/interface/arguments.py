@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 from collections.abc import Iterable
 from typing import Any, Final, NoReturn, SupportsIndex
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from ebbtide.errors import PolicyError
-from ebbtide.policy import ActivationPolicy, WeightPolicy
+from ebbtide.policy import DEFAULT_MIN_BYTES, ActivationPolicy, WeightPolicy
 
 _LISTS: Final = (nn.ModuleList, nn.Sequential)
 
@@ -49,6 +50,36 @@ def check_activations(activations: object) -> None:
     elif isinstance(activations, WeightPolicy):
         advice = "a WeightPolicy goes to weights=..."
     refuse("activations", "an ebbtide.ActivationPolicy or None", activations, advice)
+
+
+def check_budgeted(
+    activations: ActivationPolicy | None, schedule: object, *, given_twice: bool
+) -> ActivationPolicy:
+    """Return the policy that is followed until a budget has been planned: all that can leave does.
+
+    Args:
+        activations: what the user gave beside the budget.
+        schedule: the schedule that the user gave.
+        given_twice: whether there are both a budget and a plan.
+
+    Raises:
+        PolicyError: they say what the plan is to say.
+    """
+    if given_twice:
+        raise PolicyError(
+            "budget makes a plan and plan follows one; give budget=... to plan again, or plan=..."
+        )
+    if schedule is not None:
+        raise PolicyError(
+            "budget and schedule both say which layers leave the device; leave one of them out"
+        )
+    given = ActivationPolicy() if activations is None else activations
+    if dataclasses.replace(given, min_bytes=DEFAULT_MIN_BYTES) != ActivationPolicy():
+        raise PolicyError(
+            "a budget decides itself what leaves the device and what is recomputed; of the policy "
+            "for activations, only min_bytes may be given with it"
+        )
+    return ActivationPolicy(mode="recompute+offload", rebuild=False, min_bytes=given.min_bytes)
 
 
 def check_weights(weights: object) -> None:

@@ -23,7 +23,7 @@ VERSION: Final = 1
 
 
 class StorageId(NamedTuple):
-    """Names one storage that a layer saves, as the engine's records do.
+    """Names one storage that a layer saves.
 
     Attributes:
         layer: index of the layer.
@@ -40,7 +40,8 @@ class SavedStorage:
     """One storage that autograd saves in a layer's forward.
 
     Args:
-        number: number of the storage in the layer's call, from 0.
+        number: its number among the storages that the layer's call saves, in the order in which it
+            saves them, from 0. Those that a layer before has saved have numbers, too.
         size_bytes: its size in bytes.
         same_as: the storage saved earlier that is the same memory; None if this is the first save.
             Memory is counted once.
@@ -61,10 +62,11 @@ class SavedStorage:
 @final
 @dataclass(frozen=True, kw_only=True)
 class LayerProfile:
-    """One layer of the step: one call of a module.
+    """One layer of the step: one call of a module, or the work between two of them.
 
     Args:
         name: name of the module.
+        between: whether this is work outside the modules, which the engine counts as no layer.
         forward_s: seconds of the forward pass.
         backward_s: seconds of the backward pass.
         forward_working_bytes: device memory that the forward pass needs at its peak beside all that
@@ -76,6 +78,9 @@ class LayerProfile:
         storages: what the layer saves, in the order of its numbers.
         may_recompute: whether backward may run the forward again.
         recompute_s: seconds of the second forward; None means `forward_s`.
+        recompute_working_bytes: device memory that the second forward and the backward of the
+            recomputed layer need beside what is resident and what the layer saves; None means the
+            larger of the working memories of its passes.
         unsaved_forward_bytes: device memory beside its input that a forward needs which saves
             nothing; None means all storages and `forward_working_bytes`.
         weight_bytes: size of the weights.
@@ -85,6 +90,7 @@ class LayerProfile:
     """
 
     name: str
+    between: bool = False
     forward_s: float
     backward_s: float
     forward_working_bytes: int = 0
@@ -94,6 +100,7 @@ class LayerProfile:
     storages: tuple[SavedStorage, ...] = ()
     may_recompute: bool = True
     recompute_s: float | None = None
+    recompute_working_bytes: int | None = None
     unsaved_forward_bytes: int | None = None
     weight_bytes: int = 0
     gradient_bytes: int = 0
@@ -104,6 +111,13 @@ class LayerProfile:
     def second_forward_s(self) -> float:
         """Seconds of the second forward of the layer, if it is recomputed."""
         return self.forward_s if self.recompute_s is None else self.recompute_s
+
+    @property
+    def second_working_bytes(self) -> int:
+        """Working memory of the second forward and the backward, if the layer is recomputed."""
+        if self.recompute_working_bytes is not None:
+            return self.recompute_working_bytes
+        return max(self.forward_working_bytes, self.backward_working_bytes)
 
     @property
     def parameter_bytes(self) -> int:

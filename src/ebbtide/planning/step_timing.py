@@ -218,8 +218,7 @@ class _Run:
             self._bring_back(index)
             working_bytes = layer.backward_working_bytes
             if mode is not LayerMode.AS_IS:
-                working_bytes = max(working_bytes, layer.forward_working_bytes)
-                working_bytes += self._inside_bytes(index)
+                working_bytes = layer.second_working_bytes + self._inside_bytes(index)
                 self._now_s += layer.second_forward_s
             self.peaks.append(self._resident_bytes + working_bytes)
             self._now_s += layer.backward_s

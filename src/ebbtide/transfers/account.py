@@ -69,6 +69,10 @@ class Account:
             self._trace = self._trace.trace()
         return self._trace
 
+    def record(self, *, traced: bool) -> None:
+        """Record a trace of each step, or of none, from the next step on."""
+        self._traced = self._device.keeps_time = traced
+
     def begin(self) -> None:
         """Note that a forward begins, perhaps the first of a step."""
         if self.origin is None:

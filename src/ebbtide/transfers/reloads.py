@@ -45,7 +45,7 @@ class Reloads:
         self._device = device
         self._store = store
         self._account = account
-        self._bound_bytes = bound_bytes
+        self.bound_bytes = bound_bytes
         self.buffered: dict[Record, None] = {}
         self.buffered_bytes = 0
         self.abandoned: list[tuple[torch.Tensor, AbstractEvent]] = []
@@ -116,12 +116,12 @@ class Reloads:
         Args:
             size_bytes: size of the buffer that needs room now.
         """
-        if self.buffered_bytes + size_bytes <= self._bound_bytes:
+        if self.buffered_bytes + size_bytes <= self.bound_bytes:
             return
         for record in list(self.buffered):
             if record.state is REBUILT or record.can_go():
                 self.release(record)
-                if self.buffered_bytes + size_bytes <= self._bound_bytes:
+                if self.buffered_bytes + size_bytes <= self.bound_bytes:
                     return
 
     def prefetch(self, log: ForwardLog) -> None:
@@ -146,7 +146,7 @@ class Reloads:
 
     def _announce(self, log: ForwardLog) -> None:
         """Tell the store which reloads to expect, some way ahead."""
-        most_bytes = _READ_AHEAD * self._bound_bytes
+        most_bytes = _READ_AHEAD * self.bound_bytes
         while self._expected_bytes <= most_bytes and (record := log.next_announcement()):
             if record.state is STORED and not record.expected:
                 assert record.slot is not None
@@ -159,10 +159,10 @@ class Reloads:
 
         Buffers that were read, and that backward does not need before this one, are freed for it.
         """
-        if self.buffered_bytes + wanted.size_bytes > self._bound_bytes:
+        if self.buffered_bytes + wanted.size_bytes > self.bound_bytes:
             for record in list(self.buffered):
                 if record.can_go() and not record.precedes(wanted):
                     self.release(record)
-                    if self.buffered_bytes + wanted.size_bytes <= self._bound_bytes:
+                    if self.buffered_bytes + wanted.size_bytes <= self.bound_bytes:
                         break
-        return self.buffered_bytes + wanted.size_bytes <= self._bound_bytes or not self.buffered
+        return self.buffered_bytes + wanted.size_bytes <= self.bound_bytes or not self.buffered

@@ -93,6 +93,14 @@ class Transfers:
             # to it.
             self.device.defer(functools.partial(_outlive_copies, memory, self.store))
 
+    def bound(self, bound_bytes: int) -> None:
+        """Bound the bytes in flight in each direction anew.
+
+        Args:
+            bound_bytes: the bound; see `ActivationPolicy.max_inflight_bytes`.
+        """
+        self.offloads.bound_bytes = self.reloads.bound_bytes = bound_bytes
+
     def extend_steps(self, has_more: Callable[[], bool]) -> None:
         """Keep a step open, even while no graph is alive, as long as a method returns True.
 

@@ -4,10 +4,8 @@
 bytes that autograd saves and the bytes that are alive at any time are those of a real step.
 Seconds are estimates: see [Note: roofline] in `operator_costs`.
 
-- Storages that a layer saves first have the numbers that the engine gives them. Those that another
-  layer has saved before come after them.
 - What is saved outside layers, or too small to be offloaded, is no layer's. The first counts as
-  fixed, the second as working memory of all passes in which it is alive.
+  fixed unless `between` is set, the second as working memory of all passes in which it is alive.
 - Work after one layer and before the next counts with the layer before it.
 - A parameter belongs to the layer whose call reads it first; others count as fixed.
 - Gradients count as there throughout the step.
@@ -25,7 +23,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +43,14 @@ from ebbtide.planning.profiling.storage_ledger import StorageLedger
 from ebbtide.planning.step_profile import StepProfile
 from ebbtide.policy import DEFAULT_MIN_BYTES
 
+
+class CallArguments(NamedTuple):
+    """All arguments of one call of a model."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
 Loss = Callable[[Any], Tensor]
 """Computes the loss from what the model returns."""
 
@@ -58,6 +64,7 @@ def profile_with_fake_tensors(
     loss: Loss | None = None,
     min_bytes: int = DEFAULT_MIN_BYTES,
     optimizer_states: int = 2,
+    between: bool = False,
 ) -> StepProfile:
     """Profile one training step of a model without running it. See [Note: fake profile].
 
@@ -66,8 +73,8 @@ def profile_with_fake_tensors(
 
     Args:
         model: the model, in training mode if its training is meant.
-        batch: what the model is called with: one tensor, a sequence of positional arguments, or a
-            mapping of arguments by name. Only shapes and types matter.
+        batch: what the model is called with: one tensor, a sequence of positional arguments, a
+            mapping of arguments by name, or `CallArguments`. Only shapes and types matter.
         hardware: the machine whose seconds are estimated.
         layers: the modules whose calls are layers, such as
             ``ebbtide.layers.search.find_layers(model).modules``.
@@ -77,6 +84,8 @@ def profile_with_fake_tensors(
         min_bytes: the same as the policy's; smaller storages are not numbered.
         optimizer_states: tensors of the weights' size that the optimizer keeps: 2 for Adam, 1 for
             SGD with momentum, 0 for plain SGD.
+        between: whether work between layers that saves something is a layer of its own. Otherwise
+            what it saves counts as fixed.
 
     Returns:
         The profile. No storage is marked as one that can be rebuilt.
@@ -116,6 +125,7 @@ def profile_with_fake_tensors(
         ledger=ledger,
         saved=saved,
         calls=calls.calls,
+        changing=calls.changing,
         seconds=watch.seconds,
         owners=watch.owners,
         parameters={ledger.key_of(each) for each in fake.parameters()},
@@ -125,6 +135,7 @@ def profile_with_fake_tensors(
             if each.grad is not None
         ],
         inputs=inputs,
+        between=between,
     )
     return assemble(found, hardware, optimizer_states)
 
@@ -174,6 +185,8 @@ def _explained(model: nn.Module) -> Iterator[None]:
 
 
 def _call(model: nn.Module, arguments: Any) -> Any:
+    if isinstance(arguments, CallArguments):
+        return model(*arguments.args, **arguments.kwargs)
     if isinstance(arguments, Mapping):
         return model(**arguments)
     return model(arguments) if isinstance(arguments, Tensor) else model(*arguments)

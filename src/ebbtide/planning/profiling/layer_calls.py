@@ -21,10 +21,12 @@ class LayerCall(NamedTuple):
     Attributes:
         name: qualified name of the module.
         inputs: keys of the storages of its input tensors.
+        tensors: the input tensors with their versions, while the call runs.
     """
 
     name: str
     inputs: tuple[int, ...]
+    tensors: list[tuple[Tensor, int]]
 
 
 @final
@@ -37,14 +39,17 @@ class LayerCalls:
 
     Args:
         ledger: is told which part of the step runs.
-        listener: is told the index of the layer that runs, or -1.
+        listener: is told which part of the forward runs.
 
     Attributes:
         calls: the calls so far.
+        changing: indices of the calls that changed an input in place. A second forward would find
+            other values.
     """
 
-    def __init__(self, ledger: StorageLedger, listener: Callable[[int], None]) -> None:
+    def __init__(self, ledger: StorageLedger, listener: Callable[[Part], None]) -> None:
         self.calls: list[LayerCall] = []
+        self.changing: set[int] = set()
         self._ledger = ledger
         self._listener = listener
         self._open: list[int] = []
@@ -68,15 +73,20 @@ class LayerCalls:
     def _begin(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:  # noqa: ARG002
         if torch._C._current_graph_task_id() != -1:
             return  # a checkpoint computes the layer again
-        tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         keys = dict.fromkeys(self._ledger.key_of(tensor) for tensor in tensors)
         self._open.append(len(self.calls))
-        self.calls.append(LayerCall(name, tuple(keys)))
+        versions = [(tensor, tensor._version) for tensor in tensors]
+        self.calls.append(LayerCall(name, tuple(keys), versions))
         self._enter()
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:  # noqa: ARG002
         if self._open and torch._C._current_graph_task_id() == -1:
-            self._open.pop()
+            index = self._open.pop()
+            tensors = self.calls[index].tensors
+            if any(tensor._version != version for tensor, version in tensors):
+                self.changing.add(index)
+            tensors.clear()
             self._enter()
 
     def _enter(self) -> None:
@@ -86,7 +96,7 @@ class LayerCalls:
         self._begins.append(_get_sequence_nr())
         self._parts.append(part)
         self._ledger.enter(part)
-        self._listener(layer if inside else -1)
+        self._listener(part)
 
     def close(self) -> None:
         """Note that the forward and the loss have ended. Nodes made from now on are no layer's."""

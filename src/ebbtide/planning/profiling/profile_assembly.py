@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Final, NamedTuple, final
 
 from ebbtide.planning.hardware import Hardware
 from ebbtide.planning.profiling.layer_calls import LayerCall
-from ebbtide.planning.profiling.saved_storages import OUTSIDE, SavedStorages
+from ebbtide.planning.profiling.saved_storages import SavedStorages
 from ebbtide.planning.profiling.storage_ledger import Part, StorageLedger
 from ebbtide.planning.step_profile import LayerProfile, SavedStorage, StepProfile, StorageId
+
+OUTSIDE: Final = -1
+"""Index of the layer of what comes before the first and after the last pass."""
 
 
 class Position(NamedTuple):
@@ -35,22 +38,26 @@ class StepFindings:
         ledger: the storages.
         saved: what autograd saved.
         calls: the calls of layers.
+        changing: indices of the calls that changed an input in place.
         seconds: seconds of each part of the step.
         owners: index of the layer that each parameter belongs to, by the key of its storage.
         parameters: keys of the storages of parameters, not of buffers.
         gradients: keys of the storages of a parameter and of its gradient.
         inputs: keys of the storages of parameters, buffers and the batch: all that there was before
             the step.
+        between: whether work between layers that saves something is a layer of its own.
     """
 
     ledger: StorageLedger
     saved: SavedStorages
     calls: Sequence[LayerCall]
+    changing: Set[int]
     seconds: Mapping[Part, float]
     owners: Mapping[int, int]
     parameters: Set[int]
     gradients: Sequence[tuple[int, int]]
     inputs: Set[int]
+    between: bool
 
 
 def assemble(found: StepFindings, hardware: Hardware, optimizer_states: int) -> StepProfile:
@@ -89,7 +96,9 @@ class _Assembly:
         self._hardware = hardware
         self._optimizer_states = optimizer_states
         self._sizes = found.ledger.sizes
-        self._count = len(found.calls)
+        self._parts = list(self._layer_parts())
+        self._indices = {part: index for index, part in enumerate(self._parts)}
+        self._count = len(self._parts)
         self._seconds: dict[Position, float] = {}
         for part, took_s in found.seconds.items():
             position = self._position(part)
@@ -103,24 +112,50 @@ class _Assembly:
         self._parameters = [_NOTHING] * (self._count + 1)  # the last one: outside layers
         for key in found.parameters:
             self._add_parameter(key)
-        firsts = found.saved.firsts
-        outside = {key for key, first in firsts.items() if first.layer == OUTSIDE}
-        self._fixed = (found.inputs - firsts.keys()) | outside
+        self._names = self._name_storages()
+        self._fixed = (found.inputs | found.saved.firsts.keys()) - self._names.keys()
         # Resident throughout, but for gradients and optimizer state.
         self._always_bytes = sum(self._sizes[key] for key in self._fixed)
         self._saved_bytes = [0] * self._count
-        for key in firsts.keys() - outside:
-            self._saved_bytes[firsts[key].layer] += self._sizes[key]
+        for key, name in self._names.items():
+            self._saved_bytes[name.layer] += self._sizes[key]
+
+    def _name_storages(self) -> dict[int, StorageId]:
+        """Return the name of each storage's first save; what no layer saves first has none."""
+        saved = self._found.saved
+        names: dict[int, StorageId] = {}
+        for index, part in enumerate(self._parts):
+            numbered = (
+                key for key in saved.saves.get(part, ()) if saved.firsts[key] in self._indices
+            )
+            for number, key in enumerate(numbered):
+                names.setdefault(key, StorageId(index, number))
+        return names
+
+    def _layer_parts(self) -> Iterator[Part]:
+        """Yield the parts of the forward that are layers of the profile, in order."""
+        saves = self._found.saved.saves
+        for index in range(-1, len(self._found.calls)):
+            inside = Part(backward=False, layer=index, inside=True)
+            if index >= 0:
+                yield inside
+            after = inside._replace(inside=False)
+            if self._found.between and after in saves:
+                yield after
 
     def _position(self, part: Part) -> Position:
-        if part.layer == self._count - 1 and not part.inside:
-            return Position(False, self._count)
-        if part.layer < 0:
-            return Position(part.backward, OUTSIDE)
-        return Position(part.backward, part.layer)
+        index = self._indices.get(part._replace(backward=False))
+        if index is None:
+            if part.layer == len(self._found.calls) - 1:  # the loss
+                return Position(False, self._count)
+            around = Part(backward=False, layer=part.layer, inside=True)
+            index = self._indices.get(around, OUTSIDE)
+        return Position(part.backward, index)
 
     def _add_parameter(self, key: int) -> None:
-        owner = self._found.owners.get(key, OUTSIDE)
+        call = self._found.owners.get(key, OUTSIDE)
+        part = Part(backward=False, layer=call, inside=True)
+        owner = self._indices.get(part, OUTSIDE)
         gradients = (gradient for of, gradient in self._found.gradients if of == key)
         gradient_bytes = sum(self._sizes[gradient] for gradient in gradients)
         before = self._parameters[owner]
@@ -167,8 +202,14 @@ class _Assembly:
         missing_bytes = 0 if input_same_as is not None else input_bytes
         forward, backward = Position(False, index), Position(True, index)
         parameters = self._parameters[index]
+        part = self._parts[index]
+        name = self._found.calls[part.layer].name if part.layer >= 0 else ""
+        if not part.inside:
+            name = f"after {name}" if name else "before layers"
         return LayerProfile(
-            name=self._found.calls[index].name,
+            name=name,
+            between=not part.inside,
+            may_recompute=part.inside and part.layer not in self._found.changing,
             forward_s=self._seconds.get(forward, 0.0),
             backward_s=self._seconds.get(backward, 0.0),
             forward_working_bytes=self._working_bytes(forward, saved_bytes + missing_bytes),
@@ -191,32 +232,30 @@ class _Assembly:
         return hardware.d2h_bytes_per_s
 
     def _storages(self, index: int) -> tuple[SavedStorage, ...]:
-        firsts = self._found.saved.firsts
-        storages = [
-            SavedStorage(
-                number=first.number,
-                size_bytes=self._sizes[key],
-                may_leave=key not in self._found.inputs,  # the training loop holds the batch
-            )
-            for key, first in firsts.items()
-            if first.layer == index
-        ]
-        for key in self._found.saved.again.get(index, ()):
-            if firsts[key].layer != OUTSIDE and firsts[key].layer < index:
-                storages.append(
-                    SavedStorage(
-                        number=len(storages),
-                        size_bytes=self._sizes[key],
-                        same_as=StorageId(*firsts[key]),
-                    )
+        storages: list[SavedStorage] = []
+        for key in self._found.saved.saves.get(self._parts[index], ()):
+            name = self._names.get(key)
+            if name is None:
+                continue
+            again = name.layer != index
+            storages.append(
+                SavedStorage(
+                    number=len(storages),
+                    size_bytes=self._sizes[key],
+                    same_as=name if again else None,
+                    may_leave=again or key not in self._found.inputs,  # the loop holds the batch
                 )
+            )
         return tuple(storages)
 
     def _input(self, index: int) -> tuple[int, StorageId | None]:
         """Return the size of a layer's input, and the storage that is the same memory."""
-        firsts = self._found.saved.firsts
-        keys = [key for key in self._found.calls[index].inputs if key not in self._fixed]
+        part = self._parts[index]
+        if not part.inside:
+            return 0, None
+        keys = [key for key in self._found.calls[part.layer].inputs if key not in self._fixed]
         input_bytes = sum(self._sizes[key] for key in keys)
-        if len(keys) == 1 and keys[0] in firsts and firsts[keys[0]].layer <= index:
-            return input_bytes, StorageId(*firsts[keys[0]])
+        first = self._names.get(keys[0]) if len(keys) == 1 else None
+        if first is not None and first.layer <= index:
+            return input_bytes, first
         return input_bytes, None

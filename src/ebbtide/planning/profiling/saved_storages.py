@@ -1,19 +1,16 @@
-"""Notes which storages autograd saves, numbered as the engine numbers them."""
+"""Notes which storages autograd saves in which part of a forward."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Set
-from typing import Any, Final, NamedTuple, final
+from typing import Any, Final, final
 
 import torch
 from torch import Tensor, nn
 
-from ebbtide.planning.profiling.storage_ledger import StorageLedger
+from ebbtide.planning.profiling.storage_ledger import START, Part, StorageLedger
 
 _AUTOCAST_TYPES: Final = frozenset({torch.bfloat16, torch.float16})
-
-OUTSIDE: Final = -1
-"""Index of the layer of what is saved outside layers."""
 
 # Nodes whose output has the values of their input. The engine keeps copies of parameters that only
 # these have made on the device, like the parameters themselves.
@@ -44,18 +41,6 @@ _COPYING: Final = frozenset(
 ) | {"SqueezeBackward1"}
 
 
-class Saved(NamedTuple):
-    """A storage that a layer saves.
-
-    Attributes:
-        layer: index of the layer that saved it first; `OUTSIDE` if no layer did.
-        number: its number among those that this layer's call saved first, from 0.
-    """
-
-    layer: int
-    number: int
-
-
 @final
 class SavedStorages:
     """Notes the storages that autograd saves in a forward, through its pack hook.
@@ -67,21 +52,20 @@ class SavedStorages:
         min_bytes: smaller storages do not count.
 
     Attributes:
-        firsts: the storages, by key, in the order in which they were saved first.
-        again: for each layer, the keys of storages that were saved before, in order.
+        firsts: the part of the forward that saved each storage first, by key.
+        saves: for each part of the forward, the keys of the storages that it saved, in order.
     """
 
     def __init__(
         self, ledger: StorageLedger, device: torch.device, parameters: Set[int], min_bytes: int
     ) -> None:
-        self._layer = OUTSIDE
-        self.firsts: dict[int, Saved] = {}
-        self.again: dict[int, dict[int, None]] = {}
+        self._part = START
+        self.firsts: dict[int, Part] = {}
+        self.saves: dict[Part, dict[int, None]] = {}
         self._ledger = ledger
         self._device = device
         self._parameters = parameters
         self._min_bytes = max(min_bytes, 1)
-        self._counts: dict[int, int] = {}
         self._frozen_shapes: set[torch.Size] = set()
 
     def know_frozen(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -94,9 +78,9 @@ class SavedStorages:
             if not each.requires_grad and each.dtype not in _AUTOCAST_TYPES:
                 self._frozen_shapes |= {each.shape, each.shape[::-1]}
 
-    def enter(self, layer: int) -> None:
-        """Note which layer runs from now on; `OUTSIDE` if none does."""
-        self._layer = layer
+    def enter(self, part: Part) -> None:
+        """Note which part of the forward runs from now on."""
+        self._part = part
 
     def pack(self, tensor: Tensor) -> Tensor:
         """Note a tensor that autograd saves. This is the pack hook.
@@ -130,10 +114,5 @@ class SavedStorages:
         return leaf is not None and self._ledger.known_key_of(leaf) in self._parameters
 
     def _note(self, key: int) -> None:
-        first = self.firsts.get(key)
-        if first is None:
-            number = self._counts.get(self._layer, 0)
-            self._counts[self._layer] = number + 1
-            self.firsts[key] = Saved(self._layer, number)
-        elif first.layer != self._layer:
-            self.again.setdefault(self._layer, {})[key] = None
+        self.firsts.setdefault(key, self._part)
+        self.saves.setdefault(self._part, {})[key] = None

@@ -24,6 +24,7 @@ from ebbtide.planning.searching.enumeration import MOST_PLANS, count_plans, enum
 from ebbtide.planning.searching.improvement import improve, relieve
 from ebbtide.planning.searching.relaxation import Relaxation, relax
 from ebbtide.planning.searching.simple_plans import keep_all, offload_first, rule_plans
+from ebbtide.planning.searching.sparing import spare
 from ebbtide.planning.step_profile import StepProfile
 from ebbtide.planning.step_timing import Predictor
 from ebbtide.units import format_size
@@ -81,9 +82,11 @@ def search(
     if relaxation is None:
         raise _over(contests, budget)
     proofs = [_fill(contest, hardware, relaxation.bound_s) for contest in contests]
-    best = min((each.best for each in contests if each.best is not None), key=lambda c: c.score)
+    entered = [(each.best, each) for each in contests if each.best is not None]
+    best, contest = min(entered, key=lambda pair: pair[0].score)
     if best.score.excess_bytes:
         raise _over(contests, budget)
+    best = spare(contest, best)
     step_s = best.prediction.step_s
     return dataclasses.replace(
         best.plan,
@@ -91,6 +94,18 @@ def search(
         peak_bytes=best.prediction.peak_bytes,
         bound_s=step_s if all(proofs) else min(relaxation.bound_s, step_s),
     )
+
+
+def find_most_frugal(profile: StepProfile, predictor: Predictor) -> Plan:
+    """Return the plan that needs the least device memory of those that are looked at.
+
+    Args:
+        profile: the step.
+        predictor: predicts plans.
+    """
+    found = _most_frugal(Contest(profile, predictor, PlanBudget(device_bytes=0)))
+    step_s, peak_bytes = found.prediction.step_s, found.prediction.peak_bytes
+    return dataclasses.replace(found.plan, step_s=step_s, peak_bytes=peak_bytes)
 
 
 def _fill(contest: Contest, hardware: Hardware, bound_s: float) -> bool:
@@ -228,4 +243,4 @@ def _over(contests: list[Contest], budget: PlanBudget) -> BudgetError:
     if best.score.excess_bytes > needed_bytes:
         over_bytes = best.score.excess_bytes - needed_bytes
         message += f"; that needs {format_size(over_bytes)} more than may rest in the tier below"
-    return BudgetError(message, smallest_bytes=needed_bytes)
+    return BudgetError(message, smallest_bytes=needed_bytes, price=price)

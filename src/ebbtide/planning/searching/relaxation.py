@@ -307,7 +307,7 @@ class _Programme:
     def _backward_need(self, index: int, layer: LayerProfile) -> Terms:
         working = layer.backward_working_bytes / _MB
         weights = layer.weight_bytes + layer.gradient_bytes
-        again = self._inside(index) + max(layer.forward_working_bytes / _MB, working)
+        again = self._inside(index) + layer.second_working_bytes / _MB
         return _plus(
             self._saved[index],
             self._input[index],

@@ -1,0 +1,179 @@
+"""Follows a budget from step to step: says which plan each forward follows, and measures."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import nn
+
+from ebbtide.activations.placement import PlannedLayers
+from ebbtide.budgeting.budget_size import parse_budget_bytes
+from ebbtide.budgeting.budget_study import BudgetStudy
+from ebbtide.budgeting.pass_watch import PassGuard, PassWatch
+from ebbtide.budgeting.placed_plan import place
+from ebbtide.budgeting.planned_step import PlannedStep
+from ebbtide.budgeting.step_signature import signature
+from ebbtide.engine import Engine
+from ebbtide.errors import PolicyError
+from ebbtide.interface.warning import warn_user
+from ebbtide.memory.measured_memory import AbstractMemory, DeviceMemory, ProcessMemory
+from ebbtide.planning.hardware import Hardware
+from ebbtide.planning.profiling.fake_profile import CallArguments, profile_with_fake_tensors
+from ebbtide.planning.step_profile import StepProfile
+
+
+class _Running(NamedTuple):
+    """The step that runs, if it is to be learned from."""
+
+    study: BudgetStudy
+    watch: PassWatch | None
+    begin_s: float
+    number: int
+
+
+@final
+class BudgetController:
+    """Plans the steps of one model to a budget.
+
+    Args:
+        model: the model.
+        layers: the modules whose calls are its layers.
+        engine: the engine of the model.
+        budget: bytes, text such as ``"24GiB"``, or a share of all memory such as ``"90%"``.
+        min_bytes: smaller storages stay where they are.
+        memory: what is measured; None means the process on a CPU, else the device.
+
+    Raises:
+        PolicyError: the budget cannot be read.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Sequence[nn.Module],
+        engine: Engine,
+        budget: int | str,
+        min_bytes: int,
+        memory: AbstractMemory | None = None,
+    ) -> None:
+        self._model = model
+        self._layers = layers
+        self._engine = engine
+        self._traced = engine.is_traced
+        self._budget = budget
+        self._min_bytes = min_bytes
+        self._given = memory
+        self._studies: dict[Hashable, BudgetStudy | None] = {}
+        self._running: _Running | None = None
+        self._last: BudgetStudy | None = None
+        self._several = False  # whether the step has had more than one forward
+        self._begin_on(engine.torch_device)
+
+    @property
+    def plan(self) -> PlannedStep | None:
+        """The plan of the last step; None before the first, or if it could not be planned."""
+        return None if self._last is None else self._last.step
+
+    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Choose the plan of a forward that begins now.
+
+        Args:
+            args: its positional arguments.
+            kwargs: its keyword arguments.
+
+        Raises:
+            BudgetError: no plan fits into the budget.
+        """
+        if torch._C._current_graph_task_id() != -1:
+            return  # other code computes the forward again
+        if self._engine.is_in_step():
+            self._several = True
+            return
+        self._learn()
+        if self._engine.torch_device != self._device:
+            self._begin_on(self._engine.torch_device)
+        self._begin(signature(self._model, args, kwargs), args, kwargs)
+
+    def detach(self) -> None:
+        """Let the policy decide again, and measure nothing any more."""
+        self._running = self._engine.passes = None
+        self._engine.follow(None, None)
+
+    def _begin_on(self, device: torch.device) -> None:
+        self._device = device
+        on_cpu = device.type == "cpu"
+        self._memory = self._given or (ProcessMemory() if on_cpu else DeviceMemory(device))
+        self._hardware = Hardware.named("cpu" if on_cpu else "a100-80gb", achievable=True)
+        self._budget_bytes = parse_budget_bytes(self._budget, self._memory.total_bytes)
+        self._studies.clear()
+        self._running = None
+
+    def _begin(self, kind: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if kind not in self._studies:
+            self._studies[kind] = self._study(args, kwargs)
+        study = self._studies[kind]
+        self._last, self._several = study, False
+        if study is None:  # everything leaves
+            self._engine.follow(PlannedLayers({}, frozenset(), frozenset()), None)
+            return
+        if study.wants_measuring:
+            self._memory.return_freed()
+        plan = study.choose(self._memory.now_bytes())
+        self._engine.follow(place(study.profile, plan), plan.max_inflight_bytes)
+        watch = PassWatch(self._memory, study.profile) if study.wants_measuring else None
+        self._engine.passes = watch
+        if watch is None and self._device.type == "cpu":
+            self._engine.passes = PassGuard(self._memory, study.guarded_bytes)
+        self._engine.record_steps(traced=self._traced or watch is not None)
+        number = self._engine.num_steps
+        self._running = _Running(study, watch, time.perf_counter(), number)
+
+    def _study(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BudgetStudy | None:
+        try:
+            profile = self._profile(args, kwargs)
+        except PolicyError as error:
+            warn_user(
+                f"the budget cannot be planned, so everything is offloaded: {error}", UserWarning
+            )
+            return None
+        return BudgetStudy(profile, self._hardware, self._budget_bytes)
+
+    def _profile(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepProfile:
+        """Return the step without its parameters, which are in use whatever the plan is."""
+        profile = profile_with_fake_tensors(
+            self._model,
+            CallArguments(args, kwargs),
+            self._hardware,
+            layers=self._layers,
+            min_bytes=self._min_bytes,
+            optimizer_states=0,
+            between=True,
+        )
+        layers = tuple(
+            dataclasses.replace(each, weight_bytes=0, gradient_bytes=0, host_update_s=0.0)
+            for each in profile.layers
+        )
+        return dataclasses.replace(profile, layers=layers)
+
+    def _learn(self) -> None:
+        """Learn from the step that has ended."""
+        running, self._running = self._running, None
+        self._engine.passes = None
+        if running is None or self._engine.num_steps == running.number:
+            return
+        step_s = time.perf_counter() - running.begin_s
+        if running.watch is None:
+            peak_bytes = self._memory.reserved_peak_bytes()
+            running.study.note_peak(peak_bytes)
+            if peak_bytes > self._budget_bytes:
+                self._memory.reset_peak()
+            return
+        running.watch.finish()
+        if running.watch.is_whole and not self._several:
+            running.study.learn(running.watch, self._engine.trace, step_s)
+        elif running.watch.reserved_peak_bytes > self._budget_bytes:
+            running.study.note_peak(running.watch.reserved_peak_bytes)

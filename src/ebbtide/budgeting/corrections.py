@@ -1,0 +1,91 @@
+"""Corrects a profile's memory by what was measured, position by position."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, final
+
+from ebbtide.budgeting.pass_watch import PassWatch
+from ebbtide.planning.plan import LayerMode, Plan
+from ebbtide.planning.step_profile import LayerProfile, StepProfile, StorageId
+from ebbtide.planning.step_timing import Prediction
+
+
+@final
+class Corrections:
+    """What was measured at each position beyond what a profile says, by how the layer ran.
+
+    A layer that has not run in one way yet is taken to need no less there than the profile says.
+    """
+
+    def __init__(self) -> None:
+        self._excess: dict[tuple[int, bool], int] = {}  # by position and whether recomputed
+
+    def learn(self, watch: PassWatch, plan: Plan, predicted: Prediction) -> None:
+        """Note by how much a step needed more, or less, than was predicted.
+
+        Args:
+            watch: what was measured.
+            plan: the plan that was followed.
+            predicted: what these corrections predicted for it.
+        """
+        peaks = predicted.peak_by_position
+        for position, peak_bytes in watch.peaks.items():
+            covered = watch.covered(position)
+            excess_bytes = peak_bytes - max(peaks[each] for each in covered)
+            for each in covered:
+                key = each, _is_recomputed(plan, each)
+                self._excess[key] = self._excess.get(key, 0) + excess_bytes
+
+    def apply(self, profile: StepProfile) -> StepProfile:
+        """Return a profile with working memory as it was measured."""
+        count = len(profile.layers)
+        layers = tuple(
+            self._corrected(layer, _inside_bytes(profile, index), index, 2 * count - index)
+            for index, layer in enumerate(profile.layers)
+        )
+        loss_bytes = profile.loss_working_bytes + self._at(count, recomputed=False)
+        return dataclasses.replace(profile, layers=layers, loss_working_bytes=max(0, loss_bytes))
+
+    def _corrected(
+        self, layer: LayerProfile, inside_bytes: int, forward: int, backward: int
+    ) -> LayerProfile:
+        unsaved_bytes = layer.unsaved_forward_bytes
+        if unsaved_bytes is None:
+            unsaved_bytes = inside_bytes + layer.forward_working_bytes
+        figures = {
+            "forward_working_bytes": layer.forward_working_bytes
+            + self._at(forward, recomputed=False),
+            "unsaved_forward_bytes": unsaved_bytes + self._at(forward, recomputed=True),
+            "backward_working_bytes": layer.backward_working_bytes
+            + self._at(backward, recomputed=False),
+            "recompute_working_bytes": layer.second_working_bytes
+            + self._at(backward, recomputed=True),
+        }
+        changes: dict[str, Any] = {name: max(0, size) for name, size in figures.items()}
+        return dataclasses.replace(layer, **changes)
+
+    def _at(self, position: int, *, recomputed: bool) -> int:
+        known = self._excess.get((position, recomputed))
+        if known is not None:
+            return known
+        return max(0, self._excess.get((position, not recomputed), 0))
+
+
+def _inside_bytes(profile: StepProfile, index: int) -> int:
+    """Return the size of what a layer saves beside its input."""
+    layer = profile.layers[index]
+    sizes = {
+        each.same_as or StorageId(index, each.number): each.size_bytes for each in layer.storages
+    }
+    if layer.input_same_as is not None:
+        sizes.pop(layer.input_same_as, None)
+    return sum(sizes.values())
+
+
+def _is_recomputed(plan: Plan, position: int) -> bool:
+    count = len(plan.layers)
+    if position == count:
+        return False
+    index = position if position < count else 2 * count - position
+    return plan.layers[index].mode is not LayerMode.AS_IS

@@ -1,0 +1,83 @@
+"""Translates a plan into what the engine's placement follows.
+
+[Note: numbers under a plan] The engine numbers the storages that a layer's call is the first to
+save. A layer that is recomputed saves its input alone, so a later layer may be the first to save
+what it shares with it, and has other numbers than under another plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from ebbtide.activations import records
+from ebbtide.activations.placement import PlannedLayers
+from ebbtide.planning.plan import Decision, LayerMode, Plan
+from ebbtide.planning.step_profile import StepProfile, StorageId
+
+_DECISIONS = {
+    Decision.KEEP: records.KEEP,
+    Decision.OFFLOAD: records.OFFLOAD,
+    Decision.REBUILD: records.REBUILD,
+}
+
+
+class EngineName(NamedTuple):
+    """What the engine calls a storage.
+
+    Attributes:
+        layer: number of the layer's call in the forward; None outside layers.
+        number: number of the storage among those that the call is the first to save.
+    """
+
+    layer: int | None
+    number: int
+
+
+def place(profile: StepProfile, plan: Plan) -> PlannedLayers:
+    """Return what the engine is to do with each layer and storage.
+
+    Args:
+        profile: the step that the plan is for.
+        plan: what is to become of it.
+    """
+    decisions: dict[tuple[int | None, int], records.Decision] = {}
+    for name, engine_name, decision in _first_saves(profile, plan):
+        kept = not profile.storage(name).may_leave and decision is Decision.OFFLOAD
+        decisions[engine_name] = records.KEEP if kept else _DECISIONS[decision]
+    modes = [
+        layer.mode
+        for layer, known in zip(plan.layers, profile.layers, strict=True)
+        if not known.between
+    ]
+    recomputed = {index for index, mode in enumerate(modes) if mode is not LayerMode.AS_IS}
+    kept_inputs = {index for index, mode in enumerate(modes) if mode is LayerMode.RECOMPUTE}
+    return PlannedLayers(decisions, frozenset(recomputed), frozenset(kept_inputs))
+
+
+def engine_names(profile: StepProfile, plan: Plan) -> dict[StorageId, EngineName]:
+    """Return the engine's name of each storage that is saved under a plan, by its first save."""
+    return {name: engine_name for name, engine_name, _ in _first_saves(profile, plan)}
+
+
+def _first_saves(
+    profile: StepProfile, plan: Plan
+) -> Iterator[tuple[StorageId, EngineName, Decision]]:
+    """Yield what is saved outside of recomputed layers, as the engine meets it."""
+    known: set[StorageId] = set()
+    calls = outside = 0
+    for index, (layer, chosen) in enumerate(zip(profile.layers, plan.layers, strict=True)):
+        number, call = (outside, None) if layer.between else (0, calls)
+        calls += not layer.between
+        if chosen.mode is not LayerMode.AS_IS:
+            if layer.input_same_as is not None:
+                known.add(layer.input_same_as)
+            continue
+        for storage, decision in zip(layer.storages, chosen.decisions, strict=True):
+            name = storage.same_as or StorageId(index, storage.number)
+            if name not in known:
+                known.add(name)
+                yield name, EngineName(call, number), decision
+                number += 1
+        if layer.between:
+            outside = number

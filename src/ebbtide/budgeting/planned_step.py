@@ -1,0 +1,181 @@
+"""What `handle.plan` gives: the plan of a step, why it is so, and what was measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import Counter
+from collections.abc import Iterator
+from itertools import groupby
+from os import PathLike
+from pathlib import Path
+from typing import Final, NamedTuple, final
+
+from ebbtide.errors import PolicyError
+from ebbtide.interface.display import html_text
+from ebbtide.planning.hardware import Hardware
+from ebbtide.planning.plan import Decision, LayerMode, LayerPlan, Plan
+from ebbtide.planning.step_profile import LayerProfile, StepProfile, read_document
+from ebbtide.units import format_size
+
+FORMAT: Final = "ebbtide-planned-step"
+VERSION: Final = 1
+
+_WIDTH: Final = 16  # columns of the names of layers
+
+
+class Measurement(NamedTuple):
+    """What a step under the plan was measured to cost.
+
+    Attributes:
+        peak_bytes: the peak of memory: what the allocator reserved, or the process's RSS on a CPU.
+        step_s: seconds from the begin of the step to the begin of the next.
+    """
+
+    peak_bytes: int
+    step_s: float
+
+
+@final
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlannedStep:
+    """The plan of a training step, with what it was made from; printing it gives a table.
+
+    Attributes:
+        plan: what becomes of each layer and storage, with the predicted time and peak.
+        profile: the step that it is for.
+        hardware: the bandwidths that it was made for.
+        budget_bytes: the budget, in bytes.
+        settled: whether the plan stays as it is from now on.
+        measured: what the last measured step under the plan cost; None before the first one.
+    """
+
+    plan: Plan
+    profile: StepProfile
+    hardware: Hardware
+    budget_bytes: int
+    settled: bool = False
+    measured: Measurement | None = None
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write the plan to a file that `load` reads.
+
+        Args:
+            path: path of the file, such as ``"plan.json"``.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        parts = {"plan": self.plan, "profile": self.profile, "hardware": self.hardware}
+        entry: dict[str, object] = {
+            name: json.loads(part.to_json())  # type: ignore[attr-defined]
+            for name, part in parts.items()
+        }
+        entry["budget_bytes"] = self.budget_bytes
+        content = {"format": FORMAT, "version": VERSION, "step": entry}
+        Path(path).write_text(json.dumps(content))
+
+    @classmethod
+    def load(cls, path: str | PathLike[str]) -> PlannedStep:
+        """Read what `save` wrote.
+
+        Raises:
+            OSError: the file cannot be read.
+            PolicyError: the file is something else.
+        """
+        entry = read_document(Path(path).read_text(), FORMAT, VERSION, "step")
+        try:
+            parts = {name: json.dumps(entry[name]) for name in ("plan", "profile", "hardware")}
+            budget_bytes = entry["budget_bytes"]
+        except KeyError as error:
+            raise PolicyError(f"the plan in {path} lacks {error}; plan again") from None
+        if not isinstance(budget_bytes, int) or isinstance(budget_bytes, bool):
+            raise PolicyError(f"budget_bytes in {path} must be a whole number; plan again")
+        return cls(
+            plan=Plan.from_json(parts["plan"]),
+            profile=StepProfile.from_json(parts["profile"]),
+            hardware=Hardware.from_json(parts["hardware"]),
+            budget_bytes=budget_bytes,
+        )
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _repr_html_(self) -> str:
+        return html_text(str(self))
+
+    def _lines(self) -> Iterator[str]:
+        plan, measured = self.plan, self.measured
+        state = "settled" if self.settled else "not settled yet"
+        yield f"budget {format_size(self.budget_bytes)}, {state}"
+        yield f"{'':<12} {'peak':>11} {'step':>12}"
+        yield f"{'predicted':<12} {_size(plan.peak_bytes):>11} {_seconds(plan.step_s):>12}"
+        if measured is not None:
+            size, step = format_size(measured.peak_bytes), _seconds(measured.step_s)
+            yield f"{'measured':<12} {size:>11} {step:>12}"
+        if plan.gap is not None:
+            bound = _seconds(plan.bound_s)
+            yield f"No plan within the budget has a step below {bound}: a gap of {plan.gap:.1%}."
+        yield from self._table()
+
+    def _table(self) -> Iterator[str]:
+        yield f"{'layers':<{_WIDTH}} {'what is done':<32} why"
+        entries = list(zip(self.profile.layers, self.plan.layers, strict=True))
+        number = 0
+        for (done, why), run in groupby(entries, key=self._key):
+            layers = [layer for layer, _ in run]
+            calls = sum(not layer.between for layer in layers)
+            name = layers[0].name
+            if calls:
+                last = number + calls - 1
+                place = str(number) if calls == 1 else f"{number} to {last}"
+                name = f"{place} {name}"
+            number += calls
+            name = name if len(name) <= _WIDTH else f"...{name[3 - _WIDTH :]}"
+            yield f"{name:<{_WIDTH}} {done:<32} {why}"
+
+    def _key(self, entry: tuple[LayerProfile, LayerPlan]) -> tuple[str, str]:
+        layer, chosen = entry
+        return _what_is_done(layer, chosen), self._why(layer, chosen)
+
+    def _why(self, layer: LayerProfile, chosen: LayerPlan) -> str:
+        """Say in a few words what the choice costs beside the other one."""
+        sizes = _sizes(layer, chosen)
+        if not sizes:
+            return "saves nothing of its own"
+        recomputed = chosen.mode is not LayerMode.AS_IS
+        moved_bytes = sizes.total() if recomputed else sizes[Decision.OFFLOAD]
+        if not moved_bytes:
+            return "there is room"
+        copy_s = self.hardware.offload_s(moved_bytes) + self.hardware.reload_s(moved_bytes)
+        copies, again = _seconds(copy_s), _seconds(layer.second_forward_s)
+        if recomputed:
+            return f"again {again}, copies {copies}"
+        return f"copies {copies}" + (f", again {again}" if layer.may_recompute else "")
+
+
+def _sizes(layer: LayerProfile, chosen: LayerPlan) -> Counter[Decision]:
+    """Return the bytes that a layer is the first to save, by what becomes of them."""
+    sizes: Counter[Decision] = Counter()
+    for storage, decision in zip(layer.storages, chosen.decisions, strict=True):
+        if storage.same_as is None:
+            sizes[decision] += storage.size_bytes
+    return sizes
+
+
+def _what_is_done(layer: LayerProfile, chosen: LayerPlan) -> str:
+    if chosen.mode is not LayerMode.AS_IS:
+        return str(chosen.mode.value)
+    sizes = _sizes(layer, chosen)
+    parts = [f"{each.value} {format_size(sizes[each])}" for each in Decision if sizes[each]]
+    return ", ".join(parts) or "keep"
+
+
+def _size(size_bytes: int | None) -> str:
+    return "unknown" if size_bytes is None else format_size(size_bytes)
+
+
+def _seconds(seconds: float | None) -> str:
+    if seconds is None:
+        return "unknown"
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"

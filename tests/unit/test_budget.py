@@ -1,0 +1,380 @@
+"""`ebbtide.offload(model, budget=...)`: profile, plan, run, measure, correct, settle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ebbtide
+from ebbtide import ActivationPolicy, BudgetError, OffloadHandle, PolicyError
+from ebbtide.budgeting import budget_controller
+from ebbtide.budgeting.planned_step import PlannedStep
+from ebbtide.memory.measured_memory import ProcessMemory
+from ebbtide.planning.plan import Decision, LayerMode
+from live_memory import LiveMemory
+
+SMALL = ActivationPolicy(min_bytes=1)
+WIDTH, BATCH = 64, 2048
+SHEET = WIDTH * BATCH * 4  # bytes of one activation
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)).sigmoid())
+
+
+class Model(nn.Module):
+    def __init__(self, depth: int = 6) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(depth))
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(torch.tanh(x))
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveMemory]:
+    """What the budget bounds: all bytes that torch has allocated, instead of the process's RSS."""
+    live = LiveMemory()
+    monkeypatch.setattr(budget_controller, "ProcessMemory", lambda: live)
+    with live:
+        yield live
+
+
+def train(model: nn.Module, steps: int, memory: LiveMemory | None = None) -> list[int]:
+    """Train with Adam; the peaks of the steps are returned."""
+    optimizer = torch.optim.Adam(model.parameters())
+    batch = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(0))
+    peaks = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+        peaks.append(0 if memory is None else memory.peak_bytes())
+    return peaks
+
+
+def trained(budget: int | str | None, steps: int = 12) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model = Model()
+    if budget is None:
+        train(model, steps)
+    else:
+        with ebbtide.offload(model, budget=budget, activations=SMALL):
+            train(model, steps)
+    return model.state_dict()
+
+
+def settle(model: nn.Module, budget: int, memory: LiveMemory) -> OffloadHandle:
+    """Train until the plan stays."""
+    handle = ebbtide.offload(model, budget=budget, activations=SMALL)
+    for _ in range(20):
+        train(model, 1, memory)
+        if handle.plan is not None and handle.plan.settled:
+            return handle
+    raise AssertionError(f"not settled after 20 steps:\n{handle.plan}")
+
+
+def plain_peak_bytes(memory: LiveMemory) -> int:
+    model = Model()
+    train(model, 1)
+    memory.reset_peak()
+    before = memory.now_bytes()
+    train(model, 2)
+    return memory.peak_bytes() - before
+
+
+def modes(step: PlannedStep | None) -> set[str]:
+    assert step is not None
+    kinds = {layer.mode.value for layer in step.plan.layers}
+    return kinds | {each.value for layer in step.plan.layers for each in layer.decisions}
+
+
+def test_a_budget_with_room_keeps_everything(memory: LiveMemory) -> None:
+    handle = settle(Model(), 2**30, memory)
+    assert handle.plan is not None
+    assert modes(handle.plan) == {"as is", "keep"}
+    assert "there is room" in str(handle.plan)
+    train(Model(), 1)
+    assert handle.stats.offloaded_bytes == 0
+    handle.detach()
+
+
+@pytest.mark.parametrize("share", [0.6, 0.75, 0.9])
+def test_a_tight_budget_is_kept_to(memory: LiveMemory, share: float) -> None:
+    """The measured peak is within the budget in each step, and no more than the predicted one.
+
+    It can be less: on a CPU, a reload maps pages of a file, which are not allocated by torch.
+    """
+    begin = memory.now_bytes()
+    peak = plain_peak_bytes(memory)
+    budget = begin + int(share * peak)
+    model = Model()
+    handle = ebbtide.offload(model, budget=budget, activations=SMALL)
+    optimizer = torch.optim.Adam(model.parameters())
+    batch = torch.randn(BATCH, WIDTH)
+    for _ in range(16):
+        memory.reset_peak()
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+        assert memory.peak_bytes() <= budget
+    plan = handle.plan
+    assert plan is not None and plan.settled and plan.measured is not None
+    assert plan.plan.peak_bytes is not None
+    assert 0.98 * plan.measured.peak_bytes <= plan.plan.peak_bytes <= budget
+    assert modes(plan) != {"as is", "keep"}
+    handle.detach()
+
+
+def test_training_under_a_budget_gives_the_same_bits(memory: LiveMemory) -> None:
+    expected = trained(None)
+    peak = plain_peak_bytes(memory)
+    for budget in ("1GiB", memory.now_bytes() + peak * 3 // 4):
+        found = trained(budget)
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_budget_that_nothing_fits_into_names_the_smallest(memory: LiveMemory) -> None:
+    model = Model()
+    handle = ebbtide.offload(model, budget="64KiB", activations=SMALL)
+    with pytest.raises(BudgetError, match="the smallest that a plan was found for") as caught:
+        train(model, 4)
+    with pytest.raises(BudgetError):
+        train(model, 1)
+    handle.detach()
+    train(model, 1)  # nothing is left over
+    settle(model, int(caught.value.smallest_bytes * 1.5), memory).detach()
+
+
+def test_a_budget_found_too_small_by_measuring_names_a_price(memory: LiveMemory) -> None:
+    """The loss, which is no part of the model, needs more than the profile could know."""
+    model = Model()
+    batch = torch.randn(BATCH, WIDTH)
+    handle = ebbtide.offload(model, budget=memory.now_bytes() + 20 * SHEET, activations=SMALL)
+
+    def step() -> None:
+        output = model(batch).square().mean()
+        waste = torch.zeros(40 * SHEET // 4)
+        (output + waste.sum()).backward()
+
+    step()
+    step()
+    with pytest.raises(BudgetError, match="longer than one that keeps all") as caught:
+        step()
+    assert caught.value.smallest_bytes > 40 * SHEET
+    assert caught.value.price is not None
+    handle.detach()
+
+
+def test_the_most_frugal_plan_is_followed_where_no_other_fits(memory: LiveMemory) -> None:
+    """Training never stops because a later prediction was wrong."""
+    model, batch = Model(), torch.randn(BATCH, WIDTH)
+    handle = ebbtide.offload(model, budget="1GiB", activations=SMALL)
+    for _ in range(3):
+        model(batch).square().mean().backward()
+    assert handle.plan is not None and handle.plan.measured is not None
+    budget = handle.plan.measured.peak_bytes + SHEET // 8  # the second step ran the frugal plan
+    handle.detach()
+    model.zero_grad()
+    handle = ebbtide.offload(model, budget=budget, activations=SMALL)
+    waste: list[Tensor] = []
+    for _ in range(4):
+        model(batch).square().mean().backward()
+    waste.append(torch.zeros(SHEET // 2))  # many times as much as there is room for
+    with pytest.warns(UserWarning, match="most frugal plan is followed"):
+        for _ in range(3):
+            model(batch).square().mean().backward()
+    assert handle.plan is not None and handle.plan.settled
+    assert {layer.mode.value for layer in handle.plan.plan.layers} != {"as is"}
+    handle.detach()
+
+
+def test_each_shape_has_a_plan_of_its_own(memory: LiveMemory) -> None:
+    model = Model()
+    handle = settle(model, 2**30, memory)
+    first = handle.plan
+    model(torch.randn(BATCH // 2, WIDTH)).sum().backward()
+    half = handle.plan
+    assert first is not None and half is not None
+    assert first.settled and not half.settled
+    assert half.profile.layers[1].storages[0].size_bytes == SHEET // 2
+    train(model, 1)
+    assert handle.plan is not None and handle.plan.settled
+    handle.detach()
+
+
+@pytest.mark.usefixtures("memory")
+def test_evaluation_is_left_alone() -> None:
+    model = Model()
+    with ebbtide.offload(model, budget="1GiB", activations=SMALL) as handle:
+        with torch.no_grad():
+            model(torch.randn(BATCH, WIDTH))
+        assert handle.plan is None
+        train(model, 1)
+        before = handle.plan
+        model.eval()
+        with torch.no_grad():
+            model(torch.randn(3, WIDTH))
+        assert handle.plan == before
+
+
+def test_several_forwards_in_a_step_stay_within_the_budget(memory: LiveMemory) -> None:
+    """Two forwards are alive at once, of which the profile knows one."""
+    model, batch = Model(), torch.randn(BATCH, WIDTH)
+    budget = memory.now_bytes() + 40 * SHEET
+    handle = ebbtide.offload(model, budget=budget, activations=SMALL)
+    peaks = []
+    for _ in range(12):
+        memory.reset_peak()
+        (model(batch) + model(batch.flip(0))).square().mean().backward()
+        peaks.append(memory.peak_bytes())
+        model.zero_grad()
+    assert peaks[-1] <= budget
+    handle.detach()
+
+
+class LooksAtValues(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (2 if x.sum().item() > 0 else 1)
+
+
+@pytest.mark.usefixtures("memory")
+def test_a_model_that_cannot_be_profiled_is_offloaded_as_a_whole() -> None:
+    model = LooksAtValues()
+    with ebbtide.offload(model, budget="1GiB", activations=SMALL) as handle:
+        with pytest.warns(UserWarning, match="cannot be planned, so everything is offloaded"):
+            train(model, 1)
+        train(model, 1)
+        assert handle.plan is None
+        assert handle.stats.offloaded_bytes > 6 * SHEET
+
+
+def test_a_plan_is_saved_and_loaded(memory: LiveMemory, tmp_path: Path) -> None:
+    begin = memory.now_bytes()
+    peak = plain_peak_bytes(memory)
+    torch.manual_seed(0)
+    model = Model()
+    handle = settle(model, begin + peak * 3 // 4, memory)
+    assert handle.plan is not None
+    handle.plan.save(tmp_path / "plan.json")
+    loaded = PlannedStep.load(tmp_path / "plan.json")
+    assert loaded.plan == handle.plan.plan and loaded.profile == handle.plan.profile
+    train(model, 1)
+    expected = handle.stats
+    handle.detach()
+    with ebbtide.offload(model, plan=tmp_path / "plan.json", activations=SMALL) as again:
+        train(model, 1)
+        assert again.plan == loaded
+        assert again.stats.offloaded_bytes == expected.offloaded_bytes
+        assert again.stats.recomputed_bytes == expected.recomputed_bytes
+
+
+def test_the_printed_plan_fits_a_terminal(memory: LiveMemory) -> None:
+    begin = memory.now_bytes()
+    handle = settle(Model(), begin + plain_peak_bytes(memory) * 3 // 4, memory)
+    lines = str(handle.plan).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[0].startswith("budget ") and "settled" in lines[0]
+    assert any(line.startswith("predicted") for line in lines)
+    assert any(line.startswith("measured") for line in lines)
+    assert any("after layers.5" in line for line in lines)
+    handle.detach()
+
+
+@pytest.mark.usefixtures("memory")
+def test_a_share_of_all_memory() -> None:
+    model = Model()
+    with ebbtide.offload(model, budget="50%", activations=SMALL) as handle:
+        train(model, 1)
+        assert handle.plan is not None
+        assert handle.plan.budget_bytes == 2**29
+
+
+@pytest.mark.parametrize(
+    ("budget", "message"),
+    [
+        ("0%", "1% to 100%"),
+        ("120%", "1% to 100%"),
+        ("much", "cannot be read"),
+        (0, "more than 0"),
+        (-5, "not be negative"),
+        (True, "number of bytes"),
+        (1.5, "number of bytes"),
+    ],
+)
+def test_budgets_that_cannot_be_read(budget: object, message: str) -> None:
+    model = Model()
+    with pytest.raises(PolicyError, match=message):
+        ebbtide.offload(model, budget=budget)
+    ebbtide.offload(model).detach()  # it was left as it was
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"activations": ActivationPolicy(num_layers=2)},
+        {"activations": ActivationPolicy(mode="recompute")},
+        {"schedule": ebbtide.schedule.default(3, 6)},
+        {"plan": "plan.json"},
+    ],
+)
+def test_what_a_budget_decides_is_not_said_twice(arguments: dict[str, object]) -> None:
+    with pytest.raises(PolicyError):
+        ebbtide.offload(Model(), budget="1GiB", **arguments)
+
+
+def test_a_model_without_layers_is_told_what_to_name() -> None:
+    with pytest.raises(PolicyError, match=r"layers=\[model.encoder"):
+        ebbtide.offload(nn.Linear(2, 2), budget="1GiB")
+
+
+@pytest.mark.parametrize("text", ["{}", "no json", '{"format": "ebbtide-planned-step"}'])
+def test_files_that_are_no_plans(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(text)
+    with pytest.raises(PolicyError):
+        ebbtide.offload(Model(), plan=path)
+
+
+def test_a_plan_for_another_model_is_refused(memory: LiveMemory) -> None:
+    handle = settle(Model(), 2**30, memory)
+    handle.detach()
+    with pytest.raises(PolicyError, match="plan again with budget"):
+        ebbtide.offload(Model(depth=4), plan=handle.plan)
+    with pytest.raises(PolicyError, match="save one with handle"):
+        ebbtide.offload(Model(), plan=3)
+
+
+def test_a_process_is_measured_by_its_resident_memory() -> None:
+    """Without a stand-in for the memory, on a CPU, a budget below what is there already fails."""
+    model = Model()
+    resident = ProcessMemory().now_bytes()
+    with ebbtide.offload(model, budget=resident // 4), pytest.raises(BudgetError):
+        train(model, 3)
+    with ebbtide.offload(model, budget="90%") as handle:
+        train(model, 6)
+        assert handle.plan is not None and handle.plan.measured is not None
+        assert handle.plan.measured.peak_bytes > resident // 2
+
+
+def test_decisions_are_for_whole_layers_or_single_storages(memory: LiveMemory) -> None:
+    begin = memory.now_bytes()
+    handle = settle(Model(), begin + plain_peak_bytes(memory) * 3 // 4, memory)
+    assert handle.plan is not None
+    for layer, chosen in zip(handle.plan.profile.layers, handle.plan.plan.layers, strict=True):
+        assert len(chosen.decisions) == len(layer.storages)
+        assert not layer.between or chosen.mode is LayerMode.AS_IS
+        assert set(chosen.decisions) <= {Decision.KEEP, Decision.OFFLOAD}
+    handle.detach()

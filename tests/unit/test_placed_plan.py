@@ -1,0 +1,161 @@
+"""The engine follows any plan, storage by storage, and the numbers stay the same to the bit."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ebbtide
+from ebbtide import ActivationPolicy
+from ebbtide.budgeting.placed_plan import EngineName, engine_names, place
+from ebbtide.budgeting.planned_step import PlannedStep
+from ebbtide.devices.simulated import SimulatedDevice
+from ebbtide.layers.search import find_layers
+from ebbtide.planning.hardware import Hardware
+from ebbtide.planning.plan import Decision, LayerMode, LayerPlan, Plan
+from ebbtide.planning.profiling.fake_profile import profile_with_fake_tensors
+from ebbtide.planning.step_profile import LayerProfile, SavedStorage, StepProfile, StorageId
+from ebbtide.stores.pinned import PinnedStore
+from loops import on_device
+from test_planning_profiling_bytes import CASES
+
+CPU = Hardware.named("cpu")
+
+
+def random_plan(profile: StepProfile, seed: int) -> Plan:
+    rng = random.Random(seed)
+    layers = []
+    for layer in profile.layers:
+        mode = rng.choice(list(LayerMode)) if layer.may_recompute else LayerMode.AS_IS
+        choices = [Decision.KEEP, Decision.OFFLOAD]
+        decisions = tuple(rng.choice(choices) for _ in layer.storages)
+        layers.append(LayerPlan(mode=mode, decisions=decisions))
+    return Plan(layers=tuple(layers), max_inflight_bytes=rng.choice([0, 10_000, 10**6]))
+
+
+def profile_of(model: nn.Module, batch: Tensor) -> StepProfile:
+    layers = find_layers(model).modules
+    return profile_with_fake_tensors(
+        model, batch, CPU, layers=layers, min_bytes=1, optimizer_states=0, between=True
+    )
+
+
+def train(model: nn.Module, batch: Tensor, seed: int) -> list[Tensor]:
+    """Two steps, after which the loss and all gradients are returned."""
+    torch.manual_seed(seed)
+    losses = []
+    for _ in range(2):
+        loss = model(batch).square().mean()
+        loss.backward()
+        losses.append(loss.detach())
+    return losses + [each.grad for each in model.parameters() if each.grad is not None]
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("name", CASES)
+def test_any_plan_is_followed_and_changes_no_bit(name: str, seed: int) -> None:
+    torch.manual_seed(seed)
+    make_model, make_batch = CASES[name]
+    model, batch = make_model(), make_batch()
+    expected = train(model, batch, seed)
+    model.zero_grad()
+    profile = profile_of(model, batch)
+    plan = random_plan(profile, seed)
+    step = PlannedStep(plan=plan, profile=profile, hardware=CPU, budget_bytes=0)
+    policy = ActivationPolicy(min_bytes=1)
+    torch.manual_seed(seed)
+    with ebbtide.offload(model, plan=step, activations=policy) as handle:
+        assert handle.plan is step
+        found = train(model, batch, seed)
+        storages = handle.inspect().storages
+    assert len(expected) == len(found) and all(map(torch.equal, expected, found))
+    placed = place(profile, plan)
+    followed = {(each.layer, each.number): each.decision for each in storages}
+    assert {name: followed.get(name) for name in placed.decisions} == {
+        name: decision.value for name, decision in placed.decisions.items()
+    }
+    sizes: dict[tuple[int | None, int], int] = {}
+    for each in storages:
+        if each.decision == "keep":
+            sizes[each.layer, each.number] = each.size_bytes
+    for first, engine_name in engine_names(profile, plan).items():
+        if engine_name in sizes:
+            assert sizes[engine_name] == profile.storage(first).size_bytes
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("name", ["gpt", "fno", "unet"])
+def test_any_plan_is_followed_on_a_device_that_is_behind(name: str, seed: int) -> None:
+    """Copies run late and in adversarial orders; a wait that is missing would change bits."""
+    torch.manual_seed(seed)
+    make_model, make_batch = CASES[name]
+    model, batch = make_model(), make_batch()
+    expected = train(model, batch, seed)
+    model.zero_grad()
+    profile = profile_of(model, batch)
+    plan = random_plan(profile, seed + 100)
+    step = PlannedStep(plan=plan, profile=profile, hardware=CPU, budget_bytes=0)
+    device = SimulatedDevice(seed, eagerness=(0.0, 0.1, 0.6)[seed % 3])
+    with on_device(device, lambda: PinnedStore(device, slab_bytes=2**16)):
+        handle = ebbtide.offload(model, plan=step, activations=ActivationPolicy(min_bytes=1))
+    found = train(model, batch, seed)
+    handle.detach()
+    device.finish_copies()
+    assert len(expected) == len(found) and all(map(torch.equal, expected, found))
+    assert device.allocated_bytes() == 0
+
+
+def layer(*storages: SavedStorage, **more) -> LayerProfile:
+    return LayerProfile(name="layer", forward_s=1.0, backward_s=1.0, storages=storages, **more)
+
+
+def test_what_a_recomputed_layer_does_not_save_has_another_first_save() -> None:
+    """The second layer saves its input, which is what the first layer saves last."""
+    shared = StorageId(0, 1)
+    profile = StepProfile(
+        layers=(
+            layer(SavedStorage(number=0, size_bytes=8), SavedStorage(number=1, size_bytes=4)),
+            layer(
+                SavedStorage(number=0, size_bytes=4, same_as=shared),
+                SavedStorage(number=1, size_bytes=2),
+            ),
+            layer(SavedStorage(number=0, size_bytes=3), between=True),
+            layer(SavedStorage(number=0, size_bytes=5)),
+            layer(SavedStorage(number=0, size_bytes=6), between=True),
+        )
+    )
+    keep, offload = Decision.KEEP, Decision.OFFLOAD
+    as_is = [
+        LayerPlan(decisions=(keep, offload)),
+        LayerPlan(decisions=(keep, offload)),
+        LayerPlan(decisions=(keep,)),
+        LayerPlan(decisions=(offload,)),
+        LayerPlan(decisions=(offload,)),
+    ]
+    assert engine_names(profile, Plan(layers=tuple(as_is))) == {
+        StorageId(0, 0): EngineName(0, 0),
+        StorageId(0, 1): EngineName(0, 1),
+        StorageId(1, 1): EngineName(1, 0),
+        StorageId(2, 0): EngineName(None, 0),
+        StorageId(3, 0): EngineName(2, 0),
+        StorageId(4, 0): EngineName(None, 1),
+    }
+    as_is[0] = LayerPlan(mode=LayerMode.RECOMPUTE, decisions=(keep, offload))
+    placed = place(profile, Plan(layers=tuple(as_is)))
+    assert {name: each.value for name, each in placed.decisions.items()} == {
+        (1, 0): "keep",
+        (1, 1): "offload",
+        (None, 0): "keep",
+        (2, 0): "offload",
+        (None, 1): "offload",
+    }
+    assert placed.recomputed == placed.kept_inputs == {0}
+
+
+def test_what_may_not_leave_is_kept() -> None:
+    profile = StepProfile(layers=(layer(SavedStorage(number=0, size_bytes=8, may_leave=False)),))
+    plan = Plan(layers=(LayerPlan(decisions=(Decision.OFFLOAD,)),))
+    assert place(profile, plan).decisions[0, 0].value == "keep"
