@@ -73,6 +73,47 @@ print("parent", torch.ones(3, device=device).sum().item())
     assert finished.stdout.endswith("parent 3.0\n")
 
 
+CHANGE_ORDERS = """
+    import threading
+
+    device = torch.device("softdevice", 0)
+    changing, wrong = True, []
+
+    def compute():
+        stream = torch.Stream(device=device)
+        torch.accelerator.set_stream(stream)
+        x, count = torch.zeros(1 << 16, device=device), 0
+        while changing:
+            for _ in range(5):
+                x, count = x + 1, count + 1
+            event = stream.record_event()
+            torch.accelerator.current_stream().wait_event(event)
+            (stream if count % 2 else event).synchronize()
+            if x[0].item() != count:
+                wrong.append((x[0].item(), count))
+                return
+
+    threads = [threading.Thread(target=compute) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for number in range(50):
+        for order in ("threads", "compute-first", "copies-first", f"random:{number}"):
+            softdevice.sleep(4_000_000)  # what it waits for; the threads go on meanwhile
+            softdevice.choose_order(order)
+    changing = False
+    for thread in threads:
+        thread.join()
+    print(f"wrong: {wrong}")
+"""
+
+
+def test_threads_go_on_while_the_order_changes() -> None:
+    """A thread that an earlier test left behind may queue and wait while the next one begins."""
+    finished = _run(_code("random:1", CHANGE_ORDERS))
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout == "wrong: []\n"
+
+
 def test_importing_the_package_does_not_load_the_device() -> None:
     finished = _run(
         "import torch, softdevice; print(softdevice.is_loaded(), hasattr(torch, 'softdevice'))"

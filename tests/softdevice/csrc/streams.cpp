@@ -32,6 +32,23 @@ struct Stream {
   MarkerPtr asked;  // the last mark that a question whether the stream is idle left
 };
 
+// What is queued, for as long as the process lives. The order of execution may change while other
+// threads of the host queue and wait: nothing that they queued is lost, and their waits go on.
+struct Queues {
+  std::mutex mutex;  // guards all that follows, and the streams
+  std::condition_variable marker_done;
+  std::vector<std::unique_ptr<Stream>> streams;
+  std::vector<MarkerPtr> wanted;  // the host waits for these
+  std::exception_ptr error;       // of a job, until the host waits
+  int64_t num_run = 0;            // jobs, since the order was chosen
+  bool ended = false;             // nothing runs any more
+};
+using Lock = std::unique_lock<std::mutex>;
+
+bool is_reached(const MarkerPtr& marker) {
+  return marker->done;
+}
+
 // Kernels run below autograd, in threads of their own: nothing of the caller's modes reaches them.
 // One thread a kernel: kernels of several streams run beside each other, and bits do not depend on
 // how a sum is split.
@@ -42,102 +59,31 @@ void prepare_thread() {
 
 // ---- the executor -------------------------------------------------------------------------------
 
+// Runs what is queued, in one order. Another executor takes its place when the order changes. All
+// of its functions are called with the lock held.
 class Executor {
  public:
+  explicit Executor(Queues& queues) : queues_(queues) {}
   virtual ~Executor() = default;
 
-  StreamId new_stream() {
-    std::lock_guard lock(mutex_);
-    streams_.push_back(std::make_unique<Stream>());
-    return static_cast<StreamId>(streams_.size()) - 1;
-  }
+  // Goes on with what is queued already, and with what the host waits for.
+  virtual void begin() = 0;
+  // These two may release the lock for a while.
+  virtual void after_queueing(StreamId id, Lock& lock) = 0;
+  virtual void after_query(const MarkerPtr& marker, Lock& lock) = 0;
+  // The host waits for one more marker.
+  virtual void after_demand() = 0;
 
-  void queue(StreamId id, Job job) {
-    std::unique_lock lock(mutex_);
-    if (stopping_) {
-      return;
-    }
-    streams_.at(id)->jobs.push_back(std::move(job));
-    after_queueing(id, lock);
-  }
-
-  bool is_done(const MarkerPtr& marker) {
-    if (marker->done) {
-      return true;
-    }
-    std::unique_lock lock(mutex_);
-    if (stopping_) {
-      return true;
-    }
-    after_query(marker, lock);
-    return marker->done;
-  }
-
-  bool is_idle(StreamId id) {
-    MarkerPtr marker;
-    {
-      std::unique_lock lock(mutex_);
-      Stream& stream = *streams_.at(id);
-      if (stream.jobs.empty() && !stream.is_running) {
-        return true;
-      }
-      if (!stream.asked || stream.asked->done) {
-        stream.asked = std::make_shared<Marker>(id);
-        stream.jobs.push_back({Kind::mark, "mark", nullptr, stream.asked});
-      }
-      marker = stream.asked;
-    }
-    return is_done(marker);
-  }
-
-  void finish(const std::vector<MarkerPtr>& markers) {
-    std::unique_lock lock(mutex_);
-    for (auto& marker : markers) {
-      demand(marker, lock);
-    }
-    marker_done_.wait(lock, [&] {
-      return stopping_ || std::all_of(markers.begin(), markers.end(), [](const MarkerPtr& marker) {
-               return marker->done.load();
-             });
-    });
-    throw_error();
-  }
-
-  size_t num_streams() {
-    std::lock_guard lock(mutex_);
-    return streams_.size();
-  }
-
-  std::vector<StreamId> busy_streams() {
-    std::lock_guard lock(mutex_);
-    std::vector<StreamId> busy;
-    for (size_t id = 0; id < streams_.size(); ++id) {
-      if (streams_[id]->is_running || !streams_[id]->jobs.empty()) {
-        busy.push_back(static_cast<StreamId>(id));
-      }
-    }
-    return busy;
-  }
-
-  int64_t num_run() {
-    std::lock_guard lock(mutex_);
-    return num_run_;
-  }
-
-  void shut_down() {
-    {
-      std::lock_guard lock(mutex_);
-      stopping_ = true;
-      wake_all();
-    }
+  // Ends the threads, without the lock. A job that has begun is run to its end.
+  void end(Lock& lock) {
+    stopping_ = true;
+    wake_all();
+    lock.unlock();
     join();
+    lock.lock();
   }
 
  protected:
-  // Called with the lock held; may release it for a while.
-  virtual void after_queueing(StreamId id, std::unique_lock<std::mutex>& lock) = 0;
-  virtual void after_query(const MarkerPtr& marker, std::unique_lock<std::mutex>& lock) = 0;
-  virtual void demand(const MarkerPtr& marker, std::unique_lock<std::mutex>& lock) = 0;
   virtual void wake_all() = 0;
   virtual void join() = 0;
 
@@ -149,7 +95,7 @@ class Executor {
       if (job.kind == Kind::mark) {
         job.marker->time = Clock::now();
         job.marker->done = true;
-        marker_done_.notify_all();
+        queues_.marker_done.notify_all();
       } else if (job.kind != Kind::wait || !job.marker->done) {
         break;
       }
@@ -167,14 +113,8 @@ class Executor {
     return kind != Kind::mark && kind != Kind::wait;
   }
 
-  void throw_error() {
-    if (error_) {
-      std::rethrow_exception(std::exchange(error_, nullptr));
-    }
-  }
-
   // Runs the job at the head of a queue, without the lock.
-  void run_head(Stream& stream, std::unique_lock<std::mutex>& lock) {
+  void run_head(Stream& stream, Lock& lock) {
     Job job = std::move(stream.jobs.front());
     stream.jobs.pop_front();
     stream.is_running = true;
@@ -191,53 +131,75 @@ class Executor {
     }
     job.run = nullptr;  // what it holds goes before anybody hears that it has run
     lock.lock();
-    if (error && !error_) {
-      error_ = error;
+    if (error && !queues_.error) {
+      queues_.error = error;
     }
     stream.is_running = false;
-    ++num_run_;
+    ++queues_.num_run;
   }
 
-  std::mutex mutex_;
-  std::condition_variable marker_done_;
-  std::vector<std::unique_ptr<Stream>> streams_;
-  std::exception_ptr error_;
+  Queues& queues_;
   bool stopping_ = false;
-  int64_t num_run_ = 0;
 };
 
 // ---- a worker thread for each stream ------------------------------------------------------------
 
 class ThreadedExecutor final : public Executor {
-  void after_queueing(StreamId id, std::unique_lock<std::mutex>&) override {
-    Stream& stream = *streams_[id];
+ public:
+  using Executor::Executor;
+
+  void begin() override {
+    for (auto& stream : queues_.streams) {
+      if (!stream->jobs.empty()) {
+        start(*stream);
+      }
+    }
+  }
+
+  void after_queueing(StreamId id, Lock&) override {
+    start(*queues_.streams[id]);
+  }
+
+  void after_query(const MarkerPtr&, Lock&) override {}
+  void after_demand() override {}
+
+ private:
+  void start(Stream& stream) {
+    if (stopping_) {
+      return;  // the next executor goes on with it
+    }
     if (!stream.worker.joinable()) {
       stream.worker = std::thread([this, &stream] { work(stream); });
     }
     stream.work.notify_one();
   }
 
-  void after_query(const MarkerPtr&, std::unique_lock<std::mutex>&) override {}
-  void demand(const MarkerPtr&, std::unique_lock<std::mutex>&) override {}
-
   void wake_all() override {
-    marker_done_.notify_all();
-    for (auto& stream : streams_) {
+    for (auto& stream : queues_.streams) {
       stream->work.notify_all();
     }
   }
 
   void join() override {
-    for (auto& stream : streams_) {
+    for (auto& worker : workers()) {
+      worker.join();
+    }
+  }
+
+  std::vector<std::thread> workers() {
+    Lock lock(queues_.mutex);
+    std::vector<std::thread> taken;
+    for (auto& stream : queues_.streams) {
       if (stream->worker.joinable()) {
-        stream->worker.join();
+        taken.push_back(std::move(stream->worker));
       }
     }
+    return taken;
   }
 
   void work(Stream& stream) {
     prepare_thread();
-    std::unique_lock lock(mutex_);
+    Lock lock(queues_.mutex);
     while (!stopping_) {
       if (pass_markers(stream)) {
         wake_all();  // other streams may have waited for these markers
@@ -251,7 +213,7 @@ class ThreadedExecutor final : public Executor {
     }
   }
 
-  void sleep(Stream& stream, std::unique_lock<std::mutex>& lock) {
+  void sleep(Stream& stream, Lock& lock) {
     auto until = Clock::now() + std::chrono::microseconds(stream.jobs.front().duration_us);
     stream.jobs.pop_front();
     stream.is_running = true;
@@ -259,7 +221,7 @@ class ThreadedExecutor final : public Executor {
       stream.work.wait_until(lock, until);
     }
     stream.is_running = false;
-    ++num_run_;
+    ++queues_.num_run;
   }
 };
 
@@ -267,6 +229,30 @@ class ThreadedExecutor final : public Executor {
 
 // Runs nothing until somebody waits, or until its order says so.
 class OrderedExecutor : public Executor {
+ public:
+  using Executor::Executor;
+
+  void begin() override {
+    if (!queues_.wanted.empty()) {
+      start();
+    }
+  }
+
+  void after_queueing(StreamId, Lock&) override {}
+
+  // Code that asks again and again makes progress, as it would on a GPU.
+  void after_query(const MarkerPtr& marker, Lock& lock) override {
+    if (++marker->num_queries % kQueriesUntilProgress == 0) {
+      queues_.wanted.push_back(marker);
+      start();
+      queues_.marker_done.wait(lock, [&] { return marker->done || stopping_; });
+    }
+  }
+
+  void after_demand() override {
+    start();
+  }
+
  protected:
   // The stream whose head runs next while somebody waits for `marker`. At least one stream can run.
   virtual Stream* pick(const MarkerPtr& marker) = 0;
@@ -274,8 +260,9 @@ class OrderedExecutor : public Executor {
   // The stream that must go on so that the marker is reached.
   Stream* needed(MarkerPtr marker) {
     while (true) {
-      Stream* stream = streams_[marker->stream].get();
+      Stream* stream = queues_.streams[marker->stream].get();
       if (stream->jobs.empty() || stream->jobs.front().kind != Kind::wait) {
+        TORCH_INTERNAL_ASSERT(can_run(*stream), "A marker that is waited for is in no queue");
         return stream;
       }
       marker = stream->jobs.front().marker;
@@ -284,7 +271,7 @@ class OrderedExecutor : public Executor {
 
   std::vector<Stream*> runnable() {
     std::vector<Stream*> found;
-    for (auto& stream : streams_) {
+    for (auto& stream : queues_.streams) {
       if (can_run(*stream)) {
         found.push_back(stream.get());
       }
@@ -293,46 +280,30 @@ class OrderedExecutor : public Executor {
   }
 
   // Lets the executor run some jobs although nobody waits, and waits for them.
-  void spend(int num_jobs, std::unique_lock<std::mutex>& lock) {
-    if (num_jobs == 0) {
+  void spend(int num_jobs, Lock& lock) {
+    if (num_jobs == 0 || stopping_) {
       return;
     }
-    start();
     credit_ = num_jobs;
-    work_.notify_one();
-    credit_spent_.wait(lock, [&] { return credit_ == 0 || stopping_; });
-  }
-
-  void demand(const MarkerPtr& marker, std::unique_lock<std::mutex>&) override {
-    if (marker->done || stopping_) {
-      return;
-    }
     start();
-    wanted_.push_back(marker);
-    work_.notify_one();
-  }
-
-  void after_queueing(StreamId, std::unique_lock<std::mutex>&) override {}
-
-  // Code that asks again and again makes progress, as it would on a GPU.
-  void after_query(const MarkerPtr& marker, std::unique_lock<std::mutex>& lock) override {
-    if (++marker->num_queries % kQueriesUntilProgress == 0) {
-      demand(marker, lock);
-      marker_done_.wait(lock, [&] { return marker->done || stopping_; });
-    }
+    credit_spent_.wait(lock, [&] { return credit_ == 0 || stopping_; });
   }
 
  private:
   static constexpr int kQueriesUntilProgress = 64;
 
   void start() {
+    if (stopping_) {
+      return;  // the next executor goes on with it
+    }
     if (!thread_.joinable()) {
       thread_ = std::thread([this] { work(); });
     }
+    work_.notify_one();
   }
 
   void wake_all() override {
-    marker_done_.notify_all();
+    queues_.marker_done.notify_all();
     credit_spent_.notify_all();
     work_.notify_all();
   }
@@ -345,17 +316,17 @@ class OrderedExecutor : public Executor {
 
   void work() {
     prepare_thread();
-    std::unique_lock lock(mutex_);
+    Lock lock(queues_.mutex);
     while (!stopping_) {
       pass_all_markers();
-      std::erase_if(wanted_, [](const MarkerPtr& marker) { return marker->done.load(); });
+      std::erase_if(queues_.wanted, is_reached);
       if (credit_ > 0 && runnable().empty()) {
         credit_ = 0;
       }
       if (credit_ == 0) {
         credit_spent_.notify_all();
       }
-      if (wanted_.empty() && credit_ == 0) {
+      if (queues_.wanted.empty() && credit_ == 0) {
         work_.wait(lock);
         continue;
       }
@@ -363,11 +334,12 @@ class OrderedExecutor : public Executor {
     }
   }
 
-  void run_next(std::unique_lock<std::mutex>& lock) {
-    Stream& stream = *pick(wanted_.empty() ? nullptr : wanted_.front());
+  void run_next(Lock& lock) {
+    TORCH_INTERNAL_ASSERT(!runnable().empty(), "The host waits for what can never run");
+    Stream& stream = *pick(queues_.wanted.empty() ? nullptr : queues_.wanted.front());
     if (stream.jobs.front().kind == Kind::sleep) {
       stream.jobs.pop_front();
-      ++num_run_;
+      ++queues_.num_run;
     } else {
       run_head(stream, lock);
     }
@@ -378,7 +350,7 @@ class OrderedExecutor : public Executor {
     bool moved = true;
     while (moved) {
       moved = false;
-      for (auto& stream : streams_) {
+      for (auto& stream : queues_.streams) {
         moved |= pass_markers(*stream);
       }
     }
@@ -387,7 +359,6 @@ class OrderedExecutor : public Executor {
   std::thread thread_;
   std::condition_variable work_;
   std::condition_variable credit_spent_;
-  std::vector<MarkerPtr> wanted_;
   int credit_ = 0;
 };
 
@@ -395,7 +366,8 @@ class OrderedExecutor : public Executor {
 // somebody waits for. A stream that sleeps lets its favourites go first.
 class LazyExecutor final : public OrderedExecutor {
  public:
-  explicit LazyExecutor(Kind favourite) : favourite_(favourite) {}
+  LazyExecutor(Queues& queues, Kind favourite)
+      : OrderedExecutor(queues), favourite_(favourite) {}
 
  private:
   Stream* pick(const MarkerPtr& marker) override {
@@ -414,7 +386,7 @@ class LazyExecutor final : public OrderedExecutor {
 // stream that sleeps comes last.
 class RandomExecutor final : public OrderedExecutor {
  public:
-  explicit RandomExecutor(uint64_t seed) : random_(seed) {}
+  RandomExecutor(Queues& queues, uint64_t seed) : OrderedExecutor(queues), random_(seed) {}
 
  private:
   Stream* pick(const MarkerPtr&) override {
@@ -439,11 +411,11 @@ class RandomExecutor final : public OrderedExecutor {
     return {stream.jobs.front().kind != Kind::sleep, stream.priority};
   }
 
-  void after_queueing(StreamId, std::unique_lock<std::mutex>& lock) override {
+  void after_queueing(StreamId, Lock& lock) override {
     spend(draw_credit(), lock);
   }
 
-  void after_query(const MarkerPtr&, std::unique_lock<std::mutex>& lock) override {
+  void after_query(const MarkerPtr&, Lock& lock) override {
     spend(1 + draw_credit(), lock);
   }
 
@@ -460,17 +432,17 @@ class RandomExecutor final : public OrderedExecutor {
   int64_t reign_ = 0;
 };
 
-// ---- the one executor ---------------------------------------------------------------------------
+// ---- the order in force -------------------------------------------------------------------------
 
-std::unique_ptr<Executor> make_executor(const std::string& order) {
+std::unique_ptr<Executor> make_executor(const std::string& order, Queues& queues) {
   if (order == "threads") {
-    return std::make_unique<ThreadedExecutor>();
+    return std::make_unique<ThreadedExecutor>(queues);
   }
   if (order == "compute-first") {
-    return std::make_unique<LazyExecutor>(Kind::kernel);
+    return std::make_unique<LazyExecutor>(queues, Kind::kernel);
   }
   if (order == "copies-first") {
-    return std::make_unique<LazyExecutor>(Kind::copy);
+    return std::make_unique<LazyExecutor>(queues, Kind::copy);
   }
   const std::string random = "random:";
   const std::string seed = order.rfind(random, 0) == 0 ? order.substr(random.size()) : "";
@@ -479,43 +451,98 @@ std::unique_ptr<Executor> make_executor(const std::string& order) {
           std::all_of(seed.begin(), seed.end(), [](unsigned char c) { return std::isdigit(c); }),
       "The order \"", order, "\" is not threads, compute-first, copies-first or random:SEED, "
       "where SEED is a number");
-  return std::make_unique<RandomExecutor>(std::stoull(seed));
+  return std::make_unique<RandomExecutor>(queues, std::stoull(seed));
 }
 
-// Executors are never destroyed: tensors outlive every static object of ours, and a thread of the
-// host may still be in one that has been replaced.
-std::atomic<Executor*>& executor_in_force() {
-  static std::atomic<Executor*> in_force = [] {
+// The queues, and who runs what is in them. Neither is ever destroyed: tensors outlive every static
+// object of ours, and a thread of the host may still be in an executor that has been replaced.
+struct Device {
+  Device() {
     pthread_atfork(nullptr, nullptr, [] { forked = true; });
-    Executor* made = make_executor("threads").release();
-    made->new_stream();  // the default stream
-    return made;
-  }();
-  return in_force;
-}
+    queues.streams.push_back(std::make_unique<Stream>());  // the default stream
+    executor = make_executor("threads", queues).release();
+  }
 
-Executor& executor() {
-  return *executor_in_force();
+  Queues queues;
+  Executor* executor;
+  std::mutex choosing;  // held while the order changes, and taken before the queues' lock
+};
+
+Device& device() {
+  static auto* made = new Device;
+  return *made;
 }
 
 thread_local StreamId current_stream_of_thread = kDefaultStream;
+
+void queue(StreamId stream, Job job) {
+  refuse_if_forked();
+  Queues& queues = device().queues;
+  Lock lock(queues.mutex);
+  if (queues.ended) {
+    return;
+  }
+  queues.streams.at(stream)->jobs.push_back(std::move(job));
+  device().executor->after_queueing(stream, lock);
+}
+
+void finish_markers(const std::vector<MarkerPtr>& markers) {
+  Queues& queues = device().queues;
+  Lock lock(queues.mutex);
+  for (auto& marker : markers) {
+    if (!marker->done && !queues.ended) {
+      queues.wanted.push_back(marker);
+      device().executor->after_demand();
+    }
+  }
+  queues.marker_done.wait(lock, [&] {
+    return queues.ended || std::all_of(markers.begin(), markers.end(), is_reached);
+  });
+  std::erase_if(queues.wanted, is_reached);
+  if (queues.error) {
+    std::rethrow_exception(std::exchange(queues.error, nullptr));
+  }
+}
+
+std::vector<StreamId> busy_streams() {
+  Queues& queues = device().queues;
+  Lock lock(queues.mutex);
+  std::vector<StreamId> busy;
+  for (size_t id = 0; id < queues.streams.size(); ++id) {
+    if (queues.streams[id]->is_running || !queues.streams[id]->jobs.empty()) {
+      busy.push_back(static_cast<StreamId>(id));
+    }
+  }
+  return busy;
+}
 
 }  // namespace
 
 void choose_order(const std::string& order) {
   refuse_if_forked();
-  auto next = make_executor(order);
+  Queues& queues = device().queues;
+  auto next = make_executor(order, queues);
+  std::lock_guard choosing(device().choosing);
   finish_all();
-  while (next->num_streams() < executor().num_streams()) {
-    next->new_stream();  // streams that exist go on to exist
+  Lock lock(queues.mutex);
+  if (queues.ended) {
+    return;
   }
-  executor().shut_down();
-  executor_in_force() = next.release();
+  device().executor->end(lock);
+  for (auto& stream : queues.streams) {
+    stream->reign = 0;
+  }
+  queues.num_run = 0;
+  device().executor = next.release();
+  device().executor->begin();
 }
 
 StreamId new_stream() {
   refuse_if_forked();
-  return executor().new_stream();
+  Queues& queues = device().queues;
+  Lock lock(queues.mutex);
+  queues.streams.push_back(std::make_unique<Stream>());
+  return static_cast<StreamId>(queues.streams.size()) - 1;
 }
 
 StreamId current_stream() {
@@ -527,39 +554,43 @@ StreamId exchange_current_stream(StreamId stream) {
 }
 
 void queue_kernel(StreamId stream, const char* name, std::function<void()> run) {
-  refuse_if_forked();
-  executor().queue(stream, {Kind::kernel, name, std::move(run), nullptr});
+  queue(stream, {Kind::kernel, name, std::move(run), nullptr});
 }
 
 void queue_copy(StreamId stream, const char* name, std::function<void()> run) {
-  refuse_if_forked();
-  executor().queue(stream, {Kind::copy, name, std::move(run), nullptr});
+  queue(stream, {Kind::copy, name, std::move(run), nullptr});
 }
 
 void queue_sleep(StreamId stream, int64_t duration_us) {
-  refuse_if_forked();
-  executor().queue(stream, {Kind::sleep, "sleep", nullptr, nullptr, duration_us});
+  queue(stream, {Kind::sleep, "sleep", nullptr, nullptr, duration_us});
 }
 
 MarkerPtr queue_mark(StreamId stream) {
-  refuse_if_forked();
   auto marker = std::make_shared<Marker>(stream);
-  executor().queue(stream, {Kind::mark, "mark", nullptr, marker});
+  queue(stream, {Kind::mark, "mark", nullptr, marker});
   return marker;
 }
 
 void queue_wait(StreamId stream, const MarkerPtr& marker) {
-  refuse_if_forked();
-  executor().queue(stream, {Kind::wait, "wait", nullptr, marker});
+  queue(stream, {Kind::wait, "wait", nullptr, marker});
 }
 
 bool is_done(const MarkerPtr& marker) {
-  return is_forked() || executor().is_done(marker);
+  if (is_forked() || marker->done) {
+    return true;
+  }
+  Queues& queues = device().queues;
+  Lock lock(queues.mutex);
+  if (queues.ended) {
+    return true;
+  }
+  device().executor->after_query(marker, lock);
+  return marker->done;
 }
 
 void finish(const MarkerPtr& marker) {
   refuse_if_forked();
-  executor().finish({marker});
+  finish_markers({marker});
 }
 
 void finish_stream(StreamId stream) {
@@ -569,20 +600,42 @@ void finish_stream(StreamId stream) {
 void finish_all() {
   refuse_if_forked();
   std::vector<MarkerPtr> markers;
-  for (StreamId id : executor().busy_streams()) {
+  for (StreamId id : busy_streams()) {
     markers.push_back(queue_mark(id));
   }
-  executor().finish(markers);
+  finish_markers(markers);
 }
 
-bool is_idle(StreamId stream) {
-  return is_forked() || executor().is_idle(stream);
+bool is_idle(StreamId id) {
+  if (is_forked()) {
+    return true;
+  }
+  MarkerPtr marker;
+  {
+    Lock lock(device().queues.mutex);
+    Stream& stream = *device().queues.streams.at(id);
+    if (stream.jobs.empty() && !stream.is_running) {
+      return true;
+    }
+    if (!stream.asked || stream.asked->done) {
+      stream.asked = std::make_shared<Marker>(id);
+      stream.jobs.push_back({Kind::mark, "mark", nullptr, stream.asked});
+    }
+    marker = stream.asked;
+  }
+  return is_done(marker);
 }
 
 void shut_down() {
-  if (!is_forked()) {
-    executor().shut_down();
+  if (is_forked()) {
+    return;
   }
+  std::lock_guard choosing(device().choosing);
+  Queues& queues = device().queues;
+  Lock lock(queues.mutex);
+  queues.ended = true;
+  queues.marker_done.notify_all();
+  device().executor->end(lock);
 }
 
 bool is_forked() {
@@ -597,7 +650,8 @@ void refuse_if_forked() {
 }
 
 int64_t num_jobs_run() {
-  return executor().num_run();
+  Lock lock(device().queues.mutex);
+  return device().queues.num_run;
 }
 
 }  // namespace softdevice
