@@ -14,7 +14,8 @@ demo: $(VENV)/.demo  ## train an FNO on Darcy flow with and without offload, and
 
 TEST_PROCESSES ?= 2
 
-IN_PARALLEL = --numprocesses $(TEST_PROCESSES) --dist loadfile
+# A run whose worker dies ends, as tests/conftest.py says: with a new worker xdist may wait for ever.
+IN_PARALLEL = --numprocesses $(TEST_PROCESSES) --dist loadfile --max-worker-restart 0
 
 test: $(VENV)/.dev  ## run the tests
 	$(BIN)/python -m pytest $(IN_PARALLEL)

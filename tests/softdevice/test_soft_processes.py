@@ -8,8 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from softdevice import library
+
 HERE = Path(__file__).parent
 TIMEOUT_S = 60
+HOUR = 3600 * 10**6 * library.CYCLES_PER_US
+"""Cycles that a stream sleeps."""
 
 QUEUE_MUCH = """
     device = torch.device("softdevice", 0)
@@ -133,3 +137,17 @@ def test_a_failing_test_says_its_order(tmp_path: Path) -> None:
     finished = _run(f"import pytest, sys; sys.exit(pytest.main({arguments}))")
     assert finished.returncode == 1, finished.stderr
     assert "order of execution: --order random:17" in finished.stdout
+
+
+def test_a_test_that_waits_for_the_device_too_long_is_ended(tmp_path: Path) -> None:
+    (tmp_path / "test_waits.py").write_text(
+        "import torch, softdevice\n"
+        "def test_waits():\n"
+        f"    softdevice.sleep({HOUR})\n"
+        "    torch.accelerator.synchronize()\n"
+    )
+    arguments = ["-p", "softdevice.plugin", "--timeout", "1", str(tmp_path)]
+    finished = _run(f"import pytest, sys; sys.exit(pytest.main({arguments}))")
+    assert finished.returncode == 1, finished.stderr
+    assert "Timeout" in finished.stdout + finished.stderr
+    assert "in test_waits" in finished.stdout + finished.stderr

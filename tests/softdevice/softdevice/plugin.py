@@ -2,6 +2,9 @@
 
 The whole process gets the device. Every test begins its order of execution anew, so that one test
 alone repeats what it did among others. A test that fails says in which order it ran.
+
+A test that exceeds its time ends the process. pytest-timeout's other method raises an exception in
+the test, which never happens in one that waits for the device.
 """
 
 from __future__ import annotations
@@ -22,7 +25,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-timeout reads its options
 def pytest_configure(config: pytest.Config) -> None:
+    config.option.timeout_method = "thread"
     if config.option.order == "random":
         config.option.order = f"random:{random.randrange(10**6)}"
     # Before any test file is imported: torch starts a device's threads with the first backward.
