@@ -25,7 +25,14 @@ from doctor_cases import GPU, HEALTHY
 from ebbtide.cli.main import app
 from ebbtide.devices.cpu import CpuDevice
 from ebbtide.devices.simulated import SimulatedDevice
-from ebbtide.doctor import compute_speed, disk_speed, examination, machine_facts, sampling
+from ebbtide.doctor import (
+    compute_speed,
+    disk_speed,
+    examination,
+    link_speed,
+    machine_facts,
+    sampling,
+)
 from ebbtide.doctor.disk_speed import measure_disk
 from ebbtide.doctor.doctor_report import build_report
 from ebbtide.doctor.examination import QUICK, Examination, Examiner, examine
@@ -36,6 +43,7 @@ from ebbtide.planning.hardware import Hardware
 from ebbtide.stores.build import build_store
 from ebbtide.stores.disk import DiskStore
 from ebbtide.stores.pinned import PinnedStore
+from ebbtide.stores.store import AbstractStore
 from page_locks import PageLocks
 
 KIB, MIB = 2**10, 2**20
@@ -184,10 +192,10 @@ def test_lanes_are_read_after_the_copies(
 def test_the_copies_are_right_on_the_simulated_device(seed: int) -> None:
     """Its checks find a read before the write, and a reuse before the last read."""
     device = SimulatedDevice(seed)
-    store = PinnedStore(device, 8 * MIB)
-    figures = measure_links(device, store, (64 * KIB, MIB), 0.05, 8 * MIB)
+    figures = measure_links(
+        device, lambda: PinnedStore(device, 8 * MIB), (64 * KIB, MIB), 0.05, 8 * MIB
+    )
     assert figures.down.keys() == figures.up.keys()
-    store.close()
     device.finish_copies()
 
 
@@ -210,12 +218,28 @@ def test_the_guide_shows_a_report_as_it_is(found: Examination) -> None:
 
 def test_large_copies_are_left_out_where_there_is_no_room(tmp_path: Path) -> None:
     device = CpuDevice()
-    store = build_store(device, "disk", tmp_path, None)
-    figures = measure_links(device, store, (64 * KIB, MIB, 16 * MIB), 0.2, 2 * MIB - 1)
+    figures = measure_links(
+        device,
+        lambda: build_store(device, "disk", tmp_path, None),
+        (64 * KIB, MIB, 16 * MIB),
+        0.2,
+        2 * MIB - 1,
+    )
     assert list(figures.down) == [64 * KIB]  # one copy of 1 MiB, both ways, is 2 MiB
     assert figures.both.amount == 2 * 15 * 64 * KIB  # 15 x 64 KiB are less than 1 MiB
-    assert store.used_bytes == 0
-    store.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_largest_copies_may_need_all_the_room() -> None:
+    """Both ways at once, they take as much memory as there is: that of smaller copies, too."""
+    device = SimulatedDevice(0)
+    sizes_bytes = (64 * KIB, 512 * KIB, 4 * MIB)
+    figures = measure_links(
+        device, lambda: PinnedStore(device, 8 * MIB), sizes_bytes, 10.0, 8 * MIB
+    )
+    assert tuple(figures.down) == sizes_bytes
+    assert figures.both.amount == 8 * MIB
+    device.finish_copies()
 
 
 def test_the_latency_is_what_small_copies_cost_besides() -> None:
@@ -319,18 +343,26 @@ def test_a_type_that_the_device_does_not_compute(
 def test_the_store_is_closed_whatever_happens(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    closed = []
-    monkeypatch.setattr(DiskStore, "close", lambda _: closed.append(True))
+    built, closed = [], []
+    monkeypatch.setattr(DiskStore, "close", lambda store: closed.append(store))
+
+    def build(*arguments: Any) -> AbstractStore:
+        built.append(build_store(*arguments))
+        return built[-1]
+
+    monkeypatch.setattr(examination, "build_store", build)
     examine(CPU, tmp_path, SHORT)
-    assert len(closed) == 1
+    assert closed == built != []
+    before = len(built)
 
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(examination, "measure_links", interrupt)
+    monkeypatch.setattr(link_speed, "sample", interrupt)
     with pytest.raises(KeyboardInterrupt):
         examine(CPU, tmp_path, SHORT)
-    assert len(closed) == 2
+    assert closed == built
+    assert len(built) == before + 1
 
 
 def test_a_disk_that_fills(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -313,18 +313,19 @@ class Examiner:
         room_bytes = min(self._device_room_bytes, self._host_room_bytes)
         if self._device.computes_on_host:
             room_bytes = min(room_bytes, self._disk_room_bytes)
-            store = build_store(self._device, "disk", self._directory, None)
+            store: tuple[str, Path | None, int | None] = "disk", self._directory, None
         else:
-            store = build_store(self._device, "host", None, room_bytes)
+            store = "host", None, room_bytes
         effort = self._effort
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", RuntimeWarning)  # of pageable memory; see `pinning`
-                return measure_links(
-                    self._device, store, effort.sizes_bytes, effort.links_s, room_bytes
-                )
-        finally:
-            store.close()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # of pageable memory; see `pinning`
+            return measure_links(
+                self._device,
+                lambda: build_store(self._device, *store),
+                effort.sizes_bytes,
+                effort.links_s,
+                room_bytes,
+            )
 
     @property
     def _host_room_bytes(self) -> int:

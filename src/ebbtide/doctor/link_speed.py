@@ -7,8 +7,9 @@ page cache of the file and with what the store does beside copying.
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -63,7 +64,7 @@ class LinkFigures:
 
 def measure_links(
     device: AbstractDevice,
-    store: AbstractStore,
+    build_store: Callable[[], AbstractStore],
     sizes_bytes: Sequence[int],
     budget_s: float,
     room_bytes: int,
@@ -72,7 +73,8 @@ def measure_links(
 
     Args:
         device: the device.
-        store: its store; the caller closes it.
+        build_store: builds its store. Each size gets one of its own, because a store keeps the
+            memory of smaller copies, which the largest ones need.
         sizes_bytes: sizes of the copies, rising. Those that are too large are left out.
         budget_s: about how long this may take.
         room_bytes: the most memory to use in each tier.
@@ -81,41 +83,47 @@ def measure_links(
     down: dict[int, Sample] = {}
     up: dict[int, Sample] = {}
     last: _Copies | None = None
-    for number, size_bytes in enumerate(sizes_bytes):
+    with contextlib.ExitStack() as open_store:
+        for number, size_bytes in enumerate(sizes_bytes):
+            left_s = budget_s - (time.perf_counter() - begin_s)
+            copies = _Copies(device, size_bytes, room_bytes // 2)
+            # Both ways at once needs twice the bytes. A slow link gets no larger copies than it can
+            # move in the time that is left: two rounds of each way, and two of both.
+            too_slow = last is not None and 8 * copies.total_bytes > left_s * last.slowest_per_s
+            if last is not None and (too_slow or 2 * copies.total_bytes > room_bytes):
+                break
+            if last is not None:
+                last.drop()
+            open_store.close()
+            copies.store = open_store.enter_context(contextlib.closing(build_store()))
+            share_s = left_s / (len(sizes_bytes) - number + 1) / 2
+            down[size_bytes] = sample(copies.total_bytes, copies.offload, share_s)
+            up[size_bytes] = sample(copies.total_bytes, copies.reload, share_s)
+            copies.slowest_per_s = min(down[size_bytes].best_per_s, up[size_bytes].best_per_s)
+            last = copies
+        assert last is not None
         left_s = budget_s - (time.perf_counter() - begin_s)
-        copies = _Copies(device, store, size_bytes, room_bytes // 2)
-        # Both ways at once needs twice the bytes. A slow link gets no larger copies than it can
-        # move in the time that is left: two rounds of each way, and two of both.
-        too_slow = last is not None and 8 * copies.total_bytes > left_s * last.slowest_per_s
-        if last is not None and (too_slow or 2 * copies.total_bytes > room_bytes):
-            break
-        if last is not None:
-            last.drop()
-        share_s = left_s / (len(sizes_bytes) - number + 1) / 2
-        down[size_bytes] = sample(copies.total_bytes, copies.offload, share_s)
-        up[size_bytes] = sample(copies.total_bytes, copies.reload, share_s)
-        copies.slowest_per_s = min(down[size_bytes].best_per_s, up[size_bytes].best_per_s)
-        last = copies
-    assert last is not None
-    left_s = budget_s - (time.perf_counter() - begin_s)
-    both = sample(2 * last.total_bytes, last.both, left_s, note=format_size(last.size_bytes))
-    last.drop()
+        both = sample(2 * last.total_bytes, last.both, left_s, note=format_size(last.size_bytes))
+        last.drop()
     return LinkFigures(down, up, both)
 
 
 @final
 class _Copies:
-    """Equal copies of one size, queued one behind the other."""
+    """Equal copies of one size, queued one behind the other.
 
-    def __init__(
-        self, device: AbstractDevice, store: AbstractStore, size_bytes: int, room_bytes: int
-    ) -> None:
+    Attributes:
+        store: where they go; set before the first one.
+    """
+
+    store: AbstractStore
+
+    def __init__(self, device: AbstractDevice, size_bytes: int, room_bytes: int) -> None:
         self.size_bytes = size_bytes
         queued_bytes = min(_QUEUED_BYTES[device.computes_on_host], room_bytes)
         self.total_bytes = max(1, min(_MOST_QUEUED, queued_bytes // size_bytes)) * size_bytes
         self.slowest_per_s = 0.0
         self._device = device
-        self._store = store
         self._slots: list[Slot] = []
         self._memory: torch.Tensor | None = None
 
@@ -129,7 +137,7 @@ class _Copies:
 
     def reload(self) -> float:
         begin_s = time.perf_counter()
-        arrivals = [self._store.reload(slot) for slot in self._slots]
+        arrivals = [self.store.reload(slot) for slot in self._slots]
         for _, ready in arrivals:
             ready.synchronize()
         return time.perf_counter() - begin_s
@@ -140,7 +148,7 @@ class _Copies:
         try:
             for slot, offloaded in zip(self._slots, self._queue_offloads(), strict=True):
                 slots.append(offloaded)
-                arrivals.append(self._store.reload(slot))
+                arrivals.append(self.store.reload(slot))
             for slot in slots:
                 slot.offloaded.synchronize()
             for _, ready in arrivals:
@@ -148,17 +156,17 @@ class _Copies:
             return time.perf_counter() - begin_s
         finally:
             for slot in slots:
-                self._store.drop(slot)
+                self.store.drop(slot)
 
     def drop(self) -> None:
         for slot in self._slots:
-            self._store.drop(slot)
+            self.store.drop(slot)
         self._slots = []
 
     def _queue_offloads(self) -> Iterator[Slot]:
         for source in self._sources():
             ready = self._device.compute_stream().record()
-            yield self._store.offload(source, ready)
+            yield self.store.offload(source, ready)
 
     def _sources(self) -> Iterator[torch.Tensor]:
         if self._memory is None:
