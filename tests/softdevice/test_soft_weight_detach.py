@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -147,6 +148,27 @@ def test_a_penalty_on_weights_outlives_detach(device: torch.device) -> None:
         for one, other in zip(plain.parameters(), mine.parameters(), strict=True):
             assert one.grad is not None and other.grad is not None
             torch.testing.assert_close(one.grad.cpu(), other.grad.cpu())
+
+
+def test_gradients_of_a_loss_and_a_penalty_come_at_once(device: torch.device) -> None:
+    """After detach, one of autograd's threads accumulates the loss's, and another the penalty's."""
+    switch_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(30):
+            plain = _model(_Block, device)
+            mine = copy.deepcopy(plain)
+            x = torch.randn(8, WIDTH, device=device)
+            with ebbtide.offload(mine, layers=list(mine), weights=ebbtide.WeightPolicy()):
+                loss = mine(x).square().mean() + _penalty(mine, device)
+            for _ in range(3):
+                (plain(x).square().mean() + _penalty(plain, device)).backward()
+                loss.backward(retain_graph=True)
+            for one, other in zip(plain.parameters(), mine.parameters(), strict=True):
+                assert one.grad is not None and other.grad is not None
+                torch.testing.assert_close(one.grad.cpu(), other.grad.cpu())
+    finally:
+        sys.setswitchinterval(switch_s)
 
 
 def test_a_penalty_on_weights_with_hooks_says_why_it_cannot(device: torch.device) -> None:

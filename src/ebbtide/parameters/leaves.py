@@ -67,9 +67,11 @@ def _pass_on(parameter: torch.Tensor, former: torch.Tensor) -> None:
                 "handle, after the graph had been made; hooks on that parameter cannot get its "
                 "whole gradient. Run the backward before that call, or remove the hooks"
             )
-        gradient = gradient.to(parameter.device)
-        present = parameter.grad
-        parameter.grad = gradient if present is None else present + gradient
+        # The parameter's own node adds the gradient, because it takes a lock. The parameter is on
+        # the other device, so another of autograd's threads may add to its gradient at this moment,
+        # and one of the two sums would be lost.
+        create_graph = torch.is_grad_enabled()
+        torch.autograd.backward(parameter, gradient.to(parameter.device), create_graph=create_graph)
 
 
 def _hooks_of(tensor: torch.Tensor) -> tuple[Any, Any]:
