@@ -18,6 +18,7 @@ from torch.nn import functional as F
 import ebbtide
 import softdevice
 from ebbtide.integrations.pipelining import offload_stages
+from ebbtide.weights import device_weights
 from soft_bench import PORTFOLIO
 from test_soft_processes import _code, _run
 
@@ -310,3 +311,48 @@ print("parent", all(p.grad is not None for p in model.parameters()))
     assert "meta" in finished.stdout
     assert "child {'meta'}" in finished.stdout
     assert finished.stdout.endswith("parent True\n")
+
+
+class _Raises(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # noqa: ARG004
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:  # noqa: ARG004
+        raise ValueError("here")
+
+
+def test_writes_after_a_backward_that_raised(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Autograd's thread may be slow to let go of that backward; a forward reads its weights."""
+    alive: list[Any] = []
+    begin = device_weights._Backward.__init__
+
+    def stay_alive(self: Any, end: Any) -> None:
+        begin(self, end)
+        alive.append(self)
+
+    monkeypatch.setattr(device_weights._Backward, "__init__", stay_alive)
+    for order in PORTFOLIO:
+        softdevice.choose_order(order)
+        torch.manual_seed(0)
+        plain = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3))).to(device)
+        mine = copy.deepcopy(plain)
+        x = torch.randn(8, 64).to(device)
+        with ebbtide.offload(mine, layers=list(mine), weights=ebbtide.WeightPolicy()):
+            with pytest.raises(ValueError, match="here"):
+                mine[2](mine[1](_Raises.apply(mine[0](x)))).sum().backward()
+            values = []
+            for model in (plain, mine):
+                with torch.no_grad():
+                    for factor in (1.1, 0.5):
+                        for parameter in model.parameters():
+                            parameter.mul_(factor)
+                        values.append(model(x))
+                    for parameter in model.parameters():
+                        parameter.mul_(7)
+        for one, other in zip(values[:2], values[2:], strict=True):
+            assert torch.equal(one.cpu(), other.cpu()), order
+        alive.clear()

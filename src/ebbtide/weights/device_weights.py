@@ -282,7 +282,10 @@ class DeviceWeights(AbstractWeights):
         return self._running > 0 or any(group.open for group in self.groups)
 
     def is_working(self) -> bool:
-        return bool(self._running) or self._resident.any_open()
+        # Other threads ask, too, while a backward that has raised is still alive in autograd's.
+        # It would seem to work.
+        in_node = torch._C._current_autograd_node() is not None
+        return bool(self._running) or self._resident.any_open(or_in_backward=in_node)
 
     @_with_the_lock
     def substitute(self, group: WeightGroup, member: OffloadedParameter) -> torch.Tensor:

@@ -92,9 +92,9 @@ class ResidentGroups:
         self._log = AccessLog()  # uses of groups since the forward began
         self._reading: list[AbstractEvent] = []  # copies not known to have read the host values
 
-    def any_open(self) -> bool:
-        """Whether the forward or backward of a module that uses one of the groups is running."""
-        return any(group.is_in_use for group in self._there)
+    def any_open(self, *, or_in_backward: bool) -> bool:
+        """Whether a module that uses one of the groups runs, or perhaps its backward."""
+        return any(group.open or (or_in_backward and group.num_backwards) for group in self._there)
 
     def at(self, storage: torch.UntypedStorage) -> WeightGroup | None:
         """The group whose buffer has this storage; None if there is none."""
