@@ -246,6 +246,25 @@ def test_double_backward(bench: Bench) -> None:
     assert torch.equal(second_derivative(x, bench.run), expected)
 
 
+def test_backwards_that_make_graphs_share_what_was_reloaded(bench: Bench) -> None:
+    """The first graph holds what it has read: reloaded again, the bytes would be there twice."""
+    x = torch.randn(64, 64, requires_grad=True)
+    out = bench.run(lambda x: (x.sin() * x.exp()).sum(), x)
+    bench.settle()
+    slopes = [torch.autograd.grad(out, x, create_graph=True)[0] for _ in range(3)]
+    assert bench.in_flight.reload_bytes == bench.store.used_bytes
+    (second,) = torch.autograd.grad(sum(slope.square().sum() for slope in slopes) + out, x)
+    del out, slopes
+    assert bench.stats.reloaded_bytes == bench.stats.offloaded_bytes > 0
+    assert bench.in_flight.reload_bytes == 0
+
+    y = x.detach().requires_grad_()
+    out = (y.sin() * y.exp()).sum()
+    slopes = [torch.autograd.grad(out, y, create_graph=True)[0] for _ in range(3)]
+    expected = torch.autograd.grad(sum(slope.square().sum() for slope in slopes) + out, y)
+    assert torch.equal(second, *expected)
+
+
 def test_dropped_graph_leaves_nothing_behind(bench: Bench) -> None:
     x = torch.randn(256, 256, requires_grad=True)
     gc.disable()

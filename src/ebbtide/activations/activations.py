@@ -271,9 +271,6 @@ class Activations:
             if self._died:
                 self.note_deaths()
             log.note_unpack(record.ordinal)
-            if creates_graph:
-                layer = record.layer
-                self.wanted_again.add((None if layer is None else layer.index, record.number))
             flat, event = record.source, None
             if flat is None:
                 if record.buffer is None:
@@ -281,6 +278,8 @@ class Activations:
                     self._reloads.begin(record)
                 assert record.buffer is not None
                 flat, event = record.buffer, record.ready
+            if creates_graph:
+                self._note_wanted_again(record)
             home = record.home
             if self._offloads.queue:
                 self._offloads.retire_finished()
@@ -295,6 +294,18 @@ class Activations:
             self._wait_for_reload(record, flat, event)
         self._device.note_use(flat, home, event)
         return flat
+
+    def _note_wanted_again(self, record: StorageRecord) -> None:
+        """Note that a backward with ``create_graph=True`` reads a record.
+
+        Its graph holds the buffer, unless the bytes were only copied from it. If the buffer were
+        freed here, its memory would not come back, and the next backward would reload the bytes to
+        other memory beside it.
+        """
+        layer = record.layer
+        self.wanted_again.add((None if layer is None else layer.index, record.number))
+        copied = record.packing is not None or record.view_size is not None
+        record.buffer_stays = record.buffer is not None and not copied
 
     def _note_task(self, log: ForwardLog) -> bool:
         """Note that autograd's running graph task reads saved tensors of a forward.
@@ -455,7 +466,7 @@ class Activations:
         """Forget a record that no saved tensor needs any more."""
         self._unlink(record)
         if record.buffer is not None:
-            record.scheduled_reload = False
+            record.buffer_stays = False
             self._reloads.release(record)
         if record.unit is not None:
             record.unit.forget(record)

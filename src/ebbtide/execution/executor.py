@@ -411,7 +411,7 @@ class ScheduleExecutor:
                 if record.state is STORED:
                     self._reloads.begin(record)
                 if record.state is RELOADED:
-                    record.scheduled_reload = True
+                    record.buffer_stays = True
         records.done.add(verb)
 
     def _start_offloads(self, records: UnitRecords) -> None:

@@ -118,8 +118,8 @@ class Record:
         handles: number of live saved tensors that share the bytes.
         generation: number of the present buffer, by which a handle knows which one it has read.
         unread: number of handles that have not read the present buffer.
-        scheduled_reload: whether a schedule reloaded the buffer, which then stays until the graph
-            is freed.
+        buffer_stays: whether the buffer stays until the graph is freed, because a schedule reloaded
+            it, or because a graph that a backward made (``create_graph=True``) holds it anyway.
         expected: whether the store has been told that a reload will come.
         copies: pairs of ``"offload"`` or ``"reload"`` and the event of that copy's completion;
             empty unless steps are traced.
@@ -128,6 +128,7 @@ class Record:
     __slots__ = (
         "awaited",
         "buffer",
+        "buffer_stays",
         "copies",
         "expected",
         "generation",
@@ -137,7 +138,6 @@ class Record:
         "microbatch",
         "offloaded",
         "ready",
-        "scheduled_reload",
         "size_bytes",
         "slot",
         "source",
@@ -158,7 +158,7 @@ class Record:
         self.offloaded: AbstractEvent | None = None
         self.buffer: torch.Tensor | None = None
         self.ready: AbstractEvent | None = None
-        self.awaited = self.expected = self.scheduled_reload = False
+        self.awaited = self.expected = self.buffer_stays = False
         self.handles = self.generation = self.unread = 0
         self.copies: tuple[tuple[str, AbstractEvent], ...] = ()
 
@@ -183,9 +183,7 @@ class Record:
         assert parts == CONTENTS[self.state], f"a {self.state.name} record has {parts}"
         assert (self.ready is not None) == (self.buffer is not None), "a buffer without its event"
         assert not self.expected or self.state is STORED, "expected, but not in the store"
-        assert not self.scheduled_reload or self.state is RELOADED, (
-            "must stay, but was not reloaded"
-        )
+        assert not self.buffer_stays or self.state is RELOADED, "must stay, but was not reloaded"
 
     def is_copied(self) -> bool:
         """Whether the copy to the store is complete. It must have been queued."""
@@ -212,7 +210,7 @@ class Record:
         """Free the buffer. The bytes can be reloaded or rebuilt again."""
         self.move_to(state)
         self.buffer = self.ready = None
-        self.scheduled_reload = False
+        self.buffer_stays = False
         self.unread = 0
         if state is STORED:
             self.note_stored()
@@ -235,14 +233,14 @@ class Record:
 
     def is_read(self) -> bool:
         """Whether every handle has read the buffer, and no schedule keeps it."""
-        return not self.unread and self.buffer is not None and not self.scheduled_reload
+        return not self.unread and self.buffer is not None and not self.buffer_stays
 
     def can_go(self) -> bool:
         """Whether the buffer may be freed to make room: one handle at least has read it.
 
         The handles that have not read the buffer have the bytes reloaded again.
         """
-        return self.unread < self.handles and self.state is RELOADED and not self.scheduled_reload
+        return self.unread < self.handles and self.state is RELOADED and not self.buffer_stays
 
     def precedes(self, other: Record) -> bool:  # noqa: ARG002
         """Whether backward is expected to read this record before another one."""

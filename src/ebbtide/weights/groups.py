@@ -70,7 +70,7 @@ class WeightGroup(Record):
         """Forget what an interrupt may have left half changed. The values are in the slot."""
         self.state, self.slot = STORED, self.resting
         self.source = self.offloaded = self.buffer = self.ready = None
-        self.awaited = self.expected = self.scheduled_reload = self.used_elsewhere = False
+        self.awaited = self.expected = self.buffer_stays = self.used_elsewhere = False
         self.open = self.num_backwards = self.unread = 0
 
     @property
