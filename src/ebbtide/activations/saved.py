@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import final
+from typing import NoReturn, final
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch import Tensor
 from ebbtide.activations.activations import Activations
 from ebbtide.activations.handles import AbstractAway, Saved, restore
 from ebbtide.activations.records import KEEP, OFFLOAD, Call, RecordHold, StorageRecord
+from ebbtide.errors import SavedTensorModifiedError
 from ebbtide.transfers.layer import in_range
 
 
@@ -117,7 +118,26 @@ class RecordedTensor(AbstractAway):
 
 
 def _run(call: Call) -> Tensor:
+    for saved in call.inputs:
+        if is_modified(saved):
+            _raise_input_modified(call, saved)
     return call.run([restore(saved) for saved in call.inputs])
+
+
+def _raise_input_modified(call: Call, saved: Saved) -> NoReturn:
+    """Raise the error for a tensor that cannot be rebuilt any more.
+
+    Raises:
+        SavedTensorModifiedError: always.
+    """
+    shape = saved[0].shape if type(saved) is tuple else saved.shape[0]  # type: ignore[union-attr]
+    raise SavedTensorModifiedError(
+        f"a saved tensor cannot be rebuilt by running {call.recipe.node.removesuffix('Backward0')} "
+        f"again, because its input of shape {tuple(shape)} was modified in place after it had been "
+        f"saved. If backward raises no error without ebbtide, because the input itself is not "
+        f"needed there, use ActivationPolicy(rebuild=False). Otherwise clone the input before it "
+        f"is modified"
+    )
 
 
 def share(saved: Saved) -> Saved:
