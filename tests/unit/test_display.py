@@ -95,6 +95,8 @@ def test_a_wrapped_forward_tells_its_state() -> None:
     assert dict(Cells(net.forward.handle._repr_html_()).rows)["layers"] == "none"
     net.forward.handle.detach()
     assert repr(net.forward) == "<OffloadedForward: Sequential.forward, detached>"
+    whole = ebbtide.wrap_forward_with_offload(model())
+    assert repr(whole) == "<OffloadedForward: Sequential, active>"  # not its modules, line by line
 
 
 def test_a_session_tells_its_state() -> None:

@@ -212,7 +212,7 @@ class OffloadedForward:
             self._interrupted = True
 
     def __repr__(self) -> str:
-        name = getattr(self._forward, "__qualname__", None) or repr(self._forward)
+        name = getattr(self._forward, "__qualname__", None) or type(self._forward).__name__
         return brief("OffloadedForward", [name, "active" if self._active else "detached"])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
