@@ -44,6 +44,7 @@ def test_the_tests_of_the_core_exist() -> None:
     for test in run_versions.CORE:
         path, _, name = test.partition("::")
         assert f"def {name}" in (ROOT / path).read_text()
+    assert set(run_versions.QUICK) < set(run_versions.CORE)
 
 
 def test_a_torch_that_asks_for_missing_libraries_loads_with_stubs(tmp_path: Path) -> None:
