@@ -163,6 +163,10 @@ FIRST_ROWS = torch.tensor([0, 1])
         (lambda: X.new_zeros(4, 1).expand(4, 8) + X, 16 + 16 + 128 + 128),
         # Two rows of 32 bytes, which 16 bytes of indices name, are read and written.
         (lambda: F.embedding(FIRST_ROWS, X), 16 + 64 + 64),
+        # 128 real bytes become 4 x 5 complex numbers, which the second dimension reads and writes.
+        (lambda: torch.fft.rfft(X), 128 + 160),
+        (lambda: torch.fft.rfft2(X), 128 + 160 + 2 * 160),
+        (lambda: torch.fft.ifft2(X.to(COMPLEX)), (128 + 256) + 256 + 256 + 2 * 256),
     ],
 )
 def test_bytes_read_and_written(run: Callable[[], Any], traffic_bytes: int) -> None:

@@ -3,7 +3,8 @@
 [Note: roofline] An operator takes as long as its arithmetic at the machine's rate for that kind of
 arithmetic, or as long as its inputs and outputs take to be read and written at the bandwidth of the
 device's memory, whichever is longer. Arithmetic that is neither a matrix product, a convolution,
-attention nor an FFT is taken to be free.
+attention nor an FFT is taken to be free. An FFT in several dimensions passes through memory once
+for each of them.
 
 torch's own counter of FLOPs counts none for FFTs, and a quarter for products of complex matrices.
 
@@ -212,7 +213,18 @@ def count_traffic(
         read -= _distinct_bytes(inputs[0])
     elif inputs and packet in _LOOKS_UP:
         read -= max(0, _distinct_bytes(inputs[0]) - written)
+    elif packet in _FFTS:
+        return read + written + _fft_passes_bytes(args[0], args[1], outputs[0])
     return read + written
+
+
+def _fft_passes_bytes(x: Tensor, dims: Sequence[int], y: Tensor) -> int:
+    """Bytes that an FFT moves beside its input and output: the spectrum, once for each more dim.
+
+    An FFT along one dimension reads and writes everything once, if a signal fits on the chip.
+    """
+    spectrum = x if x.is_complex() else y
+    return 2 * (len(dims) - 1) * _distinct_bytes(spectrum)
 
 
 def _tensors(values: Any) -> list[Tensor]:
