@@ -40,6 +40,8 @@ _TITLES = {
     "recompute": "Peak memory with recomputed layers, for models on a CPU",
     "plan-search": "Plans within a share of the peak of chains, predicted, and how long they take",
     "plan-recomputation": "Plans that only recompute, against a dynamic programme's optimum",
+    "plan-largest-fno-h100": "On paper for an H100: the largest FNO, predicted and not measured",
+    "plan-beside-save-on-cpu": "On paper for an H100: a planned step beside save_on_cpu, predicted",
     "pinned": "Page-locked memory that the host store takes",
     "overhead": "Host time per saved tensor",
     "link": "The link between host and accelerator",

@@ -11,9 +11,9 @@ from ebbtide import ActivationPolicy
 from ebbtide.budgeting.placed_plan import place
 from ebbtide.planning.hardware import FIGURES, Hardware, Kind, Source
 from ebbtide.planning.plan import Decision, LayerPlan, Plan
+from ebbtide.planning.prediction.step_timing import StepTiming
 from ebbtide.planning.searching.simple_plans import offload_first
 from ebbtide.planning.step_profile import LayerProfile, SavedStorage, StepProfile
-from ebbtide.planning.step_timing import StepTiming
 from engine_bench import EngineBench
 from loops import BACKWARD_S, FORWARD_S, SIZE_BYTES
 from test_timing import FAST, Run

@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from ebbtide.errors import BudgetError, PolicyError
 from ebbtide.planning.budgets import PlanBudget
 from ebbtide.planning.hardware import Hardware
+from ebbtide.planning.prediction.step_timing import Prediction, StepTiming
 from ebbtide.planning.searching.choices import inflight_choices
 from ebbtide.planning.searching.plan_search import search
 from ebbtide.planning.searching.relaxation import relax
 from ebbtide.planning.searching.simple_plans import keep_all, offload_first, rule_plans
 from ebbtide.planning.step_profile import StepProfile, StorageId
-from ebbtide.planning.step_timing import Prediction, StepTiming
 from plan_cases import (
     MB,
     all_plans,

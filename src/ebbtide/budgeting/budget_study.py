@@ -22,9 +22,9 @@ from ebbtide.interface.warning import warn_user
 from ebbtide.planning.budgets import PlanBudget
 from ebbtide.planning.hardware import Hardware
 from ebbtide.planning.plan import LayerMode, Plan
+from ebbtide.planning.prediction.step_timing import Prediction
 from ebbtide.planning.searching.plan_search import find_most_frugal, search
 from ebbtide.planning.step_profile import StepProfile
-from ebbtide.planning.step_timing import Prediction
 from ebbtide.tracing.trace import Trace
 from ebbtide.units import format_size
 

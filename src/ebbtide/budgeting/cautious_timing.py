@@ -7,8 +7,8 @@ from typing import final
 
 from ebbtide.planning.hardware import Hardware
 from ebbtide.planning.plan import Plan
+from ebbtide.planning.prediction.step_timing import Prediction, StepTiming
 from ebbtide.planning.step_profile import StepProfile
-from ebbtide.planning.step_timing import Prediction, StepTiming
 
 
 @final

@@ -7,8 +7,8 @@ from typing import Any, final
 
 from ebbtide.budgeting.pass_watch import PassWatch
 from ebbtide.planning.plan import LayerMode, Plan
+from ebbtide.planning.prediction.step_timing import Prediction
 from ebbtide.planning.step_profile import LayerProfile, StepProfile, StorageId
-from ebbtide.planning.step_timing import Prediction
 
 
 @final

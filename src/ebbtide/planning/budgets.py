@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import final
 
 from ebbtide.errors import PolicyError
-from ebbtide.planning.step_timing import Prediction
+from ebbtide.planning.prediction.step_timing import Prediction
 
 
 @final

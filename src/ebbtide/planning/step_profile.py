@@ -133,8 +133,8 @@ class StepProfile:
     Args:
         layers: the layers in the order of their forward passes.
         fixed_bytes: what is on the device throughout the step and belongs to no layer: the batch,
-            parameters outside of layers, what is saved outside of layers. The weights, gradients
-            and optimizer state of the layers count beside it.
+            parameters outside of layers. The weights, gradients and optimizer state of the layers
+            count beside it.
         before_s: seconds of work before the first layer.
         loss_s: seconds of work between the last forward pass and the first backward pass.
         after_s: seconds of work after the last backward pass, such as the optimizer's step.

@@ -88,8 +88,20 @@ def write_plot(
     size = (_WIDTH_INCHES, height + _AROUND_INCHES)
     figure = Figure(figsize=size, dpi=_PIXELS_PER_INCH, layout="constrained")
     FigureCanvasAgg(figure)
-    _draw(figure, events, rows, height)
+    _draw(figure, figure.subplots(), events, rows, height)
     figure.savefig(path, format=suffix[1:])
+
+
+def draw_lanes(figure: Any, axes: Any, events: Sequence[TraceEvent], lanes: Sequence[str]) -> None:
+    """Draw the lanes into a figure that has other pictures, too.
+
+    Args:
+        figure: a figure of matplotlib; what is outside of ``axes`` must have been drawn.
+        axes: where to draw the lanes.
+        events: the events in the order in which they began.
+        lanes: names of the lanes from top to bottom; lanes without events are left out.
+    """
+    _draw(figure, axes, events, *_lay_out(events, lanes))
 
 
 def _lay_out(events: Sequence[TraceEvent], lanes: Sequence[str]) -> tuple[list[_Lane], float]:
@@ -148,8 +160,9 @@ def _side_by_side(events: Sequence[TraceEvent]) -> list[int]:
     return rows
 
 
-def _draw(figure: Any, events: Sequence[TraceEvent], lanes: list[_Lane], height: float) -> None:
-    axes = figure.subplots()
+def _draw(
+    figure: Any, axes: Any, events: Sequence[TraceEvent], lanes: list[_Lane], height: float
+) -> None:
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.set_ylim(height, 0)
     axes.set_yticks([lane.middle for lane in lanes], [lane.name for lane in lanes])

@@ -4,8 +4,8 @@
 bytes that autograd saves and the bytes that are alive at any time are those of a real step.
 Seconds are estimates: see [Note: roofline] in `operator_costs`.
 
-- What is saved outside layers, or too small to be offloaded, is no layer's. The first counts as
-  fixed unless `between` is set, the second as working memory of all passes in which it is alive.
+- What is saved outside layers, or too small to be offloaded, is no layer's. It counts as working
+  memory of all passes in which it is alive.
 - Work after one layer and before the next counts with the layer before it.
 - A parameter belongs to the layer whose call reads it first; others count as fixed.
 - Gradients count as there throughout the step.
@@ -85,7 +85,7 @@ def profile_with_fake_tensors(
         optimizer_states: tensors of the weights' size that the optimizer keeps: 2 for Adam, 1 for
             SGD with momentum, 0 for plain SGD.
         between: whether work between layers that saves something is a layer of its own. Otherwise
-            what it saves counts as fixed.
+            what it saves is working memory of the passes in which it is alive.
 
     Returns:
         The profile. No storage is marked as one that can be rebuilt.
@@ -98,7 +98,7 @@ def profile_with_fake_tensors(
     names = _layer_names(model, hardware, layers)
     optimizer_states = parse_number("optimizer_states", optimizer_states)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    device = _device_of(model)
+    device = device_of(model)
     copies = FakeCopies(mode, device)
     fake, arguments = copies.model(model), copies.batch(batch)
     state = [*fake.parameters(), *fake.buffers()]
@@ -113,12 +113,11 @@ def profile_with_fake_tensors(
     calls.hook(fake, names)
     watch = OperatorWatch(ledger, calls, OperatorCosts(hardware), kept)
     hooks = torch.autograd.graph.saved_tensors_hooks(saved.pack, _unpack)
-    with torch.enable_grad(), _explained(model), mode, watch:
+    with torch.enable_grad(), explained(model), mode, watch:
         with hooks:
-            output = _call(fake, arguments)
-            value = _default_loss(output) if loss is None else loss(output)
+            value, _output = compute_loss(fake, arguments, loss)
         calls.close()
-        _run_backward(value)
+        run_backward(value)
     if not calls.calls:
         raise PolicyError("the model called none of its layers; name modules that it calls")
     found = StepFindings(
@@ -162,7 +161,8 @@ def _layer_names(model: nn.Module, hardware: Hardware, layers: Iterable[nn.Modul
     return names
 
 
-def _device_of(model: nn.Module) -> torch.device:
+def device_of(model: nn.Module) -> torch.device:
+    """Return the device that a model's tensors are on, or are taken to be on."""
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.device.type != "meta":
             return tensor.device
@@ -170,7 +170,7 @@ def _device_of(model: nn.Module) -> torch.device:
 
 
 @contextlib.contextmanager
-def _explained(model: nn.Module) -> Iterator[None]:
+def explained(model: nn.Module) -> Iterator[None]:
     """Turn what goes wrong while the model runs into a `PolicyError`."""
     try:
         yield
@@ -182,6 +182,16 @@ def _explained(model: nn.Module) -> Iterator[None]:
             f"no values ({type(error).__name__}: {error}). If the step runs with real tensors, the "
             f"model's code looks at values; profile a measured step instead"
         ) from error
+
+
+def compute_loss(model: nn.Module, arguments: Any, loss: Loss | None) -> tuple[Any, Any]:
+    """Run a model's forward and its loss.
+
+    Returns:
+        The loss, and the model's output, which training loops hold during backward.
+    """
+    output = _call(model, arguments)
+    return (_default_loss(output) if loss is None else loss(output)), output
 
 
 def _call(model: nn.Module, arguments: Any) -> Any:
@@ -206,7 +216,12 @@ def _default_loss(output: Any) -> Tensor:
     return torch.stack([each.real for each in sums]).sum() if len(sums) > 1 else sums[0].real
 
 
-def _run_backward(value: Any) -> None:
+def run_backward(value: Any) -> None:
+    """Run the backward of a loss.
+
+    Raises:
+        PolicyError: it is not one number that depends on parameters.
+    """
     if not isinstance(value, Tensor) or not value.requires_grad or value.numel() != 1:
         refuse("what loss returns", "one number that depends on the parameters", value)
     value.backward()  # type: ignore[no-untyped-call]

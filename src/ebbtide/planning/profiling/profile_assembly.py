@@ -113,9 +113,10 @@ class _Assembly:
         for key in found.parameters:
             self._add_parameter(key)
         self._names = self._name_storages()
-        self._fixed = (found.inputs | found.saved.firsts.keys()) - self._names.keys()
+        of_a_step = found.inputs | found.saved.firsts.keys()
+        self._of_no_layer = of_a_step - self._names.keys()
         # Resident throughout, but for gradients and optimizer state.
-        self._always_bytes = sum(self._sizes[key] for key in self._fixed)
+        self._always_bytes = sum(self._sizes[key] for key in self._of_no_layer & found.inputs)
         self._saved_bytes = [0] * self._count
         for key, name in self._names.items():
             self._saved_bytes[name.layer] += self._sizes[key]
@@ -253,7 +254,7 @@ class _Assembly:
         part = self._parts[index]
         if not part.inside:
             return 0, None
-        keys = [key for key in self._found.calls[part.layer].inputs if key not in self._fixed]
+        keys = [key for key in self._found.calls[part.layer].inputs if key not in self._of_no_layer]
         input_bytes = sum(self._sizes[key] for key in keys)
         first = self._names.get(keys[0]) if len(keys) == 1 else None
         if first is not None and first.layer <= index:

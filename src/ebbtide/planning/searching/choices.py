@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from typing import Final, final
 
 from ebbtide.planning.plan import Decision, LayerMode, LayerPlan, Plan
+from ebbtide.planning.prediction.storage_uses import StorageUses
 from ebbtide.planning.searching.relaxation import Relaxation
 from ebbtide.planning.step_profile import StepProfile
-from ebbtide.planning.storage_uses import StorageUses
 
 _LARGER: Final = (0, 1, 2, 4)  # bounds on bytes in flight, in what the largest layer can offload
 

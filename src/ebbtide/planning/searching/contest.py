@@ -6,10 +6,10 @@ from typing import NamedTuple, final
 
 from ebbtide.planning.budgets import PlanBudget
 from ebbtide.planning.plan import Decision, Plan
+from ebbtide.planning.prediction.step_timing import Prediction, Predictor
+from ebbtide.planning.prediction.storage_uses import NOBODY, StorageUses
 from ebbtide.planning.searching.choices import Choices
 from ebbtide.planning.step_profile import StepProfile
-from ebbtide.planning.step_timing import Prediction, Predictor
-from ebbtide.planning.storage_uses import NOBODY, StorageUses
 
 
 class Score(NamedTuple):

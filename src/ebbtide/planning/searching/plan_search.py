@@ -17,6 +17,7 @@ from ebbtide.errors import BudgetError
 from ebbtide.planning.budgets import PlanBudget
 from ebbtide.planning.hardware import Hardware
 from ebbtide.planning.plan import Plan
+from ebbtide.planning.prediction.step_timing import Predictor
 from ebbtide.planning.searching.annealing import anneal
 from ebbtide.planning.searching.choices import choices_of, inflight_choices, rounded
 from ebbtide.planning.searching.contest import Contest, Contestant, busy_s
@@ -26,7 +27,6 @@ from ebbtide.planning.searching.relaxation import Relaxation, relax
 from ebbtide.planning.searching.simple_plans import keep_all, offload_first, rule_plans
 from ebbtide.planning.searching.sparing import spare
 from ebbtide.planning.step_profile import StepProfile
-from ebbtide.planning.step_timing import Predictor
 from ebbtide.units import format_size
 
 _GUIDES: Final = 3  # times that the programme is solved for one bound on bytes in flight

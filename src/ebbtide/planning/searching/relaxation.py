@@ -22,8 +22,8 @@ from typing import Any, Final, NamedTuple, final
 
 from ebbtide.planning.budgets import PlanBudget
 from ebbtide.planning.hardware import Hardware
+from ebbtide.planning.prediction.storage_uses import StorageUses
 from ebbtide.planning.step_profile import LayerProfile, StepProfile
-from ebbtide.planning.storage_uses import StorageUses
 
 _MB: Final = 1e6  # bytes are counted in MB, and seconds in ms, so that the numbers are near 1
 _MS: Final = 1e-3

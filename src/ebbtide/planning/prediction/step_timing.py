@@ -16,11 +16,12 @@ from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple, Protocol, final
 
-from ebbtide.planning.copy_queues import Copy, CopyQueues
 from ebbtide.planning.hardware import Hardware
 from ebbtide.planning.plan import Decision, LayerMode, Plan
+from ebbtide.planning.prediction.copy_queues import Copy, CopyQueues
+from ebbtide.planning.prediction.step_record import DOWN, UP, MemoryParts, PassRecord, StepRecord
+from ebbtide.planning.prediction.storage_uses import StorageUses, Uses
 from ebbtide.planning.step_profile import LayerProfile, StepProfile
-from ebbtide.planning.storage_uses import StorageUses, Uses
 
 
 class Prediction(NamedTuple):
@@ -75,7 +76,20 @@ class StepTiming:
         Raises:
             PolicyError: the plan is not one for this profile.
         """
-        run = _Run(self._profile, self._hardware, self._uses, plan)
+        return self._run(plan, None)
+
+    def record(self, plan: Plan) -> StepRecord:
+        """Return what happens in a step under a plan.
+
+        Raises:
+            PolicyError: the plan is not one for this profile.
+        """
+        record = StepRecord()
+        self._run(plan, record)
+        return record
+
+    def _run(self, plan: Plan, record: StepRecord | None) -> Prediction:
+        run = _Run(self._profile, self._hardware, self._uses, plan, record)
         run.forward()
         run.backward()
         return run.prediction()
@@ -96,9 +110,15 @@ class _Run:
     # Long: all its methods change the same account of memory, copies and time.
 
     def __init__(
-        self, profile: StepProfile, hardware: Hardware, storage_uses: StorageUses, plan: Plan
+        self,
+        profile: StepProfile,
+        hardware: Hardware,
+        storage_uses: StorageUses,
+        plan: Plan,
+        record: StepRecord | None,
     ) -> None:
         self._profile, self._plan, self._hardware = profile, plan, hardware
+        self._record = record
         self._storages = storage_uses
         self._uses: Uses = storage_uses.under(plan)
         self._sizes = [memory.size_bytes for memory in storage_uses.memories]
@@ -138,13 +158,40 @@ class _Run:
             as_is = self._plan.layers[index].mode is LayerMode.AS_IS
             if not as_is:
                 self._save(index)
-            self.peaks.append(self._resident_bytes + self._forward_bytes(index, layer, as_is))
+            self._begin("forward", index, self._forward_bytes(index, layer, as_is))
             self._now_s += layer.forward_s
             if as_is:
                 self._save(index)
         self._retire()
-        self.peaks.append(self._resident_bytes + self._profile.loss_working_bytes)
+        self._begin("loss", None, self._profile.loss_working_bytes)
         self._now_s += self._profile.loss_s
+
+    def _begin(self, what: str, index: int | None, working_bytes: int) -> None:
+        """Note the memory of a pass that begins now."""
+        self.peaks.append(self._resident_bytes + working_bytes)
+        if self._record is None:
+            return
+        profile, recompute_s = self._profile, 0.0
+        duration_s = profile.loss_s
+        if index is not None:
+            layer = profile.layers[index]
+            duration_s = layer.forward_s if what == "forward" else layer.backward_s
+            if what == "backward" and self._plan.layers[index].mode is not LayerMode.AS_IS:
+                recompute_s = layer.second_forward_s
+        saved_bytes = sum(self._sizes[piece] for piece in self._there)
+        decisions = self._uses.decisions
+        back = self._there & {*self._in_use, *self._on_way_up} - self._copying
+        returned = [piece for piece in back if decisions[piece] is Decision.OFFLOAD]
+        parts = MemoryParts(
+            parameters_bytes=self._resident_bytes - saved_bytes - profile.fixed_bytes,
+            fixed_bytes=profile.fixed_bytes,
+            saved_bytes=saved_bytes,
+            leaving_bytes=sum(self._sizes[piece] for piece in self._copying),
+            returning_bytes=sum(self._sizes[piece] for piece in returned),
+            working_bytes=working_bytes,
+        )
+        end_s = self._now_s + duration_s + recompute_s
+        self._record.passes.append(PassRecord(what, index, self._now_s, end_s, recompute_s, parts))
 
     def _forward_bytes(self, index: int, layer: LayerProfile, as_is: bool) -> int:
         """Return what a forward pass needs beside what is resident."""
@@ -182,6 +229,8 @@ class _Run:
             self._wait(self._queue[0].copy)
             self._retire()
         copy = self._links.offload(self._now_s, size_bytes)
+        if self._record is not None and piece is not None:
+            self._record.note_copy(DOWN, self._uses.first[piece], size_bytes, copy)
         self._queue.append(_Source(copy, size_bytes, piece))
         if piece is not None:
             self._copying.add(piece)
@@ -219,8 +268,9 @@ class _Run:
             working_bytes = layer.backward_working_bytes
             if mode is not LayerMode.AS_IS:
                 working_bytes = layer.second_working_bytes + self._inside_bytes(index)
+            self._begin("backward", index, working_bytes)
+            if mode is not LayerMode.AS_IS:
                 self._now_s += layer.second_forward_s
-            self.peaks.append(self._resident_bytes + working_bytes)
             self._now_s += layer.backward_s
             for piece in self._uses.saved[index]:
                 self._end(piece)
@@ -252,7 +302,9 @@ class _Run:
             self._next_reload += 1
 
     def _reload(self, piece: int) -> None:
-        self._on_way_up[piece] = self._links.reload(self._now_s, self._sizes[piece])
+        copy = self._on_way_up[piece] = self._links.reload(self._now_s, self._sizes[piece])
+        if self._record is not None:
+            self._record.note_copy(UP, self._uses.first[piece], self._sizes[piece], copy)
         self._buffered_bytes += self._sizes[piece]
         self._take(piece)
 
@@ -296,6 +348,8 @@ class _Run:
     def _wait(self, copy: Copy) -> None:
         begin_s, self._now_s = self._now_s, self._links.wait(copy, self._now_s)
         self._waited_s += self._now_s - begin_s
+        if self._record is not None:
+            self._record.note_wait(begin_s, self._now_s)
 
     def _bring_weights(self, index: int) -> None:
         """Bring the weights of a layer to the device, and then those of the next one.

@@ -1,0 +1,200 @@
+"""On paper for an H100: the largest FNO of plain, checkpointed, save_on_cpu and planned training.
+
+Nothing is measured. Bytes come from fake tensors, seconds from a roofline with the figures of the
+preset ``h100`` that programs were measured to reach, or estimates of them, and plans from the
+search. Every way to train has the same layers and the same 80 GB.
+
+- plain keeps everything; checkpointed recomputes every layer, the lifting and the projection too.
+- save_on_cpu is torch's, with page-locked memory: it copies every saved tensor as often as it is
+  saved, on the compute stream, each way. Its seconds are those of the operators and of all copies.
+- planned is the fastest plan within 80 GB.
+
+The second table is about one size: the largest at which save_on_cpu fits into a quarter of the
+memory, so that there is room above its peak. Budgets are multiples of that peak.
+
+Run: ``python -m benchmarks.plan_paper``
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from benchmarks import record
+from ebbtide.errors import BudgetError
+from ebbtide.planning.hardware import Hardware
+from ebbtide.planning.profiling.saved_on_cpu import SavedOnCpu, profile_saved_on_cpu
+from ebbtide.studies.built_in_models import ModelOptions, build_family
+from ebbtide.studies.size_limits import METHODS, find_limits
+from ebbtide.studies.study import Study
+from ebbtide.studies.tasks import Size
+from ebbtide.units import format_size
+
+_CASES = {"fno2d": (512, 8), "fno3d": (128, 1)}  # resolution to begin with, and batch
+_MULTIPLES = (1.0, 1.15, 1.25, 1.5, 2.0)
+
+
+def main() -> None:
+    """Predict and write the result file."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--memory-gb", type=float, default=80.0)
+    arguments = parser.parse_args()
+    hardware = Hardware.named("h100", achievable=True)
+    device_bytes = round(arguments.memory_gb * 1e9)
+    sizes, speeds = [], []
+    for name, (resolution, batch) in _CASES.items():
+        family = build_family(name, ModelOptions(resolution=resolution, batch=batch))
+        study = Study(family, hardware)
+        sizes += _largest(name, study, device_bytes)
+        speeds += _beside_save_on_cpu(name, study, device_bytes // 4)
+    for case, found, table in (
+        ("plan-largest-fno-h100", sizes, _size_table(sizes)),
+        ("plan-beside-save-on-cpu", speeds, _speed_table(speeds)),
+    ):
+        print(table)
+        results = {"cases": found, "sources": _sources(hardware)}
+        print(record.save(case, vars(arguments), results, table).name)
+
+
+def _sources(hardware: Hardware) -> dict[str, Any]:
+    return {
+        each.figure: [getattr(hardware, each.figure), each.kind.value, each.text]
+        for each in hardware.sources
+    }
+
+
+def _saved_on_cpu(study: Study, length: int) -> SavedOnCpu:
+    task = study.family.build(Size(length, study.family.size.batch))
+    return profile_saved_on_cpu(task.model, task.batch, study.hardware, loss=task.loss)
+
+
+# ---- the largest that fits ----------------------------------------------------------------------
+
+
+def _largest(name: str, study: Study, device_bytes: int) -> list[dict[str, Any]]:
+    entries = []
+    for limit in find_limits(study, device_bytes):
+        assert limit.length is not None
+        size = Size(limit.length, study.family.size.batch)
+        if limit.method in METHODS and limit.method != "planned":
+            peak = study.rule(METHODS[limit.method], device_bytes, size).prediction.peak_bytes
+        else:
+            peak = study.find(device_bytes, size).prediction.peak_bytes
+        entries.append(_entry(name, study, limit.method, limit.length, peak, limit.length_step_s))
+    length = _largest_saved_on_cpu(study, device_bytes)
+    found = _saved_on_cpu(study, length)
+    entries.insert(3, _entry(name, study, "save_on_cpu", length, found.peak_bytes, found.step_s))
+    entries[3]["copied_bytes_each_way"] = found.copied_bytes
+    entries[3]["compute_s"] = found.compute_s
+    return entries
+
+
+def _entry(
+    name: str, study: Study, method: str, length: int, peak_bytes: int, step_s: float | None
+) -> dict[str, Any]:
+    return {
+        "model": name,
+        "method": method,
+        "resolution": length,
+        "batch": study.family.size.batch,
+        "points": length**study.family.dimensions,
+        "peak_bytes": peak_bytes,
+        "step_s": step_s,
+    }
+
+
+def _largest_saved_on_cpu(study: Study, device_bytes: int) -> int:
+    """Return the largest length; peaks grow with the points."""
+    step = study.family.length_step
+
+    def fits(units: int) -> bool:
+        return _saved_on_cpu(study, units * step).peak_bytes <= device_bytes
+
+    return step * _largest_that(fits, (study.family.size.length or step) // step)
+
+
+def _largest_that(fits: Callable[[int], bool], start: int) -> int:
+    low = start
+    while fits(low * 2):
+        low *= 2
+    high = low * 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def _size_table(entries: Sequence[dict[str, Any]]) -> str:
+    lines = [
+        "| model | training | largest | points x plain | peak | step | ns a point and sample |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    plain = 1
+    for each in entries:
+        if each["method"] == "plain":
+            plain = each["points"]
+        dimensions = int(each["model"][3])
+        grid = " x ".join([str(each["resolution"])] * dimensions)
+        each_s = each["step_s"] / each["points"] / each["batch"]
+        lines.append(
+            f"| {each['model']}, batch {each['batch']} | {each['method']} | {grid} | "
+            f"{each['points'] / plain:.2f} | {format_size(each['peak_bytes'])} | "
+            f"{each['step_s']:.2f} s | {each_s * 1e9:.1f} |"
+        )
+    return "\n".join(lines)
+
+
+# ---- beside save_on_cpu -------------------------------------------------------------------------
+
+
+def _beside_save_on_cpu(name: str, study: Study, its_bytes: int) -> list[dict[str, Any]]:
+    length = _largest_saved_on_cpu(study, its_bytes)
+    its = _saved_on_cpu(study, length)
+    size = Size(length, study.family.size.batch)
+    budgets = {f"{each:g} x its peak": round(each * its.peak_bytes) for each in _MULTIPLES}
+    budgets["the smallest of all plans"] = study.smallest_bytes(size)
+    entries = []
+    for what, budget_bytes in sorted(budgets.items(), key=lambda item: item[1]):
+        entry: dict[str, Any] = {
+            "model": name,
+            "resolution": length,
+            "batch": size.batch,
+            "budget": what,
+            "budget_bytes": budget_bytes,
+            "save_on_cpu_peak_bytes": its.peak_bytes,
+            "save_on_cpu_step_s": its.step_s,
+            "save_on_cpu_compute_s": its.compute_s,
+            "save_on_cpu_copied_bytes_each_way": its.copied_bytes,
+        }
+        try:
+            found = study.find(budget_bytes, size).prediction
+            entry |= {"peak_bytes": found.peak_bytes, "step_s": found.step_s}
+        except BudgetError:
+            pass
+        entries.append(entry)
+    return entries
+
+
+def _speed_table(entries: Sequence[dict[str, Any]]) -> str:
+    lines = [
+        "| model | save_on_cpu | budget of the plan | planned step | times faster |",
+        "|---|---|---|---|---|",
+    ]
+    for each in entries:
+        its = (
+            f"{format_size(each['save_on_cpu_peak_bytes'])}, {each['save_on_cpu_step_s']:.2f} s, "
+            f"{format_size(each['save_on_cpu_copied_bytes_each_way'])} each way"
+        )
+        model = f"{each['model']} at {each['resolution']}, batch {each['batch']}"
+        budget = f"{format_size(each['budget_bytes'])}, {each['budget']}"
+        if "step_s" not in each:
+            lines.append(f"| {model} | {its} | {budget} | no plan fits | |")
+            continue
+        faster = each["save_on_cpu_step_s"] / each["step_s"]
+        lines.append(f"| {model} | {its} | {budget} | {each['step_s']:.2f} s | {faster:.1f} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

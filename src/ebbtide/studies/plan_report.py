@@ -1,0 +1,277 @@
+"""What `ebbtide plan` prints, in 80 columns."""
+
+from __future__ import annotations
+
+import textwrap
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Final, final
+
+from ebbtide.planning.hardware import Hardware, Kind
+from ebbtide.planning.plan import Decision, LayerMode, LayerPlan
+from ebbtide.planning.step_profile import LayerProfile
+from ebbtide.studies.budget_table import BudgetRow, count_choices
+from ebbtide.studies.size_limits import Limit
+from ebbtide.studies.study import Outcome, Study
+from ebbtide.units import format_size
+
+_WIDTH: Final = 80
+_NAME_WIDTH: Final = 26
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Findings:
+    """All that a study has found.
+
+    Args:
+        study: the study.
+        budget_bytes: the budget of device memory.
+        rows: plans at several budgets.
+        chosen: the plan within the budget; None: nothing fits.
+        limits: the largest sizes; empty: not looked for.
+    """
+
+    study: Study
+    budget_bytes: int
+    rows: Sequence[BudgetRow]
+    chosen: Outcome | None
+    limits: Sequence[Limit]
+
+
+def build_report(found: Findings) -> str:
+    """Return the report, in lines of 80 columns or less."""
+    lines = [
+        *_heading(found),
+        "",
+        *_budget_lines(found),
+        "",
+        *_plan_lines(found),
+        "",
+        *_rule_lines(found),
+    ]
+    if found.limits:
+        lines += ["", *_limit_lines(found)]
+    return "\n".join([*lines, "", *_footnote(found.study.hardware)])
+
+
+def format_seconds(seconds: float) -> str:
+    """Format a duration with three digits, such as ``"143 ms"``."""
+    value, unit = (seconds, "s") if seconds >= 1 else (seconds * 1e3, "ms")
+    digits = 2 if value < 10 else 1 if value < 100 else 0
+    return f"{value:.{digits}f} {unit}"
+
+
+# ---- the parts ----------------------------------------------------------------------------------
+
+
+def _heading(found: Findings) -> Iterator[str]:
+    study, family = found.study, found.study.family
+    profile = study.profile
+    yield family.title
+    size = family.describe(family.size)
+    saved = sum(
+        each.size_bytes for layer in profile.layers for each in layer.storages if not each.same_as
+    )
+    parameters = sum(layer.parameter_bytes for layer in profile.layers)
+    facts = [
+        ("step", size or "as the function makes it"),
+        ("machine", study.hardware.name),
+        ("budget", f"{format_size(found.budget_bytes)} of device memory"),
+        ("layers", _join_names([layer.name for layer in profile.layers])),
+        ("saved", f"{format_size(saved)} by all layers, each storage once"),
+        (
+            "fixed",
+            f"{format_size(parameters)} of the layers' weights, gradients, optimizer; "
+            f"{format_size(profile.fixed_bytes)} else",
+        ),
+    ]
+    for name, text in facts:
+        yield from textwrap.wrap(
+            f"  {name:<8} {text}", _WIDTH, subsequent_indent=" " * 11, drop_whitespace=True
+        )
+
+
+def _join_names(names: Sequence[str]) -> str:
+    """Name layers in order; equal ones in a row once."""
+    parts = []
+    for key, group in groupby(names, key=_stem):
+        members = list(group)
+        parts.append(members[0] if len(members) == 1 else f"{len(members)} x {key}")
+    return ", ".join(parts)
+
+
+def _stem(name: str) -> str:
+    head, _, tail = name.rpartition(".")
+    return head if tail.isdigit() else name
+
+
+def _budget_lines(found: Findings) -> Iterator[str]:
+    yield "The fastest step within a budget (predicted)"
+    yield (
+        f"  {'budget':>10}  {'peak':>10}  {'step':>8}  {'x keep all':>10}  {'waiting':>8}  "
+        f"{'recomputed':>10}  {'leaves':>9}"
+    )
+    base_s = found.study.rule("keep all", found.budget_bytes).prediction.step_s
+    for row in found.rows:
+        mark = ">" if row.budget_bytes == found.budget_bytes else " "
+        budget = f"{mark} {format_size(row.budget_bytes):>10}"
+        if row.outcome is None:
+            yield f"{budget}  nothing fits"
+            continue
+        prediction = row.outcome.prediction
+        counts = count_choices(found.study, row.outcome.plan)
+        leaves = format_size(counts.offloaded_bytes) if counts.offloaded_bytes else "-"
+        again = f"{counts.recomputed} of {counts.layers}" if counts.recomputed else "-"
+        yield (
+            f"{budget}  {format_size(prediction.peak_bytes):>10}  "
+            f"{format_seconds(prediction.step_s):>8}  {prediction.step_s / base_s:>10.3f}  "
+            f"{prediction.exposed_copy_s / prediction.step_s:>8.1%}  {again:>10}  {leaves:>9}"
+        )
+
+
+def _plan_lines(found: Findings) -> Iterator[str]:
+    if found.chosen is None:
+        smallest = format_size(found.study.smallest_bytes())
+        yield f"No plan fits into {format_size(found.budget_bytes)}."
+        yield f"The smallest budget that a plan was found for is {smallest}."
+        return
+    plan, prediction = found.chosen
+    gap = f", at most {plan.gap:.1%} above the optimum" if (plan.gap or 0) >= 5e-4 else ""
+    yield (
+        f"The plan within {format_size(found.budget_bytes)}: step "
+        f"{format_seconds(prediction.step_s)}{gap}"
+    )
+    yield (
+        f"  {'layers':<9} {'module':<{_NAME_WIDTH}} {'how':<19} {'stays':>9} {'leaves':>10}"
+    ).rstrip()
+    pairs = list(zip(found.study.profile.layers, plan.layers, strict=True))
+    first = 0
+    for _, group in groupby(pairs, key=lambda pair: (_stem(pair[0].name), pair[1].mode)):
+        run = list(group)
+        last = first + len(run) - 1
+        numbers = str(first) if first == last else f"{first} to {last}"
+        name = run[0][0].name if first == last else f"{len(run)} x {_stem(run[0][0].name)}"
+        stays, leaves = (sum(each) for each in zip(*map(_sizes, run), strict=True))
+        yield (
+            f"  {numbers:<9} {_shortened(name):<{_NAME_WIDTH}} {run[0][1].mode.value:<19} "
+            f"{_size_or_dash(stays):>9} {_size_or_dash(leaves):>10}"
+        )
+        first = last + 1
+    if not any(leaves or chosen.mode is not LayerMode.AS_IS for leaves, chosen in _leaving(pairs)):
+        yield "  Everything fits as it is: there is nothing to move."
+        return
+    where = "in files" if found.study.hardware.computes_on_host else "on the host"
+    waits = "never waits"
+    if prediction.exposed_copy_s:
+        waits = f"waits {format_seconds(prediction.exposed_copy_s)}"
+    moving = f"up to {format_size(plan.max_inflight_bytes)} at once each way"
+    if not plan.max_inflight_bytes:
+        moving = "one at a time"
+    yield from _wrap(
+        f"{format_size(prediction.host_peak_bytes)} rest {where}. Copies move {moving}; compute "
+        f"{waits} for them."
+    )
+
+
+def _leaving(
+    pairs: Sequence[tuple[LayerProfile, LayerPlan]],
+) -> Iterator[tuple[int, LayerPlan]]:
+    for pair in pairs:
+        yield _sizes(pair)[1], pair[1]
+
+
+def _sizes(pair: tuple[LayerProfile, LayerPlan]) -> tuple[int, int]:
+    """Return the bytes that a layer saves first: those that stay, and those that leave."""
+    layer, chosen = pair
+    if chosen.mode is not LayerMode.AS_IS:
+        leaves = chosen.mode is LayerMode.RECOMPUTE_OFFLOAD
+        return (0, layer.input_bytes) if leaves else (layer.input_bytes, 0)
+    sizes: Counter[Decision] = Counter()
+    for storage, decision in zip(layer.storages, chosen.decisions, strict=True):
+        if storage.same_as is None:
+            offloaded = decision is Decision.OFFLOAD and storage.may_leave
+            sizes[Decision.OFFLOAD if offloaded else Decision.KEEP] += storage.size_bytes
+    return sizes[Decision.KEEP], sizes[Decision.OFFLOAD]
+
+
+def _size_or_dash(size_bytes: int) -> str:
+    return format_size(size_bytes) if size_bytes else "-"
+
+
+def _shortened(name: str) -> str:
+    return name if len(name) <= _NAME_WIDTH else f"...{name[3 - _NAME_WIDTH :]}"
+
+
+def _rule_lines(found: Findings) -> Iterator[str]:
+    yield "Beside one rule for all layers (predicted)"
+    yield f"  {'':<26} {'peak':>10}  {'step':>8}  {'x the plan':>10}  {'waiting':>8}  fits"
+    outcomes = list(found.study.rules(found.budget_bytes))
+    if found.chosen is not None:
+        outcomes.append(("the plan", found.chosen))
+    budget = found.study.budget(found.budget_bytes)
+    for name, (_, prediction) in outcomes:
+        ratio = "-"
+        if found.chosen is not None:
+            ratio = f"{prediction.step_s / found.chosen.prediction.step_s:.2f}"
+        fits = "no" if budget.excess_bytes(prediction) else "yes"
+        yield (
+            f"  {name:<26} {format_size(prediction.peak_bytes):>10}  "
+            f"{format_seconds(prediction.step_s):>8}  {ratio:>10}  "
+            f"{prediction.exposed_copy_s / prediction.step_s:>8.1%}  {fits}"
+        )
+
+
+def _limit_lines(found: Findings) -> Iterator[str]:
+    family = found.study.family
+    yield (
+        f"The largest that fits into {format_size(found.budget_bytes)}, all else as above "
+        f"(predicted)"
+    )
+    lengths = family.size.length is not None
+    batches = family.size.batch is not None
+    head = [f"{'':<14}"]
+    if lengths:
+        head.append(f"{family.length_name:<18} {'step':>8}")
+    if batches:
+        head.append(f"    {'batch':>8}  {'step':>8}")
+    yield "  " + "  ".join(head).rstrip()
+    for limit in found.limits:
+        cells = [f"{limit.method:<14}"]
+        if lengths:
+            length = "none" if limit.length is None else family.describe_length(limit.length)
+            cells.append(f"{length:<18} {_seconds_or_dash(limit.length_step_s):>8}")
+        if batches:
+            batch = "none" if limit.batch is None else str(limit.batch)
+            cells.append(f"    {batch:>8}  {_seconds_or_dash(limit.batch_step_s):>8}")
+        yield "  " + "  ".join(cells).rstrip()
+
+
+def _seconds_or_dash(seconds: float | None) -> str:
+    return "-" if seconds is None else format_seconds(seconds)
+
+
+def _footnote(hardware: Hardware) -> Iterator[str]:
+    yield from _wrap(origin(hardware), indent="")
+
+
+def origin(hardware: Hardware) -> str:
+    """Return what the figures of a machine's steps are worth, in sentences."""
+    measured = any(source.kind is Kind.MEASURED for source in hardware.sources)
+    if measured:
+        return (
+            f"Every figure here is predicted from what `ebbtide doctor` measured on "
+            f"{hardware.name}. No step has been measured."
+        )
+    return (
+        f"Every figure here is predicted, from the preset {hardware.name!r}: data sheets, "
+        f"published measurements and estimates. This project has measured nothing on that "
+        f"hardware. Workspaces of kernels, fragments of the allocator and the time to launch "
+        f"kernels are not in the figures."
+    )
+
+
+def _wrap(text: str, indent: str = "  ") -> list[str]:
+    return textwrap.wrap(text, _WIDTH, initial_indent=indent, subsequent_indent=indent)

@@ -1,0 +1,272 @@
+"""`ebbtide plan`: its report, its files, and what it says when something is wrong."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import Result
+from torch import nn
+from typer.testing import CliRunner
+
+from ebbtide.cli.main import app
+from ebbtide.planning.hardware import Hardware
+from ebbtide.planning.plan import Plan
+from ebbtide.studies.budget_table import BudgetRow, _without_misses
+from ebbtide.studies.built_in_models import ModelOptions, build_family
+from ebbtide.studies.plan_options import read_budget_bytes
+from ebbtide.studies.size_limits import METHODS, find_limits
+from ebbtide.studies.study import Study
+from ebbtide.studies.tasks import Size, Task, TaskFamily
+
+H100 = Hardware.named("h100", achievable=True)
+GIB = 2**30
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["plan", *arguments])
+
+
+class Tower(nn.Module):
+    """Blocks that save 9 matrices of the batch's size between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 256)) for _ in range(3)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def tower(resolution: int = 4096, batch: int = 4) -> tuple[nn.Module, torch.Tensor]:
+    return Tower(), torch.zeros(batch, resolution, 256)
+
+
+# This file is the module of the function above.
+TOWER = f"{Path(__file__).stem}:tower"
+
+
+@pytest.fixture(scope="module")
+def report() -> str:
+    found = run(TOWER, "--budget", "130MiB")
+    assert found.exit_code == 0, found.output
+    return found.output
+
+
+def test_the_report_fits_80_columns(report: str) -> None:
+    assert max(map(len, report.splitlines())) <= 80
+    for text in (
+        "3 x blocks",
+        "NVIDIA H100 SXM",
+        "The fastest step within a budget",
+        "The plan within 130.0 MiB",
+        "Beside one rule for all layers",
+        "The largest that fits into 130.0 MiB",
+    ):
+        assert text in report
+
+
+def test_the_report_says_that_nothing_was_measured(report: str) -> None:
+    flat = " ".join(report.split())
+    assert "Every figure here is predicted, from the preset 'NVIDIA H100 SXM'" in flat
+    assert "This project has measured nothing on that hardware" in flat
+
+
+def test_steps_get_shorter_with_the_budget(report: str) -> None:
+    table = report.split("The fastest step")[1].split("The plan within")[0]
+    ratios = [float(each) for each in re.findall(r"  (\d+\.\d{3})  ", table)]
+    assert len(ratios) >= 5
+    assert ratios[0] == 1
+    assert ratios == sorted(ratios)
+
+
+def test_the_budgets_of_the_report_hold(report: str) -> None:
+    table = report.split("The fastest step")[1].split("The plan within")[0]
+    rows = re.findall(r"([\d.]+) (MiB|GiB)  +([\d.]+) (MiB|GiB)", table)
+    units = {"MiB": 2**20, "GiB": GIB}
+    assert len(rows) >= 5
+    for budget, unit, peak, peak_unit in rows:
+        assert float(peak) * units[peak_unit] <= float(budget) * units[unit]
+
+
+def test_json_has_all_figures_and_the_saved_plan(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    found = run(TOWER, "--budget", "130MiB", "--quick", "--json", "--save", str(path))
+    assert found.exit_code == 0
+    content = json.loads(found.stdout)
+    plan = Plan.from_json(path.read_text())
+    assert Plan.from_json(json.dumps(content["plan"])) == plan
+    assert len(plan.layers) == len(content["layers"]) == 3
+    assert plan.peak_bytes == content["prediction"]["peak_bytes"] <= 130 * 2**20
+    assert content["limits"] == []
+    assert content["sources"]["h2d_bytes_per_s"][0] == "published"
+    slowest = min(content["budgets"], key=lambda row: row["budget_bytes"])
+    assert slowest["budget_bytes"] >= content["smallest_budget_bytes"]
+    assert set(content["rules"]) == {
+        "keep all", "offload all", "recompute all", "recompute + offload all",
+    }  # fmt: skip
+    assert (
+        content["rules"]["keep all"]["peak_bytes"] > content["rules"]["recompute all"]["peak_bytes"]
+    )
+
+
+def test_a_picture_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "step.png"
+    found = run(TOWER, "--budget", "130MiB", "--quick", "--picture", str(path))
+    assert found.exit_code == 0, found.output
+    assert f"Picture: {path}" in " ".join(found.output.split())
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert path.stat().st_size > 20_000
+
+
+def test_a_budget_that_nothing_fits_into_is_answered_with_the_smallest() -> None:
+    found = run(TOWER, "--budget", "20MiB", "--quick")
+    assert found.exit_code == 1
+    assert "No plan fits into 20.0 MiB" in found.output
+    assert "The smallest budget that a plan was found for is" in found.output
+    assert "nothing fits" in found.output
+
+
+def test_a_model_that_fits_is_left_alone() -> None:
+    found = run(TOWER, "--quick")
+    assert found.exit_code == 0
+    assert "Everything fits as it is: there is nothing to move." in found.output
+
+
+def test_a_measured_machine_is_said_to_be_one(tmp_path: Path) -> None:
+    path = tmp_path / "machine.json"
+    text = H100.to_json().replace('"published"', '"measured"').replace(H100.name, "my machine")
+    path.write_text(text)
+    found = run(TOWER, "--quick", "--hardware", str(path))
+    assert found.exit_code == 0, found.output
+    flat = " ".join(found.output.split())
+    assert "predicted from what `ebbtide doctor` measured on my machine" in flat
+    assert "No step has been measured" in flat
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["llamma"], "did you mean llama?"),
+        (["warp"], "give one of fno1d, fno2d, fno3d, tfno, uno, gpt, llama, or module:function"),
+        (["gpt", "--resolution", "4"], "gpt has no --resolution; it takes --seq"),
+        (["llama", "--size", "9b"], "its sizes are 1b, 3b, 7b, 8b"),
+        (["llama", "--precision", "fp8"], "must be fp32 or bf16"),
+        (["gpt", "--seq", "0"], "--seq must be 1 or more"),
+        ([TOWER, "--budget", "24"], "has no unit; write 24GiB or 90%"),
+        ([TOWER, "--budget", "200GiB"], "is more than NVIDIA H100 SXM has"),
+        ([TOWER, "--budget", "0%"], "more than 0%"),
+        ([TOWER, "--budget", "0GiB"], "must be more than 0"),
+        ([TOWER, "--budget", "plenty"], "cannot be read as bytes"),
+        ([TOWER, "--hardware", "h101"], "there is no hardware named 'h101'; the names are"),
+        ([TOWER, "--hardware", "absent.json"], "`ebbtide doctor --json > absent.json` writes"),
+        ([TOWER, "--hardware", __file__], "this is not the JSON of a Hardware"),
+        ([TOWER, "--picture", "step.gif"], "--picture must end in .png, .svg, .pdf"),
+        ([TOWER, "--save", "/absent/plan.json"], "there is no directory /absent"),
+        ([TOWER, "--plan-layers", "heads.*"], "no module is called 'heads.*'"),
+        ([TOWER, "--optimizer-states", "-1"], "--optimizer-states must be a whole number"),
+    ],
+)
+def test_what_is_wrong_is_said_with_exit_code_2(arguments: list[str], message: str) -> None:
+    found = run(*arguments)
+    assert found.exit_code == 2
+    assert message in found.stderr
+    assert "Traceback" not in found.output
+
+
+def test_a_resolution_too_coarse_for_the_modes_is_refused() -> None:
+    pytest.importorskip("neuralop")
+    found = run("fno2d", "--resolution", "16")
+    assert found.exit_code == 2
+    assert "give 32 or more, or fewer --modes" in found.stderr
+
+
+def test_without_neuralop_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "neuralop", None)
+    monkeypatch.setitem(sys.modules, "neuralop.models", None)
+    found = run("fno2d")
+    assert found.exit_code == 2
+    assert 'pip install "ebbtide[neuralop]"' in found.stderr
+
+
+def test_without_matplotlib_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    found = run(TOWER, "--picture", "step.png")
+    assert found.exit_code == 2
+    assert 'pip install "ebbtide[plots]"' in found.stderr
+
+
+def test_budgets_are_read() -> None:
+    assert read_budget_bytes("90%", H100) == 72 * 10**9
+    assert read_budget_bytes("24GiB", H100) == 24 * GIB
+    assert read_budget_bytes("80GB", H100) == 80 * 10**9
+
+
+def test_a_plan_for_less_replaces_a_slower_one() -> None:
+    study = Study(tower_family(), H100)
+    slow, fast = study.rule("offload all", 0), study.rule("keep all", 0)
+    rows = [BudgetRow(3, slow), BudgetRow(2, fast), BudgetRow(1, None)]
+    outcomes = [row.outcome for row in _without_misses(rows)]
+    assert outcomes[0] is not None
+    assert outcomes[0].prediction == fast.prediction
+    assert outcomes[1:] == [fast, None]
+
+
+# The largest that fits
+
+
+def tower_family() -> TaskFamily:
+    def build(size: Size) -> Task:
+        assert size.length is not None
+        assert size.batch is not None
+        with torch.device("meta"):
+            return Task(*tower(size.length, size.batch))
+
+    return TaskFamily(
+        title="tower", build=build, size=Size(256, 2), length_name="resolution", length_step=64
+    )
+
+
+def test_the_largest_is_the_largest() -> None:
+    """Every size above and below is tried; one step more must not fit, what is found must."""
+    study = Study(tower_family(), H100)
+    budget = 40 * 2**20
+
+    def peak_bytes(method: str, size: Size) -> int:
+        if method == "planned":
+            return study.smallest_bytes(size)
+        return study.rule(METHODS[method], 0, size).prediction.peak_bytes
+
+    limits = find_limits(study, budget)
+    assert [limit.method for limit in limits] == list(METHODS)
+    for limit in limits:
+        for what, step in (("length", 64), ("batch", 1)):
+            largest = getattr(limit, what)
+            assert largest is not None
+            size = Size(256, 2)._replace(**{what: largest})
+            assert peak_bytes(limit.method, size) <= budget
+            larger = size._replace(**{what: largest + step})
+            assert peak_bytes(limit.method, larger) > budget
+    plain, checkpointed, _, planned = limits
+    assert plain.length < checkpointed.length <= planned.length
+
+
+def test_what_does_not_fit_at_all_has_no_largest() -> None:
+    limits = find_limits(Study(tower_family(), H100), 4 * 2**20)  # the weights alone have 6 MiB
+    assert {(limit.length, limit.batch) for limit in limits} == {(None, None)}
+
+
+def test_the_largest_fno_is_found_in_few_profiles() -> None:
+    pytest.importorskip("neuralop")
+    study = Study(build_family("fno2d", ModelOptions(resolution=256)), H100)
+    find_limits(study, 20 * GIB)
+    assert len(study._profiles) <= 20

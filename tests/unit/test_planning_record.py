@@ -1,0 +1,82 @@
+"""The record of a predicted step says the same as the prediction."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ebbtide.planning.hardware import Hardware
+from ebbtide.planning.plan import Decision, LayerPlan, Plan
+from ebbtide.planning.prediction.step_timing import StepTiming
+from ebbtide.planning.searching.simple_plans import rule_plans
+from ebbtide.planning.step_profile import StepProfile
+from plan_cases import MB, links, make_layer, make_link, make_profile, profiles
+
+
+@given(profile=profiles(), hardware=links(), inflight_mb=st.sampled_from([0, 20, 1000]))
+@settings(deadline=None, max_examples=150)
+def test_the_record_adds_up_to_the_prediction(
+    profile: StepProfile, hardware: Hardware, inflight_mb: int
+) -> None:
+    timing = StepTiming(profile, hardware)
+    for _, plan in rule_plans(profile):
+        plan = Plan(layers=plan.layers, max_inflight_bytes=inflight_mb * MB)
+        found, record = timing.predict(plan), timing.record(plan)
+        assert tuple(sum(each.memory) - moving(each) for each in record.passes) == (
+            found.peak_by_position
+        )
+        for each in record.passes:
+            assert min(each.memory) >= 0
+            assert moving(each) <= each.memory.saved_bytes
+        events = list(record.events())
+        waited_s = sum(event.duration_s for event in events if event.what == "wait")
+        assert waited_s == pytest.approx(found.exposed_copy_s)
+        for lane in ("d2h", "h2d"):
+            copies = [event for event in events if event.lane == lane]
+            assert all(event.begin_s <= event.end_s <= found.step_s + 1e-9 for event in copies)
+            for before, after in itertools.pairwise(copies):
+                assert before.end_s <= after.begin_s + 1e-9
+
+
+def moving(each) -> int:
+    """What is saved and is moving is counted in `saved_bytes`, too."""
+    return each.memory.leaving_bytes + each.memory.returning_bytes
+
+
+def test_a_step_by_hand() -> None:
+    """Two layers save 100 MB each; the first one's leave at 100 MB/s, and come back as fast.
+
+    Forward takes 1 s a layer and backward 2 s. The copy down runs from 1 s, when F0 has ended, to
+    2 s, when F1 has. The copy up begins with B1 at 2 s and has ended at 3 s, before B0 at 4 s.
+    """
+    profile = make_profile(make_layer(100), make_layer(100), fixed_bytes=7 * MB)
+    offload = LayerPlan(decisions=(Decision.OFFLOAD,))
+    keep = LayerPlan(decisions=(Decision.KEEP,))
+    plan = Plan(layers=(offload, keep), max_inflight_bytes=1000 * MB)
+    record = StepTiming(profile, make_link(100)).record(plan)
+    seen = [(each.what, each.layer, each.begin_s, each.end_s) for each in record.passes]
+    assert seen == [
+        ("forward", 0, 0, 1),
+        ("forward", 1, 1, 2),
+        ("loss", None, 2, 2),
+        ("backward", 1, 2, 4),
+        ("backward", 0, 4, 6),
+    ]
+    copies = [(e.what, e.layer, e.begin_s, e.end_s) for e in record.events() if e.size_bytes]
+    assert copies == [("offload", 0, 1, 2), ("reload", 0, 2, 3)]
+    parts = [
+        (each.memory.saved_bytes, each.memory.leaving_bytes, each.memory.returning_bytes)
+        for each in record.passes
+    ]
+    # During F1 both are there, and the first one's is leaving; F1's own counts as working memory.
+    assert parts == [
+        (0, 0, 0),
+        (100 * MB, 100 * MB, 0),
+        (100 * MB, 0, 0),
+        (200 * MB, 0, 100 * MB),
+        (100 * MB, 0, 100 * MB),
+    ]
+    assert {each.memory.fixed_bytes for each in record.passes} == {7 * MB}
