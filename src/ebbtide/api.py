@@ -33,7 +33,8 @@ from ebbtide.interface.arguments import (
     refuse,
     refuse_recomputing,
 )
-from ebbtide.layers.checks import check_layer_counts, check_plannable, check_regions
+from ebbtide.layers.checks import check_layer_counts, check_regions
+from ebbtide.layers.covering import covering_layers
 from ebbtide.layers.search import find_layers
 from ebbtide.policy import ActivationPolicy, WeightPolicy
 from ebbtide.schedule import Schedule
@@ -68,7 +69,8 @@ def offload(
             ``weights`` is given.
         weights: which weights stay in host memory between uses. None means none.
         layers: the modules whose calls count as layers, or glob patterns of their names such as
-            ``"blocks.*.mlp"``. None means the model's repeated blocks.
+            ``"blocks.*.mlp"``. None means the model's repeated blocks; for a budget, the modules
+            beside them as well, and for a plan those that it was made for.
         store: where offloaded bytes go: ``"host"`` (page-locked memory), ``"disk"`` or
             ``"disk:/some/dir"`` (an unnamed file), ``"tiered"`` or ``"tiered:/some/dir"`` (host
             memory until it is full, then disk), or ``"auto"``: host for a model on an accelerator,
@@ -119,9 +121,15 @@ def offload(
             f"{type(model).__name__} has no parameters that tell which device it is on; wrap "
             f"its forward with ebbtide.wrap_forward_with_offload(model.forward, device=...)"
         )
+    planned = None
+    if plan is not None:
+        from ebbtide.budgeting.fixed_plan import FixedPlan, layers_of, load_plan
+
+        planned = load_plan(plan)
+        layers = layers_of(planned, model)
+    elif budget is not None and layers is None:
+        layers = covering_layers(model)
     found = find_layers(model) if layers is None else match_layers(model, layers)
-    if budget is not None or plan is not None:
-        check_plannable(found)
     check_layer_counts(policy, found)
     _check_schedule(schedule, policy, found)
     one_region = check_regions(model, policy)
@@ -135,10 +143,8 @@ def offload(
         from ebbtide.budgeting.budget_controller import BudgetController
 
         planner = BudgetController(model, found.modules, engine, budget, int(policy.min_bytes))
-    elif plan is not None:
-        from ebbtide.budgeting.fixed_plan import FixedPlan
-
-        planner = FixedPlan(engine, plan, found.names)
+    elif planned is not None:
+        planner = FixedPlan(engine, planned)
     replace = replace_forwards(engine.find_recomputing) if policy.recomputes else None
     tracker = LayerTracker(found, policy.num_layers, engine, replace)
     wrapped = OffloadedForward(model.forward, engine.hooks, tracker, resting)

@@ -13,9 +13,11 @@ from click.testing import Result
 from torch import nn
 from typer.testing import CliRunner
 
+import ebbtide
+from ebbtide.budgeting.planned_step import PlannedStep
 from ebbtide.cli.main import app
 from ebbtide.planning.hardware import Hardware
-from ebbtide.planning.plan import Plan
+from ebbtide.planning.plan import Decision, Plan
 from ebbtide.studies.budget_table import BudgetRow, _without_misses
 from ebbtide.studies.built_in_models import ModelOptions, build_family
 from ebbtide.studies.plan_options import read_budget_bytes
@@ -102,7 +104,7 @@ def test_json_has_all_figures_and_the_saved_plan(tmp_path: Path) -> None:
     found = run(TOWER, "--budget", "130MiB", "--quick", "--json", "--save", str(path))
     assert found.exit_code == 0
     content = json.loads(found.stdout)
-    plan = Plan.from_json(path.read_text())
+    plan = PlannedStep.load(path).plan
     assert Plan.from_json(json.dumps(content["plan"])) == plan
     assert len(plan.layers) == len(content["layers"]) == 3
     assert plan.peak_bytes == content["prediction"]["peak_bytes"] <= 130 * 2**20
@@ -116,6 +118,24 @@ def test_json_has_all_figures_and_the_saved_plan(tmp_path: Path) -> None:
     assert (
         content["rules"]["keep all"]["peak_bytes"] > content["rules"]["recompute all"]["peak_bytes"]
     )
+
+
+def test_a_saved_plan_is_followed(tmp_path: Path) -> None:
+    """What was planned without an accelerator decides in training, layer by layer."""
+    path = tmp_path / "plan.json"
+    assert run(TOWER, "--budget", "130MiB", "--quick", "--save", str(path)).exit_code == 0
+    model, batch = tower()
+    with ebbtide.offload(model, plan=path) as handle:
+        model(batch).sum().backward()
+        assert handle.plan is not None
+        plan = handle.plan.plan
+        assert handle.layers == tuple(layer.name for layer in handle.plan.profile.layers)
+        recomputed = {each.layer.index for each in handle.inspect().recomputed}
+        moved = handle.stats.offloaded_bytes
+    modes = [layer.mode.value for layer in plan.layers]
+    assert recomputed == {index for index, mode in enumerate(modes) if mode != "as is"}
+    leaves = any(Decision.OFFLOAD in layer.decisions for layer in plan.layers)
+    assert bool(moved) == (leaves or "recompute+offload" in modes)
 
 
 def test_a_picture_is_drawn(tmp_path: Path) -> None:

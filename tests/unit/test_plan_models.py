@@ -11,11 +11,12 @@ import torch
 from torch import nn
 
 from ebbtide.errors import PolicyError
+from ebbtide.layers.covering import covering_layers
 from ebbtide.planning.hardware import Hardware
 from ebbtide.planning.profiling.fake_profile import profile_with_fake_tensors
 from ebbtide.studies.built_in_models import NAMES, OPERATORS, ModelOptions, build_family
 from ebbtide.studies.language_models import LLAMA_SHAPES, LanguageModel, LanguageModelShape
-from ebbtide.studies.profiled_layers import covering_layers, stretch
+from ebbtide.studies.profiled_layers import stretch
 from ebbtide.studies.study import Study
 from ebbtide.studies.tasks import Size, Task, TaskFamily
 from ebbtide.studies.user_models import load_family

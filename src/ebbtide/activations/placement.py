@@ -29,11 +29,13 @@ class PlannedLayers(NamedTuple):
         decisions: what becomes of single storages.
         recomputed: indices of the layers that save their inputs alone.
         kept_inputs: those of them whose inputs stay on the device.
+        keeps_outside: whether what is saved outside layers stays unless a decision names it.
     """
 
     decisions: Plan
     recomputed: Set[int]
     kept_inputs: Set[int]
+    keeps_outside: bool = False
 
 
 @final
@@ -74,7 +76,8 @@ class Placement:
     def follow(self, layers: PlannedLayers | None) -> None:
         """Have a plan for all layers decide, instead of the policy, from the next forward on.
 
-        What the plan does not name is offloaded.
+        What the plan does not name is offloaded, or kept if it is outside layers and the plan says
+        so.
 
         Args:
             layers: the plan; None lets the policy decide again.
@@ -104,7 +107,9 @@ class Placement:
         """
         policy, planned = self._policy, self._layers
         if planned is not None:
-            return layer is None or layer.index not in planned.kept_inputs
+            if layer is None:
+                return not planned.keeps_outside
+            return layer.index not in planned.kept_inputs
         if not policy.offloads:
             return False
         if layer is None:

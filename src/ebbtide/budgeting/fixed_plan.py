@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from typing import final
+
+from torch import nn
 
 from ebbtide.budgeting.placed_plan import place
 from ebbtide.budgeting.planned_step import PlannedStep
@@ -14,38 +15,56 @@ from ebbtide.interface.arguments import refuse
 from ebbtide.interface.display import few
 
 
+def load_plan(given: object) -> PlannedStep:
+    """Return a plan that was made before.
+
+    Args:
+        given: what `OffloadHandle.plan` gave, or the path of the file that it was saved to.
+
+    Raises:
+        OSError: the file cannot be read.
+        PolicyError: it is no plan.
+    """
+    if isinstance(given, str | os.PathLike):
+        given = PlannedStep.load(given)
+    if not isinstance(given, PlannedStep):
+        advice = "save one with handle.plan.save(path)"
+        refuse("plan", "a path, or what handle.plan gives", given, advice)
+    return given
+
+
+def layers_of(plan: PlannedStep, model: nn.Module) -> list[str]:
+    """Return the names of the layers that a plan was made for.
+
+    Raises:
+        PolicyError: the model has no modules of these names.
+    """
+    names = list(dict.fromkeys(each.name for each in plan.profile.layers if not each.between))
+    missing = set(names) - {name for name, _ in model.named_modules()}
+    if missing:
+        raise PolicyError(
+            f"the plan is for a model with the layers {few(names)}, and this one has no "
+            f"{few(sorted(missing))}; plan again with budget=..."
+        )
+    return names
+
+
 @final
 class FixedPlan:
     """Has an engine follow one plan, whatever is measured.
 
     Args:
         engine: the engine.
-        given: what `OffloadHandle.plan` gave, or the path of the file that it was saved to.
-        names: names of the model's layers.
-
-    Attributes:
         plan: the plan.
 
-    Raises:
-        OSError: the file cannot be read.
-        PolicyError: it is no plan, or one for other layers.
+    Attributes:
+        plan: as given.
     """
 
-    def __init__(self, engine: Engine, given: object, names: Sequence[str]) -> None:
-        if isinstance(given, str | os.PathLike):
-            given = PlannedStep.load(given)
-        if not isinstance(given, PlannedStep):
-            advice = "save one with handle.plan.save(path)"
-            refuse("plan", "a path, or what handle.plan gives", given, advice)
-        self.plan = given
-        planned = dict.fromkeys(each.name for each in given.profile.layers if not each.between)
-        if planned.keys() != set(names):
-            raise PolicyError(
-                f"the plan is for a model with the layers {few(list(planned))}, and this one has "
-                f"{few(names)}; plan again with budget=..., or name the plan's layers: layers=[...]"
-            )
+    def __init__(self, engine: Engine, plan: PlannedStep) -> None:
+        self.plan = plan
         self._engine = engine
-        engine.follow(place(given.profile, given.plan), given.plan.max_inflight_bytes)
+        engine.follow(place(plan.profile, plan.plan), plan.plan.max_inflight_bytes)
 
     def detach(self) -> None:
         """Let the policy decide again."""

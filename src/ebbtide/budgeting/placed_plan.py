@@ -52,7 +52,10 @@ def place(profile: StepProfile, plan: Plan) -> PlannedLayers:
     ]
     recomputed = {index for index, mode in enumerate(modes) if mode is not LayerMode.AS_IS}
     kept_inputs = {index for index, mode in enumerate(modes) if mode is LayerMode.RECOMPUTE}
-    return PlannedLayers(decisions, frozenset(recomputed), frozenset(kept_inputs))
+    knows_outside = any(layer.between for layer in profile.layers)
+    return PlannedLayers(
+        decisions, frozenset(recomputed), frozenset(kept_inputs), keeps_outside=not knows_outside
+    )
 
 
 def engine_names(profile: StepProfile, plan: Plan) -> dict[StorageId, EngineName]:

@@ -33,19 +33,6 @@ def check_layer_counts(policy: ActivationPolicy, layers: LayerModules) -> None:
             )
 
 
-def check_plannable(layers: LayerModules) -> None:
-    """Check that a model has layers, which a plan decides for.
-
-    Raises:
-        PolicyError: it has none.
-    """
-    if not layers.modules:
-        raise PolicyError(
-            "a budget is planned layer by layer, and the model has no repeated blocks; name its "
-            "layers, such as layers=[model.encoder, model.decoder]"
-        )
-
-
 def check_regions(model: nn.Module, policy: ActivationPolicy) -> bool:
     """Return whether the whole model is compiled as one region, and warn of that.
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from ebbtide.budgeting.planned_step import PlannedStep
 from ebbtide.errors import PolicyError
 from ebbtide.interface.arguments import parse_number
 from ebbtide.planning.prediction.step_timing import Prediction
@@ -125,7 +126,13 @@ def _write(found: Findings, outputs: Outputs) -> None:
         return
     notes = []
     if outputs.save is not None:
-        outputs.save.write_text(found.chosen.plan.to_json() + "\n")
+        planned = PlannedStep(
+            plan=found.chosen.plan,
+            profile=found.study.profile,
+            hardware=found.study.hardware,
+            budget_bytes=found.budget_bytes,
+        )
+        planned.save(outputs.save)
         notes.append(f"Plan: {outputs.save}")
     if outputs.picture is not None:
         from ebbtide.studies.plan_picture import draw_plan

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple, final
 
 from ebbtide.errors import BudgetError, PolicyError
+from ebbtide.layers.covering import covering_layers
 from ebbtide.planning.budgets import PlanBudget
 from ebbtide.planning.hardware import Hardware
 from ebbtide.planning.plan import Plan
@@ -17,7 +18,7 @@ from ebbtide.planning.searching.choices import inflight_choices
 from ebbtide.planning.searching.plan_search import search
 from ebbtide.planning.searching.simple_plans import rule_plans
 from ebbtide.planning.step_profile import StepProfile
-from ebbtide.studies.profiled_layers import covering_layers, named_layers, stretch
+from ebbtide.studies.profiled_layers import named_layers, stretch
 from ebbtide.studies.tasks import Size, Task, TaskFamily
 
 _SHORT_BLOCKS: Final = 3  # the first, the last, and one that stands for all others

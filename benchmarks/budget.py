@@ -1,0 +1,304 @@
+"""Train under byte budgets on a CPU: is each kept, was the step predicted, is it the fastest?
+
+Each mode trains in a process of its own, because the peak of resident memory (RSS) belongs to the
+process. Budgets lie between what a process occupies before training and the peak of plain training.
+Beside them stand the rules that people make by hand, one for all layers.
+
+Run: ``python -m benchmarks.budget``
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any, final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import ebbtide
+from benchmarks import record
+from ebbtide.budgeting import budget_controller
+from ebbtide.memory.measured_memory import AbstractMemory, ProcessMemory
+from ebbtide.problems.fields import gaussian_field
+
+_MIB = 2**20
+_SHARES = (0.5, 0.7, 0.9)
+_WARM_UP = 2  # steps of a rule that are not timed
+_SETTLING = 18  # steps that a budget may take to settle
+_RULES: dict[str, Any] = {
+    "offload all": {"activations": ebbtide.ActivationPolicy(rebuild=False)},
+    "recompute all": {"activations": ebbtide.ActivationPolicy(mode="recompute", rebuild=False)},
+    "recompute + offload all": {
+        "activations": ebbtide.ActivationPolicy(mode="recompute+offload", rebuild=False)
+    },
+    "rebuild alone": {"activations": ebbtide.ActivationPolicy(num_layers=0)},
+}
+
+Step = Callable[[], Tensor]
+
+
+@final
+class _Highest(AbstractMemory):
+    """The process's memory; remembers the highest peak, however often the peak is reset."""
+
+    def __init__(self) -> None:
+        self._process = ProcessMemory()
+        self.highest_bytes = 0
+
+    def now_bytes(self) -> int:
+        return self._process.now_bytes()
+
+    def peak_bytes(self) -> int:
+        return self._process.peak_bytes()
+
+    @property
+    def total_bytes(self) -> int:
+        return self._process.total_bytes
+
+    def return_freed(self) -> None:
+        self._process.return_freed()
+
+    def reset_peak(self) -> None:
+        self.highest_bytes = max(self.highest_bytes, self._process.peak_bytes())
+        self._process.reset_peak()
+
+
+def main() -> None:
+    """Measure and write the result file."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--models", nargs="+", default=list(_MODELS), choices=list(_MODELS))
+    parser.add_argument("--steps", type=int, default=6, help="steps that are timed")
+    parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker is not None:
+        _work(*arguments.worker, arguments.steps)
+        return
+    results = {name: _measure(name, arguments.steps) for name in arguments.models}
+    table = _table(results)
+    print(table)
+    configuration = {"steps": arguments.steps, "shares": _SHARES, "threads": 1}
+    print(record.save("budget", configuration, results, table).name)
+
+
+def _measure(name: str, steps: int) -> dict[str, Any]:
+    """Train one model in all modes."""
+    modes = {"no offload": _run(name, "rule", "no offload", steps)}
+    plain = modes["no offload"]
+    for share in _SHARES:
+        room = plain["peak_bytes"] - plain["idle_bytes"]
+        budget = plain["idle_bytes"] + int(share * room)
+        modes[f"budget {budget / _MIB:.0f} MiB"] = _run(name, "budget", str(budget), steps)
+    for rule in _RULES:
+        modes[rule] = _run(name, "rule", rule, steps)
+    return modes
+
+
+def _run(name: str, kind: str, value: str, steps: int) -> dict[str, Any]:
+    command = [sys.executable, "-m", "benchmarks.budget", "--steps", str(steps)]
+    done = subprocess.run(
+        [*command, "--worker", name, kind, value], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise RuntimeError(f"{name}, {value}: {done.stderr[-2000:]}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    print(f"{name}, {kind} {value}: {_cells(found)}", file=sys.stderr, flush=True)
+    return found
+
+
+def _work(name: str, kind: str, value: str, steps: int) -> None:
+    """Train in this process and print what was measured."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model, compute = _MODELS[name]()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
+    memory = _Highest()
+    idle_bytes = memory.now_bytes()
+    vars(budget_controller)["ProcessMemory"] = lambda: memory
+    handle, budget = None, None
+    if kind == "budget":
+        budget = int(value)
+        handle = ebbtide.offload(model, budget=budget)
+    elif value in _RULES:
+        handle = ebbtide.offload(model, **_RULES[value])
+    try:
+        _train(compute, optimizer, memory, idle_bytes, handle, budget, steps)
+    except ebbtide.BudgetError as error:
+        print(json.dumps({"refused": str(error), "smallest_bytes": error.smallest_bytes}))
+
+
+def _train(
+    compute: Step,
+    optimizer: torch.optim.Optimizer,
+    memory: _Highest,
+    idle_bytes: int,
+    handle: ebbtide.OffloadHandle | None,
+    budget: int | None,
+    steps: int,
+) -> None:
+    losses, seconds = [], []
+    memory.reset_peak()
+    memory.highest_bytes = 0
+
+    def step() -> None:
+        begin_s = time.perf_counter()
+        optimizer.zero_grad()
+        loss = compute()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        seconds.append(time.perf_counter() - begin_s)
+        losses.append(loss.item().hex())
+
+    plan = None
+    if budget is None:
+        for _ in range(_WARM_UP):
+            step()
+    else:
+        for _ in range(_SETTLING):
+            step()
+            plan = None if handle is None else handle.plan
+            if plan is not None and plan.settled:
+                break
+    settling = len(seconds)
+    memory.reset_peak()
+    settling_bytes, memory.highest_bytes = memory.highest_bytes, 0
+    for _ in range(steps):
+        step()
+    memory.reset_peak()
+    found: dict[str, Any] = {
+        "idle_bytes": idle_bytes,
+        "settling_steps": settling,
+        "settling_peak_bytes": settling_bytes,
+        "peak_bytes": memory.highest_bytes,
+        "step_s": statistics.median(seconds[settling:]),
+        "samples_s": seconds,
+        "losses": losses[:4],
+    }
+    if plan is not None:
+        found["budget_bytes"] = budget
+        found["settled"] = plan.settled
+        found["predicted_peak_bytes"] = plan.plan.peak_bytes
+        found["predicted_s"] = plan.plan.step_s
+        found["gap"] = plan.plan.gap
+        found["plan"] = str(plan).splitlines()
+    print(json.dumps(found))
+
+
+def _table(results: dict[str, dict[str, Any]]) -> str:
+    lines = [
+        "| model | mode | peak | highest while settling | predicted peak | step | predicted step |",
+        "|" + "---|" * 7,
+    ]
+    for name, modes in results.items():
+        losses = modes["no offload"]["losses"]
+        for mode, found in modes.items():
+            if "refused" not in found:
+                assert found["losses"] == losses, f"{name}, {mode}: other losses"
+            lines.append(f"| {name} | {mode} | {_cells(found)} |")
+    return "\n".join(lines)
+
+
+def _cells(found: dict[str, Any]) -> str:
+    if "refused" in found:
+        smallest = f"refused; the smallest is {found['smallest_bytes'] / _MIB:.0f} MiB"
+        return " | ".join([smallest, "", "", "", ""])
+    peak = found.get("predicted_peak_bytes")
+    step_s = found.get("predicted_s")
+    return " | ".join(
+        [
+            f"{found['peak_bytes'] / _MIB:.0f} MiB",
+            f"{found['settling_peak_bytes'] / _MIB:.0f} MiB",
+            "" if peak is None else f"{peak / _MIB:.0f} MiB",
+            f"{found['step_s']:.2f} s",
+            "" if step_s is None else f"{step_s:.2f} s",
+        ]
+    )
+
+
+# ---- models --------------------------------------------------------------------------------------
+
+
+def _field(batch: int, channels: int, size: int) -> Tensor:
+    """Smooth random fields, as neural operators get them."""
+    rng = np.random.default_rng(0)
+    fields = [torch.from_numpy(gaussian_field(size, rng)) for _ in range(batch * channels)]
+    return torch.stack(fields).float().view(batch, channels, size, size)
+
+
+def _operator(kind: str, size: int, batch: int, **more: Any) -> tuple[nn.Module, Step]:
+    import neuralop.models
+
+    build = getattr(neuralop.models, kind)
+    model = build(
+        n_modes=(16, 16), in_channels=1, out_channels=1, hidden_channels=32, n_layers=4, **more
+    )
+    x = _field(batch, 1, size)
+    return model, lambda: model(x).square().mean()
+
+
+def _unet() -> tuple[nn.Module, Step]:
+    def stage(inputs: int, outputs: int) -> nn.Module:
+        return nn.Sequential(
+            nn.Conv2d(inputs, outputs, 3, padding=1),
+            nn.BatchNorm2d(outputs),
+            nn.ReLU(),
+            nn.Conv2d(outputs, outputs, 3, padding=1),
+            nn.BatchNorm2d(outputs),
+            nn.ReLU(),
+        )
+
+    class UNet(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.downs = nn.ModuleList([stage(1, 24), stage(24, 48), stage(48, 96)])
+            self.middle = stage(96, 96)
+            self.ups = nn.ModuleList([stage(192, 48), stage(96, 24), stage(48, 24)])
+            self.head = nn.Conv2d(24, 1, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            skips = []
+            for down in self.downs:
+                x = down(x)
+                skips.append(x)
+                x = nn.functional.max_pool2d(x, 2)
+            x = self.middle(x)
+            for up in self.ups:
+                x = nn.functional.interpolate(x, scale_factor=2.0)
+                x = up(torch.cat([x, skips.pop()], dim=1))
+            return self.head(x)  # type: ignore[no-any-return]
+
+    model, x = UNet(), _field(4, 1, 192)
+    return model, lambda: model(x).square().mean()
+
+
+def _gpt() -> tuple[nn.Module, Step]:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        n_layer=6, n_embd=192, n_head=4, vocab_size=2000, n_positions=256, use_cache=False
+    )
+    model = GPT2LMHeadModel(config)
+    text = torch.frombuffer(bytearray((ebbtide.__doc__ or " ").encode() * 100), dtype=torch.uint8)
+    ids = text[: 6 * 256].long().view(6, 256)
+    return model, lambda: model(input_ids=ids, labels=ids).loss
+
+
+_MODELS: dict[str, Callable[[], tuple[nn.Module, Step]]] = {
+    "FNO 128": lambda: _operator("FNO", 128, 8),
+    "FNO 256": lambda: _operator("FNO", 256, 3),
+    "TFNO 128": lambda: _operator("TFNO", 128, 8, factorization="tucker", rank=0.2),
+    "UNet 192": _unet,
+    "GPT": _gpt,
+}
+
+
+if __name__ == "__main__":
+    main()
