@@ -16,10 +16,10 @@ from torch import nn
 
 import ebbtide
 from ebbtide import PolicyError, StoreFullError
-from ebbtide.demo import memory, team
+from ebbtide.demo import team
 from ebbtide.demo.config import Mode
 from ebbtide.engine import Engine
-from ebbtide.memory import disk_file
+from ebbtide.memory import disk_file, measured_memory
 from ebbtide.memory.disk_file import DiskFile, OpenFile
 from ebbtide.memory.extents import Extent
 from ebbtide.policy import ActivationPolicy
@@ -178,7 +178,7 @@ def test_peaks_without_proc(
     monkeypatch.setattr("psutil.Process", lambda: process)
     monkeypatch.setattr(sys, "platform", platform)
     without_proc(monkeypatch)
-    measured = memory.ProcessMemory()
+    measured = measured_memory.ProcessMemory()
     assert measured.peak_bytes() == peak_bytes
     assert not measured.can_reset
     assert trial._peak_rss_bytes() == peak_bytes
