@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
@@ -17,6 +18,7 @@ from ebbtide.layers.search import find_layers
 from ebbtide.planning.hardware import Hardware
 from ebbtide.planning.plan import Decision, LayerMode, LayerPlan, Plan
 from ebbtide.planning.profiling.fake_profile import profile_with_fake_tensors
+from ebbtide.planning.searching.simple_plans import keep_all
 from ebbtide.planning.step_profile import LayerProfile, SavedStorage, StepProfile, StorageId
 from ebbtide.stores.pinned import PinnedStore
 from loops import on_device
@@ -153,6 +155,24 @@ def test_what_a_recomputed_layer_does_not_save_has_another_first_save() -> None:
         (None, 1): "offload",
     }
     assert placed.recomputed == placed.kept_inputs == {0}
+
+
+@pytest.mark.parametrize("mode", [LayerMode.RECOMPUTE, LayerMode.RECOMPUTE_OFFLOAD])
+def test_inputs_stay_or_leave_as_the_plan_says(mode: LayerMode) -> None:
+    torch.manual_seed(0)
+    make_model, make_batch = CASES["gpt"]
+    model, batch = make_model(), make_batch()
+    profile = profile_of(model, batch)
+    keep = keep_all(profile)
+    layers = tuple(
+        dataclasses.replace(chosen, mode=mode if layer.may_recompute else LayerMode.AS_IS)
+        for chosen, layer in zip(keep.layers, profile.layers, strict=True)
+    )
+    plan = dataclasses.replace(keep, layers=layers)
+    step = PlannedStep(plan=plan, profile=profile, hardware=CPU, budget_bytes=0)
+    with ebbtide.offload(model, plan=step, activations=ActivationPolicy(min_bytes=1)) as handle:
+        model(batch).sum().backward()
+        assert bool(handle.stats.offloaded_bytes) is (mode is LayerMode.RECOMPUTE_OFFLOAD)
 
 
 def test_what_may_not_leave_is_kept() -> None:

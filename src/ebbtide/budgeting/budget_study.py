@@ -31,7 +31,7 @@ from ebbtide.units import format_size
 _WARM_UP: Final = 2  # steps with one plan before it is judged
 _MOST_PLANS: Final = 6  # plans that are tried before one stays that needs other memory,
 _MOST_LATE: Final = 2  # or other time than was predicted
-_MARGIN: Final = 0.03  # share of the budget that plans leave free, as no two steps are alike
+_MARGIN: Final = 0.05  # share of the budget that plans leave free, as no two steps are alike
 _CLOSE: Final = 0.04  # error of a predicted peak, as a share of it, that needs no other plan,
 _CLOSE_S: Final = 0.15  # and of a predicted time
 _SLOWER: Final = 8.0  # how many times slower copies may be until that was measured: files grow

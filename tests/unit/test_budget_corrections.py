@@ -1,0 +1,180 @@
+"""What is measured at each position of a step corrects what is predicted there."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from ebbtide.budgeting.budget_study import BudgetStudy, Phase
+from ebbtide.budgeting.corrections import Corrections
+from ebbtide.budgeting.pass_watch import PassWatch
+from ebbtide.budgeting.placed_plan import place
+from ebbtide.memory.measured_memory import AbstractMemory
+from ebbtide.planning.plan import LayerMode, LayerPlan, Plan
+from ebbtide.planning.prediction.step_timing import StepTiming
+from ebbtide.planning.searching.simple_plans import keep_all
+from ebbtide.planning.step_profile import LayerProfile
+from ebbtide.tracing.trace import Trace
+from plan_cases import MB, make_layer, make_link, make_profile
+
+LINK = make_link(1000.0, computes_on_host=True)
+PROFILE = make_profile(make_layer(8, 4), make_layer(8, 4, between=True), make_layer(8, 4))
+
+
+class ScriptedMemory(AbstractMemory):
+    """A memory whose peaks are said in advance."""
+
+    def __init__(self, *peaks_mb: int) -> None:
+        self._peaks = [peak * MB for peak in peaks_mb]
+
+    def now_bytes(self) -> int:
+        return 0
+
+    def peak_bytes(self) -> int:
+        return self._peaks[0]
+
+    @property
+    def total_bytes(self) -> int:
+        return 10**12
+
+    def reset_peak(self) -> None:
+        if len(self._peaks) > 1:
+            self._peaks.pop(0)
+
+
+def watched(*peaks_mb: int) -> PassWatch:
+    """A step of `PROFILE` with these peaks: F0, F1, F2, the loss, B2, B0."""
+    watch = PassWatch(ScriptedMemory(0, *peaks_mb), PROFILE)
+    watch.begin_forward_of(0)
+    watch.end_forward_of(0)
+    watch.begin_forward_of(1)
+    watch.end_forward_of(1)
+    watch.end_forward()
+    watch.begin_backward_of(1)
+    watch.begin_backward_of(0)
+    watch.finish()
+    return watch
+
+
+def test_each_pass_has_the_peak_that_was_measured_in_it() -> None:
+    watch = watched(1, 2, 3, 4, 5, 6, 7, 8)
+    assert watch.is_whole
+    # F0 (twice: before the first layer, too), the work after it, F2, the loss, B2, B0.
+    assert list(watch.peaks) == [0, 1, 2, 3, 4, 6]
+    assert watch.reserved_peak_bytes == 8 * MB
+
+
+def test_a_backward_stands_for_the_work_before_its_layer() -> None:
+    watch = watched(1, 2, 3, 4, 5, 6, 7, 8)
+    assert watch.covered(0) == [0]
+    assert watch.covered(4) == [4, 5]  # the backward of layer 2, and of the work before it
+    assert watch.covered(6) == [6]
+    assert watch.covered(3) == [3]  # nothing is between the last layer and the loss
+
+
+def test_a_step_without_backward_is_not_whole() -> None:
+    watch = PassWatch(ScriptedMemory(0, 1, 2, 3, 4, 5), PROFILE)
+    for layer in (0, 1):
+        watch.begin_forward_of(layer)
+        watch.end_forward_of(layer)
+    watch.end_forward()
+    assert not watch.is_whole
+
+
+def test_a_corrected_profile_predicts_what_was_measured() -> None:
+    plan, corrections = keep_all(PROFILE), Corrections()
+    watch = watched(40, 41, 42, 43, 44, 45, 46, 47)
+    for _ in range(2):  # what is learned twice is not added twice
+        corrected = corrections.apply(PROFILE)
+        corrections.learn(watch, plan, StepTiming(corrected, LINK).predict(plan))
+    found = StepTiming(corrections.apply(PROFILE), LINK).predict(plan).peak_by_position
+    for position, peak_bytes in watch.peaks.items():
+        assert max(found[each] for each in watch.covered(position)) == peak_bytes
+
+
+def test_what_was_measured_of_a_recomputed_layer_counts_until_it_has_run_otherwise() -> None:
+    again = Plan(
+        layers=tuple(
+            dataclasses.replace(
+                each, mode=LayerMode.AS_IS if layer.between else LayerMode.RECOMPUTE
+            )
+            for each, layer in zip(keep_all(PROFILE).layers, PROFILE.layers, strict=True)
+        )
+    )
+    corrections = Corrections()
+    watch = watched(60, 60, 60, 60, 60, 60, 60, 60)
+    corrections.learn(watch, again, StepTiming(PROFILE, LINK).predict(again))
+    corrected = corrections.apply(PROFILE)
+    assert corrected.layers[2].recompute_working_bytes is not None
+    assert corrected.layers[2].backward_working_bytes > PROFILE.layers[2].backward_working_bytes
+    assert corrected.layers[2].forward_working_bytes > PROFILE.layers[2].forward_working_bytes
+
+
+def test_a_plan_that_knows_nothing_outside_layers_keeps_what_is_there() -> None:
+    known = place(PROFILE, keep_all(PROFILE))
+    assert not known.keeps_outside
+    inside = make_profile(make_layer(8), make_layer(8))
+    assert place(inside, keep_all(inside)).keeps_outside
+
+
+# ---- studies -------------------------------------------------------------------------------------
+
+
+def measured_study(budget_mb: int, *peaks_mb: int) -> BudgetStudy:
+    """A study that has measured its frugal steps."""
+    study = BudgetStudy(PROFILE, LINK, budget_mb * MB)
+    for _ in range(2):
+        assert study.phase is Phase.FRUGAL
+        study.choose(0)
+        study.learn(watched(*peaks_mb), Trace(), 3.0)
+    return study
+
+
+def test_plans_leave_a_margin_and_what_steps_were_over() -> None:
+    study = measured_study(100, 30, 30, 30, 30, 30, 30, 30, 30)
+    plan = study.choose(0)
+    assert study.phase is Phase.PLANNED
+    assert plan.peak_bytes is not None and plan.peak_bytes <= 95 * MB
+    study.note_peak(140 * MB)
+    plan = study.choose(0)
+    assert plan.peak_bytes is not None and plan.peak_bytes <= 55 * MB
+
+
+def test_a_plan_settles_when_it_needs_what_was_predicted() -> None:
+    study = measured_study(100, 30, 30, 30, 30, 30, 30, 30, 30)
+    for _ in range(8):
+        plan = study.choose(0)
+        assert plan.peak_bytes is not None
+        peak = plan.peak_bytes // MB
+        study.learn(watched(*[peak] * 8), Trace(), plan.step_s or 0.0)
+        if study.phase is Phase.SETTLED:
+            break
+    assert study.phase is Phase.SETTLED
+    assert not study.wants_measuring
+    assert study.step.measured is not None
+    study.note_peak(10**12)
+    assert study.wants_measuring
+
+
+def test_less_caution_after_steps_that_needed_less() -> None:
+    study = measured_study(100, 30, 30, 30, 30, 30, 30, 30, 30)
+    before = study._slower
+    for _ in range(2):
+        study.choose(0)
+        study.learn(watched(*[10] * 8), Trace(), 3.0)
+    assert study._slower < before
+    for _ in range(2):
+        study.choose(0)
+        study.learn(watched(*[200] * 8), Trace(), 3.0)
+        if study.phase is Phase.SETTLED:
+            break
+    assert study._slower == before
+
+
+@pytest.mark.parametrize("mode", [LayerMode.RECOMPUTE, LayerMode.RECOMPUTE_OFFLOAD])
+def test_inputs_of_recomputed_layers_stay_or_leave(mode: LayerMode) -> None:
+    layer = LayerProfile(name="layer", forward_s=1.0, backward_s=1.0, input_bytes=4)
+    placed = place(make_profile(layer), Plan(layers=(LayerPlan(mode=mode),)))
+    assert placed.recomputed == {0}
+    assert placed.kept_inputs == ({0} if mode is LayerMode.RECOMPUTE else set())
