@@ -1,0 +1,106 @@
+"""A budget beside what else programs do: other models, interrupts, copies, checkpoints, forks."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import ebbtide
+from ebbtide import ActivationPolicy
+
+SMALL = ActivationPolicy(min_bytes=1)
+
+
+def make() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *[nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(3)]
+    )
+
+
+def gradients(model: nn.Module, call: Callable[[Tensor], Tensor], steps: int) -> list[Tensor]:
+    batch = torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
+    for _ in range(steps):
+        model.zero_grad()
+        call(batch).square().mean().backward()
+    return [each.grad for each in model.parameters() if each.grad is not None]
+
+
+def check(model: nn.Module, call: Callable[[Tensor], Tensor] | None = None, steps: int = 4) -> None:
+    plain = make()
+    expected = gradients(plain, plain, 1)
+    found = gradients(model, call or model, steps)
+    assert len(expected) == len(found) and all(map(torch.equal, expected, found))
+
+
+def test_two_models_have_plans_of_their_own() -> None:
+    one, two = make(), make()
+    first = ebbtide.offload(one, budget="90%", activations=SMALL)
+    second = ebbtide.offload(two, budget="90%", activations=SMALL)
+    check(one)
+    assert first.plan is not None and second.plan is None
+    check(two)
+    assert second.plan is not None
+    first.detach()
+    second.detach()
+    check(one, steps=1)
+
+
+def test_an_interrupted_forward_leaves_nothing_behind() -> None:
+    model = make()
+    with ebbtide.offload(model, budget="90%", activations=SMALL):
+        check(model, steps=1)
+
+        def interrupt(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        hook = model.get_submodule("1").register_forward_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            model(torch.randn(64, 32))
+        hook.remove()
+        check(model, steps=5)
+
+
+def test_a_copy_of_the_model_is_plain() -> None:
+    model = make()
+    with ebbtide.offload(model, budget="90%", activations=SMALL) as handle:
+        check(copy.deepcopy(model), steps=1)
+        assert handle.plan is None
+        check(model)
+
+
+def test_a_checkpoint_around_the_model_runs_its_forward_again() -> None:
+    model = make()
+    with ebbtide.offload(model, budget="90%", activations=SMALL):
+        check(model, lambda batch: checkpoint(model, batch, use_reentrant=False))
+
+
+def test_weights_can_rest_beside_a_budget() -> None:
+    model = make()
+    weights = ebbtide.WeightPolicy()
+    with ebbtide.offload(model, budget="90%", weights=weights, activations=SMALL) as handle:
+        check(model)
+        assert handle.plan is not None
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_forked_child_plans_for_itself() -> None:
+    model = make()
+    with ebbtide.offload(model, budget="90%", activations=SMALL):
+        check(model, steps=1)
+        child = os.fork()
+        if not child:
+            try:
+                check(model)
+                os._exit(0)
+            finally:
+                os._exit(1)
+        assert os.waitpid(child, 0)[1] == 0
+        check(model)
