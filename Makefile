@@ -97,6 +97,7 @@ bench: $(VENV)/.dev  ## measure what needs no accelerator; results go to benchma
 	$(BIN)/python -m benchmarks.rebuild
 	$(BIN)/python -m benchmarks.rebuild_step
 	$(BIN)/python -m benchmarks.rss
+	$(BIN)/python -m benchmarks.budget
 	$(BIN)/python -m benchmarks.plan_search
 	$(BIN)/python -m benchmarks.plan_paper
 	$(BIN)/python -m benchmarks.report

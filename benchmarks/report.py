@@ -38,6 +38,7 @@ _TITLES = {
     "rebuild-step": "Time cost of rebuilding: FNO 256 x 256, batch 8, nothing offloaded",
     "rss": "Returning freed memory to the system, for models on a CPU",
     "recompute": "Peak memory with recomputed layers, for models on a CPU",
+    "budget": "Training under byte budgets, and the rules that people make by hand, on a CPU",
     "plan-search": "Plans within a share of the peak of chains, predicted, and how long they take",
     "plan-recomputation": "Plans that only recompute, against a dynamic programme's optimum",
     "plan-largest-fno-h100": "On paper for an H100: the largest FNO, predicted and not measured",
