@@ -125,6 +125,8 @@ def offload(
     if plan is not None:
         from ebbtide.budgeting.fixed_plan import FixedPlan, layers_of, load_plan
 
+        if layers is not None:
+            raise PolicyError("a plan names the layers that it was made for; leave layers out")
         planned = load_plan(plan)
         layers = layers_of(planned, model)
     elif budget is not None and layers is None:

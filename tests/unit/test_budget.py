@@ -356,6 +356,8 @@ def test_a_plan_for_another_model_is_refused(memory: LiveMemory) -> None:
     handle.detach()
     with pytest.raises(PolicyError, match=r"no layers.4, layers.5; plan again with budget"):
         ebbtide.offload(Model(depth=4), plan=handle.plan)
+    with pytest.raises(PolicyError, match="leave layers out"):
+        ebbtide.offload(Model(), plan=handle.plan, layers=["layers.*"])
     with pytest.raises(PolicyError, match="save one with handle"):
         ebbtide.offload(Model(), plan=3)
 

@@ -56,17 +56,26 @@ def train(model: nn.Module, batch: Tensor, seed: int) -> list[Tensor]:
     return losses + [each.grad for each in model.parameters() if each.grad is not None]
 
 
-@pytest.mark.parametrize("seed", range(12))
-@pytest.mark.parametrize("name", CASES)
-def test_any_plan_is_followed_and_changes_no_bit(name: str, seed: int) -> None:
+def planned_case(
+    name: str, seed: int, plan_seed: int
+) -> tuple[nn.Module, Tensor, PlannedStep, list[Tensor]]:
+    """A model, its batch, a random plan for it, and what plain training gives."""
     torch.manual_seed(seed)
     make_model, make_batch = CASES[name]
     model, batch = make_model(), make_batch()
     expected = train(model, batch, seed)
     model.zero_grad()
     profile = profile_of(model, batch)
-    plan = random_plan(profile, seed)
+    plan = random_plan(profile, plan_seed)
     step = PlannedStep(plan=plan, profile=profile, hardware=CPU, budget_bytes=0)
+    return model, batch, step, expected
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("name", CASES)
+def test_any_plan_is_followed_and_changes_no_bit(name: str, seed: int) -> None:
+    model, batch, step, expected = planned_case(name, seed, seed)
+    profile, plan = step.profile, step.plan
     policy = ActivationPolicy(min_bytes=1)
     torch.manual_seed(seed)
     with ebbtide.offload(model, plan=step, activations=policy) as handle:
@@ -92,14 +101,7 @@ def test_any_plan_is_followed_and_changes_no_bit(name: str, seed: int) -> None:
 @pytest.mark.parametrize("name", ["gpt", "fno", "unet"])
 def test_any_plan_is_followed_on_a_device_that_is_behind(name: str, seed: int) -> None:
     """Copies run late and in adversarial orders; a wait that is missing would change bits."""
-    torch.manual_seed(seed)
-    make_model, make_batch = CASES[name]
-    model, batch = make_model(), make_batch()
-    expected = train(model, batch, seed)
-    model.zero_grad()
-    profile = profile_of(model, batch)
-    plan = random_plan(profile, seed + 100)
-    step = PlannedStep(plan=plan, profile=profile, hardware=CPU, budget_bytes=0)
+    model, batch, step, expected = planned_case(name, seed, seed + 100)
     device = SimulatedDevice(seed, eagerness=(0.0, 0.1, 0.6)[seed % 3])
     with on_device(device, lambda: PinnedStore(device, slab_bytes=2**16)):
         handle = ebbtide.offload(model, plan=step, activations=ActivationPolicy(min_bytes=1))

@@ -22,6 +22,7 @@ from ebbtide.errors import PolicyError
 from ebbtide.interface.warning import warn_user
 from ebbtide.memory.measured_memory import AbstractMemory, DeviceMemory, ProcessMemory
 from ebbtide.planning.hardware import Hardware
+from ebbtide.planning.plan import Plan
 from ebbtide.planning.profiling.fake_profile import CallArguments, profile_with_fake_tensors
 from ebbtide.planning.step_profile import StepProfile
 
@@ -70,6 +71,8 @@ class BudgetController:
         self._studies: dict[Hashable, BudgetStudy | None] = {}
         self._running: _Running | None = None
         self._last: BudgetStudy | None = None
+        self._followed: Plan | None = None  # the plan that the engine follows
+        self._guarded_bytes = 0
         self._several = False  # whether the step has had more than one forward
         self._begin_on(engine.torch_device)
 
@@ -119,15 +122,19 @@ class BudgetController:
         self._last, self._several = study, False
         if study is None:  # everything leaves
             self._engine.follow(PlannedLayers({}, frozenset(), frozenset()), None)
+            self._engine.record_steps(traced=self._traced)
+            self._followed = None
             return
         if study.wants_measuring:
             self._memory.return_freed()
         plan = study.choose(self._memory.now_bytes())
-        self._engine.follow(place(study.profile, plan), plan.max_inflight_bytes)
+        if plan is not self._followed:
+            self._engine.follow(place(study.profile, plan), plan.max_inflight_bytes)
+            self._followed, self._guarded_bytes = plan, study.guarded_bytes
         watch = PassWatch(self._memory, study.profile) if study.wants_measuring else None
         self._engine.passes = watch
         if watch is None and self._device.type == "cpu":
-            self._engine.passes = PassGuard(self._memory, study.guarded_bytes)
+            self._engine.passes = PassGuard(self._memory, self._guarded_bytes)
         self._engine.record_steps(traced=self._traced or watch is not None)
         number = self._engine.num_steps
         self._running = _Running(study, watch, time.perf_counter(), number)
