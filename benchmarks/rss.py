@@ -143,6 +143,7 @@ def _measure(build: Callable[[], tuple[nn.Module, Loss]], way: Way, steps: int) 
     if way.threshold_bytes is not None:
         library.mallopt(_MMAP_THRESHOLD, way.threshold_bytes)
     step()
+    torch.manual_seed(1)  # dropout is the same in all modes, however many steps came before
     memory.reset_peak()
     begin, begin_s = os.times(), time.perf_counter()
     losses = [step() for _ in range(steps)]

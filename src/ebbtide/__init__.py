@@ -1,7 +1,6 @@
 """Offload training state from accelerator memory, and bring it back in time."""
 
 from ebbtide import schedule
-from ebbtide.activations.recipes import RebuildRecipe, register_rebuild
 from ebbtide.api import offload, wrap_forward_with_offload
 from ebbtide.errors import (
     BudgetError,
@@ -17,6 +16,7 @@ from ebbtide.loops import OffloadSession
 from ebbtide.policy import ActivationPolicy, WeightPolicy
 from ebbtide.rehearsal import rehearse
 from ebbtide.schedule import Schedule
+from ebbtide.tensors.recipes import RebuildRecipe, register_rebuild
 from ebbtide.tracing.events import TraceEvent
 from ebbtide.tracing.trace import Trace
 from ebbtide.transfers.stats import StepStats

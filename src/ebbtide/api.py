@@ -84,11 +84,12 @@ def offload(
             activations are offloaded when they are saved, and prefetched in the order in which the
             previous backward read them, within `ActivationPolicy.max_inflight_bytes`.
         budget: the most memory that training may take, in bytes, as text such as ``"24GiB"``, or as
-            a share such as ``"90%"``. Each layer and each storage is then kept, offloaded or
-            recomputed so that the step is as short as the budget allows; ``handle.plan`` says what
-            was chosen and why. On an accelerator the budget bounds what torch's allocator reserves
-            at its peak, on a CPU the peak of the process's resident memory. The first steps run the
-            most frugal plan and are measured. Of ``activations``, only ``min_bytes`` may be given.
+            a share such as ``"90%"``. Each layer and each storage is then kept, offloaded, rebuilt
+            or recomputed so that the step is as short as the budget allows; ``handle.plan`` says
+            what was chosen and why. On an accelerator the budget bounds what torch's allocator
+            reserves at its peak, on a CPU the peak of the process's resident memory. The first
+            steps run the most frugal plan and are measured. Of ``activations``, only ``min_bytes``
+            may be given.
         plan: instead of a budget, a plan that one led to before: ``handle.plan``, or the path of
             the file that ``handle.plan.save(path)`` wrote. It is followed from the first step on,
             and nothing is measured.

@@ -32,8 +32,10 @@ def random_plan(profile: StepProfile, seed: int) -> Plan:
     layers = []
     for layer in profile.layers:
         mode = rng.choice(list(LayerMode)) if layer.may_recompute else LayerMode.AS_IS
-        choices = [Decision.KEEP, Decision.OFFLOAD]
-        decisions = tuple(rng.choice(choices) for _ in layer.storages)
+        decisions = tuple(
+            rng.choice(list(Decision) if storage.sources else [Decision.KEEP, Decision.OFFLOAD])
+            for storage in layer.storages
+        )
         layers.append(LayerPlan(mode=mode, decisions=decisions))
     return Plan(layers=tuple(layers), max_inflight_bytes=rng.choice([0, 10_000, 10**6]))
 

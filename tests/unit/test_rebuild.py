@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import ebbtide
-from ebbtide.activations.recipes import RECIPES
 from ebbtide.devices.cpu import CpuDevice
 from ebbtide.stores.pinned import PinnedStore
+from ebbtide.tensors.recipes import RECIPES
 from engine_bench import EngineBench
 
 SIZE = (64, 32)
@@ -345,7 +345,7 @@ def test_the_policy_turns_it_on_and_off() -> None:
 
 
 def test_a_users_recipe_is_used(monkeypatch: pytest.MonkeyPatch, bench: Bench) -> None:
-    monkeypatch.setattr("ebbtide.activations.recipes.RECIPES", RECIPES)
+    monkeypatch.setattr("ebbtide.tensors.recipes.RECIPES", RECIPES)
     before = dict(RECIPES)
 
     def function(x: Tensor, w: Tensor) -> Tensor:

@@ -84,6 +84,8 @@ class Placement:
         """
         self._layers = layers
         self._plan = {} if layers is None else layers.decisions
+        if self.finder is None and REBUILD in self._plan.values():
+            self.finder = RebuildFinder()
 
     @property
     def packs(self) -> bool:

@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 
 from ebbtide.activations.handles import AbstractAway, Saved, restore
-from ebbtide.activations.recipes import RECIPES
 from ebbtide.activations.records import Call
 from ebbtide.activations.saved import RecordedTensor, is_modified, peek, share
+from ebbtide.tensors.recipes import MOST_STEPS, RECIPES
 
 _LOG = logging.getLogger("ebbtide")
 _NOTE = "ebbtide.saved"  # key in a node's metadata, together with the number of the output
-_MOST_STEPS = 4  # length of a chain of rebuilds, each of which waits for the one before
 
 
 @final
@@ -57,7 +56,7 @@ class RebuildFinder:
         found = [_find_input(node, name, place) for place, name in enumerate(recipe.inputs)]
         inputs = [saved for saved in found if saved is not None]
         depth = 1 + max((_depth(saved) for saved in inputs), default=0)
-        if len(inputs) < len(found) or depth > _MOST_STEPS:
+        if len(inputs) < len(found) or depth > MOST_STEPS:
             return None
         constants = {name: getattr(node, f"_saved_{name}") for name in recipe.constants}
         if not self._is_proven(Call(recipe, inputs, constants, output.dtype, depth), output):

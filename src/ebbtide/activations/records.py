@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from ebbtide.activations.handles import Hold, Saved
-from ebbtide.activations.recipes import Constants, RebuildRecipe
 from ebbtide.devices.device import AbstractEvent
 from ebbtide.schedule import Unit, Verb
 from ebbtide.tensors.packing import unpack
+from ebbtide.tensors.recipes import Constants, RebuildRecipe
 from ebbtide.transfers.layer import Layer
 from ebbtide.transfers.prefetch import ForwardLog
 from ebbtide.transfers.record import DROPPED, KEPT, PENDING, REBUILDABLE, REBUILT, Record, State

@@ -8,8 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from ebbtide.planning.hardware import Hardware, Kind, Source
-from ebbtide.planning.plan import LayerMode, Plan
-from ebbtide.planning.step_profile import LayerProfile, StepProfile
+from ebbtide.planning.plan import Decision, LayerMode, Plan
+from ebbtide.planning.prediction.storage_uses import StorageUses
+from ebbtide.planning.step_profile import LayerProfile, SavedStorage, StepProfile
 from ebbtide.tracing.events import TraceEvent
 from ebbtide.tracing.trace import Trace
 
@@ -18,11 +19,12 @@ _FASTEST: Final = 1e13  # bytes per second; a copy that only maps pages takes no
 
 
 class _Seconds(NamedTuple):
-    """Seconds of the layers' passes, by index of the layer, without waits."""
+    """Seconds of a step without waits: of the layers' passes, by index, and of all rebuilding."""
 
     forward: Mapping[int, float]
     again: Mapping[int, float]
     backward: Mapping[int, float]
+    rebuilding_s: float
 
 
 def measured_profile(profile: StepProfile, plan: Plan, trace: Trace, step_s: float) -> StepProfile:
@@ -39,7 +41,7 @@ def measured_profile(profile: StepProfile, plan: Plan, trace: Trace, step_s: flo
     calls = [index for index, each in enumerate(profile.layers) if not each.between]
     if not all(call in seconds.forward for call in range(len(calls))):
         return profile
-    layers = list(profile.layers)
+    layers = _with_measured_rebuilds(profile, plan, seconds)
     for call, index in enumerate(calls):
         recomputed = plan.layers[index].mode is not LayerMode.AS_IS
         layers[index] = _measured_layer(layers[index], seconds, call, recomputed=recomputed)
@@ -55,6 +57,7 @@ def measured_profile(profile: StepProfile, plan: Plan, trace: Trace, step_s: flo
         for each, chosen in zip(layers, plan.layers, strict=True)
         if chosen.mode is not LayerMode.AS_IS
     )
+    busy_s += seconds.rebuilding_s
     waited_s = sum(each.duration_s for each in trace.events if each.what == "wait")
     rest_s = max(0.0, step_s - busy_s - waited_s)
     return dataclasses.replace(
@@ -84,15 +87,65 @@ def measured_hardware(hardware: Hardware, trace: Trace) -> Hardware:
 def _seconds(trace: Trace) -> _Seconds:
     compute = [event for event in trace.events if event.lane == "compute"]
     waits = [event for event in compute if event.what == "wait"]
+    rebuilds = [event for event in compute if event.what == "rebuild"]
     found: dict[str, dict[int, float]] = {"forward": {}, "recompute": {}, "backward": {}}
     for event in compute:
         if event.what not in found or event.layer is None or event.microbatch:
             continue
-        inside = (each for each in waits if event.begin_s <= each.begin_s < event.end_s)
-        took_s = event.duration_s - sum(each.duration_s for each in inside)
+        other = [*waits, *rebuilds] if event.what == "backward" else waits
+        took_s = event.duration_s - _covered_s(each for each in other if _begins_in(event, each))
         by_layer = found[event.what]
         by_layer[event.layer] = by_layer.get(event.layer, 0.0) + max(0.0, took_s)
-    return _Seconds(found["forward"], found["recompute"], found["backward"])
+    inner = [each for each in waits if any(_begins_in(event, each) for event in rebuilds)]
+    rebuilding_s = max(0.0, _covered_s(rebuilds) - _covered_s(inner))
+    return _Seconds(found["forward"], found["recompute"], found["backward"], rebuilding_s)
+
+
+def _begins_in(event: TraceEvent, other: TraceEvent) -> bool:
+    return event.begin_s <= other.begin_s < event.end_s
+
+
+def _covered_s(events: Iterable[TraceEvent]) -> float:
+    """Return the seconds in which at least one of the events goes on."""
+    covered_s, until_s = 0.0, 0.0
+    for event in sorted(events, key=lambda each: each.begin_s):
+        covered_s += max(0.0, event.end_s - max(until_s, event.begin_s))
+        until_s = max(until_s, event.end_s)
+    return covered_s
+
+
+def _with_measured_rebuilds(
+    profile: StepProfile, plan: Plan, seconds: _Seconds
+) -> list[LayerProfile]:
+    """Return the layers with other seconds of rebuilding.
+
+    They change as the sum of those that were measured does; or, if nothing was rebuilt, as the sum
+    of the forward passes.
+    """
+    uses = StorageUses(profile)
+    decisions = uses.under(plan).decisions
+    before_s = sum(
+        memory.rebuild_s or 0.0
+        for memory, decision in zip(uses.memories, decisions, strict=True)
+        if decision is Decision.REBUILD
+    )
+    after_s = seconds.rebuilding_s
+    if not before_s:
+        before_s = sum(each.forward_s for each in profile.layers if not each.between)
+        after_s = sum(seconds.forward.values())
+    factor = after_s / before_s if before_s else 1.0
+    return [
+        dataclasses.replace(
+            layer, storages=tuple(_with_rebuild(each, factor) for each in layer.storages)
+        )
+        for layer in profile.layers
+    ]
+
+
+def _with_rebuild(storage: SavedStorage, factor: float) -> SavedStorage:
+    if storage.rebuild_s is None:
+        return storage
+    return dataclasses.replace(storage, rebuild_s=storage.rebuild_s * factor)
 
 
 def _measured_layer(

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from ebbtide.activations import records
 from ebbtide.activations.placement import PlannedLayers
 from ebbtide.planning.plan import Decision, LayerMode, Plan
+from ebbtide.planning.prediction.storage_uses import StorageUses
 from ebbtide.planning.step_profile import StepProfile, StorageId
 
 _DECISIONS = {
@@ -42,9 +43,8 @@ def place(profile: StepProfile, plan: Plan) -> PlannedLayers:
         plan: what is to become of it.
     """
     decisions: dict[tuple[int | None, int], records.Decision] = {}
-    for name, engine_name, decision in _first_saves(profile, plan):
-        kept = not profile.storage(name).may_leave and decision is Decision.OFFLOAD
-        decisions[engine_name] = records.KEEP if kept else _DECISIONS[decision]
+    for _, engine_name, decision in _first_saves(profile, plan):
+        decisions[engine_name] = _DECISIONS[decision]
     modes = [
         layer.mode
         for layer, known in zip(plan.layers, profile.layers, strict=True)
@@ -67,6 +67,8 @@ def _first_saves(
     profile: StepProfile, plan: Plan
 ) -> Iterator[tuple[StorageId, EngineName, Decision]]:
     """Yield what is saved outside of recomputed layers, as the engine meets it."""
+    uses = StorageUses(profile)
+    decisions = uses.under(plan).decisions
     known: set[StorageId] = set()
     calls = outside = 0
     for index, (layer, chosen) in enumerate(zip(profile.layers, plan.layers, strict=True)):
@@ -76,11 +78,11 @@ def _first_saves(
             if layer.input_same_as is not None:
                 known.add(layer.input_same_as)
             continue
-        for storage, decision in zip(layer.storages, chosen.decisions, strict=True):
+        for storage in layer.storages:
             name = storage.same_as or StorageId(index, storage.number)
             if name not in known:
                 known.add(name)
-                yield name, EngineName(call, number), decision
+                yield name, EngineName(call, number), decisions[uses.pieces[name]]
                 number += 1
         if layer.between:
             outside = number

@@ -21,7 +21,8 @@ from ebbtide.units import format_size
 FORMAT: Final = "ebbtide-planned-step"
 VERSION: Final = 1
 
-_WIDTH: Final = 16  # columns of the names of layers
+_WIDTH: Final = 16  # columns of the names of layers,
+_SIZE_WIDTH: Final = 10  # and of a size
 
 
 class Measurement(NamedTuple):
@@ -119,7 +120,8 @@ class PlannedStep:
         yield from self._table()
 
     def _table(self) -> Iterator[str]:
-        yield f"{'layers':<{_WIDTH}} {'what is done':<32} why"
+        heads = "".join(f"{each.value:>{_SIZE_WIDTH}}" for each in Decision)
+        yield f"{'layers':<{_WIDTH}}{heads}  why"
         entries = list(zip(self.profile.layers, self.plan.layers, strict=True))
         number = 0
         for (done, why), run in groupby(entries, key=self._key):
@@ -132,7 +134,7 @@ class PlannedStep:
                 name = f"{place} {name}"
             number += calls
             name = name if len(name) <= _WIDTH else f"...{name[3 - _WIDTH :]}"
-            yield f"{name:<{_WIDTH}} {done:<32} {why}"
+            yield f"{name:<{_WIDTH}}{done:<{len(Decision) * _SIZE_WIDTH}}  {why}"
 
     def _key(self, entry: tuple[LayerProfile, LayerPlan]) -> tuple[str, str]:
         layer, chosen = entry
@@ -145,13 +147,16 @@ class PlannedStep:
             return "saves nothing of its own"
         recomputed = chosen.mode is not LayerMode.AS_IS
         moved_bytes = sizes.total() if recomputed else sizes[Decision.OFFLOAD]
-        if not moved_bytes:
-            return "there is room"
         copy_s = self.hardware.offload_s(moved_bytes) + self.hardware.reload_s(moved_bytes)
-        copies, again = _seconds(copy_s), _seconds(layer.second_forward_s)
+        copies, again = f"copies {_seconds(copy_s)}", f"again {_seconds(layer.second_forward_s)}"
         if recomputed:
-            return f"again {again}, copies {copies}"
-        return f"copies {copies}" + (f", again {again}" if layer.may_recompute else "")
+            return f"{again}, {copies}"
+        costs = [copies] if moved_bytes else []
+        if sizes[Decision.REBUILD]:
+            costs.append(f"rebuild {_seconds(_rebuild_s(layer, chosen))}")
+        elif moved_bytes and layer.may_recompute:
+            costs.append(again)
+        return ", ".join(costs) or "there is room"
 
 
 def _sizes(layer: LayerProfile, chosen: LayerPlan) -> Counter[Decision]:
@@ -163,12 +168,18 @@ def _sizes(layer: LayerProfile, chosen: LayerPlan) -> Counter[Decision]:
     return sizes
 
 
+def _rebuild_s(layer: LayerProfile, chosen: LayerPlan) -> float:
+    """Return the seconds of rebuilding what a layer saves first."""
+    pairs = zip(layer.storages, chosen.decisions, strict=True)
+    return sum(each.rebuild_s or 0.0 for each, done in pairs if done is Decision.REBUILD)
+
+
 def _what_is_done(layer: LayerProfile, chosen: LayerPlan) -> str:
     if chosen.mode is not LayerMode.AS_IS:
-        return str(chosen.mode.value)
+        return f"  {chosen.mode.value}"
     sizes = _sizes(layer, chosen)
-    parts = [f"{each.value} {format_size(sizes[each])}" for each in Decision if sizes[each]]
-    return ", ".join(parts) or "keep"
+    cells = [format_size(sizes[each]) if sizes[each] else "-" for each in Decision]
+    return "".join(f"{each:>{_SIZE_WIDTH}}" for each in cells)
 
 
 def _size(size_bytes: int | None) -> str:

@@ -70,7 +70,7 @@ class SavedTensorHooks:
         self._device = activations.transfers.device.torch_device
         self._no_bytes = activations.empty[torch.uint8]
         self._min_bytes = placement.min_bytes
-        self._finder = placement.finder
+        self._finder = placement.finder  # of the forward that runs
         self._advice = Advice(activations, placement)
         placement.wanted_again = activations.wanted_again
         self.running: list[Scope] = []
@@ -93,6 +93,7 @@ class SavedTensorHooks:
         self._advice.give()
         self._activations.end_read_step()
         self._unsharded.refresh()
+        self._finder = self._placement.finder
         offloads = self._placement.offloads(None)
         try:
             self.running.append(self._activations.scopes.begin_forward(offloads=offloads))

@@ -13,10 +13,10 @@ Seconds are estimates: see [Note: roofline] in `operator_costs`.
   has resident then: see [Note: positions] in `planning.step_profile`.
 
 Not modelled: workspaces inside operators, rounding by the allocator, what a fused optimizer
-allocates, storages that are saved again after they were changed in place, rebuilding, packing,
-views that are gathered before they are offloaded (their storage counts whole), layers inside a
-reentrant checkpoint or another `torch.autograd.Function`, whose backward counts with what comes
-before it.
+allocates, storages that are saved again after they were changed in place, packing, recipes that do
+not give the same bits here, views that are gathered before they are offloaded (their storage counts
+whole), layers inside a reentrant checkpoint or another `torch.autograd.Function`, whose backward
+counts with what comes before it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from ebbtide.planning.profiling.layer_calls import LayerCalls
 from ebbtide.planning.profiling.operator_costs import OperatorCosts
 from ebbtide.planning.profiling.operator_watch import OperatorWatch
 from ebbtide.planning.profiling.profile_assembly import StepFindings, assemble
-from ebbtide.planning.profiling.saved_storages import SavedStorages
+from ebbtide.planning.profiling.saved_storages import SavedStorages, unpack
 from ebbtide.planning.profiling.storage_ledger import StorageLedger
 from ebbtide.planning.step_profile import StepProfile
 from ebbtide.policy import DEFAULT_MIN_BYTES
@@ -88,7 +88,7 @@ def profile_with_fake_tensors(
             what it saves is working memory of the passes in which it is alive.
 
     Returns:
-        The profile. No storage is marked as one that can be rebuilt.
+        The profile.
 
     Raises:
         PolicyError: an argument is wrong, no layer was called, or the model cannot run with fake
@@ -112,7 +112,7 @@ def profile_with_fake_tensors(
     calls = LayerCalls(ledger, saved.enter)
     calls.hook(fake, names)
     watch = OperatorWatch(ledger, calls, OperatorCosts(hardware), kept)
-    hooks = torch.autograd.graph.saved_tensors_hooks(saved.pack, _unpack)
+    hooks = torch.autograd.graph.saved_tensors_hooks(saved.pack, unpack)
     with torch.enable_grad(), explained(model), mode, watch:
         with hooks:
             value, _output = compute_loss(fake, arguments, loss)
@@ -225,7 +225,3 @@ def run_backward(value: Any) -> None:
     if not isinstance(value, Tensor) or not value.requires_grad or value.numel() != 1:
         refuse("what loss returns", "one number that depends on the parameters", value)
     value.backward()  # type: ignore[no-untyped-call]
-
-
-def _unpack(tensor: Tensor) -> Tensor:
-    return tensor

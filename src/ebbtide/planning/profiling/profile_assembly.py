@@ -239,15 +239,28 @@ class _Assembly:
             if name is None:
                 continue
             again = name.layer != index
+            sources, rebuild_s = ((), None) if again else self._recipe(key)
             storages.append(
                 SavedStorage(
                     number=len(storages),
                     size_bytes=self._sizes[key],
                     same_as=name if again else None,
                     may_leave=again or key not in self._found.inputs,  # the loop holds the batch
+                    sources=sources,
+                    rebuild_s=rebuild_s,
                 )
             )
         return tuple(storages)
+
+    def _recipe(self, key: int) -> tuple[tuple[StorageId, ...], float | None]:
+        """Return what a storage can be rebuilt from, and how long that takes."""
+        recipe = self._found.saved.recipes.found.get(key)
+        if recipe is None:
+            return (), None
+        # A source that is no layer's stays in memory.
+        sources = tuple(self._names[each] for each in recipe.sources if each in self._names)
+        took_s = recipe.traffic_bytes / self._hardware.device_memory_bytes_per_s
+        return sources, took_s if sources else None
 
     def _input(self, index: int) -> tuple[int, StorageId | None]:
         """Return the size of a layer's input, and the storage that is the same memory."""

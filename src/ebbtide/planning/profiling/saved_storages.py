@@ -8,6 +8,7 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor, nn
 
+from ebbtide.planning.profiling.fake_recipes import FakeRecipes
 from ebbtide.planning.profiling.storage_ledger import START, Part, StorageLedger
 
 _AUTOCAST_TYPES: Final = frozenset({torch.bfloat16, torch.float16})
@@ -54,6 +55,7 @@ class SavedStorages:
     Attributes:
         firsts: the part of the forward that saved each storage first, by key.
         saves: for each part of the forward, the keys of the storages that it saved, in order.
+        recipes: finds the storages that can be rebuilt.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class SavedStorages:
         self._parameters = parameters
         self._min_bytes = max(min_bytes, 1)
         self._frozen_shapes: set[torch.Size] = set()
+        self.recipes = FakeRecipes(ledger, unpack)
 
     def know_frozen(self, parameters: Iterable[nn.Parameter]) -> None:
         """Note the shapes of frozen parameters, by which autocast's copies of them are recognised.
@@ -89,7 +92,9 @@ class SavedStorages:
             What autograd holds. The tensor itself would refer to its own graph and never be freed.
         """
         if self._counts_as_saved(tensor):
-            self._note(self._ledger.key_of(tensor))
+            key = self._ledger.key_of(tensor)
+            self._note(key)
+            self.recipes.note(tensor, key)
         return tensor if tensor.grad_fn is None else tensor.detach()
 
     def _counts_as_saved(self, tensor: Tensor) -> bool:
@@ -116,3 +121,8 @@ class SavedStorages:
     def _note(self, key: int) -> None:
         self.firsts.setdefault(key, self._part)
         self.saves.setdefault(self._part, {})[key] = None
+
+
+def unpack(tensor: Tensor) -> Tensor:
+    """Return what `SavedStorages.pack` returned. This is the unpack hook."""
+    return tensor

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 import torch.nn.functional as F
@@ -55,6 +55,9 @@ class RebuildRecipe:
         """Return the cost of running the recipe: bytes read from and written to device memory."""
         return sum(inputs_bytes) + output_bytes
 
+
+MOST_STEPS: Final = 4
+"""Length of the longest chain of rebuilds, each of which waits for the one before."""
 
 RECIPES: dict[str, RebuildRecipe] = {}
 """The registered recipes, by the name of the backward node."""
