@@ -3,8 +3,9 @@
 glibc keeps the memory of freed tensors. This measures the ways to have it returned to the system,
 in memory and in time, beside training without offload. Every sample is a forked process of its own,
 so that no sample inherits the heap of another, and all modes take turns, so that a change in the
-machine's speed affects all of them. Processor time counts what the kernel and the worker threads
-do, and other programs disturb it less than they disturb the time on the clock.
+machine's speed affects all of them. Torch asks for huge pages, except in the modes with small ones.
+Processor time counts what the kernel and the worker threads do, and other programs disturb it less
+than they disturb the time on the clock.
 
 Run: ``python -m benchmarks.rss``
 """
@@ -16,6 +17,8 @@ import ctypes
 import json
 import os
 import statistics
+import subprocess
+import sys
 import time
 import traceback
 import warnings
@@ -48,7 +51,7 @@ class Way:
         share: or after this part of the bytes in the store, if that is more.
         threshold_bytes: `M_MMAP_THRESHOLD`; None leaves glibc's own.
         late: set the threshold only after a step without offload.
-        huge_pages: let torch ask for huge pages, as by ``THP_MEM_ALLOC_ENABLE=1``.
+        small_pages: torch does not ask for huge pages.
     """
 
     offloaded: bool = True
@@ -56,7 +59,7 @@ class Way:
     share: int = freed_memory.SHARE
     threshold_bytes: int | None = None
     late: bool = False
-    huge_pages: bool = False
+    small_pages: bool = False
 
 
 _OURS = freed_memory.LEAST_BYTES
@@ -71,8 +74,9 @@ WAYS = {
     "threshold 1 MiB, after a plain step": Way(threshold_bytes=_MIB, late=True),
     "threshold 4 MiB": Way(threshold_bytes=4 * _MIB),
     "no offload, threshold 1 MiB": Way(offloaded=False, threshold_bytes=_MIB),
-    "no offload, huge pages": Way(offloaded=False, huge_pages=True),
-    "as built, huge pages": Way(every_bytes=_OURS, huge_pages=True),
+    "no offload, small pages": Way(offloaded=False, small_pages=True),
+    "offload, freed memory kept, small pages": Way(small_pages=True),
+    "as built, small pages": Way(every_bytes=_OURS, small_pages=True),
 }
 
 
@@ -82,19 +86,51 @@ def main() -> None:
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--rounds", type=int, default=7, help="samples of each mode")
     parser.add_argument("--steps", type=int, default=3, help="measured steps of each sample")
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     names = arguments.models.split(",")
     import neuralop  # noqa: F401  # once, before the processes are forked
     import transformers  # noqa: F401
 
+    if arguments.serve:
+        for line in sys.stdin:
+            name, title = json.loads(line)
+            print(json.dumps(in_child(_measure, MODELS[name], WAYS[title], arguments.steps)))
+            sys.stdout.flush()
+        return
+    server = _SmallPages(arguments.steps)
     samples: dict[str, dict[str, list[Any]]] = {name: {way: [] for way in WAYS} for name in names}
     for number in range(arguments.rounds):
         for name in names:
             for title, way in WAYS.items():
-                samples[name][title].append(in_child(_measure, MODELS[name], way, arguments.steps))
+                if way.small_pages:
+                    sample = server.measure(name, title)
+                else:
+                    sample = in_child(_measure, MODELS[name], way, arguments.steps)
+                samples[name][title].append(sample)
             print(f"round {number + 1}, {name}", flush=True)
     _report(vars(arguments), samples)
+
+
+class _SmallPages:
+    """A process like this one, in which torch does not ask for huge pages, and which forks, too."""
+
+    def __init__(self, steps: int) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.rss", "--serve", "--steps", str(steps)],
+            env={**os.environ, "THP_MEM_ALLOC_ENABLE": "0"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def measure(self, name: str, title: str) -> dict[str, Any]:
+        """Return one sample."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        print(json.dumps([name, title]), file=self._process.stdin, flush=True)
+        sample: dict[str, Any] = json.loads(self._process.stdout.readline())
+        return sample
 
 
 def in_child(measure: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
@@ -117,8 +153,6 @@ def in_child(measure: Callable[..., dict[str, Any]], *arguments: Any) -> dict[st
 
 
 def _measure(build: Callable[[], tuple[nn.Module, Loss]], way: Way, steps: int) -> dict[str, Any]:
-    if way.huge_pages:
-        os.environ["THP_MEM_ALLOC_ENABLE"] = "1"  # torch reads it at its first allocation
     freed_memory.LEAST_BYTES, freed_memory.SHARE = way.every_bytes, way.share
     torch.set_num_threads(1)  # a forked process must not use the parent's threads
     torch.manual_seed(0)

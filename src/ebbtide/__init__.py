@@ -1,5 +1,11 @@
 """Offload training state from accelerator memory, and bring it back in time."""
 
+# ruff: noqa: E402  # nothing may allocate a tensor before the first call
+
+from ebbtide.memory.huge_pages import ask_for_huge_pages
+
+ask_for_huge_pages()
+
 from ebbtide import schedule
 from ebbtide.api import offload, wrap_forward_with_offload
 from ebbtide.errors import (

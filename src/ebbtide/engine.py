@@ -28,6 +28,7 @@ from ebbtide.hooks.saved_tensors import SavedTensorHooks
 from ebbtide.hooks.weights import WeightHooks
 from ebbtide.interface.display import count
 from ebbtide.memory.freed_memory import describe
+from ebbtide.memory.huge_pages import describe_pages
 from ebbtide.parameters.parameters import DeviceParameter
 from ebbtide.policy import ActivationPolicy, WeightPolicy
 from ebbtide.recomputation.call import Recomputing, find_recomputing
@@ -134,6 +135,7 @@ class Engine:
         self.weights: WeightHooks | None = None
         self.passes: PassListener | None = None
         self._bound_bytes: int | None = None
+        self._has_room: Callable[[], bool] | None = None
         self._units: list[UnitRecords | None] = []  # one for each open layer, innermost last
         self._build(find_device(modules) or self._default_device())
 
@@ -168,7 +170,8 @@ class Engine:
     @property
     def notes(self) -> tuple[str, ...]:
         """What is done on this machine beyond moving bytes, in sentences."""
-        return (describe(),) if self.transfers.device.computes_on_host else ()
+        on_host = self.transfers.device.computes_on_host
+        return (describe(), describe_pages()) if on_host else ()
 
     @property
     def torch_device(self) -> torch.device:
@@ -186,6 +189,18 @@ class Engine:
         if bound_bytes is not None:
             self._bound_bytes = bound_bytes
             self.transfers.bound(bound_bytes)
+
+    def keep_freed_memory(self, has_room: Callable[[], bool] | None) -> None:
+        """Return freed memory to the system only where it has no room, for a model on a CPU.
+
+        Args:
+            has_room: says whether freed memory may stay. It may be called by any thread. None:
+                freed memory is returned after a fixed number of moved bytes.
+        """
+        self._has_room = has_room
+        for freed in (self.transfers.store.freed, self._recomputations.freed):
+            if freed is not None:
+                freed.has_room = has_room
 
     @property
     def is_traced(self) -> bool:
@@ -471,6 +486,7 @@ class Engine:
             self.transfers.bound(self._bound_bytes)
         self.activations = Activations(self.transfers)
         self._recomputations = Recomputations(self.activations)
+        self.keep_freed_memory(self._has_room)
         self.executor = None
         if self.mode is not None:
             self.executor = ScheduleExecutor(self.mode, self.activations)

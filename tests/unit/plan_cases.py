@@ -23,6 +23,7 @@ def make_link(
     both_mb_per_s: float | None = None,
     latency_s: float = 0.0,
     computes_on_host: bool = False,
+    copy_cost_s_per_mb: float | None = None,
 ) -> Hardware:
     """A machine whose link has these bandwidths; nothing else of it matters here."""
     up = down_mb_per_s if up_mb_per_s is None else up_mb_per_s
@@ -38,6 +39,8 @@ def make_link(
         "host_memory_bytes": 10**12,
         "pinned_limit_bytes": 10**12,
     }
+    if copy_cost_s_per_mb is not None:
+        figures["copy_cost_s_per_byte"] = copy_cost_s_per_mb / MB
     sources = tuple(Source(name, Kind.ASSUMED, "made up") for name in FIGURES if name in figures)
     return Hardware(name="made up", computes_on_host=computes_on_host, sources=sources, **figures)
 
@@ -66,7 +69,8 @@ def links(draw: st.DrawFn) -> Hardware:
     share = draw(st.sampled_from([0.0, 0.3, 1.0]))
     both = max(down, up) + share * min(down, up)
     latency_s = draw(st.sampled_from([0.0, 0.05]))
-    return make_link(down, up, both, latency_s)
+    cost = draw(st.sampled_from([None, None, 0.01, 0.1]))
+    return make_link(down, up, both, latency_s, copy_cost_s_per_mb=cost)
 
 
 @st.composite

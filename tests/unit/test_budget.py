@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -86,6 +86,11 @@ def settle(model: nn.Module, budget: int, memory: LiveMemory) -> OffloadHandle:
     raise AssertionError(f"not settled after 20 steps:\n{handle.plan}")
 
 
+def repeat(step: Callable[[], None], times: int) -> None:
+    for _ in range(times):
+        step()
+
+
 def plain_peak_bytes(memory: LiveMemory) -> int:
     model = Model()
     train(model, 1)
@@ -113,9 +118,10 @@ def test_a_budget_with_room_keeps_everything(memory: LiveMemory) -> None:
 
 @pytest.mark.parametrize("share", [0.6, 0.75, 0.9])
 def test_a_tight_budget_is_kept_to(memory: LiveMemory, share: float) -> None:
-    """The measured peak is within the budget in each step, and no more than the predicted one.
+    """The measured peak is within the budget in each step, and about the predicted one.
 
-    It can be less: on a CPU, a reload maps pages of a file, which are not allocated by torch.
+    It can be less: on a CPU, a reload maps pages of a file, which are not allocated by torch. On a
+    busy machine copies are late, and it can be more.
     """
     begin = memory.now_bytes()
     peak = plain_peak_bytes(memory)
@@ -133,7 +139,7 @@ def test_a_tight_budget_is_kept_to(memory: LiveMemory, share: float) -> None:
     plan = handle.plan
     assert plan is not None and plan.settled and plan.measured is not None
     assert plan.plan.peak_bytes is not None
-    assert 0.98 * plan.measured.peak_bytes <= plan.plan.peak_bytes <= budget
+    assert 0.9 * plan.measured.peak_bytes <= plan.plan.peak_bytes <= budget
     assert modes(plan) != {"as is", "keep"}
     handle.detach()
 
@@ -172,7 +178,7 @@ def test_a_budget_found_too_small_by_measuring_names_a_price(memory: LiveMemory)
     step()
     step()
     with pytest.raises(BudgetError, match="longer than one that keeps all") as caught:
-        step()
+        repeat(step, 6)  # other plans that might need less are measured first
     assert caught.value.smallest_bytes > 40 * SHEET
     assert caught.value.price is not None
     handle.detach()
@@ -191,14 +197,14 @@ def test_the_most_frugal_plan_is_followed_where_no_other_fits() -> None:
     model.zero_grad()
     handle = ebbtide.offload(model, budget=budget, activations=SMALL)
     waste: list[Tensor] = []
-    for _ in range(4):
+    for _ in range(12):
         model(batch).square().mean().backward()
     waste.append(torch.zeros(SHEET // 2))  # many times as much as there is room for
     model(batch).square().mean().backward()  # what is over is noticed afterwards
     with pytest.warns(UserWarning, match="most frugal plan is followed"):
-        model(batch).square().mean().backward()
+        repeat(lambda: model(batch).square().mean().backward(), 4)
     assert handle.plan is not None and handle.plan.settled
-    assert {layer.mode.value for layer in handle.plan.plan.layers} != {"as is"}
+    assert modes(handle.plan) != {"as is", "keep"}
     handle.detach()
 
 
@@ -381,5 +387,6 @@ def test_decisions_are_for_whole_layers_or_single_storages(memory: LiveMemory) -
     for layer, chosen in zip(handle.plan.profile.layers, handle.plan.plan.layers, strict=True):
         assert len(chosen.decisions) == len(layer.storages)
         assert not layer.between or chosen.mode is LayerMode.AS_IS
-        assert set(chosen.decisions) <= {Decision.KEEP, Decision.OFFLOAD}
+        for storage, decision in zip(layer.storages, chosen.decisions, strict=True):
+            assert storage.sources or decision is not Decision.REBUILD
     handle.detach()

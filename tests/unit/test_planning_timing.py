@@ -358,3 +358,13 @@ def test_k_of_n_is_what_stays_and_what_is_in_flight() -> None:
     assert got.step_s == pytest.approx(20 * 3)
     assert got.exposed_copy_s == 0
     assert keep_all(profile) == offload_first(profile, 0)
+
+
+def test_copies_that_need_the_processor_make_the_step_longer() -> None:
+    """40 MB down and up, at 0.01 s for each MB and way; what waits for copies stays as it is."""
+    profile = make_profile(make_layer(40), make_layer(8))
+    plan = offload_first(profile, 1)
+    free = StepTiming(profile, make_link(1000)).predict(plan)
+    costly = StepTiming(profile, make_link(1000, copy_cost_s_per_mb=0.01)).predict(plan)
+    assert costly.step_s == pytest.approx(free.step_s + 2 * 40 * 0.01)
+    assert costly._replace(step_s=free.step_s) == free

@@ -12,7 +12,7 @@ from torch import nn
 
 from ebbtide.activations.placement import PlannedLayers
 from ebbtide.budgeting.budget_size import parse_budget_bytes
-from ebbtide.budgeting.budget_study import BudgetStudy
+from ebbtide.budgeting.budget_study import BudgetStudy, Phase, Stage
 from ebbtide.budgeting.pass_watch import PassGuard, PassWatch
 from ebbtide.budgeting.placed_plan import place
 from ebbtide.budgeting.planned_step import PlannedStep
@@ -32,6 +32,7 @@ class _Running(NamedTuple):
 
     study: BudgetStudy
     watch: PassWatch | None
+    stage: Stage | None
     begin_s: float
     number: int
 
@@ -72,7 +73,6 @@ class BudgetController:
         self._running: _Running | None = None
         self._last: BudgetStudy | None = None
         self._followed: Plan | None = None  # the plan that the engine follows
-        self._guarded_bytes = 0
         self._several = False  # whether the step has had more than one forward
         self._begin_on(engine.torch_device)
 
@@ -104,6 +104,7 @@ class BudgetController:
     def detach(self) -> None:
         """Let the policy decide again, and measure nothing any more."""
         self._running = self._engine.passes = None
+        self._engine.keep_freed_memory(None)
         self._engine.follow(None, None)
 
     def _begin_on(self, device: torch.device) -> None:
@@ -125,19 +126,25 @@ class BudgetController:
             self._engine.record_steps(traced=self._traced)
             self._followed = None
             return
-        if study.wants_measuring:
+        if study.phase is not Phase.SETTLED:
             self._memory.return_freed()
         plan = study.choose(self._memory.now_bytes())
         if plan is not self._followed:
             self._engine.follow(place(study.profile, plan), plan.max_inflight_bytes)
-            self._followed, self._guarded_bytes = plan, study.guarded_bytes
-        watch = PassWatch(self._memory, study.profile) if study.wants_measuring else None
-        self._engine.passes = watch
-        if watch is None and self._device.type == "cpu":
-            self._engine.passes = PassGuard(self._memory, self._guarded_bytes)
-        self._engine.record_steps(traced=self._traced or watch is not None)
+            self._followed = plan
+        stage = None if study.phase is Phase.SETTLED else study.stage
+        watch = guard = None
+        if stage is Stage.WARM_UP or stage is Stage.MEMORY:
+            watch = PassWatch(self._memory, study.profile)
+        elif self._device.type == "cpu":
+            guard = PassGuard(self._memory, study.profile, study.limit_bytes, study.growth)
+        self._engine.passes = watch or guard
+        self._engine.keep_freed_memory(None if guard is None else guard.has_room)
+        if stage is Stage.SECONDS:
+            self._memory.reset_peak()
+        self._engine.record_steps(traced=self._traced or stage is Stage.SECONDS)
         number = self._engine.num_steps
-        self._running = _Running(study, watch, time.perf_counter(), number)
+        self._running = _Running(study, watch, stage, time.perf_counter(), number)
 
     def _study(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BudgetStudy | None:
         try:
@@ -172,15 +179,19 @@ class BudgetController:
         self._engine.passes = None
         if running is None or self._engine.num_steps == running.number:
             return
-        step_s = time.perf_counter() - running.begin_s
-        if running.watch is None:
+        study, step_s = running.study, time.perf_counter() - running.begin_s
+        if running.watch is not None:
+            running.watch.finish()
+            peak_bytes = running.watch.reserved_peak_bytes
+            if running.watch.is_whole and not self._several:
+                study.learn_memory(running.watch, step_s)
+                return
+        else:
             peak_bytes = self._memory.reserved_peak_bytes()
-            running.study.note_peak(peak_bytes)
-            if peak_bytes > self._budget_bytes:
-                self._memory.reset_peak()
-            return
-        running.watch.finish()
-        if running.watch.is_whole and not self._several:
-            running.study.learn(running.watch, self._engine.trace, step_s)
-        elif running.watch.reserved_peak_bytes > self._budget_bytes:
-            running.study.note_peak(running.watch.reserved_peak_bytes)
+            if running.stage is Stage.SECONDS and not self._several:
+                study.learn_seconds(self._engine.trace, step_s, peak_bytes)
+                if study.phase is Phase.FRUGAL:
+                    return  # what is more frugal is searched for
+        study.note_peak(peak_bytes)
+        if peak_bytes > self._budget_bytes:
+            self._memory.reset_peak()

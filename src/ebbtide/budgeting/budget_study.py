@@ -1,20 +1,29 @@
 """Plans one kind of step to a budget, and corrects the plan by what was measured.
 
-[Note: settling] The first two steps run the most frugal plan, so that no budget is broken to find
-out. The first warms up; the second, which the optimizer's state is there for, gives seconds and
-bytes. Then a plan is searched for, followed and measured. It is searched for again while it needs
-more than the budget or something else than was predicted, but only a few times, and then it stays.
+[Note: settling] The first steps run the most frugal plan, so that no budget is broken to find out.
+Each plan warms up for one step: files grow, memory is cold, and the first step of all makes the
+optimizer's state. The next step measures its memory, pass by pass. If that is as predicted and
+within the budget, one more step measures its seconds, without the returning of freed memory that
+measuring memory needs. Then a plan is searched for with what was learned. After a few plans, or as
+soon as one costs what was predicted, the fastest plan that was measured to fit stays.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
-from typing import Final, final
+from collections.abc import Mapping
+from typing import Final, NamedTuple, final
 
 from ebbtide.budgeting.cautious_timing import CautiousTiming
 from ebbtide.budgeting.corrections import Corrections
-from ebbtide.budgeting.measured_times import measured_hardware, measured_profile
+from ebbtide.budgeting.measured_times import (
+    computing_s,
+    copied_bytes,
+    measured_hardware,
+    measured_profile,
+    with_copy_cost,
+)
 from ebbtide.budgeting.pass_watch import PassWatch
 from ebbtide.budgeting.planned_step import Measurement, PlannedStep
 from ebbtide.errors import BudgetError
@@ -23,12 +32,11 @@ from ebbtide.planning.budgets import PlanBudget
 from ebbtide.planning.hardware import Hardware
 from ebbtide.planning.plan import LayerMode, Plan
 from ebbtide.planning.prediction.step_timing import Prediction
-from ebbtide.planning.searching.plan_search import find_most_frugal, search
+from ebbtide.planning.searching.plan_search import find_frugal, search
 from ebbtide.planning.step_profile import StepProfile
 from ebbtide.tracing.trace import Trace
 from ebbtide.units import format_size
 
-_WARM_UP: Final = 2  # steps with one plan before it is judged
 _MOST_PLANS: Final = 6  # plans that are tried before one stays that needs other memory,
 _MOST_LATE: Final = 2  # or other time than was predicted
 _MARGIN: Final = 0.05  # share of the budget that plans leave free, as no two steps are alike
@@ -36,6 +44,14 @@ _CLOSE: Final = 0.04  # error of a predicted peak, as a share of it, that needs 
 _CLOSE_S: Final = 0.15  # and of a predicted time
 _SLOWER: Final = 8.0  # how many times slower copies may be until that was measured: files grow
 _STEP: Final = 4.0  # by which that changes where more or less memory waited for its copies
+_FRUGAL_SHARE: Final = 0.9  # of the budget, that the first plan may be predicted to need
+_MOST_FRUGAL: Final = 3  # plans that are tried because they need little
+_ANY_BYTES: Final = 2**62
+_GUARDED: Final = 0.02  # share of the budget that freed memory leaves free in all other steps
+_TIMED: Final = 3  # steps that measure the seconds of a plan before another one is preferred
+_FASTER: Final = 0.1  # by how much a plan must be faster to be followed instead of the last one
+_APART: Final = 0.1  # how different steps must be to tell what copies cost
+_MOST_COST_S: Final = 1e-8  # that a copied byte can cost; more is something else
 _SURE: Final = 1.5  # how far over the budget the first prediction must be to try nothing at all
 
 
@@ -45,6 +61,36 @@ class Phase(enum.Enum):
     FRUGAL = enum.auto()
     PLANNED = enum.auto()
     SETTLED = enum.auto()
+
+
+class Stage(enum.Enum):
+    """What the next step with a plan is for."""
+
+    WARM_UP = enum.auto()
+    MEMORY = enum.auto()
+    SECONDS = enum.auto()
+
+
+class _Frugal(NamedTuple):
+    """A plan that was followed because it needs little, and its peak."""
+
+    peak_bytes: int
+    plan: Plan
+
+
+class _Tried(NamedTuple):
+    """A plan whose memory and seconds were measured."""
+
+    plan: Plan
+    measured: Measurement
+    growth: Mapping[int, int]
+
+
+class _Sample(NamedTuple):
+    """What a step computed, and how many bytes it copied."""
+
+    copied_bytes: int
+    computing_s: float
 
 
 @final
@@ -58,11 +104,15 @@ class BudgetStudy:
 
     Attributes:
         phase: how far the planning is.
+        stage: what the next step is for, if the plan has not settled.
         plan: the plan of the next step.
     """
 
+    # Long: it is the state of one plan, and each of its methods is short.
+
     def __init__(self, profile: StepProfile, hardware: Hardware, budget_bytes: int) -> None:
         self.phase = Phase.FRUGAL
+        self.stage = Stage.WARM_UP
         self._profile = profile
         self._hardware = hardware
         self._budget_bytes = budget_bytes
@@ -70,24 +120,21 @@ class BudgetStudy:
         self._begin_bytes = 0
         self._slack_bytes = 0  # what an allocator holds beside what is in use
         self._over_bytes = 0  # how far plans were over the budget that should not have been
-        self._frugal = Plan(layers=())
-        self._frugal_peak_bytes = 0
+        self._frugal: list[_Frugal] = []  # the plans that were measured first
         self._slower = _SLOWER
-        self._num_measured = 0
         self._num_plans = 0
         self._measured: Measurement | None = None
+        self._growth: Mapping[int, int] | None = None  # of the plan, once its memory was measured
+        self._tried: list[_Tried] = []
+        self._samples: list[_Sample] = []
         self._searches = False
+        self._num_timed = 0  # steps that have measured the seconds of the plan
         self.plan = Plan(layers=())
 
     @property
     def profile(self) -> StepProfile:
         """The step, without what was measured of its memory."""
         return self._profile
-
-    @property
-    def wants_measuring(self) -> bool:
-        """Whether the next step is to be measured."""
-        return self.phase is not Phase.SETTLED
 
     @property
     def step(self) -> PlannedStep:
@@ -102,21 +149,28 @@ class BudgetStudy:
         )
 
     @property
-    def guarded_bytes(self) -> int:
-        """How much may be in use when a pass begins, so that none is over the prediction in it."""
-        profile = self._corrected(self._begin_bytes)
-        working = [profile.loss_working_bytes]
-        for layer, chosen in zip(profile.layers, self.plan.layers, strict=True):
+    def limit_bytes(self) -> int:
+        """How much may be in use in steps that nobody measures, freed memory included."""
+        return int((1 - _GUARDED) * self._budget_bytes)
+
+    @property
+    def growth(self) -> Mapping[int, int]:
+        """By how much memory may grow in each position of a step with this plan."""
+        if self._growth is not None:
+            return self._growth
+        profile, last = self._corrected(self._begin_bytes), 2 * len(self._profile.layers)
+        growth = {len(profile.layers): profile.loss_working_bytes}
+        for index, (layer, chosen) in enumerate(zip(profile.layers, self.plan.layers, strict=True)):
             again = chosen.mode is not LayerMode.AS_IS
             forward = layer.unsaved_forward_bytes if again else layer.forward_working_bytes
             backward = layer.second_working_bytes if again else layer.backward_working_bytes
             saved = sum(each.size_bytes for each in layer.storages)
-            working += [saved + (forward or 0), saved + backward]
-        return (self.plan.peak_bytes or self._budget_bytes) - max(working)
+            growth[index], growth[last - index] = saved + (forward or 0), saved + backward
+        return growth
 
     @property
     def _frugal_fits(self) -> bool:
-        return self._frugal_peak_bytes <= self._budget_bytes
+        return not self._frugal or self._frugal[0].peak_bytes <= self._budget_bytes
 
     def choose(self, begin_bytes: int) -> Plan:
         """Return the plan for a step that begins now.
@@ -134,59 +188,107 @@ class BudgetStudy:
             self._search()
         return self.plan
 
-    def learn(self, watch: PassWatch, trace: Trace, step_s: float) -> None:
-        """Learn from a step that followed the plan.
+    def learn_memory(self, watch: PassWatch, step_s: float) -> None:
+        """Learn from a step that followed the plan and was watched.
 
         Args:
             watch: its memory.
-            trace: its seconds.
             step_s: seconds from its begin to the begin of the next step.
         """
-        self._num_measured += 1
-        fits = watch.reserved_peak_bytes <= self._budget_bytes
-        if self.phase is Phase.PLANNED and fits and self._num_measured < _WARM_UP:
-            return  # a plan's first step writes files that grow, and reads cold memory
-        before = self._predict(watch.begin_bytes)
         peak_bytes = watch.reserved_peak_bytes
+        warm_up, frugal = self.stage is Stage.WARM_UP, self.phase is Phase.FRUGAL
+        if warm_up and not frugal and peak_bytes <= self._budget_bytes:
+            self.stage = Stage.MEMORY
+            return
+        before = self._predict(watch.begin_bytes)
         self._corrections.learn(watch, self.plan, before)
         self._slack_bytes = max(0, peak_bytes - max(watch.peaks.values()))
-        self._begin_bytes = watch.begin_bytes
-        late = before.step_s and abs(step_s / before.step_s - 1) > _CLOSE_S
-        if self.phase is Phase.FRUGAL or late:
-            self._profile = measured_profile(self._profile, self.plan, trace, step_s)
-            self._hardware = measured_hardware(self._hardware, trace)
+        self._begin_bytes, self._growth = watch.begin_bytes, watch.growth
         self._measured = Measurement(peak_bytes, step_s)
-        if self.phase is Phase.FRUGAL:
-            self._searches = self._num_measured >= _WARM_UP
-            self._frugal_peak_bytes = peak_bytes
-            self._frugal = self.plan = _predicted_now(self.plan, before, self._slack_bytes)
+        self.plan = _predicted_now(self.plan, before, self._slack_bytes)
+        if frugal:
+            others = (each for each in self._frugal if not _is_same(each.plan, self.plan))
+            self._frugal = sorted([*others, _Frugal(peak_bytes, self.plan)], key=_peak_of)
+            self.stage = Stage.MEMORY if warm_up else Stage.SECONDS
+            self._searches = not warm_up and peak_bytes > self._budget_bytes
         else:
-            self.plan = _predicted_now(self.plan, before, self._slack_bytes)
-            self._judge(before.peak_bytes + self._slack_bytes, peak_bytes, late=bool(late))
+            self._judge(before.peak_bytes + self._slack_bytes, peak_bytes)
+
+    def learn_seconds(self, trace: Trace, step_s: float, peak_bytes: int) -> None:
+        """Learn from a step that followed the plan and was traced.
+
+        Args:
+            trace: its seconds.
+            step_s: seconds from its begin to the begin of the next step.
+            peak_bytes: its peak.
+        """
+        predicted_s = self._predict(self._begin_bytes).step_s
+        self._learn_copy_cost(trace, step_s)
+        per_byte_s = self._hardware.copy_cost_s_per_byte or 0.0
+        cost_s = copied_bytes(self._profile, self.plan) * per_byte_s
+        self._profile = measured_profile(self._profile, self.plan, trace, step_s, cost_s)
+        self._hardware = measured_hardware(self._hardware, trace)
+        self._num_timed += 1
+        if self._measured is not None:
+            peak_bytes = max(peak_bytes, self._measured.peak_bytes)
+        for each in self._tried:
+            if _is_same(each.plan, self.plan):
+                step_s = min(step_s, each.measured.step_s)
+        self._tried = [each for each in self._tried if not _is_same(each.plan, self.plan)]
+        self._measured = Measurement(peak_bytes, step_s)
+        self._tried.append(_Tried(self.plan, self._measured, self._growth or {}))
+        late = predicted_s and abs(step_s / predicted_s - 1) > _CLOSE_S
+        if self.phase is Phase.FRUGAL or (late and self._num_plans < _MOST_LATE):
+            self._searches = True
+        else:
+            self._settle()
+
+    def _learn_copy_cost(self, trace: Trace, step_s: float) -> None:
+        """Learn what copies cost the processor from steps that copied more and less."""
+        copied = copied_bytes(self._profile, self.plan)
+        self._samples.append(_Sample(copied, computing_s(trace, step_s)))
+        least, most = min(self._samples), max(self._samples)
+        if self._hardware.copy_cost_s_per_byte is None or not trace.events:
+            return
+        if most.copied_bytes - least.copied_bytes > _APART * most.copied_bytes:
+            rise_s = most.computing_s - least.computing_s
+            cost = rise_s / (most.copied_bytes - least.copied_bytes)
+            self._hardware = with_copy_cost(self._hardware, min(max(cost, 0.0), _MOST_COST_S))
 
     def note_peak(self, peak_bytes: int) -> None:
         """Note the peak of a step that nobody measured in detail. It is planned again if over."""
         if peak_bytes > self._budget_bytes:
             if self._measured is not None:
                 self._measured = self._measured._replace(peak_bytes=peak_bytes)
+            self._tried = [each for each in self._tried if each.plan.layers != self.plan.layers]
             self._over_bytes += peak_bytes - self._budget_bytes
             self.phase, self._searches = Phase.PLANNED, True
             self._num_plans = 0
 
-    def _judge(self, predicted_bytes: int, peak_bytes: int, *, late: bool) -> None:
+    def _judge(self, predicted_bytes: int, peak_bytes: int) -> None:
+        """Judge the memory that a plan was measured to need."""
         over = peak_bytes > self._budget_bytes
-        if over:
-            self._over_bytes += peak_bytes - self._budget_bytes
         wrong = abs(peak_bytes / predicted_bytes - 1) > _CLOSE
         if over:
+            self._over_bytes += peak_bytes - self._budget_bytes
             self._slower = min(_SLOWER, self._slower * _STEP)
         elif wrong and peak_bytes < predicted_bytes:
             self._slower = max(1.0, self._slower / _STEP)
-        most = _MOST_PLANS if wrong else _MOST_LATE
-        self._searches = over or ((wrong or late) and self._num_plans < most)
-        self._num_measured = 0
-        if not self._searches:
-            self.phase = Phase.SETTLED
+        self._searches = over or (wrong and self._num_plans < _MOST_PLANS)
+        self.stage = Stage.WARM_UP if self._searches else Stage.SECONDS
+
+    def _settle(self) -> None:
+        """Stay with the fastest plan that was measured to fit."""
+        fitting = [each for each in self._tried if each.measured.peak_bytes <= self._budget_bytes]
+        if fitting and self._measured is not None:
+            best = min(fitting, key=lambda each: each.measured.step_s)
+            over = self._measured.peak_bytes > self._budget_bytes
+            if over or best.measured.step_s < (1 - _FASTER) * self._measured.step_s:
+                if self._num_timed < _TIMED and not over:
+                    self.stage, self._searches = Stage.SECONDS, False  # perhaps it was chance
+                    return
+                self.plan, self._measured, self._growth = best
+        self.phase, self._searches = Phase.SETTLED, False
 
     def _corrected(self, begin_bytes: int) -> StepProfile:
         fixed_bytes = begin_bytes + self._slack_bytes
@@ -198,12 +300,31 @@ class BudgetStudy:
         return CautiousTiming(profile, self._hardware, self._slower).predict(self.plan)
 
     def _choose_frugal(self) -> None:
-        profile = self._corrected(self._begin_bytes)
-        self.plan = find_most_frugal(profile, CautiousTiming(profile, self._hardware, self._slower))
+        """Choose the first plan: it offloads everything, if that is predicted to be enough.
+
+        What layers need that run again is less certain before it was measured.
+        """
+        self.plan = self._find_frugal(int(_FRUGAL_SHARE * self._budget_bytes))
         peak_bytes = self.plan.peak_bytes or 0
         if peak_bytes > _SURE * self._budget_bytes:
             self.plan = Plan(layers=())
             raise _too_small(self._budget_bytes, peak_bytes, None)
+
+    def _find_frugal(self, enough_bytes: int) -> Plan:
+        profile = self._corrected(self._begin_bytes)
+        timing = CautiousTiming(profile, self._hardware, self._slower)
+        return find_frugal(profile, timing, enough_bytes)
+
+    def _try_another_frugal(self) -> bool:
+        """Try another plan that may need less than those that were measured, if there is one."""
+        for enough_bytes in (0, _ANY_BYTES):  # the most frugal one; the one that offloads all
+            plan = self._find_frugal(enough_bytes)
+            tried = any(_is_same(plan, each.plan) for each in self._frugal)
+            if not tried and len(self._frugal) < _MOST_FRUGAL:
+                self.plan, self._growth = plan, None
+                self.phase, self.stage, self._searches = Phase.FRUGAL, Stage.WARM_UP, False
+                return True
+        return False
 
     def _search(self) -> None:
         profile = self._corrected(self._begin_bytes)
@@ -211,16 +332,27 @@ class BudgetStudy:
         free_bytes = int(_MARGIN * self._budget_bytes) + self._over_bytes
         budget = PlanBudget(device_bytes=max(0, self._budget_bytes - free_bytes))
         try:
-            self.plan = search(profile, self._hardware, budget, timing)
+            plan = search(profile, self._hardware, budget, timing)
         except BudgetError as error:
             if self._frugal_fits:
                 self._follow_frugal()
                 return
-            smallest_bytes = max(error.smallest_bytes, self._frugal_peak_bytes) + free_bytes
+            if self._try_another_frugal():
+                return
+            measured_bytes = self._frugal[0].peak_bytes if self._frugal else 0
+            smallest_bytes = max(error.smallest_bytes, measured_bytes) + free_bytes
             raise _too_small(self._budget_bytes, smallest_bytes, error.price) from None
-        self.phase, self._searches = Phase.PLANNED, False
+        self._searches = False
+        if any(_is_same(plan, each.plan) for each in self._tried):
+            self._settle()
+            return
         self._num_plans += 1
-        self._num_measured = 0
+        self.phase = Phase.PLANNED
+        if self._growth is not None and _is_same(plan, self.plan):
+            self.stage = Stage.SECONDS  # its memory is known
+            return
+        self.plan, self._growth, self.stage = plan, None, Stage.WARM_UP
+        self._num_timed = 0
 
     def _follow_frugal(self) -> None:
         """Follow the most frugal plan for good: it was measured to fit, and no other does."""
@@ -231,8 +363,19 @@ class BudgetStudy:
                 f"give a larger budget or a smaller batch",
                 UserWarning,
             )
-        self.plan = self._frugal
+        if self._frugal:
+            self.plan, self._growth = self._frugal[0].plan, None
         self.phase, self._searches = Phase.SETTLED, False
+
+
+def _peak_of(frugal: _Frugal) -> int:
+    return frugal.peak_bytes
+
+
+def _is_same(plan: Plan, other: Plan) -> bool:
+    """Whether two plans do the same with each storage."""
+    same_bound = plan.max_inflight_bytes == other.max_inflight_bytes
+    return same_bound and plan.layers == other.layers
 
 
 def _predicted_now(plan: Plan, prediction: Prediction, slack_bytes: int) -> Plan:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from ebbtide.planning.hardware import Hardware, Kind, Source
 from ebbtide.planning.plan import Decision, LayerMode, Plan
@@ -15,6 +15,7 @@ from ebbtide.tracing.events import TraceEvent
 from ebbtide.tracing.trace import Trace
 
 _ENOUGH_BYTES: Final = 2**20  # fewer bytes say nothing of how fast copies are
+_LEAST_SHARE: Final = 0.3  # of a pass that is taken to be computing, whatever copies cost
 _FASTEST: Final = 1e13  # bytes per second; a copy that only maps pages takes no time
 
 
@@ -27,7 +28,9 @@ class _Seconds(NamedTuple):
     rebuilding_s: float
 
 
-def measured_profile(profile: StepProfile, plan: Plan, trace: Trace, step_s: float) -> StepProfile:
+def measured_profile(
+    profile: StepProfile, plan: Plan, trace: Trace, step_s: float, copy_cost_s: float
+) -> StepProfile:
     """Return a profile with the seconds of a measured step.
 
     Args:
@@ -36,6 +39,7 @@ def measured_profile(profile: StepProfile, plan: Plan, trace: Trace, step_s: flo
         plan: the plan that was followed.
         trace: what was measured.
         step_s: seconds from the begin of the step to the begin of the next.
+        copy_cost_s: seconds by which copies made the passes longer, all together.
     """
     seconds = _seconds(trace)
     calls = [index for index, each in enumerate(profile.layers) if not each.between]
@@ -57,11 +61,40 @@ def measured_profile(profile: StepProfile, plan: Plan, trace: Trace, step_s: flo
         for each, chosen in zip(layers, plan.layers, strict=True)
         if chosen.mode is not LayerMode.AS_IS
     )
+    passes_s = busy_s
     busy_s += seconds.rebuilding_s
     waited_s = sum(each.duration_s for each in trace.events if each.what == "wait")
     rest_s = max(0.0, step_s - busy_s - waited_s)
+    share = max(_LEAST_SHARE, 1 - copy_cost_s / passes_s) if passes_s else 1.0
+    layers = [_scaled(each, share) for each in layers]
     return dataclasses.replace(
         profile, layers=tuple(layers), before_s=0.0, loss_s=0.0, after_s=rest_s
+    )
+
+
+def computing_s(trace: Trace, step_s: float) -> float:
+    """Return the seconds of a step without waits, rebuilding and second forward passes."""
+    seconds = _seconds(trace)
+    waits = [event for event in trace.events if event.what == "wait"]
+    return step_s - _covered_s(waits) - seconds.rebuilding_s - sum(seconds.again.values())
+
+
+def copied_bytes(profile: StepProfile, plan: Plan) -> int:
+    """Return how many bytes a plan copies, in both directions."""
+    uses = StorageUses(profile)
+    used = uses.under(plan)
+    pairs = zip(uses.memories, used.decisions, used.first, strict=True)
+    offloaded = (memory for memory, done, first in pairs if done is Decision.OFFLOAD and first >= 0)
+    return 2 * sum(memory.size_bytes for memory in offloaded)
+
+
+def _scaled(layer: LayerProfile, share: float) -> LayerProfile:
+    """Return a layer with passes that take this share of their time."""
+    return dataclasses.replace(
+        layer,
+        forward_s=layer.forward_s * share,
+        backward_s=layer.backward_s * share,
+        recompute_s=None if layer.recompute_s is None else layer.recompute_s * share,
     )
 
 
@@ -76,12 +109,22 @@ def measured_hardware(hardware: Hardware, trace: Trace) -> Hardware:
         return hardware
     figures = {name: getattr(hardware, name) for name in rates} | known
     figures["duplex_bytes_per_s"] = sum(figures.values())
-    text = "the copies of a training step"
+    return _with_figures(hardware, figures, "the copies of a training step")
+
+
+def with_copy_cost(hardware: Hardware, cost_s_per_byte: float) -> Hardware:
+    """Return hardware with a measured `copy_cost_s_per_byte`."""
+    figures = {"copy_cost_s_per_byte": cost_s_per_byte}
+    return _with_figures(hardware, figures, "training steps that copied more and less")
+
+
+def _with_figures(hardware: Hardware, figures: Mapping[str, float], text: str) -> Hardware:
     sources = tuple(
         Source(each.figure, Kind.MEASURED, text) if each.figure in figures else each
         for each in hardware.sources
     )
-    return dataclasses.replace(hardware, sources=sources, **figures)
+    changes: dict[str, Any] = dict(figures)
+    return dataclasses.replace(hardware, sources=sources, **changes)
 
 
 def _seconds(trace: Trace) -> _Seconds:

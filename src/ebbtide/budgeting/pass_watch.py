@@ -1,4 +1,4 @@
-"""Measures the peak of memory in each pass of one step.
+"""Measures the peak of memory in each pass of one step, or guards it.
 
 [Note: measured passes] Torch tells when a layer's backward begins and not when it ends, so what is
 measured as the backward of a layer includes the backward of the work before it, up to the layer
@@ -8,50 +8,29 @@ the highest of the positions that it stands for.
 
 from __future__ import annotations
 
+import abc
+from collections.abc import Mapping
 from typing import final
 
 from ebbtide.memory.measured_memory import AbstractMemory
 from ebbtide.planning.step_profile import StepProfile
 
 
-@final
-class PassWatch:
-    """Measures one step; one of `ebbtide.engine.PassListener`.
+class AbstractPasses(abc.ABC):
+    """Follows the passes of one step; one of `ebbtide.engine.PassListener`.
 
     Args:
-        memory: the memory that is measured. Its peak is reset at each begin of a pass.
         profile: the step, which says what work there is between layers.
-
-    Attributes:
-        begin_bytes: memory in use when the step began.
-        peaks: the highest peak of each position of the step, in the numbers of
-            `Prediction.peak_by_position`; a position that was not measured alone has none.
-        reserved_peak_bytes: the peak of the whole step, of all that nobody else could use.
     """
 
-    def __init__(self, memory: AbstractMemory, profile: StepProfile) -> None:
-        self._memory = memory
+    def __init__(self, profile: StepProfile) -> None:
         self._profile = profile
         self._calls = [index for index, each in enumerate(profile.layers) if not each.between]
         self._loss = len(profile.layers)
-        self.peaks: dict[int, int] = {}
-        memory.return_freed()
-        self.begin_bytes = memory.now_bytes()
-        self.reserved_peak_bytes = 0
-        memory.reset_peak()
-        self._position = 0
 
-    def covered(self, position: int) -> list[int]:
-        """Return the positions that a measured one stands for. See [Note: measured passes]."""
-        layers, last = self._profile.layers, 2 * self._loss
-        if position < self._loss:
-            return [position]
-        index = last - position if position > self._loss else len(layers)
-        before = index - 1
-        found = [position]
-        if before >= 0 and layers[before].between:
-            found.append(last - before)
-        return found
+    @abc.abstractmethod
+    def _enter(self, position: int) -> None:
+        """Note that a position begins, in the numbers of `Prediction.peak_by_position`."""
 
     def begin_forward_of(self, layer: int) -> None:
         self._enter(self._calls[layer])
@@ -68,6 +47,46 @@ class PassWatch:
         """Note that the model's forward has ended: the work between the passes begins."""
         self._enter(self._loss)
 
+
+@final
+class PassWatch(AbstractPasses):
+    """Measures one step.
+
+    Args:
+        memory: the memory that is measured. Its peak is reset at each begin of a pass.
+        profile: the step.
+
+    Attributes:
+        begin_bytes: memory in use when the step began.
+        peaks: the highest peak of each position of the step, in the numbers of
+            `Prediction.peak_by_position`; a position that was not measured alone has none.
+        growth: by how much memory grew in each of these positions.
+        reserved_peak_bytes: the peak of the whole step, of all that nobody else could use.
+    """
+
+    def __init__(self, memory: AbstractMemory, profile: StepProfile) -> None:
+        super().__init__(profile)
+        self._memory = memory
+        self.peaks: dict[int, int] = {}
+        self.growth: dict[int, int] = {}
+        memory.return_freed()
+        self.begin_bytes = self._entered_bytes = memory.now_bytes()
+        self.reserved_peak_bytes = 0
+        memory.reset_peak()
+        self._position = 0
+
+    def covered(self, position: int) -> list[int]:
+        """Return the positions that a measured one stands for. See [Note: measured passes]."""
+        layers, last = self._profile.layers, 2 * self._loss
+        if position < self._loss:
+            return [position]
+        index = last - position if position > self._loss else len(layers)
+        before = index - 1
+        found = [position]
+        if before >= 0 and layers[before].between:
+            found.append(last - before)
+        return found
+
     def finish(self) -> None:
         """Note that the step has ended."""
         self._enter(self._position)
@@ -81,39 +100,51 @@ class PassWatch:
     def _enter(self, position: int) -> None:
         peak_bytes = self._memory.peak_bytes()
         self.peaks[self._position] = max(self.peaks.get(self._position, 0), peak_bytes)
+        grown_bytes = peak_bytes - self._entered_bytes
+        self.growth[self._position] = max(self.growth.get(self._position, 0), grown_bytes)
         reserved_bytes = self._memory.reserved_peak_bytes()
         self.reserved_peak_bytes = max(self.reserved_peak_bytes, reserved_bytes)
         self._memory.return_freed()  # what is measured is what is in use
+        self._entered_bytes = self._memory.now_bytes()
         self._memory.reset_peak()
         self._position = position
 
 
 @final
-class PassGuard:
-    """Returns freed memory in a step that nobody measures, where there is no room for it.
+class PassGuard(AbstractPasses):
+    """Returns freed memory at the begin of a pass that would not fit into a limit otherwise.
+
+    Returning memory costs time twice, now and when the memory is needed again. So it stays where
+    the limit leaves room for it.
 
     Args:
         memory: the memory.
-        most_bytes: how much may be in use when a pass begins before freed memory is returned.
+        profile: the step.
+        limit_bytes: how much may be in use.
+        growth: by how much memory grows in each position. One that is not there is taken to grow
+            like the one that grows most.
     """
 
-    def __init__(self, memory: AbstractMemory, most_bytes: int) -> None:
+    def __init__(
+        self,
+        memory: AbstractMemory,
+        profile: StepProfile,
+        limit_bytes: int,
+        growth: Mapping[int, int],
+    ) -> None:
+        super().__init__(profile)
         self._memory = memory
-        self._most_bytes = most_bytes
-        self._look()
+        self._limit_bytes = limit_bytes
+        self._growth = growth
+        self._most_bytes = max(growth.values(), default=0)
+        self._enter(0)
 
-    def begin_forward_of(self, layer: int) -> None:  # noqa: ARG002
-        self._look()
+    def has_room(self) -> bool:
+        """Whether freed memory may stay in the pass that runs."""
+        growth_bytes = self._growth.get(self._position, self._most_bytes)
+        return self._memory.now_bytes() + growth_bytes <= self._limit_bytes
 
-    def end_forward_of(self, layer: int) -> None:
-        """Do nothing: another layer's forward begins, or the model's ends."""
-
-    def end_forward(self) -> None:
-        self._look()
-
-    def begin_backward_of(self, layer: int) -> None:  # noqa: ARG002
-        self._look()
-
-    def _look(self) -> None:
-        if self._memory.now_bytes() > self._most_bytes:
+    def _enter(self, position: int) -> None:
+        self._position = position
+        if not self.has_room():
             self._memory.return_freed()

@@ -48,9 +48,11 @@ class FreedMemory:
 
     Attributes:
         is_returned: whether this process returns freed memory at all.
+        has_room: says whether freed memory may stay for now; None: it may not.
     """
 
     def __init__(self) -> None:
+        self.has_room: Callable[[], bool] | None = None
         self.is_returned = _refusal() is None
         self._moved_bytes = 0
         _log_once()
@@ -69,7 +71,7 @@ class FreedMemory:
         if self._moved_bytes < max(LEAST_BYTES, stored_bytes // SHARE) or not self.is_returned:
             return False
         self._moved_bytes = 0
-        return True
+        return self.has_room is None or not self.has_room()
 
 
 def return_freed_memory() -> None:

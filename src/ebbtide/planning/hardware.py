@@ -86,6 +86,9 @@ class Hardware:
         pinned_limit_bytes: the most memory that can be page-locked.
         disk_write_bytes_per_s: what the disk takes for as long as one likes; None: not known.
         disk_read_bytes_per_s: what the disk gives, not from the page cache; None: not known.
+        copy_cost_s_per_byte: seconds of computing that each byte costs that is copied in one of the
+            directions, where copies need the processor and the memory that compute; None: none, as
+            an accelerator has engines for copies.
         sources: one source for each figure that is not None.
 
     Raises:
@@ -111,6 +114,7 @@ class Hardware:
     pinned_limit_bytes: int
     disk_write_bytes_per_s: float | None = None
     disk_read_bytes_per_s: float | None = None
+    copy_cost_s_per_byte: float | None = None
     sources: tuple[Source, ...] = ()
 
     def __post_init__(self) -> None:
@@ -255,7 +259,7 @@ FIGURES: Final = tuple(
 _OPTIONAL: Final = frozenset(
     field.name for field in dataclasses.fields(Hardware) if field.default is None
 )
-_MAY_BE_ZERO: Final = ("link_latency_s", "pinned_limit_bytes")
+_MAY_BE_ZERO: Final = ("link_latency_s", "pinned_limit_bytes", "copy_cost_s_per_byte")
 
 
 def document(hardware: Hardware | None, figures: Mapping[str, Any] | None = None) -> dict[str, Any]:

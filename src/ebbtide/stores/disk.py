@@ -60,7 +60,7 @@ class DiskStore(AbstractStore):
     def __init__(self, directory: Path | None = None) -> None:
         self._dropped: list[_MappedSlot] = []
         self._file = DiskFile(directory)
-        self._freed = FreedMemory()
+        self.freed = self._freed = FreedMemory()
         self._mapped = MappedFiles(self._file.directory)
         self._writer = WorkLane("ebbtide-disk-write", "disk")
         self._reader = WorkLane("ebbtide-disk-read", "disk")

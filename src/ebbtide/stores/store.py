@@ -11,6 +11,7 @@ import torch
 
 from ebbtide.devices.device import AbstractDevice, AbstractEvent, AbstractStream, HostMoment
 from ebbtide.memory.extents import Extent
+from ebbtide.memory.freed_memory import FreedMemory
 from ebbtide.memory.host_memory import HostMemory
 
 
@@ -91,10 +92,13 @@ class AbstractStore(ABC):
     Attributes:
         reads_ahead: whether `read_ahead` has an effect.
         on_progress: called after each finished write, by stores whose writes a worker thread does.
+        freed: says when freed memory is returned to the system, in stores that move bytes out of
+            the memory of a process.
     """
 
     reads_ahead: bool = True
     on_progress: Callable[[], None] | None = None
+    freed: FreedMemory | None = None
 
     @property
     @abstractmethod

@@ -7,7 +7,8 @@ of a pass, or save, that finds its copy complete. If more than the plan's bound 
 compute waits for the oldest copy. At the begin of each backward pass, reloads are queued in the
 order in which backward needs them, as far as the bound allows. A pass begins when all that it needs
 is there; it holds that until the backward of the layer that saved it first has ended. A source
-whose copy is not complete when backward needs it is used as it is.
+whose copy is not complete when backward needs it is used as it is. Where copies need the processor
+that computes, what they cost it is added to the time of the step as a whole.
 """
 
 from __future__ import annotations
@@ -125,6 +126,7 @@ class _Run:
         self._links = CopyQueues(hardware)
         self._now_s = profile.before_s
         self._waited_s = 0.0
+        self._copied_bytes = 0  # in both directions
         self._resident_bytes = profile.fixed_bytes
         self._stored_bytes = 0  # in all; at the end of forward everything rests there at once
         self._there: set[int] = set()  # pieces in memory
@@ -229,6 +231,7 @@ class _Run:
             self._wait(self._queue[0].copy)
             self._retire()
         copy = self._links.offload(self._now_s, size_bytes)
+        self._copied_bytes += size_bytes
         if self._record is not None and piece is not None:
             self._record.note_copy(DOWN, self._uses.first[piece], size_bytes, copy)
         self._queue.append(_Source(copy, size_bytes, piece))
@@ -303,6 +306,7 @@ class _Run:
 
     def _reload(self, piece: int) -> None:
         copy = self._on_way_up[piece] = self._links.reload(self._now_s, self._sizes[piece])
+        self._copied_bytes += self._sizes[piece]
         if self._record is not None:
             self._record.note_copy(UP, self._uses.first[piece], self._sizes[piece], copy)
         self._buffered_bytes += self._sizes[piece]
@@ -373,6 +377,7 @@ class _Run:
             self._resident_bytes -= self._profile.layers[oldest].weight_bytes
         size_bytes = self._profile.layers[index].weight_bytes
         self._resident_bytes += size_bytes
+        self._copied_bytes += size_bytes
         return self._links.reload(self._now_s, size_bytes)
 
     # ---- the end ------------------------------------------------------------------------------
@@ -389,7 +394,7 @@ class _Run:
         end_peak_bytes = self._resident_bytes + self._profile.after_working_bytes
         pinned_bytes = 0 if self._hardware.computes_on_host else self._stored_bytes
         return Prediction(
-            step_s=self._now_s,
+            step_s=self._now_s + self._copied_bytes * (self._hardware.copy_cost_s_per_byte or 0.0),
             peak_bytes=max(self._begin_peak_bytes, end_peak_bytes, *self.peaks),
             peak_by_position=tuple(self.peaks),
             exposed_copy_s=self._waited_s,

@@ -96,13 +96,19 @@ def search(
     )
 
 
-def find_most_frugal(profile: StepProfile, predictor: Predictor) -> Plan:
-    """Return the plan that needs the least device memory of those that are looked at.
+def find_frugal(profile: StepProfile, predictor: Predictor, enough_bytes: int = 0) -> Plan:
+    """Return a plan that needs little device memory.
 
     Args:
         profile: the step.
         predictor: predicts plans.
+        enough_bytes: how much it may need. If that is enough to offload everything, this is the
+            plan; otherwise the one that needs the least of those that are looked at.
     """
+    plan = offload_first(profile, len(profile.layers))
+    prediction = predictor.predict(plan)
+    if prediction.peak_bytes <= enough_bytes:
+        return dataclasses.replace(plan, step_s=prediction.step_s, peak_bytes=prediction.peak_bytes)
     found = _most_frugal(Contest(profile, predictor, PlanBudget(device_bytes=0)))
     step_s, peak_bytes = found.prediction.step_s, found.prediction.peak_bytes
     return dataclasses.replace(found.plan, step_s=step_s, peak_bytes=peak_bytes)

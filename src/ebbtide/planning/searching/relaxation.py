@@ -151,6 +151,7 @@ class _Programme:
         self._up = hardware.h2d_bytes_per_s * _MS / _MB
         both = hardware.duplex_bytes_per_s * _MS / _MB
         self._both = both if both < (self._down + self._up) * (1 - 1e-9) else None
+        self._copy_cost = (hardware.copy_cost_s_per_byte or 0.0) * _MB / _MS  # ms/MB, one way
         self._weights_on_host = weights_on_host
         self._pins = not hardware.computes_on_host
         self._costs: list[float] = []
@@ -174,8 +175,9 @@ class _Programme:
     def _choices(self) -> None:
         """Make the variables of the plan's choices."""
         layers = self._profile.layers
-        guided = 0.0 if self._inflight is None else _TIE
-        copy_ms = guided * (1 / self._down + 1 / self._up)
+        copy_ms = self._copy_cost  # a copy down; what has not left when it is needed needs no other
+        if self._inflight is not None:
+            copy_ms += self._copy_cost + _TIE * (1 / self._down + 1 / self._up)
         self._c = [
             self._variable(layer.second_forward_s / _MS, 1.0 if layer.may_recompute else 0.0)
             for layer in layers
