@@ -17,10 +17,8 @@ from collections.abc import Callable, Sequence
 from typing import Concatenate, ParamSpec, TypeVar, final
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from ebbtide.activations.handles import (
-    AbstractAway,
     Deaths,
     EmptyTensors,
     Hold,
@@ -28,14 +26,16 @@ from ebbtide.activations.handles import (
     are_hooked,
 )
 from ebbtide.devices.device import AbstractEvent
-from ebbtide.errors import PolicyError, SavedTensorModifiedError
+from ebbtide.errors import SavedTensorModifiedError
 from ebbtide.parameters.parameters import DeviceParameter, OffloadedParameter
 from ebbtide.stores.store import RestingSlot
 from ebbtide.transfers.transfers import Transfers
 from ebbtide.weights.abstract_weights import AbstractWeights
 from ebbtide.weights.gradients import Gradients, cast_parameter
 from ebbtide.weights.groups import OffloadedParameters, WeightGroup
-from ebbtide.weights.residency import ResidentGroups, ViewedBuffer, WeightView
+from ebbtide.weights.residency import ResidentGroups
+from ebbtide.weights.view_changes import ChangesThroughViews
+from ebbtide.weights.weight_tensor import WeightTensor
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
@@ -158,11 +158,7 @@ class DeviceWeights(AbstractWeights):
         # The groups of the module whose backward runs, by graph task.
         self._in_backward: dict[int, list[WeightGroup]] = {}
         self._substitutes: dict[OffloadedParameter, WeightGroup] = {}
-        # What views that a forward has left behind may share version counters with, by the weight's
-        # name and the identity of the views' memory.
-        self._viewed_after: dict[
-            tuple[str, int], tuple[StorageWeakRef, Sequence[DeviceParameter]]
-        ] = {}
+        self._views = ChangesThroughViews(self._resident)
         transfers.before_tidying(self.note_deaths)
 
     # ---- forward ------------------------------------------------------------------------------
@@ -178,7 +174,7 @@ class DeviceWeights(AbstractWeights):
         self._running += 1
 
     def _start_over(self) -> None:
-        self._check_views()
+        self._views.check()
         self._reclaim()
         self._resident.start_over()
         self.parameters.begin_forward()
@@ -198,7 +194,7 @@ class DeviceWeights(AbstractWeights):
         if not self._running:
             self._leave_interrupted()
             self._reclaim(everything=True)
-            self._end_views()
+            self._views.end()
             for group in self.groups:
                 for member in group.members:
                     member.reused, member.is_reused_viewed = None, False
@@ -264,7 +260,7 @@ class DeviceWeights(AbstractWeights):
             self._leave(group)
         self._reclaim(everything=not self.is_working())
         if not self.is_working():
-            self._end_views()
+            self._views.end()
         return self._copies_to_wait_for()
 
     def _leave(self, group: WeightGroup) -> None:
@@ -378,93 +374,10 @@ class DeviceWeights(AbstractWeights):
             member.forget_unused()
             if everything:
                 for tensor in member.substitutes:
-                    self._watch_after(member, [tensor], tensor)
+                    self._views.watch_after(member, [tensor], tensor)
                 member.substitutes.clear()
             if not member.substitutes:
                 del self._substitutes[member]
-
-    def _keep_view_changes(self, group: WeightGroup | None = None) -> None:
-        """Keep what was changed through views of groups that are not on the device any more.
-
-        Args:
-            group: look at this group's views and at views that have died. None: at all of them.
-
-        Raises:
-            PolicyError: a weight was changed through a view and in another way, too.
-        """
-        viewed = self._resident.viewed
-        for each in list(viewed):
-            is_gone = not self._resident.is_viewed(each.buffer)
-            if is_gone:
-                viewed.remove(each)
-            if is_gone or group is None or each.group is group:
-                for view in each.views:
-                    self._keep_change(view, each)
-
-    def _keep_change(self, view: WeightView, viewed: ViewedBuffer) -> None:
-        group = viewed.group
-        if not view.is_changed():
-            return
-        if view.changes != view.member.changes:
-            raise PolicyError(
-                f"{view.member.name} is offloaded, and was changed in place through a view and, "
-                f"since its layer ran, in another way, too. One of the changes would be lost. "
-                f"Change the parameter itself, or copy the view: view.clone()"
-            )
-        if group.buffer is not None and not group.awaited:
-            self._resident.release(group)  # a new reload of the group lacks the change
-        view.member.keep_view_changes(view.counters, viewed.buffer, group.buffer)
-        view.changes = view.member.changes
-
-    def _end_views(self) -> None:
-        """Keep what was changed through views; what they change from now on raises an error.
-
-        The program may write the host values from now on, so that changes of both could not be put
-        in order.
-        """
-        for group in self._resident.on_device():
-            for member in group.members if group.buffer is not None else ():
-                unused = member.unused()
-                if unused and group.buffer is not None:
-                    member.keep_view_changes(unused, group.buffer, None)
-                    if self._resident.is_viewed(group.buffer):
-                        self._watch_after(member, unused, group.buffer)
-                    member.stop_watching(viewed=True)
-        viewed = self._resident.viewed
-        if viewed:
-            self._keep_view_changes()
-        while viewed:
-            each = viewed.pop()
-            for view in each.views:
-                self._watch_after(view.member, view.counters, each.buffer)
-
-    def _watch_after(
-        self,
-        member: OffloadedParameter,
-        counters: Sequence[DeviceParameter],
-        memory: torch.Tensor,
-    ) -> None:
-        alive = StorageWeakRef(memory.untyped_storage())  # type: ignore[no-untyped-call]
-        free = [each.counter() for each in counters]  # with neither a graph nor memory
-        self._viewed_after[member.name, alive.cdata] = (alive, free)
-
-    def _check_views(self) -> None:
-        """Check that no view has changed a weight since the forward that it was taken in.
-
-        Raises:
-            PolicyError: one has.
-        """
-        for place, (alive, counters) in list(self._viewed_after.items()):
-            is_changed = any(counter.is_changed() for counter in counters)
-            if is_changed or alive.expired():  # type: ignore[no-untyped-call]
-                del self._viewed_after[place]
-            if is_changed:
-                name = place[0]
-                raise PolicyError(
-                    f"{name} is offloaded, and was changed in place through a view that a forward "
-                    f"had taken of it, after that forward; the change is lost. Change the "
-                    f"parameter itself, or copy the view in the forward: view.clone()"
-                )
 
     # ---- backward -----------------------------------------------------------------------------
 
@@ -507,7 +420,7 @@ class DeviceWeights(AbstractWeights):
         self._give_up_backward(task)
         self._reclaim(everything=not self._running)
         if not self._running:
-            self._end_views()
+            self._views.end()
         self._transfers.offloads.retire_finished()  # the host has waited for all gradients
         return self._copies_to_wait_for()
 
@@ -561,7 +474,7 @@ class DeviceWeights(AbstractWeights):
     def _bring(self, group: WeightGroup) -> torch.Tensor:
         self._reclaim()  # first: bringing the group may release one whose weights were modified
         if self._resident.viewed:
-            self._keep_view_changes(group)
+            self._views.keep(group)
         return self._resident.bring(group)
 
     @_with_the_lock
@@ -657,81 +570,6 @@ class DeviceWeights(AbstractWeights):
         """Free the slot of a closed group once no copy reads it. Blocks, so it runs deferred."""
         self._device.finish_copies()
         self._transfers.store.drop(slot)
-
-
-@final
-class WeightTensor(AbstractAway):
-    """Stands for a weight that autograd saved: a view of it, or a cast copy made by autocast.
-
-    A cast copy is not stored but cast again in backward, because keeping it would occupy device
-    memory from forward to backward.
-
-    Args:
-        weights: reloads the group.
-        group: the group of the weight.
-        member: the weight.
-        tensor: the tensor that autograd saved.
-        is_cast: whether `tensor` is a copy in another dtype.
-    """
-
-    __slots__ = (
-        "_changes",
-        "_group",
-        "_is_cast",
-        "_member",
-        "_parameter_version",
-        "_replacements",
-        "_weights",
-    )
-
-    def __init__(
-        self,
-        weights: DeviceWeights,
-        group: WeightGroup,
-        member: OffloadedParameter,
-        tensor: torch.Tensor,
-        *,
-        is_cast: bool,
-    ) -> None:
-        self._weights = weights
-        self._group = group
-        self._member = member
-        self._is_cast = is_cast
-        self._changes = member.changes
-        self._parameter_version = member.parameter._version
-        self._replacements = member.replacements
-        super().__init__(tensor, weights.empty)
-        weights.add_handle(self, group)
-
-    def share(self) -> WeightTensor:
-        return self  # it holds no memory that sharing could duplicate
-
-    def is_modified(self) -> bool:
-        # A change during the forward raises the device parameter's version (checked by the base
-        # class); a change after it raises the version of the parameter.
-        member = self._member
-        return (
-            super().is_modified()
-            or member.parameter._version != self._parameter_version
-            or member.replacements != self._replacements
-            # Stricter than autograd: it would still have its own cast copy and use that.
-            or (self._is_cast and member.changes != self._changes)
-        )
-
-    def restore(self) -> torch.Tensor:
-        if self.is_modified():
-            raise SavedTensorModifiedError(
-                f"{self._member.name}, whose values are offloaded, was modified between the "
-                f"forward that used it and its backward; modify weights after backward, or run "
-                f"the forward again"
-            )
-        buffer = self._weights.bring(self._group)
-        if self._is_cast:
-            buffer = self._member.view_of(buffer).to(self._dtype)
-        return self._tensor_in(buffer.untyped_storage())
-
-    def peek(self) -> torch.Tensor:
-        return self.restore()
 
 
 def _in_backward() -> bool:
