@@ -201,7 +201,7 @@ def test_the_most_frugal_plan_is_followed_where_no_other_fits() -> None:
         model(batch).square().mean().backward()
     waste.append(torch.zeros(SHEET // 2))  # many times as much as there is room for
     model(batch).square().mean().backward()  # what is over is noticed afterwards
-    with pytest.warns(UserWarning, match="most frugal plan is followed"):
+    with pytest.warns(UserWarning, match="A plan that needs less is followed"):
         repeat(lambda: model(batch).square().mean().backward(), 4)
     assert handle.plan is not None and handle.plan.settled
     assert modes(handle.plan) != {"as is", "keep"}

@@ -200,9 +200,7 @@ def test_a_fast_plan_that_was_over_does_not_stay() -> None:
 
 def test_copies_are_learned_to_cost_what_they_make_steps_longer() -> None:
     study = measured_study(100, 30)
-    assert (
-        study.step.hardware.copy_cost_s_per_byte == LINK.copy_cost_s_per_byte
-    )
+    assert study.step.hardware.copy_cost_s_per_byte == LINK.copy_cost_s_per_byte
     frugal_bytes = copied_bytes(PROFILE, study.plan)
     plan = study.choose(0)
     less_bytes = frugal_bytes - copied_bytes(PROFILE, plan)

@@ -279,16 +279,25 @@ class BudgetStudy:
 
     def _settle(self) -> None:
         """Stay with the fastest plan that was measured to fit."""
-        fitting = [each for each in self._tried if each.measured.peak_bytes <= self._budget_bytes]
-        if fitting and self._measured is not None:
-            best = min(fitting, key=lambda each: each.measured.step_s)
-            over = self._measured.peak_bytes > self._budget_bytes
-            if over or best.measured.step_s < (1 - _FASTER) * self._measured.step_s:
+        best, measured = self._fastest(), self._measured
+        if best is not None and measured is not None:
+            over = measured.peak_bytes > self._budget_bytes
+            if over or best.measured.step_s < (1 - _FASTER) * measured.step_s:
                 if self._num_timed < _TIMED and not over:
                     self.stage, self._searches = Stage.SECONDS, False  # perhaps it was chance
                     return
-                self.plan, self._measured, self._growth = best
+                self._follow(best)
         self.phase, self._searches = Phase.SETTLED, False
+
+    def _fastest(self) -> _Tried | None:
+        """Return the fastest of the plans that were measured to fit."""
+        fitting = [each for each in self._tried if each.measured.peak_bytes <= self._budget_bytes]
+        return min(fitting, key=lambda each: each.measured.step_s, default=None)
+
+    def _follow(self, tried: _Tried) -> None:
+        """Follow a plan again, with what is predicted for it now."""
+        self.plan, self._measured, self._growth = tried
+        self.plan = _predicted_now(self.plan, self._predict(self._begin_bytes), self._slack_bytes)
 
     def _corrected(self, begin_bytes: int) -> StepProfile:
         fixed_bytes = begin_bytes + self._slack_bytes
@@ -335,7 +344,7 @@ class BudgetStudy:
             plan = search(profile, self._hardware, budget, timing)
         except BudgetError as error:
             if self._frugal_fits:
-                self._follow_frugal()
+                self._follow_what_fits()
                 return
             if self._try_another_frugal():
                 return
@@ -354,16 +363,19 @@ class BudgetStudy:
         self.plan, self._growth, self.stage = plan, None, Stage.WARM_UP
         self._num_timed = 0
 
-    def _follow_frugal(self) -> None:
-        """Follow the most frugal plan for good: it was measured to fit, and no other does."""
+    def _follow_what_fits(self) -> None:
+        """Follow a plan that was measured to fit for good: no other is predicted to."""
         if self._measured is not None and self._measured.peak_bytes > self._budget_bytes:
             warn_user(
                 f"a step needed {format_size(self._measured.peak_bytes)} under a budget of "
-                f"{format_size(self._budget_bytes)}. The most frugal plan is followed from now on; "
-                f"give a larger budget or a smaller batch",
+                f"{format_size(self._budget_bytes)}. A plan that needs less is followed from now "
+                f"on; give a larger budget or a smaller batch",
                 UserWarning,
             )
-        if self._frugal:
+        best = self._fastest()
+        if best is not None:
+            self._follow(best)
+        elif self._frugal:
             self.plan, self._growth = self._frugal[0].plan, None
         self.phase, self._searches = Phase.SETTLED, False
 
