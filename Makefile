@@ -100,6 +100,7 @@ bench: $(VENV)/.dev  ## measure what needs no accelerator; results go to benchma
 	$(BIN)/python -m benchmarks.budget
 	$(BIN)/python -m benchmarks.plan_search
 	$(BIN)/python -m benchmarks.plan_paper
+	$(BIN)/python -m benchmarks.plan_links
 	$(BIN)/python -m benchmarks.report
 
 # As found: no installs, no network. It takes the .venv if there is one, else the system's Python.

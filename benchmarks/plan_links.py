@@ -3,8 +3,8 @@
 Nothing is measured. Bytes come from fake tensors, seconds from a roofline with the figures of the
 preset ``h100``, and only the link differs: the same bandwidth each way, and 1.5 times as much both
 ways together. The models go from an FNO, which does little arithmetic for each byte that it saves,
-to a transformer with a long sequence, which does much. Each step is predicted by the arithmetic that
-takes exactly what the engine takes in virtual time (`tests/simulation/test_step_timing.py`).
+to a transformer with a long sequence, which does much. Each step is predicted by the arithmetic
+that takes exactly what the engine takes in virtual time (`tests/simulation/test_step_timing.py`).
 
 Budgets lie between the least that any rule needs and what keeping everything needs. A rule is the
 best one that fits: keep, offload, recompute, rebuild, two of these, or offload the first k layers,
@@ -116,7 +116,7 @@ def _with_link(hardware: Hardware, bytes_per_s: float) -> Hardware:
 
 def _table(entries: list[dict[str, Any]]) -> str:
     lines = [
-        "| model | link | budget | keep all | best rule that fits | rule | plan | plan / rule | gap |",
+        "| model | link | budget | keep all | best rule that fits | its step | plan | x rule | gap |",
         "|" + "---|" * 9,
     ]
     for each in entries:

@@ -43,6 +43,7 @@ _TITLES = {
     "plan-recomputation": "Plans that only recompute, against a dynamic programme's optimum",
     "plan-largest-fno-h100": "On paper for an H100: the largest FNO, predicted and not measured",
     "plan-beside-save-on-cpu": "On paper for an H100: a planned step beside save_on_cpu, predicted",
+    "plan-links": "On paper: plans beside rules over links from 2 to 900 GB/s, predicted",
     "pinned": "Page-locked memory that the host store takes",
     "overhead": "Host time per saved tensor",
     "link": "The link between host and accelerator",
