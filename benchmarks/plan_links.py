@@ -116,7 +116,8 @@ def _with_link(hardware: Hardware, bytes_per_s: float) -> Hardware:
 
 def _table(entries: list[dict[str, Any]]) -> str:
     lines = [
-        "| model | link | budget | keep all | best rule that fits | its step | plan | x rule | gap |",
+        "| model | link | budget | keep all | best rule that fits | its step | plan | x rule "
+        "| gap |",
         "|" + "---|" * 9,
     ]
     for each in entries:
