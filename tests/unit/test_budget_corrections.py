@@ -14,7 +14,7 @@ from ebbtide.budgeting.placed_plan import place
 from ebbtide.memory.measured_memory import AbstractMemory
 from ebbtide.planning.plan import LayerMode, LayerPlan, Plan
 from ebbtide.planning.prediction.step_timing import StepTiming
-from ebbtide.planning.searching.simple_plans import keep_all
+from ebbtide.planning.searching.simple_plans import keep_all, offload_first
 from ebbtide.planning.step_profile import LayerProfile
 from ebbtide.tracing.events import TraceEvent
 from ebbtide.tracing.trace import Trace
@@ -210,6 +210,13 @@ def test_copies_are_learned_to_cost_what_they_make_steps_longer() -> None:
     study.learn_seconds(Trace([event]), 2.99, 30 * MB)
     cost = study.step.hardware.copy_cost_s_per_byte
     assert cost == pytest.approx(0.01 / less_bytes)
+
+
+def test_copied_bytes_count_both_directions_and_shared_memory_once() -> None:
+    """8 and 4 MB of each of three layers, down and up."""
+    plan = offload_first(PROFILE, 3)
+    assert copied_bytes(PROFILE, plan) == 2 * 3 * 12 * MB
+    assert copied_bytes(PROFILE, keep_all(PROFILE)) == 0
 
 
 def test_less_caution_after_steps_that_needed_less() -> None:

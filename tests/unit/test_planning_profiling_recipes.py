@@ -33,12 +33,16 @@ class Gated(nn.Module):
         return x + self.down(F.silu(self.gate(x)) * self.up(x))
 
 
-class ChangedOutput(nn.Module):
-    """A sine that is changed in place cannot be rebuilt, but its cosine can be, from the change."""
+class Two(nn.Module):
+    """Has two linear layers; saves of the first one's output differ by case."""
 
     def __init__(self) -> None:
         super().__init__()
         self.one, self.two = nn.Linear(16, 16), nn.Linear(16, 16)
+
+
+class ChangedOutput(Two):
+    """A sine that is changed in place cannot be rebuilt, but its cosine can be, from the change."""
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.one(x).sin()
@@ -46,16 +50,43 @@ class ChangedOutput(nn.Module):
         return self.two(hidden) + self.two(hidden.cos())
 
 
-class TransposedClone(nn.Module):
-    """A copy that keeps strides which its recipe does not give."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Linear(16, 16), nn.Linear(16, 16)
+class ChangedUnseen(Two):
+    """A sine that is changed without autograd's knowledge, whose node still is that of a sine."""
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = self.one(x).exp()
-        return self.two(hidden.t().clone().t()) + hidden.clone().sin()
+        hidden = self.one(x).sin()
+        with torch.no_grad():
+            hidden.mul_(2)
+        return self.two(hidden)
+
+
+class ChangedInput(Two):
+    """A copy of something that was changed before: nothing tells which version was copied."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.one(x)
+        with torch.no_grad():
+            hidden.mul_(2)
+        wave = hidden.cos()
+        return self.two(hidden.clone()) + wave
+
+
+class OtherStrides(Two):
+    """A copy that keeps strides which its recipe does not give."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.one(x).t().exp()
+        return self.two(hidden.clone()) + hidden
+
+
+class LateInput(Two):
+    """What is copied is saved after the copy was saved first. Each storage is decided once."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.one(x)
+        copy = hidden.clone()
+        out = self.two(copy)
+        return out + hidden.cos() + self.two(copy)
 
 
 class Powers(nn.Module):
@@ -83,7 +114,10 @@ def square() -> Tensor:
 MODELS: dict[str, tuple[Any, Any]] = CASES | {
     "gated": (blocks(Gated), square),
     "changed": (blocks(ChangedOutput), square),
-    "clones": (blocks(TransposedClone), square),
+    "changed unseen": (blocks(ChangedUnseen), square),
+    "changed input": (blocks(ChangedInput), square),
+    "other strides": (blocks(OtherStrides), square),
+    "late input": (blocks(LateInput), square),
     "powers": (blocks(Powers), square),
 }
 
