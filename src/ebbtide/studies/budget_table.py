@@ -36,11 +36,13 @@ class PlanCounts(NamedTuple):
         recomputed: layers that run their forward again.
         layers: layers in all.
         offloaded_bytes: what is offloaded, inputs of recomputed layers included.
+        rebuilt_bytes: what is computed again from other saved tensors.
     """
 
     recomputed: int
     layers: int
     offloaded_bytes: int
+    rebuilt_bytes: int
 
 
 def find_rows(
@@ -102,7 +104,7 @@ def _rounded_up(size_bytes: int) -> int:
 def count_choices(study: Study, plan: Plan) -> PlanCounts:
     """Count what a plan for the size that was asked for does."""
     profile = study.profile
-    offloaded_bytes = recomputed = 0
+    offloaded_bytes = rebuilt_bytes = recomputed = 0
     for layer, chosen in zip(profile.layers, plan.layers, strict=True):
         if chosen.mode is not LayerMode.AS_IS:
             recomputed += 1
@@ -112,4 +114,6 @@ def count_choices(study: Study, plan: Plan) -> PlanCounts:
         for storage, decision in zip(layer.storages, chosen.decisions, strict=True):
             if decision is Decision.OFFLOAD and storage.same_as is None and storage.may_leave:
                 offloaded_bytes += storage.size_bytes
-    return PlanCounts(recomputed, len(profile.layers), offloaded_bytes)
+            if decision is Decision.REBUILD and storage.same_as is None:
+                rebuilt_bytes += storage.size_bytes
+    return PlanCounts(recomputed, len(profile.layers), offloaded_bytes, rebuilt_bytes)

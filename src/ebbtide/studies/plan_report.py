@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Final, final
+from typing import Final, NamedTuple, final
 
 from ebbtide.planning.hardware import Hardware, Kind
 from ebbtide.planning.plan import Decision, LayerMode, LayerPlan
@@ -18,7 +18,7 @@ from ebbtide.studies.study import Outcome, Study
 from ebbtide.units import format_size
 
 _WIDTH: Final = 80
-_NAME_WIDTH: Final = 26
+_NAME_WIDTH: Final = 16
 
 
 @final
@@ -111,24 +111,24 @@ def _stem(name: str) -> str:
 def _budget_lines(found: Findings) -> Iterator[str]:
     yield "The fastest step within a budget (predicted)"
     yield (
-        f"  {'budget':>10}  {'peak':>10}  {'step':>8}  {'x keep all':>10}  {'waiting':>8}  "
-        f"{'recomputed':>10}  {'leaves':>9}"
+        f"  {'budget':>10} {'peak':>10} {'step':>8} {'x keep':>6} {'waiting':>7} "
+        f"{'recomputed':>10} {'rebuilt':>9} {'leaves':>9}"
     )
     base_s = found.study.rule("keep all", found.budget_bytes).prediction.step_s
     for row in found.rows:
         mark = ">" if row.budget_bytes == found.budget_bytes else " "
         budget = f"{mark} {format_size(row.budget_bytes):>10}"
         if row.outcome is None:
-            yield f"{budget}  nothing fits"
+            yield f"{budget} nothing fits"
             continue
         prediction = row.outcome.prediction
         counts = count_choices(found.study, row.outcome.plan)
-        leaves = format_size(counts.offloaded_bytes) if counts.offloaded_bytes else "-"
         again = f"{counts.recomputed} of {counts.layers}" if counts.recomputed else "-"
         yield (
-            f"{budget}  {format_size(prediction.peak_bytes):>10}  "
-            f"{format_seconds(prediction.step_s):>8}  {prediction.step_s / base_s:>10.3f}  "
-            f"{prediction.exposed_copy_s / prediction.step_s:>8.1%}  {again:>10}  {leaves:>9}"
+            f"{budget} {format_size(prediction.peak_bytes):>10} "
+            f"{format_seconds(prediction.step_s):>8} {prediction.step_s / base_s:>6.3f} "
+            f"{prediction.exposed_copy_s / prediction.step_s:>7.1%} {again:>10} "
+            f"{_size_or_dash(counts.rebuilt_bytes):>9} {_size_or_dash(counts.offloaded_bytes):>9}"
         )
 
 
@@ -145,7 +145,8 @@ def _plan_lines(found: Findings) -> Iterator[str]:
         f"{format_seconds(prediction.step_s)}{gap}"
     )
     yield (
-        f"  {'layers':<9} {'module':<{_NAME_WIDTH}} {'how':<19} {'stays':>9} {'leaves':>10}"
+        f"  {'layers':<9} {'module':<{_NAME_WIDTH}} {'how':<19} {'stays':>9} {'rebuilt':>9} "
+        f"{'leaves':>9}"
     ).rstrip()
     pairs = list(zip(found.study.profile.layers, plan.layers, strict=True))
     first = 0
@@ -154,15 +155,20 @@ def _plan_lines(found: Findings) -> Iterator[str]:
         last = first + len(run) - 1
         numbers = str(first) if first == last else f"{first} to {last}"
         name = run[0][0].name if first == last else f"{len(run)} x {_stem(run[0][0].name)}"
-        stays, leaves = (sum(each) for each in zip(*map(_sizes, run), strict=True))
+        stays, rebuilt, leaves = (sum(each) for each in zip(*map(_sizes, run), strict=True))
         yield (
             f"  {numbers:<9} {_shortened(name):<{_NAME_WIDTH}} {run[0][1].mode.value:<19} "
-            f"{_size_or_dash(stays):>9} {_size_or_dash(leaves):>10}"
+            f"{_size_or_dash(stays):>9} {_size_or_dash(rebuilt):>9} {_size_or_dash(leaves):>9}"
         )
         first = last + 1
-    if not any(leaves or chosen.mode is not LayerMode.AS_IS for leaves, chosen in _leaving(pairs)):
-        yield "  Everything fits as it is: there is nothing to move."
-        return
+    sizes = [_sizes(pair) for pair in pairs]
+    if all(chosen.mode is LayerMode.AS_IS for _, chosen in pairs):
+        if not any(each.rebuilt or each.leaves for each in sizes):
+            yield "  Everything fits as it is: there is nothing to move."
+            return
+        if not any(each.leaves for each in sizes):
+            yield "  There is nothing to move."
+            return
     where = "in files" if found.study.hardware.computes_on_host else "on the host"
     waits = "never waits"
     if prediction.exposed_copy_s:
@@ -176,25 +182,25 @@ def _plan_lines(found: Findings) -> Iterator[str]:
     )
 
 
-def _leaving(
-    pairs: Sequence[tuple[LayerProfile, LayerPlan]],
-) -> Iterator[tuple[int, LayerPlan]]:
-    for pair in pairs:
-        yield _sizes(pair)[1], pair[1]
+class _Sizes(NamedTuple):
+    """Bytes that a layer is the first to save, by what becomes of them."""
+
+    stays: int
+    rebuilt: int
+    leaves: int
 
 
-def _sizes(pair: tuple[LayerProfile, LayerPlan]) -> tuple[int, int]:
-    """Return the bytes that a layer saves first: those that stay, and those that leave."""
+def _sizes(pair: tuple[LayerProfile, LayerPlan]) -> _Sizes:
     layer, chosen = pair
     if chosen.mode is not LayerMode.AS_IS:
         leaves = chosen.mode is LayerMode.RECOMPUTE_OFFLOAD
-        return (0, layer.input_bytes) if leaves else (layer.input_bytes, 0)
+        return _Sizes(0, 0, layer.input_bytes) if leaves else _Sizes(layer.input_bytes, 0, 0)
     sizes: Counter[Decision] = Counter()
     for storage, decision in zip(layer.storages, chosen.decisions, strict=True):
         if storage.same_as is None:
-            offloaded = decision is Decision.OFFLOAD and storage.may_leave
-            sizes[Decision.OFFLOAD if offloaded else Decision.KEEP] += storage.size_bytes
-    return sizes[Decision.KEEP], sizes[Decision.OFFLOAD]
+            stays = decision is Decision.OFFLOAD and not storage.may_leave
+            sizes[Decision.KEEP if stays else decision] += storage.size_bytes
+    return _Sizes(sizes[Decision.KEEP], sizes[Decision.REBUILD], sizes[Decision.OFFLOAD])
 
 
 def _size_or_dash(size_bytes: int) -> str:

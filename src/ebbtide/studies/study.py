@@ -23,7 +23,14 @@ from ebbtide.studies.tasks import Size, Task, TaskFamily
 
 _SHORT_BLOCKS: Final = 3  # the first, the last, and one that stands for all others
 
-RULES: Final = ("keep all", "offload all", "recompute all", "recompute + offload all")
+RULES: Final = (
+    "keep all",
+    "rebuild alone",
+    "offload all",
+    "offload all, rebuild",
+    "recompute all",
+    "recompute + offload all",
+)
 """The plans that are compared with the one that is found; nothing is rebuilt in a profile."""
 
 
