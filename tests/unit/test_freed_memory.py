@@ -13,7 +13,7 @@ from torch import nn
 import ebbtide
 from ebbtide.devices.simulated import SimulatedDevice
 from ebbtide.memory import freed_memory
-from ebbtide.memory.freed_memory import FreedMemory, chosen_settings, describe
+from ebbtide.memory.freed_memory import LEAST_BYTES, FreedMemory, chosen_settings, describe
 from ebbtide.stores import disk
 from ebbtide.stores.build import build_store
 
@@ -138,6 +138,14 @@ def step(model: nn.Module, rows: int = 4096) -> None:
 
 def tower() -> nn.Sequential:
     return nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), nn.Tanh()) for _ in range(4)))
+
+
+def test_freed_memory_stays_where_there_is_room() -> None:
+    freed = FreedMemory()
+    freed.has_room = lambda: True
+    assert not freed.is_due(2 * LEAST_BYTES, 0)
+    freed.has_room = lambda: False
+    assert freed.is_due(2 * LEAST_BYTES, 0) == freed.is_returned
 
 
 def test_a_step_returns_memory_in_forward_and_in_backward(trims: list[int]) -> None:

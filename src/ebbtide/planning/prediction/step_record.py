@@ -73,6 +73,7 @@ class StepRecord:
         self.passes: list[PassRecord] = []
         self._copies: list[_CopyRecord] = []
         self._waits: list[tuple[float, float]] = []
+        self._rebuilds: list[tuple[float, float, int]] = []
 
     def note_copy(self, lane: str, layer: int, size_bytes: int, copy: Copy) -> None:
         """Note that a copy was queued in a lane."""
@@ -82,6 +83,11 @@ class StepRecord:
         """Note that compute waited for a copy."""
         if end_s > begin_s:
             self._waits.append((begin_s, end_s))
+
+    def note_rebuild(self, begin_s: float, end_s: float, layer: int) -> None:
+        """Note that something was rebuilt for the backward of a layer."""
+        if end_s > begin_s:
+            self._rebuilds.append((begin_s, end_s, layer))
 
     def events(self) -> Iterator[TraceEvent]:
         """Yield the events of the step, as a trace has them. The loss is none."""
@@ -94,6 +100,8 @@ class StepRecord:
                 yield TraceEvent("recompute", "compute", each.begin_s, end_s, each.layer)
         for begin_s, end_s in self._waits:
             yield TraceEvent("wait", "compute", begin_s, end_s)
+        for begin_s, end_s, layer in self._rebuilds:
+            yield TraceEvent("rebuild", "compute", begin_s, end_s, layer)
         free_s = {DOWN: 0.0, UP: 0.0}  # copies of a lane run one after the other
         last_s = self.passes[-1].end_s
         for lane, layer, size_bytes, copy in self._copies:

@@ -326,10 +326,13 @@ class _Run:
             if copy is not None:
                 self._wait(copy)
                 self._buffered_bytes -= self._sizes[piece]
+        begin_s = self._now_s
         for piece in needed:
             if self._uses.decisions[piece] is Decision.REBUILD:
                 self._take(piece)
                 self._now_s += self._storages.memories[piece].rebuild_s or 0.0
+        if self._record is not None:
+            self._record.note_rebuild(begin_s, self._now_s, index)
 
     def _end(self, piece: int) -> None:
         """Note that nothing needs a piece any more."""
