@@ -172,6 +172,7 @@ class Program:
         apply: called with a function and tensors; applies the one to the others.
         changes: tensors are changed in place. A recomputed layer needs its input where plain
             autograd does not, so it would raise where that does not.
+        after_error: called when a backward has raised.
     """
 
     def __init__(
@@ -183,8 +184,9 @@ class Program:
         starts_over: bool = False,
         apply: Apply = lambda function, *tensors: function(*tensors),
         changes: bool = True,
+        after_error: Callable[[], None] = lambda: None,
     ) -> None:
-        self._how = _How(switch, apply, starts_over, changes)
+        self._how = _How(switch, apply, starts_over, changes, after_error)
         self._source = source
         self._unary = unary
 
@@ -222,6 +224,7 @@ class _How:
     apply: Apply
     starts_over: bool
     changes: bool
+    after_error: Callable[[], None]
 
 
 @dataclass
@@ -354,6 +357,7 @@ class _Step:
             self._start_over()
         except OSError:
             self.outcome.errors.append("store failed")
+            self.how.after_error()
         except RuntimeError as error:
             known = {"modified": "modified in place", "use_reentrant": "reentrant within grad"}
             names = [name for word, name in known.items() if word in str(error)]
@@ -363,6 +367,7 @@ class _Step:
             self._start_over()
 
     def _start_over(self) -> None:
+        self.how.after_error()
         if self.how.starts_over:
             for weight in self.weights:
                 weight.grad = None

@@ -195,6 +195,14 @@ class SoftBench(Simulation):
         result.record_stream(main)
         return result
 
+    def after_error(self) -> None:
+        """Order the main stream after the gradients of a backward that raised.
+
+        torch lets the caller's stream wait for the others only at the end of a backward that did
+        not raise. Plain training on two streams then reads gradients too early as well.
+        """
+        torch.accelerator.current_stream().wait_stream(self._beside)
+
     def check_account(self) -> None:
         transfers = self.transfers
         transfers.settle()
@@ -248,7 +256,13 @@ def check_activations(seed: int, order: str = "threads") -> Counter[str]:
 
 
 def _run_offloaded(seed: int, bench: SoftBench) -> tuple[Outcome, set[int]]:
-    program = Program(seed, bench.switch, starts_over=bench.knobs.rebuild, apply=bench.apply)
+    program = Program(
+        seed,
+        bench.switch,
+        starts_over=bench.knobs.rebuild,
+        apply=bench.apply,
+        after_error=bench.after_error,
+    )
     failed: set[int] = set()
     with mock.patch.object(disk_file, "os", FaultyOs(bench.knobs)):
         return program.run(_noting_failures(bench.forward, failed), bench.after_step), failed
