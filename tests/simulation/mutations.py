@@ -11,6 +11,10 @@ ACTIVATIONS = "harness.check"
 SCHEDULES = "schedule_programs.check_schedule"
 WEIGHTS = "weight_programs.check_weights"
 STATEMENTS = "weight_statements.check_statements"
+LATE_READS = "soft_guards.check_late_reads"
+TWO_GRADIENTS = "soft_guards.check_two_gradients"
+SOFT_ONLY = (LATE_READS, TWO_GRADIENTS)
+"""Programs that need late kernels on streams of their own, or two devices of autograd's."""
 
 
 @dataclass(frozen=True)
@@ -30,11 +34,20 @@ class Mutation:
     @property
     def name(self) -> str:
         """Of the test."""
-        kinds = {SCHEDULES: " of schedules", WEIGHTS: " of weights", STATEMENTS: " of statements"}
+        kinds = {
+            SCHEDULES: " of schedules",
+            WEIGHTS: " of weights",
+            STATEMENTS: " of statements",
+            LATE_READS: " of late reads",
+            TWO_GRADIENTS: " of two gradients",
+        }
         return f"{self.guard}{kinds.get(self.check, '')}"
 
 
 _NO_BUFFERS = put("[held for held in self.abandoned if not held[1].query()]", "[]")
+_UNLOCKED = """\
+moved = gradient.to(parameter.device)
+parameter.grad = moved if parameter.grad is None else parameter.grad + moved"""
 _NOT_COMPLETE = put("self.queue and self.queue[0].is_copied()", "self.queue")
 
 MUTATIONS = (
@@ -102,4 +115,7 @@ MUTATIONS = (
     # ---- anything between two statements -------------------------------------------------------
     Mutation("weights-of-recomputation", never, STATEMENTS),
     Mutation("copies-outlive-engine", remove, STATEMENTS),
+    # ---- what needs late kernels ---------------------------------------------------------------
+    Mutation("close-after-streams", instead("self._device.finish_copies()"), LATE_READS),
+    Mutation("gradient-under-lock", instead(_UNLOCKED), TWO_GRADIENTS),
 )

@@ -20,7 +20,16 @@ from pathlib import Path
 import softdevice
 from guards import find_guards, without
 from mutant import CAUGHT, try_mutant
-from mutations import ACTIVATIONS, MUTATIONS, SCHEDULES, STATEMENTS, WEIGHTS, Mutation
+from mutations import (
+    ACTIVATIONS,
+    LATE_READS,
+    MUTATIONS,
+    SCHEDULES,
+    STATEMENTS,
+    TWO_GRADIENTS,
+    WEIGHTS,
+    Mutation,
+)
 from softdevice import build
 
 RESULTS = Path(__file__).with_name("soft_mutants.json")
@@ -50,11 +59,23 @@ def statements(seed: int) -> None:
     _in_every_order("soft_weight_statements", "check_statements", seed)
 
 
+def late_reads(seed: int) -> None:
+    """Read on a stream of the program's own what `detach` takes away, in every order."""
+    _in_every_order("soft_guards", "check_late_reads", seed)
+
+
+def two_gradients(seed: int) -> None:
+    """Add gradients from two of autograd's threads in every order."""
+    _in_every_order("soft_guards", "check_two_gradients", seed)
+
+
 _PROGRAMS = {
     ACTIVATIONS: activations,
     SCHEDULES: schedules,
     WEIGHTS: weights,
     STATEMENTS: statements,
+    LATE_READS: late_reads,
+    TWO_GRADIENTS: two_gradients,
 }
 
 

@@ -180,6 +180,9 @@ class AcceleratorDevice(AbstractDevice):
         for stream in (self._d2h, self._h2d):
             stream.stream.synchronize()
 
+    def finish(self) -> None:
+        torch.accelerator.synchronize(self.torch_device)
+
     def _copy_on(
         self,
         stream: _AcceleratorStream,

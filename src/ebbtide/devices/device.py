@@ -263,3 +263,7 @@ class AbstractDevice(ABC):
     @abstractmethod
     def finish_copies(self) -> None:
         """Block the host until both copy streams are empty."""
+
+    def finish(self) -> None:
+        """Block the host until all streams are empty, those of the program included."""
+        self.finish_copies()

@@ -158,8 +158,9 @@ def _abandon(
     """Unlock a block that was collected without `give_back`. This runs in a finalizer."""
 
     def unlock_when_idle() -> None:
-        # Nobody has waited for the copies, and one could still use the memory after the unlock.
-        device.finish_copies()
+        # Nobody has waited for the copies, the program's own included, and one could still use the
+        # memory after the unlock.
+        device.finish()
         _unlock(unlock, tensor, pid)
 
     if os.getpid() == pid:

@@ -67,10 +67,10 @@ def _pass_on(parameter: torch.Tensor, former: torch.Tensor) -> None:
                 "handle, after the graph had been made; hooks on that parameter cannot get its "
                 "whole gradient. Run the backward before that call, or remove the hooks"
             )
-        # The parameter's own node adds the gradient, because it takes a lock. The parameter is on
-        # the other device, so another of autograd's threads may add to its gradient at this moment,
-        # and one of the two sums would be lost.
         create_graph = torch.is_grad_enabled()
+        # Guard gradient-under-lock: the parameter's own node adds the gradient, because it takes a
+        # lock. The parameter is on the other device, so another of autograd's threads may add to
+        # its gradient at this moment, and one of the two sums would be lost.
         torch.autograd.backward(parameter, gradient.to(parameter.device), create_graph=create_graph)
 
 
