@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import ebbtide
@@ -28,14 +28,17 @@ def _wrapped(kind: str, device: torch.device) -> nn.Module:
     if kind == "ddp":
         return DistributedDataParallel(model)
     mesh = init_device_mesh(device.type, (WORLD,))
+    policy = CPUOffloadPolicy() if kind == "fsdp2-cpu" else OffloadPolicy()
     for layer in model:
-        fully_shard(layer, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+        fully_shard(layer, mesh=mesh, offload_policy=policy)
+    return fully_shard(model, mesh=mesh, offload_policy=policy)
 
 
 def _train(kind: str, rank: int, offload: bool) -> tuple[list[str], int]:
     device = torch.device("softdevice", 0)
     model = _wrapped(kind, device)
+    home = "cpu" if kind == "fsdp2-cpu" else device.type
+    assert all(parameter.device.type == home for parameter in model.parameters())
     handle = ebbtide.offload(model, activations=EVERYTHING) if offload else None
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
     torch.manual_seed(rank)

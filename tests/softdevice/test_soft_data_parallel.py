@@ -14,33 +14,38 @@ HERE = Path(__file__).parent
 LIMIT_S = 200
 
 
-@pytest.mark.parametrize("order", ["threads", "compute-first"])
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-def test_offloaded_training_is_the_plain_one(kind: str, order: str, tmp_path: Path) -> None:
+def run_ranks(*commands: list[str]) -> list[str]:
+    """Run Python at once with the arguments of each rank. Returns the last line of each."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])}
     ranks = [
         subprocess.Popen(
-            [
-                *(sys.executable, str(HERE / "data_parallel_worker.py")),
-                *(kind, str(rank), str(tmp_path / "rendezvous"), order),
-            ],
+            [sys.executable, *command],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for rank in range(WORLD)
+        for command in commands
     ]
-    answers = []
+    lines = []
     try:
         for rank in ranks:
             output, errors = rank.communicate(timeout=LIMIT_S)
             assert rank.returncode == 0, errors[-3000:]
-            answers.append(json.loads(output.splitlines()[-1]))
+            lines.append(output.splitlines()[-1])
     finally:
         for rank in ranks:
             rank.kill()
+    return lines
+
+
+@pytest.mark.parametrize("order", ["threads", "compute-first"])
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "fsdp2-cpu"])
+def test_offloaded_training_is_the_plain_one(kind: str, order: str, tmp_path: Path) -> None:
+    script, rendezvous = str(HERE / "data_parallel_worker.py"), str(tmp_path / "rendezvous")
+    ranks = ([script, kind, str(rank), rendezvous, order] for rank in range(WORLD))
+    answers = [json.loads(output) for output in run_ranks(*ranks)]
     for answer in answers:
         assert len(set(answer["plain"])) == STEPS
         assert answer["offloaded"] == answer["plain"]

@@ -50,6 +50,24 @@ def _staged(name: str) -> Callable[..., Any]:
     return call
 
 
+class _Message(dist._Work):
+    """A message on its way. What was received is copied to the device when somebody waits."""
+
+    def __init__(self, work: dist._Work, tensors: list[Tensor], hosts: list[Tensor]) -> None:
+        super().__init__()
+        self._work, self._tensors, self._hosts = work, tensors, hosts
+
+    def wait(self, timeout: Any = None) -> bool:  # noqa: ARG002
+        self._work.wait()
+        for tensor, host in zip(self._tensors, self._hosts, strict=True):
+            tensor.detach().copy_(host)
+        self._tensors, self._hosts = [], []
+        return True
+
+    def is_completed(self) -> bool:
+        return not self._tensors or self._work.is_completed()
+
+
 class _Done(dist._Work):
     def __init__(self, results: list[Tensor]) -> None:
         super().__init__()
@@ -76,6 +94,15 @@ class _Staged(dist.ProcessGroup):
     def getBackendName(self) -> str:  # noqa: N802
         return NAME
 
+    def send(self, tensors: list[Tensor], *to: int) -> dist._Work:
+        """Send without waiting: the other rank may be sending, too, before it receives."""
+        hosts = [tensor.detach().cpu() for tensor in tensors]
+        return _Message(self.gloo.send(hosts, *to), [], [])
+
+    def recv(self, tensors: list[Tensor], *of: int) -> dist._Work:
+        hosts = [torch.empty_like(tensor, device="cpu") for tensor in tensors]
+        return _Message(self.gloo.recv(hosts, *of), tensors, hosts)
+
     @property
     def group_name(self) -> str:
         """The name by which functional collectives find the group."""
@@ -94,12 +121,10 @@ _COLLECTIVES = (
     "barrier",
     "broadcast",
     "gather",
-    "recv",
     "reduce",
     "reduce_scatter",
     "reduce_scatter_tensor_coalesced",
     "scatter",
-    "send",
 )
 _NEWER_NAMES = {  # of torch 2.13's groups; its backends have the older ones
     "all_gather_single": "_allgather_base",
