@@ -50,7 +50,7 @@ def save(
         configuration: the arguments that the figures depend on.
         results: figures and samples, with units in the keys.
         table: the Markdown table.
-        directory: directory to write to.
+        directory: directory to write to; it is made if there is none.
 
     Returns:
         The path of the JSON file.
@@ -64,6 +64,7 @@ def save(
         "configuration": configuration,
         "results": results,
     }
+    directory.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(document, indent=1) + "\n")
     where = ", ".join(f"{key} {value}" for key, value in facts.items())
     text = f"# {case}\n\n{warning_of(facts)}{table}\n\n{where}\n"

@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks import gpu, jobs, overhead, pinned, report, trial  # noqa: E402
 from benchmarks.models import fno, transformer  # noqa: E402
 from benchmarks.modes import all_modes  # noqa: E402
-from benchmarks.record import RESULTS  # noqa: E402
+from benchmarks.record import RESULTS, save  # noqa: E402
 from benchmarks.tables import CASES, limit_of_step_s, tables_of  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -334,3 +334,10 @@ def test_trls_wrapper_attaches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "Stream", lambda *_, **__: None)
     context = mode.attach(nn.Sequential(nn.Linear(4, 4)))
     assert type(context()).__name__ == "OffloadActivations"
+
+
+def test_a_result_makes_its_folder(tmp_path: Path) -> None:
+    """A measurement takes minutes, and would be lost at its end."""
+    path = save("nothing", {}, {"seconds": 1}, "| s |\n|---|\n| 1 |", tmp_path / "new" / "results")
+    assert json.loads(path.read_text())["results"] == {"seconds": 1}
+    assert path.with_suffix(".md").exists()
