@@ -5,19 +5,20 @@ import importlib
 import sys
 import traceback
 import warnings
+from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
 
 CAUGHT = "caught: "
 """Begins what a run prints that noticed the mutation."""
 
 
-def try_mutant(source: str, check: str, seeds: int, output: str, limit_s: float) -> None:
+def try_mutant(source: str, check: str, seeds: Sequence[int], output: str, limit_s: float) -> None:
     """Try seeds until one notices the mutation, and write what came of it.
 
     Args:
         source: the folder of the mutated package.
         check: the function that runs a seed, as ``module.name``.
-        seeds: how many to try.
+        seeds: those to try.
         output: a file for what is printed.
         limit_s: after it the process is stuck: it prints where, and ends.
     """
@@ -32,7 +33,7 @@ def try_mutant(source: str, check: str, seeds: int, output: str, limit_s: float)
         faulthandler.cancel_dump_traceback_later()
 
 
-def _try(source: str, check: str, seeds: int) -> None:
+def _try(source: str, check: str, seeds: Sequence[int]) -> None:
     import torch
 
     import ebbtide
@@ -41,10 +42,10 @@ def _try(source: str, check: str, seeds: int) -> None:
     assert ebbtide.__file__.startswith(source), "the mutated copy must be what runs"
     module, _, name = check.partition(".")
     run = getattr(importlib.import_module(module), name)
-    for seed in range(seeds):
+    for seed in seeds:
         try:
             run(seed)
         except AssertionError as error:
             print(f"{CAUGHT}{error}")
             return
-    print(f"not caught by {seeds} seeds")
+    print(f"not caught by {len(seeds)} seeds")

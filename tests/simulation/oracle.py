@@ -231,7 +231,7 @@ class Oracle:
 
     def _order_as_programs_do(self, storage: Storage, stream: int) -> None:
         points = storage.handed if storage.ours else storage.used
-        if storage.ours and (stream == storage.home or stream in storage.handed):
+        if storage.ours and stream in storage.handed:
             return
         for other, point in points.items():
             if other != stream:

@@ -106,6 +106,13 @@ class Watch:
             self.oracle = Oracle(device, self.found)
         return self.oracle
 
+    def finish(self) -> None:
+        """Let workers and copies go on that a program has left behind: what they do may be late."""
+        device = None if self.oracle is None else self.oracle.device
+        for work in () if device is None else (device.finish_jobs, device.finish_copies):
+            with contextlib.suppress(Exception):
+                work()
+
     def count(self, what: str) -> None:
         self.content[what] = self.content.get(what, 0) + 1
 
@@ -134,6 +141,13 @@ Patches = Iterator[tuple[Any, str, Make]]
 
 
 def _device_patches(watch: Watch) -> Patches:
+    def begin(original: Any) -> Any:
+        def watched(device: SimulatedDevice, *args: Any, **kwargs: Any) -> None:
+            original(device, *args, **kwargs)
+            watch.oracle_of(device)  # from now on: the first copy may read what kernels write now
+
+        return watched
+
     def allocate(original: Any) -> Any:
         def watched(device: SimulatedDevice, size_bytes: int) -> Tensor:
             oracle = watch.oracle_of(device)
@@ -212,6 +226,14 @@ def _device_patches(watch: Watch) -> Patches:
 
         return make
 
+    def go_on(original: Any) -> Any:  # noqa: ARG001
+        def watched(device: SimulatedDevice, message: str) -> None:  # noqa: ARG001
+            watch.count("objections")  # of the device, which would end the program
+
+        return watched
+
+    yield SimulatedDevice, "__init__", begin
+    yield SimulatedDevice, "object_to", go_on
     yield SimulatedDevice, "allocate", allocate
     yield SimulatedDevice, "note_use", note_use
     yield SimulatedDevice, "pin", pin
@@ -364,5 +386,6 @@ def watched(check: Callable[[int], None], seed: int) -> tuple[Watch, Exception |
             check(seed)
         except Exception as error:
             failure = error
+            watch.finish()
     assert not watch.found, f"seed {seed}: {watch.found[0]}"
     return watch, failure

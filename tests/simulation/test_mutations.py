@@ -3,7 +3,7 @@
 import multiprocessing
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -69,13 +69,18 @@ def test_the_page_of_races_is_written_from_the_tags() -> None:
     assert PAGE.read_text() == page(), "write it again: make races"
 
 
-def _run_mutated(forks: ForkServerContext, mutation: Mutation, directory: Path) -> str:
+def _run_mutated(
+    forks: ForkServerContext,
+    mutation: Mutation,
+    directory: Path,
+    seeds: Sequence[int] = range(SEEDS),
+) -> str:
     shutil.copytree(SOURCE, directory / "ebbtide", ignore=shutil.ignore_patterns("__pycache__"))
     guard = find_guards(SOURCE)[mutation.guard]
     file = directory / "ebbtide" / guard.file
     file.write_text(without(file.read_text(), guard, mutation.edit))
     output = directory / "output"
-    arguments = (str(directory), mutation.check, SEEDS, str(output), STUCK_S)
+    arguments = (str(directory), mutation.check, seeds, str(output), STUCK_S)
     process = forks.Process(target=try_mutant, args=arguments, daemon=True)
     process.start()
     # Its exit code says nothing: one thread's `start` may take it away from another's `join`.

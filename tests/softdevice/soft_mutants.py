@@ -122,7 +122,7 @@ def _judge(said: str, code: int) -> tuple[bool, str]:
 
 def _child(directory: str, check: str, output: str) -> None:
     name = f"soft_mutants.{_PROGRAMS[check].__name__}"
-    try_mutant(directory, name, SEEDS, output, STUCK_S)
+    try_mutant(directory, name, range(SEEDS), output, STUCK_S)
 
 
 def _main() -> None:
