@@ -52,6 +52,32 @@ def test_two_models_have_plans_of_their_own() -> None:
     check(one, steps=1)
 
 
+def test_a_frozen_network_between_two_steps(recwarn: pytest.WarningsRecorder) -> None:
+    """As the generator of a GAN while its discriminator is trained: nothing is to be planned."""
+    model = make()
+    with ebbtide.offload(model, budget="90%", activations=SMALL) as handle:
+        for _ in range(5):
+            model.requires_grad_(False)
+            model(torch.randn(64, 32))
+            model.requires_grad_(True)
+            check(model, steps=1)
+        assert handle.plan is not None
+        model.requires_grad_(False)
+        model(torch.randn(64, 32, requires_grad=True)).sum().backward()
+    assert not [str(each.message) for each in recwarn if "budget" in str(each.message)]
+
+
+def test_a_part_that_is_called_alone_is_warned_of() -> None:
+    """A budget is planned for forwards of the model; one of a part of it finds no plan."""
+    model = nn.Module()
+    model.net = make()
+    with ebbtide.offload(model, budget="90%", activations=SMALL) as handle:
+        with pytest.warns(UserWarning, match="the budget is not followed") as warned:
+            check(model, model.net)
+        assert handle.plan is None
+    assert len(warned) == 1
+
+
 def test_an_interrupted_forward_leaves_nothing_behind() -> None:
     model = make()
     with ebbtide.offload(model, budget="90%", activations=SMALL):

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, final
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from ebbtide.activations.placement import PlannedLayers
 from ebbtide.budgeting.budget_size import parse_budget_bytes
@@ -97,6 +98,8 @@ class BudgetController:
             self._several = True
             return
         self._learn()
+        if not _needs_gradients(self._model, args, kwargs):
+            return  # autograd saves nothing
         if self._engine.torch_device != self._device:
             self._begin_on(self._engine.torch_device)
         self._begin(signature(self._model, args, kwargs), args, kwargs)
@@ -195,3 +198,10 @@ class BudgetController:
         study.note_peak(peak_bytes)
         if peak_bytes > self._budget_bytes:
             self._memory.reset_peak()
+
+
+def _needs_gradients(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a parameter is trained, or a gradient of an argument is wanted."""
+    if any(parameter.requires_grad for parameter in model.parameters()):
+        return True
+    return any(getattr(leaf, "requires_grad", False) for leaf in tree_leaves((args, kwargs)))

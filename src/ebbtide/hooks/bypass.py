@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ebbtide.hooks.forward import OffloadedForward
 from ebbtide.hooks.layers import LayerModules, LayerTracker, ModuleHook
+from ebbtide.interface.warning import warn_user
 
 
 @final
@@ -94,6 +95,20 @@ class BypassHooks:
         if module is self._opened and _count_calls(module) < 2:
             self._opened = None
             self._end.close()
+            self._warn_of_no_plan()
+
+    def _warn_of_no_plan(self) -> None:
+        """Warn once if there is a budget or a plan, and every forward so far was bypassed."""
+        forward = self._forward
+        if forward.prepare is None or forward.was_prepared or not torch.is_grad_enabled():
+            return
+        forward.was_prepared = True
+        warn_user(
+            "the budget is not followed, because a part of the model is called and not the model "
+            "itself; everything is recomputed and offloaded. Offload the part that is called: "
+            "ebbtide.offload(model.net, budget=...)",
+            UserWarning,
+        )
 
 
 def _openers(model: nn.Module, layers: Iterable[str]) -> list[nn.Module]:

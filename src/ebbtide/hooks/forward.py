@@ -49,6 +49,7 @@ class OffloadedForward:
             forward can be bypassed.
         prepare: called with the arguments of each forward that autograd records, before it begins;
             None where nothing is to be prepared.
+        was_prepared: whether it has been called.
         handle: the `OffloadHandle`; set only by `wrap_forward_with_offload`.
     """
 
@@ -72,6 +73,7 @@ class OffloadedForward:
         self._interrupted = False
         self.was_bypass_interrupted: Callable[[], bool] | None = None
         self.prepare: Callable[[tuple[Any, ...], dict[str, Any]], None] | None = None
+        self.was_prepared = False
 
     def deactivate(self) -> None:
         """Make every later call a plain call of the wrapped forward."""
@@ -137,6 +139,7 @@ class OffloadedForward:
 
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.prepare is not None and len(self._calls) == 1:
+            self.was_prepared = True
             self.prepare(args, kwargs)
 
     def _begin_weights(self) -> WeightHooks | None:
