@@ -93,6 +93,20 @@ def test_an_interrupted_forward_leaves_nothing_behind() -> None:
         check(model, steps=5)
 
 
+def test_one_autocast_around_the_forward_is_entered_once() -> None:
+    """As Accelerate puts it there. Entered twice, it would stay on after the forward."""
+    plain = make()
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = gradients(plain, plain, 1)
+    model = make()
+    with ebbtide.offload(model, budget="90%", activations=SMALL) as handle:
+        model.forward = torch.autocast("cpu", torch.bfloat16)(model.forward)
+        found = gradients(model, model, 4)
+        assert handle.plan is not None
+    assert not torch.is_autocast_enabled("cpu")
+    assert all(map(torch.equal, expected, found))
+
+
 def test_a_copy_of_the_model_is_plain() -> None:
     model = make()
     with ebbtide.offload(model, budget="90%", activations=SMALL) as handle:

@@ -242,6 +242,29 @@ def test_copies_and_other_models_are_plain() -> None:
         assert handle.inspect().in_flight.is_idle
 
 
+@pytest.mark.parametrize("active", [True, False], ids=["attached", "detached"])
+def test_a_copy_of_a_model_whose_forward_other_code_has_bound(active: bool) -> None:
+    """As Accelerate does for mixed precision: the wrapper's function is shared by the copies."""
+    model, x = make(), torch.randn(8, 16)
+    handle = ebbtide.offload(model, activations=POLICY)
+    inner = model.forward.__func__  # as of a bound method
+
+    def around(module: Module, x: Tensor) -> Tensor:
+        return inner(module, x)
+
+    model.forward = types.MethodType(around, model)
+    if not active:
+        handle.detach()
+    copied = copy.deepcopy(model)
+    copied(x).sum().backward()
+    of_copy = gradients(copied)
+    assert of_copy and not gradients(model)
+    model(x).sum().backward()
+    found = gradients(model)
+    assert len(found) == len(of_copy) and all(map(torch.equal, of_copy, found))
+    handle.detach()
+
+
 def test_a_step_in_which_nothing_left_says_why() -> None:
     model, x = make(), torch.randn(8, 16)
 

@@ -53,6 +53,8 @@ class OffloadedForward:
         handle: the `OffloadHandle`; set only by `wrap_forward_with_offload`.
     """
 
+    # Long: it must pass for a bound method, to Python, to torch, and to other code that wraps it.
+
     handle: Any
 
     def __init__(
@@ -74,6 +76,7 @@ class OffloadedForward:
         self.was_bypass_interrupted: Callable[[], bool] | None = None
         self.prepare: Callable[[tuple[Any, ...], dict[str, Any]], None] | None = None
         self.was_prepared = False
+        self._is_preparing = False
 
     def deactivate(self) -> None:
         """Make every later call a plain call of the wrapped forward."""
@@ -83,6 +86,15 @@ class OffloadedForward:
     def __code__(self) -> types.CodeType:
         """The code of the wrapped forward; `torch.export` notes in which file it is."""
         return self._function.__code__  # type: ignore[no-any-return]
+
+    @property
+    def __func__(self) -> OffloadedForward:
+        """What to call with the model as the first argument, as of a bound method.
+
+        Accelerate wraps this and binds the result to the model. Without it, a deep copy of the
+        model would share the wrapper, and train the original.
+        """
+        return self
 
     @property
     def __globals__(self) -> dict[str, Any]:
@@ -103,8 +115,11 @@ class OffloadedForward:
         return getattr(self._forward, "__func__", self._forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if args and args[0] is self._owner:
-            args = args[1:]  # accelerate binds what it finds in `model.forward` to the model again
+        # Accelerate binds what it finds in `model.forward` to the model again.
+        if args and type(args[0]) is type(self._owner) and isinstance(args[0], nn.Module):
+            if args[0] is not self._owner:
+                return self._function(*args, **kwargs)  # it is bound to a copy of the model
+            args = args[1:]
         if not self._active:
             return self._forward(*args, **kwargs)
         if torch.compiler.is_exporting():
@@ -138,9 +153,27 @@ class OffloadedForward:
         return result
 
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self.prepare is not None and len(self._calls) == 1:
-            self.was_prepared = True
+        if self.prepare is None:
+            return
+        if self._is_preparing:
+            raise PolicyError(
+                "other code has replaced the model's forward by a function that a copy of the "
+                "model shares, so the copy cannot be profiled; offload the model after that code "
+                "has run"
+            )
+        if len(self._calls) > 1:
+            return
+        # What other code has put around this forward is running already, and may not be entered
+        # twice, as one object of torch.autocast: a copy of the model is given none of it.
+        attributes = vars(self._owner)
+        around = attributes.get("forward", self)
+        self.was_prepared = self._is_preparing = True
+        attributes["forward"] = self
+        try:
             self.prepare(args, kwargs)
+        finally:
+            attributes["forward"] = around
+            self._is_preparing = False
 
     def _begin_weights(self) -> WeightHooks | None:
         """Begin a forward with offloaded weights; None if there are none."""
@@ -219,10 +252,10 @@ class OffloadedForward:
         return brief("OffloadedForward", [name, "active" if self._active else "detached"])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
-        owner = getattr(self._forward, "__self__", None)
-        copied = memo.get(id(owner))
+        copied = memo.get(id(getattr(self._forward, "__self__", None)))
         if isinstance(copied, nn.Module):
-            return types.MethodType(type(copied).forward, copied)
+            # Not that of its class: other code may have bound a function of its own to the model.
+            return types.MethodType(self._function, copied)
         return self._forward
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
