@@ -132,8 +132,10 @@ $(VENV)/.demo: $(VENV)/.torch pyproject.toml
 $(VENV)/.dev: $(VENV)/.demo
 	$(PIP) --editable ".[neuralop,plots,dev]"
 	$(PIP) --no-deps --no-build-isolation torch-harmonics
-	# A peer of the GPU suite, as far as it can be tried without one; it asks for torch again.
-	$(PIP) --no-deps trl accelerate datasets
+	# For the Trainer of Transformers, and TRL, a peer of the GPU suite. The first two ask for torch
+	# again.
+	$(PIP) --no-deps trl accelerate
+	$(PIP) datasets
 	touch $@
 
 # torch comes first here, too: none of the frameworks may replace it.

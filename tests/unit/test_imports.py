@@ -220,7 +220,9 @@ print(json.dumps({{
     "device": torch.cuda.is_initialized() or torch.xpu.is_initialized(),
 }}))
 """
-HEAVY = {"matplotlib", "neuralop", "transformers", "scipy", "typer", "rich"}
+HEAVY = {
+    *("matplotlib", "neuralop", "transformers", "lightning", "accelerate", "scipy", "typer", "rich")
+}
 
 
 def imported_by(statement: str) -> dict[str, object]:
