@@ -74,11 +74,12 @@ def test_same_bits(options: dict[str, Any], tmp_path: Path) -> None:
     assert_is_plain(model)
 
 
-def test_a_budget(tmp_path: Path) -> None:
-    plain = trainer_for(gpt2(), tmp_path, max_steps=6)
+@pytest.mark.parametrize("bf16", [False, True], ids=["", "bf16"])
+def test_a_budget(bf16: bool, tmp_path: Path) -> None:
+    plain = trainer_for(gpt2(), tmp_path, max_steps=6, bf16=bf16)
     plain.train()
     callback = OffloadCallback(budget="90%", activations=SMALL)
-    trainer = trainer_for(gpt2(), tmp_path, [callback], max_steps=6)
+    trainer = trainer_for(gpt2(), tmp_path, [callback], max_steps=6, bf16=bf16)
     trainer.train()
     assert results(trainer) == results(plain)
     assert callback.handle is not None
