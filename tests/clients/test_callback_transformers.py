@@ -138,6 +138,7 @@ def test_saved_files_name_no_ebbtide(tmp_path: Path) -> None:
             ebbtide.offload(copied, activations=SMALL)
             torch.save(model, tmp_path / "whole.pt")
             whole = torch.load(tmp_path / "whole.pt", weights_only=False)
+            assert not vars(whole).get("_ebbtide_training")
             ebbtide.offload(whole, activations=SMALL)
 
     callback = OffloadCallback(activations=SMALL)

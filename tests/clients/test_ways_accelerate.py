@@ -130,12 +130,9 @@ RANKS = """
 import os, sys
 from pathlib import Path
 from test_ways_accelerate import *
-from accelerate.utils import DistributedDataParallelKwargs, FullyShardedDataParallelPlugin
 
 kind, when, folder = sys.argv[1:]
 options = {}
-if kind == "static graph":
-    options["kwargs_handlers"] = [DistributedDataParallelKwargs(static_graph=True)]
 if kind == "budget" and when != "never":
     options["offload"] = {"budget": "90%"}
 lines = train(when, Path(folder) / f"state {kind} {when}", epochs=2, **options)
@@ -144,7 +141,7 @@ lines = train(when, Path(folder) / f"state {kind} {when}", epochs=2, **options)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["plain", "static graph", "budget"])
+@pytest.mark.parametrize("kind", ["plain", "budget"])
 def test_two_processes(kind: str, tmp_path: Path) -> None:
     if importlib.util.find_spec("datasets") is not None:
         # Accelerate imports it then, and it may lack what it needs.
