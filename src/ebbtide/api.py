@@ -44,6 +44,9 @@ if TYPE_CHECKING:
     from ebbtide.budgeting.fixed_plan import FixedPlan
     from ebbtide.budgeting.planned_step import PlannedStep
 
+before_offload: list[Callable[[nn.Module], None]] = []
+"""Called with each model that a user is about to offload, so that `ebbtide run` can give way."""
+
 
 def offload(
     model: nn.Module,
@@ -116,6 +119,7 @@ def offload(
     elif policy is None:
         none = ActivationPolicy(num_layers=0, rebuild=False)
         policy = ActivationPolicy() if weights is None or schedule is not None else none
+    _give_way_to(model)
     refuse_second_offload(model)
     if next(model.parameters(), None) is None:
         raise PolicyError(
@@ -214,6 +218,7 @@ def wrap_forward_with_offload(
         raise PolicyError("this forward is wrapped already; wrap the original one, once")
     modules = list(_modules_of(forward))
     for module in modules:
+        _give_way_to(module)
         refuse_second_offload(module)
     home = parse_device(device)
     engine = Engine(modules, policy, store, home, host_budget=host_budget, traced=trace)
@@ -235,6 +240,11 @@ def refuse_second_offload(model: nn.Module) -> None:
                 f"{name or 'the model'} ({type(module).__name__}) is offloaded already; call "
                 f"detach() on the handle of that offload first"
             )
+
+
+def _give_way_to(model: nn.Module) -> None:
+    for give_way in list(before_offload):
+        give_way(model)
 
 
 def _check_schedule(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, NoReturn, final
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, final
 
 from ebbtide.engine import Engine
 from ebbtide.errors import PolicyError
@@ -13,12 +13,25 @@ from ebbtide.interface.display import brief, count, few, html_table, labelled
 from ebbtide.reports.inspection import Inspection
 from ebbtide.schedule import Schedule
 from ebbtide.tracing.trace import Trace
+from ebbtide.transfers.account import Account
 from ebbtide.transfers.stats import StepStats
 
 if TYPE_CHECKING:
     from ebbtide.budgeting.budget_controller import BudgetController
     from ebbtide.budgeting.fixed_plan import FixedPlan
     from ebbtide.budgeting.planned_step import PlannedStep
+
+
+class LastingFigures(NamedTuple):
+    """What tells of an offload without keeping its model alive.
+
+    Attributes:
+        account: the counters of its steps.
+        plan: returns the plan of the last step, as `OffloadHandle.plan` does.
+    """
+
+    account: Account
+    plan: Callable[[], PlannedStep | None]
 
 
 @final
@@ -82,6 +95,18 @@ class OffloadHandle:
         """
         return None if self._planner is None else self._planner.plan
 
+    def lasting_figures(self) -> LastingFigures:
+        """Return what a report can read when the model is gone. It does not wait for the device.
+
+        The account is another one after the model has moved to another device.
+        """
+        plan = _no_plan if self._planner is None else self._planner.lasting_plan()
+        return LastingFigures(self._engine.transfers.account, plan)
+
+    def is_in_step(self) -> bool:
+        """Whether autograd holds saved tensors of the last step. To be asked between forwards."""
+        return self._engine.is_in_step()
+
     @property
     def notes(self) -> tuple[str, ...]:
         """Sentences about what the offload does on this machine beyond moving bytes.
@@ -140,3 +165,7 @@ class OffloadHandle:
         trace: TracebackType | None,
     ) -> None:
         self.detach()
+
+
+def _no_plan() -> None:
+    return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, final
 
 import torch
@@ -36,6 +36,20 @@ class _Running(NamedTuple):
     stage: Stage | None
     begin_s: float
     number: int
+
+
+@final
+class _LastStudy:
+    """What is known of the last step. It does not keep the model alive.
+
+    Attributes:
+        study: its study; None before the first step, and if it could not be planned.
+    """
+
+    study: BudgetStudy | None = None
+
+    def plan(self) -> PlannedStep | None:
+        return None if self.study is None else self.study.step
 
 
 @final
@@ -72,7 +86,7 @@ class BudgetController:
         self._given = memory
         self._studies: dict[Hashable, BudgetStudy | None] = {}
         self._running: _Running | None = None
-        self._last: BudgetStudy | None = None
+        self._last = _LastStudy()
         self._followed: Plan | None = None  # the plan that the engine follows
         self._several = False  # whether the step has had more than one forward
         self._begin_on(engine.torch_device)
@@ -80,7 +94,11 @@ class BudgetController:
     @property
     def plan(self) -> PlannedStep | None:
         """The plan of the last step; None before the first, or if it could not be planned."""
-        return None if self._last is None else self._last.step
+        return self._last.plan()
+
+    def lasting_plan(self) -> Callable[[], PlannedStep | None]:
+        """Return a function that gives the plan of the last step, also when the model is gone."""
+        return self._last.plan
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Choose the plan of a forward that begins now.
@@ -114,7 +132,7 @@ class BudgetController:
         self._device = device
         on_cpu = device.type == "cpu"
         self._memory = self._given or (ProcessMemory() if on_cpu else DeviceMemory(device))
-        self._hardware = Hardware.named("cpu" if on_cpu else "a100-80gb", achievable=True)
+        self._hardware = assumed_hardware(device)
         self._budget_bytes = parse_budget_bytes(self._budget, self._memory.total_bytes)
         self._studies.clear()
         self._running = None
@@ -123,10 +141,11 @@ class BudgetController:
         if kind not in self._studies:
             self._studies[kind] = self._study(args, kwargs)
         study = self._studies[kind]
-        self._last, self._several = study, False
+        self._last.study, self._several = study, False
         if study is None:  # everything leaves
             self._engine.follow(PlannedLayers({}, frozenset(), frozenset()), None)
             self._engine.record_steps(traced=self._traced)
+            self._engine.keep_freed_memory(None)
             self._followed = None
             return
         if study.phase is not Phase.SETTLED:
@@ -150,31 +169,15 @@ class BudgetController:
         self._running = _Running(study, watch, stage, time.perf_counter(), number)
 
     def _study(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BudgetStudy | None:
+        call = CallArguments(args, kwargs)
         try:
-            profile = self._profile(args, kwargs)
+            profile = profile_call(self._model, self._layers, call, self._hardware, self._min_bytes)
         except PolicyError as error:
             warn_user(
                 f"the budget cannot be planned, so everything is offloaded: {error}", UserWarning
             )
             return None
         return BudgetStudy(profile, self._hardware, self._budget_bytes)
-
-    def _profile(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepProfile:
-        """Return the step without its parameters, which are in use whatever the plan is."""
-        profile = profile_with_fake_tensors(
-            self._model,
-            CallArguments(args, kwargs),
-            self._hardware,
-            layers=self._layers,
-            min_bytes=self._min_bytes,
-            optimizer_states=0,
-            between=True,
-        )
-        layers = tuple(
-            dataclasses.replace(each, weight_bytes=0, gradient_bytes=0, host_update_s=0.0)
-            for each in profile.layers
-        )
-        return dataclasses.replace(profile, layers=layers)
 
     def _learn(self) -> None:
         """Learn from the step that has ended."""
@@ -205,3 +208,43 @@ def _needs_gradients(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     if any(parameter.requires_grad for parameter in model.parameters()):
         return True
     return any(getattr(leaf, "requires_grad", False) for leaf in tree_leaves((args, kwargs)))
+
+
+def assumed_hardware(device: torch.device) -> Hardware:
+    """Return the bandwidths that are assumed of a device until copies have been measured."""
+    return Hardware.named("cpu" if device.type == "cpu" else "a100-80gb", achievable=True)
+
+
+def profile_call(
+    model: nn.Module,
+    layers: Sequence[nn.Module],
+    call: CallArguments,
+    hardware: Hardware,
+    min_bytes: int,
+) -> StepProfile:
+    """Profile a step without its parameters, which are in use whatever the plan is.
+
+    Args:
+        model: the model.
+        layers: the modules whose calls are its layers.
+        call: what the model is called with.
+        hardware: the machine whose seconds are estimated.
+        min_bytes: smaller storages stay where they are.
+
+    Raises:
+        PolicyError: the model cannot run with fake tensors.
+    """
+    profile = profile_with_fake_tensors(
+        model,
+        call,
+        hardware,
+        layers=layers,
+        min_bytes=min_bytes,
+        optimizer_states=0,
+        between=True,
+    )
+    without = tuple(
+        dataclasses.replace(each, weight_bytes=0, gradient_bytes=0, host_update_s=0.0)
+        for each in profile.layers
+    )
+    return dataclasses.replace(profile, layers=without)

@@ -390,6 +390,31 @@ def _is_same(plan: Plan, other: Plan) -> bool:
     return same_bound and plan.layers == other.layers
 
 
+def plan_by_estimate(
+    profile: StepProfile, hardware: Hardware, budget_bytes: int, begin_bytes: int
+) -> PlannedStep:
+    """Plan a step as a budget would, if all estimates were right and nothing were measured.
+
+    Args:
+        profile: the step, without its parameters.
+        hardware: the bandwidths.
+        budget_bytes: the budget.
+        begin_bytes: memory in use when the step begins.
+
+    Raises:
+        BudgetError: no plan fits into the budget.
+    """
+    profile = dataclasses.replace(profile, fixed_bytes=begin_bytes)
+    free_bytes = int(_MARGIN * budget_bytes)
+    budget = PlanBudget(device_bytes=budget_bytes - free_bytes)
+    try:
+        plan = search(profile, hardware, budget, CautiousTiming(profile, hardware, _SLOWER))
+    except BudgetError as error:
+        smallest_bytes = error.smallest_bytes + free_bytes
+        raise _too_small(budget_bytes, smallest_bytes, error.price) from None
+    return PlannedStep(plan=plan, profile=profile, hardware=hardware, budget_bytes=budget_bytes)
+
+
 def _predicted_now(plan: Plan, prediction: Prediction, slack_bytes: int) -> Plan:
     """Return a plan with what was predicted for it last, before it was measured."""
     bound_s = plan.bound_s

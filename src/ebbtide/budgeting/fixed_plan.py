@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import final
 
 from torch import nn
@@ -65,6 +66,11 @@ class FixedPlan:
         self.plan = plan
         self._engine = engine
         engine.follow(place(plan.profile, plan.plan), plan.plan.max_inflight_bytes)
+
+    def lasting_plan(self) -> Callable[[], PlannedStep]:
+        """Return a function that gives the plan, and does not keep the model alive."""
+        plan = self.plan
+        return lambda: plan
 
     def detach(self) -> None:
         """Let the policy decide again."""

@@ -9,13 +9,15 @@ import typer
 from ebbtide.cli.demo_command import demo
 from ebbtide.cli.doctor_command import doctor
 from ebbtide.cli.plan_command import plan
+from ebbtide.cli.run_command import SETTINGS, CommandLine, run
 from ebbtide.cli.schedule_command import schedule
 from ebbtide.version import __version__
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app = CommandLine(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.command()(demo)
 app.command()(doctor)
 app.command()(plan)
+app.command(context_settings=SETTINGS)(run)
 app.command()(schedule)
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import abc
+import functools
 import sys
+import weakref
+from collections.abc import Callable, Hashable
 from pathlib import Path
-from typing import final
+from typing import Final, NamedTuple, final
 
 import psutil
 import torch
@@ -45,6 +48,46 @@ class AbstractMemory(abc.ABC):
         """Return what was freed to where it came from, if that costs little."""
 
 
+class _Peaks(NamedTuple):
+    """The largest numbers of bytes in use, and that nobody else could use."""
+
+    used_bytes: int
+    reserved_bytes: int
+
+
+_NO_PEAKS: Final = _Peaks(0, 0)
+
+
+@final
+class _SharedPeak:
+    """A peak that the system counts once, for all objects that measure the same memory.
+
+    When one object resets the counter, each other one first notes how high it was. So two models
+    with budgets, which both measure the process, do not hide each other's peaks.
+
+    Args:
+        of: what is counted.
+        read: returns the peaks since the counter was reset.
+    """
+
+    _known: Final[dict[Hashable, weakref.WeakSet[_SharedPeak]]] = {}
+
+    def __init__(self, of: Hashable, read: Callable[[], _Peaks]) -> None:
+        self._read = read
+        self._before = _NO_PEAKS  # what the counter had reached when another object reset it
+        self._all = self._known.setdefault(of, weakref.WeakSet())
+        self._all.add(self)
+
+    def read(self) -> _Peaks:
+        return _Peaks(*map(max, self._before, self._read()))
+
+    def prepare_reset(self) -> None:
+        """Note the peak for the other objects. The caller resets the counter then."""
+        for other in list(self._all):
+            other._before = other.read()
+        self._before = _NO_PEAKS
+
+
 @final
 class ProcessMemory(AbstractMemory):
     """Resident memory (RSS) of this process.
@@ -59,20 +102,17 @@ class ProcessMemory(AbstractMemory):
     def __init__(self) -> None:
         self._process = psutil.Process()
         self.can_reset = True
+        self._peak = _SharedPeak("process", _read_resident_peaks)
         self.reset_peak()
 
     def now_bytes(self) -> int:
         return int(self._process.memory_info().rss)
 
     def peak_bytes(self) -> int:
-        try:
-            status = Path("/proc/self/status").read_text()
-            line = next(line for line in status.splitlines() if line.startswith("VmHWM:"))
-        except (OSError, StopIteration):
-            return _peak_without_proc()
-        return int(line.split()[1]) * 1024
+        return self._peak.read().used_bytes
 
     def reset_peak(self) -> None:
+        self._peak.prepare_reset()
         try:
             Path("/proc/self/clear_refs").write_text("5")  # 5 resets VmHWM, see proc(5)
         except OSError:
@@ -85,6 +125,21 @@ class ProcessMemory(AbstractMemory):
     def total_bytes(self) -> int:
         total_bytes, limit = psutil.virtual_memory().total, memory_limit()
         return int(total_bytes if limit is None else min(total_bytes, limit.limit_bytes))
+
+
+def resident_peak_bytes() -> int:
+    """Return the peak of this process's resident memory (RSS) since the kernel's count began."""
+    try:
+        status = Path("/proc/self/status").read_text()
+        line = next(line for line in status.splitlines() if line.startswith("VmHWM:"))
+    except (OSError, StopIteration):
+        return _peak_without_proc()
+    return int(line.split()[1]) * 1024
+
+
+def _read_resident_peaks() -> _Peaks:
+    peak_bytes = resident_peak_bytes()
+    return _Peaks(peak_bytes, peak_bytes)
 
 
 def _peak_without_proc() -> int:
@@ -105,19 +160,28 @@ class DeviceMemory(AbstractMemory):
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._peak = _SharedPeak(str(device), functools.partial(_read_device_peaks, device))
 
     def now_bytes(self) -> int:
         return torch.accelerator.memory_allocated(self._device)
 
     def peak_bytes(self) -> int:
-        return torch.accelerator.max_memory_allocated(self._device)
+        return self._peak.read().used_bytes
 
     def reserved_peak_bytes(self) -> int:
-        return torch.accelerator.max_memory_reserved(self._device)
+        return self._peak.read().reserved_bytes
 
     @property
     def total_bytes(self) -> int:
         return int(torch.get_device_module(self._device).mem_get_info(self._device)[1])
 
     def reset_peak(self) -> None:
+        self._peak.prepare_reset()
         torch.accelerator.reset_peak_memory_stats(self._device)
+
+
+def _read_device_peaks(device: torch.device) -> _Peaks:
+    return _Peaks(
+        torch.accelerator.max_memory_allocated(device),
+        torch.accelerator.max_memory_reserved(device),
+    )

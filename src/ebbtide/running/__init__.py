@@ -1,0 +1,1 @@
+"""Runs a training script as it is, and offloads the models that it trains."""

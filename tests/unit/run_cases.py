@@ -1,0 +1,119 @@
+"""What the tests of `ebbtide run` share: a small model, and a session that watches it."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ebbtide import ActivationPolicy
+from ebbtide.handle import OffloadHandle
+from ebbtide.hooks.forward import OffloadedForward
+from ebbtide.running.main_script import MainScript
+from ebbtide.running.run_options import RunOptions
+from ebbtide.running.run_session import RunRequest, RunSession
+
+SMALL = ActivationPolicy(min_bytes=1, rebuild=False)
+WIDTH = 32
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Net(nn.Module):
+    def __init__(self, depth: int = 3) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(depth))
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def make(depth: int = 3) -> Net:
+    torch.manual_seed(0)
+    return Net(depth)
+
+
+def batch(rows: int = 16) -> Tensor:
+    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+def step(model: nn.Module, call: Callable[[Tensor], Tensor] | None = None) -> list[Tensor]:
+    """One step of gradient descent; the loss and the gradients are returned."""
+    model.zero_grad()
+    loss = (call or model)(batch()).square().mean()
+    loss.backward()
+    found = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.sub_(parameter.grad, alpha=0.01)
+    return [loss.detach(), *found]
+
+
+class Watched:
+    """A session that runs.
+
+    Attributes:
+        session: the session.
+        printed: what it has printed.
+    """
+
+    def __init__(self, session: RunSession, printed: io.StringIO) -> None:
+        self.session, self.printed = session, printed
+
+    @property
+    def names(self) -> list[str]:
+        return [model.name for model in self.session.finder.found]
+
+    @property
+    def steps(self) -> list[int]:
+        for model in self.session.finder.found:
+            model.freeze()
+        return [model.num_steps for model in self.session.finder.found]
+
+    @property
+    def left_alone(self) -> list[str | None]:
+        return [model.left_alone for model in self.session.finder.found]
+
+    def handle(self, number: int = 0) -> OffloadHandle:
+        handle = self.session.finder.found[number].handle
+        assert handle is not None
+        return handle
+
+
+@contextlib.contextmanager
+def watching(*, dry: bool = False, **options: Any) -> Iterator[Watched]:
+    """Watch what the block trains, as `ebbtide run` does, and detach all models after it."""
+    planned = ActivationPolicy(min_bytes=1)
+    options.setdefault("activations", planned if "budget" in options else SMALL)
+    printed = io.StringIO()
+    request = RunRequest(
+        script=MainScript(__file__, (), is_module=False), options=RunOptions(**options), dry=dry
+    )
+    session = RunSession(request, printed)
+    session.begin()
+    try:
+        yield Watched(session, printed)
+    finally:
+        session.end()
+        for model in session.finder.found:
+            if model.handle is not None:
+                model.detach("the test is over")
+
+
+def is_offloaded(module: nn.Module) -> bool:
+    return isinstance(module.__dict__.get("forward"), OffloadedForward)

@@ -1,0 +1,225 @@
+"""`ebbtide run` in processes of its own: a script runs as it does under Python alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+TRAIN = """
+import hashlib, sys
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+torch.set_num_threads(1)
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)))
+
+model = nn.Sequential(*[Block() for _ in range(6)])
+optimizer = torch.optim.Adam(model.parameters())
+
+def hash_weights():
+    tensors = [p.detach().numpy().tobytes() for p in model.parameters()]
+    return hashlib.sha256(b"".join(tensors)).hexdigest()
+
+def train(steps, rows=16384):
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = model(torch.randn(rows, 64)).square().mean()
+        loss.backward()
+        optimizer.step()
+        print(loss.item(), flush=True)
+    print(hash_weights())
+"""
+
+
+def environment(**more: str) -> dict[str, str]:
+    found = {name: value for name, value in os.environ.items() if name != "RANK"}
+    return {**found, "OMP_NUM_THREADS": "1", **more}
+
+
+def run(
+    *arguments: str, at: Path, watched: bool = True, before: tuple[str, ...] = (), **env: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a script by `ebbtide run`, or without it."""
+    ours = ("-m", "ebbtide", "run") if watched else ()
+    return subprocess.run(
+        [sys.executable, *before, *ours, *arguments],
+        cwd=at, env=environment(**env), capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+
+
+def script(at: Path, text: str, name: str = "script.py") -> str:
+    (at / name).write_text(text)
+    return name
+
+
+def test_losses_and_weights_are_the_same_with_less_memory(tmp_path: Path) -> None:
+    name = script(tmp_path, TRAIN + "train(int(sys.argv[1]))\n")
+    plain = run(name, "3", at=tmp_path, watched=False)
+    found = run("--json", "figures.json", name, "3", at=tmp_path)
+    assert found.returncode == plain.returncode == 0, found.stderr
+    assert found.stdout == plain.stdout and len(plain.stdout.splitlines()) == 4
+    lines = found.stderr.splitlines()
+    assert lines[0] == "ebbtide run: 1 model trained" and lines[-1].split() == ["steps", "3"]
+    assert max(map(len, lines)) <= 80
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    (model,) = figures["models"]
+    assert model["model"] == "Sequential" and model["steps"] == 3 and len(model["layers"]) == 6
+    # Each block saves its input (4 MiB) and the output of tanh (16 MiB); the sum of squares saves
+    # the last output outside of the model.
+    assert model["last_step"]["offloaded_bytes"] == 6 * 20 * 2**20
+    assert model["last_step"]["peak_device_bytes"] < 100 * 2**20
+
+
+def test_a_budget_is_kept_and_the_plan_is_reported(tmp_path: Path) -> None:
+    name = script(tmp_path, TRAIN + "train(6, 4096)\n")
+    plain = run(name, at=tmp_path, watched=False)
+    found = run("--budget", "90%", "--json", "figures.json", name, at=tmp_path)
+    assert found.returncode == 0, found.stderr
+    assert found.stdout == plain.stdout
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    (model,) = figures["models"]
+    assert 0 < figures["peak_bytes"] < figures["budget_bytes"]
+    # Linux counts resident memory to some pages for each processor.
+    assert model["plan"]["measured"]["peak_bytes"] <= figures["peak_bytes"] + 2**20
+    assert "there is room" in model["plan"]["table"]
+    assert "OVER" not in found.stderr and "of 6 layers 6 stay" in found.stderr
+
+
+def test_a_budget_that_nothing_fits_into_ends_the_script(tmp_path: Path) -> None:
+    name = script(tmp_path, TRAIN + "import atexit; atexit.register(print, 'left')\ntrain(2)\n")
+    found = run("--budget", "50MiB", name, at=tmp_path)
+    assert found.returncode == 78
+    assert found.stdout == "left\n"
+    assert "BudgetError: budget=50.0 MiB is too small" in found.stderr
+    assert "a smaller batch, or --weights" in " ".join(found.stderr.split())
+    swallowed = TRAIN + "try:\n    train(2)\nexcept ValueError:\n    print('went on')\n"
+    found = run("--budget", "50MiB", "--quiet", script(tmp_path, swallowed), at=tmp_path)
+    assert (found.returncode, found.stdout) == (78, "went on\n")
+
+
+def test_dry_changes_nothing_and_shows_the_plan(tmp_path: Path) -> None:
+    text = TRAIN + "train(2)\nassert 'forward' not in vars(model), 'it was offloaded'\n"
+    name = script(tmp_path, text)
+    found = run("--dry", "--budget", "90%", name, at=tmp_path)
+    assert found.returncode == 0, found.stderr
+    assert "saved     120.0 MiB in a step" in found.stderr
+    assert "there is room" in found.stderr and "of 6 layers 6 stay; estimated" in found.stderr
+    assert "1 model found, and nothing was offloaded (--dry)" in found.stderr
+
+
+PLACES = """
+import multiprocessing, os, sys
+import helper
+
+def look():
+    return [__name__, __file__, sys.argv, sys.path[0], __package__, os.path.basename(os.getcwd())]
+
+def square(number):
+    return number * number
+
+if __name__ == "__main__":
+    print(look(), type(__loader__).__name__, __spec__ and __spec__.name, open("data.txt").read())
+    print(sys.modules["__main__"].look is look)
+    if not __spec__ or __spec__.name != "__main__":  # of a directory, a child knows no __main__
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            print(pool.apply(square, (7,)), pool.apply(look))
+    sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize("arguments", [["sub/script.py"], ["-m", "sub.script"], ["sub"]])
+def test_a_script_sees_what_it_sees_under_python(tmp_path: Path, arguments: list[str]) -> None:
+    folder = tmp_path / "sub"
+    folder.mkdir()
+    for name in ("script.py", "__main__.py"):
+        script(folder, PLACES, name)
+    for place in (folder, tmp_path):
+        script(place, "", "helper.py")
+    (tmp_path / "data.txt").write_text("data")
+    script_arguments = ["--budget", "1", "--", "-m", "--help"]
+    plain = run(*arguments, *script_arguments, at=tmp_path, watched=False)
+    found = run(*arguments, *script_arguments, at=tmp_path)
+    assert plain.returncode == found.returncode == 3, found.stderr
+    assert found.stdout == plain.stdout and ("49" in plain.stdout) == (arguments != ["sub"])
+    assert "no model was found" in found.stderr
+
+
+def test_an_error_looks_as_it_does_under_python(tmp_path: Path) -> None:
+    text = "import torch\nmodel = torch.nn.Linear(2, 2)\ndef f():\n    model(torch.ones(3))\nf()\n"
+    name = script(tmp_path, text)
+    plain = run(name, at=tmp_path, watched=False)
+    found = run("--quiet", name, at=tmp_path)
+    assert plain.returncode == found.returncode == 1
+    assert plain.stderr.startswith(found.stderr[:200])
+    frames = [line for line in plain.stderr.splitlines() if line.startswith("  File")]
+    ours = [line for line in found.stderr.splitlines() if line.startswith("  File")]
+    assert [line for line in ours if "ebbtide" not in line][:2] == frames[:2]
+    assert not [line for line in ours if "running" in line or "cli" in line]
+    broken = script(tmp_path, "x = = 1\n", "broken.py")
+    plain = run(broken, at=tmp_path, watched=False)
+    found = run("--quiet", broken, at=tmp_path)
+    assert (found.returncode, found.stderr) == (plain.returncode, plain.stderr)
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_signal_ends_it_as_it_ends_python(tmp_path: Path, name: str) -> None:
+    (tmp_path / "files").mkdir()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ebbtide", "run", script(tmp_path, TRAIN + "train(10**6)\n")],
+        cwd=tmp_path, env=environment(TMPDIR=str(tmp_path / "files")), text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdout is not None
+    for _ in range(2):
+        assert process.stdout.readline()
+    time.sleep(0.1)
+    process.send_signal(getattr(signal, name))
+    _, err = process.communicate(timeout=100)
+    assert process.returncode == -getattr(signal, name)
+    assert not [file for file in (tmp_path / "files").iterdir() if "inductor" not in file.name]
+    if name == "SIGINT":
+        assert "KeyboardInterrupt\n" in err and "1 model trained" in err
+        assert "running" not in err and "typer" not in err
+
+
+def test_wrong_uses_are_named(tmp_path: Path) -> None:
+    name = script(tmp_path, "print('it ran')\n")
+    for arguments, words in {
+        ("missing.py",): "there is no file missing.py",
+        ("-m", "no.such.module"): "there is no module named no.such.module",
+        ("--budget", "much", name): "budget='much' cannot be read",
+        ("--store", "attic", name): "store='attic'",
+        ("--json", "no/such/file", name): "there is no such directory",
+    }.items():
+        found = run(*arguments, at=tmp_path)
+        assert found.returncode == 2 and words in found.stderr, found.stderr
+        assert not found.stdout
+
+
+def test_profilers_profile_the_script(tmp_path: Path) -> None:
+    own = (
+        "with torch.profiler.profile(with_stack=True) as profile:\n    train(1, 512)\n"
+        "assert any(event.key == 'aten::tanh' for event in profile.key_averages())\n"
+    )
+    assert run(script(tmp_path, TRAIN + own), at=tmp_path).returncode == 0
+    name = script(tmp_path, TRAIN + "train(1, 512)\n")
+    outside = run(name, at=tmp_path, before=("-m", "cProfile", "-s", "cumtime"))
+    inside = run("-m", "cProfile", "-s", "cumtime", name, at=tmp_path)
+    for found in (outside, inside):
+        assert found.returncode == 0, found.stderr
+        assert "script.py:25(train)" in found.stdout and "1 model trained" in found.stderr
