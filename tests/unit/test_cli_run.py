@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,6 +12,10 @@ import time
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
+
+from ebbtide.cli.main import app
+from ebbtide.cli.run_command import ScriptRequest
 
 TRAIN = """
 import hashlib, sys
@@ -197,18 +202,45 @@ def test_a_signal_ends_it_as_it_ends_python(tmp_path: Path, name: str) -> None:
         assert "running" not in err and "typer" not in err
 
 
-def test_wrong_uses_are_named(tmp_path: Path) -> None:
-    name = script(tmp_path, "print('it ran')\n")
-    for arguments, words in {
-        ("missing.py",): "there is no file missing.py",
-        ("-m", "no.such.module"): "there is no module named no.such.module",
-        ("--budget", "much", name): "budget='much' cannot be read",
-        ("--store", "attic", name): "store='attic'",
-        ("--json", "no/such/file", name): "there is no such directory",
-    }.items():
-        found = run(*arguments, at=tmp_path)
-        assert found.returncode == 2 and words in found.stderr, found.stderr
-        assert not found.stdout
+def test_a_missing_module_is_named(tmp_path: Path) -> None:
+    found = run("-m", "no.such.module", at=tmp_path)
+    assert (found.returncode, found.stdout) == (2, "")
+    assert found.stderr == "ebbtide run: there is no module named no.such.module\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["missing.py"], "there is no file missing.py"),
+        (["--budget", "much"], "budget='much' cannot be read"),
+        (["--budget", "1GiB", "--mode", "recompute"], "leave out --num-layers"),
+        (["--budget", "1GiB", "--plan", __file__], "leave one of them out"),
+        (["--plan", __file__], "is not the JSON of an ebbtide-planned-step"),
+        (["--plan", "missing.json"], "No such file or directory: 'missing.json'"),
+        (["--store", "attic"], "store='attic'"),
+        (["--host-budget", "-1"], "--host-budget='-1' cannot be read"),
+        (["--mode", "forget"], 'mode must be one of "offload"'),
+        (["--json", "no/such/file"], "there is no such directory"),
+    ],
+)
+def test_wrong_uses_are_named(arguments: list[str], words: str) -> None:
+    more = [] if "missing.py" in arguments else [__file__]
+    found = CliRunner().invoke(app, ["run", *arguments, *more])
+    assert found.exit_code == 2 and words in found.output, found.output
+
+
+def test_a_right_use_leaves_typer_with_a_request(tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    line = ["run", "--layers", "a.*", "--layers", "b", "--json", str(figures), "--dry", __file__]
+    found = CliRunner().invoke(app, [*line, "--budget", "--", "-m", "x"])
+    assert found.exc_info is not None
+    asked = found.exc_info[1]
+    assert isinstance(asked, ScriptRequest)
+    request = asked.request
+    assert request.options.layers == ("a.*", "b") and request.options.budget is None
+    assert (request.dry, request.quiet, request.json) == (True, False, figures)
+    assert request.script.name == __file__
+    assert request.script.arguments == ["--budget", "--", "-m", "x"]
 
 
 def test_profilers_profile_the_script(tmp_path: Path) -> None:
@@ -222,4 +254,5 @@ def test_profilers_profile_the_script(tmp_path: Path) -> None:
     inside = run("-m", "cProfile", "-s", "cumtime", name, at=tmp_path)
     for found in (outside, inside):
         assert found.returncode == 0, found.stderr
-        assert "script.py:25(train)" in found.stdout and "1 model trained" in found.stderr
+        assert re.search(r"script\.py:\d+\(train\)", found.stdout), found.stdout
+        assert "1 model trained" in found.stderr

@@ -243,7 +243,7 @@ def test_an_error_in_a_forward_is_the_scripts_own() -> None:
         with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
             model(torch.randn(2, WIDTH + 1))
         step(model)
-        assert watched.left_alone == [None] and watched.handle().stats.reloaded_bytes
+        assert watched.left_alone == [None] and watched.handle().stats.offloaded_bytes
 
 
 def test_a_model_that_cannot_be_offloaded_is_left_alone_and_that_is_said() -> None:

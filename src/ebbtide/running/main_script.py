@@ -44,7 +44,7 @@ class MainScript:
     """A script, or a module that is run like one.
 
     Args:
-        name: path of a file, of a directory or archive with a ``__main__.py``, or name of a module.
+        name: path of a file, or of a directory or archive with a ``__main__.py``; or a module.
         arguments: what follows it on the command line.
         is_module: whether ``name`` is the name of a module.
 
@@ -54,7 +54,7 @@ class MainScript:
 
     def __init__(self, name: str, arguments: Sequence[str], *, is_module: bool) -> None:
         self.name = name
-        self._arguments = list(arguments)
+        self.arguments = list(arguments)
         self._is_module = is_module
         if not is_module and not os.path.exists(name):
             raise ScriptNotFoundError(f"there is no file {name}")
@@ -67,7 +67,7 @@ class MainScript:
         """
         before = sys.modules["__main__"]
         _set_search_path(os.getcwd() if self._is_module else "")  # first: it finds the module
-        sys.argv[:] = ["-m" if self._is_module else self.name, *self._arguments]
+        sys.argv[:] = ["-m" if self._is_module else self.name, *self.arguments]
         found = _find_module(self.name) if self._is_module else _find_file(self.name)
         _set_search_path(found.search)
         sys.argv[0] = found.shown

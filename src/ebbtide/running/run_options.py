@@ -50,6 +50,8 @@ class RunOptions:
     weights: bool = False
 
     def __post_init__(self) -> None:
+        if self.budget is not None and self.plan is not None:
+            raise PolicyError("--budget makes a plan and --plan follows one; leave one of them out")
         parse_store(self.store)
         if self.host_budget is not None:
             parse_size_bytes(self.host_budget, name="--host-budget")
@@ -61,8 +63,6 @@ class RunOptions:
                 raise PolicyError(
                     "a plan names the layers that it was made for; leave out --layers"
                 )
-        if self.budget is not None and self.plan is not None:
-            raise PolicyError("--budget makes a plan and --plan follows one; leave one of them out")
         if self.is_planned and _but_for_sizes(self.activations) != ActivationPolicy():
             raise PolicyError(
                 "a plan says itself what leaves; leave out --num-layers, --keep-last and --mode"

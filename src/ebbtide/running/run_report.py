@@ -211,7 +211,10 @@ def _why_nothing_left(model: FoundModel, step: StepStats) -> str | None:
         return "autograd saved nothing that ebbtide could see"
     if model.plan is not None:
         return "nothing left, because there is room for all of it"
-    return "nothing left, because what is saved is too small (see --min-bytes) or a parameter"
+    return (
+        "nothing left: what is saved is below --min-bytes, a parameter, or needed for a second "
+        "backward"
+    )
 
 
 def _model_entry(model: FoundModel) -> dict[str, Any]:
