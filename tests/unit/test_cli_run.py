@@ -73,21 +73,25 @@ def script(at: Path, text: str, name: str = "script.py") -> str:
 
 
 def test_losses_and_weights_are_the_same_with_less_memory(tmp_path: Path) -> None:
-    name = script(tmp_path, TRAIN + "train(int(sys.argv[1]))\n")
+    peak = "lines = open('/proc/self/status').read().splitlines()\n"
+    peak += "print(*[line for line in lines if 'VmHWM' in line], file=sys.stderr)\n"
+    name = script(tmp_path, TRAIN + "train(int(sys.argv[1]), 2**15)\n" + peak)
     plain = run(name, "3", at=tmp_path, watched=False)
     found = run("--json", "figures.json", name, "3", at=tmp_path)
     assert found.returncode == plain.returncode == 0, found.stderr
     assert found.stdout == plain.stdout and len(plain.stdout.splitlines()) == 4
-    lines = found.stderr.splitlines()
+    before, *_ = plain.stderr.splitlines()
+    after, *lines = found.stderr.splitlines()
+    peaks = [int(line.split()[1]) * 1024 for line in (before, after)]
     assert lines[0] == "ebbtide run: 1 model trained" and lines[-1].split() == ["steps", "3"]
     assert max(map(len, lines)) <= 80
     figures = json.loads((tmp_path / "figures.json").read_text())
     (model,) = figures["models"]
     assert model["model"] == "Sequential" and model["steps"] == 3 and len(model["layers"]) == 6
-    # Each block saves its input (4 MiB) and the output of tanh (16 MiB); the sum of squares saves
-    # the last output outside of the model.
-    assert model["last_step"]["offloaded_bytes"] == 6 * 20 * 2**20
-    assert model["last_step"]["peak_device_bytes"] < 100 * 2**20
+    # Each block saves its input (8 MiB) and the output of tanh (32 MiB). Two blocks, and what is in
+    # flight, may be there at a time.
+    assert model["last_step"]["offloaded_bytes"] == 6 * 40 * 2**20
+    assert peaks[1] < peaks[0] - 6 * 40 * 2**20 + (2 * 40 + 64) * 2**20
 
 
 def test_a_budget_is_kept_and_the_plan_is_reported(tmp_path: Path) -> None:

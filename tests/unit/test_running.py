@@ -123,6 +123,9 @@ def test_a_block_that_a_checkpoint_runs_again_is_no_model() -> None:
         for _ in range(2):
             model(batch().requires_grad_()).sum().backward()
         assert watched.names == ["Checkpointed"]
+        whole = make()  # its forward records in backward only
+        checkpoint(whole, batch().requires_grad_(), use_reentrant=True).sum().backward()
+        assert watched.names == ["Checkpointed"] and not is_offloaded(whole)
 
 
 def test_what_the_script_offloads_itself_stays_its_own() -> None:

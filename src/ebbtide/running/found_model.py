@@ -80,6 +80,7 @@ class FoundModel:
         model.__dict__["forward"].handle = handle
         self._handle = weakref.ref(handle)
         self.left_alone = None
+        self.layers = handle.layers
         self.refresh()
 
     def detach(self, reason: str) -> None:

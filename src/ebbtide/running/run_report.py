@@ -149,7 +149,8 @@ class RunReport:
                 size, seconds = format_size(plan.measured.peak_bytes), plan.measured.step_s
                 yield from _wrap("measured", f"peak {size}, step {seconds:.3g} s with this plan")
         elif self._options.is_planned:
-            yield from _wrap("plan", "none; all that can leave does")
+            none = "none until other models have theirs" if model.waits_for_turn else "none"
+            yield from _wrap("plan", f"{none}; all that can leave does")
         else:
             yield from _wrap("policy", self._options.describe())
         last = model.last_step
