@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import os
+import pickle
 import threading
 import weakref
 from itertools import chain
@@ -225,6 +226,20 @@ def test_a_copy_is_a_model_of_its_own() -> None:
         assert not is_offloaded(average)
         step(average)
         assert watched.names == ["Net", "Net"] and watched.steps == [1, 1]
+
+
+@pytest.mark.parametrize("options", [{}, {"budget": "90%"}])
+def test_a_model_that_is_saved_as_a_whole_is_read_without_ebbtide(
+    options: dict[str, object],
+) -> None:
+    model = make()
+    with watching(**options):
+        step(model)
+        saved = pickle.dumps(model)
+        assert b"ebbtide" not in saved
+        read = pickle.loads(saved)
+        assert not is_offloaded(read) and is_offloaded(model)
+        assert torch.equal(read(batch()), model(batch()))
 
 
 def test_a_forked_child_finds_nothing() -> None:

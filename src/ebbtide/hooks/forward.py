@@ -261,7 +261,7 @@ class OffloadedForward:
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         owner = getattr(self._forward, "__self__", None)
         if isinstance(owner, nn.Module):
-            return plain_forward, (owner,)
+            return getattr, (owner, "forward")  # its class's own, which needs no ebbtide to read
         return itself, (self._forward,)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import fnmatch
 import functools
@@ -159,16 +160,13 @@ class ModuleHook:
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         return inert_hook
 
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[()]]:
-        return _make_inert_hook, ()
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        # A function of Python's own that does nothing: the file can be read without ebbtide.
+        return getattr, (contextlib.nullcontext(), "__exit__")
 
 
 def inert_hook(*_: Any) -> None:
     """Do nothing; stands in for a `ModuleHook` on a copy of the model."""
-
-
-def _make_inert_hook() -> Callable[..., Any]:
-    return inert_hook
 
 
 class LayerListener(Protocol):

@@ -80,7 +80,7 @@ class RecomputedForward:
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         owner = getattr(self._forward, "__self__", None)
         if isinstance(owner, nn.Module):
-            return plain_forward, (owner,)
+            return getattr, (owner, "forward")  # see `OffloadedForward`
         return itself, (self._forward,)
 
 
