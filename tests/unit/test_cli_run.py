@@ -126,7 +126,7 @@ def test_dry_changes_nothing_and_shows_the_plan(tmp_path: Path) -> None:
     name = script(tmp_path, text)
     found = run("--dry", "--budget", "90%", name, at=tmp_path)
     assert found.returncode == 0, found.stderr
-    assert "saved     120.0 MiB in a step" in found.stderr
+    assert "saved      120.0 MiB in a step" in found.stderr
     assert "there is room" in found.stderr and "of 6 layers 6 stay; estimated" in found.stderr
     assert "1 model found, and nothing was offloaded (--dry)" in found.stderr
 

@@ -7,6 +7,7 @@ import gc
 import os
 import pickle
 import threading
+import time
 import weakref
 from itertools import chain
 
@@ -164,6 +165,18 @@ def test_the_script_can_offload_a_part_of_what_was_found() -> None:
             assert not is_offloaded(model) and handle.stats.offloaded_bytes
 
 
+def test_a_model_that_shares_modules_with_another_is_left_alone() -> None:
+    model = make()
+    with watching() as watched:
+        step(model)
+        other = nn.Sequential(model.blocks[0], nn.Linear(32, 32))
+        step(other)
+        assert "shares modules with Net" in str(watched.left_alone[1])
+        assert "    left alone it shares" in watched.session.make_report().text()
+        with ebbtide.offload(other, activations=SMALL):
+            assert not is_offloaded(model)
+
+
 def test_models_compiled_by_torch_jit_are_left_alone() -> None:
     model, scripted = make(), torch.jit.script(make())
     traced = torch.jit.trace(make(), batch())
@@ -214,6 +227,9 @@ def test_models_that_are_dropped_leave_nothing_behind() -> None:
         assert models[-1]() is None
         assert watched.steps == [2] * 5
         assert all(model.last_step.offloaded_bytes for model in watched.session.finder.found)
+        deadline = time.monotonic() + 20
+        while threading.active_count() > threads and time.monotonic() < deadline:
+            time.sleep(0.01)  # a thread that was told to end takes a moment
         assert threading.active_count() <= threads
         assert len(os.listdir("/proc/self/fd")) <= files
 

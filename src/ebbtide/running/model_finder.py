@@ -28,7 +28,12 @@ from ebbtide.running.budget_turns import BudgetTurns
 from ebbtide.running.dry_plan import plan_call
 from ebbtide.running.found_model import FoundModel
 from ebbtide.running.known_modules import KnownModules, NoteError
-from ebbtide.running.passing_reasons import OWN_OFFLOAD, find_obstacle, find_passing_reason
+from ebbtide.running.passing_reasons import (
+    OWN_OFFLOAD,
+    find_obstacle,
+    find_passing_reason,
+    share_modules,
+)
 from ebbtide.running.run_options import RunOptions, memory_of
 
 _MOST_PARTS: Final = 2  # of one module that count as models of their own
@@ -144,8 +149,8 @@ class ModelFinder:
         if owner is not None:
             model.notes.append("its parts are called one by one")
             self._known.add(owner, model)
-        num_offloaded = sum(each.handle is not None for each in self.found)
-        model.left_alone = find_obstacle(chosen, num_offloaded)
+        others = [each.model() for each in self.found if each.handle is not None]
+        model.left_alone = find_obstacle(chosen, [each for each in others if each is not None])
         if model.left_alone is None and self._is_dry:
             self._plan_dry(model, chosen, args, kwargs)
         elif model.left_alone is None:
@@ -204,19 +209,18 @@ class ModelFinder:
             self.give_way(module, for_good=True)
 
     def give_way(self, module: nn.Module, *, for_good: bool) -> None:
-        """Put models back as they were that hold a module, or that a module holds.
+        """Put models back as they were that share modules with one.
 
         Args:
             module: the module.
             for_good: whether they stay so. Otherwise their next training forward finds them again.
         """
         with self._lock:
-            inside = {id(each) for each in module.modules()}
             for model in self.found:
                 known = model.model()
                 if known is None or model.handle is None:
                     continue
-                if id(known) in inside or any(each is module for each in known.modules()):
+                if share_modules(known, module):
                     reason = OWN_OFFLOAD if for_good else "torch.jit.script has compiled it"
                     model.detach(reason)
                     if not for_good:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
@@ -37,22 +38,31 @@ def find_passing_reason() -> str | None:
     return "saved-tensor hooks of other code are active around its forward"
 
 
-def find_obstacle(module: nn.Module, num_offloaded: int) -> str | None:
+def find_obstacle(module: nn.Module, offloaded: Sequence[nn.Module]) -> str | None:
     """Return why a model cannot be offloaded; None if nothing is known to be in the way.
 
     Args:
         module: the model.
-        num_offloaded: number of models that are offloaded now.
+        offloaded: the models that `ebbtide run` has offloaded, and that are alive.
     """
+    for other in offloaded:
+        if share_modules(module, other):
+            return f"it shares modules with {type(other).__name__}, which is offloaded"
     if any(isinstance(each, torch.jit.ScriptModule) for each in module.modules()):
         return "torch.jit has compiled it or a part of it, which has no hooks"
     try:
         refuse_second_offload(module)
     except PolicyError:
         return OWN_OFFLOAD
-    if num_offloaded >= _MOST_MODELS:
+    if len(offloaded) >= _MOST_MODELS:
         return (
             f"{_MOST_MODELS} models are offloaded already; if these are parts of one model, put "
             f"them into one nn.Module, or use ebbtide.OffloadSession"
         )
     return None
+
+
+def share_modules(one: nn.Module, other: nn.Module) -> bool:
+    """Whether two modules are the same, or one of them holds a module that the other holds."""
+    inside = {id(each) for each in one.modules()}
+    return any(id(each) in inside for each in other.modules())

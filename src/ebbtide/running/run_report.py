@@ -19,7 +19,7 @@ FORMAT: Final = "ebbtide-run"
 VERSION: Final = 1
 
 _WIDTH: Final = 80
-_LABEL: Final = 10  # columns of the words at the left
+_LABEL: Final = 11  # columns of the words at the left
 
 
 @final

@@ -116,8 +116,6 @@ class RunSession:
         self.end()
         if os.getpid() != self._process:
             return  # a forked child that ends like its parent
-        for model in self.finder.found:
-            model.freeze()
         report = self.make_report()
         if self._request.json is not None:
             self._write(self._request.json, report.document())
@@ -128,8 +126,10 @@ class RunSession:
                 self._print(f"ebbtide run: rank {self._rank}: {trouble}")
 
     def make_report(self) -> RunReport:
-        """Return the report on what was found until now."""
+        """Return the report on what was found until now. The device is waited for."""
         finder = self.finder
+        for model in finder.found:
+            model.freeze()
         memory = finder.memory
         return RunReport(
             finder.found,
