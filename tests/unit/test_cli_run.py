@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+import ebbtide
 from ebbtide.cli.main import app
 from ebbtide.cli.run_command import ScriptRequest
 
@@ -53,7 +54,8 @@ def train(steps, rows=16384):
 
 def environment(**more: str) -> dict[str, str]:
     found = {name: value for name, value in os.environ.items() if name != "RANK"}
-    return {**found, "OMP_NUM_THREADS": "1", **more}
+    package = str(Path(ebbtide.__file__).parents[1])  # scripts run in another directory
+    return {**found, "OMP_NUM_THREADS": "1", "PYTHONPATH": package, **more}
 
 
 def run(
