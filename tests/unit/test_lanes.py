@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
+import subprocess
 import sys
 import threading
 import time
@@ -381,3 +383,51 @@ def test_an_error_does_not_keep_its_event_alive() -> None:
         assert gone() is None
     finally:
         gc.enable()
+
+
+AT_THE_END = """
+import torch
+from ebbtide.devices.lanes import WorkLane, defer
+
+square = torch.rand(300, 300)
+
+
+def work():
+    for _ in range(60):
+        torch.mm(square, square)
+    print("ended")
+
+
+lanes = [WorkLane(str(number)) for number in range(6)]
+for lane in lanes:
+    lane.submit(work)
+defer(work)
+"""
+
+
+def test_work_under_way_when_the_process_ends_is_finished() -> None:
+    """Otherwise the interpreter stops a thread that is inside torch, and the process aborts."""
+    command = [sys.executable, "-c", AT_THE_END]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.count("ended") == 7
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_forked_child_waits_for_no_thread_at_its_end() -> None:
+    code = """
+import os, sys, threading
+from ebbtide.devices.lanes import WorkLane, defer
+go_on = threading.Event()
+lane = WorkLane("lane")
+lane.submit(go_on.wait)
+defer(go_on.wait)
+child = os.fork()
+if child == 0:
+    sys.exit(7)  # runs what is registered with atexit
+status = os.waitpid(child, 0)[1]
+go_on.set()
+sys.exit(os.waitstatus_to_exitcode(status))
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=False, timeout=60)
+    assert done.returncode == 7

@@ -1,10 +1,18 @@
-"""Worker threads that run host work in order: copies on a CPU, reads and writes of files."""
+"""Worker threads that run host work in order: copies on a CPU, reads and writes of files.
+
+[Note: end of the process] The threads are daemons, so that none keeps a process alive that is to
+end. But the interpreter stops daemons wherever they are when it ends, and one that is inside torch
+then takes the process down with it ("terminate called without an active exception", exit code 134).
+So work that was queued is finished first. Python ends threads of its own, runs what was registered
+with `atexit`, the latest first, and only then stops daemons.
+"""
 
 from __future__ import annotations
 
 import _thread
-import contextlib
+import atexit
 import logging
+import os
 import queue
 import threading
 import time
@@ -71,6 +79,10 @@ _End = weakref.ref[Any] | None
 """After it no job comes: the lane was closed, or has been collected."""
 
 
+_LANES: weakref.WeakSet[WorkLane] = weakref.WeakSet()
+_DEFERRED: set[LaneEvent] = set()  # work of `defer` that has not ended
+
+
 @final
 class WorkLane(AbstractLane):
     """A worker thread that runs callables in the order of their submission.
@@ -92,6 +104,7 @@ class WorkLane(AbstractLane):
         self._lane = lane
         self._queue: queue.SimpleQueue[_Job | _End] = queue.SimpleQueue()
         self._workers: list[threading.Thread] = []
+        _LANES.add(self)
 
     def submit(self, work: Callable[[], None], then: Callable[[], None] | None = None) -> LaneEvent:
         """Queue ``work`` and return an event that is reached when the work has ended or failed.
@@ -113,6 +126,12 @@ class WorkLane(AbstractLane):
         thread.start()
         while not self._workers:
             time.sleep(0)
+
+    def drain(self) -> None:
+        """Wait until all submitted work has ended. The thread goes on."""
+        # After a fork the child has no such thread, and waits for nothing.
+        if self._workers and self._workers[0].is_alive():
+            self.submit(_do_nothing)._wait()
 
     def close(self) -> None:
         """Finish the submitted work and end the thread."""
@@ -156,12 +175,36 @@ def defer(work: Callable[[], None]) -> None:
     may hold.
     """
     # During interpreter shutdown no thread can start; the operating system then frees everything.
-    with contextlib.suppress(RuntimeError):
-        _thread.start_new_thread(_run_deferred, (work,))
+    ended = LaneEvent()
+    _DEFERRED.add(ended)
+    try:
+        _thread.start_new_thread(_run_deferred, (work, ended))
+    except RuntimeError:
+        _DEFERRED.discard(ended)
 
 
-def _run_deferred(work: Callable[[], None]) -> None:
+def _run_deferred(work: Callable[[], None], ended: LaneEvent) -> None:
     try:
         work()
     except Exception:
         _LOG.exception("deferred work failed")
+    finally:
+        _DEFERRED.discard(ended)
+        ended.finish()
+
+
+def _do_nothing() -> None:
+    """What `drain` queues behind all other work."""
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_DEFERRED.clear)  # the child has no such threads
+
+
+@atexit.register
+def _drain_all() -> None:
+    """Wait until no thread of this module works. See [Note: end of the process]."""
+    for lane in list(_LANES):
+        lane.drain()
+    for ended in list(_DEFERRED):
+        ended._wait()
