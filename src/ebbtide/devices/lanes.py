@@ -73,6 +73,13 @@ class LaneEvent(AbstractEvent):
             with self._pending:
                 pass
 
+    def wait_until(self, end_s: float) -> None:
+        """Wait for the event, but no longer than until this time of `time.perf_counter`."""
+        if not self._is_done:
+            left_s = max(0.0, end_s - time.perf_counter())
+            if self._pending.acquire(timeout=left_s):
+                self._pending.release()
+
 
 _Job = tuple[Callable[[], None], LaneEvent, Callable[[], None] | None]
 _End = weakref.ref[Any] | None
@@ -80,6 +87,7 @@ _End = weakref.ref[Any] | None
 
 
 _LANES: weakref.WeakSet[WorkLane] = weakref.WeakSet()
+_LONGEST_END_S = 60.0
 _DEFERRED: set[LaneEvent] = set()  # work of `defer` that has not ended
 
 
@@ -127,11 +135,11 @@ class WorkLane(AbstractLane):
         while not self._workers:
             time.sleep(0)
 
-    def drain(self) -> None:
-        """Wait until all submitted work has ended. The thread goes on."""
+    def drain(self, end_s: float) -> None:
+        """Wait until all submitted work has ended, but no longer than `LaneEvent.wait_until`."""
         # After a fork the child has no such thread, and waits for nothing.
         if self._workers and self._workers[0].is_alive():
-            self.submit(_do_nothing)._wait()
+            self.submit(_do_nothing).wait_until(end_s)
 
     def close(self) -> None:
         """Finish the submitted work and end the thread."""
@@ -203,8 +211,12 @@ if hasattr(os, "register_at_fork"):
 
 @atexit.register
 def _drain_all() -> None:
-    """Wait until no thread of this module works. See [Note: end of the process]."""
+    """Wait until no thread of this module works. See [Note: end of the process].
+
+    A thread may wait for something that does not come any more, so there is a limit.
+    """
+    end_s = time.perf_counter() + _LONGEST_END_S
     for lane in list(_LANES):
-        lane.drain()
+        lane.drain(end_s)
     for ended in list(_DEFERRED):
-        ended._wait()
+        ended.wait_until(end_s)
