@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ebbtide.hooks.forward import OffloadedForward
-from ebbtide.hooks.layers import LayerModules, LayerTracker, ModuleHook
+from ebbtide.hooks.layers import LayerModules, LayerTracker, ModuleHook, is_script
 from ebbtide.interface.warning import warn_user
 
 
@@ -112,13 +112,16 @@ class BypassHooks:
 
 
 def _openers(model: nn.Module, layers: Iterable[str]) -> list[nn.Module]:
-    """Return the model, its children, its layers, and the modules that contain layers."""
+    """Return the model, its children, its layers, and the modules that contain layers.
+
+    Script modules allow no hooks, so a training loop that calls one by itself goes unnoticed.
+    """
     names = {"", *(name for name, _ in model.named_children())}
     for layer in layers:
         parts = layer.split(".")
         names.update(".".join(parts[:length]) for length in range(1, len(parts) + 1))
     found = {id(module): module for name, module in model.named_modules() if name in names}
-    return list(found.values())
+    return [module for module in found.values() if not is_script(module)]
 
 
 def _is_beginning(module: nn.Module) -> bool:

@@ -73,6 +73,11 @@ def _is_called_by_index(module: nn.Module) -> bool:
     return any(name in ("index", "idx") or name.endswith("_idx") for name in parameters)
 
 
+def is_script(module: nn.Module) -> bool:
+    """Whether a module was made by `torch.jit`, which allows no hooks on it, nor inside of it."""
+    return isinstance(module, torch.jit.ScriptModule)
+
+
 def class_of(module: nn.Module) -> type[nn.Module]:
     """Return the class of a module as the model defines it.
 
@@ -80,6 +85,8 @@ def class_of(module: nn.Module) -> type[nn.Module]:
     from the module's own class. `torch.compile(module)` returns a module around it. Modules that
     are neither sharded nor compiled still count as equal to it.
     """
+    if is_script(module):
+        return type(module)
     kind = type(module._modules.get("_orig_mod") or module)
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is not None and fsdp.FSDPModule in kind.__bases__:
@@ -94,7 +101,9 @@ def match_layers(model: nn.Module, layers: Sequence[nn.Module | str]) -> LayerMo
         PolicyError: a pattern matches nothing, or a module is not part of the model.
     """
     check_layers(layers)
-    names = {name: module for name, module in model.named_modules() if name}
+    names = {
+        name: module for name, module in model.named_modules() if name and not is_script(module)
+    }
     chosen: dict[str, nn.Module] = {}
     for layer in layers:
         if isinstance(layer, str):
@@ -110,6 +119,11 @@ def match_layers(model: nn.Module, layers: Sequence[nn.Module | str]) -> LayerMo
             if not matched:
                 if not isinstance(layer, nn.Module):
                     refuse("each of layers", "a module of the model or a pattern", layer)
+                if is_script(layer):
+                    raise PolicyError(
+                        "layers: a script module was given, which can have no hooks; name the "
+                        "module that calls it"
+                    )
                 raise PolicyError(
                     f"layers: a {type(layer).__name__} was given that is no submodule of the model"
                 )

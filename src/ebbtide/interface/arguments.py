@@ -24,6 +24,9 @@ def check_model(model: object) -> None:
     """
     if isinstance(model, type):
         refuse("model", "an nn.Module", model, f"make one first: {model.__name__}(...)")
+    if isinstance(model, torch.jit.ScriptModule):
+        advice = "torch.jit allows no hooks on it; offload the module before you script or trace it"
+        refuse("model", "an nn.Module that is no script module", model, advice)
     if isinstance(model, nn.Module):
         return
     advice = "it is the object whose forward you call"

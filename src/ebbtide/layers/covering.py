@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from ebbtide.errors import PolicyError
+from ebbtide.hooks.layers import is_script
 from ebbtide.layers.search import find_layers
 
 
@@ -32,6 +33,8 @@ def covering_layers(model: nn.Module) -> list[str]:
 def _cover(module: nn.Module, prefix: str, blocks: set[nn.Module]) -> Iterator[str]:
     for name, child in module.named_children():
         path = f"{prefix}{name}"
+        if is_script(child):
+            continue  # it can be no layer
         if child in blocks:
             yield path
         elif isinstance(child, nn.ModuleList | nn.ModuleDict) or not blocks.isdisjoint(

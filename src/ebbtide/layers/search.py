@@ -11,7 +11,7 @@ from typing import Final, final
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ebbtide.hooks.layers import LayerModules, class_of, count_calls_by_index
+from ebbtide.hooks.layers import LayerModules, class_of, count_calls_by_index, is_script
 
 _FAMILY: Final = 3  # attributes of one class, such as down1, down2, down3, that make a family
 _BODY: Final = 0.25  # share of a module's parameters, outside its blocks, that families must have
@@ -332,9 +332,13 @@ def _without_tiny(candidates: Sequence[_Candidate]) -> list[_Candidate]:
 
 
 def _entries(name: str, module: nn.Module) -> list[_Named]:
-    """Return a module's children; one that is held several times appears several times."""
+    """Return a module's children; one that is held several times appears several times.
+
+    Script modules are left out: they can be no layers.
+    """
     prefix = f"{name}." if name else ""
-    return [(f"{prefix}{n}", child) for n, child in module._modules.items() if child is not None]
+    children = [(n, child) for n, child in module._modules.items() if child is not None]
+    return [(f"{prefix}{n}", child) for n, child in children if not is_script(child)]
 
 
 def _is_list(module: nn.Module) -> bool:

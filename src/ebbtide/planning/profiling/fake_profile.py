@@ -100,7 +100,8 @@ def profile_with_fake_tensors(
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     device = device_of(model)
     copies = FakeCopies(mode, device)
-    fake, arguments = copies.model(model), copies.batch(batch)
+    with explained(model):
+        fake, arguments = copies.model(model), copies.batch(batch)
     state = [*fake.parameters(), *fake.buffers()]
     ledger = StorageLedger()
     inputs = {
@@ -146,6 +147,11 @@ def _layer_names(model: nn.Module, hardware: Hardware, layers: Iterable[nn.Modul
         PolicyError: an argument is wrong.
     """
     check_model(model)
+    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+        raise PolicyError(  # a copy of it shares its parameters
+            f"{type(model).__name__} contains a script module, which cannot be copied to run with "
+            f"fake tensors; plan for the model before torch.jit scripts or traces a part of it"
+        )
     if not isinstance(hardware, Hardware):
         refuse("hardware", "a Hardware", hardware, 'such as Hardware.named("h100")')
     layers = [*layers] if isinstance(layers, Iterator) else layers
