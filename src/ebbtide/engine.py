@@ -458,8 +458,7 @@ class Engine:
         while self._hooks.pop():  # an interrupted forward has left them behind
             pass
         before.device.finish_copies()
-        self._build(device)
-        self.transfers.is_broken = True  # until all is done: another interrupt may come
+        self._build(device, is_whole=False)
         if self.weights is not None:
             self.weights.start_anew(self.transfers)
             self._connect(self.weights)
@@ -474,14 +473,23 @@ class Engine:
         assert self.executor is not None, "there is no schedule"
         return self.executor
 
-    def _build(self, torch_device: torch.device) -> None:
-        self.transfers = build_transfers(
+    def _build(self, torch_device: torch.device, *, is_whole: bool = True) -> None:
+        """Build the parts for a device.
+
+        Args:
+            torch_device: the device.
+            is_whole: whether nothing remains to be done. If something does, or an interrupt comes
+                before all parts are there, the next forward builds them again.
+        """
+        transfers = build_transfers(
             torch_device,
             self._store,
             self._policy,
             host_budget_bytes=self._host_budget_bytes,
             traced=self._traced,
         )
+        transfers.is_broken = True  # until all parts belong together
+        self.transfers = transfers
         if self._bound_bytes is not None:
             self.transfers.bound(self._bound_bytes)
         self.activations = Activations(self.transfers)
@@ -495,6 +503,7 @@ class Engine:
         self._hooks = SavedTensorHooks(
             self.activations, self.placement, self._parameters, unsharded
         )
+        transfers.is_broken = not is_whole
 
 
 def _without_weights(_: nn.Module) -> contextlib.AbstractContextManager[None]:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline_worker import COUNT, ROWS, STEPS, WIDTH
+from soft_pipeline_worker import COUNT, ROWS, STEPS, WIDTH
 from test_soft_data_parallel import run_ranks
 
 HERE = Path(__file__).parent
@@ -19,7 +19,7 @@ HERE = Path(__file__).parent
 def test_an_offloaded_pipeline_is_the_plain_one(
     kind: str, world: int, order: str, tmp_path: Path
 ) -> None:
-    script, rendezvous = str(HERE / "pipeline_worker.py"), str(tmp_path / "rendezvous")
+    script, rendezvous = str(HERE / "soft_pipeline_worker.py"), str(tmp_path / "rendezvous")
     ranks = ([script, kind, str(rank), str(world), rendezvous, order] for rank in range(world))
     answers = [json.loads(output) for output in run_ranks(*ranks)]
     for answer in answers:

@@ -34,7 +34,14 @@ from torch import nn
 
 torch.optim.AdamW([torch.zeros(1)], foreach=False)  # this imports the rest of torch
 
-OPTIONAL = {"matplotlib", "neuralop", "accelerate", "lightning", "transformers"}
+OPTIONAL = {
+    "matplotlib",
+    "neuralop",
+    "accelerate",
+    "lightning",
+    "pytorch_lightning",
+    "transformers",
+}
 NOT_ON_MACOS = ("posix_fallocate", "posix_fadvise", "POSIX_FADV_WILLNEED", "sched_getaffinity")
 NOT_ON_WINDOWS = (
     *NOT_ON_MACOS,

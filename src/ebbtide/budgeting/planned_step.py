@@ -21,7 +21,7 @@ from ebbtide.units import format_size
 FORMAT: Final = "ebbtide-planned-step"
 VERSION: Final = 1
 
-_WIDTH: Final = 16  # columns of the names of layers,
+_WIDTH: Final = 14  # columns of the names of layers,
 _SIZE_WIDTH: Final = 10  # and of a size
 
 

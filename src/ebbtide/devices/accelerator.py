@@ -180,7 +180,7 @@ class AcceleratorDevice(AbstractDevice):
         for stream in (self._d2h, self._h2d):
             stream.stream.synchronize()
 
-    def finish(self) -> None:
+    def finish_other_streams(self) -> None:
         torch.accelerator.synchronize(self.torch_device)
 
     def _copy_on(

@@ -264,6 +264,5 @@ class AbstractDevice(ABC):
     def finish_copies(self) -> None:
         """Block the host until both copy streams are empty."""
 
-    def finish(self) -> None:
-        """Block the host until all streams are empty, those of the program included."""
-        self.finish_copies()
+    def finish_other_streams(self) -> None:  # noqa: B027  # most devices have none
+        """Block the host until the streams are empty that the program has beside ours."""

@@ -160,7 +160,8 @@ def _abandon(
     def unlock_when_idle() -> None:
         # Nobody has waited for the copies, the program's own included, and one could still use the
         # memory after the unlock.
-        device.finish()
+        device.finish_copies()
+        device.finish_other_streams()
         _unlock(unlock, tensor, pid)
 
     if os.getpid() == pid:

@@ -559,7 +559,7 @@ class DeviceWeights(AbstractWeights):
         # Guard close-after-streams: host memory of weights and gradients is given back when all
         # streams of the device are empty. A stream of the program's own may be copying them
         # (``p.to(device, non_blocking=True)``): the memory would be unmapped under the copy.
-        self._device.finish()
+        self._device.finish_other_streams()
         self._gradients.close()
         # Inside a forward, copies may be under way, from memory that is ours no more afterwards.
         self.settle()
@@ -572,7 +572,8 @@ class DeviceWeights(AbstractWeights):
 
     def _give_back_later(self, slot: RestingSlot) -> None:
         """Free the slot of a closed group once no copy reads it. Blocks, so it runs deferred."""
-        self._device.finish()
+        self._device.finish_copies()
+        self._device.finish_other_streams()
         self._transfers.store.drop(slot)
 
 

@@ -1,4 +1,4 @@
-"""One rank of test_soft_pipelines.py: python pipeline_worker.py KIND RANK WORLD RENDEZVOUS ORDER.
+"""One rank of test_soft_pipelines.py. Arguments: KIND RANK WORLD RENDEZVOUS ORDER.
 
 Prints what plain training and offloaded training give, and the bytes offloaded, as JSON.
 """
