@@ -3,7 +3,7 @@
 glibc keeps the memory of freed tensors. This measures the ways to have it returned to the system,
 in memory and in time, beside training without offload. Every sample is a forked process of its own,
 so that no sample inherits the heap of another, and all modes take turns, so that a change in the
-machine's speed affects all of them. Torch asks for huge pages, except in the modes with small ones.
+machine's speed affects all of them.
 Processor time counts what the kernel and the worker threads do, and other programs disturb it less
 than they disturb the time on the clock.
 
@@ -32,6 +32,7 @@ from torch import Tensor, nn
 import ebbtide
 from benchmarks import record
 from ebbtide.memory import freed_memory
+from ebbtide.memory.huge_pages import VARIABLE
 from ebbtide.memory.measured_memory import ProcessMemory
 
 Loss = Callable[[], Tensor]
@@ -51,7 +52,7 @@ class Way:
         share: or after this part of the bytes in the store, if that is more.
         threshold_bytes: `M_MMAP_THRESHOLD`; None leaves glibc's own.
         late: set the threshold only after a step without offload.
-        small_pages: torch does not ask for huge pages.
+        huge_pages: torch asks for huge pages, and glibc reuses blocks.
     """
 
     offloaded: bool = True
@@ -59,7 +60,7 @@ class Way:
     share: int = freed_memory.SHARE
     threshold_bytes: int | None = None
     late: bool = False
-    small_pages: bool = False
+    huge_pages: bool = False
 
 
 _OURS = freed_memory.LEAST_BYTES
@@ -74,9 +75,9 @@ WAYS = {
     "threshold 1 MiB, after a plain step": Way(threshold_bytes=_MIB, late=True),
     "threshold 4 MiB": Way(threshold_bytes=4 * _MIB),
     "no offload, threshold 1 MiB": Way(offloaded=False, threshold_bytes=_MIB),
-    "no offload, small pages": Way(offloaded=False, small_pages=True),
-    "offload, freed memory kept, small pages": Way(small_pages=True),
-    "as built, small pages": Way(every_bytes=_OURS, small_pages=True),
+    "no offload, huge pages": Way(offloaded=False, huge_pages=True),
+    "offload, freed memory kept, huge pages": Way(huge_pages=True),
+    "as built, huge pages": Way(every_bytes=_OURS, huge_pages=True),
 }
 
 
@@ -99,12 +100,12 @@ def main() -> None:
             print(json.dumps(in_child(_measure, MODELS[name], WAYS[title], arguments.steps)))
             sys.stdout.flush()
         return
-    server = _SmallPages(arguments.steps)
+    server = _HugePages(arguments.steps)
     samples: dict[str, dict[str, list[Any]]] = {name: {way: [] for way in WAYS} for name in names}
     for number in range(arguments.rounds):
         for name in names:
             for title, way in WAYS.items():
-                if way.small_pages:
+                if way.huge_pages:
                     sample = server.measure(name, title)
                 else:
                     sample = in_child(_measure, MODELS[name], way, arguments.steps)
@@ -113,13 +114,13 @@ def main() -> None:
     _report(vars(arguments), samples)
 
 
-class _SmallPages:
-    """A process like this one, in which torch does not ask for huge pages, and which forks, too."""
+class _HugePages:
+    """A process like this one, in which torch asks for huge pages, and which forks, too."""
 
     def __init__(self, steps: int) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.rss", "--serve", "--steps", str(steps)],
-            env={**os.environ, "THP_MEM_ALLOC_ENABLE": "0"},
+            env={**os.environ, VARIABLE: "1"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

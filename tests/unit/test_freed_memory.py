@@ -257,3 +257,17 @@ def test_a_failing_lookup_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     assert freed_memory._malloc_trim() is None
     assert freed_memory._owner_of_malloc() is None
     freed_memory._malloc_trim.cache_clear()
+
+
+def test_what_was_kept_is_returned_when_backward_has_freed_it(trims: list[int]) -> None:
+    """The C library does not return the end of the heap by itself; see `huge_pages`."""
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(8)])
+    policy = ebbtide.ActivationPolicy(num_layers=0, rebuild=False)
+    with ebbtide.offload(model, activations=policy) as handle:
+        loss = model(torch.randn(4096, 256)).sum()
+        before = len(trims)
+        loss.backward()
+        assert handle.stats.kept_bytes == 36 * MIB
+        handle._engine.transfers.store._reader.submit(lambda: None).synchronize()
+        # 8 results of 4 MiB each and the input were kept: 36 MiB, and one return for each 16.
+        assert len(trims) - before == 36 * MIB // LEAST_BYTES

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
+import logging
 import mmap
 import os
 import tempfile
@@ -24,6 +25,8 @@ from ebbtide.errors import PolicyError, StoreFullError
 from ebbtide.forks import watch_forks
 from ebbtide.memory.extents import Extent, ExtentAllocator
 from ebbtide.units import format_size
+
+_LOG = logging.getLogger(__name__)
 
 GROWTH_BYTES = 64 * 2**20
 _NO_ROOM = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC), errno.EFBIG)
@@ -225,6 +228,12 @@ class DiskFile:
                 os.ftruncate(self.open.fd, self.capacity_bytes)
             return False
         self._extents.grow(size_bytes)
+        _LOG.debug(
+            "file in %s: %s more, %s in all",
+            self.directory,
+            format_size(size_bytes),
+            format_size(self.capacity_bytes),
+        )
         return True
 
 

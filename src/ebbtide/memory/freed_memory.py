@@ -24,7 +24,7 @@ from typing import final
 
 from ebbtide.units import format_size
 
-_LOG = logging.getLogger("ebbtide")
+_LOG = logging.getLogger(__name__)
 
 LEAST_BYTES = 16 * 2**20
 SHARE = 16
@@ -83,6 +83,11 @@ def return_freed_memory() -> None:
     trim = _malloc_trim()
     if trim is not None and _refusal() is None:
         trim(0)
+
+
+def decides_when_to_return() -> bool:
+    """Whether ebbtide may say when glibc returns freed memory in this process."""
+    return _refusal() is None
 
 
 def describe() -> str:

@@ -16,7 +16,6 @@ import os
 import platform
 import sys
 import threading
-import warnings
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +24,7 @@ from typing import Any, final
 import torch
 
 from ebbtide.devices.device import AbstractDevice
+from ebbtide.interface.warning import warn_user
 from ebbtide.units import format_size
 
 _MADV_DONTNEED = 4
@@ -135,15 +135,23 @@ def allocate_by_torch(device: AbstractDevice, size_bytes: int) -> HostMemory:
         return HostMemory(tensor, device, refusal=str(refusal))
 
 
-def warn_of_pageable(size_bytes: int, refusal: str) -> None:
-    """Warn that a block is pageable, with the consequences and what to do about it."""
-    warnings.warn(
+_warned_of: weakref.WeakSet[AbstractDevice] = weakref.WeakSet()
+
+
+def warn_of_pageable(device: AbstractDevice, size_bytes: int, refusal: str) -> None:
+    """Warn that a block is pageable, with the consequences and what to do about it.
+
+    Each model has a device object of its own, and is warned of its first such block only.
+    """
+    if device in _warned_of:
+        return
+    _warned_of.add(device)
+    warn_user(
+        "pageable-memory",
         f"the system refused to page-lock {format_size(size_bytes)} of host memory ({refusal}); "
         f"ebbtide continues with pageable memory: the results are the same, but copies no longer "
         f"overlap with compute. Raise the limit on locked memory (ulimit -l), free RAM, or set a "
         f"smaller host_budget",
-        RuntimeWarning,
-        stacklevel=2,
     )
 
 
@@ -199,7 +207,7 @@ def allocate_host_memory(device: AbstractDevice, size_bytes: int) -> HostMemory:
     if memory is None:
         memory = allocate_by_torch(device, 2 ** math.ceil(math.log2(size_bytes)))
     if memory.refusal is not None:
-        warn_of_pageable(size_bytes, memory.refusal)
+        warn_of_pageable(device, size_bytes, memory.refusal)
     return memory
 
 

@@ -1,38 +1,50 @@
-"""Asks torch to allocate large tensors on a CPU in huge pages.
+"""Says whether torch allocates large tensors on a CPU in huge pages, and makes the best of it.
 
 [Note: huge pages] What is offloaded on a CPU is returned to the system, and the memory is taken
 again, page by page, for the next tensors. With pages of 4 KiB that can take as long as the training
-itself; with pages of 2 MiB it takes little (`python -m benchmarks.rss`). Linux gives huge pages to
-whom it is asked by, and torch asks for tensors of 2 MiB or more if `THP_MEM_ALLOC_ENABLE` is set
-when it allocates for the first time in a process. So `import ebbtide` sets it, has torch read it,
-and removes it again. A value that the user has set stays.
+itself; pages of 2 MiB halve it (`python -m benchmarks.rss`). Linux gives huge pages to whom it is
+asked by, and torch asks for tensors of 2 MiB or more if `THP_MEM_ALLOC_ENABLE` is set when it
+allocates for the first time in a process. That is for the user to decide: memory is often lower
+with huge pages, too, and in some programs it is much higher (TRL's trainer, by a half).
+
+[Note: reused blocks] For huge pages torch aligns tensors to 4 KiB, and glibc 2.36 does not find the
+hole that the last one of the same size has left. It takes memory from the end of the heap, and
+returns the end of the heap whenever enough of it is free: pages come and go without end. A
+convolutional net took twice as long so, without any offload. So, with huge pages, the end of the
+heap is not returned by itself any more while a model on a CPU is offloaded, and blocks up to 32 MiB
+come from the heap, as they do after a while anyway. ebbtide returns freed memory itself, see
+[Note: freed but resident].
 """
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import os
 import sys
 from typing import Final
 
 import torch
 
-_VARIABLE: Final = "THP_MEM_ALLOC_ENABLE"
+from ebbtide.memory.freed_memory import decides_when_to_return
+
+VARIABLE: Final = "THP_MEM_ALLOC_ENABLE"
 _LARGE_BYTES: Final = 2 * 2**20  # torch asks for huge pages from this size on,
 _ALIGNMENT: Final = 4096  # and then aligns the tensor to this
+_SETTINGS: Final = {  # of mallopt(3), by their numbers there
+    -3: 32 * 2**20,  # M_MMAP_THRESHOLD: larger blocks are mapped, and returned when they are freed
+    -1: 2**31 - 1,  # M_TRIM_THRESHOLD: how much of the heap's end may be free
+    -2: 64 * 2**20,  # M_TOP_PAD: the heap grows by this much
+}
 
 
-def ask_for_huge_pages() -> None:
-    """Have torch ask for huge pages, unless the user has decided. See [Note: huge pages].
-
-    It has no effect if torch has allocated a tensor on the CPU before.
-    """
-    if sys.platform != "linux" or _VARIABLE in os.environ:
-        return
-    os.environ[_VARIABLE] = "1"
-    try:
-        torch.empty(1, device="cpu")
-    finally:
-        del os.environ[_VARIABLE]
+@functools.cache
+def reuse_blocks() -> None:
+    """Have glibc reuse blocks if torch asks for huge pages. See [Note: reused blocks]."""
+    if decides_when_to_return() and has_huge_pages():
+        library = ctypes.CDLL(None)
+        for setting, value in _SETTINGS.items():
+            library.mallopt(setting, value)
 
 
 def has_huge_pages() -> bool:
@@ -44,12 +56,16 @@ def has_huge_pages() -> bool:
 def describe_pages() -> str:
     """Say in one sentence whether torch asks for huge pages, and if not, how it would."""
     if has_huge_pages():
-        return "Tensors of 2 MiB or more are allocated in huge pages where the system has them."
+        reused = " and reused when they are freed" if decides_when_to_return() else ""
+        return f"Tensors of 2 MiB or more are in huge pages where the system has them{reused}."
     if sys.platform != "linux":
         return "Huge pages are asked for on Linux only."
-    if _VARIABLE in os.environ:
-        return f"{_VARIABLE}={os.environ[_VARIABLE]} keeps torch from asking for huge pages."
+    if os.environ.get(VARIABLE) == "1":
+        return (
+            f"Tensors are in small pages: {VARIABLE}=1 was set after torch had allocated memory. "
+            f"Set it before Python starts."
+        )
     return (
-        "Tensors are allocated in small pages, and taking returned memory again is slow: torch had "
-        "allocated memory before ebbtide was imported. Import ebbtide before any tensor is made."
+        f"Tensors are in small pages, and taking returned memory again is slow. With {VARIABLE}=1 "
+        f"set before Python starts it takes about half as long; in some programs memory is higher."
     )

@@ -18,7 +18,15 @@ from ebbtide.memory.freed_memory import return_freed_memory
 
 
 class AbstractMemory(abc.ABC):
-    """The number of bytes in use, and its peak."""
+    """The number of bytes in use, and its peak.
+
+    Attributes:
+        name: what is measured, in words.
+        keeps_freed: whether memory that was freed may still count, until `return_freed`.
+    """
+
+    name = "memory"
+    keeps_freed = False
 
     @abc.abstractmethod
     def now_bytes(self) -> int:
@@ -99,6 +107,9 @@ class ProcessMemory(AbstractMemory):
             the process began.
     """
 
+    name = "resident memory (RSS) of the process"
+    keeps_freed = True
+
     def __init__(self) -> None:
         self._process = psutil.Process()
         self.can_reset = True
@@ -125,6 +136,11 @@ class ProcessMemory(AbstractMemory):
     def total_bytes(self) -> int:
         total_bytes, limit = psutil.virtual_memory().total, memory_limit()
         return int(total_bytes if limit is None else min(total_bytes, limit.limit_bytes))
+
+
+def memory_of(device: torch.device) -> AbstractMemory:
+    """Return the memory that a model on a device computes in."""
+    return ProcessMemory() if device.type == "cpu" else DeviceMemory(device)
 
 
 def resident_peak_bytes() -> int:
@@ -160,6 +176,7 @@ class DeviceMemory(AbstractMemory):
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self.name = f"memory that torch has allocated on {device}"
         self._peak = _SharedPeak(str(device), functools.partial(_read_device_peaks, device))
 
     def now_bytes(self) -> int:

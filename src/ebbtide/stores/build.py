@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from ebbtide.stores.staged import LEAST_STAGING_BYTES, STAGING_BYTES, StagedDisk
 from ebbtide.stores.store import AbstractStore
 from ebbtide.stores.tiered import TieredStore
 from ebbtide.units import format_size
+
+_LOG = logging.getLogger(__name__)
 
 _STORES = 'one of "auto", "host", "disk", "disk:/some/dir", "tiered", "tiered:/some/dir"'
 _STAGING_SHARE = 4  # a tiered store's chunks take at most 1/4 of host_budget
@@ -36,7 +39,22 @@ def build_store(
     """
     if device.computes_on_host:
         _check_for_cpu(kind, budget_bytes)
-        return DiskStore(directory)
+        store: AbstractStore = DiskStore(directory)
+    else:
+        store = _build_for_accelerator(device, kind, directory, budget_bytes)
+    _LOG.info(
+        "store for a model on %s: %s, host_budget=%s, directory of its files: %s",
+        device.torch_device,
+        type(store).__name__,
+        None if budget_bytes is None else format_size(budget_bytes),
+        directory or "the system's for temporary files",
+    )
+    return store
+
+
+def _build_for_accelerator(
+    device: AbstractDevice, kind: str, directory: Path | None, budget_bytes: int | None
+) -> AbstractStore:
     if kind in ("auto", "host"):
         return PinnedStore(device, budget_bytes)
     share = 1 if kind == "disk" else _STAGING_SHARE

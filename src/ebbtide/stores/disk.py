@@ -23,6 +23,7 @@ from ebbtide.devices.lanes import WorkLane
 from ebbtide.memory.disk_file import DiskFile
 from ebbtide.memory.freed_memory import FreedMemory, return_freed_memory
 from ebbtide.memory.host_memory import advise
+from ebbtide.memory.huge_pages import reuse_blocks
 from ebbtide.stores.mapped_memory import MappedFiles
 from ebbtide.stores.store import AbstractStore, Landing, RestingSlot, Slot, Target
 
@@ -61,6 +62,7 @@ class DiskStore(AbstractStore):
         self._dropped: list[_MappedSlot] = []
         self._file = DiskFile(directory)
         self.freed = self._freed = FreedMemory()
+        reuse_blocks()
         self._mapped = MappedFiles(self._file.directory)
         self._writer = WorkLane("ebbtide-disk-write", "disk")
         self._reader = WorkLane("ebbtide-disk-read", "disk")
@@ -170,6 +172,9 @@ class DiskStore(AbstractStore):
         self._file.close()
         self._mapped.close()
         return_freed_memory()
+
+    def note_freed(self, size_bytes: int) -> None:
+        self._return_freed_memory(self._reader, size_bytes)
 
     def _return_freed_memory(self, lane: WorkLane, size_bytes: int) -> None:
         """Queue the return of freed memory behind a copy, once enough bytes have been moved."""

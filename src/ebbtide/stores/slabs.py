@@ -11,6 +11,7 @@ then one slab takes the place of them all, as large as the most that was ever in
 from __future__ import annotations
 
 import errno
+import logging
 from typing import final
 
 import torch
@@ -27,6 +28,8 @@ from ebbtide.memory.host_memory import (
     whole_pages,
 )
 from ebbtide.units import format_size
+
+_LOG = logging.getLogger(__name__)
 
 SLAB_BYTES = 256 * 2**20
 _ALIGNMENT_BYTES = 512
@@ -94,7 +97,6 @@ class Slabs:
         self._slab_bytes = slab_bytes
         self._slabs: list[Slab] = []
         self._by_torch = False  # only torch's own allocator gives memory that the copies take
-        self._warned = False
         self._used_bytes = 0
         self._peak_used_bytes = 0
         self._whole_bytes = 0  # of the slab that took the place of all others
@@ -145,6 +147,11 @@ class Slabs:
             assert memory is not None
         self._slabs.append(Slab(memory, trimmed=False))
         self.grown = True
+        _LOG.debug(
+            "host memory: %s more, %s in all",
+            format_size(memory.tensor.nbytes),
+            format_size(self.capacity_bytes),
+        )
 
     def _next_size(self, size_bytes: int) -> int:
         """Size of the next slab: room for several such tensors, or for one near the limits."""
@@ -174,9 +181,8 @@ class Slabs:
                 memory = map_exactly(self._device, size_bytes)
         except OSError as error:
             raise self._out_of_ram(size_bytes, free_ram_bytes()) from error
-        if memory is not None and memory.refusal is not None and not self._warned:
-            self._warned = True
-            warn_of_pageable(size_bytes, memory.refusal)
+        if memory is not None and memory.refusal is not None:
+            warn_of_pageable(self._device, size_bytes, memory.refusal)
         if memory is not None:
             self._budget.take(size_bytes)
         return memory

@@ -226,7 +226,7 @@ class StagedDiskStore(AbstractStore):
         if staging is None:
             staging = allocate_by_torch(self._device, size_bytes)
         if staging.refusal is not None:
-            warn_of_pageable(size_bytes, staging.refusal)
+            warn_of_pageable(self._device, size_bytes, staging.refusal)
         self._staging = staging
         chunks = [
             Chunk(staging.tensor.narrow(0, begin, self._chunk_bytes))

@@ -208,6 +208,12 @@ class AbstractStore(ABC):
     def read_ahead(self, slot: Slot) -> None:
         """Read from disk ahead of an expected reload, without allocating device memory."""
 
+    def note_freed(self, size_bytes: int) -> None:  # noqa: B027  # only some return memory
+        """Note that bytes that stayed on the device were freed there.
+
+        Memory that was freed is returned to the system after so many of them.
+        """
+
     @abstractmethod
     def drop(self, slot: Slot) -> None:
         """Release a slot. Its memory is reused once nothing reads it any more."""
