@@ -129,7 +129,7 @@ class Activations:
         with self._gate:
             self._offloads.retire_finished()
             record = self._make(address, version, number, size_bytes, KEEP)
-            self._account.take_kept(size_bytes)
+            self._account.take_kept(size_bytes, record.layer, address)
             self._register(record)
             return record
 
@@ -150,6 +150,8 @@ class Activations:
             record.pin_identity(storage)
             record.call = call
             self._account.meter.rebuilt_bytes += record.size_bytes
+            if self._account.memory is not None:
+                self._account.memory.note_reference(storage)
             self._register(record)
             return record
 
@@ -319,6 +321,8 @@ class Activations:
             if task == -1:  # a saved tensor is looked at outside a backward
                 return False
             creates_graph = self._backwards[task] = torch.is_grad_enabled()
+            if self._account.memory is not None:
+                self._account.memory.enter_backward()
             # The last saved tensors to die die in this backward.
             end = functools.partial(self._end_backward, task)
             torch.autograd.Variable._execution_engine.queue_callback(end)
@@ -483,7 +487,8 @@ class Activations:
             self.transfers.store.drop(slot)
             self._account.stored_bytes[slot.tier] -= record.size_bytes
         if record.decision is KEEP:
-            self._account.give_kept(record.size_bytes)
+            self._account.give_kept(record.size_bytes, record.layer, record.address)
+            self.transfers.store.note_freed(record.size_bytes)
         elif record.decision is REBUILD:
             record.call = None  # its inputs are wanted no more, either
         else:

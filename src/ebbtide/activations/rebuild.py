@@ -15,7 +15,7 @@ from ebbtide.activations.records import Call
 from ebbtide.activations.saved import RecordedTensor, is_modified, peek, share
 from ebbtide.tensors.recipes import MOST_STEPS, RECIPES
 
-_LOG = logging.getLogger("ebbtide")
+_LOG = logging.getLogger(__name__)
 _NOTE = "ebbtide.saved"  # key in a node's metadata, together with the number of the output
 
 

@@ -154,6 +154,15 @@ class StorageRecord(Record):
         self.saves = 0
 
     @property
+    def source_address(self) -> int | None:
+        return self.address if self.form is None and self.packing is None else None
+
+    def find_storage(self) -> torch.UntypedStorage | None:
+        if self.identity is None:
+            return None
+        return torch.UntypedStorage._new_with_weak_ptr(self.identity)
+
+    @property
     def is_on_device(self) -> bool:
         """Whether the bytes are on the device without a buffer, in their original memory."""
         return self.source is not None or self.state is KEPT

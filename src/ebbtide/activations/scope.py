@@ -6,6 +6,7 @@ from typing import final
 
 from ebbtide.activations.handles import Deaths, SmallTally, SmallTensors
 from ebbtide.activations.records import UnitRecords
+from ebbtide.ownership.memory_log import LOSS
 from ebbtide.transfers.layer import Layer
 from ebbtide.transfers.order import AccessOrder
 from ebbtide.transfers.prefetch import ForwardLog
@@ -93,6 +94,8 @@ class Scopes:
             transfers.begin_run()
             if self._step != self._account.num_steps:
                 self._step, self._num_forwards = self._account.num_steps, 0
+            if self._account.memory is not None:
+                self._account.memory.enter_forward()
             log = ForwardLog(self.learned, self._num_forwards)
             log.prefetches = self.prefetches
             self._num_forwards += 1
@@ -107,6 +110,8 @@ class Scopes:
             self.current = self._stack[-1]
         else:
             del self.current  # the scope would keep `small` alive
+            if self._account.memory is not None:
+                self._account.memory.enter(LOSS)
         with self._transfers.gate:
             tally = scope.small.tally
             if tally.pointers:

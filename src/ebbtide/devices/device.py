@@ -148,6 +148,8 @@ class AbstractDevice(ABC):
     pins_host_memory: bool
     #: whether the model computes in host memory, so that it offloads to disk
     computes_on_host = False
+    #: whether the system or torch counts the bytes of the device's memory
+    has_memory = True
 
     def __init__(self, torch_device: torch.device) -> None:
         self.torch_device = torch_device

@@ -374,6 +374,7 @@ class SimulatedDevice(AbstractDevice):
         timely: bool = False,
     ) -> None:
         super().__init__(torch.device("cpu"))
+        self.has_memory = False
         self.timely = timely
         self.slow_copies = 0.0
         self._bandwidth = bandwidth_bytes_per_s

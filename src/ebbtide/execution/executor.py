@@ -380,9 +380,10 @@ class ScheduleExecutor:
         if not self._warned:
             self._warned = True
             warn_user(
+                "schedule-departed",
                 f"a step departs from its schedule: {what}. Its results stay right, and the rest "
                 f"of such a step is offloaded in the default way. Give the schedule the order in "
-                f"which passes really come"
+                f"which passes really come",
             )
 
     def _depart(self, run: ScheduleRun) -> None:

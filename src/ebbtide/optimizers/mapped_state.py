@@ -96,8 +96,7 @@ class MappedOptimizerState:
         except StoreFullError as error:
             if not self._warned:
                 self._warned = True
-                message = f"optimizer state stays in RAM: {error.strerror}"
-                warn_user(message)
+                warn_user("state-in-ram", f"optimizer state stays in RAM: {error.strerror}")
             return
         # The C library cannot reuse what the tensor occupied if anything small now lies in it.
         if self._freed.is_due(value.nbytes, 0):

@@ -10,6 +10,7 @@ from ebbtide.activations.activations import Activations
 from ebbtide.activations.handles import Hold
 from ebbtide.devices.device import AbstractEvent
 from ebbtide.memory.freed_memory import FreedMemory, return_freed_memory
+from ebbtide.tracing.step_memory import Owner
 from ebbtide.transfers.account import Account
 from ebbtide.transfers.layer import Layer
 from ebbtide.transfers.prefetch import ForwardLog
@@ -61,7 +62,8 @@ class RecomputedHold(Hold):
 
     def note_death(self) -> None:
         self.transfers.live -= 1
-        self.transfers.account.give(self.held_bytes)
+        layer = self.call.layer
+        self.transfers.account.give(self.held_bytes, Owner.RECOMPUTED, layer)
 
 
 @final
@@ -117,9 +119,10 @@ class Recomputations:
         self._activations.note_backward(hold.forward)
         self._note_freed(hold.call.size_bytes)  # of the layer whose backward has ended
         with self._gate:
-            self._account.give(hold.held_bytes)
+            layer = hold.call.layer
+            self._account.give(hold.held_bytes, Owner.RECOMPUTED, layer)
             hold.held_bytes = hold.call.size_bytes + hold.call.borrowed_bytes
-            self._account.take(hold.held_bytes)
+            self._account.take(hold.held_bytes, Owner.RECOMPUTED, layer)
         recorder = self._account.recorder
         hold.begun = None if recorder is None else recorder.mark()
 

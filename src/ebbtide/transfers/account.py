@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import final
 
 from ebbtide.devices.device import AbstractDevice, AbstractEvent, AbstractStream, Origin
+from ebbtide.ownership.memory_log import BETWEEN, MemoryLog
+from ebbtide.ownership.memory_watch import MemoryWatch
+from ebbtide.tracing.step_memory import Owner
 from ebbtide.tracing.trace import Trace
-from ebbtide.transfers.layer import in_range, is_profiling
+from ebbtide.transfers.layer import Layer, in_range, is_profiling
 from ebbtide.transfers.record import ACTIVATION, GRADIENT, WEIGHT, Record
 from ebbtide.transfers.recorder import StepRecorder, Subject
 from ebbtide.transfers.stats import StepMeter, StepStats
@@ -24,6 +27,8 @@ class Account:
         meter: the counters of the running step.
         last_meter: the counters of the last finished step; None before the first one ends.
         recorder: records the running step; None where no trace is wanted.
+        watch: records the memory of traced steps; None where only their events are recorded.
+        memory: the record of memory that is written now; None where no trace is wanted.
         num_steps: number of finished steps.
         origin: the moment at which the running step began; None before its first forward.
         last_origin: the moment at which the last finished step began.
@@ -33,6 +38,8 @@ class Account:
         weight_bytes: bytes of offloaded weights that are on the device now.
     """
 
+    # Long: each figure of a step is counted in one place, and each method is short.
+
     def __init__(self, device: AbstractDevice, *, traced: bool) -> None:
         self._device = device
         self._traced = traced
@@ -41,6 +48,10 @@ class Account:
         self._trace: StepRecorder | Trace = Trace()
         self.meter = StepMeter()
         self.recorder: StepRecorder | None = None
+        self.watch: MemoryWatch | None = None
+        self.memory: MemoryLog | None = None
+        self._memory_before: tuple[MemoryLog, Origin] | None = None  # of the last finished step
+        self._num_phases = 0  # of that record, when it was last read
         self.last_meter: StepMeter | None = None
         self.num_steps = 0
         self.origin: Origin | None = None
@@ -67,11 +78,21 @@ class Account:
         """What the last finished step did. Reading it waits until the device has finished it."""
         if isinstance(self._trace, StepRecorder):
             self._trace = self._trace.trace()
+            self._num_phases = 0
+        if self._memory_before is not None and self.watch is not None:
+            log, origin = self._memory_before
+            if log.num_phases != self._num_phases:  # an optimizer has stepped since
+                self._num_phases = log.num_phases
+                self._trace = Trace(self._trace.events, self.watch.freeze(log, origin))
         return self._trace
 
     def record(self, *, traced: bool) -> None:
         """Record a trace of each step, or of none, from the next step on."""
         self._traced = self._device.keeps_time = traced
+        if not traced:
+            self.memory = self._memory_before = None
+            if self.watch is not None:
+                self.watch.log = None
 
     def begin(self) -> None:
         """Note that a forward begins, perhaps the first of a step."""
@@ -79,7 +100,14 @@ class Account:
             # A trace compares the clocks of host and device, so they must meet: the host waits.
             self.origin = self._device.origin() if self._traced else self._device.moment()
             if self._traced:
-                self.recorder = StepRecorder(self._device, self.origin)
+                self._begin_recording(self.origin)
+
+    def _begin_recording(self, origin: Origin) -> None:
+        if self.watch is not None:
+            if isinstance(self._trace, StepRecorder):
+                _ = self.trace  # its record of memory ends now
+            self.memory = self.watch.begin_step(lambda: self._device.compute_stream().record())
+        self.recorder = StepRecorder(self._device, origin, self.memory)
 
     def finish(self, host_capacity_bytes: int) -> None:
         """Close the account of the step."""
@@ -91,6 +119,10 @@ class Account:
         if self.recorder is not None:
             self.recorder.begin_backward(None)
             self._trace, self.recorder = self.recorder, None
+            if self.memory is not None:
+                assert self.last_origin is not None
+                self.memory.enter(BETWEEN)
+                self._memory_before = self.memory, self.last_origin
 
     def note_offload(self, record: Record) -> None:
         """Count a copy down that was queued."""
@@ -116,6 +148,9 @@ class Account:
         """Record in the trace that the device memory of a record's source was released."""
         assert self.recorder is not None
         self.recorder.moment("release", subject(record))
+        storage = None if self.memory is None else record.find_storage()
+        if storage is not None and self.memory is not None:
+            self.memory.note_reference(storage)
 
     def note_reload(self, record: Record) -> None:
         """Count a copy up that was queued."""
@@ -128,31 +163,52 @@ class Account:
             self.recorder.copy("reload", subject(record), record.ready)
             record.copies += (("reload", record.ready),)
 
-    def take(self, size_bytes: int) -> None:
-        """Count bytes of saved tensors that come to the device."""
+    def take(
+        self, size_bytes: int, owner: Owner, layer: Layer | None, address: int | None = None
+    ) -> None:
+        """Count bytes of saved tensors that come to the device.
+
+        Args:
+            size_bytes: how many.
+            owner: what they are.
+            layer: the layer that they belong to; None outside layers.
+            address: address of the saved storage, if the bytes are that storage and no copy of it.
+        """
         self.device_bytes += size_bytes
         if self.device_bytes > self.meter.peak_device_bytes:
             self.meter.peak_device_bytes = self.device_bytes
+        if self.memory is not None:
+            self.memory.change(owner, layer, size_bytes, address)
 
-    def give(self, size_bytes: int) -> None:
-        """Count bytes of saved tensors that leave the device."""
+    def give(
+        self, size_bytes: int, owner: Owner, layer: Layer | None, address: int | None = None
+    ) -> None:
+        """Count bytes of saved tensors that leave the device, as `take` counted them."""
         self.device_bytes -= size_bytes
+        if self.memory is not None:
+            self.memory.change(owner, layer, -size_bytes, address)
 
-    def take_kept(self, size_bytes: int) -> None:
+    def take_kept(
+        self, size_bytes: int, layer: Layer | None = None, address: int | None = None
+    ) -> None:
         """Count bytes of saved tensors that stay on the device."""
         self.kept_bytes += size_bytes
         self.meter.kept_bytes += size_bytes
-        self.take(size_bytes)
+        self.take(size_bytes, Owner.KEPT, layer, address)
 
-    def give_kept(self, size_bytes: int) -> None:
+    def give_kept(
+        self, size_bytes: int, layer: Layer | None = None, address: int | None = None
+    ) -> None:
         """Count bytes of kept tensors that no graph holds any more."""
         self.kept_bytes -= size_bytes
-        self.give(size_bytes)
+        self.give(size_bytes, Owner.KEPT, layer, address)
 
-    def take_weights(self, size_bytes: int) -> None:
+    def take_weights(self, size_bytes: int, layer: Layer | None = None) -> None:
         """Count bytes of weights that come to the device; a negative number of them leave it."""
         self.weight_bytes += size_bytes
         self.meter.peak_weight_bytes = max(self.meter.peak_weight_bytes, self.weight_bytes)
+        if self.memory is not None:
+            self.memory.change(Owner.WEIGHTS, layer, size_bytes)
 
     def wait(
         self, record: Record, event: AbstractEvent, stream: AbstractStream, *, is_reload: bool

@@ -7,6 +7,7 @@ from typing import final
 
 from ebbtide.devices.device import raise_again
 from ebbtide.stores.store import AbstractStore
+from ebbtide.tracing.step_memory import Owner
 from ebbtide.transfers.account import Account
 from ebbtide.transfers.layer import in_range, is_profiling
 from ebbtide.transfers.record import (
@@ -110,7 +111,9 @@ class Offloads:
         self.queue.append(record)
         self.queued_bytes += record.size_bytes
         if record.kind is ACTIVATION:
-            self._account.take(record.size_bytes)
+            self._account.take(
+                record.size_bytes, Owner.LEAVING, record.layer, record.source_address
+            )
 
     def stop_retaining(self, record: Record) -> None:
         """Stop retaining a source. If its copy has begun, the copy is completed first."""
@@ -168,16 +171,20 @@ class Offloads:
         record = self.queue.popleft()
         self.queued_bytes -= record.size_bytes
         if record.kind is ACTIVATION:
-            self._account.give(record.size_bytes)
+            self._account.give(
+                record.size_bytes, Owner.LEAVING, record.layer, record.source_address
+            )
         self._release(record)
 
     def _retain(self, record: Record) -> None:
         self.retained_bytes += record.size_bytes
-        self._account.take(record.size_bytes)
+        address = record.source_address
+        self._account.take(record.size_bytes, Owner.LEAVING, record.layer, address)
 
     def _give_up_retained(self, record: Record) -> None:
         self.retained_bytes -= record.size_bytes
-        self._account.give(record.size_bytes)
+        address = record.source_address
+        self._account.give(record.size_bytes, Owner.LEAVING, record.layer, address)
 
     def _release(self, record: Record) -> None:
         assert record.offloaded is not None

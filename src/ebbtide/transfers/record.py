@@ -148,6 +148,15 @@ class Record:
     kind = ACTIVATION
     home: AbstractStream
 
+    @property
+    def source_address(self) -> int | None:
+        """Address of the storage that the program knows as the source; None for a copy of it."""
+        return None
+
+    def find_storage(self) -> torch.UntypedStorage | None:
+        """Return the storage that the program knows as the source, if it still exists."""
+        return None
+
     def __init__(self, layer: Layer | None, microbatch: int, size_bytes: int, state: State) -> None:
         self.layer = layer
         self.microbatch = microbatch

@@ -9,6 +9,7 @@ from typing import NamedTuple, final
 import torch
 
 from ebbtide.devices.device import AbstractDevice, AbstractEvent, Origin, Span
+from ebbtide.ownership.memory_log import BEGIN, MemoryLog
 from ebbtide.tracing.events import TraceEvent
 from ebbtide.tracing.trace import Trace
 from ebbtide.transfers.layer import Layer
@@ -37,10 +38,14 @@ class StepRecorder:
     Args:
         device: device whose streams run the work.
         origin: the start of the step, from which times are counted.
+        memory: is told of the passes; None if memory is not recorded.
     """
 
-    def __init__(self, device: AbstractDevice, origin: Origin) -> None:
+    def __init__(
+        self, device: AbstractDevice, origin: Origin, memory: MemoryLog | None = None
+    ) -> None:
         self._device = device
+        self._memory = memory
         self._origin = origin
         self._entries: list[_Entry] = []
         self._forwards: list[tuple[Subject, AbstractEvent]] = []  # layers can be nested
@@ -65,12 +70,19 @@ class StepRecorder:
 
     def begin_forward(self, subject: Subject) -> None:
         """Note that a layer's forward begins."""
-        self._forwards.append((subject, self.mark()))
+        mark = self.mark()
+        self._forwards.append((subject, mark))
+        if self._memory is not None:
+            self._memory.enter(_name_pass("F", subject), mark)
 
     def end_forward(self) -> None:
         """Note that the innermost layer's forward has ended."""
         if self._forwards:
             self.compute("forward", *self._forwards.pop())
+            if self._memory is not None:
+                around = self._forwards[-1][0] if self._forwards else None
+                name = BEGIN if around is None else _name_pass("F", around)
+                self._memory.enter(name, self._entries[-1].end)
 
     def begin_backward(self, subject: Subject | None) -> None:
         """Note that a layer's backward begins, and that the previous layer's has ended.
@@ -81,6 +93,8 @@ class StepRecorder:
         if self._backward is not None:
             self.compute("backward", *self._backward)
         self._backward = None if subject is None else (subject, self.mark())
+        if self._backward is not None and self._memory is not None:
+            self._memory.enter(_name_pass("B", self._backward[0]), self._backward[1])
 
     def watch_backward(self, subject: Subject, outputs: Iterable[torch.Tensor]) -> None:
         """Have the begin of a layer's backward noted, which is the backward of its outputs.
@@ -123,6 +137,12 @@ class StepRecorder:
             )
             for span in spans
         ]
+
+
+def _name_pass(direction: str, subject: Subject) -> str:
+    assert subject.layer is not None
+    name = f"{direction}{subject.layer.index}"
+    return f"{name}.m{subject.microbatch}" if subject.microbatch else name
 
 
 def watch_nodes(outputs: Iterable[torch.Tensor], begin: Callable[[object], None]) -> None:

@@ -8,6 +8,7 @@ import torch
 
 from ebbtide.devices.device import AbstractDevice, AbstractEvent
 from ebbtide.stores.store import AbstractStore, Target
+from ebbtide.tracing.step_memory import Owner
 from ebbtide.transfers.account import Account
 from ebbtide.transfers.layer import in_range, is_profiling
 from ebbtide.transfers.prefetch import ForwardLog
@@ -100,13 +101,13 @@ class Reloads:
         """Hold the new buffer of an activation."""
         self.buffered[record] = None
         self.buffered_bytes += record.size_bytes
-        self._account.take(record.size_bytes)
+        self._account.take(record.size_bytes, _owner_of_buffer(record), record.layer)
 
     def release(self, record: Record) -> None:
         """Free the buffer of an activation whose bytes can be reloaded or rebuilt again."""
         del self.buffered[record]
         self.buffered_bytes -= record.size_bytes
-        self._account.give(record.size_bytes)
+        self._account.give(record.size_bytes, _owner_of_buffer(record), record.layer)
         rebuilt = record.state is REBUILT
         self.free(record, REBUILDABLE if rebuilt else STORED)
 
@@ -166,3 +167,7 @@ class Reloads:
                     if self.buffered_bytes + wanted.size_bytes <= self.bound_bytes:
                         break
         return self.buffered_bytes + wanted.size_bytes <= self.bound_bytes or not self.buffered
+
+
+def _owner_of_buffer(record: Record) -> Owner:
+    return Owner.REBUILT if record.state is REBUILT else Owner.RELOADED

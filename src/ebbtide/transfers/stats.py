@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Final, final
 
 from ebbtide.devices.device import AbstractEvent, Origin
-from ebbtide.interface.display import html_table
+from ebbtide.interface.notebook import Share, bar, card, table
 from ebbtide.units import format_size
 
 
@@ -77,7 +77,7 @@ class StepStats:
         return "\n".join(f"{name:<19} {text:>12}  {words}".rstrip() for name, text, words in rows)
 
     def _repr_html_(self) -> str:
-        return html_table("ebbtide.StepStats", self._rows())
+        return card("Statistics of a step", fate_bar(self), table((), self._rows(), numbers=[1]))
 
     def _rows(self) -> list[tuple[str, str, str]]:
         """Each figure's name, its value with a unit, and what it means."""
@@ -113,6 +113,20 @@ _WORDS: Final = {
     "stall_s": "that compute waited for copies",
     "host_capacity_bytes": "host memory taken, kept for the next step",
 }
+
+
+def fate_bar(stats: StepStats | StepMeter) -> str:
+    """Return a bar that shows what became of the bytes that a step saved, each storage once."""
+    fates = {
+        "keep": (stats.kept_bytes, "kept"),
+        "offload": (stats.offloaded_bytes, "offloaded"),
+        "rebuild": (stats.rebuilt_bytes, "rebuilt"),
+        "recompute": (stats.recomputed_bytes, "recomputed"),
+        "other": (stats.packed_bytes, "left out by packing"),
+    }
+    return bar(
+        Share(kind, f"{format_size(size)} {words}", size) for kind, (size, words) in fates.items()
+    )
 
 
 _COUNTED = tuple(

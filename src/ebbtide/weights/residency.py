@@ -159,7 +159,7 @@ class ResidentGroups:
         if group.awaited and unread and ordered:
             self._spare.append((buffer, home))
         self._reloads.free(group, STORED)
-        self._transfers.account.take_weights(-group.size_bytes)
+        self._transfers.account.take_weights(-group.size_bytes, group.layer)
 
     def release_if_outdated(self, group: WeightGroup) -> None:
         """Release a group's buffer if the program has changed the host values since."""
@@ -227,7 +227,7 @@ class ResidentGroups:
         group.loaded_version = group.version()
         self._there[group] = None
         self._at[buffer.untyped_storage()._cdata] = group
-        self._transfers.account.take_weights(group.size_bytes)
+        self._transfers.account.take_weights(group.size_bytes, group.layer)
         self.peak_groups = max(self.peak_groups, len(self._there))
 
     def _find_buffer(self, size_bytes: int) -> tuple[torch.Tensor, AbstractStream]:

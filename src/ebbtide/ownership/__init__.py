@@ -1,0 +1,1 @@
+"""Whose the memory of a training step is that is not saved tensors."""

@@ -1,0 +1,129 @@
+"""What memory held in one step: over time, and at its peak, by owner."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import final
+
+from ebbtide.interface.notebook import card, note, table
+from ebbtide.units import format_size
+
+
+class Owner(Enum):
+    """What the bytes in memory belong to; the value is its name in reports and files.
+
+    The members are in the order in which charts stack them, from the bottom.
+    """
+
+    OTHER = "held before the step"
+    PARAMETERS = "parameters and buffers"
+    OPTIMIZER = "optimizer state"
+    GRADIENTS = "gradients"
+    WEIGHTS = "offloaded weights on the device"
+    INPUTS = "inputs of the forward"
+    OUTPUTS = "outputs of the forward"
+    KEPT = "activations that stay"
+    LEAVING = "activations on their way out"
+    REFERENCED = "offloaded activations that the program still holds"
+    RELOADED = "reloaded activations"
+    REBUILT = "rebuilt activations"
+    RECOMPUTED = "saved by a recomputation"
+    PASSED = "passed between layers, or freed and not returned"
+    RUNNING = "the running operation"
+
+
+@final
+@dataclass(frozen=True)
+class OwnedBytes:
+    """Bytes of one owner, and for activations of one layer.
+
+    Attributes:
+        owner: what the bytes belong to.
+        size_bytes: how many they are.
+        layer: index of the layer in forward order; None if they belong to no single layer.
+        name: name of that layer's module.
+    """
+
+    owner: Owner
+    size_bytes: int
+    layer: int | None = None
+    name: str = ""
+
+
+@final
+@dataclass(frozen=True)
+class MemorySample:
+    """Memory in one phase of a step.
+
+    A phase is a pass of a layer, or what lies between two passes.
+
+    Attributes:
+        phase: such as ``"F3"``, ``"B3"``, ``"forward outside layers"``, ``"loss"`` or
+            ``"optimizer step"``.
+        begin_s: begin of the phase, in seconds since the step began.
+        end_s: its end.
+        owned: bytes of each owner at the peak of the phase. They add up to ``peak_bytes``.
+        peak_bytes: the peak of the phase, as the allocator or the kernel counts it.
+    """
+
+    phase: str
+    begin_s: float
+    end_s: float
+    owned: Mapping[Owner, int]
+    peak_bytes: int
+
+
+@final
+@dataclass(frozen=True)
+class StepMemory:
+    """The memory of one step; it prints as a table.
+
+    Attributes:
+        counted: what was counted, such as ``"resident memory (RSS) of the process"``.
+        samples: the phases of the step in their order.
+        peak: index in ``samples`` of the phase in which memory was highest.
+        peak_owned: what memory held at the peak, by owner and layer, largest first.
+        reserved_peak_bytes: the peak of what nobody else could use. It is more than the peak where
+            an allocator keeps blocks that were freed.
+        counts_freed: whether memory that was freed counts as long as it is not returned to the
+            system, as it does in a process's resident memory.
+    """
+
+    counted: str
+    samples: tuple[MemorySample, ...]
+    peak: int
+    peak_owned: tuple[OwnedBytes, ...]
+    reserved_peak_bytes: int
+    counts_freed: bool = False
+
+    @property
+    def peak_bytes(self) -> int:
+        """The peak of the step."""
+        return self.samples[self.peak].peak_bytes
+
+    @property
+    def peak_phase(self) -> str:
+        """The phase in which memory was highest."""
+        return self.samples[self.peak].phase
+
+    def _repr_html_(self) -> str:
+        sample = self.samples[self.peak]
+        rows = [
+            (format_size(size_bytes), f"{size_bytes / (sample.peak_bytes or 1):.0%}", owner.value)
+            for owner, size_bytes in sample.owned.items()
+        ]
+        heads = ("size", "share", "owner")
+        title = f"The peak is {format_size(sample.peak_bytes)} in {sample.phase}"
+        return card(title, table(heads, rows, numbers=(0, 1)), note(self.counted))
+
+    def __str__(self) -> str:
+        sample = self.samples[self.peak]
+        lines = [f"the peak is {format_size(sample.peak_bytes)} in {sample.phase}; {self.counted}"]
+        for owner in Owner:
+            size_bytes = sample.owned.get(owner, 0)
+            if size_bytes:
+                share = size_bytes / (sample.peak_bytes or 1)
+                lines.append(f"  {format_size(size_bytes):>10} {share:>5.0%}  {owner.value}")
+        return "\n".join(lines)

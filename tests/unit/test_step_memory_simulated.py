@@ -1,0 +1,75 @@
+"""On the simulated device, what each owner has adds up to the account's peak, in any order."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import ebbtide
+from ebbtide.devices.simulated import SimulatedDevice
+from ebbtide.ownership.memory_log import Layer, MemoryLog
+from ebbtide.stores.pinned import PinnedStore
+from ebbtide.tracing.step_memory import Owner
+from loops import on_device
+
+SAVED = {
+    *(Owner.KEPT, Owner.LEAVING, Owner.RELOADED, Owner.REBUILT, Owner.RECOMPUTED),
+}
+"""Owners of bytes that the account counts."""
+
+POLICIES = {
+    "offload": ebbtide.ActivationPolicy(min_bytes=1, rebuild=False, max_inflight_bytes="2KiB"),
+    "rebuild": ebbtide.ActivationPolicy(min_bytes=1),
+    "two layers": ebbtide.ActivationPolicy(min_bytes=1, num_layers=2, rebuild=False),
+    "recompute": ebbtide.ActivationPolicy(mode="recompute", min_bytes=1),
+    "recompute+offload": ebbtide.ActivationPolicy(mode="recompute+offload", min_bytes=1),
+}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.gelu(self.linear(x)).sin()
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES.keys())
+@pytest.mark.parametrize("seed", range(8))
+def test_owners_add_up_to_the_accounts_peak(policy: ebbtide.ActivationPolicy, seed: int) -> None:
+    torch.manual_seed(seed)
+    model = nn.Sequential(*[Block() for _ in range(4)])
+    device = SimulatedDevice(seed, eagerness=0.3)
+    with on_device(device, lambda: PinnedStore(device, slab_bytes=2**16)):
+        handle = ebbtide.offload(model, activations=policy, trace=True)
+    for _ in range(3):
+        for _ in range(1 + seed % 2):  # micro-batches
+            model(torch.randn(8, 16)).square().mean().backward()
+        handle.inspect()  # waits for nothing, and notes what has died
+        memory, stats = handle.trace.memory, handle.stats
+        assert memory is not None
+        assert memory.counted == "saved tensors"
+        saved = [
+            sum(size for owner, size in sample.owned.items() if owner in SAVED)
+            for sample in memory.samples
+        ]
+        assert max(saved) == stats.peak_device_bytes
+        parts = [part for part in memory.peak_owned if part.owner in SAVED]
+        assert sum(part.size_bytes for part in parts) == saved[memory.peak]
+    device.finish_copies()
+    handle.detach()
+
+
+def test_a_change_that_nobody_notes_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test above can fail: here nothing that leaves is noted."""
+    change = MemoryLog.change
+
+    def note(log: MemoryLog, owner: Owner, layer: Layer, size_bytes: int, *rest: int) -> None:
+        if size_bytes > 0:
+            change(log, owner, layer, size_bytes, *rest)
+
+    monkeypatch.setattr(MemoryLog, "change", note)
+    with pytest.raises(AssertionError):
+        test_owners_add_up_to_the_accounts_peak(POLICIES["two layers"], 1)
