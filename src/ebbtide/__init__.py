@@ -1,10 +1,6 @@
 """Offload training state from accelerator memory, and bring it back in time."""
 
-# ruff: noqa: E402  # nothing may allocate a tensor before the first call
-
-from ebbtide.memory.huge_pages import ask_for_huge_pages
-
-ask_for_huge_pages()
+import logging
 
 from ebbtide import schedule
 from ebbtide.api import offload, wrap_forward_with_offload
@@ -52,3 +48,6 @@ __all__ = [
     "schedule",
     "wrap_forward_with_offload",
 ]
+
+# Without a handler of its own, a program that configures no logging would print the records.
+logging.getLogger(__name__).addHandler(logging.NullHandler())

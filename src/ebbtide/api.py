@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from os import PathLike
 from typing import TYPE_CHECKING, Any
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
     from ebbtide.budgeting.budget_controller import BudgetController
     from ebbtide.budgeting.fixed_plan import FixedPlan
     from ebbtide.budgeting.planned_step import PlannedStep
+
+_LOG = logging.getLogger(__name__)
 
 before_offload: list[Callable[[nn.Module], None]] = []
 """Called with each model that a user is about to offload, so that `ebbtide run` can give way."""
@@ -169,7 +172,9 @@ def offload(
         undo.append(resting.detach)
     if planner is not None:
         undo.append(planner.detach)
-    return OffloadHandle(engine, tracker, [*undo, tracker.detach], planner)
+    handle = OffloadHandle(engine, tracker, [*undo, tracker.detach], planner, wrapped)
+    _LOG.info("offload: %r; activations: %s; weights: %s", handle, policy, weights)
+    return handle
 
 
 def wrap_forward_with_offload(
@@ -223,7 +228,8 @@ def wrap_forward_with_offload(
     home = parse_device(device)
     engine = Engine(modules, policy, store, home, host_budget=host_budget, traced=trace)
     wrapped = OffloadedForward(forward, engine.hooks, None)
-    wrapped.handle = OffloadHandle(engine, (), [wrapped.deactivate])
+    wrapped.handle = OffloadHandle(engine, (), [wrapped.deactivate], forward=wrapped)
+    _LOG.info("wrap_forward_with_offload: %r; activations: %s", wrapped.handle, policy)
     return wrapped
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
 import weakref
@@ -29,6 +30,10 @@ from ebbtide.hooks.weights import WeightHooks
 from ebbtide.interface.display import count
 from ebbtide.memory.freed_memory import describe
 from ebbtide.memory.huge_pages import describe_pages
+from ebbtide.memory.measured_memory import memory_of
+from ebbtide.ownership.memory_watch import MemoryWatch
+from ebbtide.ownership.tensor_owners import TensorOwners
+from ebbtide.parameters.homes import find_device, home_of
 from ebbtide.parameters.parameters import DeviceParameter
 from ebbtide.policy import ActivationPolicy, WeightPolicy
 from ebbtide.recomputation.call import Recomputing, find_recomputing
@@ -203,6 +208,16 @@ class Engine:
                 freed.has_room = has_room
 
     @property
+    def policy(self) -> ActivationPolicy:
+        """What to offload."""
+        return self._policy
+
+    @property
+    def modules(self) -> Sequence[nn.Module]:
+        """The modules whose parameters are not treated as activations."""
+        return self._modules
+
+    @property
     def is_traced(self) -> bool:
         """Whether each step is recorded."""
         return self._traced
@@ -245,6 +260,17 @@ class Engine:
             "last step": (done or "nothing offloaded") if last.num_saved else "none yet",
             "now": "a step is under way" if under_way else "no step is under way",
         }
+
+    def settings(self) -> dict[str, str]:
+        """Return what the offload was asked for, by the names of the arguments."""
+        settings = {"activations": repr(self._policy), "store": self._store}
+        if self._host_budget_bytes is not None:
+            settings["host_budget"] = format_size(self._host_budget_bytes)
+        if self.weights is not None:
+            settings["weights"] = "those of offloaded layers rest on the host"
+        if self.mode is not None:
+            settings["schedule"] = f"of {count(self.mode.schedule.num_layers, 'layer')}"
+        return settings
 
     def inspect(self) -> Inspection:
         """Report each storage's fate in the last step, and what is in flight now."""
@@ -473,6 +499,14 @@ class Engine:
         assert self.executor is not None, "there is no schedule"
         return self.executor
 
+    def _watch_memory(self, transfers: Transfers) -> MemoryWatch:
+        """Have the memory of each recorded step recorded, too."""
+        device = transfers.device
+        at_rest = functools.partial(_find_at_rest, weakref.ref(self))
+        owners = TensorOwners(self._modules, device.torch_device, at_rest)
+        read = functools.partial(memory_of, device.torch_device) if device.has_memory else None
+        return MemoryWatch(read, owners, transfers.weak_poll())
+
     def _build(self, torch_device: torch.device, *, is_whole: bool = True) -> None:
         """Build the parts for a device.
 
@@ -490,6 +524,7 @@ class Engine:
         )
         transfers.is_broken = True  # until all parts belong together
         self.transfers = transfers
+        transfers.account.watch = self._watch_memory(transfers)
         if self._bound_bytes is not None:
             self.transfers.bound(self._bound_bytes)
         self.activations = Activations(self.transfers)
@@ -510,6 +545,15 @@ def _without_weights(_: nn.Module) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext()
 
 
+def _find_at_rest(engine: weakref.ref[Engine]) -> frozenset[int]:
+    """Return the parameters whose values rest elsewhere, by `id`."""
+    alive = engine()
+    if alive is None or alive.weights is None:
+        return frozenset()
+    members = alive.weights.weights.parameters.members()
+    return frozenset(id(member.parameter) for _, member in members)
+
+
 def _close_later(transfers: weakref.ref[Transfers]) -> None:
     """Look from time to time whether the last graph that needs a closed engine has died.
 
@@ -526,43 +570,6 @@ def _close_later(transfers: weakref.ref[Transfers]) -> None:
             del alive
 
     threading.Thread(target=look, name="ebbtide-close", daemon=True).start()
-
-
-def find_device(modules: Sequence[nn.Module]) -> torch.device | None:
-    """Return the one device of all parameters, or None if there are no parameters.
-
-    Raises:
-        PolicyError: the parameters are on several devices, or on `meta`.
-    """
-    homes: dict[torch.device, str] = {}
-    for module in modules:
-        for name, parameter in module.named_parameters():
-            homes.setdefault(home_of(parameter), name)
-    if len(homes) > 1:
-        places = ", ".join(f"{name} on {device}" for device, name in homes.items())
-        raise PolicyError(
-            f"the model is on {len(homes)} devices ({places}); move it to one with "
-            f"model.to(device), or offload the parts on each device separately"
-        )
-    device = next(iter(homes), None)
-    if device is not None and device.type == "meta":
-        raise PolicyError(
-            "the model's parameters are on the meta device and hold no values; materialise them "
-            "first, for example with model.to_empty(device=...) and by loading a state_dict"
-        )
-    return device
-
-
-def home_of(parameter: nn.Parameter) -> torch.device:
-    """Return the device that a parameter is computed with on.
-
-    FSDP2's `CPUOffloadPolicy` keeps shards on the host, and gathers them on the mesh's device.
-    """
-    device = parameter.device
-    mesh = getattr(parameter, "device_mesh", None)
-    if mesh is None or device.type in (mesh.device_type, "meta"):
-        return device
-    return torch.device(mesh.device_type, torch.accelerator.current_device_index())
 
 
 def build_transfers(

@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
+from os import PathLike
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, NoReturn, final
 
 from ebbtide.engine import Engine
 from ebbtide.errors import PolicyError
+from ebbtide.explaining.collect import collect_evidence
+from ebbtide.explaining.explanation import Explanation, explain
+from ebbtide.hooks.forward import OffloadedForward
 from ebbtide.hooks.layers import LayerTracker
-from ebbtide.interface.display import brief, count, few, html_table, labelled
+from ebbtide.interface.display import brief, count, few, labelled
+from ebbtide.interface.notebook import card, facts
 from ebbtide.reports.inspection import Inspection
 from ebbtide.schedule import Schedule
 from ebbtide.tracing.trace import Trace
 from ebbtide.transfers.account import Account
-from ebbtide.transfers.stats import StepStats
+from ebbtide.transfers.stats import StepStats, fate_bar
+from ebbtide.units import format_size
 
 if TYPE_CHECKING:
     from ebbtide.budgeting.budget_controller import BudgetController
     from ebbtide.budgeting.fixed_plan import FixedPlan
     from ebbtide.budgeting.planned_step import PlannedStep
+    from ebbtide.pages.run_record import RunRecord
+
+_LOG = logging.getLogger(__name__)
 
 
 class LastingFigures(NamedTuple):
@@ -41,13 +51,17 @@ class OffloadHandle:
     Used as a context manager, it detaches on exit.
     """
 
+    # Long: it is all that users call on an offload, and each of its methods is short.
+
     def __init__(
         self,
         engine: Engine,
         layers: Sequence[str] | LayerTracker,
         undo: Sequence[Callable[[], None]],
         planner: BudgetController | FixedPlan | None = None,
+        forward: OffloadedForward | None = None,
     ) -> None:
+        self._forward = forward
         self._planner = planner
         self._layers = layers
         self._engine = engine
@@ -122,6 +136,74 @@ class OffloadHandle:
         """
         return self._engine.inspect()
 
+    def report(self, path: str | PathLike[str], *, title: str | None = None) -> None:
+        """Write a page of HTML on the last finished step, which any browser opens.
+
+        The page needs no network. Without ``trace=True`` it has neither memory nor lanes over time.
+
+        Args:
+            path: path of the file, such as ``"run.html"``.
+            title: what tells the run from others; None: the model and its device.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        from ebbtide.pages.page import write_page
+
+        write_page(path, [self.record(title)])
+
+    def save_run(self, path: str | PathLike[str], *, title: str | None = None) -> None:
+        """Write all that `report` shows to a file that ``ebbtide report`` and Perfetto open.
+
+        The file is a trace as `Trace.save` writes it, with the rest beside the events.
+
+        Args:
+            path: path of the file, such as ``"run.json"``.
+            title: what tells the run from others; None: the model and its device.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        from ebbtide.pages.record_file import save_record
+
+        save_record(path, self.record(title))
+
+    def record(self, title: str | None = None) -> RunRecord:
+        """Return what `report` shows. Making it waits until the device has finished the step.
+
+        Args:
+            title: what tells the run from others; None: the model and its device.
+        """
+        from ebbtide.pages.collect_record import RunSources, collect_record
+
+        engine, plan = self._engine, self.plan
+        settings = engine.settings()
+        if plan is not None:
+            settings["budget"] = format_size(plan.budget_bytes)
+        is_done = engine.stats.num_saved > 0
+        sources = RunSources(
+            title=title or engine.describe()["model"],
+            device=engine.torch_device,
+            settings=settings,
+            stats=self.stats,
+            trace=self.trace if engine.is_traced else None,
+            inspection=self.inspect(),
+            planned=plan,
+            explained=self.explain() if is_done else None,
+            notes=self.notes,
+        )
+        return collect_record(sources)
+
+    def explain(self) -> Explanation:
+        """Say in words why memory is as high as it is in the last step, and what to change.
+
+        It knows most of a step that was recorded (``trace=True``). Making it waits until the device
+        has finished that step.
+        """
+        plan = self.plan
+        evidence = collect_evidence(self._engine, self._forward, self.layers, plan)
+        return explain(evidence)
+
     def detach(self) -> None:
         """Restore the model exactly as it was. A second call does nothing.
 
@@ -129,6 +211,7 @@ class OffloadHandle:
         with the last of them.
         """
         if self._undo:
+            _LOG.info("detach: %r", self)
             self._engine.mend()
         while self._undo:
             self._undo.pop()()
@@ -142,14 +225,15 @@ class OffloadHandle:
         )
 
     def __repr__(self) -> str:
-        facts = self._engine.describe()
+        about = self._engine.describe()
         layers = [count(len(self.layers), "layer")] if self.layers else []
-        return brief("OffloadHandle", [self._state, facts.pop("model"), *layers, *labelled(facts)])
+        return brief("OffloadHandle", [self._state, about.pop("model"), *layers, *labelled(about)])
 
     def _repr_html_(self) -> str:
         layers = f"{len(self.layers)}: {few(self.layers)}" if self.layers else "none"
-        facts = {"state": self._state, "layers": layers, **self._engine.describe()}
-        return html_table("ebbtide.OffloadHandle", facts.items())
+        entries = {"state": self._state, "layers": layers, **self._engine.describe()}
+        last = fate_bar(self._engine.transfers.account.last_counts)
+        return card("Offload handle", last, facts(entries))
 
     @property
     def _state(self) -> str:

@@ -23,12 +23,13 @@ from ebbtide.interface.arguments import (
     refuse,
     refuse_recomputing,
 )
-from ebbtide.interface.display import brief, count, html_table, labelled
+from ebbtide.interface.display import brief, count, labelled
+from ebbtide.interface.notebook import card, facts
 from ebbtide.policy import ActivationPolicy
 from ebbtide.reports.inspection import Inspection
 from ebbtide.schedule import Action, Direction, Schedule, Unit, Verb, default, manual
 from ebbtide.tracing.trace import Trace
-from ebbtide.transfers.stats import StepStats
+from ebbtide.transfers.stats import StepStats, fate_bar
 
 T = TypeVar("T")
 
@@ -256,13 +257,14 @@ class OffloadSession:
         )
 
     def __repr__(self) -> str:
-        facts = self._engine.describe()
-        place = facts.pop("model")
-        return brief("OffloadSession", [self._state, place, self._plan, *labelled(facts)])
+        about = self._engine.describe()
+        place = about.pop("model")
+        return brief("OffloadSession", [self._state, place, self._plan, *labelled(about)])
 
     def _repr_html_(self) -> str:
-        facts = {"state": self._state, "layers": self._plan, **self._engine.describe()}
-        return html_table("ebbtide.OffloadSession", facts.items())
+        entries = {"state": self._state, "layers": self._plan, **self._engine.describe()}
+        last = fate_bar(self._engine.transfers.account.last_counts)
+        return card("Offload session", last, facts(entries))
 
     @property
     def _state(self) -> str:

@@ -10,6 +10,7 @@ instead of raising. Hooks of other code are treated as before.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -22,20 +23,25 @@ from ebbtide.interface.warning import warn_user
 _AUTOGRAD: Any = torch._C._autograd
 _MODES = torch._C._TorchDispatchModeKey
 
+_warned: weakref.WeakSet[object] = weakref.WeakSet()
 
-def hooks_are_wanted() -> bool:
+
+def hooks_are_wanted(forward: object = None) -> bool:
     """Whether saved-tensor hooks of ebbtide should be pushed now.
 
     They are not wanted where autograd records nothing, where hooks are disabled (as inside
     `torch.func.grad`), while a model is exported or traced, and where other code has hooked what
     autograd saves: torch calls only the innermost hooks, so ours would replace those.
+
+    Args:
+        forward: the offloaded forward that asks, which is warned of other code's hooks once.
     """
     if not torch.is_grad_enabled() or not _AUTOGRAD._saved_tensors_hooks_is_enabled():
         return False
     hooks = _AUTOGRAD._top_saved_tensors_default_hooks(True)
     if hooks is not None and hooks[1] is not restore:
         if not is_of_checkpoint(hooks[0]):
-            _warn_of_other_hooks(hooks[0])
+            _warn_of_other_hooks(hooks[0], forward)
         return False
     return not is_traced()
 
@@ -85,10 +91,15 @@ def _tolerating_ours(disable: Callable[..., None]) -> Callable[..., None]:
     return disable_hooks
 
 
-def _warn_of_other_hooks(pack: Any) -> None:
+def _warn_of_other_hooks(pack: Any, forward: object) -> None:
+    if forward is not None:
+        if forward in _warned:
+            return
+        _warned.add(forward)
     name = f"{getattr(pack, '__module__', '')}.{getattr(pack, '__qualname__', type(pack).__name__)}"
     warn_user(
+        "other-hooks",
         f"saved-tensor hooks of other code ({name}) are active around this forward. torch calls "
         f"only the innermost hooks, so ebbtide leaves what this forward saves to them. To offload "
-        f"with ebbtide, call the model outside that context"
+        f"with ebbtide, call the model outside that context",
     )

@@ -11,7 +11,6 @@ saved, they are flattened into plain tensors by their own protocol, and these mo
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from types import TracebackType
@@ -21,6 +20,7 @@ import torch
 
 from ebbtide.errors import PolicyError
 from ebbtide.interface.arguments import check_switch
+from ebbtide.interface.warning import warn_user
 from ebbtide.loops import OffloadSession
 from ebbtide.policy import ActivationPolicy
 from ebbtide.schedule import Pass, Schedule, default, find_order, from_table, manual
@@ -228,20 +228,24 @@ def _choose(
 
 def _warn_of_deprecated(offload_weights: bool, double_buffering: bool, stream: Any) -> None:
     if offload_weights:
-        warnings.warn(
+        warn_user(
+            "no-effect",
             "offload_weights=True has no effect in get_cpu_offload_context, here as in Transformer "
-            "Engine, where it is deprecated",
+            "Engine, where it is deprecated; leave it out",
             DeprecationWarning,
-            stacklevel=3,
         )
     if double_buffering:
-        warnings.warn(
-            "double_buffering is deprecated and has no effect", DeprecationWarning, stacklevel=3
+        warn_user(
+            "no-effect",
+            "double_buffering is deprecated and has no effect; leave it out",
+            DeprecationWarning,
         )
     if stream is not None:
-        warnings.warn(
-            "offload_stream has no effect: ebbtide copies on its own streams, one per direction",
-            stacklevel=3,
+        warn_user(
+            "no-effect",
+            "offload_stream has no effect: ebbtide copies on its own streams, one per direction; "
+            "leave it out",
+            UserWarning,
         )
 
 

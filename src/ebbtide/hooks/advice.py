@@ -35,9 +35,11 @@ class Advice:
         if self._activations.wanted_again and not self._has_warned:
             self._has_warned = True
             warn_user(
+                "double-backward",
                 f"a backward with create_graph=True makes a graph that holds what it has read "
                 f"until the second backward, so it saves nothing to offload that. From now on "
-                f"{len(self._activations.wanted_again)} storages of each step stay on the device"
+                f"{len(self._activations.wanted_again)} storages of each step stay on the device; "
+                f"nothing needs to be changed",
             )
 
     def _warn_if_nothing_left(self) -> None:
@@ -51,7 +53,10 @@ class Advice:
         if left or not self._placement.wants_any:
             return
         if meter.parameter_bytes == meter.saved_bytes:
-            why = "all that autograd saved are parameters, buffers, or casts of them"
+            why = (
+                "all that autograd saved are parameters, buffers, or casts of them, which "
+                "weights=ebbtide.WeightPolicy() offloads"
+            )
         elif self._placement.min_bytes > 1:
             why = (
                 f"none of the {meter.num_saved} tensors that autograd saved is in a chosen layer "
@@ -59,5 +64,11 @@ class Advice:
                 f"ActivationPolicy(min_bytes=...)"
             )
         else:
-            why = "none of the tensors that autograd saved is in a chosen layer"
-        warn_user(f"ebbtide offloaded nothing in this model's first training step: {why}")
+            why = (
+                "none of the tensors that autograd saved is in a chosen layer; choose others with "
+                "layers=[...] or ActivationPolicy(num_layers=...)"
+            )
+        warn_user(
+            "nothing-offloaded",
+            f"ebbtide offloaded nothing in this model's first training step: {why}",
+        )

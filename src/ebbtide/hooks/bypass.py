@@ -104,6 +104,7 @@ class BypassHooks:
             return
         forward.was_prepared = True
         warn_user(
+            "budget-bypassed",
             "the budget is not followed, because a part of the model is called and not the model "
             "itself; everything is recomputed and offloaded. Offload the part that is called: "
             "ebbtide.offload(model.net, budget=...)",

@@ -20,6 +20,7 @@ from ebbtide.hooks.layers import LayerTracker, ModuleHook
 from ebbtide.hooks.saved_tensors import SavedTensorHooks
 from ebbtide.hooks.weights import WeightHooks
 from ebbtide.interface.display import brief
+from ebbtide.tracing.step_memory import Owner
 
 _call_numbers = itertools.count()
 
@@ -50,6 +51,8 @@ class OffloadedForward:
         prepare: called with the arguments of each forward that autograd records, before it begins;
             None where nothing is to be prepared.
         was_prepared: whether it has been called.
+        num_unrecorded: number of calls in which autograd did not record, or other code decided what
+            becomes of saved tensors.
         handle: the `OffloadHandle`; set only by `wrap_forward_with_offload`.
     """
 
@@ -76,7 +79,17 @@ class OffloadedForward:
         self.was_bypass_interrupted: Callable[[], bool] | None = None
         self.prepare: Callable[[tuple[Any, ...], dict[str, Any]], None] | None = None
         self.was_prepared = False
+        self.num_unrecorded = 0
         self._is_preparing = False
+
+    @property
+    def replaced_by(self) -> str:
+        """What has taken this forward's place in its module; empty if nothing has."""
+        present = getattr(self._owner, "forward", self)
+        if present is self or not isinstance(self._owner, nn.Module):
+            return ""
+        name = getattr(present, "__qualname__", type(present).__name__)
+        return f"{name} of {getattr(present, '__module__', 'an unknown module')}"
 
     def deactivate(self) -> None:
         """Make every later call a plain call of the wrapped forward."""
@@ -138,12 +151,17 @@ class OffloadedForward:
             self._mend(num_beginning=1)
             weights = self._begin_weights()
             hooks = self._find_hooks()
-            if hooks is not None:
+            if hooks is None:
+                self.num_unrecorded += 1
+            else:
                 self._prepare(args, kwargs)
                 depth = len(hooks.running)
                 self._begin(hooks)
+                hooks.note_values(Owner.INPUTS, (args, kwargs))
             result = self._forward(*args, **kwargs)
             completed = True
+            if hooks is not None:
+                hooks.note_values(Owner.OUTPUTS, result)
         finally:
             if hooks is not None:
                 self._end(hooks, depth, completed)
@@ -185,7 +203,7 @@ class OffloadedForward:
 
     def _find_hooks(self) -> SavedTensorHooks | None:
         """Return the hooks for a forward that begins now; None where nothing is to be hooked."""
-        return self._hooks(interrupted=False) if hooks_are_wanted() else None
+        return self._hooks(interrupted=False) if hooks_are_wanted(self) else None
 
     def _mend(self, num_beginning: int = 0) -> None:
         """Have the engine put right what an interrupt has left of an earlier forward.

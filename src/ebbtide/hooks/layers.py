@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from ebbtide.coexistence.compiler import HookedLayer, Replacement, compiler_is_loaded, is_traced
 from ebbtide.errors import PolicyError
 from ebbtide.interface.arguments import check_layers, refuse
+from ebbtide.interface.display import few
 from ebbtide.interface.warning import warn_user
 from ebbtide.transfers.layer import Layer
 
@@ -142,14 +143,16 @@ def warn_of_one_region(*, recomputes: bool = False) -> None:
     """Warn of a model compiled as one region, whose backward first unpacks all its tensors."""
     if recomputes:
         warn_user(
+            "compiled-whole",
             "the whole model is compiled as one region, in which no layer is recomputed. Compile "
-            "its layers one by one instead, and offload the model that holds them"
+            "its layers one by one instead, and offload the model that holds them",
         )
         return
     warn_user(
+        "compiled-whole",
         "the whole model is compiled as one region, whose backward needs all its saved tensors "
         "at once: offloading saves memory in forward only, not at the peak. Compile its "
-        "layers one by one instead, and offload the model that holds them"
+        "layers one by one instead, and offload the model that holds them",
     )
 
 
@@ -247,9 +250,10 @@ class LayerTracker:
         self._hooked: list[HookedLayer] = []
         self._active = False
         self.warned = False
+        self._is_short = False  # whether the user knows that a forward has fewer layers than wanted
         self._called: list[str] = []  # name of each layer of this forward
         self._order: list[str] = []  # and of the last one that was completed
-        self._lost: set[str] = set()  # layers of which the user knows that they are not recomputed
+        self._lost: dict[str, bool] = {}  # layers that are not recomputed; whether the user knows
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -313,6 +317,7 @@ class LayerTracker:
         """Report the forward's number of layers, so that the next one knows which come last."""
         self._active = False
         self._listener.end_forward(self._next if completed else None)
+        self._warn_of_lost_forwards()
         if not completed or _in_backward():  # a recomputation, whose layers are not counted
             return
         self._order = self._called
@@ -320,10 +325,13 @@ class LayerTracker:
             self.warned = True
             warn_of_one_region(recomputes=self._replace is not None)
         wanted = self._wanted
-        if wanted > self._next and self._num_calls != self._next:
+        if wanted > self._next and self._num_calls != self._next and not self._is_short:
+            self._is_short = True
             warn_user(
+                "fewer-layers",
                 f"num_layers={wanted}, but this forward called only {self._next} layers "
-                f"({', '.join(self._layers.names[:3])}, ...); all of them are offloaded",
+                f"({', '.join(self._layers.names[:3])}, ...); all of them are offloaded. Name the "
+                f"layers with layers=..., or ask for fewer",
                 UserWarning,
             )
         self._num_calls = self._next
@@ -341,7 +349,7 @@ class LayerTracker:
             layer = self._open.pop()
             self._listener.end_layer(layer, output)
             if self._replace is not None and output is not None and self._entered != layer:
-                self._warn_of_lost_forward(layer)
+                self._lost.setdefault(layer.name, False)
 
     def _find_begun(self) -> Layer | None:
         """Return the layer whose forward is called now; None if the call is not counted."""
@@ -350,12 +358,16 @@ class LayerTracker:
         self._entered = self._open[-1]
         return self._entered
 
-    def _warn_of_lost_forward(self, layer: Layer) -> None:
-        if layer.name not in self._lost:
-            self._lost.add(layer.name)
+    def _warn_of_lost_forwards(self) -> None:
+        """Warn of the layers that were not recomputed in this forward and were in all others."""
+        names = [name for name in self._lost if not self._lost[name]]
+        self._lost.update(dict.fromkeys(names, True))
+        if names:
             warn_user(
-                f"layer {layer.name} is not recomputed, because other code has replaced or "
-                f"compiled its forward after ebbtide.offload; call ebbtide.offload after that code"
+                "forward-replaced",
+                f"layers that are not recomputed: {few(names)}. Other code has replaced or "
+                f"compiled their forward after ebbtide.offload; call ebbtide.offload after that "
+                f"code",
             )
 
     def _counts(self) -> bool:

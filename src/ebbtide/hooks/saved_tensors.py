@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import nn
@@ -28,6 +28,7 @@ from ebbtide.hooks.advice import Advice
 from ebbtide.tensors.memory_parts import parts_of
 from ebbtide.tensors.packing import PACKED, find_packing
 from ebbtide.tensors.parameter_index import ParameterIndex
+from ebbtide.tracing.step_memory import Owner
 from ebbtide.transfers.prefetch import ForwardLog
 
 PackWeight = Callable[[torch.Tensor, torch.Tensor], Saved | None]
@@ -108,6 +109,11 @@ class SavedTensorHooks:
         self.pop()
         self._activations.scopes.end_forward(self.running.pop())
         self._activations.transfers.settle()
+
+    def note_values(self, owner: Owner, values: Any) -> None:
+        """Note whose the tensors are that a forward was given or returned, for the trace."""
+        if self._account.memory is not None and len(self.running) <= 1:
+            self._account.memory.note_values(owner, values)
 
     def pop(self) -> bool:
         """Take the hooks from the top of autograd's stack. Returns False if they are not there."""

@@ -79,6 +79,7 @@ class OffloadCallback(TrainerCallback):
         )
         self._offload = TrainingOffload(self._arguments)
         self._num_updates = 0
+        self._has_warned = False  # that all layers are recomputed anyway
 
     @property
     def handle(self) -> OffloadHandle | None:
@@ -108,6 +109,7 @@ class OffloadCallback(TrainerCallback):
         self._arguments = state["_arguments"]
         self._offload = TrainingOffload(self._arguments)
         self._num_updates = 0
+        self._has_warned = False
 
     # ---- events, called by the Trainer --------------------------------------------------------
 
@@ -119,8 +121,10 @@ class OffloadCallback(TrainerCallback):
                 f"(nn.DataParallel), and a copy cannot be offloaded; start one process for each "
                 f"GPU with torchrun, or choose a GPU with CUDA_VISIBLE_DEVICES"
             )
-        if self._arguments.budget is not None and _recomputes_all(args):
+        if self._arguments.budget is not None and _recomputes_all(args) and not self._has_warned:
+            self._has_warned = True
             warn_user(
+                "checkpointed-anyway",
                 "with gradient checkpointing on, every layer is recomputed, whatever the budget "
                 "allows; turn it off, and the plan recomputes layers where that pays",
                 UserWarning,

@@ -1,8 +1,7 @@
-"""Short texts and HTML tables for objects that a console or a notebook shows."""
+"""Short texts for objects that a console shows; `ebbtide.interface.notebook` has the HTML."""
 
 from __future__ import annotations
 
-import html
 from collections.abc import Iterable, Mapping, Sequence
 
 _LONGEST = 4
@@ -27,17 +26,3 @@ def few(names: Sequence[str]) -> str:
 def count(number: int, what: str) -> str:
     """Format a count, such as ``"1 layer"`` and ``"2 layers"``."""
     return f"{number:,} {what}{'' if number == 1 else 's'}"
-
-
-def html_table(title: str, rows: Iterable[Sequence[str]]) -> str:
-    """Format rows of text as an HTML table."""
-    lines = [f"<table><caption>{html.escape(title)}</caption>"]
-    for row in rows:
-        cells = "".join(f'<td style="text-align: left">{html.escape(cell)}</td>' for cell in row)
-        lines.append(f"<tr>{cells}</tr>")
-    return "\n".join([*lines, "</table>"])
-
-
-def html_text(text: str) -> str:
-    """Format text that is laid out in columns as HTML."""
-    return f"<pre>{html.escape(text)}</pre>"

@@ -1,4 +1,8 @@
-"""Warnings that point to the user's own code."""
+"""Warnings that point to the user's own code, each with a name that can be looked up.
+
+Every warning of ebbtide goes through `warn_user`. The test of `docs/guides/messages.md` finds the
+calls of it, so that the page lists every warning and what to do about it.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +13,15 @@ from types import FrameType
 _NOT_THE_USERS = frozenset({"ebbtide", "torch"})
 
 
-def warn_user(message: str, category: type[Warning] = RuntimeWarning) -> None:
+def warn_user(cause: str, message: str, category: type[Warning] = RuntimeWarning) -> None:
     """Warn about the line of the innermost code that is neither torch's nor ebbtide's.
 
+    The caller sees to it that it warns once for each model.
+
     Args:
-        message: the text.
+        cause: the name of the warning, such as ``"other-hooks"``. It ends the text, and it is a
+            heading in `docs/guides/messages.md`.
+        message: what has happened, and what to do about it.
         category: the class of the warning.
     """
     level = 1
@@ -21,7 +29,7 @@ def warn_user(message: str, category: type[Warning] = RuntimeWarning) -> None:
     while frame is not None and _package_of(frame) in _NOT_THE_USERS:
         frame = frame.f_back
         level += 1
-    warnings.warn(message, category, stacklevel=level)
+    warnings.warn(f"{message} [ebbtide: {cause}]", category, stacklevel=level)
 
 
 def _package_of(frame: FrameType) -> str:

@@ -7,7 +7,6 @@ import hashlib
 import os
 import sys
 import tempfile
-import warnings
 import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,6 +14,8 @@ from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from ebbtide.interface.warning import warn_user
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -60,10 +61,10 @@ def read_cached(path: Path, key: str, names: Sequence[str]) -> Arrays | None:
             return _parse(file, key, names)
         except _DAMAGE as error:
             problem = str(error) or type(error).__name__
-    warnings.warn(
-        f"cache file {path} cannot be used ({problem}) and will be made again",
-        RuntimeWarning,
-        stacklevel=2,
+    warn_user(
+        "cache-damaged",
+        f"cache file {path} cannot be used ({problem}) and will be made again; nothing needs to be "
+        f"done, unless it happens again: then check the disk, or choose another directory",
     )
     return None
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import final
 
 from ebbtide.errors import ScheduleError
-from ebbtide.interface.display import html_text
+from ebbtide.interface.display import count
+from ebbtide.interface.notebook import card, facts, folded, note, table
 from ebbtide.schedule.check import check
 from ebbtide.schedule.passes import (
     Action,
@@ -23,6 +24,7 @@ from ebbtide.schedule.passes import (
 )
 
 _WIDTH = 78
+_MOST_ROWS = 24  # that a notebook shows before a click unfolds the rest
 
 
 @final
@@ -102,7 +104,21 @@ class Schedule:
         return cls(order, actions)
 
     def _repr_html_(self) -> str:
-        return html_text(str(self))
+        rows = [(str(anchor), ", ".join(map(str, actions))) for anchor, actions in self.lines]
+        begin, rest = rows[:_MOST_ROWS], rows[_MOST_ROWS:]
+        heads = ("just before", "do")
+        return card(
+            "Schedule",
+            facts(
+                {
+                    "order": format_order(self.order),
+                    "offloaded": count(len(self.offloaded), "layer"),
+                    "peak": f"{count(self.peak_resident, 'layer')} on the device",
+                }
+            ),
+            table(heads, begin, numbers=()) if rows else note("Nothing moves."),
+            folded(f"{len(rest)} more", table(heads, rest, numbers=())) if rest else "",
+        )
 
     def __str__(self) -> str:
         return "\n".join(self._written())
@@ -130,12 +146,12 @@ class Schedule:
 
     @property
     def num_layers(self) -> int:
-        """Number of layers: one more than the highest layer number in the order."""
+        """Number of layers, which is one more than the highest layer number in the order."""
         return max((each.unit.layer for each in self.order), default=-1) + 1
 
     @property
     def num_microbatches(self) -> int:
-        """Number of microbatches: one more than the highest microbatch number in the order."""
+        """Number of microbatches, which is one more than the highest number in the order."""
         return max((each.unit.microbatch for each in self.order), default=-1) + 1
 
     def check(self) -> Schedule:
