@@ -7,10 +7,13 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
 .PHONY: demo test versions clients clients-page dry-gpu soft-quick soft soft-soak soft-mutants
-.PHONY: check dist races soak bench gpu clean
+.PHONY: check dist site pictures races soak bench gpu clean
+
+# What make installs, and how long that takes, is said before pip begins, which is quiet.
+SAY = @printf 'ebbtide: %s\n'
 
 demo: $(VENV)/.demo  ## train an FNO on Darcy flow with and without offload, and compare
-	$(BIN)/ebbtide demo
+	@$(BIN)/ebbtide demo
 
 TEST_PROCESSES ?= 2
 
@@ -84,6 +87,17 @@ dist: $(VENV)/.dist  ## build sdist and wheel, install the wheel in a fresh envi
 	cd $(WHEEL_VENV) && bin/python -I $(CURDIR)/tests/package/train.py
 	rm -rf build
 
+SITE := build/site
+
+# -E: the contents of a folder change when a page is added to it.
+site: $(VENV)/.site  ## build the documentation, and check its links and the names of the reference
+	rm -rf $(SITE)
+	$(BIN)/python -m sphinx -E -W --keep-going --quiet --jobs auto -d build/doctrees docs $(SITE)
+	$(BIN)/python docs/_site/site_check.py $(SITE)
+
+pictures: $(VENV)/.dev  ## draw the documentation's pictures into docs/images; takes minutes
+	$(BIN)/python docs/_site/site_pictures.py
+
 races: $(VENV)/.dev  ## write docs/internals/races.md from the tags of the guards in the source
 	$(BIN)/python tests/simulation/races_page.py
 
@@ -117,8 +131,9 @@ clean:
 # torch comes first and alone: packages that depend on it must find the pinned one.
 $(VENV)/.torch: constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "ebbtide needs Python 3.10+")'
-	$(PYTHON) -m venv $(VENV)
-	$(PIP) setuptools torch numpy
+	$(SAY) 'installing torch and NumPy into $(VENV); the first time, this may take a few minutes'
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) setuptools torch numpy
 	touch $@
 
 $(VENV)/.dist: $(VENV)/.torch
@@ -126,7 +141,12 @@ $(VENV)/.dist: $(VENV)/.torch
 	touch $@
 
 $(VENV)/.demo: $(VENV)/.torch pyproject.toml
-	$(PIP) --editable ".[neuralop,plots]"
+	$(SAY) 'installing ebbtide, neuraloperator and matplotlib into $(VENV); this takes a while, too'
+	@$(PIP) --editable ".[neuralop,plots]"
+	touch $@
+
+$(VENV)/.site: $(VENV)/.torch pyproject.toml
+	$(PIP) --editable ".[docs]"
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.demo

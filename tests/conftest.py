@@ -32,3 +32,16 @@ def pytest_runtest_logreport() -> None:
     """
     if _dead_workers:
         pytest.exit(f"the test process {_dead_workers[0]} has died", returncode=1)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Say how many examples of the documentation ran, if their tests were among those that ran.
+
+    tests/docs could not do so: the process that writes the summary for xdist reads only this file.
+    """
+    statuses = ("passed", "failed", "skipped")
+    reports = [report for each in statuses for report in terminalreporter.stats.get(each, [])]
+    if any(report.nodeid.startswith("tests/docs/test_docs.py::") for report in reports):
+        from snippet_summary import summarize_run
+
+        terminalreporter.write_line(summarize_run(terminalreporter.stats))

@@ -47,7 +47,7 @@ class Model(nn.Module):
 def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveMemory]:
     """What the budget bounds: all bytes that torch has allocated, instead of the process's RSS."""
     live = LiveMemory()
-    monkeypatch.setattr(budget_controller, "ProcessMemory", lambda: live)
+    monkeypatch.setattr(budget_controller, "memory_of", lambda _: live)
     with live:
         yield live
 

@@ -1,32 +1,30 @@
 """The demo: its figures, its report, and what it says when it cannot run."""
 
-import dataclasses
-import io
+import base64
+import gzip
 import json
 import os
+import re
 import signal
 import struct
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
-from rich.console import Console
 from typer.testing import CliRunner
 
-from ebbtide import StepStats, __version__
+from ebbtide import __version__
 from ebbtide.cli.main import app
 from ebbtide.demo import darcy_fno, worker
 from ebbtide.demo import run as demo_module
-from ebbtide.demo.comparison import build_table, compare, limits
 from ebbtide.demo.config import DemoConfig, Mode
 from ebbtide.demo.memory_timeline import Timeline
-from ebbtide.demo.results import FinalResult, ModeResult, StepResult, first_difference
 from ebbtide.demo.team import Team, WorkerError
 from ebbtide.memory.measured_memory import ProcessMemory
 
-GIB = 2**30
 # 4 samples x 32 channels x 64 x 64 nodes x 4 B = 2 MiB: the smallest size that is offloaded.
 TINY = ["--resolution", "64", "--batch-size", "4", "--steps", "3", "--warm-steps", "2"]
 
@@ -34,9 +32,22 @@ TINY = ["--resolution", "64", "--batch-size", "4", "--steps", "3", "--warm-steps
 # The whole demo
 
 
+class Run(NamedTuple):
+    """A run of the demo, whose output went to pipes.
+
+    Attributes:
+        report: what it printed on standard output.
+        progress: and on standard error.
+        out: where its results are.
+    """
+
+    report: str
+    progress: str
+    out: Path
+
+
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    """What the demo printed, and where its results are."""
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     pytest.importorskip("neuralop")
     out = tmp_path_factory.mktemp("demo")
     command = [sys.executable, "-m", "ebbtide.cli.main", "demo", "--device", "cpu", *TINY]
@@ -48,26 +59,80 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
         timeout=200,
     )
     assert done.returncode == 0, done.stderr
-    return done.stdout, out
+    return Run(done.stdout, done.stderr, out)
 
 
 @pytest.fixture(scope="module")
-def figures(run: tuple[str, Path]) -> dict:
-    return json.loads((run[1] / "demo.json").read_text())
+def figures(run: Run) -> dict:
+    return json.loads((run.out / "demo.json").read_text())
 
 
-def test_table_fits_80_columns_even_on_a_wide_terminal(run: tuple[str, Path]) -> None:
-    report = run[0].partition("FNO, Darcy")[2].partition("Figures:")[0]
+def test_report_fits_80_columns_even_on_a_wide_terminal(run: Run) -> None:
+    report = run.report.partition("Figures:")[0]
     assert "Peak RSS" in report
     assert max(map(len, report.splitlines())) <= 80
 
 
-def test_what_is_left_out_and_what_limits_it_is_said(run: tuple[str, Path]) -> None:
-    for text in ("save_on_cpu is left out", "same bits", "Time: in each step", "Memory: saved"):
-        assert text in run[0]
+def test_what_is_left_out_and_what_limits_it_is_said(run: Run) -> None:
+    assert "save_on_cpu is left out" in run.progress
+    for text in ("same bits", "Time: in each step", "Memory: saved", "Limit: a forward without"):
+        assert text in run.report
+
+
+def test_pipes_get_plain_text(run: Run) -> None:
+    for text in (run.report, run.progress):
+        assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", text)
+
+
+def test_progress_says_what_is_under_way_and_how_long_it_takes(run: Run) -> None:
+    lines = run.progress.splitlines()
+    assert [line[:4] for line in lines if re.match(r"\d/4", line)] == [
+        "1/4 ",
+        "2/4 ",
+        "3/4 ",
+        "4/4 ",
+    ]
+    steps = [line for line in lines if ": step " in line]
+    assert len(steps) == 2 * 3
+    assert all(re.search(r"about \d+ (s|min) left$", line) for line in steps[:-1])
+    assert not steps[-1].endswith("left")
+    assert "FNO" not in run.progress
+
+
+def test_modes_have_the_same_names_in_progress_and_table(run: Run) -> None:
+    head = next(line for line in run.report.splitlines() if "FNO, Darcy" in line)
+    assert "no offload" in head
+    assert "ebbtide" in head
+    assert {line.partition(":")[0] for line in run.progress.splitlines() if ": step " in line} == {
+        "no offload",
+        "ebbtide",
+    }
+
+
+def test_the_files_are_named(run: Run) -> None:
+    named = dict(re.findall(r"^(Report|Figures|Picture): (.+)$", run.report, re.MULTILINE))
+    assert named["Figures"] == str(run.out / "demo.json")
+    assert named.keys() == {"Report", "Figures", "Picture"}
+
+
+def test_the_page_shows_both_modes(run: Run) -> None:
+    page = (run.out / "demo.html").read_text()
+    packed = re.search(r'id="data">([^<]*)<', page)
+    assert packed is not None
+    runs = json.loads(gzip.decompress(base64.b64decode(packed[1])))["runs"]
+    assert [each["title"] for each in runs] == ["no offload", "ebbtide"]
+    assert all(each["memory"] is not None for each in runs)
+
+
+def test_the_limit_is_measured(figures: dict) -> None:
+    """A forward reads 4 x 32 x 64 x 64 floats, 2 MiB, and writes them: 4 MiB at the least."""
+    for mode in figures["modes"].values():
+        assert mode["forward_bytes"] >= 4 * 2**20
+        assert mode["lasting_bytes"] + mode["forward_bytes"] < 2 * mode["peak_bytes"]
 
 
 def test_figures_are_complete(figures: dict) -> None:
+    assert list(figures)[:2] == ["format", "version"]
     assert set(figures["modes"]) == {"none", "ebbtide"}
     assert figures["configuration"]["resolution"] == 64
     assert figures["environment"]["torch"] == torch.__version__
@@ -92,123 +157,10 @@ def test_ebbtide_offloads_and_changes_no_bit(figures: dict) -> None:
     assert plain["test_l2"] == offloaded["test_l2"]
 
 
-def test_picture_is_1600_by_600(run: tuple[str, Path]) -> None:
+def test_picture_is_1600_by_600(run: Run) -> None:
     pytest.importorskip("matplotlib")
-    header = (run[1] / "demo.png").read_bytes()[:24]
+    header = (run.out / "demo.png").read_bytes()[:24]
     assert struct.unpack(">II", header[16:24]) == (1600, 600)
-
-
-# Comparison and table, on figures made up
-
-
-def step(
-    *, duration_s: float = 2.0, peak: float = 3.0, stats: StepStats | None = None
-) -> StepResult:
-    return StepResult(
-        duration_s=duration_s,
-        user_s=3.0,
-        kernel_s=1.0,
-        peak_bytes=int(peak * GIB),
-        loss=1.5,
-        train_l2=0.5,
-        train_h1=0.25,
-        gradients_sha256="a",
-        stats=stats,
-        timeline=[(0.0, GIB), (1.0, 2 * GIB)],
-    )
-
-
-def result(mode: Mode, steps: list[StepResult]) -> ModeResult:
-    return ModeResult(mode, GIB, steps, FinalResult(0.1, 0.2, "p", ()))
-
-
-def test_equal_runs_have_no_difference() -> None:
-    steps = [step() for _ in range(3)]
-    assert first_difference(result(Mode.NONE, steps), result(Mode.EBBTIDE, steps)) is None
-
-
-def test_a_changed_bit_is_found_and_named() -> None:
-    steps = [step() for _ in range(3)]
-    reference = result(Mode.NONE, steps)
-    other = dataclasses.replace(step(), gradients_sha256="b")
-    assert first_difference(reference, result(Mode.EBBTIDE, [*steps[:2], other])) == (
-        "gradients, step 3"
-    )
-    other = dataclasses.replace(step(), loss=1.5 + 2**-52)
-    assert first_difference(reference, result(Mode.EBBTIDE, [other, *steps[1:]])) == "loss, step 1"
-    changed = result(Mode.EBBTIDE, steps)
-    changed.final = FinalResult(0.1, 0.2, "q", ())
-    assert first_difference(reference, changed) == "final parameters"
-    assert first_difference(reference, result(Mode.EBBTIDE, steps[:2])) == "number of steps"
-
-
-def test_digest_sees_one_bit() -> None:
-    value = torch.arange(6.0).reshape(2, 3)
-    flipped = value.clone()
-    flipped.view(torch.int32)[1, 2] ^= 1
-    base = worker.digest([("w", value)])
-    assert worker.digest([("w", value.clone())]) == base
-    assert worker.digest([("w", value.t().contiguous().t())]) == base
-    others = [("w", flipped), ("v", value), ("w", value.reshape(3, 2)), ("w", None)]
-    digests = {worker.digest([other]) for other in others}
-    assert len(digests | {base}) == 5
-
-
-def test_digest_takes_complex_and_scalar_tensors() -> None:
-    value = torch.tensor([1 + 2j, 3 - 4j])
-    assert worker.digest([("w", value.conj())]) == worker.digest([("w", value.conj_physical())])
-    assert worker.digest([("w", value.conj())]) != worker.digest([("w", value)])
-    assert worker.digest([("w", torch.tensor(1.0))]) != worker.digest([("w", torch.tensor(2.0))])
-
-
-def render(config: DemoConfig, results: list[ModeResult]) -> str:
-    console = Console(width=80, record=True, file=io.StringIO())
-    console.print(build_table(config, results))
-    for line in limits(config, results):
-        console.print(line)
-    return console.export_text()
-
-
-def test_table_of_three_modes_on_an_accelerator_fits() -> None:
-    config = DemoConfig(1024, 64, device=torch.device("meta"))
-    stats = StepStats(saved_bytes=999 * GIB, unique_bytes=888 * GIB, offloaded_bytes=888 * GIB)
-    results = [result(mode, [step(duration_s=123.4, peak=1234.5)] * 4) for mode in Mode]
-    results[2].steps = [step(duration_s=123.4, peak=1234.5, stats=stats)] * 4
-    table = render(config, results)
-    assert max(map(len, table.splitlines())) <= 80
-    assert "…" not in table
-    assert "save_on_cpu" in table
-    assert "1234.50 GiB" in table
-
-
-def test_ratios_are_of_what_is_above_idle_and_of_median_steps() -> None:
-    config = DemoConfig()
-    # Idle is 1 GiB. The first two steps of a turn of five are slow, and not counted.
-    slow = step(duration_s=9.0)
-    plain = result(Mode.NONE, [slow, slow, step(), step(), step(), slow, slow])
-    offloaded = step(duration_s=3.0, peak=1.5, stats=StepStats(offloaded_bytes=GIB))
-    other = result(Mode.EBBTIDE, [slow, slow, *[offloaded] * 3, slow, slow])
-    other.steps = [dataclasses.replace(one, peak_bytes=int(1.5 * GIB)) for one in other.steps]
-    table = render(config, [plain, other])
-    assert "0.25x" in table  # (1.5 - 1) / (3 - 1)
-    assert "1.50x" in table  # 3 s / 2 s
-
-
-def test_a_difference_shows_in_the_table() -> None:
-    steps = [step()] * 3
-    results = [result(Mode.NONE, steps), result(Mode.EBBTIDE, steps)]
-    assert "same bits" in render(DemoConfig(), results)
-    results[1].steps = [*steps[:2], dataclasses.replace(step(), gradients_sha256="b")]
-    assert compare(results) == {Mode.EBBTIDE: "gradients, step 3"}
-    assert "differ:" in render(DemoConfig(), results)
-
-
-def test_noise_is_admitted() -> None:
-    steps = [step(), step(), step(duration_s=2.0), step(duration_s=3.5)]
-    assert any("vary" in line for line in limits(DemoConfig(), [result(Mode.NONE, steps)]))
-    assert not any(
-        "vary" in line for line in limits(DemoConfig(), [result(Mode.NONE, [step()] * 3)])
-    )
 
 
 # Memory
@@ -283,7 +235,7 @@ def test_out_that_cannot_be_written_to(tmp_path: Path) -> None:
 
 def test_neuraloperator_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "neuralop", None)
-    assert 'pip install "ebbtide[neuralop]"' in refused([], tmp_path)
+    assert 'pip install "ebbtide[neuralop,plots]"' in refused([], tmp_path)
 
 
 def save_published(directory: Path, n_samples: int) -> None:
@@ -317,9 +269,28 @@ def test_store_that_does_not_fit_is_refused_by_the_worker(tmp_path: Path) -> Non
 
 
 def test_a_difference_is_exit_code_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo_module, "run_demo", lambda _config, _console: False)
+    monkeypatch.setattr(demo_module, "run_demo", lambda _config, _outputs: False)
     done = CliRunner().invoke(app, ["demo", "--out", str(tmp_path), "--device", "cpu"])
     assert done.exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "sizes"),
+    [
+        ([], (256, 15, 100)),
+        (["--quick"], (128, 6, 40)),
+        (["--quick", "--steps", "9"], (128, 9, 40)),
+        (["--quick", "--resolution", "64", "--warm-steps", "0"], (64, 6, 0)),
+    ],
+)
+def test_a_quick_look_is_small_unless_sizes_are_given(
+    options: list[str], sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    monkeypatch.setattr(demo_module, "run_demo", lambda config, _: seen.append(config) or True)
+    done = CliRunner().invoke(app, ["demo", "--device", "cpu", *options])
+    assert done.exit_code == 0, done.output
+    assert [(each.resolution, each.steps, each.warm_steps) for each in seen] == [sizes]
 
 
 def test_dead_and_failing_workers_are_reported() -> None:
@@ -331,7 +302,7 @@ def test_dead_and_failing_workers_are_reported() -> None:
         victim = team.pid(Mode.NONE)
         assert victim is not None
         os.kill(victim, signal.SIGKILL)
-        with pytest.raises(WorkerError, match=r"none was ended by SIGKILL.*--batch-size"):
+        with pytest.raises(WorkerError, match=r"no offload was ended by SIGKILL.*--batch-size"):
             team.ask(Mode.NONE, worker.Prepared, {})
         with pytest.raises(WorkerError, match="ebbtide failed: KeyError") as failed:
             team.ask(Mode.EBBTIDE, worker.Prepared, {})  # there are no such weights

@@ -148,7 +148,7 @@ def test_a_picture_is_drawn(tmp_path: Path) -> None:
 
 def test_a_budget_that_nothing_fits_into_is_answered_with_the_smallest() -> None:
     found = run(TOWER, "--budget", "20MiB", "--quick")
-    assert found.exit_code == 1
+    assert found.exit_code == 78
     assert "No plan fits into 20.0 MiB" in found.output
     assert "The smallest budget that a plan was found for is" in found.output
     assert "nothing fits" in found.output

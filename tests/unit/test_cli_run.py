@@ -227,6 +227,8 @@ def test_a_missing_module_is_named(tmp_path: Path) -> None:
         (["--host-budget", "-1"], "--host-budget='-1' cannot be read"),
         (["--mode", "forget"], 'mode must be one of "offload"'),
         (["--json", "no/such/file"], "there is no such directory"),
+        (["--report", "no/such/file"], "--report no/such/file: there is no such directory"),
+        (["--report", "run.html", "--dry"], "leave out one of them"),
     ],
 )
 def test_wrong_uses_are_named(arguments: list[str], words: str) -> None:
@@ -247,6 +249,15 @@ def test_a_right_use_leaves_typer_with_a_request(tmp_path: Path) -> None:
     assert (request.dry, request.quiet, request.json) == (True, False, figures)
     assert request.script.name == __file__
     assert request.script.arguments == ["--budget", "--", "-m", "x"]
+
+
+def test_json_on_standard_output_follows_what_the_script_prints(tmp_path: Path) -> None:
+    name = script(tmp_path, TRAIN + "train(1, 512)\nraise SystemExit(5)\n")
+    found = run("--json", "-", "--quiet", name, at=tmp_path)
+    assert found.returncode == 5, found.stderr
+    printed, brace, figures = found.stdout.partition("{\n")
+    assert len(printed.splitlines()) == 2  # the loss, and a hash of the weights
+    assert json.loads(brace + figures)["format"] == "ebbtide-run"
 
 
 def test_profilers_profile_the_script(tmp_path: Path) -> None:

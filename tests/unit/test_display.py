@@ -123,16 +123,14 @@ def test_statistics_are_explained_in_words() -> None:
     assert max(map(len, lines)) <= 100
 
 
-def test_reports_in_a_notebook_are_laid_out_as_when_printed() -> None:
-    schedule = ebbtide.schedule.default(1, 3)
-    assert schedule._repr_html_() == f"<pre>{schedule}</pre>".replace("->", "-&gt;")
-    event = TraceEvent("forward", "compute", 0.0, 0.5, 0, "<lambda>")
+def test_reports_in_a_notebook_have_what_is_printed() -> None:
+    event = TraceEvent("forward", "compute", 0.0, 0.5, 0, name="<lambda>")
     trace = ebbtide.Trace([event])
     assert repr(trace) == "<Trace: 1 event, 0.5000 s>"
     assert str(trace).splitlines()[0] in trace._repr_html_()
     net = model()
     with ebbtide.offload(net) as handle:
-        assert "no step has finished" in handle.inspect()._repr_html_()
+        assert "No step has finished" in handle.inspect()._repr_html_()
 
 
 def test_names_are_escaped() -> None:

@@ -428,8 +428,12 @@ def test_the_command_prints_hardware(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("fast")
-def test_json_without_all_figures_is_not_a_success(tmp_path: Path) -> None:
+def test_a_report_without_all_figures_is_not_a_success(tmp_path: Path) -> None:
     store = f"disk:{tmp_path / 'missing'}"
+    done = CliRunner().invoke(app, ["doctor", "--quick", "--device", "cpu", "--store", store])
+    assert done.exit_code == 1
+    assert '"Not measured"' in done.stderr
+    assert "Not measured" in done.stdout
     done = CliRunner().invoke(
         app, ["doctor", "--quick", "--json", "--device", "cpu", "--store", store]
     )

@@ -22,6 +22,7 @@ CHAIN = [
     ["schedule", "tracing", "tensors"],
     ["devices"],
     ["memory"],
+    ["ownership"],
     ["stores"],
     ["transfers"],
     ["activations"],
@@ -32,8 +33,9 @@ CHAIN = [
     ["coexistence"],
     ["hooks"],
     ["reports", "layers"],
+    ["pages"],
     ["engine", "loops", "rehearsal"],
-    ["budgeting"],
+    ["budgeting", "explaining"],
     ["handle"],
     ["api"],
     ["__init__"],
@@ -48,6 +50,8 @@ USERS_OF = {
     "planning": {
         "engine",
         "budgeting",
+        "pages",
+        "explaining",
         "api",
         "__init__",
         "compat",
@@ -221,7 +225,8 @@ print(json.dumps({{
 }}))
 """
 HEAVY = {
-    *("matplotlib", "neuralop", "transformers", "lightning", "accelerate", "scipy", "typer", "rich")
+    *("matplotlib", "neuralop", "transformers", "lightning", "accelerate", "scipy", "typer"),
+    *("rich", "jinja2"),
 }
 
 

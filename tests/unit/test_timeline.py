@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from ebbtide.errors import PolicyError
 from ebbtide.tracing.events import LANES, TraceEvent
-from ebbtide.tracing.plot import SUFFIXES
+from ebbtide.tracing.figure_file import SUFFIXES
 from ebbtide.tracing.timeline import segments
 from ebbtide.tracing.trace import Trace
 

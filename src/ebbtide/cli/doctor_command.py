@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ebbtide.cli.exit_codes import ExitCode, describe_codes, end, ends_by_code
+from ebbtide.cli.status_line import show_status
+
 if TYPE_CHECKING:
     import torch
 
-_INTERRUPTED = 130  # as shells say it of a program that Ctrl-C ended
+EPILOG = describe_codes({ExitCode.FAILED: "a figure that a plan needs could not be measured"})
 
 
 def doctor(
@@ -20,38 +22,36 @@ def doctor(
         bool, typer.Option("--quick", help="Measure for about 2 seconds instead of 12.")
     ] = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print the figures for a plan to read.")
+        bool,
+        typer.Option("--json", help="Print the figures as JSON, for `ebbtide plan --hardware`."),
     ] = False,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, xpu ...")] = "auto",
+    device: Annotated[
+        str,
+        typer.Option(metavar="DEVICE", help="What to examine: auto, cpu, cuda, cuda:1, xpu ..."),
+    ] = "auto",
     store: Annotated[
-        str, typer.Option(help="Where files would go: auto or disk:/some/dir.")
+        str,
+        typer.Option(
+            metavar="STORE", help="Where files of activations would go: auto or disk:/some/dir."
+        ),
     ] = "auto",
 ) -> None:
-    """Measure this machine's links, memory, disk and compute; say what slows ebbtide."""
-    try:
-        is_complete = _run(quick, as_json, device, store)
-    except KeyboardInterrupt:
-        typer.echo("\nebbtide doctor: interrupted; nothing was left behind", err=True)
-        raise typer.Exit(_INTERRUPTED) from None
-    if as_json and not is_complete:
-        typer.echo("ebbtide doctor: the figures are incomplete; see problems in them", err=True)
-        raise typer.Exit(1)
+    """Measure what this machine can do, and say what slows ebbtide.
 
+    Measures compute, memory, the link between the accelerator and the host, and the disk. Says what
+    to change, and how much can be offloaded here at what cost. Trains nothing, changes nothing.
+    """
+    with ends_by_code("doctor", "interrupted; nothing was left behind"):
+        from ebbtide.demo.config import parse_device
+        from ebbtide.stores.build import parse_store
 
-def _run(quick: bool, as_json: bool, device: str, store: str) -> bool:
-    from ebbtide.demo.config import UsageError, parse_device
-    from ebbtide.errors import EbbtideError
-    from ebbtide.stores.build import parse_store
-
-    try:
         torch_device = parse_device(device)
         if device == "auto" and torch_device.type == "mps":
             torch_device = parse_device("cpu")  # ebbtide refuses models on Apple's GPU
         _, directory = parse_store(store)
-        return examine_and_print(torch_device, directory, quick, as_json)
-    except (UsageError, EbbtideError) as error:
-        typer.echo(f"ebbtide doctor: {error}", err=True)
-        raise typer.Exit(2) from None
+        if not examine_and_print(torch_device, directory, quick, as_json):
+            what = "problems in the JSON" if as_json else '"Not measured" in the report'
+            end("doctor", f"the figures are incomplete; see {what}", ExitCode.FAILED)
 
 
 def examine_and_print(
@@ -73,15 +73,13 @@ def examine_and_print(
     from ebbtide.doctor.recommendations import advise
     from ebbtide.planning.hardware import document
 
-    progress = sys.stderr.isatty()
-
     def say(what: str) -> None:
-        if progress:  # one line, written over by the next
-            print(f"\rmeasuring: {what:<40}", end="", file=sys.stderr, flush=True)
+        show_status(f"measuring: {what}")
 
-    found = examine(device, directory, QUICK if quick else FULL, say)
-    if progress:
-        print(f"\r{'':<60}\r", end="", file=sys.stderr, flush=True)
+    try:
+        found = examine(device, directory, QUICK if quick else FULL, say)
+    finally:
+        show_status("")
     advice, hardware = advise(found), found.hardware()
     if as_json:
         figures = {**found.figures(), "advice": advice}

@@ -2,23 +2,45 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
-from ebbtide.cli.demo_command import demo
-from ebbtide.cli.doctor_command import doctor
-from ebbtide.cli.plan_command import plan
-from ebbtide.cli.run_command import SETTINGS, CommandLine, run
-from ebbtide.cli.schedule_command import schedule
+from ebbtide.cli import (
+    demo_command,
+    doctor_command,
+    plan_command,
+    report_command,
+    run_command,
+    schedule_command,
+)
+from ebbtide.cli.run_command import SETTINGS, CommandLine
 from ebbtide.version import __version__
 
-app = CommandLine(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-app.command()(demo)
-app.command()(doctor)
-app.command()(plan)
-app.command(context_settings=SETTINGS)(run)
-app.command()(schedule)
+# Plain help texts of 80 columns, whether they go to a terminal, a file or a pager.
+_HELP: Final = {"help_option_names": ["-h", "--help"], "max_content_width": 80}
+_EPILOG: Final = "\n\n".join(
+    [
+        "Begin with `ebbtide demo --quick`, then `ebbtide run train.py` with a script of your own.",
+        "Reports go to standard output and progress to standard error. NO_COLOR turns colours off. "
+        "Every command takes --json. `ebbtide COMMAND --help` lists its options and exit codes.",
+    ]
+)
+
+app = CommandLine(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings=_HELP,
+    epilog=_EPILOG,
+)
+app.command(epilog=demo_command.EPILOG)(demo_command.demo)
+app.command(epilog=doctor_command.EPILOG)(doctor_command.doctor)
+app.command(epilog=plan_command.EPILOG)(plan_command.plan)
+app.command(epilog=report_command.EPILOG)(report_command.report)
+app.command(context_settings=SETTINGS, epilog=run_command.EPILOG)(run_command.run)
+app.command(epilog=schedule_command.EPILOG)(schedule_command.schedule)
 
 
 def _print_version(wanted: bool) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from ebbtide.cli.exit_codes import ExitCode, describe_codes, ends_by_code
+from ebbtide.cli.status_line import show_status
+
+EPILOG = describe_codes({ExitCode.DOES_NOT_FIT: "no plan fits into the budget"})
 
 
 # There are many parameters because typer makes an option of each.
@@ -14,76 +18,102 @@ def plan(
     model: Annotated[
         str,
         typer.Argument(
-            help="fno1d, fno2d, fno3d, tfno, uno, gpt, llama, or module:function, which returns "
-            "(model, batch) or (model, batch, loss)."
+            metavar="MODEL",
+            help="fno1d, fno2d, fno3d, tfno, uno, gpt, llama; or your own as module:function, "
+            "where function() returns (model, batch) or (model, batch, loss).",
         ),
     ],
     resolution: Annotated[
-        int | None, typer.Option(help="Points along each side of the grid.")
+        int | None,
+        typer.Option(metavar="N", help="Points along each side of a neural operator's grid."),
     ] = None,
-    seq: Annotated[int | None, typer.Option(help="Tokens in a sequence.")] = None,
-    batch: Annotated[int | None, typer.Option(help="Samples in a step.")] = None,
+    seq: Annotated[
+        int | None, typer.Option(metavar="N", help="Tokens in a sequence of gpt or llama.")
+    ] = None,
+    batch: Annotated[int | None, typer.Option(metavar="N", help="Samples in a step.")] = None,
     hardware: Annotated[
-        str, typer.Option(help="A preset such as h100, or a file of `ebbtide doctor --json`.")
+        str,
+        typer.Option(
+            metavar="MACHINE",
+            help="The machine: a name such as h100 or rtx4090, or a file that "
+            "`ebbtide doctor --json` printed on yours.",
+        ),
     ] = "h100",
     budget: Annotated[
-        str, typer.Option(help="Device memory: 24GiB, or 90% of what the device has.")
+        str,
+        typer.Option(
+            metavar="SIZE",
+            help="Memory that training may take: 24GiB, or 90% of what the device has.",
+        ),
     ] = "90%",
-    size: Annotated[str | None, typer.Option(help="Size of gpt or llama, such as 7b.")] = None,
-    precision: Annotated[str | None, typer.Option(help="Of gpt and llama: bf16 or fp32.")] = None,
-    width: Annotated[int | None, typer.Option(help="Hidden channels of a neural operator.")] = None,
-    modes: Annotated[int | None, typer.Option(help="Fourier modes in each direction.")] = None,
-    depth: Annotated[
-        int | None, typer.Option("--layers", help="Layers of a neural operator.")
+    size: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Size of gpt or llama, such as 7b.")
     ] = None,
-    channels: Annotated[int | None, typer.Option(help="Channels of a field.")] = None,
+    precision: Annotated[
+        str | None, typer.Option(metavar="TYPE", help="Numbers of gpt and llama: bf16 or fp32.")
+    ] = None,
+    width: Annotated[
+        int | None, typer.Option(metavar="N", help="Hidden channels of a neural operator.")
+    ] = None,
+    modes: Annotated[
+        int | None, typer.Option(metavar="N", help="Fourier modes in each direction.")
+    ] = None,
+    depth: Annotated[
+        int | None, typer.Option("--layers", metavar="N", help="Layers of a neural operator.")
+    ] = None,
+    channels: Annotated[
+        int | None, typer.Option(metavar="N", help="Channels of the input and output fields.")
+    ] = None,
     planned: Annotated[
         list[str] | None,
-        typer.Option("--plan-layers", help="Modules to plan for, such as blocks.*; repeatable."),
+        typer.Option(
+            "--plan-layers",
+            metavar="PATTERN",
+            help="Modules whose calls are the layers of the plan, such as blocks.*; repeatable.",
+        ),
     ] = None,
     optimizer_states: Annotated[
-        int, typer.Option(help="Tensors that the optimizer keeps for each weight; Adam has 2.")
+        int,
+        typer.Option(
+            metavar="N", help="Tensors that the optimizer keeps for each weight; Adam has 2."
+        ),
     ] = 2,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Leave out the largest sizes that fit.")
+        bool,
+        typer.Option("--quick", help="Leave out the search for the largest batch and resolution."),
     ] = False,
     picture: Annotated[
-        Path | None, typer.Option(help="File for a picture of the step: .png, .svg or .pdf.")
+        Path | None,
+        typer.Option(metavar="FILE", help="File for a picture of the step: .png, .svg or .pdf."),
     ] = None,
-    save: Annotated[Path | None, typer.Option(help="File for the plan, as JSON.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print all figures as JSON.")] = False,
+    save: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="File for the plan; `ebbtide run --plan` follows it."),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print all figures as JSON instead of the report.")
+    ] = False,
 ) -> None:
-    """Predict a training step: what fits, what should move, how long it takes. No accelerator."""
-    from ebbtide.errors import EbbtideError
-    from ebbtide.studies.built_in_models import ModelOptions
-    from ebbtide.studies.plan_study import Outputs, Request, run_plan
+    """Predict a training step without running it.
 
-    options = ModelOptions(
-        resolution=resolution, seq=seq, batch=batch, width=width, modes=modes, layers=depth,
-        channels=channels, size=size, precision=precision,
-    )  # fmt: skip
-    request = Request(
-        model, options, hardware, budget, tuple(planned or ()), optimizer_states, not quick
-    )
-    try:
-        fits = run_plan(request, Outputs(typer.echo, picture, save, as_json), _say)
-    except (EbbtideError, ImportError, OSError) as error:
-        _clear()
-        typer.echo(f"ebbtide plan: {error}", err=True)
-        raise typer.Exit(2) from None
-    if not fits:
-        raise typer.Exit(1)
+    Says whether the step fits into the memory budget, which layers should be kept, offloaded,
+    rebuilt or recomputed, and how long the step takes. Needs no accelerator: nothing is computed.
+    """
+    with ends_by_code("plan"):
+        from ebbtide.studies.built_in_models import ModelOptions
+        from ebbtide.studies.plan_study import Outputs, Request, run_plan
 
-
-def _say(what: str) -> None:
-    """Show on a terminal what is being looked for, in one line that is written over; "": none."""
-    if not sys.stderr.isatty():
-        return
-    _clear()
-    if what:
-        print(f"\r{what[:70]} ...", end="", file=sys.stderr, flush=True)
-
-
-def _clear() -> None:
-    if sys.stderr.isatty():
-        print(f"\r{'':<79}\r", end="", file=sys.stderr, flush=True)
+        options = ModelOptions(
+            resolution=resolution, seq=seq, batch=batch, width=width, modes=modes, layers=depth,
+            channels=channels, size=size, precision=precision,
+        )  # fmt: skip
+        request = Request(
+            model, options, hardware, budget, tuple(planned or ()), optimizer_states, not quick
+        )
+        outputs = Outputs(typer.echo, picture, save, as_json)
+        try:
+            fits = run_plan(request, outputs, show_status)
+        finally:
+            show_status("")
+        if not fits:
+            raise typer.Exit(ExitCode.DOES_NOT_FIT)

@@ -8,9 +8,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, final
 
 import typer
 
+from ebbtide.cli.exit_codes import ExitCode, describe_codes, ends_by_code
+
 if TYPE_CHECKING:
     from ebbtide.running.run_session import RunRequest
 
+EPILOG = describe_codes(
+    {
+        ExitCode.DONE: "the script ended well; whatever else it ends with comes through",
+        ExitCode.DOES_NOT_FIT: "no plan fits into the budget",
+    }
+)
 SETTINGS = {"allow_interspersed_args": False}  # what follows the script is the script's own
 
 
@@ -48,58 +56,111 @@ class CommandLine(typer.Typer):
 
 # There are many parameters because typer makes an option of each.
 def run(
-    script: Annotated[str, typer.Argument(help="The script, or with -m the name of a module.")],
+    script: Annotated[
+        str,
+        typer.Argument(
+            metavar="SCRIPT", help="Your training script; with -m the name of a module."
+        ),
+    ],
     arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="[ARGUMENTS]...", help="Passed to the script.")
+        list[str] | None,
+        typer.Argument(metavar="ARGUMENTS", help="What the script itself is given."),
     ] = None,
     as_module: Annotated[
         bool, typer.Option("-m", "--module", help="SCRIPT is a module, as for python -m.")
     ] = False,
     budget: Annotated[
-        str | None, typer.Option(help="Most memory to take: 20GiB, or 90% of all there is.")
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Most memory that training may take: 20GiB, or 90% of all there is.",
+        ),
     ] = None,
     plan: Annotated[
-        Path | None, typer.Option(help="Follow this plan, saved by `ebbtide plan --save`.")
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Instead of a budget: a plan that `ebbtide plan --save` wrote."
+        ),
     ] = None,
     store: Annotated[
-        str, typer.Option(help="Where bytes go: auto, host, disk[:/some/dir] or tiered[:/dir].")
+        str,
+        typer.Option(
+            metavar="STORE",
+            help="Where activations go: auto, host, disk[:/some/dir] or tiered[:/dir].",
+        ),
     ] = "auto",
     host_budget: Annotated[
-        str | None, typer.Option(help="Most host memory to take, such as 64GiB.")
+        str | None,
+        typer.Option(
+            metavar="SIZE", help="Most host memory that activations may take, such as 64GiB."
+        ),
     ] = None,
     layers: Annotated[
         list[str] | None,
-        typer.Option(help="Modules that are the layers, such as blocks.*; repeatable."),
+        typer.Option(
+            metavar="PATTERN",
+            help="Modules whose calls are the layers, such as blocks.*; repeatable.",
+        ),
     ] = None,
     num_layers: Annotated[
-        int | None, typer.Option(help="Offload this many layers; without a budget.")
+        int | None, typer.Option(metavar="N", help="Without a budget: offload this many layers.")
     ] = None,
     keep_last: Annotated[
-        int, typer.Option(help="Keep the last layers on the device; without a budget.")
+        int,
+        typer.Option(
+            metavar="N", help="Without a budget: keep this many last layers on the device."
+        ),
     ] = 0,
     mode: Annotated[
-        str, typer.Option(help="offload, recompute or recompute+offload; without a budget.")
+        str,
+        typer.Option(
+            metavar="MODE", help="Without a budget: offload, recompute, or recompute+offload."
+        ),
     ] = "offload",
     min_bytes: Annotated[
-        str, typer.Option(help="Smaller saved tensors stay on the device.")
+        str, typer.Option(metavar="SIZE", help="Tensors smaller than this stay on the device.")
     ] = "1MiB",
     weights: Annotated[
-        bool, typer.Option("--weights", help="Keep the weights off the device, too.")
+        bool,
+        typer.Option(
+            "--weights",
+            help="Keep weights off the device, too, while their layer does not compute.",
+        ),
     ] = False,
     dry: Annotated[
-        bool, typer.Option("--dry", help="Offload nothing; say what would be done.")
+        bool,
+        typer.Option("--dry", help="Offload nothing; say what would be done, from the first step."),
     ] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but errors.")] = False,
-    json: Annotated[Path | None, typer.Option(help="File for the figures, as JSON.")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print no report; errors only.")] = False,
+    json: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Write all figures as JSON to this file; - is standard output, after what the "
+            "script prints.",
+        ),
+    ] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PAGE.HTML",
+            help="Write a page on the last step of each model: memory by owner, lanes, layers.",
+        ),
+    ] = None,
 ) -> None:
-    """Run a training script as it is, with the models that it trains offloaded."""
-    from ebbtide.errors import EbbtideError, PolicyError
+    """Run a training script as it is, with its models offloaded.
+
+    No line of the script changes, and neither do its results. Every model that it trains is found
+    at its first training step and offloaded. A report on standard error says at the end what was
+    done. Options of ebbtide come before SCRIPT, those of the script after it.
+    """
+    from ebbtide.errors import PolicyError
     from ebbtide.policy import ActivationPolicy
     from ebbtide.running.main_script import MainScript
     from ebbtide.running.run_options import RunOptions
     from ebbtide.running.run_session import RunRequest
 
-    try:
+    with ends_by_code("run"):
         activations = ActivationPolicy(
             num_layers=num_layers,
             keep_last=keep_last,
@@ -109,14 +170,21 @@ def run(
         options = RunOptions(
             activations=activations, budget=budget, plan=plan, store=store,
             host_budget=host_budget, layers=tuple(layers or ()), weights=weights,
+            trace=report is not None,
         )  # fmt: skip
-        if json is not None and not json.absolute().parent.is_dir():
-            raise PolicyError(f"--json {json}: there is no such directory")
+        for option, file in (("--json", json), ("--report", report)):
+            is_file = file is not None and str(file) != "-"
+            if file is not None and is_file and not file.absolute().parent.is_dir():
+                raise PolicyError(f"{option} {file}: there is no such directory")
+        if dry and report is not None:
+            raise PolicyError(
+                "--dry offloads nothing, so there is no step to --report; leave out one of them"
+            )
         to_run = MainScript(script, arguments or (), is_module=as_module)
-    except (EbbtideError, OSError) as error:
-        typer.echo(f"ebbtide run: {error}", err=True)
-        raise typer.Exit(2) from None
-    where = None if json is None else json.absolute()
     raise ScriptRequest(
-        RunRequest(script=to_run, options=options, dry=dry, quiet=quiet, json=where)
-    )
+        RunRequest(
+            script=to_run, options=options, dry=dry, quiet=quiet,
+            json=json if json is None or str(json) == "-" else json.absolute(),
+            report=None if report is None else report.absolute(),
+        )
+    )  # fmt: skip

@@ -13,7 +13,7 @@ from ebbtide.demo.results import ModeResult, first_difference
 from ebbtide.transfers.stats import StepStats
 from ebbtide.units import format_size
 
-_ABSENT = "–"
+_ABSENT = "-"
 _NOISY = 1.5  # times vary too much above this ratio of a mode's slowest to its fastest step
 
 
@@ -40,8 +40,9 @@ def build_table(config: DemoConfig, results: list[ModeResult]) -> Table:
         f"FNO, Darcy {config.resolution} x {config.resolution}, batch {config.batch_size}"
     )
     for result in results:
-        name = "no offload" if result.mode is Mode.NONE else result.mode.value
-        table.add_column(name, justify="right", style="bold" if result.mode is Mode.EBBTIDE else "")
+        table.add_column(
+            result.mode.title, justify="right", style="bold" if result.mode is Mode.EBBTIDE else ""
+        )
     for label, cell in _rows(config, results):
         table.add_row(label, *(cell(result) for result in results))
     return table
@@ -60,7 +61,7 @@ def _rows(config: DemoConfig, results: list[ModeResult]) -> Iterator[tuple[str, 
     yield f"Step, median of {len(results[0].timed)}", lambda result: f"{_digits(result.median_s)} s"
     if reference is not None:
         yield "  relative to no offload", _ratio(reference, lambda result: result.median_s)
-    yield "  fastest – slowest", _range
+    yield "  fastest - slowest", _range
     if config.device.type == "cpu":
         yield "  processor time, own / kernel", _processor_time
     yield from _stats_rows(results)
@@ -91,6 +92,8 @@ def limits(config: DemoConfig, results: list[ModeResult]) -> Iterator[str]:
     for result in results:
         if result.stats is not None:
             yield from _limits_of(config, result, result.stats)
+            if result.mode is Mode.EBBTIDE and result.stats.offloaded_bytes:
+                yield from _floor(_reference(results) or result, result)
     if any(slowest_s > _NOISY * fastest_s for fastest_s, slowest_s in map(_extremes_s, results)):
         yield (
             "Times vary too much to compare: other programs run on this machine, or the steps are "
@@ -113,11 +116,30 @@ def _limits_of(config: DemoConfig, result: ModeResult, stats: StepStats) -> Iter
     )
     yield (
         f"Memory: saved tensors took at most {format_size(stats.peak_device_bytes)} at once, of a "
-        f"peak of {format_size(_above_idle(result))} above idle. The rest is what the running "
-        f"operation, gradients and optimizer need, which offloading activations does not reduce."
+        f"peak of {format_size(_above_idle(result))} above idle."
     )
     if config.device.type == "cpu":
         yield "The kernel caches the file in otherwise unused RAM, which RSS does not count."
+
+
+def _floor(reference: ModeResult, result: ModeResult) -> Iterator[str]:
+    """Say what remains of the peak, and that no way of offloading can remove it."""
+    final = reference.final
+    assert final is not None
+    lasting_bytes = max(0, final.lasting_bytes - reference.idle_bytes)
+    floor_bytes = lasting_bytes + final.forward_bytes
+    if not floor_bytes:
+        return
+    ratio = _above_idle(result) / floor_bytes
+    # Two measurements of the RSS of two processes differ a little.
+    place = "just there" if ratio <= 1 else f"{ratio:.2f} times that"
+    yield (
+        f"Limit: a forward without autograd saves nothing at all, and it needs "
+        f"{format_size(final.forward_bytes)} for this batch: the working memory of its largest "
+        f"operation. With the {format_size(lasting_bytes)} of gradients and optimizer state that "
+        f"stay between steps, {format_size(floor_bytes)} above idle is what no offloader can go "
+        f"below; ebbtide's peak is {place}. A smaller batch or resolution lowers it."
+    )
 
 
 def _reference(results: list[ModeResult]) -> ModeResult | None:
@@ -146,7 +168,7 @@ def _extremes_s(result: ModeResult) -> tuple[float, float]:
 
 def _range(result: ModeResult) -> str:
     fastest_s, slowest_s = _extremes_s(result)
-    return f"{_digits(fastest_s)} – {_digits(slowest_s)} s"
+    return f"{_digits(fastest_s)} - {_digits(slowest_s)} s"
 
 
 def _processor_time(result: ModeResult) -> str:

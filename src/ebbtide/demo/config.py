@@ -10,11 +10,14 @@ from pathlib import Path
 
 import torch
 
+from ebbtide.errors import PolicyError
+
 WARM_RESOLUTION = 32
+QUICK = {"resolution": 128, "steps": 6, "warm_steps": 40}  # of a quick look
 
 
-class UsageError(Exception):
-    """An error that the user can correct; its one-line message says how."""
+class UsageError(PolicyError):
+    """An option of the command line cannot be honoured; the message, one line, says how."""
 
 
 class Mode(enum.Enum):
@@ -24,6 +27,11 @@ class Mode(enum.Enum):
     SAVE_ON_CPU = "save_on_cpu"
     REBUILD = "rebuild"  # ebbtide with rebuilding but without offload
     EBBTIDE = "ebbtide"
+
+    @property
+    def title(self) -> str:
+        """The name in the progress, the table, the sentences and the picture."""
+        return "no offload" if self is Mode.NONE else self.value
 
 
 @dataclass(frozen=True)
@@ -69,7 +77,9 @@ class DemoConfig:
                 option = name.replace("_", "-")
                 raise UsageError(f"--{option} must be {bound} or more, got {getattr(self, name)}")
         if not self.modes:
-            raise UsageError("--modes names no mode that can run on this device")
+            raise UsageError(
+                "--modes names no mode that can run on this device; try --modes none,ebbtide"
+            )
 
 
 def parse_modes(text: str, device: torch.device) -> tuple[Mode, ...]:
@@ -138,4 +148,6 @@ def check_neuralop() -> None:
         UsageError: neuraloperator is not installed.
     """
     if importlib.util.find_spec("neuralop") is None:
-        raise UsageError('neuraloperator is not installed; pip install "ebbtide[neuralop]"')
+        raise UsageError(
+            'the demo needs neuraloperator: pip install "ebbtide[neuralop,plots]" installs it'
+        )

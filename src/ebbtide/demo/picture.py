@@ -16,7 +16,6 @@ _COLOURS = {
     Mode.REBUILD: "#009E73",
     Mode.EBBTIDE: "#0072B2",
 }
-_NAMES = {mode: mode.value for mode in Mode} | {Mode.NONE: "no offload"}
 _PIXELS_PER_INCH = 200
 _SIZE_INCHES = (8.0, 3.0)
 
@@ -47,7 +46,7 @@ def _draw_memory(axes: Any, config: DemoConfig, results: list[ModeResult]) -> No
         times_s, sizes = zip(*result.typical.timeline, strict=True)
         above_gib = [(size - result.idle_bytes) / 2**30 for size in sizes]
         colour = _COLOURS[result.mode]
-        label = f"{_NAMES[result.mode]}: peak {max(above_gib):.2f} GiB"
+        label = f"{result.mode.title}: peak {max(above_gib):.2f} GiB"
         axes.plot(times_s, above_gib, color=colour, linewidth=1.2, label=label)
         axes.fill_between(times_s, above_gib, color=colour, alpha=0.12, linewidth=0)
     what = "Process" if config.device.type == "cpu" else "Device"

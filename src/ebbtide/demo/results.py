@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ebbtide.demo.config import Mode
+from ebbtide.pages.run_record import RunRecord
 from ebbtide.transfers.stats import StepStats
 
 # [Note: turns] The modes take turns, so that a temporary disturbance of the machine affects all of
@@ -62,13 +63,20 @@ class FinalResult:
         test_l2: relative error in the L2 norm, mean over the test samples.
         test_h1: relative error in the H1 norm, mean over the test samples.
         parameters_sha256: hash of the bytes of all parameters.
+        lasting_bytes: number of bytes in use between steps: weights, gradients, optimizer state.
+        forward_bytes: number of bytes that a forward without autograd, which saves nothing, needs
+            beside these for a training batch.
         sample: permeability, pressure and predicted pressure of the first test sample.
+        record: what a page can show of one more step, which was recorded; None where it cannot be.
     """
 
     test_l2: float
     test_h1: float
     parameters_sha256: str
+    lasting_bytes: int
+    forward_bytes: int
     sample: tuple[NDArray[np.float32], ...]
+    record: RunRecord | None = None
 
 
 @final

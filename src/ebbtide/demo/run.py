@@ -8,27 +8,47 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, final
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
 
 from ebbtide.demo import darcy_fno, worker
 from ebbtide.demo.comparison import build_table, compare, limits
 from ebbtide.demo.config import DemoConfig, Mode, UsageError, check_neuralop, check_writable
 from ebbtide.demo.picture import draw
+from ebbtide.demo.progress import activity, training
 from ebbtide.demo.results import STEPS_PER_TURN, FinalResult, ModeResult, StepResult
 from ebbtide.demo.team import ENVIRONMENT, Team
-from ebbtide.units import format_size
+from ebbtide.pages.page import write_page
 from ebbtide.version import __version__
 
-_PLAIN_WIDTH = 80
+FORMAT: Final = "ebbtide-demo"
+VERSION: Final = 1
+
+_WIDTH: Final = 80
 
 
-def run_demo(config: DemoConfig, console: Console) -> bool:
+@final
+@dataclass(frozen=True)
+class Outputs:
+    """Where the demo prints.
+
+    Attributes:
+        progress: what is under way, and what should be known besides.
+        report: the table and the sentences, or the JSON.
+        as_json: whether JSON is printed instead of the table.
+    """
+
+    progress: Console
+    report: Console
+    as_json: bool = False
+
+
+def run_demo(config: DemoConfig, outputs: Outputs) -> bool:
     """Train, measure, compare and report.
 
     Returns:
@@ -42,36 +62,72 @@ def run_demo(config: DemoConfig, console: Console) -> bool:
     check_neuralop()
     check_writable(config.out)
     begin_s = time.perf_counter()
+    progress = outputs.progress
+    _announce(config, progress)
     with Team(config) as team:
-        with _activity(console, "Starting a process for each mode"):
+        with activity(progress, "1/4  Starting a process for each mode"):
             for mode in config.modes:
                 team.tell(mode)
             for mode in config.modes:
                 team.hear(mode, worker.Started)
-        weights = _prepare(config, console)
+        weights = _prepare(config, progress)
         results, peak_is_per_step = _begin(team, config, weights)
-        _train(team, config, results, console)
-        for mode in config.modes:
-            results[mode].final = team.ask(mode, FinalResult)
+        progress.print("4/4  Training", highlight=False)
+        _train(team, config, results, progress)
+        with activity(progress, "     Test errors, and a forward without autograd"):
+            for mode in config.modes:
+                results[mode].final = team.ask(mode, FinalResult)
     if config.device.type == "cpu" and not peak_is_per_step:
-        console.print("This kernel cannot reset the peak RSS: peaks are since the process began.")
-    _report(config, list(results.values()), console)
-    console.print(f"[dim]{time.perf_counter() - begin_s:.0f} s in all[/]")
+        progress.print("This kernel cannot reset the peak RSS: peaks are since the process began.")
+    _report(config, list(results.values()), outputs)
+    progress.print(f"{time.perf_counter() - begin_s:.0f} s in all", highlight=False)
     differences = compare(list(results.values()))
     return differences.get(Mode.EBBTIDE) is None
 
 
+def _announce(config: DemoConfig, console: Console) -> None:
+    """Say what is about to be done."""
+    grid = f"{config.resolution} x {config.resolution}"
+    where = "the CPU" if config.device.type == "cpu" else str(config.device)
+    names = ", ".join(mode.title for mode in config.modes)
+    lines = [
+        f"A Fourier neural operator learns Darcy flow at {grid} on {where}, batch "
+        f"{config.batch_size}.",
+        f"Modes: {names}. Each trains {config.steps} steps, in turns.",
+    ]
+    for line in lines:
+        console.print(line, highlight=False, markup=False)
+
+
 def _prepare(config: DemoConfig, console: Console) -> darcy_fno.Weights:
     """Generate the data and train the weights that all modes begin with, while the modes wait."""
-    grid = f"{config.resolution} x {config.resolution}"
-    console.print(f"Darcy flow data at {grid}: samples that are not cached yet are generated")
+    number = config.steps * config.batch_size + darcy_fno.N_TEST
+    what = f"2/4  Data: {number} samples, generated unless a run before has left them here"
+    console.print(what, highlight=False, markup=False)
     try:
         darcy_fno.load_problem(config)
         coarse = darcy_fno.load_coarse_problem(config)
     except (OSError, ValueError) as error:
         raise UsageError(f"--data: {error}") from error
-    with _activity(console, f"Warm start: {config.warm_steps} steps on a coarse grid"):
+    what = f"3/4  Warm start: {config.warm_steps} steps on a coarse grid"
+    with activity(console, what), one_thread():
         return darcy_fno.warm_start(config, coarse)
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute with one thread inside of the block.
+
+    On the coarse grid, threads save little and wait for one another most of the time. On two cores
+    that other programs used as well, the warm start took eight times as long with two threads as
+    with one: what [Note: a fair baseline] sets for the workers comes too late for this process.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _begin(
@@ -90,72 +146,52 @@ def _train(
     team: Team, config: DemoConfig, results: dict[Mode, ModeResult], console: Console
 ) -> None:
     """Run all steps of all modes, in turns."""
-    with _progress(config, console) as note:
+    with training(console, config.modes, config.steps) as note:
         for first in range(0, config.steps, STEPS_PER_TURN):
             for mode in config.modes:
-                for number in range(first, min(first + STEPS_PER_TURN, config.steps)):
+                for _ in range(first, min(first + STEPS_PER_TURN, config.steps)):
                     step = team.ask(mode, StepResult)
                     results[mode].steps.append(step)
-                    note(mode, number + 1, step)
+                    note(mode, step)
 
 
-@contextlib.contextmanager
-def _progress(
-    config: DemoConfig, console: Console
-) -> Iterator[Callable[[Mode, int, StepResult], None]]:
-    """Show a progress bar for each mode on a terminal; elsewhere print a line for each step."""
-
-    def describe(step: StepResult) -> str:
-        return f"{step.duration_s:6.2f} s, peak {format_size(step.peak_bytes)}"
-
-    if not console.is_terminal:
-        total = config.steps
-        yield lambda mode, number, step: console.print(
-            f"{mode.value:>11}: step {number}/{total}, {describe(step)}", highlight=False
-        )
+def _report(config: DemoConfig, results: list[ModeResult], outputs: Outputs) -> None:
+    """Print the table, or JSON, and name the files that are written."""
+    document = json.dumps(_as_json(config, results), indent=2)
+    written = _write_files(config, results, document)
+    if outputs.as_json:
+        # As it is: a console would wrap it.
+        print(document, file=outputs.report.file)
         return
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description:>11}"),
-        BarColumn(20),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[last]}"),
-    )
-    with Progress(*columns, console=console) as bars:
-        tasks = {
-            mode: bars.add_task(mode.value, total=config.steps, last="") for mode in config.modes
-        }
-        yield lambda mode, number, step: bars.update(
-            tasks[mode], completed=number, last=describe(step)
-        )
-
-
-@contextlib.contextmanager
-def _activity(console: Console, what: str) -> Iterator[None]:
-    if not console.is_terminal:
-        console.print(what)
-        yield
-        return
-    begin_s = time.perf_counter()
-    with console.status(what):
-        yield
-    console.print(f"{what} [dim]({time.perf_counter() - begin_s:.0f} s)[/]")
-
-
-def _report(config: DemoConfig, results: list[ModeResult], console: Console) -> None:
-    console.print()
-    width = min(console.width, _PLAIN_WIDTH)
-    console.print(build_table(config, results), width=width)
+    report = outputs.report
+    width = min(report.width, _WIDTH)
+    report.print()
+    report.print(build_table(config, results), width=width)
     for line in limits(config, results):
-        console.print(line, width=width, highlight=False)
-    path = config.out / "demo.json"
-    path.write_text(json.dumps(_as_json(config, results), indent=2) + "\n")
-    console.print(f"\nFigures: {path}", soft_wrap=True, markup=False, highlight=False)
+        report.print(line, width=width, highlight=False)
+    report.print()
+    for what, path in written.items():
+        report.print(f"{what}: {path}", soft_wrap=True, markup=False, highlight=False)
+
+
+def _write_files(
+    config: DemoConfig, results: list[ModeResult], document: str
+) -> dict[str, Path | str]:
+    """Write what remains of a run. Returns what each file has, and where it is."""
+    figures = config.out / "demo.json"
+    figures.write_text(f"{document}\n")
     picture = config.out / "demo.png"
-    if draw(config, results, picture):
-        console.print(f"Picture: {picture}", soft_wrap=True, markup=False, highlight=False)
-    else:
-        console.print('No picture was drawn: it needs pip install "ebbtide\\[plots]"')
+    is_drawn = draw(config, results, picture)
+    page = config.out / "demo.html"
+    finals = [result.final for result in results if result.final is not None]
+    records = [final.record for final in finals if final.record is not None]
+    if records:
+        write_page(page, records)
+    return {
+        "Report": page if records else "not written: no mode can be recorded",
+        "Figures": figures,
+        "Picture": picture if is_drawn else 'not drawn; pip install "ebbtide[plots]" allows it',
+    }
 
 
 def _as_json(config: DemoConfig, results: list[ModeResult]) -> dict[str, Any]:
@@ -175,11 +211,19 @@ def _as_json(config: DemoConfig, results: list[ModeResult]) -> dict[str, Any]:
             "test_l2": result.final.test_l2,
             "test_h1": result.final.test_h1,
             "parameters_sha256": result.final.parameters_sha256,
+            "lasting_bytes": result.final.lasting_bytes,
+            "forward_bytes": result.final.forward_bytes,
             "first_difference": differences.get(result.mode),
             "compared": result.mode in differences,
             "steps": [_step_as_json(step) for step in result.steps],
         }
-    return {"environment": _environment(config), "configuration": settings, "modes": modes}
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "environment": _environment(config),
+        "configuration": settings,
+        "modes": modes,
+    }
 
 
 def _step_as_json(step: StepResult) -> dict[str, Any]:
@@ -200,7 +244,7 @@ def _environment(config: DemoConfig) -> dict[str, Any]:
         "cpu": _cpu_model(),
         "cores": os.cpu_count(),
         "torch_threads": config.threads or torch.get_num_threads(),
-        "variables": {name: os.environ[name] for name in ENVIRONMENT},
+        "variables": {name: os.environ.get(name) for name in ENVIRONMENT},
         "device": str(config.device),
         "accelerator": accelerator,
     }

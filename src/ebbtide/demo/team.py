@@ -76,7 +76,7 @@ class Team:
         if isinstance(answer, worker.Failure):
             if answer.by_user:
                 raise UsageError(answer.message)
-            raise WorkerError(f"mode {mode.value} failed: {answer.message}", answer.trace)
+            raise WorkerError(f"mode {mode.title} failed: {answer.message}", answer.trace)
         assert isinstance(answer, kind)
         return answer
 
@@ -116,5 +116,5 @@ def _obituary(mode: Mode, exitcode: int | None) -> str:
         hint = ""
         if name == "SIGKILL":
             hint = "; if memory ran out, try a smaller --batch-size or --resolution"
-        return f"the process of mode {mode.value} was ended by {name}{hint}"
-    return f"the process of mode {mode.value} ended with exit code {exitcode} and no result"
+        return f"the process of mode {mode.title} was ended by {name}{hint}"
+    return f"the process of mode {mode.title} ended with exit code {exitcode} and no result"

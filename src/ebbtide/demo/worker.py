@@ -22,6 +22,7 @@ from ebbtide.demo.config import WARM_RESOLUTION, DemoConfig, Mode
 from ebbtide.demo.memory_timeline import Timeline
 from ebbtide.demo.results import FinalResult, StepResult
 from ebbtide.memory.measured_memory import AbstractMemory, DeviceMemory, ProcessMemory
+from ebbtide.pages.run_record import RunRecord
 
 
 @final
@@ -102,6 +103,7 @@ class ModeTrainer:
         warnings.filterwarnings("ignore", message=".*_skip", category=UserWarning)
         self._config = config
         self._model = darcy_fno.build_model(config)
+        self._mode = mode
         self._handle = _offload(self._model, mode, config)
         self._memory: AbstractMemory
         if config.device.type == "cpu":
@@ -166,19 +168,63 @@ class ModeTrainer:
                 if sample is None:
                     sample = tuple(t[0, 0].cpu().numpy() for t in (coefficient, target, prediction))
         parameters = digest(self._model.named_parameters())
-        return FinalResult(totals[0], totals[1], parameters, sample)
+        lasting_bytes, forward_bytes = self._measure_forward()
+        record = self._record_step()
+        return FinalResult(
+            totals[0], totals[1], parameters, lasting_bytes, forward_bytes, sample, record
+        )
+
+    def _record_step(self) -> RunRecord | None:
+        """Train two more steps, of which the second is recorded, and return what a page shows."""
+        if self._mode is Mode.SAVE_ON_CPU:
+            return None
+        if self._handle is not None:
+            self._handle.detach()
+        self._memory.return_freed()
+        handle = _offload(self._model, self._mode, self._config, trace=True)
+        assert handle is not None
+        with handle:
+            for _ in range(2):
+                batch = next(self._batches)
+                darcy_fno.train_step(self._problem, self._model, self._optimizer, batch)
+            return handle.record(self._mode.title)
+
+    def _measure_forward(self) -> tuple[int, int]:
+        """Measure a forward without autograd, which no way of offloading can need less than.
+
+        Returns:
+            The number of bytes in use before, and how many more the forward needs at its peak.
+        """
+        batch = next(self._batches)
+        self._memory.return_freed()
+        self._memory.reset_peak()
+        lasting_bytes = self._memory.now_bytes()
+        with torch.no_grad():
+            self._problem.predict(self._model, batch)
+        self._synchronize()
+        return lasting_bytes, max(0, self._memory.peak_bytes() - lasting_bytes)
 
     def _synchronize(self) -> None:
         if self._config.device.type != "cpu":
             torch.accelerator.synchronize()
 
 
-def _offload(model: nn.Module, mode: Mode, config: DemoConfig) -> ebbtide.OffloadHandle | None:
+def _offload(
+    model: nn.Module, mode: Mode, config: DemoConfig, *, trace: bool = False
+) -> ebbtide.OffloadHandle | None:
+    """Offload as the mode says; None if it does not use ebbtide, unless a step is to be recorded.
+
+    Args:
+        model: the model.
+        mode: the mode.
+        config: the run.
+        trace: whether to record steps. A mode without offload then keeps everything.
+    """
     if mode is Mode.EBBTIDE:
-        return ebbtide.offload(model, store=config.store)
-    if mode is Mode.REBUILD:
-        nothing_leaves = ebbtide.ActivationPolicy(num_layers=0)
-        return ebbtide.offload(model, activations=nothing_leaves, store=config.store)
+        return ebbtide.offload(model, store=config.store, trace=trace)
+    if mode is Mode.REBUILD or (mode is Mode.NONE and trace):
+        kept = ebbtide.ActivationPolicy(num_layers=0, rebuild=mode is Mode.REBUILD)
+        return ebbtide.offload(model, activations=kept, store=config.store, trace=trace)
     if mode is Mode.SAVE_ON_CPU:
         forward = model.forward
 

@@ -11,11 +11,12 @@ from ebbtide.budgeting.budget_size import parse_budget_bytes
 from ebbtide.budgeting.budget_study import plan_by_estimate
 from ebbtide.budgeting.fixed_plan import layers_of, load_plan
 from ebbtide.budgeting.planned_step import PlannedStep
-from ebbtide.engine import find_device
 from ebbtide.hooks.layers import LayerModules, match_layers
 from ebbtide.layers.covering import covering_layers
+from ebbtide.memory.measured_memory import memory_of
+from ebbtide.parameters.homes import find_device
 from ebbtide.planning.profiling.fake_profile import CallArguments
-from ebbtide.running.run_options import RunOptions, memory_of
+from ebbtide.running.run_options import RunOptions
 
 
 class DryPlan(NamedTuple):

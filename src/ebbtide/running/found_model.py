@@ -11,11 +11,14 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ebbtide.budgeting.planned_step import PlannedStep
-from ebbtide.engine import home_of
 from ebbtide.errors import BudgetError
 from ebbtide.handle import LastingFigures, OffloadHandle
 from ebbtide.hooks.layers import class_of
+from ebbtide.pages.collect_record import RunSources, collect_record
+from ebbtide.pages.run_record import RunRecord
+from ebbtide.parameters.homes import home_of
 from ebbtide.running.dry_plan import DryPlan
+from ebbtide.tracing.trace import Trace
 from ebbtide.transfers.account import Account
 from ebbtide.transfers.stats import StepStats
 
@@ -60,6 +63,7 @@ class FoundModel:
         self._handle: weakref.ref[OffloadHandle] | None = None
         self._figures: LastingFigures | None = None
         self._counts: StepStats | None = None
+        self._last_trace: Trace | None = None  # as of its last `freeze`, or of its end
         self._last_plan: PlannedStep | None = None  # of a model that is gone
         self._steps_before_error = 0
         self._earlier_steps = 0  # of accounts that others have followed
@@ -141,6 +145,26 @@ class FoundModel:
         """The figures of its last step, as of the last `freeze`; None if it has finished none."""
         return self._counts if self.num_steps else None
 
+    def record(self) -> RunRecord | None:
+        """Return the record of its last step; None if it has finished none.
+
+        Of a model that is gone there are statistics, the trace and the plan.
+        """
+        handle = self.handle
+        if handle is not None and handle.stats.num_saved:
+            return handle.record(self.name)
+        if self._counts is None or not self.num_steps:
+            return None
+        sources = RunSources(
+            title=self.name,
+            device=self.device,
+            stats=self._counts,
+            trace=self._last_trace,
+            planned=self.plan,
+            notes=self.notes,
+        )
+        return collect_record(sources)
+
     @property
     def plan(self) -> PlannedStep | None:
         """The plan of its last step."""
@@ -153,6 +177,7 @@ class FoundModel:
     def _note_counts(self, account: Account) -> None:
         if account.num_steps:
             self._counts = account.stats
+            self._last_trace = account.trace
 
 
 def _name_of(model: nn.Module) -> str:

@@ -23,7 +23,7 @@ from torch.nn.parameter import is_lazy
 from ebbtide.api import offload
 from ebbtide.errors import BudgetError, EbbtideError
 from ebbtide.forks import watch_forks
-from ebbtide.memory.measured_memory import AbstractMemory
+from ebbtide.memory.measured_memory import AbstractMemory, memory_of
 from ebbtide.running.budget_turns import BudgetTurns
 from ebbtide.running.dry_plan import plan_call
 from ebbtide.running.found_model import FoundModel
@@ -34,7 +34,7 @@ from ebbtide.running.passing_reasons import (
     find_passing_reason,
     share_modules,
 )
-from ebbtide.running.run_options import RunOptions, memory_of
+from ebbtide.running.run_options import RunOptions
 
 _MOST_PARTS: Final = 2  # of one module that count as models of their own
 

@@ -14,7 +14,7 @@ from ebbtide.budgeting.fixed_plan import load_plan
 from ebbtide.errors import PolicyError
 from ebbtide.interface.arguments import check_budgeted
 from ebbtide.layers.covering import covering_layers
-from ebbtide.memory.measured_memory import AbstractMemory, DeviceMemory, ProcessMemory
+from ebbtide.memory.measured_memory import memory_of
 from ebbtide.policy import DEFAULT_MIN_BYTES, ActivationPolicy, WeightPolicy
 from ebbtide.stores.build import parse_store
 from ebbtide.units import format_size, parse_size_bytes
@@ -35,6 +35,7 @@ class RunOptions:
         host_budget: the most host memory to take, as text; None: all that is free.
         layers: patterns of the names of layers; empty: the model's repeated blocks.
         weights: whether the weights rest in host memory, too.
+        trace: whether each step is recorded.
 
     Raises:
         PolicyError: one of them cannot be read, or they do not go together.
@@ -48,6 +49,7 @@ class RunOptions:
     host_budget: str | None = None
     layers: tuple[str, ...] = ()
     weights: bool = False
+    trace: bool = False
 
     def __post_init__(self) -> None:
         if self.budget is not None and self.plan is not None:
@@ -92,6 +94,7 @@ class RunOptions:
             "host_budget": self.host_budget,
             "layers": list(self.layers) or None,
             "weights": WeightPolicy() if self.weights else None,
+            "trace": self.trace,
         }
         if frugal:
             arguments["activations"] = check_budgeted(self.activations, None, given_twice=False)
@@ -122,8 +125,3 @@ class RunOptions:
 
 def _but_for_sizes(policy: ActivationPolicy) -> ActivationPolicy:
     return dataclasses.replace(policy, min_bytes=DEFAULT_MIN_BYTES)
-
-
-def memory_of(device: torch.device) -> AbstractMemory:
-    """Return what measures the memory that a budget bounds."""
-    return ProcessMemory() if device.type == "cpu" else DeviceMemory(device)

@@ -16,6 +16,7 @@ from torch import nn
 import ebbtide.api
 from ebbtide.errors import BudgetError
 from ebbtide.memory.measured_memory import resident_peak_bytes
+from ebbtide.pages.page import render_page
 from ebbtide.running.found_model import FoundModel
 from ebbtide.running.main_script import MainScript, ScriptNotFoundError, script_frames
 from ebbtide.running.model_finder import ModelFinder
@@ -37,7 +38,9 @@ class RunRequest:
         options: how to offload.
         dry: whether to offload nothing and say what would be done.
         quiet: whether to print nothing but errors.
-        json: file for the figures; None: none.
+        json: file for the figures; None: none. ``Path("-")`` is standard output.
+        report: file for a page on the last step of each model; None: none. Its steps should be
+            recorded: `RunOptions.trace`.
     """
 
     script: MainScript
@@ -45,6 +48,7 @@ class RunRequest:
     dry: bool = False
     quiet: bool = False
     json: Path | None = None
+    report: Path | None = None
 
 
 def run_script(request: RunRequest) -> None:
@@ -118,7 +122,10 @@ class RunSession:
             return  # a forked child that ends like its parent
         report = self.make_report()
         if self._request.json is not None:
-            self._write(self._request.json, report.document())
+            text = json.dumps(report.document(), indent=2) + "\n"
+            self._write(self._request.json, text)
+        if self._request.report is not None:
+            self._write_page(self._request.report)
         if self._rank == 0 and not self._request.quiet:
             self._print(report.text())
         elif self._rank:
@@ -166,11 +173,23 @@ class RunSession:
         if self._err is not None and not self._err.closed:
             print(text, file=self._err, flush=True)
 
-    def _write(self, path: Path, document: dict[str, Any]) -> None:
+    def _write_page(self, path: Path) -> None:
+        records = [model.record() for model in self.finder.found]
+        found = [record for record in records if record is not None]
+        if found:
+            self._write(path, render_page(found))
+        else:
+            self._say(f"{path} was not written, because no model has finished a step")
+
+    def _write(self, path: Path, text: str) -> None:
+        if str(path) == "-":
+            if not self._rank and sys.__stdout__ is not None and not sys.__stdout__.closed:
+                print(text, file=sys.__stdout__, flush=True)
+            return
         if self._rank:
             path = path.with_name(f"{path.stem}.rank{self._rank}{path.suffix}")
         try:
-            path.write_text(json.dumps(document, indent=2) + "\n")
+            path.write_text(text, encoding="utf-8")
         except OSError as error:
             self._print(f"ebbtide run: {path} could not be written: {error}")
 

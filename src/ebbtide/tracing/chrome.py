@@ -3,22 +3,50 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike
-from typing import Any
+from typing import Any, Final
 
 from ebbtide.tracing.events import TraceEvent
+from ebbtide.tracing.step_memory import Owner, StepMemory
 
+MEMORY_COUNTER: Final = "memory"
 _ROWS = 100  # thread numbers reserved for each lane
 
 
-def write_chrome(
-    path: str | PathLike[str], events: Iterable[TraceEvent], lanes: Sequence[str]
-) -> None:
-    """Write a file in which each lane is a thread; threads are in the order of ``lanes``."""
-    document = {"displayTimeUnit": "ms", "traceEvents": chrome_events(events, lanes)}
+def write_chrome(path: str | PathLike[str], document: Mapping[str, Any]) -> None:
+    """Write what `chrome_document` returns, perhaps with other keys, to a file."""
     with open(path, "w", encoding="utf-8") as file:
-        json.dump(document, file)
+        json.dump(document, file, allow_nan=False)
+
+
+def chrome_document(
+    events: Iterable[TraceEvent], lanes: Sequence[str], memory: StepMemory | None = None
+) -> dict[str, Any]:
+    """Return the content of a file in which each lane is a thread, in the order of ``lanes``.
+
+    Memory is a counter, with a series for each owner.
+    """
+    counters = [] if memory is None else memory_counters(memory)
+    return {"displayTimeUnit": "ms", "traceEvents": chrome_events(events, lanes) + counters}
+
+
+def memory_counters(memory: StepMemory) -> list[dict[str, Any]]:
+    """Return one value of the counter ``memory`` for the begin of each phase, in bytes.
+
+    Every value has all series that occur, because a viewer would take a missing one as unchanged.
+    """
+    owners = [each for each in Owner if any(each in sample.owned for sample in memory.samples)]
+    return [
+        {
+            "name": MEMORY_COUNTER,
+            "ph": "C",
+            "pid": 0,
+            "ts": sample.begin_s * 1e6,
+            "args": {owner.value: sample.owned.get(owner, 0) for owner in owners},
+        }
+        for sample in memory.samples
+    ]
 
 
 def chrome_events(events: Iterable[TraceEvent], lanes: Sequence[str]) -> list[dict[str, Any]]:

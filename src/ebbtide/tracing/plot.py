@@ -4,35 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from os import PathLike
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from ebbtide.errors import PolicyError
 from ebbtide.tracing.events import TraceEvent
+from ebbtide.tracing.figure_file import make_figure, save_figure
+from ebbtide.tracing.palette import EVENT_COLOURS, HATCHED_EVENTS, INK, OTHER_EVENT_COLOUR
 from ebbtide.tracing.timeline import TimeUnit, segments, short_label
 
-SUFFIXES = (".png", ".svg", ".pdf")
-
-# The palette of Okabe and Ito, whose colours colour-blind readers can tell apart. They also differ
-# in lightness, and waits are hatched.
-_COLOURS = {
-    "forward": "#56B4E9",
-    "backward": "#0072B2",
-    "rebuild": "#CC79A7",
-    "recompute": "#F0E442",
-    "wait": "#D55E00",
-    "offload": "#E69F00",
-    "reload": "#009E73",
-}
-_OTHER_COLOUR = "#999999"
-_INK = "#222222"
 _DARK = ("backward", "reload", "wait")  # kinds whose colour is so dark that labels are white
-_WIDTH_INCHES = 12.0
 _LANE_INCHES = {"compute": 0.62, "release": 0.3}
 _OTHER_LANE_INCHES = 0.42
 _ROW_INCHES = 0.2  # height of a row where events of one lane overlap
 _AROUND_INCHES = 1.25  # height of title, axis and legend
-_PIXELS_PER_INCH = 200
 _LABEL_POINTS = (8.0, 7.0, 6.0)
 _CHARACTER = 0.62  # width of a digit divided by the font size
 _EDGED_POINTS = 3.0  # a narrower block gets no white edge, which would hide it
@@ -70,26 +53,14 @@ def write_plot(
         lanes: names of the lanes from top to bottom; lanes without events are left out.
 
     Raises:
-        PolicyError: the suffix is not one of `SUFFIXES`.
+        PolicyError: the suffix is none that pictures have.
         ImportError: matplotlib is not installed.
         OSError: the file cannot be written.
     """
-    suffix = Path(path).suffix.lower()
-    if suffix not in SUFFIXES:
-        raise PolicyError(f"path must end in {', '.join(SUFFIXES)}, got {str(path)!r}")
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        message = 'a plot needs matplotlib: pip install "ebbtide[plots]"'
-        raise ImportError(message) from error
-
     rows, height = _lay_out(events, lanes)
-    size = (_WIDTH_INCHES, height + _AROUND_INCHES)
-    figure = Figure(figsize=size, dpi=_PIXELS_PER_INCH, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = make_figure(path, height + _AROUND_INCHES)
     _draw(figure, figure.subplots(), events, rows, height)
-    figure.savefig(path, format=suffix[1:])
+    save_figure(figure, path)
 
 
 def draw_lanes(figure: Any, axes: Any, events: Sequence[TraceEvent], lanes: Sequence[str]) -> None:
@@ -209,11 +180,11 @@ def _draw_legend(figure: Any, lanes: Sequence[_Lane]) -> None:
     occurring = {block.event.what for lane in lanes for block in lane.blocks}
     entries: list[Any] = [
         Patch(**_style(what), linewidth=0, label=what)
-        for what in (*_COLOURS, *sorted(occurring - _COLOURS.keys()))
+        for what in (*EVENT_COLOURS, *sorted(occurring - EVENT_COLOURS.keys()))
         if what in occurring
     ]
     if any(lane.releases for lane in lanes):
-        release = Line2D([], [], marker="v", color=_INK, linestyle="none", markersize=5)
+        release = Line2D([], [], marker="v", color=INK, linestyle="none", markersize=5)
         release.set_label("release")
         entries.append(release)
     figure.legend(
@@ -227,8 +198,8 @@ def _draw_legend(figure: Any, lanes: Sequence[_Lane]) -> None:
 
 
 def _style(what: str) -> dict[str, Any]:
-    style = {"facecolor": _COLOURS.get(what, _OTHER_COLOUR), "edgecolor": "white"}
-    return style | ({"hatch": "////"} if what == "wait" else {})
+    style = {"facecolor": EVENT_COLOURS.get(what, OTHER_EVENT_COLOUR), "edgecolor": "white"}
+    return style | ({"hatch": "////"} if what in HATCHED_EVENTS else {})
 
 
 def _draw_blocks(
@@ -267,8 +238,8 @@ def _draw_labels(
         at = (block.begin_s + block.end_s) / 2 * unit.per_s, block.top + block.height / 2
         style: dict[str, Any] = {"ha": "center", "va": "center_baseline", "fontsize": sizes[what]}
         if what == "wait":  # a plain background keeps the hatching from crossing the label
-            style["bbox"] = {"facecolor": _COLOURS[what], "linewidth": 0, "pad": 1}
-        colour = "white" if what in _DARK else _INK
+            style["bbox"] = {"facecolor": EVENT_COLOURS[what], "linewidth": 0, "pad": 1}
+        colour = "white" if what in _DARK else INK
         axes.text(*at, text, **style, color=colour, linespacing=1.0)
 
 
@@ -295,7 +266,7 @@ def _draw_releases(axes: Any, lane: _Lane, unit: TimeUnit, points_per_unit: floa
     for event in lane.releases:
         labels.setdefault(event.begin_s * unit.per_s, {})[short_label(event)] = None
     times = list(labels)
-    axes.plot(times, [lane.middle] * len(times), "v", color=_INK, markersize=5, markeredgewidth=0)
+    axes.plot(times, [lane.middle] * len(times), "v", color=INK, markersize=5, markeredgewidth=0)
     nexts = [*times[1:], axes.get_xlim()[1]]
     for time, end in zip(times, nexts, strict=True):
         text = ", ".join(labels[time])
@@ -306,4 +277,4 @@ def _draw_releases(axes: Any, lane: _Lane, unit: TimeUnit, points_per_unit: floa
                 "textcoords": "offset points",
                 "va": "center_baseline",
             }
-            axes.annotate(text, (time, lane.middle), **at, fontsize=size, color=_INK)
+            axes.annotate(text, (time, lane.middle), **at, fontsize=size, color=INK)

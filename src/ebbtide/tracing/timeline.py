@@ -95,7 +95,11 @@ class TimeUnit:
         There must be at least one event.
         """
         times = [time_s for event in events for time_s in (event.begin_s, event.end_s)]
-        begin_s, end_s = min(times), max(times)
+        return cls.over(min(times), max(times))
+
+    @classmethod
+    def over(cls, begin_s: float, end_s: float) -> TimeUnit:
+        """Return the largest unit of which the time between the two is one or more."""
         # The margin makes up for rounding, so that a trace of 1 ms is written in ms.
         whole_s = (end_s - begin_s) * (1 + 1e-6)
         if whole_s >= 1 or not whole_s:

@@ -7,11 +7,15 @@ from collections.abc import Iterable
 from os import PathLike
 from typing import final
 
-from ebbtide.interface.display import brief, count, html_text
-from ebbtide.tracing.chrome import write_chrome
+from ebbtide.errors import PolicyError
+from ebbtide.interface.display import brief, count
+from ebbtide.tracing.chrome import chrome_document, write_chrome
 from ebbtide.tracing.events import LANES, TraceEvent
+from ebbtide.tracing.memory_plot import write_memory_plot
 from ebbtide.tracing.plot import write_plot
+from ebbtide.tracing.step_memory import StepMemory
 from ebbtide.tracing.timeline import render_timeline
+from ebbtide.tracing.trace_card import trace_card
 
 
 @final
@@ -20,10 +24,15 @@ class Trace:
 
     Printing a trace shows how busy each lane was. `timeline` and `plot` show when each lane did
     what, and `save` writes a file for Perfetto.
+
+    Attributes:
+        events: the events.
+        memory: what memory held in each phase of the step; None where it was not recorded.
     """
 
-    def __init__(self, events: Iterable[TraceEvent] = ()) -> None:
+    def __init__(self, events: Iterable[TraceEvent] = (), memory: StepMemory | None = None) -> None:
         self.events = tuple(sorted(events, key=lambda event: (event.begin_s, event.end_s)))
+        self.memory = memory
 
     @property
     def duration_s(self) -> float:
@@ -35,6 +44,8 @@ class Trace:
     def save(self, path: str | PathLike[str]) -> None:
         """Write the trace as Chrome trace-event JSON, which https://ui.perfetto.dev opens.
 
+        Where memory was recorded, the file has it as a counter with a series for each owner.
+
         Args:
             path: path of the file, such as ``"trace.json"``.
 
@@ -43,7 +54,7 @@ class Trace:
 
         Source: Trace Event Format, Google.
         """
-        write_chrome(path, self.events, LANES)
+        write_chrome(path, chrome_document(self.events, LANES, self.memory))
 
     def timeline(self, width: int = 80) -> str:
         """Draw the lanes over time in plain text.
@@ -63,24 +74,36 @@ class Trace:
         """
         return render_timeline(self.events, LANES, width)
 
-    def plot(self, path: str | PathLike[str]) -> None:
-        """Draw the lanes over time as a picture, 12 inches wide.
+    def plot(self, path: str | PathLike[str], *, show: str = "lanes") -> None:
+        """Draw the lanes, or memory, over time as a picture, 12 inches wide.
 
         Args:
             path: path of the file, such as ``"step.png"``; ``.svg`` and ``.pdf`` work too.
+            show: ``"lanes"`` for what each lane did when, ``"memory"`` for what memory held.
 
         Raises:
-            PolicyError: the path has another suffix.
+            PolicyError: the path has another suffix, ``show`` is neither, or the trace has no
+                memory.
             ImportError: matplotlib is not installed; ``pip install "ebbtide[plots]"`` installs it.
             OSError: the file cannot be written.
         """
-        write_plot(path, self.events, LANES)
+        if show not in ("lanes", "memory"):
+            raise PolicyError(f'show must be "lanes" or "memory", got {show!r}')
+        if show == "lanes":
+            write_plot(path, self.events, LANES)
+        elif self.memory is None:
+            raise PolicyError(
+                "the trace has no memory to draw, because it was not recorded; offload the model "
+                'with trace=True and run a step, or draw the lanes: show="lanes"'
+            )
+        else:
+            write_memory_plot(path, self.memory)
 
     def __repr__(self) -> str:
         return brief("Trace", [count(len(self.events), "event"), f"{self.duration_s:.4f} s"])
 
     def _repr_html_(self) -> str:
-        return html_text(str(self))
+        return trace_card(self.events, LANES, str(self))
 
     def __str__(self) -> str:
         if not self.events:

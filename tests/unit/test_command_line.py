@@ -1,0 +1,268 @@
+"""What all commands have in common: help, exit codes, JSON, and what a pipe gets to see."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+import ebbtide.cli.main
+from ebbtide.cli import status_line
+from ebbtide.cli.exit_codes import ExitCode, describe_codes, ends_by_code
+from ebbtide.cli.main import app
+from ebbtide.errors import BudgetError, PolicyError, StoreFullError
+from ebbtide.running.run_session import BUDGET_EXIT_CODE
+
+ROOT = Path(__file__).parents[2]
+GUIDES = ROOT / "docs" / "guides"
+COMMANDS = {
+    "demo": "demo.md",
+    "doctor": "doctor.md",
+    "plan": "plan-command.md",
+    "run": "run.md",
+    "schedule": "schedules.md",
+}
+COMMAND_LINE = (GUIDES / "command-line.md").read_text()
+
+
+def help_of(*command: str) -> str:
+    done = CliRunner().invoke(app, [*command, "--help"])
+    assert done.exit_code == 0
+    return done.output
+
+
+def options_of(command: str) -> Iterator[str]:
+    yield from re.findall(r"^ +(?:-\w, )?(--[a-z-]+)", help_of(command), re.MULTILINE)
+
+
+# Help
+
+
+def test_every_command_is_known_here() -> None:
+    names = {each.name or each.callback.__name__ for each in app.registered_commands}
+    assert names >= COMMANDS.keys()
+    listed = re.findall(r"^  (\w+) +[A-Z]", help_of().partition("Commands:")[2], re.MULTILINE)
+    assert set(listed) == names
+
+
+@pytest.mark.parametrize("command", [(), *((name,) for name in COMMANDS)])
+def test_help_is_plain_and_80_columns_wide(command: tuple[str, ...]) -> None:
+    text = help_of(*command)
+    assert max(map(len, text.splitlines())) <= 80
+    assert text.isascii()
+    assert not re.search(r"[\x00-\x09\x0b-\x1f]", text)
+    assert "..." not in text.partition("Commands:")[2], "a summary is cut"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_says_what_an_option_is_for(command: str) -> None:
+    text = help_of(command)
+    assert "<str>" not in text.partition("Options:")[2]
+    for option in options_of(command):
+        words = re.search(rf"{option}\b[^\n]*?  +(\S[^\n]*)|{option}\b[^\n]*\n +(\S[^\n]*)", text)
+        assert words, option
+
+
+@pytest.mark.parametrize(("command", "page"), COMMANDS.items())
+def test_the_guide_of_a_command_has_every_option(command: str, page: str) -> None:
+    text = (GUIDES / page).read_text()
+    missing = {each for each in options_of(command) if f"{each}" not in text} - {"--help"}
+    assert not missing, f"docs/guides/{page}"
+
+
+def test_help_in_a_terminal_is_the_same() -> None:
+    main, other = pty.openpty()
+    command = [sys.executable, "-m", "ebbtide", "run", "--help"]
+    environment = os.environ | {"TERM": "xterm-256color", "COLUMNS": "80"}
+    process = subprocess.Popen(command, stdout=other, stderr=other, env=environment)
+    os.close(other)
+    text = b""
+    while True:
+        try:
+            more = os.read(main, 4096)
+        except OSError:  # Linux's way of saying that it is over
+            break
+        if not more:
+            break
+        text += more
+    assert process.wait(60) == 0
+    os.close(main)
+    assert b"\x1b" not in text
+    assert "Exit codes:" in text.decode()
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+def test_make_demo_says_what_it_installs_before_it_does(tmp_path: Path) -> None:
+    venv = f"VENV={tmp_path / 'venv'}"
+    lines = subprocess.run(
+        ["make", "--dry-run", "demo", venv], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    installs = [number for number, line in enumerate(lines) if " install " in line]
+    assert len(installs) >= 2
+    for number in installs:
+        before = "\n".join(lines[max(0, number - 2) : number])
+        assert "ebbtide: %s" in before
+        assert "installing" in before
+
+
+# Exit codes
+
+
+def test_the_page_has_the_codes() -> None:
+    table = COMMAND_LINE.partition("## Exit codes")[2].partition("\n## ")[0]
+    assert re.findall(r"^\| (\d+) \|", table, re.MULTILINE) == [str(int(each)) for each in ExitCode]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_lists_the_codes_of_a_command(command: str) -> None:
+    codes = re.findall(r"^ +(\d+) ", help_of(command).partition("Exit codes:")[2], re.MULTILINE)
+    known = {str(int(each)) for each in ExitCode}
+    assert {"0", "2", "130"} <= set(codes) <= known
+    assert ("78" in codes) == (command in ("plan", "run"))
+
+
+def test_run_and_plan_have_one_code_for_what_does_not_fit() -> None:
+    assert BUDGET_EXIT_CODE == ExitCode.DOES_NOT_FIT
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (PolicyError("wrong"), 2),
+        (StoreFullError(28, "full"), 2),
+        (ImportError("missing"), 2),
+        (FileNotFoundError(2, "No such file", "plan.json"), 2),
+        (BudgetError("too small", smallest_bytes=1), 78),
+        (KeyboardInterrupt(), 130),
+    ],
+)
+def test_an_error_is_a_line_and_a_code(
+    error: BaseException, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(typer.Exit) as ended, ends_by_code("plan"):
+        raise error
+    assert ended.value.exit_code == code
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("ebbtide plan: ")
+    assert said.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("error", [ValueError("a defect"), BrokenPipeError(32, "Broken pipe")])
+def test_other_errors_are_not_hidden(error: Exception) -> None:
+    with pytest.raises(type(error)), ends_by_code("plan"):
+        raise error
+
+
+@pytest.mark.parametrize(
+    ("line", "place"),
+    [
+        (["demo", "--device", "cpu"], "ebbtide.demo.run.run_demo"),
+        (["doctor", "--device", "cpu"], "ebbtide.doctor.examination.examine"),
+        (["plan", "gpt"], "ebbtide.studies.plan_study.run_plan"),
+        (["schedule", "--layers", "1/2"], "ebbtide.cli.schedule_command.rehearse"),
+    ],
+)
+def test_ctrl_c_is_130_in_every_command(
+    line: list[str], place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(place, interrupt)
+    done = CliRunner().invoke(app, line)
+    assert done.exit_code == 130
+    assert f"ebbtide {line[0]}: interrupted" in done.stderr
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_an_unknown_option_is_wrong_use(command: str) -> None:
+    done = CliRunner().invoke(app, [command, "--no-such-option"])
+    assert done.exit_code == ExitCode.WRONG_USE
+    assert "--no-such-option" in done.stderr
+    assert done.stdout == ""
+
+
+def test_codes_are_listed_in_order() -> None:
+    listed = describe_codes({ExitCode.DOES_NOT_FIT: "no", ExitCode.FAILED: "bad"}).splitlines()
+    assert [line.split()[0] for line in listed[2:]] == ["0", "1", "2", "78", "130"]
+
+
+# JSON
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_takes_json(command: str) -> None:
+    assert "--json" in set(options_of(command))
+
+
+def test_the_page_names_the_formats() -> None:
+    from ebbtide.cli import schedule_command
+    from ebbtide.demo import run as demo_run
+    from ebbtide.planning import hardware
+    from ebbtide.running import run_report
+    from ebbtide.studies import plan_study
+
+    formats = {
+        "demo": demo_run.FORMAT,
+        "run": run_report.FORMAT,
+        "plan": plan_study.FORMAT,
+        "doctor": hardware.FORMAT,
+        "schedule": schedule_command.FORMAT,
+    }
+    for command, name in formats.items():
+        assert re.search(rf"^\| `ebbtide {command} --json[^`]*` \| `{name}` \|", COMMAND_LINE, re.M)
+
+
+def test_a_schedule_as_json() -> None:
+    """4 of 20 layers of 64 MiB at 25 GB/s: 16 stay, a copy takes 64 * 2**20 / 25e9 s."""
+    done = CliRunner().invoke(app, ["schedule", "--layers", "4/20", "--json"])
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert list(found)[:2] == ["format", "version"]
+    assert (found["peak_layers"], found["peak_bytes"]) == (16, 16 * 64 * 2**20)
+    assert found["peak_bytes_without"] == 20 * 64 * 2**20
+    assert found["copy_s"] == pytest.approx(64 * 2**20 / 25e9)
+    assert found["anchors"]["F16"] == ["release 0"]
+    # 20 forwards of 10 ms and 20 backwards of 20 ms; copies are faster than that.
+    assert found["step_s"] == pytest.approx(0.6, rel=0.05)
+    assert {event["what"] for event in found["events"]} >= {"forward", "offload", "reload"}
+    assert ebbtide.Schedule.parse(found["schedule"]).peak_resident == 16
+
+
+def test_a_schedule_that_is_wrong_prints_no_json(tmp_path: Path) -> None:
+    file = tmp_path / "schedule.txt"
+    file.write_text("order: F0 B0\nF0: reload 0\n")
+    done = CliRunner().invoke(app, ["schedule", str(file), "--json"])
+    assert (done.exit_code, done.stdout) == (2, "")
+
+
+# Progress
+
+
+def test_progress_is_nothing_but_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status_line.show_status("searching")
+    assert capsys.readouterr() == ("", "")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    status_line.show_status("x" * 200)
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert len(said.err.rpartition("\r")[2]) <= 79
+    status_line.show_status("")
+    assert capsys.readouterr().err.strip() == ""
+    monkeypatch.setenv("TERM", "dumb")
+    status_line.show_status("searching")
+    assert capsys.readouterr().err == ""

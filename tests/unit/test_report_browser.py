@@ -1,0 +1,360 @@
+"""The page of a report in a browser: it zooms, answers to mouse, keys and fingers, and is quiet."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from browsers import open_browser
+from ebbtide.pages.page import write_page
+from ebbtide.pages.run_record import RunRecord
+from report_cases import make_record
+
+BEFORE, AFTER = "nothing offloaded", "6 of 8 layers offloaded"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with open_browser() as running:
+        yield running
+
+
+class Quiet:
+    """Opens pages, and at the end fails if one of them complained or asked for anything."""
+
+    def __init__(self, browser: Any, folder: Path) -> None:
+        self._browser, self._folder = browser, folder
+        self._contexts: list[Any] = []
+        self.complaints: list[str] = []
+        self.requests: list[str] = []
+
+    def open(self, *records: RunRecord, width: int = 1280, **options: Any) -> Any:
+        path = self._folder / "run.html"
+        write_page(path, records)
+        return self.open_file(path, width=width, **options)
+
+    def open_file(self, path: Path, *, width: int = 1280, **options: Any) -> Any:
+        viewport = {"width": width, "height": 900}
+        context = self._browser.new_context(viewport=viewport, **options)
+        self._contexts.append(context)
+        page = context.new_page()
+        page.on("console", lambda message: self.complaints.append(message.text))
+        page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        page.on("request", lambda request: self.requests.append(request.url))
+        page.goto(path.as_uri())
+        page.wait_for_selector("html[data-ready]", timeout=20_000)
+        return page
+
+    def close(self) -> None:
+        for context in self._contexts:
+            context.close()
+
+
+@pytest.fixture
+def quiet(browser: Any, tmp_path: Path) -> Iterator[Quiet]:
+    pages = Quiet(browser, tmp_path)
+    yield pages
+    pages.close()
+    assert pages.complaints == []
+    assert all(url.startswith(("file://", "data:")) for url in pages.requests), pages.requests
+
+
+def made_up() -> RunRecord:
+    return make_record(AFTER, 8, 6)
+
+
+FRAMES = "new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))"
+
+
+def range_of(page: Any, chart: str = "lanes") -> str:
+    page.evaluate(FRAMES)  # what was asked for is drawn with the next one
+    return page.locator(f".{chart} .range >> visible=true").first.inner_text()
+
+
+def length_ms(page: Any) -> float:
+    """The length of what is shown, in milliseconds."""
+    return float(re.search(r"([\d.]+) ms$", range_of(page))[1])  # type: ignore[index]
+
+
+def pixels(page: Any, chart: str) -> str:
+    """What a chart shows now, to be compared with what it shows at another time."""
+    page.evaluate(FRAMES)
+    return page.evaluate(
+        "name => document.querySelector(`.run:not([hidden]) [data-chart=${name}] canvas`)"
+        ".toDataURL()",
+        chart,
+    )
+
+
+def point(page: Any, chart: str, across: float, down: float) -> tuple[float, float]:
+    """A place in a chart, by its share of the canvas."""
+    canvas = page.locator(f".{chart} canvas >> visible=true").first
+    canvas.scroll_into_view_if_needed()
+    box = canvas.bounding_box()
+    return box["x"] + across * box["width"], box["y"] + down * box["height"]
+
+
+def test_a_request_and_an_error_are_noticed(browser: Any, tmp_path: Path) -> None:
+    """The tests below look for both, so both must be visible to them."""
+    page = tmp_path / "loud.html"
+    page.write_text(
+        "<html data-ready><img src='http://127.0.0.1:9/x.png'><script>throw Error('loud')</script>"
+    )
+    pages = Quiet(browser, tmp_path)
+    pages.open_file(page).wait_for_timeout(200)
+    pages.close()
+    assert any("loud" in each for each in pages.complaints)
+    assert "http://127.0.0.1:9/x.png" in pages.requests
+
+
+def test_the_page_itself_may_load_nothing(browser: Any, tmp_path: Path) -> None:
+    """Even if something were injected, the page's policy would not let it out."""
+    pages = Quiet(browser, tmp_path)
+    page = pages.open(made_up())
+    page.evaluate("fetch('http://127.0.0.1:9/x').catch(() => {})")
+    page.wait_for_timeout(200)
+    pages.close()
+    assert any("Content Security Policy" in each for each in pages.complaints)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 390])
+def test_it_fits_wide_and_narrow_screens(quiet: Quiet, width: int, scheme: str) -> None:
+    page = quiet.open(made_up(), width=width, color_scheme=scheme)
+    assert page.evaluate("document.documentElement.scrollWidth") == width
+    assert page.locator("canvas").count() == 2
+    ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (ground == "rgb(16, 23, 30)") is (scheme == "dark")
+
+
+def test_dragging_zooms_both_charts_and_a_double_click_shows_all(quiet: Quiet) -> None:
+    page = quiet.open(made_up())
+    whole, before = range_of(page), pixels(page, "memory")
+    page.mouse.move(*point(page, "lanes", 0.3, 0.3))
+    page.mouse.down()
+    page.mouse.move(*point(page, "lanes", 0.5, 0.3), steps=4)
+    page.mouse.up()
+    # The lanes are about 92% of the canvas wide: a fifth of it is about 22% of the 261 ms.
+    assert 50 < length_ms(page) < 64
+    assert range_of(page, "memory") == range_of(page)
+    assert pixels(page, "memory") != before
+    page.mouse.dblclick(*point(page, "lanes", 0.5, 0.3))
+    page.mouse.move(5, 5)
+    assert range_of(page) == whole
+    assert pixels(page, "memory") == before
+
+
+def test_control_and_wheel_zoom_and_the_wheel_alone_scrolls(quiet: Quiet) -> None:
+    page = quiet.open(made_up())
+    page.mouse.move(*point(page, "lanes", 0.5, 0.3))
+    whole_ms, top = length_ms(page), page.evaluate("scrollY")
+    page.mouse.wheel(0, 200)
+    page.wait_for_timeout(200)
+    assert page.evaluate("scrollY") > top
+    assert length_ms(page) == whole_ms
+    page.mouse.move(*point(page, "lanes", 0.5, 0.3))
+    page.keyboard.down("Control")
+    page.mouse.wheel(0, -200)
+    page.keyboard.up("Control")
+    page.wait_for_timeout(100)
+    assert length_ms(page) == pytest.approx(whole_ms * 2.718**-1, rel=0.02)
+
+
+def test_the_pointer_shows_what_is_there(quiet: Quiet) -> None:
+    page = quiet.open(made_up())
+    tip = page.locator(".lanes .tip")
+    assert tip.is_hidden()
+    page.mouse.move(*point(page, "lanes", 0.1, 0.1))
+    assert "F0 (compute)" in tip.inner_text()
+    assert "fno_blocks.0" in tip.inner_text() and "10 ms" in tip.inner_text()
+    page.mouse.move(*point(page, "memory", 0.35, 0.5))
+    assert tip.is_hidden()
+    words = page.locator(".memory .tip").inner_text()
+    assert words.startswith("F7: 758.0 MiB")
+    assert "activations on their way out" in words and "predicted peak" in words
+    page.mouse.move(5, 5)
+    assert page.locator(".memory .tip").is_hidden()
+
+
+def test_buttons_zoom_and_move(quiet: Quiet) -> None:
+    page = quiet.open(made_up())
+    whole = range_of(page)
+    tools = page.locator(".lanes .tools")
+    tools.get_by_label("Zoom in").click()
+    first = range_of(page)
+    tools.get_by_label("Later").click()
+    assert range_of(page) != first != whole
+    tools.get_by_label("Earlier").click()
+    tools.get_by_label("Zoom out").click()
+    assert range_of(page) == whole
+    tools.get_by_label("Zoom in").click()
+    tools.get_by_label("Show the whole step").click()
+    assert range_of(page) == whole
+
+
+def test_the_keyboard_walks_through_events_and_lanes(quiet: Quiet) -> None:
+    page = quiet.open(made_up())
+    page.locator(".lanes canvas").focus()
+    tip, spoken = page.locator(".lanes .tip b"), page.locator(".lanes [aria-live]")
+    page.keyboard.press("ArrowRight")
+    assert tip.inner_text() == "F0 (compute)"
+    page.keyboard.press("ArrowRight")
+    assert tip.inner_text() == "F1 (compute)"
+    assert spoken.inner_text().startswith("F1 (compute), layer fno_blocks.1")
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("ArrowDown")
+    # Release 0 is the nearest to F1, and offload 1 begins when layer 0 has left.
+    assert tip.inner_text() == "offload 1 (d2h)"
+    whole_ms = length_ms(page)
+    page.keyboard.press("+")
+    page.keyboard.press("+")
+    assert length_ms(page) == pytest.approx(whole_ms / 4, rel=0.02)
+    for _ in range(4):  # what is walked to is brought into sight
+        page.keyboard.press("ArrowRight")
+    assert tip.inner_text() == "offload 5 (d2h)"
+    words = re.fullmatch(r"from ([\d.]+) ms, ([\d.]+) ms", range_of(page))
+    assert words is not None
+    begin_ms, shown_ms = map(float, words.groups())
+    assert begin_ms <= 130 and begin_ms + shown_ms >= 154  # offload 5: 10 ms and five of 24 ms on
+    page.keyboard.press("0")
+    assert range_of(page).startswith("the whole step")
+    page.keyboard.press("Escape")
+    assert page.locator(".lanes .tip").is_hidden()
+
+
+def test_the_keyboard_begins_at_the_peak_of_memory(quiet: Quiet) -> None:
+    page = quiet.open(made_up())
+    page.locator(".memory canvas").focus()
+    page.keyboard.press("ArrowRight")
+    assert page.locator(".memory .tip b").inner_text() == "F7: 758.0 MiB"
+    page.keyboard.press("ArrowLeft")
+    assert page.locator(".memory .tip b").inner_text().startswith("F6: ")
+
+
+def test_the_breakdown_of_the_peak_names_owners_and_layers(quiet: Quiet) -> None:
+    page = quiet.open(made_up())
+    words = page.locator(".breakdown").inner_text()
+    assert "At the peak, in F7: 758.0 MiB" in words
+    assert "optimizer state" in words and "192.0 MiB" in words and "25%" in words
+    assert "0 fno_blocks.0" in words
+
+
+def test_the_table_sorts_by_mouse_and_keyboard(quiet: Quiet) -> None:
+    page = quiet.open(made_up())
+    first = page.locator(".layer-table tbody tr").first
+    heading = page.locator('.layer-table th[data-key="backward_s"]')
+    assert first.inner_text().startswith("0 fno_blocks.0")
+    heading.get_by_role("button").click()
+    assert first.inner_text().startswith("7 fno_blocks.7")  # the longest backward
+    assert heading.get_attribute("aria-sort") == "descending"
+    heading.get_by_role("button").focus()
+    page.keyboard.press("Enter")
+    assert first.inner_text().startswith("0 fno_blocks.0")
+    assert heading.get_attribute("aria-sort") == "ascending"
+
+
+def test_a_layer_of_the_table_stands_out_in_the_lanes(quiet: Quiet) -> None:
+    page = quiet.open(made_up())
+    plain = pixels(page, "lanes")
+    button = page.get_by_role("button", name="2 fno_blocks.2")
+    button.click()
+    assert button.get_attribute("aria-pressed") == "true"
+    assert pixels(page, "lanes") != plain
+    button.click()
+    assert pixels(page, "lanes") == plain
+
+
+def shown(page: Any) -> list[str]:
+    return page.locator(".run >> visible=true").locator("h1").all_inner_texts()
+
+
+def test_runs_are_switched_by_mouse_and_keyboard(quiet: Quiet) -> None:
+    page = quiet.open(make_record(BEFORE, 8, 0), made_up())
+    assert shown(page) == [BEFORE, AFTER]
+    page.get_by_role("radio", name=BEFORE).click()
+    assert shown(page) == [BEFORE]
+    page.keyboard.press("ArrowRight")
+    assert shown(page) == [AFTER]
+    assert "758.0 MiB" in page.locator(".verdict >> visible=true").inner_text()
+    page.keyboard.press("ArrowRight")
+    assert shown(page) == [BEFORE, AFTER]
+    tops = [each.bounding_box()["y"] for each in page.locator(".lanes").all()]
+    assert tops[0] == tops[1]  # side by side
+
+
+def test_runs_share_their_scales(quiet: Quiet) -> None:
+    """What is higher or longer in one of them looks so."""
+    page = quiet.open(make_record(BEFORE, 8, 0), make_record("a longer one", 16, 0))
+    assert len(set(page.locator(".range").all_inner_texts())) == 1
+    page.locator(".lanes .tools").first.get_by_label("Zoom in").click()
+    assert len(set(page.locator(".range").all_inner_texts())) == 1
+
+
+def test_three_runs_begin_with_the_first(quiet: Quiet) -> None:
+    page = quiet.open(*[make_record(f"run {number}", 4, number) for number in range(3)])
+    assert shown(page) == ["run 0"]
+    page.get_by_role("radio", name="All").click()
+    assert len(shown(page)) == 3
+
+
+def test_fingers_pinch_and_swipe(quiet: Quiet) -> None:
+    page = quiet.open(made_up(), width=390, has_touch=True, is_mobile=True)
+    page.locator(".lanes canvas").scroll_into_view_if_needed()
+    whole_ms = length_ms(page)
+
+    def touch(kind: str, *points: tuple[float, float]) -> None:
+        places = [{"x": x, "y": y, "id": number} for number, (x, y) in enumerate(points)]
+        session.send("Input.dispatchTouchEvent", {"type": kind, "touchPoints": places})
+
+    session = page.context.new_cdp_session(page)
+    left, right = point(page, "lanes", 0.45, 0.3), point(page, "lanes", 0.55, 0.3)
+    wide = point(page, "lanes", 0.85, 0.3)
+    touch("touchStart", left)
+    touch("touchStart", left, right)
+    touch("touchMove", left, wide)
+    touch("touchEnd")
+    page.wait_for_timeout(100)
+    zoomed = range_of(page)
+    assert length_ms(page) < whole_ms / 2
+    touch("touchStart", wide)
+    touch("touchMove", left)
+    touch("touchEnd")
+    page.wait_for_timeout(100)
+    assert range_of(page) != zoomed
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        RunRecord(title="nothing"),
+        RunRecord(title="a trace", events=make_record("x", 4, 2).events),
+        RunRecord(title="a prediction", prediction=make_record("x", 4, 2).prediction),
+        make_record("one layer", 1, 0),
+    ],
+    ids=lambda record: record.title,
+)
+def test_records_that_lack_much_are_shown(quiet: Quiet, record: RunRecord) -> None:
+    page = quiet.open(record)
+    for canvas in page.locator("canvas").all():
+        canvas.focus()
+        for key in ("ArrowRight", "ArrowDown", "ArrowLeft", "ArrowUp", "+", "-", "0"):
+            page.keyboard.press(key)
+    assert page.locator("h1").inner_text() == record.title
+
+
+def test_1000_layers_open_and_answer_soon(quiet: Quiet) -> None:
+    page = quiet.open(make_record("1,000 layers", 1000, 900))
+    timing = "performance.timing.loadEventEnd - performance.timing.navigationStart"
+    assert page.evaluate(timing) < 3000
+    assert page.locator(".layer-table tbody tr").count() == 1000
+    x, y = point(page, "lanes", 0.5, 0.3)
+    page.mouse.move(x, y)
+    page.mouse.down()
+    page.mouse.move(x + 5.5, y)
+    page.mouse.up()
+    page.mouse.move(x + 40, y)
+    assert page.locator(".lanes .tip").is_visible()

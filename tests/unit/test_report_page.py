@@ -1,0 +1,175 @@
+"""The page of a report as text: what it says, that it is whole, safe and small."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import gzip
+import json
+import re
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import ebbtide
+from ebbtide.errors import PolicyError
+from ebbtide.pages.comparison_rows import comparison_rows
+from ebbtide.pages.page import render_page
+from ebbtide.pages.run_record import RunRecord
+from ebbtide.pages.verdicts import verdict_of, write_seconds
+from ebbtide.tracing.palette import EVENT_COLOURS, OWNER_COLOURS
+from ebbtide.tracing.step_memory import Owner
+from report_cases import MIB, SAVED_BYTES, make_record
+
+
+def data_of(page: str) -> dict:
+    packed = re.search(r'id="data">([^<]*)<', page)
+    assert packed is not None
+    return json.loads(gzip.decompress(base64.b64decode(packed[1])))
+
+
+def test_the_page_needs_no_network() -> None:
+    page = render_page([make_record("made up", 8, 6)])
+    assert "default-src 'none'" in page
+    markup = re.sub(r"<script.*?</script>|<style.*?</style>", "", page, flags=re.DOTALL)
+    assert re.findall(r'\b(?:src|href)="([^"]*)"', markup) == ["data:,"]
+    assert "url(" not in page and "@import" not in page and "fetch(" not in page
+
+
+def test_a_page_of_1000_layers_is_small_and_soon_written() -> None:
+    """A tenth of that for one of eight layers. Two runs of 1,000 layers fit, too."""
+    before, after = make_record("before", 1000, 0), make_record("after", 1000, 900)
+    assert len(after.events) > 5000
+    begin_s = time.perf_counter()
+    page = render_page([after])
+    assert time.perf_counter() - begin_s < 5
+    assert len(page.encode()) < 1_000_000
+    assert len(render_page([before, after]).encode()) < 1_000_000
+    assert len(render_page([make_record("made up", 8, 6)]).encode()) < 100_000
+
+
+def test_the_same_records_give_the_same_page() -> None:
+    record = make_record("made up", 8, 6)
+    page = render_page([record])
+    assert page == render_page([record])
+    packed = re.search(r'id="data">([^<]*)<', page)
+    assert packed is not None
+    assert base64.b64decode(packed[1])[4:8] == bytes(4)  # gzip's time of day
+
+
+def test_all_of_the_record_reaches_the_script() -> None:
+    record = make_record("made up", 8, 6)
+    (run,) = data_of(render_page([record]))["runs"]
+    assert len(run["events"]["rows"]) == len(record.events)
+    assert record.memory is not None
+    assert len(run["memory"]["samples"]) == len(record.memory.samples)
+    assert [each for each in run["memory"]["samples"][0][4:] if each] == list(
+        record.memory.samples[0].owned.values()
+    )
+
+
+def test_the_page_says_what_was_found() -> None:
+    record = dataclasses.replace(make_record("made up", 8, 6), verdict="It is the copies.")
+    page = render_page([record])
+    assert '<p class="verdict">It is the copies.</p>' in page
+    for finding in record.findings:
+        assert finding.sentence.replace("'", "&#39;") in page
+    assert record.limit_why in page
+    assert "torch" in page and "2.13.0" in page
+    assert record.notes[0] in page
+
+
+@pytest.mark.parametrize(
+    "bad", ["</script><script>alert(1)</script>", "<img src=x onerror=alert(1)>", "\"'&<>"]
+)
+def test_names_are_never_read_as_html(bad: str) -> None:
+    record = make_record(bad, 2, 1)
+    layers = tuple(dataclasses.replace(layer, name=bad) for layer in record.layers)
+    page = render_page([dataclasses.replace(record, layers=layers, settings={bad: bad})])
+    assert bad not in page
+    assert page.count("<script") == 2
+    assert data_of(page)["runs"][0]["title"] == bad
+
+
+def test_a_run_without_anything_says_how_to_record_it() -> None:
+    page = render_page([RunRecord(title="nothing")])
+    assert "No step has been recorded yet." in page
+    assert page.count("trace=True") == 2
+    assert "data-chart" not in page.partition("<script")[0]
+
+
+def test_a_trace_alone_has_lanes_and_says_why_there_is_no_memory() -> None:
+    page = render_page([RunRecord(title="x", events=make_record("x").events)])
+    markup = page.partition("<script")[0]
+    assert 'data-chart="lanes"' in markup and 'data-chart="memory"' not in markup
+    assert "handle.save_run" in markup
+
+
+def test_no_runs_are_refused() -> None:
+    with pytest.raises(PolicyError, match="at least one run"):
+        render_page([])
+
+
+def test_runs_of_one_title_are_told_apart() -> None:
+    page = render_page([make_record("FNO"), make_record("FNO", 8, 4)])
+    assert "FNO (1)" in page and "FNO (2)" in page
+
+
+def test_runs_are_compared_with_the_first() -> None:
+    """512 MiB stay of 8 layers; with 6 of them gone, 128 MiB: three quarters less."""
+    before, after = make_record("before", 8, 0), make_record("after", 8, 6)
+    rows = {row.label: row.cells for row in comparison_rows([before, after])}
+    assert rows["Kept"] == (("512.0 MiB", ""), ("128.0 MiB", "\u221275%"))
+    assert rows["Offloaded"] == (("0 B", ""), ("384.0 MiB", ""))
+    assert rows["Rebuilt"] == (("64.0 MiB", ""), ("64.0 MiB", ""))
+    assert "Recomputed" not in rows and "Budget" not in rows
+    assert comparison_rows([before]) == []
+    lost = dataclasses.replace(after, memory=None)
+    rows = {row.label: row.cells for row in comparison_rows([before, lost])}
+    assert rows["Peak of memory"][1] == ("\u2013", "")
+
+
+def test_a_verdict_is_made_of_what_there_is() -> None:
+    record = make_record("made up", 8, 0)
+    assert verdict_of(record) == (
+        "Memory peaked at 923.0 MiB in B7; the largest part of it, 512.0 MiB, is activations that "
+        "stay."
+    )
+    assert SAVED_BYTES * 8 == 512 * MIB
+    without = dataclasses.replace(make_record("made up", 8, 6), memory=None)
+    assert verdict_of(without).startswith("75% of what autograd saved left the device: 384.0 MiB")
+    measured = dataclasses.replace(without, measured_peak_bytes=MIB)
+    assert verdict_of(measured) == "Memory peaked at 1.0 MiB."
+    assert verdict_of(RunRecord(title="x", events=record.events)).startswith("The step took 2")
+
+
+def test_seconds_are_written_for_people() -> None:
+    assert [write_seconds(each) for each in (2.5, 0.0125, 1.2e-5, 0.0)] == [
+        *("2.5 s", "12.5 ms", "12 us", "0 s")
+    ]
+
+
+def test_every_owner_and_kind_has_a_colour_of_its_own() -> None:
+    assert OWNER_COLOURS.keys() == set(Owner)
+    assert len(set(OWNER_COLOURS.values())) == len(OWNER_COLOURS)
+    assert len(set(EVENT_COLOURS.values())) == len(EVENT_COLOURS)
+
+
+@pytest.mark.parametrize("trace", [True, False])
+def test_a_handle_writes_a_page(trace: bool, tmp_path: Path) -> None:
+    net = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+    policy = ebbtide.ActivationPolicy(min_bytes="32KiB")
+    with ebbtide.offload(net, activations=policy, trace=trace) as handle:
+        handle.report(tmp_path / "before.html")
+        net(torch.randn(512, 64)).mean().backward()
+        handle.report(tmp_path / "run.html", title="my run")
+        handle.save_run(tmp_path / "run.json", title="my run")
+    page = (tmp_path / "run.html").read_text()
+    assert "<h1" in page and "my run" in page
+    assert ('data-chart="lanes"' in page.partition("<script")[0]) is trace
+    assert json.loads((tmp_path / "run.json").read_text())["ebbtide"]["title"] == "my run"
+    with pytest.raises(OSError, match="missing"):
+        handle.report(tmp_path / "missing" / "run.html")

@@ -1,0 +1,312 @@
+"""Records of runs: what a handle puts into them, their files, and what Perfetto is told."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+import ebbtide
+from ebbtide.cli.main import app
+from ebbtide.errors import PolicyError
+from ebbtide.pages.layer_figures import layer_figures
+from ebbtide.pages.predicted_step import predict_step
+from ebbtide.pages.record_file import load_record, save_record
+from ebbtide.pages.run_record import RunRecord
+from ebbtide.planning.plan import Decision, LayerPlan, Plan
+from ebbtide.tracing.chrome import MEMORY_COUNTER
+from ebbtide.tracing.events import TraceEvent
+from ebbtide.tracing.step_memory import Owner
+from ebbtide.tracing.trace import Trace
+from plan_cases import make_layer, make_link, make_profile
+from report_cases import MIB, make_record
+
+KIB = 1024
+ROWS, WIDTH = 256, 64  # one activation is 64 KiB
+POLICY = ebbtide.ActivationPolicy(min_bytes=32 * KIB, rebuild=False, keep_last=1)
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)])
+
+
+def step(net: nn.Module) -> None:
+    net(torch.randn(ROWS, WIDTH)).square().mean().backward()
+
+
+def run(*, trace: bool = True) -> RunRecord:
+    net = model()
+    with ebbtide.offload(net, activations=POLICY, trace=trace) as handle:
+        step(net)
+        return handle.record("a run")
+
+
+# What a handle records
+
+
+def test_the_layers_of_a_real_step_add_up_to_its_statistics() -> None:
+    record = run()
+    assert record.stats is not None
+    layers = [each for each in record.layers if each.index is not None]
+    assert [(each.index, each.name) for each in layers] == [(0, "0"), (1, "1"), (2, "2")]
+    for name in ("kept_bytes", "offloaded_bytes", "rebuilt_bytes", "recomputed_bytes"):
+        assert sum(getattr(each, name) for each in record.layers) == getattr(record.stats, name)
+    # Block 0 saves its input and its output, block 1 its output; that of the last one stays.
+    assert [each.offloaded_bytes for each in layers] == [128 * KIB, 64 * KIB, 0]
+    passes = [event for event in record.events if event.what == "forward"]
+    assert [each.forward_s for each in layers] == [event.duration_s for event in passes]
+    assert all(each.backward_s for each in layers)
+
+
+def test_settings_and_versions_say_what_ran() -> None:
+    record = run()
+    assert "keep_last=1" in record.settings["activations"]
+    assert record.versions["torch"] == torch.__version__
+    assert record.versions["device"].startswith("cpu")
+    assert record.title == "a run"
+
+
+def test_a_run_that_was_not_traced_has_sizes_and_no_times() -> None:
+    record = run(trace=False)
+    assert record.events == ()
+    assert [each.offloaded_bytes for each in record.layers if each.index == 0] == [128 * KIB]
+    assert {each.forward_s for each in record.layers} == {None}
+
+
+def test_a_handle_without_a_step_gives_an_empty_record() -> None:
+    with ebbtide.offload(model(), activations=POLICY, trace=True) as handle:
+        record = handle.record()
+    assert record.events == () and record.layers == ()
+    assert record.title == "Sequential on cpu"
+
+
+def test_recomputed_layers_have_their_bytes() -> None:
+    net = model()
+    policy = ebbtide.ActivationPolicy(min_bytes=32 * KIB, mode="recompute", num_layers=2)
+    with ebbtide.offload(net, activations=policy, trace=True) as handle:
+        step(net)
+        record = handle.record()
+    assert record.stats is not None and record.stats.recomputed_bytes
+    recomputed = {each.index: each.recomputed_bytes for each in record.layers}
+    assert recomputed[0] and recomputed[1]
+    assert sum(recomputed.values()) == record.stats.recomputed_bytes
+
+
+def test_a_plan_gives_a_prediction_in_the_layers_numbers() -> None:
+    net = model()
+    with ebbtide.offload(net, budget="8GiB", trace=True) as handle:
+        for _ in range(6):
+            step(net)
+        record = handle.record()
+    assert record.budget_bytes == 8 * 2**30
+    assert record.settings["budget"] == "8.00 GiB"
+    assert record.prediction is not None
+    names = [each.phase for each in record.prediction.phases if "outside" not in each.phase]
+    assert names == ["F0", "F1", "F2", "loss", "B2", "B1", "B0"]
+    passes = [each.label for each in record.prediction.events if each.what == "forward"]
+    assert passes == ["F0", "F1", "F2"]
+    assert record.prediction.peak_bytes >= max(each.peak_bytes for each in record.prediction.phases)
+
+
+def test_what_runs_between_layers_is_no_layer_of_a_prediction() -> None:
+    """A forward takes 1 s: the second layer begins after the first and what is between them."""
+    layers = make_layer(8, name="a"), make_layer(8, name="", between=True), make_layer(8, name="b")
+    chosen = tuple(LayerPlan(decisions=(Decision.OFFLOAD,)) for _ in layers)
+    predicted = predict_step(Plan(layers=chosen), make_profile(*layers), make_link(100))
+    assert [each.phase for each in predicted.phases] == [
+        *("F0", "forward outside layers", "F1", "loss"),
+        *("B1", "backward outside layers", "B0"),
+    ]
+    forwards = [each for each in predicted.events if each.what == "forward"]
+    assert [(each.label, each.name, each.begin_s) for each in forwards] == [
+        *(("F0", "a", 0.0), ("F1", "b", 2.0))
+    ]
+    copies = [each.layer for each in predicted.events if each.what == "offload"]
+    assert copies == [0, None, 1]
+    assert predicted.peak_bytes == max(each.peak_bytes for each in predicted.phases)
+
+
+def test_waits_for_weights_are_not_those_of_a_layer() -> None:
+    """Weights move in groups, whose numbers are not those of layers."""
+    events = [
+        TraceEvent("wait", "compute", 0.0, 1.0, 3, name="blocks.3"),
+        TraceEvent("wait", "compute", 1.0, 3.0, 3, name="blocks.7", kind="weights"),
+    ]
+    (layer,) = layer_figures(None, events)
+    assert (layer.name, layer.wait_s) == ("blocks.3", 1.0)
+
+
+# Files
+
+
+def with_an_empty_owner(record: RunRecord) -> RunRecord:
+    """An owner that is named with no bytes differs from one that is not named."""
+    assert record.memory is not None
+    first, *others = record.memory.samples
+    named = dataclasses.replace(first, owned={**first.owned, Owner.REBUILT: 0})
+    memory = dataclasses.replace(record.memory, samples=(named, *others))
+    return dataclasses.replace(record, memory=memory)
+
+
+RECORDS = [
+    *(run(), run(trace=False), make_record("made up", 8, 6)),
+    with_an_empty_owner(make_record("made up", 8, 6)),
+]
+
+
+@pytest.mark.parametrize("record", RECORDS)
+def test_a_file_gives_back_an_equal_record(record: RunRecord, tmp_path: Path) -> None:
+    save_record(tmp_path / "run.json", record)
+    assert load_record(tmp_path / "run.json") == record
+
+
+def test_every_field_of_a_record_is_in_the_file() -> None:
+    """The record above differs from an empty one in each field, or its test would say nothing."""
+    full = dataclasses.replace(
+        make_record("made up", 8, 6),
+        verdict="It is high.",
+        budget_bytes=1,
+        measured_step_s=1.5,
+        measured_peak_bytes=2,
+    )
+    empty = RunRecord(title="")
+    for field in dataclasses.fields(RunRecord):
+        assert getattr(full, field.name) != getattr(empty, field.name), field.name
+
+
+def test_the_file_is_a_chrome_trace_with_memory_as_a_counter(tmp_path: Path) -> None:
+    record = make_record("made up", 4, 2)
+    save_record(tmp_path / "run.json", record)
+    document = json.loads((tmp_path / "run.json").read_text())
+    assert document.keys() == {"displayTimeUnit", "traceEvents", "ebbtide"}
+    rows = document["traceEvents"]
+    counters = [row for row in rows if row["ph"] == "C"]
+    assert record.memory is not None
+    assert len(counters) == len(record.memory.samples)
+    for row, sample in zip(counters, record.memory.samples, strict=True):
+        assert row["name"] == MEMORY_COUNTER
+        assert row["ts"] == pytest.approx(sample.begin_s * 1e6)
+        assert sum(row["args"].values()) == sample.peak_bytes
+    # A viewer would take a missing series as unchanged: all values have all of them.
+    assert len({tuple(row["args"]) for row in counters}) == 1
+    assert Owner.RELOADED.value in counters[0]["args"]
+
+
+def test_a_trace_saves_its_memory_and_one_without_has_no_counter(tmp_path: Path) -> None:
+    record = make_record("made up")
+    for memory, number in ((record.memory, 17), (None, 0)):
+        Trace(record.events, memory).save(tmp_path / "trace.json")
+        rows = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+        assert sum(row["ph"] == "C" for row in rows) == number  # 8 F, 8 B, the optimizer
+
+
+def test_a_trace_file_gives_a_record_of_its_events(tmp_path: Path) -> None:
+    events = [
+        *make_record("made up", 4, 2).events,
+        TraceEvent("reload", "h2d", 0.5, 0.75, 1, 1, "blocks.1", 2 * MIB, "weights"),
+        TraceEvent("offload", "disk", 0.5, 0.75, 1, 0, "blocks.1", 2 * MIB, "gradients"),
+        TraceEvent("offload", "disk", 0.625, 1.0, None, 0, "", 2 * MIB),
+    ]
+    trace = Trace(events)
+    trace.save(tmp_path / "step 7.json")
+    record = load_record(tmp_path / "step 7.json")
+    assert record.title == "step 7"
+    assert record.memory is None and record.stats is None
+    assert len(record.events) == len(trace.events)
+    for got, expected in zip(record.events, trace.events, strict=True):
+        assert got.begin_s == pytest.approx(expected.begin_s)
+        assert got.end_s == pytest.approx(expected.end_s)
+        begin_s, end_s = expected.begin_s, expected.end_s
+        assert dataclasses.replace(got, begin_s=begin_s, end_s=end_s) == expected
+
+
+WRONG_FILES = {
+    "text": ("a log\n", "is not JSON"),
+    "a list": ("[1, 2]", "not a trace of ebbtide"),
+    "another program's trace": (
+        '{"traceEvents": [{"ph": "X", "ts": 1, "dur": 2, "tid": 7, "name": "x"}]}',
+        "none that ebbtide has written",
+    ),
+    "rows that are none": ('{"traceEvents": [3]}', "not a trace of ebbtide"),
+    "a plan": ('{"format": "ebbtide-plan", "version": 1}', "format ebbtide-plan"),
+    "a newer record": (
+        '{"ebbtide": {"format": "ebbtide-record", "version": 99}}',
+        "version 99.*install the ebbtide that wrote it",
+    ),
+    "a damaged record": (
+        '{"ebbtide": {"format": "ebbtide-record", "version": 1}}',
+        "damaged.*record the run again",
+    ),
+    "a foreign key": ('{"ebbtide": 3}', "not a record of a run"),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG_FILES)
+def test_a_wrong_file_says_what_is_wrong(kind: str, tmp_path: Path) -> None:
+    text, message = WRONG_FILES[kind]
+    (tmp_path / "run.json").write_text(text)
+    with pytest.raises(PolicyError, match=message) as caught:
+        load_record(tmp_path / "run.json")
+    assert str(tmp_path / "run.json") in str(caught.value)
+
+
+def test_a_record_with_a_wrong_peak_is_damaged(tmp_path: Path) -> None:
+    save_record(tmp_path / "run.json", make_record("made up"))
+    document = json.loads((tmp_path / "run.json").read_text())
+    document["ebbtide"]["memory"]["peak"] = 400
+    (tmp_path / "run.json").write_text(json.dumps(document))
+    with pytest.raises(PolicyError, match="damaged"):
+        load_record(tmp_path / "run.json")
+
+
+# The command
+
+
+def test_the_command_writes_a_page_of_several_files(tmp_path: Path) -> None:
+    save_record(tmp_path / "before.json", make_record("before the change"))
+    make_trace = Trace(make_record("x", 4, 2).events)
+    make_trace.save(tmp_path / "after.json")
+    files = [str(tmp_path / name) for name in ("before.json", "after.json")]
+    page = tmp_path / "page.html"
+    result = CliRunner().invoke(app, ["report", *files, "-o", str(page)])
+    assert result.exit_code == 0, result.output
+    text = page.read_text()
+    assert "before the change" in text and ">after<" in text
+
+
+@pytest.mark.parametrize("name", ["missing.json", "wrong.json"])
+def test_the_command_refuses_wrong_files(name: str, tmp_path: Path) -> None:
+    (tmp_path / "wrong.json").write_text("{}")
+    page = tmp_path / "page.html"
+    result = CliRunner().invoke(app, ["report", str(tmp_path / name), "-o", str(page)])
+    assert result.exit_code == 2
+    assert "ebbtide report: " in result.output and name in result.output
+    assert not page.exists()
+
+
+# Pictures
+
+
+def test_memory_can_be_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    record = make_record("made up", 8, 6)
+    trace = Trace(record.events, record.memory)
+    trace.plot(tmp_path / "memory.svg", show="memory")
+    text = (tmp_path / "memory.svg").read_text()
+    trace.plot(tmp_path / "lanes.svg")
+    assert text != (tmp_path / "lanes.svg").read_text()
+    with pytest.raises(PolicyError, match=r"\.png, \.svg, \.pdf"):
+        trace.plot(tmp_path / "memory.gif", show="memory")
+
+
+def test_memory_that_was_not_recorded_cannot_be_drawn(tmp_path: Path) -> None:
+    with pytest.raises(PolicyError, match="trace=True"):
+        Trace(make_record("x").events).plot(tmp_path / "memory.png", show="memory")
+    with pytest.raises(PolicyError, match='"lanes" or "memory"'):
+        Trace().plot(tmp_path / "memory.png", show="peak")
