@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 import ebbtide
 from benchmarks import record
 from ebbtide.budgeting import budget_controller
+from ebbtide.memory.huge_pages import VARIABLE
 from ebbtide.memory.measured_memory import AbstractMemory, ProcessMemory
 from ebbtide.problems.fields import gaussian_field
 
@@ -90,7 +92,10 @@ def main() -> None:
 
 def _measure(name: str, steps: int) -> dict[str, Any]:
     """Train one model in all modes."""
-    modes = {"no offload": _run(name, "rule", "no offload", steps)}
+    modes = {
+        "no offload, small pages": _run(name, "rule", "no offload", steps, pages="0"),
+        "no offload": _run(name, "rule", "no offload", steps),
+    }
     plain = modes["no offload"]
     for share in _SHARES:
         room = plain["peak_bytes"] - plain["idle_bytes"]
@@ -101,10 +106,15 @@ def _measure(name: str, steps: int) -> dict[str, Any]:
     return modes
 
 
-def _run(name: str, kind: str, value: str, steps: int) -> dict[str, Any]:
+def _run(name: str, kind: str, value: str, steps: int, *, pages: str = "1") -> dict[str, Any]:
+    """Train in a process of its own, with huge pages unless ``pages`` is 0."""
     command = [sys.executable, "-m", "benchmarks.budget", "--steps", str(steps)]
     done = subprocess.run(
-        [*command, "--worker", name, kind, value], capture_output=True, text=True, check=False
+        [*command, "--worker", name, kind, value],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, VARIABLE: pages},
     )
     if done.returncode:
         raise RuntimeError(f"{name}, {value}: {done.stderr[-2000:]}")

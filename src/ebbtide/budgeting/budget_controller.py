@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, final
@@ -16,16 +17,19 @@ from ebbtide.budgeting.budget_size import parse_budget_bytes
 from ebbtide.budgeting.budget_study import BudgetStudy, Phase, Stage
 from ebbtide.budgeting.pass_watch import PassGuard, PassWatch
 from ebbtide.budgeting.placed_plan import place
-from ebbtide.budgeting.planned_step import PlannedStep
+from ebbtide.budgeting.planned_step import PlannedStep, describe_briefly
 from ebbtide.budgeting.step_signature import signature
 from ebbtide.engine import Engine
 from ebbtide.errors import PolicyError
 from ebbtide.interface.warning import warn_user
-from ebbtide.memory.measured_memory import AbstractMemory, DeviceMemory, ProcessMemory
+from ebbtide.memory.measured_memory import AbstractMemory, memory_of
 from ebbtide.planning.hardware import Hardware
 from ebbtide.planning.plan import Plan
 from ebbtide.planning.profiling.fake_profile import CallArguments, profile_with_fake_tensors
 from ebbtide.planning.step_profile import StepProfile
+from ebbtide.units import format_size
+
+_LOG = logging.getLogger(__name__)
 
 
 class _Running(NamedTuple):
@@ -89,6 +93,8 @@ class BudgetController:
         self._last = _LastStudy()
         self._followed: Plan | None = None  # the plan that the engine follows
         self._several = False  # whether the step has had more than one forward
+        self._was_exceeded = False  # whether the user knows of a step that was over the budget
+        self._was_refused = False  # whether the user knows of a step that could not be planned
         self._begin_on(engine.torch_device)
 
     @property
@@ -130,8 +136,7 @@ class BudgetController:
 
     def _begin_on(self, device: torch.device) -> None:
         self._device = device
-        on_cpu = device.type == "cpu"
-        self._memory = self._given or (ProcessMemory() if on_cpu else DeviceMemory(device))
+        self._memory = self._given or memory_of(device)
         self._hardware = assumed_hardware(device)
         self._budget_bytes = parse_budget_bytes(self._budget, self._memory.total_bytes)
         self._studies.clear()
@@ -139,6 +144,7 @@ class BudgetController:
 
     def _begin(self, kind: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if kind not in self._studies:
+            _LOG.info("a new kind of step is profiled: budget %s", format_size(self._budget_bytes))
             self._studies[kind] = self._study(args, kwargs)
         study = self._studies[kind]
         self._last.study, self._several = study, False
@@ -151,9 +157,20 @@ class BudgetController:
         if study.phase is not Phase.SETTLED:
             self._memory.return_freed()
         plan = study.choose(self._memory.now_bytes())
+        if study.exceeded_bytes and not self._was_exceeded:
+            self._was_exceeded = True
+            warn_user(
+                "over-budget",
+                f"a step needed {format_size(study.exceeded_bytes)} under a budget of "
+                f"{format_size(self._budget_bytes)}. A plan that needs less is followed from now "
+                f"on; give a larger budget or a smaller batch",
+                UserWarning,
+            )
         if plan is not self._followed:
             self._engine.follow(place(study.profile, plan), plan.max_inflight_bytes)
             self._followed = plan
+            if _LOG.isEnabledFor(logging.INFO):
+                _LOG.info("the next step follows another plan: %s", describe_briefly(study.step))
         stage = None if study.phase is Phase.SETTLED else study.stage
         watch = guard = None
         if stage is Stage.WARM_UP or stage is Stage.MEMORY:
@@ -173,9 +190,13 @@ class BudgetController:
         try:
             profile = profile_call(self._model, self._layers, call, self._hardware, self._min_bytes)
         except PolicyError as error:
-            warn_user(
-                f"the budget cannot be planned, so everything is offloaded: {error}", UserWarning
-            )
+            if not self._was_refused:
+                warn_user(
+                    "budget-not-planned",
+                    f"the budget cannot be planned, so everything is offloaded: {error}",
+                    UserWarning,
+                )
+            self._was_refused = True
             return None
         return BudgetStudy(profile, self._hardware, self._budget_bytes)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import logging
 from collections.abc import Mapping
 from typing import Final, NamedTuple, final
 
@@ -25,9 +26,8 @@ from ebbtide.budgeting.measured_times import (
     with_copy_cost,
 )
 from ebbtide.budgeting.pass_watch import PassWatch
-from ebbtide.budgeting.planned_step import Measurement, PlannedStep
+from ebbtide.budgeting.planned_step import Measurement, PlannedStep, describe_briefly
 from ebbtide.errors import BudgetError
-from ebbtide.interface.warning import warn_user
 from ebbtide.planning.budgets import PlanBudget
 from ebbtide.planning.hardware import Hardware
 from ebbtide.planning.plan import LayerMode, Plan
@@ -36,6 +36,8 @@ from ebbtide.planning.searching.plan_search import find_frugal, search
 from ebbtide.planning.step_profile import StepProfile
 from ebbtide.tracing.trace import Trace
 from ebbtide.units import format_size
+
+_LOG = logging.getLogger(__name__)
 
 _MOST_PLANS: Final = 6  # plans that are tried before one stays that needs other memory,
 _MOST_LATE: Final = 2  # or other time than was predicted
@@ -106,6 +108,8 @@ class BudgetStudy:
         phase: how far the planning is.
         stage: what the next step is for, if the plan has not settled.
         plan: the plan of the next step.
+        exceeded_bytes: the peak of a step that was over the budget, after which no better plan was
+            found; 0 if there was none.
     """
 
     # Long: it is the state of one plan, and each of its methods is short.
@@ -130,6 +134,7 @@ class BudgetStudy:
         self._searches = False
         self._num_timed = 0  # steps that have measured the seconds of the plan
         self.plan = Plan(layers=())
+        self.exceeded_bytes = 0
 
     @property
     def profile(self) -> StepProfile:
@@ -287,7 +292,12 @@ class BudgetStudy:
                     self.stage, self._searches = Stage.SECONDS, False  # perhaps it was chance
                     return
                 self._follow(best)
+        self._end_search()
+
+    def _end_search(self) -> None:
         self.phase, self._searches = Phase.SETTLED, False
+        if _LOG.isEnabledFor(logging.INFO):
+            _LOG.info("the plan has settled: %s", describe_briefly(self.step))
 
     def _fastest(self) -> _Tried | None:
         """Return the fastest of the plans that were measured to fit."""
@@ -366,18 +376,13 @@ class BudgetStudy:
     def _follow_what_fits(self) -> None:
         """Follow a plan that was measured to fit for good: no other is predicted to."""
         if self._measured is not None and self._measured.peak_bytes > self._budget_bytes:
-            warn_user(
-                f"a step needed {format_size(self._measured.peak_bytes)} under a budget of "
-                f"{format_size(self._budget_bytes)}. A plan that needs less is followed from now "
-                f"on; give a larger budget or a smaller batch",
-                UserWarning,
-            )
+            self.exceeded_bytes = self._measured.peak_bytes
         best = self._fastest()
         if best is not None:
             self._follow(best)
         elif self._frugal:
             self.plan, self._growth = self._frugal[0].plan, None
-        self.phase, self._searches = Phase.SETTLED, False
+        self._end_search()
 
 
 def _peak_of(frugal: _Frugal) -> int:

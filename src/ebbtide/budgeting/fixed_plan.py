@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from typing import final
@@ -9,11 +10,13 @@ from typing import final
 from torch import nn
 
 from ebbtide.budgeting.placed_plan import place
-from ebbtide.budgeting.planned_step import PlannedStep
+from ebbtide.budgeting.planned_step import PlannedStep, describe_briefly
 from ebbtide.engine import Engine
 from ebbtide.errors import PolicyError
 from ebbtide.interface.arguments import refuse
 from ebbtide.interface.display import few
+
+_LOG = logging.getLogger(__name__)
 
 
 def load_plan(given: object) -> PlannedStep:
@@ -66,6 +69,7 @@ class FixedPlan:
         self.plan = plan
         self._engine = engine
         engine.follow(place(plan.profile, plan.plan), plan.plan.max_inflight_bytes)
+        _LOG.info("a plan made before is followed: %s", describe_briefly(plan))
 
     def lasting_plan(self) -> Callable[[], PlannedStep]:
         """Return a function that gives the plan, and does not keep the model alive."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final, NamedTuple, final
 
 from ebbtide.errors import PolicyError
-from ebbtide.interface.display import html_text
+from ebbtide.interface.notebook import Share, bar, card, note, table
 from ebbtide.planning.hardware import Hardware
 from ebbtide.planning.plan import Decision, LayerMode, LayerPlan, Plan
 from ebbtide.planning.step_profile import LayerProfile, StepProfile, read_document
@@ -103,25 +103,67 @@ class PlannedStep:
         return "\n".join(self._lines())
 
     def _repr_html_(self) -> str:
-        return html_text(str(self))
+        sizes: Counter[str] = Counter()
+        for layer, chosen in zip(self.profile.layers, self.plan.layers, strict=True):
+            again = chosen.mode is not LayerMode.AS_IS
+            for decision, size in _sizes(layer, chosen).items():
+                sizes["recompute" if again else decision.value] += size
+        heads = ("layers", "how", *(each.value for each in Decision), "why")
+        rows = [
+            (name, *cells, "", "", "", why) if len(cells) == 1 else (name, "as is", *cells, why)
+            for name, cells, why in self._rows()
+        ]
+        return card(
+            f"Plan of a step: {self._state}",
+            bar(Share(what, f"{format_size(size)} {what}", size) for what, size in sizes.items()),
+            table(("", "peak", "step"), self._costs(), numbers=(1, 2)),
+            table(heads, rows, numbers=(2, 3, 4)),
+            note(self._gap()),
+        )
 
     def _lines(self) -> Iterator[str]:
-        plan, measured = self.plan, self.measured
-        state = "settled" if self.settled else "not settled yet"
-        yield f"budget {format_size(self.budget_bytes)}, {state}"
-        yield f"{'':<12} {'peak':>11} {'step':>12}"
-        yield f"{'predicted':<12} {_size(plan.peak_bytes):>11} {_seconds(plan.step_s):>12}"
-        if measured is not None:
-            size, step = format_size(measured.peak_bytes), _seconds(measured.step_s)
-            yield f"{'measured':<12} {size:>11} {step:>12}"
-        if plan.gap is not None:
-            bound = _seconds(plan.bound_s)
-            yield f"No plan within the budget has a step below {bound}: a gap of {plan.gap:.1%}."
+        yield self._state
+        for name, size, step in (("", "peak", "step"), *self._costs()):
+            yield f"{name:<12} {size:>11} {step:>12}"
+        if self.plan.gap is not None:
+            yield self._gap()
         yield from self._table()
+
+    @property
+    def _state(self) -> str:
+        state = "settled" if self.settled else "not settled yet"
+        return f"budget {format_size(self.budget_bytes)}, {state}"
+
+    def _costs(self) -> list[tuple[str, str, str]]:
+        """Return what is predicted of the plan, and what was measured: name, peak, step."""
+        plan, measured = self.plan, self.measured
+        costs = [("predicted", _size(plan.peak_bytes), _seconds(plan.step_s))]
+        if measured is not None:
+            costs.append(("measured", format_size(measured.peak_bytes), _seconds(measured.step_s)))
+        return costs
+
+    def _gap(self) -> str:
+        """Say how far the plan may be from the best one; nothing if that is not known."""
+        if self.plan.gap is None:
+            return ""
+        bound = _seconds(self.plan.bound_s)
+        return f"No plan within the budget has a step below {bound}: a gap of {self.plan.gap:.1%}."
 
     def _table(self) -> Iterator[str]:
         heads = "".join(f"{each.value:>{_SIZE_WIDTH}}" for each in Decision)
         yield f"{'layers':<{_WIDTH}}{heads}  why"
+        for name, cells, why in self._rows():
+            name = name if len(name) <= _WIDTH else f"...{name[3 - _WIDTH :]}"
+            done = f"  {cells[0]}"
+            if len(cells) > 1:
+                done = "".join(f"{each:>{_SIZE_WIDTH}}" for each in cells)
+            yield f"{name:<{_WIDTH}}{done:<{len(Decision) * _SIZE_WIDTH}}  {why}"
+
+    def _rows(self) -> Iterator[tuple[str, tuple[str, ...], str]]:
+        """Yield each run of equal layers: its name, what is done with it, and why.
+
+        What is done is the mode of layers that are recomputed, and else a size for each decision.
+        """
         entries = list(zip(self.profile.layers, self.plan.layers, strict=True))
         number = 0
         for (done, why), run in groupby(entries, key=self._key):
@@ -133,10 +175,9 @@ class PlannedStep:
                 place = str(number) if calls == 1 else f"{number} to {last}"
                 name = f"{place} {name}"
             number += calls
-            name = name if len(name) <= _WIDTH else f"...{name[3 - _WIDTH :]}"
-            yield f"{name:<{_WIDTH}}{done:<{len(Decision) * _SIZE_WIDTH}}  {why}"
+            yield name, done, why
 
-    def _key(self, entry: tuple[LayerProfile, LayerPlan]) -> tuple[str, str]:
+    def _key(self, entry: tuple[LayerProfile, LayerPlan]) -> tuple[tuple[str, ...], str]:
         layer, chosen = entry
         return _what_is_done(layer, chosen), self._why(layer, chosen)
 
@@ -159,6 +200,16 @@ class PlannedStep:
         return ", ".join(costs) or "there is room"
 
 
+def describe_briefly(step: PlannedStep) -> str:
+    """Say in a line what a plan is predicted to cost, and what it was measured to cost."""
+    plan, measured = step.plan, step.measured
+    words = f"predicted peak {_size(plan.peak_bytes)}, step {_seconds(plan.step_s)}"
+    if measured is not None:
+        size, seconds = format_size(measured.peak_bytes), _seconds(measured.step_s)
+        words += f"; last measured peak {size}, step {seconds}"
+    return f"budget {format_size(step.budget_bytes)}, {words}"
+
+
 def _sizes(layer: LayerProfile, chosen: LayerPlan) -> Counter[Decision]:
     """Return the bytes that a layer is the first to save, by what becomes of them."""
     sizes: Counter[Decision] = Counter()
@@ -174,12 +225,11 @@ def _rebuild_s(layer: LayerProfile, chosen: LayerPlan) -> float:
     return sum(each.rebuild_s or 0.0 for each, done in pairs if done is Decision.REBUILD)
 
 
-def _what_is_done(layer: LayerProfile, chosen: LayerPlan) -> str:
+def _what_is_done(layer: LayerProfile, chosen: LayerPlan) -> tuple[str, ...]:
     if chosen.mode is not LayerMode.AS_IS:
-        return f"  {chosen.mode.value}"
+        return (chosen.mode.value,)
     sizes = _sizes(layer, chosen)
-    cells = [format_size(sizes[each]) if sizes[each] else "-" for each in Decision]
-    return "".join(f"{each:>{_SIZE_WIDTH}}" for each in cells)
+    return tuple(format_size(sizes[each]) if sizes[each] else "-" for each in Decision)
 
 
 def _size(size_bytes: int | None) -> str:

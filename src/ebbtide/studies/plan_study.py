@@ -104,7 +104,7 @@ def _check_files(outputs: Outputs) -> None:
         ImportError: matplotlib is not installed.
     """
     if outputs.picture is not None:
-        from ebbtide.tracing.plot import SUFFIXES
+        from ebbtide.tracing.figure_file import SUFFIXES
 
         if outputs.picture.suffix.lower() not in SUFFIXES:
             raise PolicyError(
