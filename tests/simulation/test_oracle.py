@@ -47,6 +47,7 @@ SEEN = {
     "close-after-writes",
     "chunks-after-copies",
     "weights-after-kernels of weights",
+    "weights-read-before-return of weights",
     "abandoned-until-copied of weights",
     "abandoned-when-complete of weights",
     "gradient-after-kernels of weights",
@@ -57,6 +58,7 @@ SEEN = {
     "buffer-without-readers of weights",
     "buffer-of-one-stream of weights",
     "compute-waits-for-weights of weights",
+    "copies-outlive-engine of statements",
 }
 """The mutations that the sanitizer reports; docs/internals/softdevice.md names the others."""
 RARE = {
