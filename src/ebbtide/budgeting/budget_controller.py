@@ -40,6 +40,7 @@ class _Running(NamedTuple):
     stage: Stage | None
     begin_s: float
     number: int
+    failures: int
 
 
 @final
@@ -94,6 +95,7 @@ class BudgetController:
         self._followed: Plan | None = None  # the plan that the engine follows
         self._several = False  # whether the step has had more than one forward
         self._was_exceeded = False  # whether the user knows of a step that was over the budget
+        self._was_short = False  # whether the user knows of a step that ran out of memory
         self._was_refused = False  # whether the user knows of a step that could not be planned
         self._begin_on(engine.torch_device)
 
@@ -167,6 +169,7 @@ class BudgetController:
                 UserWarning,
             )
         if plan is not self._followed:
+            self._memory.return_cached()  # blocks in sizes that another plan's step needed
             self._engine.follow(place(study.profile, plan), plan.max_inflight_bytes)
             self._followed = plan
             if _LOG.isEnabledFor(logging.INFO):
@@ -174,7 +177,9 @@ class BudgetController:
         stage = None if study.phase is Phase.SETTLED else study.stage
         watch = guard = None
         if stage is Stage.WARM_UP or stage is Stage.MEMORY:
-            watch = PassWatch(self._memory, study.profile)
+            ahead = self._device.type != "cpu"  # [Note: a host that runs ahead]
+            finish_copies = self._finish_copies if ahead else None
+            watch = PassWatch(self._memory, study.profile, finish_copies)
         elif self._device.type == "cpu":
             guard = PassGuard(self._memory, study.profile, study.limit_bytes, study.growth)
         self._engine.passes = watch or guard
@@ -183,7 +188,13 @@ class BudgetController:
             self._memory.reset_peak()
         self._engine.record_steps(traced=self._traced or stage is Stage.SECONDS)
         number = self._engine.num_steps
-        self._running = _Running(study, watch, stage, time.perf_counter(), number)
+        failures = self._memory.num_failures()
+        self._running = _Running(study, watch, stage, time.perf_counter(), number, failures)
+
+    def _finish_copies(self) -> None:
+        """Wait for the copies under way, and free what they needed."""
+        self._engine.transfers.device.finish_copies()
+        self._engine.transfers.poll()
 
     def _study(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BudgetStudy | None:
         call = CallArguments(args, kwargs)
@@ -204,7 +215,12 @@ class BudgetController:
         """Learn from the step that has ended."""
         running, self._running = self._running, None
         self._engine.passes = None
-        if running is None or self._engine.num_steps == running.number:
+        if running is None:
+            return
+        if self._memory.num_failures() > running.failures:
+            self._learn_shortage(running.study)
+            return
+        if self._engine.num_steps == running.number:
             return
         study, step_s = running.study, time.perf_counter() - running.begin_s
         if running.watch is not None:
@@ -222,6 +238,22 @@ class BudgetController:
         study.note_peak(peak_bytes)
         if peak_bytes > self._budget_bytes:
             self._memory.reset_peak()
+
+    def _learn_shortage(self, study: BudgetStudy) -> None:
+        """Learn that the device had not enough memory for the last step."""
+        study.learn_shortage()
+        self._memory.reset_peak()
+        if not self._was_short:
+            self._was_short = True
+            warn_user(
+                "out-of-memory",
+                f"the device ran out of memory in a step under a budget of "
+                f"{format_size(self._budget_bytes)}: other programs, or other parts of this one, "
+                f"use the rest. The next steps follow the plan that needs least, and then one for "
+                f"{format_size(study.budget_bytes)}. No parameter has changed: repeat the step, "
+                f"and give a smaller budget to be spared this",
+                UserWarning,
+            )
 
 
 def _needs_gradients(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

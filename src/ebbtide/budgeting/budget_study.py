@@ -16,7 +16,7 @@ import logging
 from collections.abc import Mapping
 from typing import Final, NamedTuple, final
 
-from ebbtide.budgeting.cautious_timing import CautiousTiming
+from ebbtide.budgeting.cautious_timing import CautiousTiming, predict_awaited
 from ebbtide.budgeting.corrections import Corrections
 from ebbtide.budgeting.measured_times import (
     computing_s,
@@ -48,6 +48,7 @@ _SLOWER: Final = 8.0  # how many times slower copies may be until that was measu
 _STEP: Final = 4.0  # by which that changes where more or less memory waited for its copies
 _FRUGAL_SHARE: Final = 0.9  # of the budget, that the first plan may be predicted to need
 _MOST_FRUGAL: Final = 3  # plans that are tried because they need little
+_LESS: Final = 0.9  # share of the budget that is left after the device ran out of memory
 _ANY_BYTES: Final = 2**62
 _GUARDED: Final = 0.02  # share of the budget that freed memory leaves free in all other steps
 _TIMED: Final = 3  # steps that measure the seconds of a plan before another one is preferred
@@ -108,6 +109,7 @@ class BudgetStudy:
         phase: how far the planning is.
         stage: what the next step is for, if the plan has not settled.
         plan: the plan of the next step.
+        budget_bytes: the budget; less than was asked for where the device did not have that.
         exceeded_bytes: the peak of a step that was over the budget, after which no better plan was
             found; 0 if there was none.
     """
@@ -119,12 +121,13 @@ class BudgetStudy:
         self.stage = Stage.WARM_UP
         self._profile = profile
         self._hardware = hardware
-        self._budget_bytes = budget_bytes
+        self.budget_bytes = self._asked_bytes = budget_bytes
         self._corrections = Corrections()
         self._begin_bytes = 0
         self._slack_bytes = 0  # what an allocator holds beside what is in use
         self._over_bytes = 0  # how far plans were over the budget that should not have been
         self._frugal: list[_Frugal] = []  # the plans that were measured first
+        self._failed: list[Plan] = []  # the plans that ran out of memory before any was measured
         self._slower = _SLOWER
         self._num_plans = 0
         self._measured: Measurement | None = None
@@ -148,7 +151,7 @@ class BudgetStudy:
             plan=self.plan,
             profile=self._corrected(self._begin_bytes),
             hardware=self._hardware,
-            budget_bytes=self._budget_bytes,
+            budget_bytes=self.budget_bytes,
             settled=self.phase is Phase.SETTLED,
             measured=self._measured,
         )
@@ -156,7 +159,7 @@ class BudgetStudy:
     @property
     def limit_bytes(self) -> int:
         """How much may be in use in steps that nobody measures, freed memory included."""
-        return int((1 - _GUARDED) * self._budget_bytes)
+        return int((1 - _GUARDED) * self.budget_bytes)
 
     @property
     def growth(self) -> Mapping[int, int]:
@@ -175,7 +178,7 @@ class BudgetStudy:
 
     @property
     def _frugal_fits(self) -> bool:
-        return not self._frugal or self._frugal[0].peak_bytes <= self._budget_bytes
+        return not self._frugal or self._frugal[0].peak_bytes <= self.budget_bytes
 
     def choose(self, begin_bytes: int) -> Plan:
         """Return the plan for a step that begins now.
@@ -202,22 +205,24 @@ class BudgetStudy:
         """
         peak_bytes = watch.reserved_peak_bytes
         warm_up, frugal = self.stage is Stage.WARM_UP, self.phase is Phase.FRUGAL
-        if warm_up and not frugal and peak_bytes <= self._budget_bytes:
+        if warm_up and not frugal and peak_bytes <= self.budget_bytes:
             self.stage = Stage.MEMORY
             return
         before = self._predict(watch.begin_bytes)
-        self._corrections.learn(watch, self.plan, before)
+        watched = self._predict_watched(watch.begin_bytes, before)
+        self._corrections.learn(watch, self.plan, watched)
         self._slack_bytes = max(0, peak_bytes - max(watch.peaks.values()))
         self._begin_bytes, self._growth = watch.begin_bytes, watch.growth
         self._measured = Measurement(peak_bytes, step_s)
         self.plan = _predicted_now(self.plan, before, self._slack_bytes)
+        self._note_had(peak_bytes)
         if frugal:
             others = (each for each in self._frugal if not _is_same(each.plan, self.plan))
             self._frugal = sorted([*others, _Frugal(peak_bytes, self.plan)], key=_peak_of)
             self.stage = Stage.MEMORY if warm_up else Stage.SECONDS
-            self._searches = not warm_up and peak_bytes > self._budget_bytes
+            self._searches = not warm_up and peak_bytes > self.budget_bytes
         else:
-            self._judge(before.peak_bytes + self._slack_bytes, peak_bytes)
+            self._judge(watched.peak_bytes + self._slack_bytes, peak_bytes)
 
     def learn_seconds(self, trace: Trace, step_s: float, peak_bytes: int) -> None:
         """Learn from a step that followed the plan and was traced.
@@ -262,20 +267,43 @@ class BudgetStudy:
 
     def note_peak(self, peak_bytes: int) -> None:
         """Note the peak of a step that nobody measured in detail. It is planned again if over."""
-        if peak_bytes > self._budget_bytes:
+        self._note_had(peak_bytes)
+        if peak_bytes > self.budget_bytes:
             if self._measured is not None:
                 self._measured = self._measured._replace(peak_bytes=peak_bytes)
             self._tried = [each for each in self._tried if each.plan.layers != self.plan.layers]
-            self._over_bytes += peak_bytes - self._budget_bytes
+            self._over_bytes += peak_bytes - self.budget_bytes
             self.phase, self._searches = Phase.PLANNED, True
             self._num_plans = 0
 
+    def learn_shortage(self) -> None:
+        """Learn that the device did not have the memory that a step with the plan needed."""
+        failed = self.plan
+        self._tried = [each for each in self._tried if not _is_same(each.plan, failed)]
+        self._frugal = [each for each in self._frugal if not _is_same(each.plan, failed)]
+        least_bytes = self._frugal[0].peak_bytes if self._frugal else 0
+        self.budget_bytes = max(least_bytes, int(_LESS * self.budget_bytes))
+        self.phase, self.stage, self._searches = Phase.FRUGAL, Stage.WARM_UP, False
+        self._num_plans = 0
+        if self._frugal:
+            self.plan, self._growth = self._frugal[0].plan, None
+            return
+        self._failed.append(failed)
+        self._try_another_frugal()
+
+    def _note_had(self, peak_bytes: int) -> None:
+        """Note how much memory the device has had for a step."""
+        self.budget_bytes = max(self.budget_bytes, min(peak_bytes, self._asked_bytes))
+
     def _judge(self, predicted_bytes: int, peak_bytes: int) -> None:
         """Judge the memory that a plan was measured to need."""
-        over = peak_bytes > self._budget_bytes
         wrong = abs(peak_bytes / predicted_bytes - 1) > _CLOSE
+        if not self._hardware.computes_on_host:
+            corrected = self._predict(self._begin_bytes)
+            peak_bytes = max(peak_bytes, corrected.peak_bytes + self._slack_bytes)
+        over = peak_bytes > self.budget_bytes
         if over:
-            self._over_bytes += peak_bytes - self._budget_bytes
+            self._over_bytes += peak_bytes - self.budget_bytes
             self._slower = min(_SLOWER, self._slower * _STEP)
         elif wrong and peak_bytes < predicted_bytes:
             self._slower = max(1.0, self._slower / _STEP)
@@ -286,7 +314,7 @@ class BudgetStudy:
         """Stay with the fastest plan that was measured to fit."""
         best, measured = self._fastest(), self._measured
         if best is not None and measured is not None:
-            over = measured.peak_bytes > self._budget_bytes
+            over = measured.peak_bytes > self.budget_bytes
             if over or best.measured.step_s < (1 - _FASTER) * measured.step_s:
                 if self._num_timed < _TIMED and not over:
                     self.stage, self._searches = Stage.SECONDS, False  # perhaps it was chance
@@ -301,7 +329,7 @@ class BudgetStudy:
 
     def _fastest(self) -> _Tried | None:
         """Return the fastest of the plans that were measured to fit."""
-        fitting = [each for each in self._tried if each.measured.peak_bytes <= self._budget_bytes]
+        fitting = [each for each in self._tried if each.measured.peak_bytes <= self.budget_bytes]
         return min(fitting, key=lambda each: each.measured.step_s, default=None)
 
     def _follow(self, tried: _Tried) -> None:
@@ -318,16 +346,23 @@ class BudgetStudy:
         profile = dataclasses.replace(self._corrected(begin_bytes), fixed_bytes=begin_bytes)
         return CautiousTiming(profile, self._hardware, self._slower).predict(self.plan)
 
+    def _predict_watched(self, begin_bytes: int, usual: Prediction) -> Prediction:
+        """Return what is predicted for a step whose memory is measured."""
+        if self._hardware.computes_on_host:
+            return usual
+        profile = dataclasses.replace(self._corrected(begin_bytes), fixed_bytes=begin_bytes)
+        return predict_awaited(profile, self._hardware, self.plan)
+
     def _choose_frugal(self) -> None:
         """Choose the first plan: it offloads everything, if that is predicted to be enough.
 
         What layers need that run again is less certain before it was measured.
         """
-        self.plan = self._find_frugal(int(_FRUGAL_SHARE * self._budget_bytes))
+        self.plan = self._find_frugal(int(_FRUGAL_SHARE * self.budget_bytes))
         peak_bytes = self.plan.peak_bytes or 0
-        if peak_bytes > _SURE * self._budget_bytes:
+        if peak_bytes > _SURE * self.budget_bytes:
             self.plan = Plan(layers=())
-            raise _too_small(self._budget_bytes, peak_bytes, None)
+            raise _too_small(self.budget_bytes, peak_bytes, None)
 
     def _find_frugal(self, enough_bytes: int) -> Plan:
         profile = self._corrected(self._begin_bytes)
@@ -338,8 +373,8 @@ class BudgetStudy:
         """Try another plan that may need less than those that were measured, if there is one."""
         for enough_bytes in (0, _ANY_BYTES):  # the most frugal one; the one that offloads all
             plan = self._find_frugal(enough_bytes)
-            tried = any(_is_same(plan, each.plan) for each in self._frugal)
-            if not tried and len(self._frugal) < _MOST_FRUGAL:
+            tried = [*self._failed, *(each.plan for each in self._frugal)]
+            if len(tried) < _MOST_FRUGAL and not any(_is_same(plan, each) for each in tried):
                 self.plan, self._growth = plan, None
                 self.phase, self.stage, self._searches = Phase.FRUGAL, Stage.WARM_UP, False
                 return True
@@ -348,8 +383,8 @@ class BudgetStudy:
     def _search(self) -> None:
         profile = self._corrected(self._begin_bytes)
         timing = CautiousTiming(profile, self._hardware, self._slower)
-        free_bytes = int(_MARGIN * self._budget_bytes) + self._over_bytes
-        budget = PlanBudget(device_bytes=max(0, self._budget_bytes - free_bytes))
+        free_bytes = int(_MARGIN * self.budget_bytes) + self._over_bytes
+        budget = PlanBudget(device_bytes=max(0, self.budget_bytes - free_bytes))
         try:
             plan = search(profile, self._hardware, budget, timing)
         except BudgetError as error:
@@ -358,9 +393,9 @@ class BudgetStudy:
                 return
             if self._try_another_frugal():
                 return
-            measured_bytes = self._frugal[0].peak_bytes if self._frugal else 0
-            smallest_bytes = max(error.smallest_bytes, measured_bytes) + free_bytes
-            raise _too_small(self._budget_bytes, smallest_bytes, error.price) from None
+            measured_bytes = self._frugal[0].peak_bytes if self._frugal else error.smallest_bytes
+            smallest_bytes = min(error.smallest_bytes, measured_bytes) + free_bytes
+            raise _too_small(self.budget_bytes, smallest_bytes, error.price) from None
         self._searches = False
         if any(_is_same(plan, each.plan) for each in self._tried):
             self._settle()
@@ -375,7 +410,7 @@ class BudgetStudy:
 
     def _follow_what_fits(self) -> None:
         """Follow a plan that was measured to fit for good: no other is predicted to."""
-        if self._measured is not None and self._measured.peak_bytes > self._budget_bytes:
+        if self._measured is not None and self._measured.peak_bytes > self.budget_bytes:
             self.exceeded_bytes = self._measured.peak_bytes
         best = self._fastest()
         if best is not None:

@@ -1,23 +1,34 @@
-"""Predicts steps whose copies may be slower than they were measured."""
+"""Predicts steps whose copies may be slower than they were measured, or seen later.
+
+[Note: a host that runs ahead] On an accelerator, the host queues work and allocates memory long
+before the device gets there. It sees hardly any copy complete, so what is on its way down occupies
+memory up to the plan's bound on bytes in flight: there, compute is made to wait for the oldest
+copy, and the host lets go of its source. So the peak is that of a link so slow that copies are
+never seen complete by chance. How much less a step needs is chance, and changes with the load of
+the host. To compare memory with a prediction, a step is measured with all copies awaited at each
+begin of a pass, and predicted for copies that take no time.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import final
+from typing import Final, final
 
 from ebbtide.planning.hardware import Hardware
 from ebbtide.planning.plan import Plan
 from ebbtide.planning.prediction.step_timing import Prediction, StepTiming
 from ebbtide.planning.step_profile import StepProfile
 
+_LATE: Final = 1e9  # how many times slower a link is on which no copy is seen complete by chance
+
 
 @final
 class CautiousTiming:
-    """Predicts the time of a step by arithmetic, and its peak for slow copies as well.
+    """Predicts the time of a step by arithmetic, and its peak for slow or late copies as well.
 
     On a CPU, copies share the cores with compute, and a file that grows is slow. What waits for its
-    copy occupies memory, so the peak is that of the slower of two links. On an accelerator the link
-    is as fast as it was measured.
+    copy occupies memory, so the peak is that of the slower of two links. On an accelerator, see
+    [Note: a host that runs ahead].
 
     Args:
         profile: the step.
@@ -28,12 +39,10 @@ class CautiousTiming:
     def __init__(self, profile: StepProfile, hardware: Hardware, slower: float) -> None:
         self._timing = StepTiming(profile, hardware)
         self._slow = None
-        if hardware.computes_on_host and slower > 1:
-            rates = {
-                name: getattr(hardware, name) / slower
-                for name in ("d2h_bytes_per_s", "h2d_bytes_per_s", "duplex_bytes_per_s")
-            }
-            self._slow = StepTiming(profile, dataclasses.replace(hardware, **rates))
+        if not hardware.computes_on_host:
+            slower = _LATE
+        if slower > 1:
+            self._slow = StepTiming(profile, _slowed(hardware, slower))
 
     def predict(self, plan: Plan) -> Prediction:
         """Return what a step under a plan costs.
@@ -48,3 +57,20 @@ class CautiousTiming:
         peaks = tuple(map(max, expected.peak_by_position, slow.peak_by_position))
         peak_bytes = max(expected.peak_bytes, slow.peak_bytes)
         return expected._replace(peak_bytes=peak_bytes, peak_by_position=peaks)
+
+
+def predict_awaited(profile: StepProfile, hardware: Hardware, plan: Plan) -> Prediction:
+    """Predict a step in which copies are complete as soon as they are queued.
+
+    Raises:
+        PolicyError: the plan is not one for this profile.
+    """
+    return StepTiming(profile, _slowed(hardware, 1 / _LATE)).predict(plan)
+
+
+def _slowed(hardware: Hardware, slower: float) -> Hardware:
+    rates = {
+        name: getattr(hardware, name) / slower
+        for name in ("d2h_bytes_per_s", "h2d_bytes_per_s", "duplex_bytes_per_s")
+    }
+    return dataclasses.replace(hardware, **rates)

@@ -9,7 +9,7 @@ the highest of the positions that it stands for.
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import final
 
 from ebbtide.memory.measured_memory import AbstractMemory
@@ -55,6 +55,8 @@ class PassWatch(AbstractPasses):
     Args:
         memory: the memory that is measured. Its peak is reset at each begin of a pass.
         profile: the step.
+        finish_copies: waits for the copies that are under way; called at each begin of a pass. None
+            where the host sees how far they are.
 
     Attributes:
         begin_bytes: memory in use when the step began.
@@ -64,11 +66,18 @@ class PassWatch(AbstractPasses):
         reserved_peak_bytes: the peak of the whole step, of all that nobody else could use.
     """
 
-    def __init__(self, memory: AbstractMemory, profile: StepProfile) -> None:
+    def __init__(
+        self,
+        memory: AbstractMemory,
+        profile: StepProfile,
+        finish_copies: Callable[[], None] | None = None,
+    ) -> None:
         super().__init__(profile)
         self._memory = memory
+        self._finish_copies = finish_copies or (lambda: None)
         self.peaks: dict[int, int] = {}
         self.growth: dict[int, int] = {}
+        self._finish_copies()
         memory.return_freed()
         self.begin_bytes = self._entered_bytes = memory.now_bytes()
         self.reserved_peak_bytes = 0
@@ -104,6 +113,7 @@ class PassWatch(AbstractPasses):
         self.growth[self._position] = max(self.growth.get(self._position, 0), grown_bytes)
         reserved_bytes = self._memory.reserved_peak_bytes()
         self.reserved_peak_bytes = max(self.reserved_peak_bytes, reserved_bytes)
+        self._finish_copies()
         self._memory.return_freed()  # what is measured is what is in use
         self._entered_bytes = self._memory.now_bytes()
         self._memory.reset_peak()

@@ -55,6 +55,14 @@ class AbstractMemory(abc.ABC):
     def return_freed(self) -> None:  # noqa: B027  # most memories have nothing to return
         """Return what was freed to where it came from, if that costs little."""
 
+    def return_cached(self) -> None:
+        """Return what was freed to where it came from, even if that waits for the device."""
+        self.return_freed()
+
+    def num_failures(self) -> int:
+        """Return how often there was not enough memory for a tensor since the process began."""
+        return 0
+
 
 class _Peaks(NamedTuple):
     """The largest numbers of bytes in use, and that nobody else could use."""
@@ -195,6 +203,12 @@ class DeviceMemory(AbstractMemory):
     def reset_peak(self) -> None:
         self._peak.prepare_reset()
         torch.accelerator.reset_peak_memory_stats(self._device)
+
+    def return_cached(self) -> None:
+        torch.accelerator.empty_cache()
+
+    def num_failures(self) -> int:
+        return int(torch.accelerator.memory_stats(self._device).get("num_ooms", 0))
 
 
 def _read_device_peaks(device: torch.device) -> _Peaks:
