@@ -46,7 +46,7 @@ SOFT_ORDERS ?= threads compute-first copies-first random:1 random
 SOFT = PYTHONPATH=tests/softdevice $(BIN)/python -m pytest -p softdevice.plugin
 SOFT_FLAGS ?=
 
-SOFT_QUICK = $(addprefix tests/softdevice/test_soft_, capacity.py memory.py operators.py \
+SOFT_QUICK = $(addprefix tests/softdevice/test_soft_, capacity.py memory.py operators.py plans.py \
 	processes.py session.py streams.py training.py \
 	weight_detach.py weight_uses.py weight_views.py weights.py)
 
