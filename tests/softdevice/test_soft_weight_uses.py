@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import ebbtide
 import softdevice
@@ -356,3 +357,60 @@ def test_writes_after_a_backward_that_raised(
         for one, other in zip(values[:2], values[2:], strict=True):
             assert torch.equal(one.cpu(), other.cpu()), order
         alive.clear()
+
+
+class _Stop(BaseException):
+    """Torch calls no hook of a module that this ends, as with SystemExit."""
+
+
+def test_parameters_are_back_after_a_recomputation_that_was_interrupted(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Autograd's thread, in which the layer ran again, may be slow to let go of that backward."""
+    alive: list[Any] = []
+    begin = device_weights._Backward.__init__
+
+    def stay_alive(self: Any, end: Any) -> None:
+        begin(self, end)
+        alive.append(self)
+
+    monkeypatch.setattr(device_weights._Backward, "__init__", stay_alive)
+
+    def stop_in_backward(*_: object) -> None:
+        if torch._C._current_graph_task_id() != -1:
+            raise _Stop
+
+    for order in PORTFOLIO:
+        softdevice.choose_order(order)
+        model, plain = _model(device), _model(device)
+        expected = [value.cpu() for value in _values(plain)]
+        with ebbtide.offload(model, layers=list(model), weights=ebbtide.WeightPolicy()):
+            hook = model[1][1].register_forward_pre_hook(stop_in_backward)
+            y = checkpoint(model[1], model[0](_batch(device, 0)), use_reentrant=False)
+            with pytest.raises(_Stop):
+                y.sum().backward()
+            hook.remove()
+            state = model.state_dict()
+            assert {value.device.type for value in state.values()} == {"cpu"}, order
+            assert all(map(torch.equal, _saved(state).values(), expected)), order
+            for each in (model, plain):
+                each.zero_grad()
+                each(_batch(device, 1)).square().sum().backward()
+            for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+                assert torch.equal(mine.grad.cpu(), other.grad.cpu()), order
+        alive.clear()
+
+
+def test_parameters_stay_on_the_device_in_a_layer_that_runs(device: torch.device) -> None:
+    """Whoever looks at all parameters in a layer's forward does not take them out of it."""
+    model = _model(device)
+    found = []
+
+    def look(module: nn.Module, _: object) -> None:
+        found.extend(parameter.device.type for parameter in module.parameters())
+
+    with ebbtide.offload(model, layers=list(model), weights=ebbtide.WeightPolicy()):
+        model[2].register_forward_pre_hook(look)
+        model[2](_batch(device, 0)).sum().backward()
+        model(_batch(device, 0)).sum().backward()
+    assert set(found) == {device.type}

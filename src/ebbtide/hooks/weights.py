@@ -21,7 +21,12 @@ from ebbtide.hooks.layers import LayerModules, ModuleHook
 from ebbtide.hooks.weight_units import Unit, check_units, choose_units, find_units, refuse_lazy
 from ebbtide.optimizers.grad_scaler import bring_scales, wait_for_scales
 from ebbtide.optimizers.mapped_state import MappedOptimizerState
-from ebbtide.parameters.places import find_places, start_substituting, stop_substituting
+from ebbtide.parameters.places import (
+    find_places,
+    running_modules,
+    start_substituting,
+    stop_substituting,
+)
 from ebbtide.policy import WeightPolicy
 from ebbtide.stores.store import AbstractStore
 from ebbtide.transfers.transfers import Transfers
@@ -84,7 +89,8 @@ class WeightHooks:
             for module, *_ in member.places:
                 holds.setdefault(module, {})[group] = None
         self._holders = [] if device.computes_on_host else list(holds)
-        start_substituting(self._holders, functools.partial(_substitute, weakref.ref(self)))
+        substitute = functools.partial(_substitute, weakref.ref(self))
+        start_substituting(self._holders, substitute, call_weakly(self._leave_ended))
         self._used = [*used, *_find_others(holds, used)]
         self._state: MappedOptimizerState | None = None
         if any(group.resting.is_mapped for group in groups):
@@ -158,6 +164,15 @@ class WeightHooks:
         """Return the tensor for code that reads a parameter of a module that is not running."""
         found = self.parameters.find(parameter)
         return parameter if found is None else self.weights.substitute(*found)
+
+    def _leave_ended(self) -> None:
+        """Have modules hold their parameters again that an interrupt has ended."""
+        if not self._gate.is_inherited:
+            self.weights.leave_ended(self._running_groups)
+
+    def _running_groups(self) -> set[WeightGroup]:
+        modules = running_modules()
+        return {group for module, groups in self._used if module in modules for group in groups}
 
     @contextlib.contextmanager
     def open(self, module: nn.Module) -> Iterator[None]:

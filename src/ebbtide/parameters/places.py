@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import sys
+from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping
+from types import FrameType
 from typing import Any, final
 
 import torch
@@ -24,15 +26,24 @@ class SubstitutingDict(dict[str, nn.Parameter | None]):
     Args:
         parameters: the parameters of the module.
         substitute: see `Substitute`.
+        settle: called before all parameters are looked at, so that they are there: a module whose
+            forward was interrupted in a thread of autograd's can hold device parameters still.
     """
 
-    __slots__ = ("_substitute",)
+    __slots__ = ("_settle", "_substitute")
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter | None], substitute: Substitute
+        self,
+        parameters: Mapping[str, nn.Parameter | None],
+        substitute: Substitute,
+        settle: Callable[[], None],
     ) -> None:
         super().__init__(parameters)
-        self._substitute = substitute
+        self._substitute, self._settle = substitute, settle
+
+    def items(self) -> ItemsView[str, nn.Parameter | None]:  # type: ignore[override]
+        self._settle()
+        return super().items()
 
     def __getitem__(self, name: str) -> Any:
         held = super().__getitem__(name)
@@ -42,10 +53,18 @@ class SubstitutingDict(dict[str, nn.Parameter | None]):
         return dict, (), None, None, iter(self.items())
 
 
-def start_substituting(modules: Iterable[nn.Module], substitute: Substitute) -> None:
-    """Make these modules return substitutes when their parameters are read by name."""
+def start_substituting(
+    modules: Iterable[nn.Module], substitute: Substitute, settle: Callable[[], None]
+) -> None:
+    """Make these modules return substitutes when their parameters are read by name.
+
+    Args:
+        modules: the modules.
+        substitute: see `Substitute`.
+        settle: see `SubstitutingDict`.
+    """
     for module in modules:
-        module._parameters = SubstitutingDict(module._parameters, substitute)
+        module._parameters = SubstitutingDict(module._parameters, substitute, settle)
 
 
 def stop_substituting(modules: Iterable[nn.Module]) -> None:
@@ -53,6 +72,18 @@ def stop_substituting(modules: Iterable[nn.Module]) -> None:
     for module in modules:
         if isinstance(module._parameters, SubstitutingDict):
             module._parameters = dict(module._parameters.items())
+
+
+def running_modules() -> set[nn.Module]:
+    """Return the modules whose call is on the stack of some thread."""
+    found = set()
+    for stack in sys._current_frames().values():
+        frame: FrameType | None = stack
+        while frame is not None:
+            if frame.f_code is nn.Module._call_impl.__code__:
+                found.add(frame.f_locals["self"])
+            frame = frame.f_back
+    return found
 
 
 def find_places(model: nn.Module, members: Iterable[OffloadedParameter]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 
@@ -61,6 +61,13 @@ class AbstractWeights(ABC):
 
         Args:
             groups: the groups that the module uses.
+        """
+
+    def leave_ended(self, find_running: Callable[[], Collection[WeightGroup]]) -> None:  # noqa: B027
+        """Leave the groups whose modules an interrupt has ended, for which torch calls no hook.
+
+        Args:
+            find_running: returns the groups whose modules are running.
         """
 
     def is_working(self) -> bool:

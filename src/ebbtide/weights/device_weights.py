@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Concatenate, ParamSpec, TypeVar, final
 
 import torch
@@ -219,6 +219,16 @@ class DeviceWeights(AbstractWeights):
         """
         for group in self.groups if not self._backwards else ():
             while group.open:
+                self._leave(group)
+
+    def leave_ended(self, find_running: Callable[[], Collection[WeightGroup]]) -> None:
+        if not self._running and any(group.open for group in self.groups):
+            self._leave_all_but(find_running())
+
+    @_with_the_lock
+    def _leave_all_but(self, running: Collection[WeightGroup]) -> None:
+        for group in self.groups:
+            while group.open and group not in running:
                 self._leave(group)
 
     @_with_the_lock
