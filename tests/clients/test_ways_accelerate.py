@@ -17,12 +17,14 @@ pytest.importorskip("accelerate", reason="these are its users' loops")
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import ebbtide
 from run_program import weights_digest
 
+RUN_ALL = os.environ.get("EBBTIDE_CLIENTS") == "all"
 SMALL = ebbtide.ActivationPolicy(min_bytes=1024)
 X = torch.randn(64, 32, generator=torch.Generator().manual_seed(0))
 
@@ -51,6 +53,17 @@ def _fresh_state() -> Iterator[None]:
     forget_accelerator()
 
 
+def have_models_sharded() -> None:
+    """Have `prepare` shard models with FSDP2, which Accelerate itself does on accelerators only."""
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["Sequential"],
+    )
+    state = {"distributed_type": DistributedType.FSDP, "fsdp_plugin": plugin}
+    AcceleratorState._shared_state.update(state)
+
+
 def train(when: str, folder: Path, epochs: int = 1, **options: Any) -> list[str]:
     """Train in the way of Accelerate's own examples; returns the losses and the weights' digest.
 
@@ -58,11 +71,13 @@ def train(when: str, folder: Path, epochs: int = 1, **options: Any) -> list[str]
         when: ``"before"`` or ``"after"`` prepare, or ``"never"``.
         folder: where the state is saved after the first epoch.
         epochs: how many; the second one begins with what was saved, as a resumed run would.
-        options: ``offload`` for `ebbtide.offload`, ``resume``, and the Accelerator's.
+        options: ``offload`` for `ebbtide.offload`, ``resume``, ``sharded``, and the Accelerator's.
     """
     offload = options.pop("offload", {"activations": SMALL})
-    resume = options.pop("resume", False)
+    resume, sharded = options.pop("resume", False), options.pop("sharded", False)
     accelerator = Accelerator(gradient_accumulation_steps=2, cpu=True, **options)
+    if sharded:
+        have_models_sharded()
     model: nn.Module = Net()
     handle = None
     if when == "before":
@@ -85,17 +100,19 @@ def train(when: str, folder: Path, epochs: int = 1, **options: Any) -> list[str]
                 optimizer.step()
                 optimizer.zero_grad()
             losses.append(loss.item().hex())
-        if not resume:
+        if not (resume or sharded):  # Accelerate saves no shards of a model on a CPU
             accelerator.save_state(str(folder))
     if handle is not None:
         assert handle.stats.num_saved > 0
         assert "budget" in offload or handle.stats.offloaded_bytes > 0
-        assert "budget" not in offload or handle.plan is not None
+        # A sharded model is not planned: everything is offloaded, and a warning says so.
+        assert "budget" not in offload or sharded == (handle.plan is None)
         for file in folder.rglob("*"):
             assert not file.is_file() or b"ebbtide" not in file.read_bytes()
         handle.detach()
     plain = accelerator.unwrap_model(model)
-    assert type(plain) is Net
+    assert isinstance(plain, Net)
+    assert hasattr(next(plain.parameters()), "to_local") == sharded
     forget_accelerator()
     return [*losses, weights_digest(plain)]
 
@@ -132,8 +149,8 @@ from pathlib import Path
 from test_ways_accelerate import *
 
 kind, when, folder = sys.argv[1:]
-options = {}
-if kind == "budget" and when != "never":
+options = {"sharded": "FSDP2" in kind}
+if "budget" in kind and when != "never":
     options["offload"] = {"budget": "90%"}
 lines = train(when, Path(folder) / f"state {kind} {when}", epochs=2, **options)
 (Path(folder) / f"{kind}_{when}_{os.environ['RANK']}.txt").write_text("\\n".join(lines))
@@ -141,7 +158,7 @@ lines = train(when, Path(folder) / f"state {kind} {when}", epochs=2, **options)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["plain", "budget"])
+@pytest.mark.parametrize("kind", ["DDP", *(["DDP, budget", "FSDP2", "FSDP2, budget"] * RUN_ALL)])
 def test_two_processes(kind: str, tmp_path: Path) -> None:
     if importlib.util.find_spec("datasets") is not None:
         # Accelerate imports it then, and it may lack what it needs.
