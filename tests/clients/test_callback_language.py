@@ -26,6 +26,7 @@ from callback_bench import SMALL, assert_is_plain, gpt2, losses_of, results, tra
 from ebbtide.integrations.transformers import OffloadCallback
 from run_program import weights_digest
 
+RUN_ALL = os.environ.get("EBBTIDE_CLIENTS") == "all"
 SOURCE = inspect.getsource(argparse)
 
 
@@ -137,12 +138,16 @@ def test_compiled(whole: bool, tmp_path: Path) -> None:
 
 
 RANKS = """
-import sys
+import importlib.util, sys
 from pathlib import Path
+from run_program import declare_torchvision_operators
+import torch
+if importlib.util.find_spec("torchvision") is not None and torch.version.cuda is None:
+    declare_torchvision_operators()
 from callback_bench import *
 from ebbtide.integrations.transformers import OffloadCallback
 
-mode, folder = sys.argv[1:]
+mode, wrapper, folder = sys.argv[1:]
 callbacks = []
 if mode == "offloaded":
     callbacks.append(OffloadCallback(activations=SMALL))
@@ -152,12 +157,18 @@ model = gpt2()
 trainer = trainer_for(
     model, folder, callbacks, gradient_accumulation_steps=2, max_steps=6, ddp_backend="gloo"
 )
+if wrapper == "FSDP2":  # Accelerate itself shards on accelerators only
+    from test_ways_accelerate import have_models_sharded
+    have_models_sharded("GPT2Block")
+    trainer.is_fsdp_enabled = True
 trainer.train()
-assert type(trainer.model_wrapped).__name__ == "DistributedDataParallel"
-assert trainer.model is model
+names = {"DDP": "DistributedDataParallel", "FSDP2": "FSDPGPT2LMHeadModel"}
+assert type(trainer.model_wrapped).__name__ == names[wrapper]
+assert wrapper == "FSDP2" or trainer.model is model
 if callbacks:
     handle = callbacks[0].handle
-    assert handle.plan is not None if mode == "budget" else handle.stats.offloaded_bytes > 0
+    planned = mode == "budget" and wrapper == "DDP"  # a sharded model is not planned
+    assert handle.plan is not None if planned else handle.stats.offloaded_bytes > 0
     assert_is_plain(model)
 losses, weights = results(trainer)
 file = Path(folder) / f"{mode}_{trainer.args.process_index}.txt"
@@ -166,7 +177,8 @@ file.write_text("\\n".join([*losses, weights]))
 
 
 @pytest.mark.slow
-def test_two_processes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("wrapper", ["DDP", *(["FSDP2"] * RUN_ALL)])
+def test_two_processes(wrapper: str, tmp_path: Path) -> None:
     script = tmp_path / "ranks.py"
     script.write_text(RANKS)
     places = [Path(__file__).parent, Path(ebbtide.__file__).parents[1]]
@@ -180,7 +192,7 @@ def test_two_processes(tmp_path: Path) -> None:
     launch += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
     for mode in ("plain", "offloaded", "budget"):
         run = subprocess.run(
-            [*launch, str(script), mode, str(tmp_path)],
+            [*launch, str(script), mode, wrapper, str(tmp_path)],
             env=environment,
             capture_output=True,
             text=True,

@@ -53,12 +53,16 @@ def _fresh_state() -> Iterator[None]:
     forget_accelerator()
 
 
-def have_models_sharded() -> None:
-    """Have `prepare` shard models with FSDP2, which Accelerate itself does on accelerators only."""
+def have_models_sharded(layer: str) -> None:
+    """Have `prepare` shard models with FSDP2, which Accelerate itself does on accelerators only.
+
+    Args:
+        layer: name of the class whose modules are sharded each by itself.
+    """
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
         auto_wrap_policy="transformer_based_wrap",
-        transformer_cls_names_to_wrap=["Sequential"],
+        transformer_cls_names_to_wrap=[layer],
     )
     state = {"distributed_type": DistributedType.FSDP, "fsdp_plugin": plugin}
     AcceleratorState._shared_state.update(state)
@@ -77,7 +81,7 @@ def train(when: str, folder: Path, epochs: int = 1, **options: Any) -> list[str]
     resume, sharded = options.pop("resume", False), options.pop("sharded", False)
     accelerator = Accelerator(gradient_accumulation_steps=2, cpu=True, **options)
     if sharded:
-        have_models_sharded()
+        have_models_sharded("Sequential")
     model: nn.Module = Net()
     handle = None
     if when == "before":
