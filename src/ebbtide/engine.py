@@ -29,6 +29,7 @@ from ebbtide.hooks.saved_tensors import SavedTensorHooks
 from ebbtide.hooks.weights import WeightHooks
 from ebbtide.interface.display import count
 from ebbtide.memory.freed_memory import describe
+from ebbtide.memory.host_limit import HostLimit, parse_host_budget
 from ebbtide.memory.huge_pages import describe_pages
 from ebbtide.memory.measured_memory import memory_of
 from ebbtide.ownership.memory_watch import MemoryWatch
@@ -48,7 +49,7 @@ from ebbtide.transfers.prefetch import ForwardLog
 from ebbtide.transfers.recorder import Subject, watch_nodes
 from ebbtide.transfers.stats import StepStats
 from ebbtide.transfers.transfers import Transfers
-from ebbtide.units import format_size, parse_size_bytes
+from ebbtide.units import format_size
 
 _META = torch.device("meta")
 _WITHOUT_STREAMS = frozenset({"mps"})  # devices on which copies cannot run beside compute
@@ -91,7 +92,7 @@ class Engine:
         policy: what to offload.
         store: where offloaded bytes go, as `ebbtide.offload` describes it.
         device: device to compute on if ``modules`` has no parameters.
-        host_budget: the most host memory to take, in bytes or as text such as ``"24GiB"``.
+        host_budget: the most host memory to take, as `ebbtide.offload` describes it.
         traced: whether to record every step.
         mode: the schedule and how to follow it; None means that storages are offloaded when they
             are saved.
@@ -129,9 +130,7 @@ class Engine:
         self.mode = mode
         self.placement = Placement(policy, plan, layers_only=mode is not None)
         self._modules = modules
-        self._host_budget_bytes = (
-            None if host_budget is None else parse_size_bytes(host_budget, name="host_budget")
-        )
+        self._host_limit = None if host_budget is None else parse_host_budget(host_budget)
         self._traced = traced
         self._policy = policy
         self._store = store
@@ -264,8 +263,8 @@ class Engine:
     def settings(self) -> dict[str, str]:
         """Return what the offload was asked for, by the names of the arguments."""
         settings = {"activations": repr(self._policy), "store": self._store}
-        if self._host_budget_bytes is not None:
-            settings["host_budget"] = format_size(self._host_budget_bytes)
+        if self._host_limit is not None:
+            settings["host_budget"] = str(self._host_limit)
         if self.weights is not None:
             settings["weights"] = "those of offloaded layers rest on the host"
         if self.mode is not None:
@@ -519,7 +518,7 @@ class Engine:
             torch_device,
             self._store,
             self._policy,
-            host_budget_bytes=self._host_budget_bytes,
+            host_limit=self._host_limit,
             traced=self._traced,
         )
         transfers.is_broken = True  # until all parts belong together
@@ -577,7 +576,7 @@ def build_transfers(
     store: str,
     policy: ActivationPolicy,
     *,
-    host_budget_bytes: int | None = None,
+    host_limit: HostLimit | None = None,
     traced: bool = False,
 ) -> Transfers:
     """Build the transfers between a device and a store.
@@ -598,7 +597,7 @@ def build_transfers(
         bound_bytes = int(policy.max_inflight_bytes)
     kind, directory = parse_store(store)
     device: AbstractDevice = CpuDevice() if on_cpu else AcceleratorDevice(torch_device)
-    chosen = build_store(device, kind, directory, host_budget_bytes)
+    chosen = build_store(device, kind, directory, *(host_limit or (None, "")))
     transfers = Transfers(device, chosen, bound_bytes, traced=traced)
     chosen.on_progress = transfers.weak_poll()
     return transfers

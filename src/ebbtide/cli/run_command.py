@@ -92,7 +92,8 @@ def run(
     host_budget: Annotated[
         str | None,
         typer.Option(
-            metavar="SIZE", help="Most host memory that activations may take, such as 64GiB."
+            metavar="SIZE",
+            help="Most host memory to take, such as 24GiB, or 96GiB/node for all ranks of a host.",
         ),
     ] = None,
     layers: Annotated[

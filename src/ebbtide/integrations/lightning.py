@@ -54,7 +54,7 @@ class OffloadCallback(Callback):
         weights: which weights stay in host memory between uses.
         layers: the modules that count as layers, or patterns of names within ``module``.
         store: where offloaded bytes go.
-        host_budget: the most host memory to take.
+        host_budget: the most host memory to take, as for `ebbtide.offload`.
         trace: record every step.
         schedule: which layer moves at which pass.
         budget: the most memory that training may take.

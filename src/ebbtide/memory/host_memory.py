@@ -132,6 +132,7 @@ def allocate_by_torch(device: AbstractDevice, size_bytes: int) -> HostMemory:
         return HostMemory(tensor, device)
     except RuntimeError as refusal:
         tensor = torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
+        _touch(tensor.data_ptr(), size_bytes)  # or the RAM would still look free to other ranks
         return HostMemory(tensor, device, refusal=str(refusal))
 
 

@@ -14,10 +14,11 @@ from ebbtide.budgeting.fixed_plan import load_plan
 from ebbtide.errors import PolicyError
 from ebbtide.interface.arguments import check_budgeted
 from ebbtide.layers.covering import covering_layers
+from ebbtide.memory.host_limit import parse_host_budget
 from ebbtide.memory.measured_memory import memory_of
 from ebbtide.policy import DEFAULT_MIN_BYTES, ActivationPolicy, WeightPolicy
 from ebbtide.stores.build import parse_store
-from ebbtide.units import format_size, parse_size_bytes
+from ebbtide.units import format_size
 
 _LARGEST_BYTES = 2**60  # a share of it can be read before there is a device
 
@@ -32,7 +33,8 @@ class RunOptions:
         budget: the most memory that training may take, as text; None: no budget.
         plan: file of a plan that is followed; None: none.
         store: where offloaded bytes go.
-        host_budget: the most host memory to take, as text; None: all that is free.
+        host_budget: the most host memory to take, or all ranks of a host (``"96GiB/node"``), as
+            text; None: all that is free.
         layers: patterns of the names of layers; empty: the model's repeated blocks.
         weights: whether the weights rest in host memory, too.
         trace: whether each step is recorded.
@@ -56,7 +58,7 @@ class RunOptions:
             raise PolicyError("--budget makes a plan and --plan follows one; leave one of them out")
         parse_store(self.store)
         if self.host_budget is not None:
-            parse_size_bytes(self.host_budget, name="--host-budget")
+            parse_host_budget(self.host_budget, name="--host-budget")
         if self.budget is not None:
             parse_budget_bytes(self.budget, _LARGEST_BYTES)
         if self.plan is not None:

@@ -14,6 +14,7 @@ from ebbtide.devices.device import AbstractDevice, AbstractEvent
 from ebbtide.errors import StoreFullError
 from ebbtide.memory.budget import HostBudget, free_ram_bytes
 from ebbtide.memory.extents import Extent
+from ebbtide.memory.growth_lock import GROWTH_LOCK
 from ebbtide.memory.host_memory import (
     allocate_host_memory,
     whole_pages,
@@ -49,6 +50,7 @@ class PinnedStore(AbstractStore):
         device: the device whose copy streams move the bytes.
         budget_bytes: the most host memory to take; None means whatever is free.
         slab_bytes: about how much memory to take at a time. One tensor may be larger.
+        budget_origin: the budget that ``budget_bytes`` is a part of, in words.
 
     Attributes:
         budget: counts all host memory that is taken.
@@ -64,9 +66,11 @@ class PinnedStore(AbstractStore):
         device: AbstractDevice,
         budget_bytes: int | None = None,
         slab_bytes: int = SLAB_BYTES,
+        *,
+        budget_origin: str = "",
     ) -> None:
         self._device = device
-        self.budget = HostBudget(budget_bytes)
+        self.budget = HostBudget(budget_bytes, budget_origin)
         self._slabs = Slabs(device, self.budget, slab_bytes)
         self._num_slots = 0  # given out, and not dropped again
         self._reads: list[AbstractEvent] = []  # copies up from dropped slots, not seen complete
@@ -148,8 +152,8 @@ class PinnedStore(AbstractStore):
         """
         if not isinstance(slot, _HostSlot):
             assert isinstance(slot, RestingSlot)
-            self.budget.take(-slot.extent.size_bytes)
             slot.memory.give_back()
+            self.budget.take(-slot.extent.size_bytes)
             return
         if slot.reloaded is not None:
             self._reads.append(slot.reloaded)
@@ -161,12 +165,13 @@ class PinnedStore(AbstractStore):
         whole_bytes = whole_pages(max(size_bytes, 1))
         if reserved:
             self.budget.reserve(-whole_bytes)
-        else:
-            self._check_room(whole_bytes)
-        try:
-            memory = allocate_host_memory(self._device, size_bytes)
-        except OSError as error:
-            raise self._no_room(whole_bytes, free_ram_bytes()) from error
+        # See [Note: growth in turn]. Another process may have taken RAM that was set aside here.
+        with GROWTH_LOCK.hold():
+            self._check_room(whole_bytes, free_ram_bytes() if reserved else None)
+            try:
+                memory = allocate_host_memory(self._device, size_bytes)
+            except OSError as error:
+                raise self._no_room(whole_bytes, free_ram_bytes()) from error
         extent = Extent(0, memory.tensor.numel())
         if extent.size_bytes > self.budget.left_bytes:
             memory.give_back()  # only torch's allocator pins for this device: in powers of two
@@ -188,8 +193,11 @@ class PinnedStore(AbstractStore):
         copied = self._device.copy_down(target, source, ready)
         return Landing(copied, copied)
 
-    def _check_room(self, size_bytes: int) -> None:
-        left_bytes = min(self.budget.left_bytes, free_ram_bytes())
+    def _check_room(self, size_bytes: int, ram_bytes: int | None = None) -> None:
+        """Check the budget and the RAM, which is what is free beside the reserve if not given."""
+        if ram_bytes is None:
+            ram_bytes = self.budget.spare_ram_bytes()
+        left_bytes = min(self.budget.left_bytes, ram_bytes)
         if size_bytes > left_bytes:
             raise self._no_room(size_bytes, left_bytes)
 
@@ -197,7 +205,7 @@ class PinnedStore(AbstractStore):
         budget = self.budget
         of = "free RAM"
         if budget.limit_bytes is not None and left_bytes == budget.left_bytes:
-            of = f"a host_budget of {format_size(budget.limit_bytes)}"
+            of = f"a host_budget of {budget.limit}"
         return StoreFullError(
             errno.ENOMEM,
             f"weights that rest on the host, or their gradients, need {format_size(size_bytes)} "

@@ -10,16 +10,15 @@ then one slab takes the place of them all, as large as the most that was ever in
 
 from __future__ import annotations
 
-import errno
 import logging
 from typing import final
 
 import torch
 
 from ebbtide.devices.device import AbstractDevice
-from ebbtide.errors import StoreFullError
-from ebbtide.memory.budget import HostBudget, free_ram_bytes
+from ebbtide.memory.budget import HostBudget
 from ebbtide.memory.extents import Extent, ExtentAllocator
+from ebbtide.memory.growth_lock import GROWTH_LOCK
 from ebbtide.memory.host_memory import (
     HostMemory,
     allocate_by_torch,
@@ -131,7 +130,7 @@ class Slabs:
     def could_grow(self, size_bytes: int) -> bool:
         """Whether one more tensor of this size finds room, by `grow` or in `merged` slabs."""
         least_bytes = self._least(size_bytes)
-        fits = least_bytes <= self._budget.left_bytes and least_bytes <= free_ram_bytes()
+        fits = least_bytes <= min(self._budget.left_bytes, self._budget.spare_ram_bytes())
         return fits or (not self.used_bytes and self.merged(size_bytes) is not None)
 
     def grow(self, size_bytes: int) -> None:
@@ -140,11 +139,13 @@ class Slabs:
         Raises:
             StoreFullError: there is no room for one.
         """
-        memory = self._take(self._next_size(size_bytes))
-        if memory is None:
-            self._by_torch = True
+        # See [Note: growth in turn].
+        with GROWTH_LOCK.hold():
             memory = self._take(self._next_size(size_bytes))
-            assert memory is not None
+            if memory is None:
+                self._by_torch = True
+                memory = self._take(self._next_size(size_bytes))
+                assert memory is not None
         self._slabs.append(Slab(memory, trimmed=False))
         self.grown = True
         _LOG.debug(
@@ -156,11 +157,11 @@ class Slabs:
     def _next_size(self, size_bytes: int) -> int:
         """Size of the next slab: room for several such tensors, or for one near the limits."""
         least_bytes = self._least(size_bytes)
-        budget_bytes, ram_bytes = self._budget.left_bytes, free_ram_bytes()
+        budget_bytes, ram_bytes = self._budget.left_bytes, self._budget.spare_ram_bytes()
         if least_bytes > budget_bytes:
-            raise self._over_budget(least_bytes)
+            raise self._budget.over_limit(least_bytes)
         if least_bytes > ram_bytes:
-            raise self._out_of_ram(least_bytes, ram_bytes)
+            raise self._budget.out_of_ram(least_bytes, ram_bytes)
         most_bytes = min(self._slab_bytes, budget_bytes, ram_bytes)
         if self._by_torch:
             return max(least_bytes, 1 << (most_bytes.bit_length() - 1))
@@ -180,7 +181,7 @@ class Slabs:
             else:
                 memory = map_exactly(self._device, size_bytes)
         except OSError as error:
-            raise self._out_of_ram(size_bytes, free_ram_bytes()) from error
+            raise self._budget.out_of_ram(size_bytes, self._budget.spare_ram_bytes()) from error
         if memory is not None and memory.refusal is not None:
             warn_of_pageable(self._device, size_bytes, memory.refusal)
         if memory is not None:
@@ -211,7 +212,7 @@ class Slabs:
         more_bytes = whole_bytes - self.capacity_bytes
         if not self._slabs or self._by_torch:
             return None
-        if more_bytes > self._budget.left_bytes or more_bytes > free_ram_bytes():
+        if more_bytes > min(self._budget.left_bytes, self._budget.spare_ram_bytes()):
             return None
         return [(self._slabs[0], whole_bytes), *((slab, 0) for slab in self._slabs[1:])]
 
@@ -224,6 +225,15 @@ class Slabs:
         Raises:
             StoreFullError: some could not be had. What was given back is gone.
         """
+        # See [Note: growth in turn]. No other process gets in between what is given back and taken.
+        with GROWTH_LOCK.hold():
+            more_bytes = sum(size_bytes for _, size_bytes in sizes) - self.capacity_bytes
+            spare_bytes = self._budget.spare_ram_bytes()
+            if more_bytes > spare_bytes:
+                raise self._budget.out_of_ram(more_bytes, spare_bytes)
+            self._resize(sizes)
+
+    def _resize(self, sizes: Sizes) -> None:
         changed = [slab for slab, size_bytes in sizes if slab.capacity_bytes != size_bytes]
         for slab in changed:
             self._give_back(slab)  # all of it first: there may be no RAM for both
@@ -244,26 +254,3 @@ class Slabs:
     def _give_back(self, slab: Slab) -> None:
         slab.give_back()
         self._budget.take(-slab.capacity_bytes)
-
-    def _over_budget(self, size_bytes: int) -> StoreFullError:
-        budget = self._budget
-        assert budget.limit_bytes is not None
-        return StoreFullError(
-            errno.EDQUOT,
-            f"host_budget allows {format_size(budget.limit_bytes)} of host memory, "
-            f"{format_size(budget.taken_bytes + budget.reserved_bytes)} are taken, and the next "
-            f"{format_size(size_bytes)} of offloaded activations do not fit; raise host_budget, "
-            f"let the "
-            f'rest go to disk (store="tiered"), or offload fewer layers '
-            f"(ActivationPolicy(num_layers=...))",
-        )
-
-    def _out_of_ram(self, size_bytes: int, free_bytes: int) -> StoreFullError:
-        return StoreFullError(
-            errno.ENOMEM,
-            f"the host has {format_size(free_bytes)} of RAM to spare and the next "
-            f"{format_size(size_bytes)} of offloaded activations do not fit, beside "
-            f"{format_size(self.capacity_bytes)} that are there; free host memory, let "
-            f'the rest go to disk (store="tiered"), or offload fewer layers '
-            f"(ActivationPolicy(num_layers=...))",
-        )

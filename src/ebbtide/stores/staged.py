@@ -22,6 +22,7 @@ import torch
 from ebbtide.devices.device import AbstractDevice, AbstractEvent
 from ebbtide.errors import StoreFullError
 from ebbtide.memory.disk_file import GROWTH_BYTES, AbstractFile, DiskFile
+from ebbtide.memory.growth_lock import GROWTH_LOCK
 from ebbtide.memory.host_memory import HostMemory, allocate_by_torch, map_exactly, warn_of_pageable
 from ebbtide.stores.chunks import Arrival, Chunk, Piece, StagedSlot, Written, read_piece
 from ebbtide.stores.mapped_memory import FileSlot, MappedFiles
@@ -215,16 +216,18 @@ class StagedDiskStore(AbstractStore):
 
     def _take_staging(self) -> None:
         size_bytes = 2 * _CHUNKS * self._chunk_bytes
-        try:
-            staging = map_exactly(self._device, size_bytes)
-        except OSError as error:
-            raise StoreFullError(
-                errno.ENOMEM,
-                "the host has no memory for the chunks that stage bytes for the disk; set a "
-                "smaller host_budget or free host memory",
-            ) from error
-        if staging is None:
-            staging = allocate_by_torch(self._device, size_bytes)
+        # See [Note: growth in turn]. The chunks are part of the margin that stores leave free.
+        with GROWTH_LOCK.hold():
+            try:
+                staging = map_exactly(self._device, size_bytes)
+            except OSError as error:
+                raise StoreFullError(
+                    errno.ENOMEM,
+                    "the host has no memory for the chunks that stage bytes for the disk; set a "
+                    "smaller host_budget or free host memory",
+                ) from error
+            if staging is None:
+                staging = allocate_by_torch(self._device, size_bytes)
         if staging.refusal is not None:
             warn_of_pageable(self._device, size_bytes, staging.refusal)
         self._staging = staging
