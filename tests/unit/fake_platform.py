@@ -66,8 +66,8 @@ def fake_windows() -> None:
     _remove(mmap, *(n for n in dir(mmap) if n.startswith(("MADV_", "MAP_", "PROT_"))))
     setattr(mmap, "mmap", WindowsMapping)  # noqa: B010
     setattr(mmap, "ALLOCATIONGRANULARITY", 2**16)  # noqa: B010
-    setattr(os, "O_TEMPORARY", 0)  # noqa: B010
-    # The system removes the name of such a file when the file is closed; no code has to.
+    # The system removes the name of such a file when the file is closed; no code has to. Here the
+    # file has no name, and there both functions are one.
     setattr(tempfile, "NamedTemporaryFile", tempfile.TemporaryFile)  # noqa: B010
     unlink = os.unlink
 

@@ -6,7 +6,9 @@ import errno
 import gc
 import mmap
 import os
+import signal
 import subprocess
+import sys
 import tempfile
 import threading
 import weakref
@@ -19,6 +21,7 @@ import torch
 
 from ebbtide.devices.lanes import LaneEvent
 from ebbtide.errors import PolicyError, StoreFullError
+from ebbtide.memory.disk_file import OpenFile
 from ebbtide.stores.disk import DiskStore
 from ebbtide.stores.store import Slot
 from open_files import num_open, taken_bytes
@@ -437,6 +440,24 @@ def test_a_missing_directory_is_refused_by_name(tmp_path: Path) -> None:
     assert 'store="disk:/some/dir"' in str(raised.value)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the file has a name for a moment")
+def test_a_process_killed_while_it_creates_the_file_leaves_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the name of a file can be removed, a rank can be killed."""
+
+    def die(*_: object, **__: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    pid = os.fork()
+    if pid == 0:
+        monkeypatch.setattr(os, "unlink", die)
+        OpenFile(tmp_path)
+        die()
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_file_is_no_directory(tmp_path: Path) -> None:
     """Root may write anywhere, so permission bits would not do for this test."""
     (tmp_path / "file").touch()
@@ -450,7 +471,7 @@ def test_an_unwritable_directory_is_refused(
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
-    monkeypatch.setattr(tempfile, "mkstemp", refuse)
+    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
     with pytest.raises(PolicyError, match=f"cannot create a file in {tmp_path}: Permission denied"):
         DiskStore(tmp_path)
 

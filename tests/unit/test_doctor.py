@@ -452,7 +452,7 @@ def test_a_system_without_a_directory_for_files(
         raise OSError(30, "Read-only file system")
 
     monkeypatch.setattr("tempfile.gettempdir", refuse)
-    monkeypatch.setattr("tempfile.mkstemp", refuse)
+    monkeypatch.setattr("tempfile.TemporaryFile", refuse)
     monkeypatch.chdir(tmp_path)
     found = examine(CPU, None, SHORT)
     assert found.problems.keys() == {"links", "disk"}

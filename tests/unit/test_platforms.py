@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,7 @@ from ebbtide import PolicyError, StoreFullError
 from ebbtide.demo import team
 from ebbtide.demo.config import Mode
 from ebbtide.engine import Engine
-from ebbtide.memory import disk_file, measured_memory
+from ebbtide.memory import measured_memory
 from ebbtide.memory.disk_file import DiskFile, OpenFile
 from ebbtide.memory.extents import Extent
 from ebbtide.policy import ActivationPolicy
@@ -126,8 +127,7 @@ def test_no_call_moves_2_gib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 def test_windows_removes_the_file_when_it_is_closed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(os, "O_TEMPORARY", 0, raising=False)
-    monkeypatch.setattr(disk_file.os, "unlink", None)  # an open file cannot be unlinked there
+    monkeypatch.setattr(tempfile, "TemporaryFile", tempfile.NamedTemporaryFile)  # as it is there
     file = OpenFile(tmp_path)
     (path,) = tmp_path.iterdir()
     assert path.name.startswith("ebbtide-")

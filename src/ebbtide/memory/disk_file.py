@@ -63,31 +63,24 @@ class OpenFile(AbstractFile):
     """
 
     def __init__(self, directory: Path) -> None:
-        self.fd = -1
+        self._file: IO[bytes] | None = None
         self._position = threading.Lock()
-        self._named: IO[bytes] | None = None
         try:
-            if hasattr(os, "O_TEMPORARY"):  # Windows removes the name when the file is closed
-                self._named = tempfile.NamedTemporaryFile(  # noqa: SIM115 - closed by __del__
-                    prefix="ebbtide-", dir=directory, buffering=0
-                )
-                self.fd = self._named.fileno()
-                return
-            self.fd, name = tempfile.mkstemp(prefix="ebbtide-", dir=directory)
+            # On Linux it never has a name (O_TMPFILE), which a process that is killed could leave
+            # behind. Elsewhere the name is removed at once, by Windows when the file is closed.
+            self._file = tempfile.TemporaryFile(  # noqa: SIM115 - closed by __del__
+                prefix="ebbtide-", dir=directory, buffering=0
+            )
         except OSError as error:
             raise PolicyError(
                 f"cannot create a file in {directory}: {error.strerror}; name a directory that "
                 f'exists and is writable, such as store="disk:/some/dir"'
             ) from error
-        os.unlink(name)
+        self.fd = self._file.fileno()
 
     def __del__(self) -> None:
-        if self.fd < 0:
-            return
-        if self._named is not None:
-            self._named.close()
-        else:
-            os.close(self.fd)
+        if self._file is not None:
+            self._file.close()
 
     def write(self, view: memoryview, offset_bytes: int) -> None:
         while view:
