@@ -201,12 +201,23 @@ def _share_with_children(mapping: mmap.mmap, shared: bool) -> None:
             mapping.madvise(getattr(mmap, name))
 
 
-def allocate_host_memory(device: AbstractDevice, size_bytes: int) -> HostMemory:
-    """Allocate host memory, page-locked if the device needs that and the system permits it."""
+def allocate_host_memory(
+    device: AbstractDevice, size_bytes: int, check: Callable[[int], None]
+) -> HostMemory:
+    """Allocate host memory, page-locked if the device needs that and the system permits it.
+
+    Args:
+        device: the device whose copies use the memory.
+        size_bytes: the least size.
+        check: called with the real size before it is allocated; raises if there is no room.
+    """
     size_bytes = whole_pages(max(size_bytes, 1))
+    check(size_bytes)
     memory = map_exactly(device, size_bytes)
     if memory is None:
-        memory = allocate_by_torch(device, 2 ** math.ceil(math.log2(size_bytes)))
+        size_bytes = 2 ** math.ceil(math.log2(size_bytes))
+        check(size_bytes)  # afterwards is too late: torch keeps what it has page-locked
+        memory = allocate_by_torch(device, size_bytes)
     if memory.refusal is not None:
         warn_of_pageable(device, size_bytes, memory.refusal)
     return memory

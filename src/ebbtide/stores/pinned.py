@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import final
@@ -167,21 +168,21 @@ class PinnedStore(AbstractStore):
             self.budget.reserve(-whole_bytes)
         # See [Note: growth in turn]. Another process may have taken RAM that was set aside here.
         with GROWTH_LOCK.hold():
-            self._check_room(whole_bytes, free_ram_bytes() if reserved else None)
+            ram_bytes = free_ram_bytes() if reserved else self.budget.spare_ram_bytes()
+            check = functools.partial(self._check_room, ram_bytes=ram_bytes)
             try:
-                memory = allocate_host_memory(self._device, size_bytes)
+                memory = allocate_host_memory(self._device, size_bytes, check)
+            except StoreFullError:
+                raise
             except OSError as error:
                 raise self._no_room(whole_bytes, free_ram_bytes()) from error
         extent = Extent(0, memory.tensor.numel())
-        if extent.size_bytes > self.budget.left_bytes:
-            memory.give_back()  # only torch's allocator pins for this device: in powers of two
-            raise self._no_room(extent.size_bytes, self.budget.left_bytes)
         self.budget.take(extent.size_bytes)
         return RestingSlot(extent, size_bytes, ALREADY_REACHED, "host", memory=memory)
 
     def reserve(self, size_bytes: int) -> None:
         whole_bytes = whole_pages(max(size_bytes, 1))
-        self._check_room(whole_bytes)
+        self._check_room(whole_bytes, self.budget.spare_ram_bytes())
         self.budget.reserve(whole_bytes)
 
     def write(
@@ -193,10 +194,7 @@ class PinnedStore(AbstractStore):
         copied = self._device.copy_down(target, source, ready)
         return Landing(copied, copied)
 
-    def _check_room(self, size_bytes: int, ram_bytes: int | None = None) -> None:
-        """Check the budget and the RAM, which is what is free beside the reserve if not given."""
-        if ram_bytes is None:
-            ram_bytes = self.budget.spare_ram_bytes()
+    def _check_room(self, size_bytes: int, ram_bytes: int) -> None:
         left_bytes = min(self.budget.left_bytes, ram_bytes)
         if size_bytes > left_bytes:
             raise self._no_room(size_bytes, left_bytes)
