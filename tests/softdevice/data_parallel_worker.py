@@ -1,6 +1,7 @@
 """One rank of test_soft_data_parallel.py: python data_parallel_worker.py KIND RANK RENDEZVOUS.
 
-Prints the losses of plain training and of offloaded training, and the bytes offloaded, as JSON.
+Prints as JSON the losses of plain training and of offloaded training, and, of the last step, the
+bytes offloaded, those on disk, and the host memory that is taken.
 """
 
 import json
@@ -18,6 +19,8 @@ import softdevice
 from softdevice import process_group
 
 WORLD, WIDTH, ROWS, STEPS = 2, 64, 32, 3
+BUDGET_BYTES = 2**19  # of host memory, for all ranks
+TIERED = {"store": "tiered", "host_budget": f"{BUDGET_BYTES}/node"}
 EVERYTHING = ebbtide.ActivationPolicy(min_bytes=1, rebuild=False)
 
 
@@ -25,7 +28,7 @@ def _wrapped(kind: str, device: torch.device) -> nn.Module:
     torch.manual_seed(0)
     layers = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(4))
     model = nn.Sequential(*layers).to(device)
-    if kind == "ddp":
+    if kind.startswith("ddp"):
         return DistributedDataParallel(model)
     mesh = init_device_mesh(device.type, (WORLD,))
     policy = CPUOffloadPolicy() if kind == "fsdp2-cpu" else OffloadPolicy()
@@ -34,15 +37,16 @@ def _wrapped(kind: str, device: torch.device) -> nn.Module:
     return fully_shard(model, mesh=mesh, offload_policy=policy)
 
 
-def _train(kind: str, rank: int, offload: bool) -> tuple[list[str], int]:
+def _train(kind: str, rank: int, offload: bool) -> tuple[list[str], list[int]]:
     device = torch.device("softdevice", 0)
     model = _wrapped(kind, device)
     home = "cpu" if kind == "fsdp2-cpu" else device.type
     assert all(parameter.device.type == home for parameter in model.parameters())
-    handle = ebbtide.offload(model, activations=EVERYTHING) if offload else None
+    how = TIERED if kind == "ddp-tiered" else {}
+    handle = ebbtide.offload(model, activations=EVERYTHING, **how) if offload else None
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
     torch.manual_seed(rank)
-    x = torch.randn(ROWS, WIDTH).to(device)
+    x = torch.randn(ROWS * (16 if kind == "ddp-tiered" else 1), WIDTH).to(device)
     losses = []
     for _ in range(STEPS):
         loss = model(x).square().mean()
@@ -50,7 +54,10 @@ def _train(kind: str, rank: int, offload: bool) -> tuple[list[str], int]:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item().hex())
-    return losses, 0 if handle is None else handle.stats.offloaded_bytes
+    if handle is None:
+        return losses, []
+    stats = handle.stats
+    return losses, [stats.offloaded_bytes, stats.peak_disk_bytes, stats.host_capacity_bytes]
 
 
 def main() -> None:
@@ -61,8 +68,10 @@ def main() -> None:
         process_group.NAME, rank=rank, world_size=WORLD, init_method=f"file://{rendezvous}"
     )
     plain, _ = _train(kind, rank, offload=False)
-    offloaded, offloaded_bytes = _train(kind, rank, offload=True)
-    print(json.dumps({"plain": plain, "offloaded": offloaded, "bytes": offloaded_bytes}))
+    offloaded, sizes = _train(kind, rank, offload=True)
+    names = ("bytes", "disk_bytes", "host_bytes")
+    answer = {"plain": plain, "offloaded": offloaded} | dict(zip(names, sizes, strict=True))
+    print(json.dumps(answer))
     dist.destroy_process_group()
 
 

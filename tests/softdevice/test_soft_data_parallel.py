@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from data_parallel_worker import ROWS, STEPS, WIDTH, WORLD
+from data_parallel_worker import BUDGET_BYTES, ROWS, STEPS, WIDTH, WORLD
 
 HERE = Path(__file__).parent
 LIMIT_S = 200
@@ -41,7 +41,7 @@ def run_ranks(*commands: list[str]) -> list[str]:
 
 @pytest.mark.parametrize("order", ["threads", "compute-first"])
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "fsdp2-cpu"])
+@pytest.mark.parametrize("kind", ["ddp", "ddp-tiered", "fsdp2", "fsdp2-cpu"])
 def test_offloaded_training_is_the_plain_one(kind: str, order: str, tmp_path: Path) -> None:
     script, rendezvous = str(HERE / "data_parallel_worker.py"), str(tmp_path / "rendezvous")
     ranks = ([script, kind, str(rank), rendezvous, order] for rank in range(WORLD))
@@ -51,5 +51,11 @@ def test_offloaded_training_is_the_plain_one(kind: str, order: str, tmp_path: Pa
         assert answer["offloaded"] == answer["plain"]
         # Of four layers, each saves its input and, for its GELU, the linear map's result.
         assert answer["bytes"] >= 4 * ROWS * WIDTH * 4
+    if kind == "ddp-tiered":
+        # 16 times as many rows are 512 KiB or more on each rank, which may take 256 KiB.
+        assert all(answer["disk_bytes"] > 0 for answer in answers)
+        host_bytes = [answer["host_bytes"] for answer in answers]
+        assert min(host_bytes) > 0
+        assert sum(host_bytes) <= BUDGET_BYTES
     # Each rank has rows of its own, and the weights of both.
     assert answers[0]["plain"] != answers[1]["plain"]
