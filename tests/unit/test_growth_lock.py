@@ -82,7 +82,7 @@ def is_free() -> bool:
 
 
 def test_another_process_waits(lock: GrowthLock) -> None:
-    with child(holds(lock, 0.3)):
+    with child(holds(lock, 0.5)):
         assert not is_free()
         assert 0.1 < seconds_until_held(lock) < SOON_S
     assert is_free()
@@ -122,7 +122,7 @@ def test_who_waits_comes_before_who_had_it(lock: GrowthLock) -> None:
             time.sleep(0.07)  # until the child has it again
             waits_s.append(seconds_until_held(lock))
         # The child's present turn, and none after it. By chance it was 0.2 to 25 s each time.
-        assert max(waits_s) < 0.4
+        assert max(waits_s) < 1
 
 
 def test_an_error_releases(lock: GrowthLock) -> None:
@@ -146,24 +146,26 @@ def test_a_killed_process_holds_nothing(lock: GrowthLock) -> None:
 def test_a_stopped_process_is_not_waited_for_twice(
     lock: GrowthLock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(growth_lock, "_PATIENCE_S", 0.3)
+    monkeypatch.setattr(growth_lock, "_PATIENCE_S", 1.5)
     with child(holds(lock, 0.5)) as pid:
         os.kill(pid, signal.SIGSTOP)
         with pytest.warns(RuntimeWarning, match=r"\[ebbtide: growth-lock\]") as caught:
-            assert 0.3 <= seconds_until_held(lock) < SOON_S
+            assert 1.5 <= seconds_until_held(lock) < SOON_S
         assert len(caught) == 1
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            for _ in range(5):
-                assert seconds_until_held(lock) < 0.2
+            for _ in range(3):
+                assert seconds_until_held(lock) < 1
         # When it goes on, the lock is obeyed again.
         os.kill(pid, signal.SIGCONT)
         while not is_free():
             time.sleep(0.01)
         with lock.hold():
             assert not is_free()
-        with child(holds(lock, 0.5)):
-            assert seconds_until_held(lock) > 0.3
+        monkeypatch.setattr(growth_lock, "_PATIENCE_S", SOON_S)
+        with child(holds(lock, 1)), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert 0.3 < seconds_until_held(lock) < SOON_S
 
 
 def test_a_child_forked_meanwhile_does_not_keep_it(lock: GrowthLock, tmp_path: Path) -> None:
