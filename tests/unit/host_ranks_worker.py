@@ -38,7 +38,7 @@ MIB, PAGE = 2**20, mmap.PAGESIZE
 RAM_BYTES = 64 * MIB
 BUDGET_BYTES = 8 * MIB
 WIDTH, ROWS, BLOCKS, STEPS = 64, 4096, 4, 3
-PIN_S = 0.03  # what page-locking takes
+PIN_S = 0.02  # what page-locking takes
 EVERYTHING = ActivationPolicy(min_bytes=1024, rebuild=False)
 
 

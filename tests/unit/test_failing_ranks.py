@@ -46,10 +46,10 @@ def start(directory: Path, *arguments: str, launch: list[str]) -> subprocess.Pop
 
 
 def left_behind(directory: Path, shared: set[Path]) -> list[Path]:
-    """Files that are no directories of torch's own."""
+    """Files that are neither torch's own nor semaphores of tests that run at the same time."""
     files = [*(directory / "files").iterdir(), *(directory / "tmp").iterdir()]
     files += [path for path in Path("/dev/shm").iterdir() if path not in shared]
-    return [path for path in files if not path.name.startswith("torch")]
+    return [path for path in files if not path.name.startswith(("torch", "sem."))]
 
 
 def processes_of(group: int) -> list[str]:
