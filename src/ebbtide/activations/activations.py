@@ -129,7 +129,7 @@ class Activations:
         with self._gate:
             self._offloads.retire_finished()
             record = self._make(address, version, number, size_bytes, KEEP)
-            self._account.take_kept(size_bytes, record.layer, address)
+            self._account.take_kept(size_bytes, record.layer, record)
             self._register(record)
             return record
 
@@ -487,7 +487,7 @@ class Activations:
             self.transfers.store.drop(slot)
             self._account.stored_bytes[slot.tier] -= record.size_bytes
         if record.decision is KEEP:
-            self._account.give_kept(record.size_bytes, record.layer, record.address)
+            self._account.give_kept(record.size_bytes, record.layer, record)
             self.transfers.store.note_freed(record.size_bytes)
         elif record.decision is REBUILD:
             record.call = None  # its inputs are wanted no more, either

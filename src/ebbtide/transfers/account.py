@@ -127,15 +127,15 @@ class Account:
     def note_offload(self, record: Record) -> None:
         """Count a copy down that was queued."""
         assert record.offloaded is not None
+        meter, size_bytes = self.meter, record.size_bytes
         if record.kind is GRADIENT:
-            self.meter.gradient_bytes += record.size_bytes
+            meter.gradient_bytes += size_bytes
         else:
             assert record.slot is not None
             tier = record.slot.tier
-            stored_bytes = self.stored_bytes[tier] = self.stored_bytes[tier] + record.size_bytes
-            meter = self.meter
+            stored_bytes = self.stored_bytes[tier] = self.stored_bytes[tier] + size_bytes
             meter.num_offloaded += 1
-            meter.offloaded_bytes += record.size_bytes
+            meter.offloaded_bytes += size_bytes
             if tier == "disk":
                 meter.peak_disk_bytes = max(meter.peak_disk_bytes, stored_bytes)
             elif stored_bytes > meter.peak_host_bytes:
@@ -164,7 +164,7 @@ class Account:
             record.copies += (("reload", record.ready),)
 
     def take(
-        self, size_bytes: int, owner: Owner, layer: Layer | None, address: int | None = None
+        self, size_bytes: int, owner: Owner, layer: Layer | None, source: Record | None = None
     ) -> None:
         """Count bytes of saved tensors that come to the device.
 
@@ -172,36 +172,38 @@ class Account:
             size_bytes: how many.
             owner: what they are.
             layer: the layer that they belong to; None outside layers.
-            address: address of the saved storage, if the bytes are that storage and no copy of it.
+            source: the record whose saved storage the bytes are; None for a copy of it.
         """
-        self.device_bytes += size_bytes
-        if self.device_bytes > self.meter.peak_device_bytes:
-            self.meter.peak_device_bytes = self.device_bytes
+        device_bytes = self.device_bytes = self.device_bytes + size_bytes
+        if device_bytes > self.meter.peak_device_bytes:
+            self.meter.peak_device_bytes = device_bytes
         if self.memory is not None:
+            address = None if source is None else source.source_address
             self.memory.change(owner, layer, size_bytes, address)
 
     def give(
-        self, size_bytes: int, owner: Owner, layer: Layer | None, address: int | None = None
+        self, size_bytes: int, owner: Owner, layer: Layer | None, source: Record | None = None
     ) -> None:
         """Count bytes of saved tensors that leave the device, as `take` counted them."""
         self.device_bytes -= size_bytes
         if self.memory is not None:
+            address = None if source is None else source.source_address
             self.memory.change(owner, layer, -size_bytes, address)
 
     def take_kept(
-        self, size_bytes: int, layer: Layer | None = None, address: int | None = None
+        self, size_bytes: int, layer: Layer | None = None, source: Record | None = None
     ) -> None:
         """Count bytes of saved tensors that stay on the device."""
         self.kept_bytes += size_bytes
         self.meter.kept_bytes += size_bytes
-        self.take(size_bytes, Owner.KEPT, layer, address)
+        self.take(size_bytes, Owner.KEPT, layer, source)
 
     def give_kept(
-        self, size_bytes: int, layer: Layer | None = None, address: int | None = None
+        self, size_bytes: int, layer: Layer | None = None, source: Record | None = None
     ) -> None:
         """Count bytes of kept tensors that no graph holds any more."""
         self.kept_bytes -= size_bytes
-        self.give(size_bytes, Owner.KEPT, layer, address)
+        self.give(size_bytes, Owner.KEPT, layer, source)
 
     def take_weights(self, size_bytes: int, layer: Layer | None = None) -> None:
         """Count bytes of weights that come to the device; a negative number of them leave it."""

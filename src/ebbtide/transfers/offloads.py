@@ -21,6 +21,8 @@ from ebbtide.transfers.record import (
     State,
 )
 
+_LEAVING = Owner.LEAVING  # looked up faster than a member of the enum
+
 
 @final
 class Offloads:
@@ -111,9 +113,7 @@ class Offloads:
         self.queue.append(record)
         self.queued_bytes += record.size_bytes
         if record.kind is ACTIVATION:
-            self._account.take(
-                record.size_bytes, Owner.LEAVING, record.layer, record.source_address
-            )
+            self._account.take(record.size_bytes, _LEAVING, record.layer, record)
 
     def stop_retaining(self, record: Record) -> None:
         """Stop retaining a source. If its copy has begun, the copy is completed first."""
@@ -171,20 +171,16 @@ class Offloads:
         record = self.queue.popleft()
         self.queued_bytes -= record.size_bytes
         if record.kind is ACTIVATION:
-            self._account.give(
-                record.size_bytes, Owner.LEAVING, record.layer, record.source_address
-            )
+            self._account.give(record.size_bytes, _LEAVING, record.layer, record)
         self._release(record)
 
     def _retain(self, record: Record) -> None:
         self.retained_bytes += record.size_bytes
-        address = record.source_address
-        self._account.take(record.size_bytes, Owner.LEAVING, record.layer, address)
+        self._account.take(record.size_bytes, _LEAVING, record.layer, record)
 
     def _give_up_retained(self, record: Record) -> None:
         self.retained_bytes -= record.size_bytes
-        address = record.source_address
-        self._account.give(record.size_bytes, Owner.LEAVING, record.layer, address)
+        self._account.give(record.size_bytes, _LEAVING, record.layer, record)
 
     def _release(self, record: Record) -> None:
         assert record.offloaded is not None
