@@ -159,9 +159,11 @@ def _device_patches(watch: Watch) -> Patches:
         return watched
 
     def note_use(original: Any) -> Any:
-        def watched(device: SimulatedDevice, memory: Tensor, home: Any, ready: Any = None) -> bool:
+        def watched(
+            device: SimulatedDevice, memory: Tensor, home: Any, current: Any, ready: Any = None
+        ) -> bool:
             watch.oracle_of(device).handed_out(memory, ours=ready is not None)
-            return original(device, memory, home, ready)
+            return original(device, memory, home, current, ready)
 
         return watched
 

@@ -20,7 +20,7 @@ from ebbtide.activations.records import (
     UnitRecords,
 )
 from ebbtide.activations.scope import Scopes
-from ebbtide.devices.device import AbstractEvent
+from ebbtide.devices.device import AbstractEvent, AbstractStream
 from ebbtide.tensors.packing import pack
 from ebbtide.transfers.prefetch import ForwardLog
 from ebbtide.transfers.record import DROPPED, REBUILT
@@ -292,9 +292,10 @@ class Activations:
                 hold.generation = record.note_read(hold.generation)
                 if record.is_read():
                     self._reloads.release(record)
+        current = self._device.compute_stream()
         if event is not None:
-            self._wait_for_reload(record, flat, event)
-        self._device.note_use(flat, home, event)
+            self._wait_for_reload(record, flat, event, current)
+        self._device.note_use(flat, home, current, event)
         return flat
 
     def _note_wanted_again(self, record: StorageRecord) -> None:
@@ -350,12 +351,16 @@ class Activations:
                 self.transfers.finish_read_step()
 
     def _wait_for_reload(
-        self, record: StorageRecord, flat: torch.Tensor, event: AbstractEvent
+        self,
+        record: StorageRecord,
+        flat: torch.Tensor,
+        event: AbstractEvent,
+        current: AbstractStream,
     ) -> None:
         try:
             # Guard compute-waits-for-reload: compute waits for the copy up. Backward kernels would
             # read a buffer that the copy has not filled.
-            self._account.wait(record, event, self._device.compute_stream(), is_reload=True)
+            self._account.wait(record, event, current, is_reload=True)
         except BaseException:  # the disk could not be read
             with self._gate:
                 # Guard failed-reload: a buffer is held while copies of a failed reload are under
@@ -389,11 +394,12 @@ class Activations:
                     record.begun = self._account.recorder.mark()
                 return None
             assert record.ready is not None
+            current = self._device.compute_stream()
             # Guard rebuilt-elsewhere: compute waits for a value that was rebuilt on another stream.
             # Kernels of this stream would read memory that those of the other stream, where another
             # reader has rebuilt it, have not written yet.
-            self._device.compute_stream().wait(record.ready)
-            self._device.note_use(record.buffer, record.home, record.ready)
+            current.wait(record.ready)
+            self._device.note_use(record.buffer, record.home, current, record.ready)
             return record.buffer
 
     def end_rebuild(self, hold: RecordHold, value: torch.Tensor) -> None:
@@ -436,7 +442,7 @@ class Activations:
                 return record.source
             assert record.slot is not None
             flat, event = self.transfers.store.reload(record.slot)
-        self._wait_for_reload(record, flat, event)
+        self._wait_for_reload(record, flat, event, self._device.compute_stream())
         return flat
 
     # ---- ends ---------------------------------------------------------------------------------

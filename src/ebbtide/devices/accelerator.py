@@ -115,13 +115,13 @@ class AcceleratorDevice(AbstractDevice):
         self,
         memory: torch.Tensor,
         home: AbstractStream,
+        current: AbstractStream,
         ready: AbstractEvent | None = None,  # noqa: ARG002
     ) -> bool:
-        assert isinstance(home, _AcceleratorStream)
-        current = torch.accelerator.current_stream(self.torch_device)
-        if current == home.stream:
+        assert isinstance(home, _AcceleratorStream) and isinstance(current, _AcceleratorStream)
+        if current.stream == home.stream:
             return True
-        memory.record_stream(current)
+        memory.record_stream(current.stream)
         return False
 
     def pin(self, address: int, size_bytes: int) -> Callable[[], None] | None:

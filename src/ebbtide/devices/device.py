@@ -186,6 +186,7 @@ class AbstractDevice(ABC):
         self,
         memory: torch.Tensor,  # noqa: ARG002
         home: AbstractStream,
+        current: AbstractStream,
         ready: AbstractEvent | None = None,  # noqa: ARG002
     ) -> bool:
         """Note that the current compute stream will use memory that was allocated on ``home``.
@@ -197,13 +198,14 @@ class AbstractDevice(ABC):
         Args:
             memory: the memory to be used.
             home: the stream on which it was allocated.
+            current: the current compute stream.
             ready: the event after which the memory contains its values. The current stream must
                 wait for it; the simulated device checks that.
 
         Returns:
             Whether ``home`` is the current compute stream.
         """
-        return self.compute_stream() is home
+        return current is home
 
     @abstractmethod
     def pin(self, address: int, size_bytes: int) -> Callable[[], None] | None:

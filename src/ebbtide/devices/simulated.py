@@ -421,7 +421,11 @@ class SimulatedDevice(AbstractDevice):
         return memory
 
     def note_use(
-        self, memory: torch.Tensor, home: AbstractStream, ready: AbstractEvent | None = None
+        self,
+        memory: torch.Tensor,
+        home: AbstractStream,
+        current: AbstractStream,
+        ready: AbstractEvent | None = None,
     ) -> bool:
         if ready is not None and not self._compute[self.current].is_behind(ready):
             self.object_to("kernels use memory without waiting for what fills it")
@@ -429,7 +433,7 @@ class SimulatedDevice(AbstractDevice):
         allocation = self._allocation_of(memory)
         if allocation is not None:
             allocation.uses[self._compute[self.current]] = self.clock
-        return super().note_use(memory, home)
+        return super().note_use(memory, home, current)
 
     def object_to(self, message: str) -> None:
         """Called when something is queued in no order with what it must come after.

@@ -139,7 +139,8 @@ class ResidentGroups:
         # layer would compute with a buffer that the copy has not filled.
         self._transfers.wait_for_reload(group, group.ready, current)
         group.awaited = True
-        group.used_elsewhere |= not self._device.note_use(group.buffer, group.home, group.ready)
+        at_home = self._device.note_use(group.buffer, group.home, current, group.ready)
+        group.used_elsewhere |= not at_home
 
     def release(self, group: WeightGroup) -> None:
         """Release a group's buffer."""
