@@ -289,9 +289,7 @@ class Activations:
                 self._reloads.prefetch(log)
             if record.buffer is flat:  # a prefetch may have let go of it
                 record.awaited = True
-                hold.generation = record.note_read(hold.generation)
-                if record.is_read():
-                    self._reloads.release(record)
+                hold.generation = self._reloads.note_read(record, hold.generation)
         current = self._device.compute_stream()
         if event is not None:
             self._wait_for_reload(record, flat, event, current)
@@ -419,9 +417,7 @@ class Activations:
                 record.awaited = True  # compute itself writes it
                 self._reloads.hold(record)
                 self._trace_rebuild(record)
-            hold.generation = record.note_read(hold.generation)
-            if record.is_read():
-                self._reloads.release(record)
+            hold.generation = self._reloads.note_read(record, hold.generation)
             self._reloads.make_room(0)
 
     def _trace_rebuild(self, record: StorageRecord) -> None:

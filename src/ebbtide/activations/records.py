@@ -187,7 +187,8 @@ class StorageRecord(Record):
         return flat if self.packing is None else unpack(flat, self.packing, self.unpacked_bytes)
 
     def note_stored(self) -> None:
-        self.forward.note_stored(self.ordinal)
+        if self.forward.in_backward:
+            self.forward.note_stored(self.ordinal)
 
     def precedes(self, other: Record) -> bool:
         log = self.forward

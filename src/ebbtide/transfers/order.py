@@ -56,26 +56,22 @@ class AccessLog:
         self.uses: list[int] = []
         self.last = -1
 
-    def note(self, item: int) -> bool:
-        """Record a use. Returns False for a repeat of the last use, which is not recorded.
+    def use(self, item: int, *, from_start: bool = False) -> None:
+        """Record a use, and move `place` past the next expected use of the item.
 
-        Uses beyond a large number are not recorded either: a graph that is retained can have any
-        number of backwards.
-        """
-        if item == self.last:
-            return False
-        self.last = item
-        if len(self.uses) < MOST_USES:
-            self.uses.append(item)
-        return True
-
-    def follow(self, item: int, *, from_start: bool = False) -> None:
-        """Move `place` past the next expected use of an item; stay if no use is expected.
+        A repeat of the last use is not recorded. Uses beyond a large number are not recorded
+        either: a graph that is retained can have any number of backwards. If no use of the item is
+        expected, `place` stays where it is.
 
         Args:
             item: the item that is used now.
             from_start: whether to search from the start of the order again if no use lies ahead.
         """
+        if item == self.last:
+            return
+        self.last = item
+        if len(self.uses) < MOST_USES:
+            self.uses.append(item)
         if self.expected is None:
             return
         items = self.expected.items

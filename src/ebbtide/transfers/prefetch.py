@@ -30,6 +30,7 @@ class ForwardLog:
             while a schedule starts the reloads.
         records: the records by ordinal; None in place of a dropped record.
         live: number of records that are not dropped.
+        in_backward: whether backward has begun, so that the expected order is set.
         task: id of autograd's graph task that last read one of the forward's saved tensors.
     """
 
@@ -38,6 +39,7 @@ class ForwardLog:
         self.prefetches = True
         self.records: list[Record | None] = []
         self.live = 0
+        self.in_backward = False
         self.task = -1
         self._learned = learned
         self._log = AccessLog()
@@ -71,18 +73,21 @@ class ForwardLog:
                 order = AccessOrder(self._saves[::-1], count)
             self._log.expected = order
             self._saves = []
+        self.in_backward = True
 
     def note_unpack(self, ordinal: int) -> None:
         """Note that backward reads a record, and move on in the expected order."""
-        if self._log.note(ordinal):
-            if self._log.expected is None:
-                self.note_backward()
-            self._log.follow(ordinal)  # after an unexpected use, the place stays where it is
+        if not self.in_backward:
+            self.note_backward()
+        self._log.use(ordinal)  # after an unexpected use, the place stays where it is
 
     def note_stored(self, ordinal: int) -> None:
         """Note that a record's bytes are only in the store, so it may have to be reloaded."""
-        if self._log.expected is not None:
-            self._reloaded = min(self._reloaded, self.next_use(ordinal))
+        order = self._log.expected
+        if order is not None:
+            place = order.next_use(ordinal, self._log.place)
+            if place < self._reloaded:
+                self._reloaded = place
 
     def next_use(self, ordinal: int) -> int:
         """Return the place of a record's next expected use; the order's length if there is none.

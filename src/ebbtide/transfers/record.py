@@ -227,19 +227,6 @@ class Record:
     def note_stored(self) -> None:
         """Called when the bytes are only in the store, so that they may have to be reloaded."""
 
-    def note_read(self, generation: int) -> int:
-        """Note that a handle reads the buffer.
-
-        Args:
-            generation: generation of the buffer that the handle read last; 0 for none.
-
-        Returns:
-            The generation of the buffer that it reads now.
-        """
-        if generation != self.generation:
-            self.unread -= 1
-        return self.generation
-
     def is_read(self) -> bool:
         """Whether every handle has read the buffer, and no schedule keeps it."""
         return not self.unread and self.buffer is not None and not self.buffer_stays

@@ -14,6 +14,7 @@ from ebbtide.transfers.layer import in_range, is_profiling
 from ebbtide.transfers.prefetch import ForwardLog
 from ebbtide.transfers.record import REBUILDABLE, REBUILT, RELOADED, STORED, Record, State
 
+_RELOADED = Owner.RELOADED  # looked up faster than a member of the enum
 _READ_AHEAD = 4  # times the bound on bytes in flight: what the store is told to expect
 
 
@@ -101,15 +102,34 @@ class Reloads:
         """Hold the new buffer of an activation."""
         self.buffered[record] = None
         self.buffered_bytes += record.size_bytes
-        self._account.take(record.size_bytes, _owner_of_buffer(record), record.layer)
+        owner = Owner.REBUILT if record.state is REBUILT else _RELOADED
+        self._account.take(record.size_bytes, owner, record.layer)
 
     def release(self, record: Record) -> None:
         """Free the buffer of an activation whose bytes can be reloaded or rebuilt again."""
+        owner, state = _RELOADED, STORED
+        if record.state is REBUILT:
+            owner, state = Owner.REBUILT, REBUILDABLE
         del self.buffered[record]
         self.buffered_bytes -= record.size_bytes
-        self._account.give(record.size_bytes, _owner_of_buffer(record), record.layer)
-        rebuilt = record.state is REBUILT
-        self.free(record, REBUILDABLE if rebuilt else STORED)
+        self._account.give(record.size_bytes, owner, record.layer)
+        self.free(record, state)
+
+    def note_read(self, record: Record, generation: int) -> int:
+        """Note that a handle reads an activation's buffer. It is freed if all handles have read it.
+
+        Args:
+            record: the activation.
+            generation: generation of the buffer that the handle read last; 0 for none.
+
+        Returns:
+            The generation of the buffer that it reads now.
+        """
+        if generation != record.generation:
+            record.unread -= 1
+        if not record.unread and not record.buffer_stays:
+            self.release(record)
+        return record.generation
 
     def make_room(self, size_bytes: int) -> None:
         """Free buffers that can be reloaded or rebuilt again, oldest first.
@@ -133,7 +153,8 @@ class Reloads:
         """
         while (record := log.next_reload()) is not None:
             if record.state is STORED:
-                if not self._has_room(record):
+                fits = self.buffered_bytes + record.size_bytes <= self.bound_bytes
+                if not fits and not self._make_room_before(record):
                     break
                 self.begin(record)
             log.pass_reload()
@@ -155,19 +176,15 @@ class Reloads:
                 self._store.read_ahead(record.slot)
             log.pass_announcement()
 
-    def _has_room(self, wanted: Record) -> bool:
-        """Whether a prefetched buffer stays within the bound, or would be the only one.
+    def _make_room_before(self, wanted: Record) -> bool:
+        """Free buffers that were read and that backward does not need before this record.
 
-        Buffers that were read, and that backward does not need before this one, are freed for it.
+        Returns:
+            Whether the record's buffer now stays within the bound, or would be the only one.
         """
-        if self.buffered_bytes + wanted.size_bytes > self.bound_bytes:
-            for record in list(self.buffered):
-                if record.can_go() and not record.precedes(wanted):
-                    self.release(record)
-                    if self.buffered_bytes + wanted.size_bytes <= self.bound_bytes:
-                        break
-        return self.buffered_bytes + wanted.size_bytes <= self.bound_bytes or not self.buffered
-
-
-def _owner_of_buffer(record: Record) -> Owner:
-    return Owner.REBUILT if record.state is REBUILT else Owner.RELOADED
+        for record in list(self.buffered):
+            if record.can_go() and not record.precedes(wanted):
+                self.release(record)
+                if self.buffered_bytes + wanted.size_bytes <= self.bound_bytes:
+                    return True
+        return not self.buffered

@@ -119,8 +119,7 @@ class ResidentGroups:
         Shape:
             (size_bytes,), uint8.
         """
-        if self._log.note(group.number):
-            self._log.follow(group.number, from_start=True)
+        self._log.use(group.number, from_start=True)
         if group.buffer is None:
             self._load(group, keep=None)
         self._there[group] = self._there.pop(group)  # the most recently used
