@@ -164,6 +164,7 @@ class Activations:
         *,
         form: Hashable = None,
         packing: torch.dtype | None = None,
+        view_size: tuple[int, ...] | None = None,
     ) -> StorageRecord:
         """Offload a storage, or a view gathered from it, now or when a schedule says so.
 
@@ -174,6 +175,7 @@ class Activations:
             source: the bytes to copy, (size_bytes,) uint8.
             form: which bytes of the storage `source` has; None means all of them.
             packing: type that the bytes are packed to before the copy; None if they are not.
+            view_size: the shape of a gathered view; None for a whole storage.
 
         Returns:
             The storage's record, with one handle.
@@ -192,7 +194,7 @@ class Activations:
                 size_bytes = source.numel()
             address, layer, log = storage._cdata, scope.layer, scope.forward
             record = StorageRecord(address, version, layer, number, size_bytes, OFFLOAD, log)
-            record.form = form
+            record.form, record.view_size = form, view_size
             record.source, record.home = source, self._device.compute_stream()
             if size_bytes != unpacked_bytes:
                 record.packing, record.unpacked_bytes = packing, unpacked_bytes

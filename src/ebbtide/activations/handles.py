@@ -183,10 +183,11 @@ class AbstractAway(AbstractSaved):
 
     Args:
         tensor: the tensor that was saved.
+        version: the tensor's version when it was saved.
         empty: empty tensors on the tensor's device.
 
     Attributes:
-        version: the tensor's version when it was saved.
+        version: as given.
     """
 
     __slots__ = (
@@ -201,14 +202,14 @@ class AbstractAway(AbstractSaved):
         "version",
     )
 
-    def __init__(self, tensor: Tensor, empty: EmptyTensors) -> None:
+    def __init__(self, tensor: Tensor, version: int, empty: EmptyTensors) -> None:
         dtype = self._dtype = tensor.dtype
         self._size = tensor.shape
         self._stride = tensor.stride()
         self._offset = tensor.storage_offset()
         self._conj = tensor.is_conj()
         self._neg = tensor.is_neg()
-        self.version = tensor._version
+        self.version = version
         # Shares the version counter and, emptied, not the memory: modifications made after the
         # bytes have left are seen as native autograd sees them.
         probe = self._probe = tensor.detach()
@@ -238,7 +239,7 @@ class AbstractAway(AbstractSaved):
         raise_modified(self._probe, self.version, self._size)
 
     def _tensor_in(self, storage: torch.UntypedStorage) -> Tensor:
-        tensor = self._probe.new_empty(0)
+        tensor = self._probe.data  # an empty tensor with a version of its own
         tensor.set_(storage, self._offset, self._size, self._stride)
         if self._conj:
             tensor = tensor.conj()

@@ -133,7 +133,8 @@ class StorageRecord(Record):
         decision: Decision,
         forward: ForwardLog,
     ) -> None:
-        super().__init__(layer, forward.number, size_bytes, decision.state)
+        # Not by `super()`, which takes longer: a step makes thousands of records.
+        Record.__init__(self, layer, forward.number, size_bytes, decision.state)
         self.address = address
         self.version = version
         self.number = number

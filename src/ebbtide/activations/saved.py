@@ -38,11 +38,12 @@ class RecordedTensor(AbstractAway):
         hold.record, hold.generation = record, 0
         deaths.awaited.add(hold)
         if record.decision is KEEP:
-            self._size, self.version = tensor.shape, tensor._version
+            self._size, self.version = tensor.shape, record.version
             # The tensor itself would refer to the graph that it lives in, and leak.
             self._probe = tensor.detach()
         else:
-            super().__init__(tensor, activations.empty)
+            # Not by `super()`, which takes longer: a step makes thousands of handles.
+            AbstractAway.__init__(self, tensor, record.version, activations.empty)
 
     @property
     def shape(self) -> tuple[object, ...]:

@@ -231,8 +231,8 @@ class SavedTensorHooks:
 
     def _pack_large(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> Saved:
         """Share the record of a storage, or place the storage and make one."""
-        activations = self._activations
-        first = activations.find(storage._cdata, tensor._version)
+        activations, version = self._activations, tensor._version
+        first = activations.find(storage._cdata, version)
         if first is None:
             if self._unsharded.is_sharded and self._unsharded.own(storage):
                 self._account.meter.parameter_bytes += tensor.nbytes
@@ -242,24 +242,27 @@ class SavedTensorHooks:
             scope.count += 1
             decision, call = self._placement.decide(scope, number, tensor, storage)
             if decision is OFFLOAD:
-                return self._offload(tensor, storage, number, None)
+                return self._offload(tensor, version, storage, number, None)
             if call is None:
-                return self._keep(tensor, storage, number)
-            record = activations.leave_out(storage, tensor._version, number, call)
+                return self._keep(tensor, version, storage, number)
+            record = activations.leave_out(storage, version, number, call)
             return RecordedTensor(activations, record, tensor)
         if first.decision is OFFLOAD:
-            return self._offload(tensor, storage, first.number, first)
+            return self._offload(tensor, version, storage, first.number, first)
         activations.share(first)
         return RecordedTensor(activations, first, tensor)
 
-    def _keep(self, tensor: torch.Tensor, storage: torch.UntypedStorage, number: int) -> Saved:
+    def _keep(
+        self, tensor: torch.Tensor, version: int, storage: torch.UntypedStorage, number: int
+    ) -> Saved:
         activations, address = self._activations, storage._cdata
-        record = activations.keep(address, tensor._version, number, storage.nbytes())
+        record = activations.keep(address, version, number, storage.nbytes())
         return RecordedTensor(activations, record, tensor)
 
     def _offload(
         self,
         tensor: torch.Tensor,
+        version: int,
         storage: torch.UntypedStorage,
         number: int,
         first: StorageRecord | None,
@@ -268,7 +271,8 @@ class SavedTensorHooks:
 
         Args:
             tensor: the tensor that is saved.
-            storage: storage of the tensor.
+            version: its version.
+            storage: its storage.
             number: number of the storage in its layer's call.
             first: a record of the storage, if there is one.
         """
@@ -290,12 +294,11 @@ class SavedTensorHooks:
                 activations.share(record)
                 return RecordedTensor(activations, record, tensor)
             if activations.scopes.current.must_stay:
-                return self._keep(tensor, storage, number)
+                return self._keep(tensor, version, storage, number)
         source = _bytes_of(storage, self._no_bytes) if view is None else _gather(tensor, view)
         record = activations.offload(
-            storage, tensor._version, number, source, form=form, packing=packing
+            storage, version, number, source, form=form, packing=packing, view_size=view
         )
-        record.view_size = view
         return RecordedTensor(activations, record, tensor)
 
     def _pack_unusual(self, tensor: torch.Tensor) -> Saved:

@@ -73,7 +73,6 @@ class PinnedStore(AbstractStore):
         self._device = device
         self.budget = HostBudget(budget_bytes, budget_origin)
         self._slabs = Slabs(device, self.budget, slab_bytes)
-        self._num_slots = 0  # given out, and not dropped again
         self._reads: list[AbstractEvent] = []  # copies up from dropped slots, not seen complete
         self._requested_bytes = 0
         self.peak_requested_bytes = 0
@@ -118,7 +117,6 @@ class PinnedStore(AbstractStore):
         # memory before. A dropped slot is reused at once: the next offload would overwrite bytes
         # that are on their way up.
         offloaded = self._device.copy_down(memory, source, ready, *self._reads)
-        self._num_slots += 1
         self._requested_bytes += size_bytes
         if self._requested_bytes > self.peak_requested_bytes:
             self.peak_requested_bytes = self._requested_bytes
@@ -159,7 +157,6 @@ class PinnedStore(AbstractStore):
         if slot.reloaded is not None:
             self._reads.append(slot.reloaded)
         self._slabs.free(slot.slab, slot.extent)
-        self._num_slots -= 1
         self._requested_bytes -= slot.size_bytes
 
     def allocate_resting(self, size_bytes: int, *, reserved: bool = False) -> RestingSlot:
@@ -241,7 +238,7 @@ class PinnedStore(AbstractStore):
 
     def _settle(self) -> None:
         """Trim the slabs if a step is over in which they have grown."""
-        if self._slabs.grown and not self._num_slots:
+        if self._slabs.grown and not self._slabs.used_bytes:
             self._slabs.grown = False
             sizes = self._slabs.trimmed()
             if any(slab.capacity_bytes != size_bytes for slab, size_bytes in sizes):

@@ -117,9 +117,9 @@ class Slabs:
         for slab in self._slabs:
             extent = slab.extents.allocate(size_bytes)
             if extent is not None:
-                self._used_bytes += extent.size_bytes
-                if self._used_bytes > self._peak_used_bytes:
-                    self._peak_used_bytes = self._used_bytes
+                used_bytes = self._used_bytes = self._used_bytes + extent[1]
+                if used_bytes > self._peak_used_bytes:
+                    self._peak_used_bytes = used_bytes
                 return slab, extent
         return None
 

@@ -65,7 +65,7 @@ class WeightTensor(AbstractAway):
         self._changes = member.changes
         self._parameter_version = member.parameter._version
         self._replacements = member.replacements
-        super().__init__(tensor, weights.empty)
+        super().__init__(tensor, tensor._version, weights.empty)
         weights.add_handle(self, group)
 
     def share(self) -> WeightTensor:
