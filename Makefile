@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo test versions clients clients-page dry-gpu soft-quick soft soft-soak soft-mutants
+.PHONY: demo test versions clients clients-page clients-science dry-gpu soft-quick soft soft-soak soft-mutants
 .PHONY: check dist site pictures races soak bench gpu clean
 
 # What make installs, and how long that takes, is said before pip begins, which is quiet.
@@ -37,6 +37,14 @@ clients: $(CLIENTS)/.ready  ## train with real frameworks, with and without offl
 
 clients-page: $(CLIENTS)/.ready  ## the same, and write docs/guides/clients.md
 	PYTHONPATH=. $(CLIENTS)/bin/python tests/clients/write_page.py
+	PYTHONPATH=. $(CLIENTS)/bin/python tests/clients/science_page.py scripts
+
+SCIENCE := .venv-science
+SCIENCE_PIP := $(SCIENCE)/bin/python $(wordlist 2,$(words $(PIP)),$(PIP))
+
+clients-science: $(SCIENCE)/.ready  ## the same with Aurora, PhysicsNeMo and anemoi
+	EBBTIDE_CLIENTS=science $(SCIENCE)/bin/python -m pytest tests/clients/test_science.py tests/clients/test_ways_weather.py
+	PYTHONPATH=. $(SCIENCE)/bin/python tests/clients/science_page.py
 
 dry-gpu: $(VENV)/.dev  ## the GPU suite's tests on a CPU, as far as that means something
 	EBBTIDE_GPU_TESTS_ON=cpu $(BIN)/python -m pytest tests/gpu
@@ -126,7 +134,7 @@ gpu:  ## test and measure on an accelerator, against every peer that is installe
 	PYTHONPATH=src $(GPU_PYTHON) -m benchmarks.gpu $(GPU_FLAGS)
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist runs
+	rm -rf $(VENV) $(CLIENTS) $(SCIENCE) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist runs
 
 # torch comes first and alone: packages that depend on it must find the pinned one.
 $(VENV)/.torch: constraints.txt
@@ -164,4 +172,14 @@ $(CLIENTS)/.ready: constraints.txt pyproject.toml tests/clients/requirements.txt
 	$(CLIENTS_PIP) setuptools torch numpy
 	$(CLIENTS_PIP) --requirement tests/clients/requirements.txt
 	$(CLIENTS_PIP) --no-build-isolation --editable .
+	touch $@
+
+# torch-scatter is compiled against the torch that is there.
+$(SCIENCE)/.ready: constraints.txt pyproject.toml tests/clients/requirements-science.txt
+	$(PYTHON) -m venv $(SCIENCE)
+	$(SCIENCE_PIP) setuptools torch numpy
+	$(SCIENCE_PIP) --requirement tests/clients/requirements-science.txt
+	$(SCIENCE_PIP) --no-deps --requirement tests/clients/requirements-anemoi.txt
+	$(SCIENCE_PIP) --no-deps --no-build-isolation torch-scatter
+	$(SCIENCE_PIP) --no-build-isolation --editable .
 	touch $@

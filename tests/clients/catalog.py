@@ -30,6 +30,8 @@ class Client:
         ranks: number of its processes.
         quick: whether `make test` runs it, for which it must need only what `.venv` has.
         known: why it fails, if it does.
+        needs: the packages that it imports, if `make clients` does not install them.
+        own_checkpoints: its framework's setting by which layers are recomputed, if it has one.
     """
 
     title: str
@@ -38,6 +40,8 @@ class Client:
     ranks: int = 1
     quick: bool = False
     known: KnownFailure | None = None
+    needs: tuple[str, ...] = ()
+    own_checkpoints: str | None = None
 
 
 CLIENTS = [
@@ -131,5 +135,38 @@ CLIENTS = [
         "A PINO, Helmholtz' equation",
         "pino.py",
         "The residual is computed outside the model, and what it saves stays.",
+    ),
+]
+
+# Their packages ask for versions of their own, so `make clients-science` has an environment for
+# them. docs/guides/scientific.md has a section for each.
+SCIENCE = [
+    Client(
+        "Aurora",
+        "science/aurora_forecast.py",
+        "",
+        needs=("aurora",),
+        own_checkpoints="model.configure_activation_checkpointing()",
+    ),
+    Client(
+        "PhysicsNeMo, MeshGraphNet",
+        "science/physicsnemo_meshgraphnet.py",
+        "",
+        needs=("physicsnemo", "torch_scatter"),
+        own_checkpoints="MeshGraphNet(num_processor_checkpoint_segments=3)",
+    ),
+    Client("PhysicsNeMo, FNO", "science/physicsnemo_fno.py", "", needs=("physicsnemo",)),
+    Client(
+        "anemoi, graph transformer",
+        "science/anemoi_processor.py",
+        "",
+        needs=("anemoi.models",),
+        own_checkpoints="gradient_checkpointing=True",
+    ),
+    Client(
+        "Makani's structure (a stand-in)",
+        "science/makani_stand_in.py",
+        "",
+        own_checkpoints="checkpointing_level: 3",
     ),
 ]

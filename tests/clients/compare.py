@@ -70,8 +70,17 @@ class ClientError(Exception):
     """A client's process failed. The message ends with the last line that it wrote."""
 
 
-def run(program: str, mode: str, ranks: int, directory: Path) -> list[Outcome]:
+def run(
+    program: str, mode: str, ranks: int, directory: Path, *, own_checkpoints: bool = False
+) -> list[Outcome]:
     """Run a program; returns one outcome for each of its processes.
+
+    Args:
+        program: its file in ``programs``.
+        mode: ``"plain"`` or ``"offloaded"``.
+        ranks: number of its processes.
+        directory: where it runs and writes.
+        own_checkpoints: whether its framework recomputes layers itself.
 
     Raises:
         ClientError: the program failed.
@@ -82,6 +91,8 @@ def run(program: str, mode: str, ranks: int, directory: Path) -> list[Outcome]:
         # The launcher looks for a free port itself.
         launch += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
     command = [*launch, str(HERE / "run_program.py"), str(PROGRAMS / program), mode, str(directory)]
+    if own_checkpoints:
+        command.append("--own-checkpoints")
     returncode, stderr = _finish(command, directory)
     if returncode != 0:
         raise ClientError(f"{program} fails {mode}: {_error_in(stderr)}\n\n{stderr}")

@@ -1,4 +1,7 @@
-"""The tests of a framework's ways of use need its package, so only `make clients` collects them."""
+"""The tests of a framework's ways of use need its package, so only `make clients` collects them.
+
+`make clients-science` does so in an environment that has the packages of weather and physics.
+"""
 
 import os
 
@@ -6,11 +9,22 @@ import torch
 
 from run_program import declare_torchvision_operators
 
-RUN_ALL = os.environ.get("EBBTIDE_CLIENTS") == "all"
+CHOSEN = os.environ.get("EBBTIDE_CLIENTS")
 
-collect_ignore = [] if RUN_ALL else ["test_ways_language.py", "test_ways_science.py"]
+collect_ignore = {
+    "all": [],
+    "science": ["test_ways_language.py", "test_ways_science.py"],
+}.get(
+    str(CHOSEN),
+    [
+        "test_published_scripts.py",
+        "test_ways_language.py",
+        "test_ways_science.py",
+        "test_ways_weather.py",
+    ],
+)
 
-if RUN_ALL:
+if CHOSEN in ("all", "science"):
     os.environ["HF_HUB_OFFLINE"] = "1"
     if torch.version.cuda is None:
         declare_torchvision_operators()

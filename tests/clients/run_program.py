@@ -4,7 +4,10 @@ A program adds two lines to an ordinary training script: ``import ebbtide`` and 
 ebbtide.offload(...)``. Without ebbtide it runs less those two lines. It leaves ``model`` and
 ``losses`` at its top level.
 
-Run: python tests/clients/run_program.py PROGRAM plain|offloaded DIRECTORY
+A program whose framework recomputes layers itself assigns ``OWN_CHECKPOINTS = False``;
+``--own-checkpoints`` makes that True.
+
+Run: python tests/clients/run_program.py PROGRAM plain|offloaded DIRECTORY [--own-checkpoints]
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from torch import nn
 from ebbtide.memory.measured_memory import ProcessMemory
 
 READY = "_note_that_the_model_is_ready"
+OWN_CHECKPOINTS = "OWN_CHECKPOINTS"
 
 
 def added_lines(program: ast.Module) -> tuple[ast.stmt, ast.stmt]:
@@ -60,13 +64,16 @@ def _mentions_ebbtide(statement: ast.stmt) -> bool:
     return bool(names & {"ebbtide", "handle"})
 
 
-def prepare(source: str, *, offloaded: bool) -> ast.Module:
+def prepare(source: str, *, offloaded: bool, own_checkpoints: bool = False) -> ast.Module:
     """Return a program with or without its two lines, and with a note where the second one stood.
 
     Raises:
-        ValueError: the program does more with ebbtide than those two lines.
+        ValueError: the program does more with ebbtide than those two lines, or it has no setting
+            for its own checkpoints.
     """
     program = ast.parse(source)
+    if own_checkpoints:
+        _turn_on_checkpoints(program)
     first, second = added_lines(program)
     ready = ast.copy_location(ast.parse(f"{READY}()").body[0], second)
     body: list[ast.stmt] = []
@@ -77,6 +84,15 @@ def prepare(source: str, *, offloaded: bool) -> ast.Module:
             body.append(ready)
     program.body = body
     return ast.fix_missing_locations(program)
+
+
+def _turn_on_checkpoints(program: ast.Module) -> None:
+    for statement in program.body:
+        match statement:
+            case ast.Assign(targets=[ast.Name(id=name)]) if name == OWN_CHECKPOINTS:
+                statement.value = ast.copy_location(ast.Constant(True), statement.value)
+                return
+    raise ValueError(f"this program has no setting {OWN_CHECKPOINTS}")
 
 
 class Measurement:
@@ -100,6 +116,7 @@ def weights_digest(model: nn.Module) -> str:
     for name, tensor in _weights_of(model):
         local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
         plain = local.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        name = name.replace("_checkpoint_wrapped_module.", "")  # torch's checkpoint_wrapper
         hashed.update(f"{plain.dtype} {tuple(plain.shape)} {name}".encode())
         hashed.update(plain.reshape(-1).view(torch.uint8).numpy().data)
     return hashed.hexdigest()
@@ -128,10 +145,15 @@ def main() -> None:
     parser.add_argument("program", type=Path)
     parser.add_argument("mode", choices=["plain", "offloaded"])
     parser.add_argument("directory", type=Path)
+    parser.add_argument("--own-checkpoints", action="store_true")
     arguments = parser.parse_args()
     if torch.version.cuda is None:
         declare_torchvision_operators()
-    code = prepare(arguments.program.read_text(), offloaded=arguments.mode == "offloaded")
+    code = prepare(
+        arguments.program.read_text(),
+        offloaded=arguments.mode == "offloaded",
+        own_checkpoints=arguments.own_checkpoints,
+    )
     sys.argv = [str(arguments.program)]
     printed = _record_warnings()
     measurement = Measurement()

@@ -89,6 +89,7 @@ def _facts() -> str:
     known = [f"{key} {facts[key]}" for key in keys]
     packages = (HERE / "requirements.txt").read_text().split("\n")
     names = [line for line in packages if line and not line.startswith(("#", "pytest"))]
+    names = [name.split("[")[0] for name in names]
     known += [f"{name} {importlib.metadata.version(name)}" for name in names]
     known += [f"{name}={value}" for name, value in ENVIRONMENT.items() if name.startswith("MALLOC")]
     return f"Measured with one thread: {', '.join(known)}."
