@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from published import PUBLISHED, SCRIPTS, Published, Ran, run
 
 MIB = 2**20
+RUN_ALL = os.environ.get("EBBTIDE_CLIENTS") == "all"
 
 
 def test_each_script_is_run_and_knows_nothing_of_ebbtide() -> None:
@@ -20,6 +22,7 @@ def test_each_script_is_run_and_knows_nothing_of_ebbtide() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not RUN_ALL, reason="takes minutes: make clients")
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("published", PUBLISHED, ids=lambda published: published.script)
 def test_a_published_script_runs_unedited(published: Published, tmp_path: Path) -> None:
