@@ -296,12 +296,14 @@ def test_nothing_is_watched_for_longer_than_it_lives(tmp_path: Path) -> None:
     assert len(forks._WATCHED) == before
 
 
-def test_a_child_has_its_file_and_closes_the_inherited_one(model: nn.Module) -> None:
+def test_a_child_has_its_file_and_closes_the_inherited_one(
+    model: nn.Module, tmp_path: Path
+) -> None:
     def files() -> set[int]:
         found = set()
         for entry in Path("/proc/self/fd").iterdir():
             try:
-                if "ebbtide-" in os.readlink(entry):
+                if str(tmp_path) in os.readlink(entry):
                     found.add(entry.stat().st_ino)
             except OSError:
                 continue

@@ -33,6 +33,7 @@ from ebbtide.planning.hardware import Hardware
 from ebbtide.planning.plan import LayerMode, Plan
 from ebbtide.planning.prediction.step_timing import Prediction
 from ebbtide.planning.searching.plan_search import find_frugal, search
+from ebbtide.planning.searching.simple_plans import keep_all
 from ebbtide.planning.step_profile import StepProfile
 from ebbtide.tracing.trace import Trace
 from ebbtide.units import format_size
@@ -315,7 +316,10 @@ class BudgetStudy:
         best, measured = self._fastest(), self._measured
         if best is not None and measured is not None:
             over = measured.peak_bytes > self.budget_bytes
-            if over or best.measured.step_s < (1 - _FASTER) * measured.step_s:
+            # Nothing is faster than a plan that changes nothing: then what was measured is chance.
+            changes = self.plan.layers != keep_all(self._profile).layers
+            faster = changes and best.measured.step_s < (1 - _FASTER) * measured.step_s
+            if over or faster:
                 if self._num_timed < _TIMED and not over:
                     self.stage, self._searches = Stage.SECONDS, False  # perhaps it was chance
                     return

@@ -75,14 +75,15 @@ class Transfers:
         self._closing = False
         self.closed = self.is_broken = False
 
-    def __del__(self) -> None:
+    # The function is bound here: at the end of the process, the module's names are gone.
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         """Keep the memory of copies under way when nothing refers to the transfers any more.
 
         The last graph has died after its model and the handle were gone. Nothing global refers to
         the copies before: what they belong to may refer to the transfers, which would live for
         ever.
         """
-        if sys.is_finalizing() or self.gate.is_inherited:
+        if is_finalizing() or self.gate.is_inherited:
             return
         memory = [(record.source, record.offloaded) for record in self.offloads.queue]
         memory += [(record.buffer, record.ready) for record in self.reloads.buffered]
