@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import torch
 from ebbtide.devices.device import AbstractDevice
 from ebbtide.stores.pinned import PinnedStore
 from store_bench import offload, random_bytes, reload
+from waiting import wait_until
 
 
 class PageLocks:
@@ -41,10 +41,7 @@ class PageLocks:
 
     def wait_until_unlocked(self) -> None:
         """Wait for blocks that were collected: that is done in a thread of its own."""
-        deadline_s = time.monotonic() + 10
-        while self.locked and time.monotonic() < deadline_s:
-            time.sleep(0.001)
-        assert not self.locked
+        wait_until(lambda: not self.locked, "blocks stayed locked")
 
     def _pin(self, address: int, size_bytes: int) -> Callable[[], None]:
         self.log.append("pin")
@@ -68,10 +65,7 @@ class PageLocks:
 
 def wait_until_unmapped(address: int) -> None:
     """Wait until the thread that has unlocked a block has let go of it, too."""
-    deadline_s = time.monotonic() + 10
-    while is_mapped(address) and time.monotonic() < deadline_s:
-        time.sleep(0.001)
-    assert not is_mapped(address)
+    wait_until(lambda: not is_mapped(address), "the block is still mapped")
 
 
 def is_mapped(address: int, size_bytes: int = 1) -> bool:

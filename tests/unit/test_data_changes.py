@@ -1,6 +1,5 @@
 """Changes that no version counter sees, and resizes: what backward finds after them."""
 
-import time
 from collections.abc import Callable
 
 import pytest
@@ -10,7 +9,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
 import ebbtide
-from ebbtide import ActivationPolicy, OffloadHandle
+from ebbtide import ActivationPolicy
 from plainly import (
     ACTIVATIONS,
     EVERY_WAY,
@@ -27,6 +26,7 @@ from plainly import (
     not_offloaded,
     training,
 )
+from waiting import await_copies
 
 IN_PLACE = ACTIVATIONS | MAPPED_WEIGHTS
 
@@ -79,13 +79,6 @@ def _changed_after_forward(
     return results
 
 
-def _await_copies(handle: OffloadHandle) -> None:
-    deadline_s = time.monotonic() + 10
-    while handle.inspect().in_flight.offload_bytes:
-        assert time.monotonic() < deadline_s, "copies did not end"
-        time.sleep(0.001)
-
-
 @pytest.mark.parametrize("rebuild", [False, True])
 def test_offloaded_activations_are_seen_as_save_on_cpu_sees_them(rebuild: bool) -> None:
     """`save_on_cpu` copies what it saves; for a tensor on the CPU it does not, so a clone does."""
@@ -102,9 +95,9 @@ def test_offloaded_activations_are_seen_as_save_on_cpu_sees_them(rebuild: bool) 
         copied = _changed_after_forward(model, held, lambda: None)
     policy = ActivationPolicy(min_bytes=1, rebuild=rebuild)
     with ebbtide.offload(model, activations=policy) as handle:
-        offloaded = _changed_after_forward(model, held, lambda: _await_copies(handle))
+        offloaded = _changed_after_forward(model, held, lambda: await_copies(handle))
     with ebbtide.offload(model) as handle:  # these tensors are too small to leave
-        kept = _changed_after_forward(model, held, lambda: _await_copies(handle))
+        kept = _changed_after_forward(model, held, lambda: await_copies(handle))
     for seen, old, new in zip(offloaded, copied, plain, strict=True):
         assert torch.equal(seen, old)
         assert not torch.equal(seen, new)
@@ -161,7 +154,7 @@ def test_a_storage_emptied_and_filled_again(how: str) -> None:
         with offload(model) as handle:
             loss = model(batch()).sum()
             if handle is not None:
-                _await_copies(handle)
+                await_copies(handle)
             gathered.untyped_storage().resize_(0)
             gathered.untyped_storage().resize_(size_bytes)
             with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(gathered):

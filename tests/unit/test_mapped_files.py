@@ -18,6 +18,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 import ebbtide
 from ebbtide.stores import mapped_memory
 from open_files import DESCRIPTORS, taken_bytes
+from waiting import wait_until
 
 pytestmark = pytest.mark.skipif(
     not DESCRIPTORS.exists(), reason="only Linux tells in /proc which files are open"
@@ -128,7 +129,7 @@ def test_state_that_is_replaced_gives_its_room_back(
             optimizer = replace(optimizer, model)
             step(model, optimizer)
         gc.collect()
-        assert taken_bytes(tmp_path) == grown
+        wait_until(lambda: taken_bytes(tmp_path) == grown, "the room was not given back")
         del optimizer
         gc.collect()
         # The gradients have a file, too.
@@ -150,7 +151,7 @@ def test_nothing_is_left_of_a_model_that_is_dropped(detached: bool, tmp_path: Pa
         del handle
     del model, optimizer
     gc.collect()
-    assert not num_mapped(tmp_path)
+    wait_until(lambda: not num_mapped(tmp_path), "the files are still mapped")
     assert not taken_bytes(tmp_path)
     assert [len(each) for each in hooks] == before
 

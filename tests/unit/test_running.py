@@ -7,7 +7,6 @@ import gc
 import os
 import pickle
 import threading
-import time
 import weakref
 from itertools import chain
 
@@ -19,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import ebbtide
 from forked import Child
 from run_cases import SMALL, WIDTH, Block, Net, batch, is_offloaded, make, step, watching
+from waiting import wait_until
 
 
 def test_a_model_is_offloaded_in_its_first_training_forward() -> None:
@@ -227,10 +227,8 @@ def test_models_that_are_dropped_leave_nothing_behind() -> None:
         assert models[-1]() is None
         assert watched.steps == [2] * 5
         assert all(model.last_step.offloaded_bytes for model in watched.session.finder.found)
-        deadline = time.monotonic() + 20
-        while threading.active_count() > threads and time.monotonic() < deadline:
-            time.sleep(0.01)  # a thread that was told to end takes a moment
-        assert threading.active_count() <= threads
+        # A thread that was told to end takes a moment.
+        wait_until(lambda: threading.active_count() <= threads, "threads did not end")
         assert len(os.listdir("/proc/self/fd")) <= files
 
 

@@ -3,7 +3,6 @@
 import copy
 import gc
 import threading
-import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -17,6 +16,7 @@ from ebbtide.devices.cpu import CpuDevice
 from ebbtide.stores.disk import DiskStore
 from ebbtide.stores.pinned import PinnedStore
 from engine_bench import EngineBench
+from waiting import wait_until
 
 MIB = 2**20
 
@@ -33,11 +33,8 @@ class Bench(EngineBench):
 
     def settle(self) -> None:
         """Wait for the copies under way and let go of what they held."""
-        deadline_s = time.monotonic() + 10
         # What a dropped slot still has in use is in use until the last reader is gone.
-        while self.is_copying() or self._dropped():
-            assert time.monotonic() < deadline_s, "copies did not end"
-            time.sleep(0.001)
+        wait_until(lambda: not self.is_copying() and not self._dropped(), "copies did not end")
 
     def is_copying(self) -> bool:
         now = self.in_flight

@@ -130,7 +130,7 @@ class MappedOptimizerState:
     def _end_step(self) -> None:
         pager, self._pager = self._pager, None
         if pager is not None:
-            pager.stopped = True
+            pager.stop()
         optimizer = None if self._stepping is None else self._stepping()
         self._stepping = None
         if optimizer is not None:

@@ -21,33 +21,40 @@ _CHECKS_A_LOOK = 20  # checks of the pages between two looks at whether the step
 class Pager:
     """A thread that pages files out whenever a step has brought too many pages into RAM.
 
-    It ends with the step, even if that raises: it looks whether the caller's frame still runs.
+    It ends with the step, even if that raises: it looks whether the caller's frame still runs. The
+    frame refers to the optimizer, so it is let go of as soon as the step is over: the thread may
+    not run for a while on a busy machine, and the state of an optimizer that is dropped gives its
+    room back at once.
 
     Args:
         store: the store of the files.
         most_bytes: how much may stay in RAM.
-
-    Attributes:
-        stopped: set to end the thread.
     """
 
     def __init__(self, store: AbstractStore, most_bytes: int) -> None:
-        self.stopped = False
-        self._store = store
+        self._store: AbstractStore | None = store
         self._most_bytes = most_bytes
-        arguments = _calling_frame(), threading.get_ident()
-        threading.Thread(target=self._run, args=arguments, daemon=True).start()
+        self._begin_bytes = _mapped_bytes()  # pages of libraries and of the last layers
+        self._step: FrameType | None = _calling_frame()
+        self._stepping_thread = threading.get_ident()
+        threading.Thread(target=self._run, daemon=True).start()
 
-    def _run(self, step: FrameType, thread: int) -> None:
-        begin_bytes = _mapped_bytes()  # pages of libraries and of the last layers
+    def stop(self) -> None:
+        """End the thread, and let go of the step. This does not wait for the thread."""
+        self._step = self._store = None
+
+    def _run(self) -> None:
         number = 0
-        while not self.stopped:
+        while self._step is not None:
             time.sleep(_PAGER_S)
             number += 1
-            if number % _CHECKS_A_LOOK == 0 and not _is_running(step, thread):
-                return
-            if _mapped_bytes() > begin_bytes + self._most_bytes:
-                self._store.page_out()
+            if number % _CHECKS_A_LOOK == 0 and not _is_running(self._step, self._stepping_thread):
+                self.stop()
+            if _mapped_bytes() > self._begin_bytes + self._most_bytes:
+                store = self._store
+                if store is not None:
+                    store.page_out()
+                del store
 
 
 def _calling_frame() -> FrameType:
@@ -59,8 +66,8 @@ def _calling_frame() -> FrameType:
     return frame
 
 
-def _is_running(sought: FrameType, thread: int) -> bool:
-    """Whether a frame is on the stack of a thread."""
+def _is_running(sought: FrameType | None, thread: int) -> bool:
+    """Whether a frame is on the stack of a thread. None is on no stack."""
     frame = sys._current_frames().get(thread)
     while frame is not None and frame is not sought:
         frame = frame.f_back
