@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
-import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol, final
@@ -22,6 +20,7 @@ from ebbtide.coexistence.unsharded import UnshardedParameters
 from ebbtide.devices.accelerator import AcceleratorDevice
 from ebbtide.devices.cpu import CpuDevice
 from ebbtide.devices.device import AbstractDevice
+from ebbtide.devices.lanes import watch
 from ebbtide.errors import PolicyError
 from ebbtide.execution.executor import ScheduleExecutor, ScheduleMode
 from ebbtide.hooks.layers import LayerModules
@@ -559,16 +558,14 @@ def _close_later(transfers: weakref.ref[Transfers]) -> None:
     Nothing else would: no forward or backward of this engine is to come.
     """
 
-    def look() -> None:
-        while True:
-            time.sleep(_CLOSING_S)
-            alive = transfers()
-            if alive is None or alive.closed:
-                return
-            alive.poll()
-            del alive
+    def look() -> bool:
+        alive = transfers()
+        if alive is None or alive.closed:
+            return False
+        alive.poll()
+        return True
 
-    threading.Thread(target=look, name="ebbtide-close", daemon=True).start()
+    watch(look, _CLOSING_S, "ebbtide-close")
 
 
 def build_transfers(

@@ -18,8 +18,9 @@ import torch
 from ebbtide.devices import lanes
 from ebbtide.devices.cpu import CpuDevice
 from ebbtide.devices.device import raise_again
-from ebbtide.devices.lanes import LaneEvent, WorkLane
+from ebbtide.devices.lanes import LaneEvent, WorkLane, watch
 from store_bench import wait_for
+from waiting import wait_until
 
 WAIT_S = 5.0  # far more than anything here takes; reached only when a test fails
 
@@ -413,15 +414,64 @@ def test_work_under_way_when_the_process_ends_is_finished() -> None:
     assert done.stdout.count("ended") == 7
 
 
+SLOW_TO_FREE = """
+import time
+import torch
+from ebbtide.devices.lanes import watch
+
+
+class SlowToFree(bytearray):
+    def __del__(self):
+        begun.append(None)
+        time.sleep(0.3)
+        print("freed")
+
+
+begun = []
+tensors = [torch.frombuffer(SlowToFree(64), dtype=torch.uint8)]
+
+
+def look():
+    tensors.clear()
+    return True  # the end of the process ends it
+
+
+watch(look, 0.001, "looks")
+while not begun:
+    time.sleep(0.001)
+"""
+
+
+def test_a_tensor_that_a_watching_thread_frees_is_freed_before_the_process_ends() -> None:
+    """Otherwise the interpreter stops the thread inside torch, and the process aborts."""
+    command = [sys.executable, "-c", SLOW_TO_FREE]
+    timeout_s = lanes._LONGEST_END_S - 5
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=timeout_s)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "freed\n", "")
+
+
+def test_a_watch_goes_on_until_its_function_says_so() -> None:
+    calls = []
+
+    def look() -> bool:
+        calls.append(threading.current_thread().name)
+        return len(calls) < 5
+
+    watch(look, 0.001, "ebbtide-looks")
+    wait_until(lambda: not threads_named("ebbtide-looks"), "the thread did not end")
+    assert calls == ["ebbtide-looks"] * 5
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 def test_a_forked_child_waits_for_no_thread_at_its_end() -> None:
     code = """
 import os, sys, threading
-from ebbtide.devices.lanes import WorkLane, defer
+from ebbtide.devices.lanes import WorkLane, defer, watch
 go_on = threading.Event()
 lane = WorkLane("lane")
 lane.submit(go_on.wait)
 defer(go_on.wait)
+watch(go_on.wait, 0, "watches")
 child = os.fork()
 if child == 0:
     sys.exit(7)  # runs what is registered with atexit

@@ -234,7 +234,7 @@ def test_a_step_that_raises_leaves_the_default_device(interrupted: object) -> No
 
 def pagers() -> list[threading.Thread]:
     """The threads that page optimizer state in and out during a step."""
-    return [thread for thread in threading.enumerate() if "_run" in thread.name]
+    return [thread for thread in threading.enumerate() if thread.name == "ebbtide-pager"]
 
 
 def test_a_step_that_raises_leaves_no_thread() -> None:

@@ -1,16 +1,18 @@
-"""Worker threads that run host work in order: copies on a CPU, reads and writes of files.
+"""Threads beside the program's: those that copy, read and write in order, and those that watch.
 
 [Note: end of the process] The threads are daemons, so that none keeps a process alive that is to
 end. But the interpreter stops daemons wherever they are when it ends, and one that is inside torch
 then takes the process down with it ("terminate called without an active exception", exit code 134).
-So work that was queued is finished first. Python ends threads of its own, runs what was registered
-with `atexit`, the latest first, and only then stops daemons.
+So work that was queued is finished first, and threads that watch end: to free a tensor is work in
+torch, too. Python ends threads of its own, runs what was registered with `atexit`, the latest
+first, and only then stops daemons.
 """
 
 from __future__ import annotations
 
 import _thread
 import atexit
+import functools
 import logging
 import os
 import queue
@@ -88,7 +90,8 @@ _End = weakref.ref[Any] | None
 
 _LANES: weakref.WeakSet[WorkLane] = weakref.WeakSet()
 _LONGEST_END_S = 60.0
-_DEFERRED: set[LaneEvent] = set()  # work of `defer` that has not ended
+_DEFERRED: set[LaneEvent] = set()  # work of `defer` and `watch` that has not ended
+_ENDING = threading.Event()  # the process is about to end
 
 
 @final
@@ -201,12 +204,44 @@ def _run_deferred(work: Callable[[], None], ended: LaneEvent) -> None:
         ended.finish()
 
 
+def watch(look: Callable[[], bool], every_s: float, name: str) -> None:
+    """Call a function again and again in a new thread, until it returns False.
+
+    It also ends with the process, which waits for a call that runs then.
+
+    Args:
+        look: the function.
+        every_s: seconds before each call.
+        name: the name of the thread.
+    """
+
+    def run(ending: threading.Event) -> None:
+        while not ending.wait(every_s) and look():
+            pass
+
+    ended = LaneEvent()
+    _DEFERRED.add(ended)
+    try:
+        arguments = functools.partial(run, _ENDING), ended
+        threading.Thread(target=_run_deferred, args=arguments, name=name, daemon=True).start()
+    except BaseException:
+        _DEFERRED.discard(ended)
+        raise
+
+
 def _do_nothing() -> None:
     """What `drain` queues behind all other work."""
 
 
+def _forget_threads() -> None:
+    """Forget the parent's threads in a forked child, which has none of them."""
+    global _ENDING
+    _ENDING = threading.Event()  # a thread of the parent may hold the lock of the other one
+    _DEFERRED.clear()
+
+
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_DEFERRED.clear)  # the child has no such threads
+    os.register_at_fork(after_in_child=_forget_threads)
 
 
 @atexit.register
@@ -216,6 +251,7 @@ def _drain_all() -> None:
     A thread may wait for something that does not come any more, so there is a limit.
     """
     end_s = time.perf_counter() + _LONGEST_END_S
+    _ENDING.set()
     for lane in list(_LANES):
         lane.drain(end_s)
     for ended in list(_DEFERRED):

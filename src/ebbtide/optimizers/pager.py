@@ -5,12 +5,12 @@ from __future__ import annotations
 import mmap
 import sys
 import threading
-import time
 from types import FrameType
 from typing import final
 
 import psutil
 
+from ebbtide.devices.lanes import watch
 from ebbtide.stores.store import AbstractStore
 
 _PAGER_S = 0.001  # interval at which the pager checks the mapped pages during an optimizer step
@@ -37,24 +37,23 @@ class Pager:
         self._begin_bytes = _mapped_bytes()  # pages of libraries and of the last layers
         self._step: FrameType | None = _calling_frame()
         self._stepping_thread = threading.get_ident()
-        threading.Thread(target=self._run, daemon=True).start()
+        self._num_looks = 0
+        watch(self._look, _PAGER_S, "ebbtide-pager")
 
     def stop(self) -> None:
         """End the thread, and let go of the step. This does not wait for the thread."""
         self._step = self._store = None
 
-    def _run(self) -> None:
-        number = 0
-        while self._step is not None:
-            time.sleep(_PAGER_S)
-            number += 1
-            if number % _CHECKS_A_LOOK == 0 and not _is_running(self._step, self._stepping_thread):
-                self.stop()
-            if _mapped_bytes() > self._begin_bytes + self._most_bytes:
-                store = self._store
-                if store is not None:
-                    store.page_out()
-                del store
+    def _look(self) -> bool:
+        """Page out if there is too much. Returns whether the step still runs."""
+        self._num_looks += 1
+        is_due = self._num_looks % _CHECKS_A_LOOK == 0
+        if is_due and not _is_running(self._step, self._stepping_thread):
+            self.stop()
+        store = self._store
+        if store is not None and _mapped_bytes() > self._begin_bytes + self._most_bytes:
+            store.page_out()
+        return store is not None
 
 
 def _calling_frame() -> FrameType:
