@@ -2,7 +2,9 @@
 
 Each mode trains in a process of its own, because the peak of resident memory (RSS) belongs to the
 process. Budgets lie between what a process occupies before training and the peak of plain training.
-Beside them stand the rules that people make by hand, one for all layers.
+Beside them stand the rules that people make by hand: one for all layers, and offloading the first k
+layers for each k. All modes of a model run in turn, in several rounds, so that what else the
+machine does meets each of them.
 
 Run: ``python -m benchmarks.budget``
 """
@@ -10,6 +12,7 @@ Run: ``python -m benchmarks.budget``
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -42,6 +45,8 @@ _RULES: dict[str, Any] = {
     },
     "rebuild alone": {"activations": ebbtide.ActivationPolicy(num_layers=0)},
 }
+
+_PART = "offload the first"  # and how many layers
 
 Step = Callable[[], Tensor]
 
@@ -76,44 +81,66 @@ def main() -> None:
     """Measure and write the result file."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--models", nargs="+", default=list(_MODELS), choices=list(_MODELS))
-    parser.add_argument("--steps", type=int, default=6, help="steps that are timed")
+    parser.add_argument("--steps", type=int, default=4, help="steps that are timed in a round")
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker is not None:
         _work(*arguments.worker, arguments.steps)
         return
-    results = {name: _measure(name, arguments.steps) for name in arguments.models}
+    results = {name: _measure(name, arguments.steps, arguments.rounds) for name in arguments.models}
     table = _table(results)
     print(table)
-    configuration = {"steps": arguments.steps, "shares": _SHARES, "threads": 1}
+    configuration = {
+        "steps": arguments.steps,
+        "rounds": arguments.rounds,
+        "shares": _SHARES,
+        "threads": 1,
+    }
     print(record.save("budget", configuration, results, table).name)
 
 
-def _measure(name: str, steps: int) -> dict[str, Any]:
+def _measure(name: str, steps: int, rounds: int) -> dict[str, Any]:
     """Train one model in all modes."""
-    modes = {
-        "no offload, small pages": _run(name, "rule", "no offload", steps, pages="0"),
-        "no offload": _run(name, "rule", "no offload", steps),
-    }
-    plain = modes["no offload"]
-    for share in _SHARES:
-        room = plain["peak_bytes"] - plain["idle_bytes"]
-        budget = plain["idle_bytes"] + int(share * room)
-        modes[f"budget {budget / _MIB:.0f} MiB"] = _run(name, "budget", str(budget), steps)
-    for rule in _RULES:
-        modes[rule] = _run(name, "rule", rule, steps)
-    return modes
+    plain = _run(name, "rule", "no offload", steps)
+    room = plain["peak_bytes"] - plain["idle_bytes"]
+    budgets = [plain["idle_bytes"] + int(share * room) for share in _SHARES]
+    modes = [("rule", "no offload", "no offload")]
+    modes += [("budget", str(each), f"budget {each / _MIB:.0f} MiB") for each in budgets]
+    modes += [("rule", rule, rule) for rule in _RULES]
+    with ebbtide.offload(_MODELS[name]()[0]) as handle:
+        parts = [f"{_PART} {count}" for count in range(1, len(handle.layers))]
+    modes += [("rule", rule, rule) for rule in parts]
+    found: dict[str, list[dict[str, Any]]] = {label: [] for _, _, label in modes}
+    for _ in range(rounds):
+        for kind, value, label in modes:
+            found[label].append(_run(name, kind, value, steps))
+    return {label: _together(runs) for label, runs in found.items()}
 
 
-def _run(name: str, kind: str, value: str, steps: int, *, pages: str = "1") -> dict[str, Any]:
-    """Train in a process of its own, with huge pages unless ``pages`` is 0."""
+def _together(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """What several runs of one mode show together: the highest peaks, and median seconds."""
+    for run in runs:
+        if "refused" in run:
+            return run
+    together = {**max(runs, key=lambda run: run["peak_bytes"]), "runs": runs}
+    together["settling_peak_bytes"] = max(run["settling_peak_bytes"] for run in runs)
+    timed = [run["samples_s"][run["settling_steps"] :] for run in runs]
+    together["step_s"] = statistics.median(itertools.chain.from_iterable(timed))
+    if "predicted_s" in together:
+        together["predicted_s"] = statistics.median(run["predicted_s"] for run in runs)
+    return together
+
+
+def _run(name: str, kind: str, value: str, steps: int) -> dict[str, Any]:
+    """Train in a process of its own, with huge pages."""
     command = [sys.executable, "-m", "benchmarks.budget", "--steps", str(steps)]
     done = subprocess.run(
         [*command, "--worker", name, kind, value],
         capture_output=True,
         text=True,
         check=False,
-        env={**os.environ, VARIABLE: pages},
+        env={**os.environ, VARIABLE: "1"},
     )
     if done.returncode:
         raise RuntimeError(f"{name}, {value}: {done.stderr[-2000:]}")
@@ -137,6 +164,9 @@ def _work(name: str, kind: str, value: str, steps: int) -> None:
         handle = ebbtide.offload(model, budget=budget)
     elif value in _RULES:
         handle = ebbtide.offload(model, **_RULES[value])
+    elif value != "no offload":
+        policy = ebbtide.ActivationPolicy(num_layers=int(value.split()[-1]), rebuild=False)
+        handle = ebbtide.offload(model, activations=policy)
     try:
         _train(compute, optimizer, memory, idle_bytes, handle, budget, steps)
     except ebbtide.BudgetError as error:
@@ -202,16 +232,28 @@ def _train(
 
 def _table(results: dict[str, dict[str, Any]]) -> str:
     lines = [
-        "| model | mode | peak | highest while settling | predicted peak | step | predicted step |",
-        "|" + "---|" * 7,
+        "| model | mode | peak | highest while settling | predicted peak | step | predicted step "
+        "| fastest rule that fits |",
+        "|" + "---|" * 8,
     ]
     for name, modes in results.items():
         losses = modes["no offload"]["losses"]
         for mode, found in modes.items():
             if "refused" not in found:
                 assert found["losses"] == losses, f"{name}, {mode}: other losses"
-            lines.append(f"| {name} | {mode} | {_cells(found)} |")
+            if not mode.startswith(_PART):
+                lines.append(f"| {name} | {mode} | {_cells(found)} | {_rival(found, modes)} |")
     return "\n".join(lines)
+
+
+def _rival(found: dict[str, Any], modes: dict[str, Any]) -> str:
+    """The fastest rule whose peak is within the same budget."""
+    rules = {mode: each for mode, each in modes.items() if not mode.startswith("budget")}
+    fits = [mode for mode in rules if rules[mode]["peak_bytes"] <= found.get("budget_bytes", 0)]
+    if not fits:
+        return ""
+    best = min(fits, key=lambda mode: float(rules[mode]["step_s"]))
+    return f"{best}: {rules[best]['step_s']:.2f} s"
 
 
 def _cells(found: dict[str, Any]) -> str:

@@ -2,8 +2,9 @@
 
 The chains are random, or of equal layers. Each is planned for links from 2 to 900 GB/s and for
 budgets that are shares of the peak without offload. Steps are predicted by `StepTiming`, so nothing
-but the seconds of the search is measured. The last table compares the search with a dynamic
-programme that finds the optimum for recomputation alone, on a link that is too slow to offload.
+but the seconds of the search is measured. Two more tables compare the search with dynamic
+programmes over the layers: one finds the optimum for recomputation alone, on a link that is too
+slow to offload; the other one recomputes and offloads.
 
 Run: ``python -m benchmarks.plan_search``
 """
@@ -34,7 +35,15 @@ from ebbtide.planning.step_profile import StepProfile, StorageId
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "unit"))
 
-from plan_cases import MB, least_recomputation_s, make_layer, make_link, make_profile
+from plan_cases import (
+    MB,
+    chain_step_s,
+    least_recomputation_s,
+    make_layer,
+    make_link,
+    make_profile,
+    uneven_chain,
+)
 
 _LINKS_GB_PER_S = (2, 8, 25, 64, 256, 900)
 _SHARES = (0.2, 0.4, 0.8)
@@ -64,10 +73,18 @@ def main() -> None:
         for seed in range(3)
         for share in (0.5, 0.8)
     ]
+    combined = [
+        _compare_combined(count, seed, mb_per_s, share)
+        for count in (8, 16, 32, 64)
+        for seed in range(3)
+        for mb_per_s in (1, 4, 16)
+        for share in (0.3, 0.5, 0.7)
+    ]
     configuration = {**vars(arguments), "scipy": scipy.__version__}
     for case, found, table in (
         ("plan-search", results, _table(results)),
         ("plan-recomputation", recomputed, _recomputation_table(recomputed)),
+        ("plan-combined", combined, _combined_table(combined)),
     ):
         print(table)
         print(record.save(case, configuration, {"cases": found}, table).name)
@@ -178,19 +195,7 @@ def _table(results: Sequence[dict[str, Any]]) -> str:
 
 
 def _compare_recomputation(count: int, seed: int, share: float) -> dict[str, Any]:
-    choose = random.Random(1000 * count + seed)
-    layers = [
-        make_layer(
-            choose.randint(10, 100),
-            forward_s=choose.uniform(0.5, 5),
-            backward_s=choose.uniform(1, 10),
-            input_bytes=choose.randint(1, 20) * MB,
-            forward_working_bytes=choose.randint(0, 10) * MB,
-            backward_working_bytes=choose.randint(0, 20) * MB,
-        )
-        for _ in range(count)
-    ]
-    profile = make_profile(*layers)
+    profile = uneven_chain(1000 * count + seed, count)
     hardware = make_link(1e-6)  # a byte in a second
     timing = StepTiming(profile, hardware)
     budget_bytes = int(share * timing.predict(keep_all(profile)).peak_bytes)
@@ -215,6 +220,38 @@ def _recomputation_table(results: Sequence[dict[str, Any]]) -> str:
         worst = max((each["x_optimum"] for each in group), default=0)
         bound = min((each["bound_x_optimum"] for each in group), default=0)
         lines.append(f"| {count} | {worst:.5f} | {bound:.5f} |")
+    return "\n".join(lines)
+
+
+# ---- recomputation and offloading together -------------------------------------------------------
+
+
+def _compare_combined(count: int, seed: int, mb_per_s: int, share: float) -> dict[str, Any]:
+    profile, hardware = uneven_chain(1000 * count + seed, count), make_link(mb_per_s)
+    timing = StepTiming(profile, hardware)
+    budget_bytes = int(share * timing.predict(keep_all(profile)).peak_bytes)
+    entry = {"layers": count, "seed": seed, "mb_per_s": mb_per_s, "share_of_peak": share}
+    try:
+        plan = search(profile, hardware, PlanBudget(device_bytes=budget_bytes), timing)
+    except BudgetError:
+        return {**entry, "fits": False}
+    least_s = chain_step_s(profile, hardware, budget_bytes)
+    assert plan.step_s is not None
+    ratio = None if least_s is None else plan.step_s / least_s
+    return {**entry, "fits": True, "gap": plan.gap, "x_programme": ratio}
+
+
+def _combined_table(results: Sequence[dict[str, Any]]) -> str:
+    lines = ["| layers | step x programme's: least, median, most | programme finds none | gap |"]
+    lines.append("|---|---|---|---|")
+    for count in dict.fromkeys(each["layers"] for each in results):
+        group = [each for each in results if each["layers"] == count and each["fits"]]
+        ratios = [each["x_programme"] for each in group if each["x_programme"] is not None]
+        gap = statistics.median(each["gap"] for each in group)
+        lines.append(
+            f"| {count} | {min(ratios):.3f}, {statistics.median(ratios):.3f}, {max(ratios):.3f} "
+            f"| {len(group) - len(ratios)} of {len(group)} | {gap:.1%} |"
+        )
     return "\n".join(lines)
 
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import random
 from collections.abc import Iterator
 
 from hypothesis import strategies as st
 
 from ebbtide.planning.hardware import FIGURES, Hardware, Kind, Source
 from ebbtide.planning.plan import Decision, LayerMode, LayerPlan, Plan
+from ebbtide.planning.prediction.step_timing import StepTiming
+from ebbtide.planning.searching.chain_programme import chain_plans
 from ebbtide.planning.searching.choices import inflight_choices
 from ebbtide.planning.step_profile import LayerProfile, SavedStorage, StepProfile, StorageId
 
@@ -54,6 +57,24 @@ def make_layer(
     )
     layer = LayerProfile(name="", forward_s=forward_s, backward_s=backward_s, storages=storages)
     return dataclasses.replace(layer, **more)
+
+
+def uneven_chain(seed: int, count: int) -> StepProfile:
+    """Layers with one storage each, of different sizes and times, that share nothing."""
+    choose = random.Random(seed)
+    return make_profile(
+        *(
+            make_layer(
+                choose.randint(10, 100),
+                forward_s=choose.uniform(0.5, 5),
+                backward_s=choose.uniform(1, 10),
+                input_bytes=choose.randint(1, 20) * MB,
+                forward_working_bytes=choose.randint(0, 10) * MB,
+                backward_working_bytes=choose.randint(0, 20) * MB,
+            )
+            for _ in range(count)
+        )
+    )
 
 
 def make_profile(*layers: LayerProfile, **more) -> StepProfile:
@@ -190,7 +211,7 @@ def count_all_plans(profile: StepProfile) -> int:
     return total
 
 
-# ---- recomputation alone -------------------------------------------------------------------------
+# ---- dynamic programmes --------------------------------------------------------------------------
 
 
 def least_recomputation_s(profile: StepProfile, device_bytes: int) -> float | None:
@@ -230,3 +251,20 @@ def _undominated(states: dict[int, float]) -> dict[int, float]:
         if spent_s < best_s:
             best_s = kept_states[kept] = spent_s
     return kept_states
+
+
+def chain_step_s(profile: StepProfile, hardware: Hardware, device_bytes: int) -> float | None:
+    """Seconds of the shortest step that a dynamic programme finds that recomputes and offloads.
+
+    See `chain_plans` for the published one. Each of its plans is predicted with each bound in
+    flight. None if none fits.
+    """
+    timing = StepTiming(profile, hardware)
+    found_s = []
+    for plan in chain_plans(profile, hardware, device_bytes):
+        for bound_bytes in inflight_choices(profile):
+            bounded = dataclasses.replace(plan, max_inflight_bytes=bound_bytes)
+            prediction = timing.predict(bounded)
+            if prediction.peak_bytes <= device_bytes:
+                found_s.append(prediction.step_s)
+    return min(found_s, default=None)

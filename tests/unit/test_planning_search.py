@@ -17,6 +17,7 @@ from ebbtide.errors import BudgetError, PolicyError
 from ebbtide.planning.budgets import PlanBudget
 from ebbtide.planning.hardware import Hardware
 from ebbtide.planning.prediction.step_timing import Prediction, StepTiming
+from ebbtide.planning.searching.chain_programme import chain_plans
 from ebbtide.planning.searching.choices import inflight_choices
 from ebbtide.planning.searching.plan_search import search
 from ebbtide.planning.searching.relaxation import relax
@@ -25,6 +26,7 @@ from ebbtide.planning.step_profile import StepProfile, StorageId
 from plan_cases import (
     MB,
     all_plans,
+    chain_step_s,
     count_all_plans,
     least_recomputation_s,
     links,
@@ -33,6 +35,7 @@ from plan_cases import (
     make_profile,
     profiles,
     small_chains,
+    uneven_chain,
 )
 
 MANY = settings(
@@ -175,19 +178,7 @@ def test_what_fits_is_left_alone() -> None:
 @pytest.mark.parametrize("count", [12, 25, 40])
 @pytest.mark.parametrize("share", [0.4, 0.6, 0.8])
 def test_recomputation_alone_equals_the_dynamic_programme(count: int, share: float) -> None:
-    choose = random.Random(count)
-    layers = [
-        make_layer(
-            choose.randint(10, 100),
-            forward_s=choose.uniform(0.5, 5),
-            backward_s=choose.uniform(1, 10),
-            input_bytes=choose.randint(1, 20) * MB,
-            forward_working_bytes=choose.randint(0, 10) * MB,
-            backward_working_bytes=choose.randint(0, 20) * MB,
-        )
-        for _ in range(count)
-    ]
-    profile = make_profile(*layers)
+    profile = uneven_chain(count, count)
     hardware = make_link(1e-6)  # a byte in a second: nothing is worth offloading
     timing = StepTiming(profile, hardware)
     budget_bytes = int(share * timing.predict(keep_all(profile)).peak_bytes)
@@ -197,6 +188,47 @@ def test_recomputation_alone_equals_the_dynamic_programme(count: int, share: flo
     assert plan.step_s == pytest.approx(least_s, rel=1e-3)
     assert plan.bound_s is not None
     assert plan.bound_s <= least_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("mb_per_s", [1, 4, 16])
+@pytest.mark.parametrize("seed", range(5))
+def test_no_slower_than_a_dynamic_programme_that_recomputes_and_offloads(
+    seed: int, mb_per_s: int
+) -> None:
+    """Too long to compare with all plans; without those of the programme, several are slower."""
+    profile = uneven_chain(seed, 10 + seed)
+    hardware = make_link(mb_per_s)
+    timing = StepTiming(profile, hardware)
+    most_bytes = timing.predict(keep_all(profile)).peak_bytes
+    for share in (0.3, 0.5, 0.7):
+        budget_bytes = int(share * most_bytes)
+        least_s = chain_step_s(profile, hardware, budget_bytes)
+        if least_s is not None:
+            plan = search(profile, hardware, PlanBudget(device_bytes=budget_bytes), timing)
+            assert plan.step_s is not None
+            assert plan.step_s <= least_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("mb_per_s", [2, 8])
+@pytest.mark.parametrize("seed", range(4))
+def test_the_dynamic_programme_finds_what_is_nearly_the_best(seed: int, mb_per_s: int) -> None:
+    profile, hardware = uneven_chain(seed, 5), make_link(mb_per_s)
+    every = predictions(profile, hardware)
+    most_bytes = StepTiming(profile, hardware).predict(keep_all(profile)).peak_bytes
+    for share in (0.5, 0.7):
+        budget_bytes = int(share * most_bytes)
+        best_s = min(each.step_s for each in every if each.peak_bytes <= budget_bytes)
+        found_s = chain_step_s(profile, hardware, budget_bytes)
+        assert found_s is not None
+        assert best_s <= found_s <= 1.05 * best_s
+
+
+def test_the_dynamic_programme_keeps_what_fits_and_finds_nothing_where_nothing_fits() -> None:
+    profile, hardware = uneven_chain(0, 12), make_link(4)
+    most_bytes = StepTiming(profile, hardware).predict(keep_all(profile)).peak_bytes
+    assert chain_plans(profile, hardware, most_bytes)[0].layers == keep_all(profile).layers
+    largest_bytes = max(layer.storages[0].size_bytes for layer in profile.layers)
+    assert chain_plans(profile, hardware, largest_bytes - 1) == []
 
 
 # ---- long steps ----------------------------------------------------------------------------------

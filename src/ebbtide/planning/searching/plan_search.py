@@ -3,9 +3,9 @@
 [Note: search] A linear programme gives a bound that no plan can beat, and, with the bytes in flight
 held to what the engine holds them to, fractions that are rounded to a plan. The programme knows
 less of memory than the prediction does, so it is solved again with a smaller budget until the plan
-fits. Single changes then improve the plan. The plans that people make by hand take part as well, so
-the result is never worse than the best of those that were predicted. If a step has few plans, all
-of them are tried.
+fits. Single changes then improve the plan. The plans that people make by hand take part as well, and
+in steps that are not long those of a dynamic programme over the layers, so the result is never
+worse than the best of those that were predicted. If a step has few plans, all of them are tried.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from ebbtide.planning.hardware import Hardware
 from ebbtide.planning.plan import Plan
 from ebbtide.planning.prediction.step_timing import Predictor
 from ebbtide.planning.searching.annealing import anneal
+from ebbtide.planning.searching.chain_programme import chain_plans
 from ebbtide.planning.searching.choices import choices_of, inflight_choices, rounded
 from ebbtide.planning.searching.contest import Contest, Contestant, busy_s
 from ebbtide.planning.searching.enumeration import MOST_PLANS, count_plans, enumerate_plans
-from ebbtide.planning.searching.improvement import improve, relieve
+from ebbtide.planning.searching.improvement import MOST_WORK, improve, relieve
 from ebbtide.planning.searching.relaxation import Relaxation, relax
 from ebbtide.planning.searching.simple_plans import keep_all, offload_first, rule_plans
 from ebbtide.planning.searching.sparing import spare
@@ -121,6 +122,8 @@ def _fill(contest: Contest, hardware: Hardware, bound_s: float) -> bool:
         _enter_guided(contest, hardware, bound_s)
     if _best_s(contest) > bound_s:
         _enter_simple(contest)
+    if len(contest.profile.layers) <= _SHORT and not _is_close(contest, bound_s):
+        _enter_chain(contest, hardware)
     if not _fits(contest):
         contest.enter(_most_frugal(contest).choices)
     if len(contest.profile.layers) <= _LONG and not _is_close(contest, bound_s):
@@ -217,6 +220,24 @@ def _enter_simple(contest: Contest) -> None:
         choices = choices_of(plan, contest.uses)
         for inflight_bytes in inflight_choices(profile):
             choices = choices.copy()
+            choices.inflight_bytes = inflight_bytes
+            contest.enter_if_promising(choices)
+
+
+def _enter_chain(contest: Contest, hardware: Hardware) -> None:
+    """Enter the plans of the dynamic programme over the layers, for each bound in flight."""
+    profile = contest.profile
+    room_bytes = contest.budget.device_bytes - profile.fixed_bytes
+    if not contest.weights_on_host:
+        room_bytes -= sum(layer.parameter_bytes for layer in profile.layers)
+    if room_bytes <= 0:
+        return
+    most = contest.num_predictions + MOST_WORK // len(profile.layers)
+    for plan in chain_plans(profile, hardware, room_bytes):
+        if contest.num_predictions >= most:
+            return
+        for inflight_bytes in inflight_choices(profile):
+            choices = choices_of(plan, contest.uses)
             choices.inflight_bytes = inflight_bytes
             contest.enter_if_promising(choices)
 
