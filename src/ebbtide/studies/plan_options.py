@@ -14,7 +14,6 @@ from ebbtide.studies.tasks import TaskFamily
 from ebbtide.studies.user_models import load_family
 from ebbtide.units import parse_size_bytes
 
-DEFAULT_BUDGET: Final = "90%"
 _PERCENT: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
 
 
