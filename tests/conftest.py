@@ -1,6 +1,7 @@
 """What holds for all tests. pytest reads it before any test file, and so before torch."""
 
 import os
+import signal
 from typing import Any
 
 import pytest
@@ -13,6 +14,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # `make test` has a process for each core.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A shell ignores Ctrl-C in what it runs in the background, and so do all processes below it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _dead_workers: list[str] = []
 
