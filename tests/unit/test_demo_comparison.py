@@ -149,8 +149,12 @@ def test_the_limit_is_said_in_figures() -> None:
         text = " ".join(render(DemoConfig(), results).split())
         assert "it needs 256.0 MiB for this batch" in text
         assert "With the 128.0 MiB of gradients and optimizer state" in text
-        assert "384.0 MiB above idle is what no offloader can go below" in text
+        assert "384.0 MiB above idle is about what no offloader can go below" in text
         assert "ebbtide's peak is 2.00 times that" in text
+    for peak, place in ((1.37, "just there"), (1.25, "below it, because it also returns")):
+        lower = result(Mode.EBBTIDE, [step(peak=peak, stats=stats)] * 3)
+        text = " ".join(render(DemoConfig(), [plain, lower]).split())
+        assert f"ebbtide's peak is {place}" in text
     rebuilt = result(Mode.REBUILD, [step(peak=1.75, stats=stats)] * 3)
     assert "Limit" not in render(DemoConfig(), [plain, rebuilt])
 

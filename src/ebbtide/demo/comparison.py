@@ -14,6 +14,7 @@ from ebbtide.transfers.stats import StepStats
 from ebbtide.units import format_size
 
 _ABSENT = "-"
+_JUST_THERE = 0.95  # two measurements of the RSS of two processes differ by less
 _NOISY = 1.5  # times vary too much above this ratio of a mode's slowest to its fastest step
 
 
@@ -131,14 +132,15 @@ def _floor(reference: ModeResult, result: ModeResult) -> Iterator[str]:
     if not floor_bytes:
         return
     ratio = _above_idle(result) / floor_bytes
-    # Two measurements of the RSS of two processes differ a little.
-    place = "just there" if ratio <= 1 else f"{ratio:.2f} times that"
+    place = f"{ratio:.2f} times that" if ratio > 1 else "just there"
+    if ratio < _JUST_THERE:
+        place = "below it, because it also returns what is freed in the middle of an operation"
     yield (
         f"Limit: a forward without autograd saves nothing at all, and it needs "
         f"{format_size(final.forward_bytes)} for this batch: the working memory of its largest "
         f"operation. With the {format_size(lasting_bytes)} of gradients and optimizer state that "
-        f"stay between steps, {format_size(floor_bytes)} above idle is what no offloader can go "
-        f"below; ebbtide's peak is {place}. A smaller batch or resolution lowers it."
+        f"stay between steps, {format_size(floor_bytes)} above idle is about what no offloader can "
+        f"go below; ebbtide's peak is {place}. A smaller batch or resolution lowers it."
     )
 
 

@@ -15,6 +15,7 @@ from typing import Any, final
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
 
 import ebbtide
 from ebbtide.demo import darcy_fno
@@ -192,6 +193,9 @@ class ModeTrainer:
     def _measure_forward(self) -> tuple[int, int]:
         """Measure a forward without autograd, which no way of offloading can need less than.
 
+        What a module has freed is returned to the system when it ends. Otherwise it would stay
+        resident, and the forward would seem to need more than a training step with ebbtide.
+
         Returns:
             The number of bytes in use before, and how many more the forward needs at its peak.
         """
@@ -199,8 +203,12 @@ class ModeTrainer:
         self._memory.return_freed()
         self._memory.reset_peak()
         lasting_bytes = self._memory.now_bytes()
-        with torch.no_grad():
-            self._problem.predict(self._model, batch)
+        hook = register_module_forward_hook(lambda *_: self._memory.return_freed())
+        try:
+            with torch.no_grad():
+                self._problem.predict(self._model, batch)
+        finally:
+            hook.remove()
         self._synchronize()
         return lasting_bytes, max(0, self._memory.peak_bytes() - lasting_bytes)
 
