@@ -1,5 +1,6 @@
 """What holds for all tests. pytest reads it before any test file, and so before torch."""
 
+import contextlib
 import os
 import signal
 from typing import Any
@@ -18,6 +19,14 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 # A shell ignores Ctrl-C in what it runs in the background, and so do all processes below it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# How long an example takes says nothing on a busy machine. The environments of the clients and of
+# the GPU suite need no hypothesis.
+with contextlib.suppress(ImportError):
+    from hypothesis import settings
+
+    settings.register_profile("ebbtide", deadline=None)
+    settings.load_profile("ebbtide")
 
 _dead_workers: list[str] = []
 
