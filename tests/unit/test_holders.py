@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+from collections import deque
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -35,18 +39,87 @@ def test_global_variables_are_named() -> None:
     assert found.holder.startswith("the variable kept_for_later in ")
 
 
-def test_attributes_are_named() -> None:
-    module = nn.Linear(2, 2)
-    module.cache = torch.ones(4)
-    (found,) = find_holders({address(module.cache)})
-    assert found.holder == "the attribute cache of a Linear"
-    assert found.shape == (4,)
+class Plain:
+    """An object whose attributes Python keeps without a dict."""
 
 
-def test_what_is_deep_inside_is_said_to_be_in_a_container() -> None:
-    deep = {"a": [[torch.ones(3)]]}
-    (found,) = find_holders({address(deep["a"][0][0])})
-    assert found.holder == "a list of 1"
+class Slotted:
+    __slots__ = ("kept",)
+
+
+def in_a_plain_object(tensor: torch.Tensor) -> Any:
+    holder = Plain()
+    holder.kept = tensor  # type: ignore[attr-defined]
+    return holder
+
+
+def in_a_module(tensor: torch.Tensor) -> Any:
+    holder = nn.Linear(2, 2)
+    holder.kept = tensor
+    return holder
+
+
+def in_a_buffer(tensor: torch.Tensor) -> Any:
+    holder = nn.Linear(2, 2)
+    holder.register_buffer("kept", tensor)
+    return holder
+
+
+def in_a_list_of_an_object(tensor: torch.Tensor) -> Any:
+    holder = Plain()
+    holder.kept = [None, tensor]  # type: ignore[attr-defined]
+    return holder
+
+
+def in_a_dict_of_an_object(tensor: torch.Tensor) -> Any:
+    holder = Plain()
+    holder.kept = {"last": tensor}  # type: ignore[attr-defined]
+    return holder
+
+
+def in_slots(tensor: torch.Tensor) -> Any:
+    holder = Slotted()
+    holder.kept = tensor
+    return holder
+
+
+def in_a_closure(tensor: torch.Tensor) -> Any:
+    return lambda: tensor
+
+
+WAYS: list[tuple[Callable[[torch.Tensor], Any], str]] = [
+    (in_a_plain_object, "the attribute kept of a Plain"),
+    (in_a_module, "the attribute kept of a Linear"),
+    (in_a_buffer, "the attribute kept of a Linear"),
+    (in_a_list_of_an_object, "the attribute kept[1] of a Plain"),
+    (in_a_dict_of_an_object, "the attribute kept['last'] of a Plain"),
+    (in_slots, "an object of the type Slotted"),
+    (in_a_closure, "a variable that an inner function uses"),
+    (lambda tensor: {"a": [[tensor]]}, "a list of 1"),
+    (lambda tensor: [{"a": tensor}], "a dict under 'a'"),
+    (lambda tensor: deque([tensor]), "an object of the type deque"),
+]
+
+
+def hold_a_tensor(hold: Callable[[torch.Tensor], Any]) -> tuple[list[Any], int]:
+    """Return what holds a tensor, inside a list, and the address of the tensor's storage."""
+    tensor = torch.ones(4)
+    return [hold(tensor)], address(tensor)
+
+
+@pytest.mark.parametrize("collected", [False, True], ids=["young", "collected"])
+@pytest.mark.parametrize(("hold", "name"), WAYS, ids=[name for _, name in WAYS])
+def test_who_holds_a_tensor_is_named(
+    hold: Callable[[torch.Tensor], Any], name: str, collected: bool
+) -> None:
+    """A collection changes the order in which Python lists what refers to a tensor."""
+    holder, wanted = hold_a_tensor(hold)
+    if collected:
+        gc.collect()
+    (found,) = find_holders({wanted})
+    assert (found.holder, found.shape) == (name, (4,))
+    del holder
+    assert find_holders({wanted}) == []
 
 
 def test_a_view_holds_the_whole_storage() -> None:

@@ -18,7 +18,7 @@ PACKAGE = Path(ebbtide.__file__).parent
 # Each part may import its own line and the lines above it (design, section 3). "__init__" is what
 # `import ebbtide` gives.
 CHAIN = [
-    ["version", "errors", "units", "policy", "weak", "forks", "interface"],
+    ["version", "errors", "units", "policy", "weak", "forks", "frames", "interface"],
     ["schedule", "tracing", "tensors"],
     ["devices"],
     ["memory"],

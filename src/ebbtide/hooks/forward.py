@@ -16,6 +16,7 @@ from torch import nn
 from ebbtide.coexistence.compiler import skip_in_compiler
 from ebbtide.coexistence.other_hooks import hooks_are_wanted
 from ebbtide.errors import PolicyError
+from ebbtide.frames import visit_frames
 from ebbtide.hooks.layers import LayerTracker, ModuleHook
 from ebbtide.hooks.saved_tensors import SavedTensorHooks
 from ebbtide.hooks.weights import WeightHooks
@@ -286,13 +287,12 @@ class OffloadedForward:
 def _running_calls() -> set[int]:
     """Return the numbers of the calls that are on the stack of any thread."""
     found = set()
-    frames: list[types.FrameType | None] = list(sys._current_frames().values())
-    while frames:  # it is empty in the end: a frame that refers to itself would leak
-        frame = frames.pop()
-        while frame is not None:
-            if frame.f_code is OffloadedForward._call.__code__ and "call" in frame.f_locals:
-                found.add(frame.f_locals["call"])
-            frame = frame.f_back
+
+    def look(frame: types.FrameType) -> None:
+        if frame.f_code is OffloadedForward._call.__code__ and "call" in frame.f_locals:
+            found.add(frame.f_locals["call"])
+
+    visit_frames(look)
     return found
 
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from ebbtide.budgeting.planned_step import PlannedStep
 from ebbtide.errors import PolicyError
+from ebbtide.frames import variables_of
 from ebbtide.handle import OffloadHandle
 from ebbtide.integrations.training_offload import (
     OffloadArguments,
@@ -173,7 +174,7 @@ def _put_first(callback: TrainerCallback) -> None:
     """
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
-        handler = frame.f_locals.get("self")
+        handler = variables_of(frame).get("self")
         if isinstance(handler, CallbackHandler) and any(
             each is callback for each in handler.callbacks
         ):

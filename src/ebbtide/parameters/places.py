@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping
 from types import FrameType
 from typing import Any, final
@@ -10,6 +9,7 @@ from typing import Any, final
 import torch
 from torch import nn
 
+from ebbtide.frames import visit_frames
 from ebbtide.parameters.parameters import PARAMETERS, OffloadedParameter, Place, held_at
 
 Substitute = Callable[[torch.Tensor], torch.Tensor]
@@ -77,12 +77,12 @@ def stop_substituting(modules: Iterable[nn.Module]) -> None:
 def running_modules() -> set[nn.Module]:
     """Return the modules whose call is on the stack of some thread."""
     found = set()
-    for stack in sys._current_frames().values():
-        frame: FrameType | None = stack
-        while frame is not None:
-            if frame.f_code is nn.Module._call_impl.__code__:
-                found.add(frame.f_locals["self"])
-            frame = frame.f_back
+
+    def look(frame: FrameType) -> None:
+        if frame.f_code is nn.Module._call_impl.__code__:
+            found.add(frame.f_locals["self"])
+
+    visit_frames(look)
     return found
 
 

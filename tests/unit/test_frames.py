@@ -1,0 +1,137 @@
+"""What reads the stacks of threads keeps nothing alive that is in them."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ebbtide
+from ebbtide.frames import variables_of, visit_frames
+from ebbtide.hooks import forward
+from ebbtide.ownership.holders import find_holders
+from ebbtide.parameters.places import running_modules
+
+
+@contextlib.contextmanager
+def no_collection() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def read_all_variables() -> None:
+    visit_frames(lambda frame: variables_of(frame) and None)
+
+
+def search_for_holders() -> None:
+    tensors = [each for each in gc.get_objects() if type(each) is torch.Tensor]
+    addresses = {each.untyped_storage()._cdata for each in tensors}
+    del tensors
+    names = [found.holder for found in find_holders(addresses)]
+    assert "the variable kept in delete_after() (test_frames.py)" in names
+
+
+def search_in_a_module() -> None:
+    class Searching(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            assert self in running_modules()
+            return x
+
+    Searching()(torch.ones(1))
+
+
+def search_for_running_calls() -> None:
+    searched = []
+
+    class Searching(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            searched.extend(forward._running_calls())
+            return super().forward(x)
+
+    model = Searching(2, 2)
+    with ebbtide.offload(model, activations=ebbtide.ActivationPolicy()):
+        model(torch.ones(1, 2))
+    assert len(searched) == 1
+
+
+SEARCHES = [read_all_variables, search_for_holders, search_in_a_module, search_for_running_calls]
+
+
+@pytest.mark.parametrize("search", SEARCHES)
+def test_what_a_function_deletes_after_a_search_is_freed(search: Callable[[], None]) -> None:
+    def delete_after() -> bool:
+        kept: Any = torch.ones(3)
+        reference = weakref.ref(kept)
+        search()
+        del kept
+        return reference() is None
+
+    with no_collection():
+        assert delete_after()
+
+
+@pytest.mark.parametrize("search", SEARCHES)
+def test_what_a_function_held_that_searched_is_freed_when_it_returns(
+    search: Callable[[], None],
+) -> None:
+    def delete_after() -> Callable[[], object]:
+        kept = torch.ones(3)
+        search()
+        return weakref.ref(kept)
+
+    with no_collection():
+        assert delete_after()() is None
+
+
+def look_on_this_thread() -> None:
+    read_all_variables()
+
+
+def look_on_another_thread() -> None:
+    looking = threading.Thread(target=read_all_variables)
+    looking.start()
+    looking.join()
+
+
+@pytest.mark.parametrize("look", [look_on_this_thread, look_on_another_thread])
+def test_a_debugged_function_keeps_its_variables(look: Callable[[], None]) -> None:
+    """After each line Python copies the debugger's dict of the variables back."""
+
+    def debugged(argument: int) -> int:
+        kept = argument
+        kept += 1
+        return kept
+
+    def stop(frame: FrameType, event: str, _: object) -> Any:
+        if frame.f_code is debugged.__code__ and (event != "call" or look is look_on_this_thread):
+            look()
+        return stop
+
+    before = sys.gettrace()
+    sys.settrace(stop)
+    try:
+        assert debugged(3) == 4
+    finally:
+        sys.settrace(before)
+
+
+def test_a_class_body_keeps_its_variables() -> None:
+    class Made:
+        value = 5
+        read_all_variables()
+        twice = value * 2
+
+    assert Made.twice == 10
