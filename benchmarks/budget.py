@@ -127,8 +127,9 @@ def _together(runs: list[dict[str, Any]]) -> dict[str, Any]:
     together["settling_peak_bytes"] = max(run["settling_peak_bytes"] for run in runs)
     timed = [run["samples_s"][run["settling_steps"] :] for run in runs]
     together["step_s"] = statistics.median(itertools.chain.from_iterable(timed))
-    if "predicted_s" in together:
-        together["predicted_s"] = statistics.median(run["predicted_s"] for run in runs)
+    for figure in ("predicted_s", "first_s"):
+        if figure in together:
+            together[figure] = statistics.median(run[figure] for run in runs)
     return together
 
 
@@ -225,6 +226,8 @@ def _train(
         found["settled"] = plan.settled
         found["predicted_peak_bytes"] = plan.plan.peak_bytes
         found["predicted_s"] = plan.plan.step_s
+        if plan.at_first is not None:
+            found["first_peak_bytes"], found["first_s"] = plan.at_first
         found["gap"] = plan.plan.gap
         found["plan"] = str(plan).splitlines()
     print(json.dumps(found))
@@ -232,9 +235,9 @@ def _train(
 
 def _table(results: dict[str, dict[str, Any]]) -> str:
     lines = [
-        "| model | mode | peak | highest while settling | predicted peak | step | predicted step "
-        "| fastest rule that fits |",
-        "|" + "---|" * 8,
+        "| model | mode | peak | highest while settling | predicted peak | at first | step "
+        "| predicted step | at first | fastest rule that fits |",
+        "|" + "---|" * 10,
     ]
     for name, modes in results.items():
         losses = modes["no offload"]["losses"]
@@ -259,18 +262,17 @@ def _rival(found: dict[str, Any], modes: dict[str, Any]) -> str:
 def _cells(found: dict[str, Any]) -> str:
     if "refused" in found:
         smallest = f"refused; the smallest is {found['smallest_bytes'] / _MIB:.0f} MiB"
-        return " | ".join([smallest, "", "", "", ""])
-    peak = found.get("predicted_peak_bytes")
-    step_s = found.get("predicted_s")
-    return " | ".join(
-        [
-            f"{found['peak_bytes'] / _MIB:.0f} MiB",
-            f"{found['settling_peak_bytes'] / _MIB:.0f} MiB",
-            "" if peak is None else f"{peak / _MIB:.0f} MiB",
-            f"{found['step_s']:.2f} s",
-            "" if step_s is None else f"{step_s:.2f} s",
-        ]
-    )
+        return " | ".join([smallest, *[""] * 6])
+
+    def size(figure: str) -> str:
+        return f"{found[figure] / _MIB:.0f} MiB" if figure in found else ""
+
+    def seconds(figure: str) -> str:
+        return f"{found[figure]:.2f} s" if figure in found else ""
+
+    sizes = ("peak_bytes", "settling_peak_bytes", "predicted_peak_bytes", "first_peak_bytes")
+    times = ("step_s", "predicted_s", "first_s")
+    return " | ".join([*map(size, sizes), *map(seconds, times)])
 
 
 # ---- models --------------------------------------------------------------------------------------

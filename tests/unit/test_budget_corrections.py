@@ -18,6 +18,7 @@ from ebbtide.planning.searching.simple_plans import keep_all, offload_first
 from ebbtide.planning.step_profile import LayerProfile
 from ebbtide.tracing.events import TraceEvent
 from ebbtide.tracing.trace import Trace
+from ebbtide.units import format_size
 from plan_cases import MB, make_layer, make_link, make_profile
 
 LINK = make_link(1000.0, computes_on_host=True, copy_cost_s_per_mb=1e-4)
@@ -128,7 +129,10 @@ def run(study: BudgetStudy, peak_mb: int, step_s: float) -> Plan:
     plan = study.choose(0)
     if study.phase is Phase.SETTLED:
         return plan
-    if study.stage is Stage.SECONDS:
+    if study.stage is Stage.REFILL:
+        study.learn_refill(peak_mb * MB)
+        study.note_peak(peak_mb * MB)
+    elif study.stage is Stage.SECONDS:
         study.learn_seconds(Trace(), step_s, peak_mb * MB)
         study.note_peak(peak_mb * MB)
     else:
@@ -139,7 +143,7 @@ def run(study: BudgetStudy, peak_mb: int, step_s: float) -> Plan:
 def measured_study(budget_mb: int, peak_mb: int) -> BudgetStudy:
     """A study that has measured its frugal steps."""
     study = BudgetStudy(PROFILE, LINK, budget_mb * MB)
-    for stage in (Stage.WARM_UP, Stage.MEMORY, Stage.SECONDS):
+    for stage in (Stage.WARM_UP, Stage.MEMORY, Stage.REFILL, Stage.SECONDS):
         assert (study.phase, study.stage) == (Phase.FRUGAL, stage)
         run(study, peak_mb, 3.0)
     return study
@@ -167,6 +171,46 @@ def test_a_plan_settles_when_it_needs_what_was_predicted() -> None:
     assert study.step.measured is not None
     study.note_peak(10**12)
     assert study.phase is Phase.PLANNED
+
+
+def until_settled(study: BudgetStudy, freed_mb: int, step_s: float) -> Plan:
+    """Run steps in which this much freed memory stays, and return the plan before it has run."""
+    first = study.choose(0)
+    for _ in range(12):
+        plan = study.choose(0)
+        stays = study.stage in (Stage.REFILL, Stage.SECONDS)
+        run(study, (plan.peak_bytes or 0) // MB + (freed_mb if stays else 0), step_s)
+        if study.phase is Phase.SETTLED:
+            break
+    assert study.phase is Phase.SETTLED
+    return first
+
+
+def test_what_is_predicted_of_a_settled_plan_has_what_its_own_steps_showed() -> None:
+    """The freed memory that stayed in them, and their seconds."""
+    study = measured_study(100, 30)
+    first = until_settled(study, 5, 2.0)
+    step = study.step
+    assert step.at_first == (first.peak_bytes, first.step_s)
+    assert step.measured is not None and step.plan.peak_bytes is not None
+    assert step.plan.peak_bytes // MB == step.measured.peak_bytes // MB
+    assert step.plan.peak_bytes // MB == (first.peak_bytes or 0) // MB + 5
+    assert [line.split()[:2] for line in str(step).splitlines()[2:5]] == [
+        ["at", "first"],
+        ["predicted", format_size(step.plan.peak_bytes).split()[0]],
+        ["measured", format_size(step.measured.peak_bytes).split()[0]],
+    ]
+
+
+def test_memory_that_an_accelerator_keeps_is_timed_at_once() -> None:
+    """What was measured there did not return it to the system, so nothing is to be refilled."""
+    study = BudgetStudy(PROFILE, make_link(1000.0), 100 * MB)
+    stages = []
+    for _ in range(3):
+        study.choose(0)
+        stages.append(study.stage)
+        run(study, 30, 3.0)
+    assert stages == [Stage.WARM_UP, Stage.MEMORY, Stage.SECONDS]
 
 
 def test_the_fastest_plan_that_was_measured_to_fit_stays() -> None:

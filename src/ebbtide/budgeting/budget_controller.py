@@ -184,7 +184,7 @@ class BudgetController:
             guard = PassGuard(self._memory, study.profile, study.limit_bytes, study.growth)
         self._engine.passes = watch or guard
         self._engine.keep_freed_memory(None if guard is None else guard.has_room)
-        if stage is Stage.SECONDS:
+        if stage is Stage.REFILL or stage is Stage.SECONDS:
             self._memory.reset_peak()
         self._engine.record_steps(traced=self._traced or stage is Stage.SECONDS)
         number = self._engine.num_steps
@@ -231,6 +231,8 @@ class BudgetController:
                 return
         else:
             peak_bytes = self._memory.reserved_peak_bytes()
+            if running.stage is Stage.REFILL and not self._several:
+                study.learn_refill(peak_bytes)
             if running.stage is Stage.SECONDS and not self._several:
                 study.learn_seconds(self._engine.trace, step_s, peak_bytes)
                 if study.phase is Phase.FRUGAL:

@@ -3,9 +3,13 @@
 [Note: settling] The first steps run the most frugal plan, so that no budget is broken to find out.
 Each plan warms up for one step: files grow, memory is cold, and the first step of all makes the
 optimizer's state. The next step measures its memory, pass by pass. If that is as predicted and
-within the budget, one more step measures its seconds, without the returning of freed memory that
-measuring memory needs. Then a plan is searched for with what was learned. After a few plans, or as
-soon as one costs what was predicted, the fastest plan that was measured to fit stays.
+within the budget, its seconds are measured without the returning of freed memory that measuring
+memory needs: on a CPU in the second such step, as the first takes from the system what was returned
+to it. Then a plan is searched for with what was learned. After a few plans, or as soon as one costs
+what was predicted, the fastest plan that was measured to fit stays.
+
+What is predicted of the plan that stays is corrected by its own steps, freed memory that stays in
+the process included. What was predicted before it ran is kept beside that.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ from ebbtide.budgeting.measured_times import (
     with_copy_cost,
 )
 from ebbtide.budgeting.pass_watch import PassWatch
-from ebbtide.budgeting.planned_step import Measurement, PlannedStep, describe_briefly
+from ebbtide.budgeting.planned_step import PlannedStep, StepCost, describe_briefly
 from ebbtide.errors import BudgetError
 from ebbtide.planning.budgets import PlanBudget
 from ebbtide.planning.hardware import Hardware
@@ -72,6 +76,7 @@ class Stage(enum.Enum):
 
     WARM_UP = enum.auto()
     MEMORY = enum.auto()
+    REFILL = enum.auto()
     SECONDS = enum.auto()
 
 
@@ -80,14 +85,25 @@ class _Frugal(NamedTuple):
 
     peak_bytes: int
     plan: Plan
+    at_first: StepCost
 
 
 class _Tried(NamedTuple):
-    """A plan whose memory and seconds were measured."""
+    """A plan whose memory and seconds were measured.
+
+    Attributes:
+        plan: the plan.
+        at_first: what was predicted before it ran.
+        measured: what was measured.
+        growth: by how much memory grew in each position.
+        freed_bytes: freed memory that stayed in the process at the peak.
+    """
 
     plan: Plan
-    measured: Measurement
+    at_first: StepCost
+    measured: StepCost
     growth: Mapping[int, int]
+    freed_bytes: int
 
 
 class _Sample(NamedTuple):
@@ -126,12 +142,14 @@ class BudgetStudy:
         self._corrections = Corrections()
         self._begin_bytes = 0
         self._slack_bytes = 0  # what an allocator holds beside what is in use
+        self._freed_bytes = 0  # freed memory that stays in the process in steps with the plan
         self._over_bytes = 0  # how far plans were over the budget that should not have been
         self._frugal: list[_Frugal] = []  # the plans that were measured first
         self._failed: list[Plan] = []  # the plans that ran out of memory before any was measured
         self._slower = _SLOWER
         self._num_plans = 0
-        self._measured: Measurement | None = None
+        self._at_first: StepCost | None = None  # what was predicted of the plan before it ran
+        self._measured: StepCost | None = None
         self._growth: Mapping[int, int] | None = None  # of the plan, once its memory was measured
         self._tried: list[_Tried] = []
         self._samples: list[_Sample] = []
@@ -154,6 +172,7 @@ class BudgetStudy:
             hardware=self._hardware,
             budget_bytes=self.budget_bytes,
             settled=self.phase is Phase.SETTLED,
+            at_first=self._at_first,
             measured=self._measured,
         )
 
@@ -214,16 +233,33 @@ class BudgetStudy:
         self._corrections.learn(watch, self.plan, watched)
         self._slack_bytes = max(0, peak_bytes - max(watch.peaks.values()))
         self._begin_bytes, self._growth = watch.begin_bytes, watch.growth
-        self._measured = Measurement(peak_bytes, step_s)
+        self._measured, self._freed_bytes = StepCost(peak_bytes, step_s), 0
         self.plan = _predicted_now(self.plan, before, self._slack_bytes)
         self._note_had(peak_bytes)
         if frugal:
             others = (each for each in self._frugal if not _is_same(each.plan, self.plan))
-            self._frugal = sorted([*others, _Frugal(peak_bytes, self.plan)], key=_peak_of)
-            self.stage = Stage.MEMORY if warm_up else Stage.SECONDS
+            measured = _Frugal(peak_bytes, self.plan, self._at_first or _cost(self.plan))
+            self._frugal = sorted([*others, measured], key=_peak_of)
+            self.stage = Stage.MEMORY if warm_up else self._first_timed_stage
             self._searches = not warm_up and peak_bytes > self.budget_bytes
         else:
             self._judge(watched.peak_bytes + self._slack_bytes, peak_bytes)
+
+    def learn_refill(self, peak_bytes: int) -> None:
+        """Learn that a step has taken the memory again that measuring had returned.
+
+        Args:
+            peak_bytes: its peak.
+        """
+        self._note_freed(peak_bytes)
+        self.stage = Stage.SECONDS
+
+    def _note_freed(self, peak_bytes: int) -> None:
+        """Note the peak of a step in which freed memory stayed where the budget had room."""
+        if self._measured is not None:
+            self._freed_bytes += max(0, peak_bytes - self._measured.peak_bytes)
+            peak_bytes = max(peak_bytes, self._measured.peak_bytes)
+            self._measured = self._measured._replace(peak_bytes=peak_bytes)
 
     def learn_seconds(self, trace: Trace, step_s: float, peak_bytes: int) -> None:
         """Learn from a step that followed the plan and was traced.
@@ -240,14 +276,18 @@ class BudgetStudy:
         self._profile = measured_profile(self._profile, self.plan, trace, step_s, cost_s)
         self._hardware = measured_hardware(self._hardware, trace)
         self._num_timed += 1
+        self._note_freed(peak_bytes)
         if self._measured is not None:
-            peak_bytes = max(peak_bytes, self._measured.peak_bytes)
+            peak_bytes = self._measured.peak_bytes
         for each in self._tried:
             if _is_same(each.plan, self.plan):
                 step_s = min(step_s, each.measured.step_s)
         self._tried = [each for each in self._tried if not _is_same(each.plan, self.plan)]
-        self._measured = Measurement(peak_bytes, step_s)
-        self._tried.append(_Tried(self.plan, self._measured, self._growth or {}))
+        self._measured = StepCost(peak_bytes, step_s)
+        at_first = self._at_first or _cost(self.plan)
+        self._tried.append(
+            _Tried(self.plan, at_first, self._measured, self._growth or {}, self._freed_bytes)
+        )
         late = predicted_s and abs(step_s / predicted_s - 1) > _CLOSE_S
         if self.phase is Phase.FRUGAL or (late and self._num_plans < _MOST_LATE):
             self._searches = True
@@ -287,7 +327,7 @@ class BudgetStudy:
         self.phase, self.stage, self._searches = Phase.FRUGAL, Stage.WARM_UP, False
         self._num_plans = 0
         if self._frugal:
-            self.plan, self._growth = self._frugal[0].plan, None
+            self._begin(self._frugal[0].plan, self._frugal[0].at_first)
             return
         self._failed.append(failed)
         self._try_another_frugal()
@@ -309,7 +349,12 @@ class BudgetStudy:
         elif wrong and peak_bytes < predicted_bytes:
             self._slower = max(1.0, self._slower / _STEP)
         self._searches = over or (wrong and self._num_plans < _MOST_PLANS)
-        self.stage = Stage.WARM_UP if self._searches else Stage.SECONDS
+        self.stage = Stage.WARM_UP if self._searches else self._first_timed_stage
+
+    @property
+    def _first_timed_stage(self) -> Stage:
+        """What the step is for that follows those that measure memory."""
+        return Stage.REFILL if self._hardware.computes_on_host else Stage.SECONDS
 
     def _settle(self) -> None:
         """Stay with the fastest plan that was measured to fit."""
@@ -328,6 +373,8 @@ class BudgetStudy:
 
     def _end_search(self) -> None:
         self.phase, self._searches = Phase.SETTLED, False
+        held_bytes = self._slack_bytes + self._freed_bytes
+        self.plan = _predicted_now(self.plan, self._predict(self._begin_bytes), held_bytes)
         if _LOG.isEnabledFor(logging.INFO):
             _LOG.info("the plan has settled: %s", describe_briefly(self.step))
 
@@ -337,9 +384,20 @@ class BudgetStudy:
         return min(fitting, key=lambda each: each.measured.step_s, default=None)
 
     def _follow(self, tried: _Tried) -> None:
-        """Follow a plan again, with what is predicted for it now."""
-        self.plan, self._measured, self._growth = tried
-        self.plan = _predicted_now(self.plan, self._predict(self._begin_bytes), self._slack_bytes)
+        """Follow a plan again."""
+        self._begin(tried.plan, tried.at_first)
+        self._measured, self._growth = tried.measured, tried.growth
+        self._freed_bytes = tried.freed_bytes
+
+    def _begin(self, plan: Plan, at_first: StepCost | None = None) -> None:
+        """Follow another plan from now on.
+
+        Args:
+            plan: the plan.
+            at_first: what was predicted before it ran for the first time; None means now.
+        """
+        self.plan, self._at_first = plan, at_first or _cost(plan)
+        self._growth, self._freed_bytes, self._num_timed = None, 0, 0
 
     def _corrected(self, begin_bytes: int) -> StepProfile:
         fixed_bytes = begin_bytes + self._slack_bytes
@@ -362,11 +420,11 @@ class BudgetStudy:
 
         What layers need that run again is less certain before it was measured.
         """
-        self.plan = self._find_frugal(int(_FRUGAL_SHARE * self.budget_bytes))
-        peak_bytes = self.plan.peak_bytes or 0
+        plan = self._find_frugal(int(_FRUGAL_SHARE * self.budget_bytes))
+        peak_bytes = plan.peak_bytes or 0
         if peak_bytes > _SURE * self.budget_bytes:
-            self.plan = Plan(layers=())
             raise _too_small(self.budget_bytes, peak_bytes, None)
+        self._begin(plan)
 
     def _find_frugal(self, enough_bytes: int) -> Plan:
         profile = self._corrected(self._begin_bytes)
@@ -379,7 +437,7 @@ class BudgetStudy:
             plan = self._find_frugal(enough_bytes)
             tried = [*self._failed, *(each.plan for each in self._frugal)]
             if len(tried) < _MOST_FRUGAL and not any(_is_same(plan, each) for each in tried):
-                self.plan, self._growth = plan, None
+                self._begin(plan)
                 self.phase, self.stage, self._searches = Phase.FRUGAL, Stage.WARM_UP, False
                 return True
         return False
@@ -407,10 +465,10 @@ class BudgetStudy:
         self._num_plans += 1
         self.phase = Phase.PLANNED
         if self._growth is not None and _is_same(plan, self.plan):
-            self.stage = Stage.SECONDS  # its memory is known
+            self.stage = self._first_timed_stage  # its memory is known
             return
-        self.plan, self._growth, self.stage = plan, None, Stage.WARM_UP
-        self._num_timed = 0
+        self._begin(plan)
+        self.stage = Stage.WARM_UP
 
     def _follow_what_fits(self) -> None:
         """Follow a plan that was measured to fit for good: no other is predicted to."""
@@ -420,12 +478,17 @@ class BudgetStudy:
         if best is not None:
             self._follow(best)
         elif self._frugal:
-            self.plan, self._growth = self._frugal[0].plan, None
+            self._begin(self._frugal[0].plan, self._frugal[0].at_first)
         self._end_search()
 
 
 def _peak_of(frugal: _Frugal) -> int:
     return frugal.peak_bytes
+
+
+def _cost(plan: Plan) -> StepCost:
+    """Return what is predicted of a plan."""
+    return StepCost(plan.peak_bytes or 0, plan.step_s or 0.0)
 
 
 def _is_same(plan: Plan, other: Plan) -> bool:

@@ -25,8 +25,8 @@ _WIDTH: Final = 14  # columns of the names of layers,
 _SIZE_WIDTH: Final = 10  # and of a size
 
 
-class Measurement(NamedTuple):
-    """What a step under the plan was measured to cost.
+class StepCost(NamedTuple):
+    """What a step under a plan costs.
 
     Attributes:
         peak_bytes: the peak of memory: what the allocator reserved, or the process's RSS on a CPU.
@@ -48,6 +48,8 @@ class PlannedStep:
         hardware: the bandwidths that it was made for.
         budget_bytes: the budget, in bytes.
         settled: whether the plan stays as it is from now on.
+        at_first: what was predicted before the plan ran, while `plan` has what is predicted now;
+            None if the plan was not made from measured steps.
         measured: what the last measured step under the plan cost; None before the first one.
     """
 
@@ -56,7 +58,8 @@ class PlannedStep:
     hardware: Hardware
     budget_bytes: int
     settled: bool = False
-    measured: Measurement | None = None
+    at_first: StepCost | None = None
+    measured: StepCost | None = None
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the plan to a file that `load` reads.
@@ -135,12 +138,17 @@ class PlannedStep:
         return f"budget {format_size(self.budget_bytes)}, {state}"
 
     def _costs(self) -> list[tuple[str, str, str]]:
-        """Return what is predicted of the plan, and what was measured: name, peak, step."""
-        plan, measured = self.plan, self.measured
-        costs = [("predicted", _size(plan.peak_bytes), _seconds(plan.step_s))]
-        if measured is not None:
-            costs.append(("measured", format_size(measured.peak_bytes), _seconds(measured.step_s)))
-        return costs
+        """Return what was predicted at first and now, and measured, each as name, peak, step."""
+        found = {
+            "at first": self.at_first,
+            "predicted": (self.plan.peak_bytes, self.plan.step_s),
+            "measured": self.measured,
+        }
+        return [
+            (name, _size(cost[0]), _seconds(cost[1]))
+            for name, cost in found.items()
+            if cost is not None
+        ]
 
     def _gap(self) -> str:
         """Say how far the plan may be from the best one; nothing if that is not known."""
