@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Final, NamedTuple, final
 
 from ebbtide.budgeting.cautious_timing import CautiousTiming, predict_awaited
@@ -154,6 +154,7 @@ class BudgetStudy:
         self._tried: list[_Tried] = []
         self._samples: list[_Sample] = []
         self._searches = False
+        self._seen: Set[int] = frozenset()  # the positions that the last watched step had
         self._num_timed = 0  # steps that have measured the seconds of the plan
         self.plan = Plan(layers=())
         self.exceeded_bytes = 0
@@ -213,8 +214,20 @@ class BudgetStudy:
             self._begin_bytes = begin_bytes
             self._choose_frugal()
         elif self._searches:
+            self._begin_bytes = begin_bytes  # a process holds more than when it was last measured
             self._search()
         return self.plan
+
+    def has_all_passes(self, watch: PassWatch) -> bool:
+        """Whether a step had all passes of the profile, or the same ones as the step before.
+
+        A layer has no backward if nothing in it is trained, or its output is not used.
+
+        Args:
+            watch: what saw the passes.
+        """
+        seen, self._seen = self._seen, frozenset(watch.peaks)
+        return watch.is_whole or seen == self._seen
 
     def learn_memory(self, watch: PassWatch, step_s: float) -> None:
         """Learn from a step that followed the plan and was watched.
@@ -373,8 +386,11 @@ class BudgetStudy:
 
     def _end_search(self) -> None:
         self.phase, self._searches = Phase.SETTLED, False
-        held_bytes = self._slack_bytes + self._freed_bytes
-        self.plan = _predicted_now(self.plan, self._predict(self._begin_bytes), held_bytes)
+        prediction = self._predict(self._begin_bytes)
+        used_bytes = prediction.peak_bytes + self._slack_bytes
+        room_bytes = max(0, self.limit_bytes - used_bytes)  # for freed memory: see `PassGuard`
+        held_bytes = self._slack_bytes + min(self._freed_bytes, room_bytes)
+        self.plan = _predicted_now(self.plan, prediction, held_bytes)
         if _LOG.isEnabledFor(logging.INFO):
             _LOG.info("the plan has settled: %s", describe_briefly(self.step))
 
