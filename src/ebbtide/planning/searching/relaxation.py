@@ -431,7 +431,7 @@ class _Programme:
         begin = self._profile.before_working_bytes, self._profile.after_working_bytes
         if max(begin) / _MB > self._free:
             return None
-        whole = self._c if whole_layers else []
+        whole = [each for each in self._c if self._upper[each]] if whole_layers else []
         optimum = _minimize(self._costs, self._upper, self._rows, whole)
         return None if optimum is None else self._read(*optimum)
 
