@@ -167,8 +167,7 @@ assert type(trainer.model_wrapped).__name__ == names[wrapper]
 assert wrapper == "FSDP2" or trainer.model is model
 if callbacks:
     handle = callbacks[0].handle
-    planned = mode == "budget" and wrapper == "DDP"  # a sharded model is not planned
-    assert handle.plan is not None if planned else handle.stats.offloaded_bytes > 0
+    assert handle.plan is not None if mode == "budget" else handle.stats.offloaded_bytes > 0
     assert_is_plain(model)
 losses, weights = results(trainer)
 file = Path(folder) / f"{mode}_{trainer.args.process_index}.txt"

@@ -48,6 +48,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint as recompute
 
 import ebbtide
+from ebbtide.planning.plan import Decision, LayerPlan, Plan
+from ebbtide.planning.step_profile import LayerProfile
 
 BATCH, LENGTH, WIDTH, HEADS, BLOCKS = 2, 32, 32, 4, 2
 STEPS = 3
@@ -446,7 +448,60 @@ def check_layers(_: Path) -> dict[str, bool]:
         return {"found": handle.layers == ("blocks.0", "blocks.1")}
 
 
+BUDGETED: dict[str, Sharding] = {
+    "fsdp": fsdp,
+    "fsdp-bfloat16": partial(fsdp, mp_policy=BF16),
+    "fsdp1": fsdp1,
+    "tp": tensor_parallel,
+    "tp-dtensors": partial(tensor_parallel, plain=False),
+    "replicate": replicate,
+    "ddp": ddp,
+}
+
+
+def halve(layer: LayerProfile) -> LayerPlan:
+    """Offload every other storage of a layer."""
+    leaves = [storage.may_leave and storage.number % 2 for storage in layer.storages]
+    return LayerPlan(
+        decisions=tuple(Decision.OFFLOAD if each else Decision.KEEP for each in leaves)
+    )
+
+
+def check_budgets(directory: Path) -> dict[str, bool]:
+    """A sharded model is planned from its first step, with the same bits under any plan."""
+    policy = ebbtide.ActivationPolicy(min_bytes=1)
+    file = directory / f"plan{dist.get_rank()}.json"
+
+    def steps(model: nn.Module, count: int) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        for _ in range(count):
+            x = torch.randn(BATCH, LENGTH, WIDTH, generator=generator)
+            model(x).square().mean().backward()
+        return [local(p.grad) for p in model.parameters() if p.grad is not None]
+
+    def run(shard: Sharding, count: int, **options: Any) -> tuple[list[Tensor], Any]:
+        torch.manual_seed(0)
+        model = shard(Net())
+        with ebbtide.offload(model, **options) if options else contextlib.nullcontext() as handle:
+            return steps(model, count), handle
+
+    found = {}
+    for name, shard in BUDGETED.items():
+        gradients, handle = run(shard, 12, budget="90%", activations=policy)
+        found[f"{name} budget"] = all(map(torch.equal, gradients, run(shard, 12)[0]))
+        planned = handle.plan
+        found[f"{name} settles"] = planned is not None and planned.settled
+        halved = Plan(layers=tuple(halve(layer) for layer in planned.profile.layers))
+        replace(planned, plan=halved).save(file)
+        gradients, handle = run(shard, 3, plan=file, activations=policy)
+        found[f"{name} plan"] = all(map(torch.equal, gradients, run(shard, 3)[0]))
+        stats = handle.stats
+        found[f"{name} moves"] = stats.offloaded_bytes > 0 and stats.kept_bytes > 0
+    return found
+
+
 CHECKS: dict[str, Callable[[Path], dict[str, bool]]] = {
+    "budgets": check_budgets,
     "state-dict": check_state_dict,
     "weights": check_weights,
     "weights-ddp": check_weights_ddp,

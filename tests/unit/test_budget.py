@@ -259,15 +259,109 @@ class LooksAtValues(Model):
         return super().forward(x) * (2 if x.sum().item() > 0 else 1)
 
 
-@pytest.mark.usefixtures("memory")
-def test_a_model_that_cannot_be_profiled_is_offloaded_as_a_whole() -> None:
+@pytest.mark.parametrize("share", [0.6, 0.9])
+def test_a_model_whose_code_looks_at_values_is_planned_from_its_first_step(
+    memory: LiveMemory, share: float
+) -> None:
+    begin = memory.now_bytes()
+    budget = begin + int(share * plain_peak_bytes(memory))
+    torch.manual_seed(0)
     model = LooksAtValues()
+    handle = ebbtide.offload(model, budget=budget, activations=SMALL)
+    memory.reset_peak()
+    peaks = train(model, 1, memory)
+    assert handle.plan is None
+    assert handle.stats.kept_bytes == SHEET  # in the first step all leaves but the batch
+    handle.detach()
+    handle = settle(model, budget, memory)
+    memory.reset_peak()
+    peaks += train(model, 2, memory)
+    assert max(peaks) <= budget
+    assert handle.plan is not None and modes(handle.plan) == {"as is", "keep", "offload"}
+    assert handle.stats.kept_bytes > SHEET
+    assert any("after layers.5" in line for line in str(handle.plan).splitlines())
+    handle.detach()
+
+
+@pytest.mark.usefixtures("memory")
+def test_a_model_that_is_planned_from_its_first_step_trains_the_same() -> None:
+    def digits(budget: str | None) -> list[str]:
+        torch.manual_seed(0)
+        model = LooksAtValues()
+        if budget is None:
+            train(model, 12)
+        else:
+            with ebbtide.offload(model, budget=budget, activations=SMALL):
+                train(model, 12)
+        return [str(each.tolist()) for each in model.parameters()]
+
+    assert digits("1GiB") == digits(None)
+
+
+class CallsAsOften(LooksAtValues):
+    """Calls its first layer as often as the batch says."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(int(x.flatten()[0].item())):
+            x = self.layers[0](x)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("counts", [(1, 3), (3, 1), (2, 0, 2, 4)])
+@pytest.mark.usefixtures("memory")
+def test_layers_that_are_called_more_and_less_often_than_in_the_first_step(
+    counts: tuple[int, ...],
+) -> None:
+    model, plain = CallsAsOften(), CallsAsOften()
+    plain.load_state_dict(model.state_dict())
+    with ebbtide.offload(model, budget="1GiB", activations=SMALL):
+        for step in range(12):
+            batch = torch.randn(BATCH, WIDTH)
+            batch[0, 0] = counts[step % len(counts)] + 0.5
+            for each in (model, plain):
+                each.zero_grad()
+                each(batch).square().mean().backward()
+            pairs = zip(model.parameters(), plain.parameters(), strict=True)
+            assert all(torch.equal(one.grad, two.grad) for one, two in pairs)
+
+
+class NothingInLayers(LooksAtValues):
+    """Saves everything outside of layers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum().item() > 1e9:
+            return super().forward(x)
+        return torch.tanh(x * self.head.weight.sum())
+
+
+@pytest.mark.usefixtures("memory")
+def test_a_model_that_calls_no_layer_is_offloaded_as_a_whole() -> None:
+    model = NothingInLayers()
     with ebbtide.offload(model, budget="1GiB", activations=SMALL) as handle:
+        train(model, 1)
         with pytest.warns(UserWarning, match="cannot be planned, so everything is offloaded"):
             train(model, 1)
         train(model, 1)
         assert handle.plan is None
-        assert handle.stats.offloaded_bytes > 6 * SHEET
+        assert handle.stats.offloaded_bytes >= SHEET
+
+
+class PartlyFrozen(Model):
+    """Computes its first layers without gradients, so they have no backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for layer in self.layers[:2]:
+                x = layer(x)
+        for layer in self.layers[2:]:
+            x = layer(x)
+        return self.head(torch.tanh(x))
+
+
+def test_layers_without_a_backward_do_not_keep_a_plan_from_settling(memory: LiveMemory) -> None:
+    handle = settle(PartlyFrozen(), 2**30, memory)
+    assert handle.plan is not None and modes(handle.plan) == {"as is", "keep"}
+    handle.detach()
 
 
 def test_a_plan_is_saved_and_loaded(memory: LiveMemory, tmp_path: Path) -> None:

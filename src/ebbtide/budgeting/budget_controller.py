@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from ebbtide.activations.placement import PlannedLayers
 from ebbtide.budgeting.budget_size import parse_budget_bytes
 from ebbtide.budgeting.budget_study import BudgetStudy, Phase, Stage
+from ebbtide.budgeting.measured_times import measured_profile
 from ebbtide.budgeting.pass_watch import PassGuard, PassWatch
 from ebbtide.budgeting.placed_plan import place
 from ebbtide.budgeting.planned_step import PlannedStep, describe_briefly
@@ -26,16 +27,26 @@ from ebbtide.memory.measured_memory import AbstractMemory, memory_of
 from ebbtide.planning.hardware import Hardware
 from ebbtide.planning.plan import Plan
 from ebbtide.planning.profiling.fake_profile import CallArguments, profile_with_fake_tensors
+from ebbtide.planning.profiling.recorded_profile import profile_recorded_step
+from ebbtide.planning.searching.simple_plans import offload_first
 from ebbtide.planning.step_profile import StepProfile
+from ebbtide.tensors.marks import mark_not_offload
 from ebbtide.units import format_size
 
 _LOG = logging.getLogger(__name__)
 
 
+class _Unprofiled(NamedTuple):
+    """A kind of step that could not be profiled with fake tensors; its first step is recorded."""
+
+    reason: str
+
+
 class _Running(NamedTuple):
     """The step that runs, if it is to be learned from."""
 
-    study: BudgetStudy
+    kind: Hashable
+    study: BudgetStudy | _Unprofiled
     watch: PassWatch | None
     stage: Stage | None
     begin_s: float
@@ -73,6 +84,8 @@ class BudgetController:
         PolicyError: the budget cannot be read.
     """
 
+    # Long: it follows a step from its begin to its end, and each of its methods is short.
+
     def __init__(
         self,
         model: nn.Module,
@@ -89,7 +102,7 @@ class BudgetController:
         self._budget = budget
         self._min_bytes = min_bytes
         self._given = memory
-        self._studies: dict[Hashable, BudgetStudy | None] = {}
+        self._studies: dict[Hashable, BudgetStudy | _Unprofiled | None] = {}
         self._running: _Running | None = None
         self._last = _LastStudy()
         self._followed: Plan | None = None  # the plan that the engine follows
@@ -148,13 +161,13 @@ class BudgetController:
         if kind not in self._studies:
             _LOG.info("a new kind of step is profiled: budget %s", format_size(self._budget_bytes))
             self._studies[kind] = self._study(args, kwargs)
-        study = self._studies[kind]
-        self._last.study, self._several = study, False
-        if study is None:  # everything leaves
-            self._engine.follow(PlannedLayers({}, frozenset(), frozenset()), None)
-            self._engine.record_steps(traced=self._traced)
-            self._engine.keep_freed_memory(None)
-            self._followed = None
+        study, self._several = self._studies[kind], False
+        self._last.study = study if isinstance(study, BudgetStudy) else None
+        if not isinstance(study, BudgetStudy):
+            if study is not None:  # the loop holds the batch, so offloading it would save nothing
+                leaves = tree_leaves((args, kwargs))
+                mark_not_offload(*(each for each in leaves if isinstance(each, torch.Tensor)))
+            self._offload_all(kind, study)
             return
         if study.phase is not Phase.SETTLED:
             self._memory.return_freed()
@@ -189,26 +202,49 @@ class BudgetController:
         self._engine.record_steps(traced=self._traced or stage is Stage.SECONDS)
         number = self._engine.num_steps
         failures = self._memory.num_failures()
-        self._running = _Running(study, watch, stage, time.perf_counter(), number, failures)
+        self._running = _Running(kind, study, watch, stage, time.perf_counter(), number, failures)
+
+    def _offload_all(self, kind: Hashable, study: _Unprofiled | None) -> None:
+        """Offload everything in the step that begins now, and record it if it is to be learned."""
+        self._engine.follow(PlannedLayers({}, frozenset(), frozenset()), None)
+        self._engine.record_steps(traced=self._traced or study is not None)
+        self._engine.keep_freed_memory(None)
+        self._followed = None
+        if study is not None:
+            number, failures = self._engine.num_steps, self._memory.num_failures()
+            begin_s = time.perf_counter()
+            self._running = _Running(kind, study, None, None, begin_s, number, failures)
 
     def _finish_copies(self) -> None:
         """Wait for the copies under way, and free what they needed."""
         self._engine.transfers.device.finish_copies()
         self._engine.transfers.poll()
 
-    def _study(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BudgetStudy | None:
+    def _study(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BudgetStudy | _Unprofiled:
         call = CallArguments(args, kwargs)
         try:
             profile = profile_call(self._model, self._layers, call, self._hardware, self._min_bytes)
         except PolicyError as error:
+            _LOG.info("the first step is recorded with everything offloaded: %s", error)
+            return _Unprofiled(str(error))
+        return BudgetStudy(profile, self._hardware, self._budget_bytes)
+
+    def _study_recorded(self, step_s: float, reason: str) -> BudgetStudy | None:
+        """Return the study of the step that was recorded last; None if it cannot be planned."""
+        trace = self._engine.trace
+        try:
+            profile = profile_recorded_step(self._engine.inspect().storages, trace)
+        except PolicyError as error:
             if not self._was_refused:
                 warn_user(
                     "budget-not-planned",
-                    f"the budget cannot be planned, so everything is offloaded: {error}",
+                    f"the budget cannot be planned, so everything is offloaded: {error}. {reason}",
                     UserWarning,
                 )
             self._was_refused = True
             return None
+        plan = offload_first(profile, len(profile.layers))
+        profile = measured_profile(profile, plan, trace, step_s, 0.0)
         return BudgetStudy(profile, self._hardware, self._budget_bytes)
 
     def _learn(self) -> None:
@@ -217,16 +253,21 @@ class BudgetController:
         self._engine.passes = None
         if running is None:
             return
+        study, step_s = running.study, time.perf_counter() - running.begin_s
+        if isinstance(study, _Unprofiled):
+            ended = self._engine.num_steps > running.number
+            if ended and self._memory.num_failures() == running.failures:
+                self._studies[running.kind] = self._study_recorded(step_s, study.reason)
+            return
         if self._memory.num_failures() > running.failures:
-            self._learn_shortage(running.study)
+            self._learn_shortage(study)
             return
         if self._engine.num_steps == running.number:
             return
-        study, step_s = running.study, time.perf_counter() - running.begin_s
         if running.watch is not None:
             running.watch.finish()
             peak_bytes = running.watch.reserved_peak_bytes
-            if running.watch.is_whole and not self._several:
+            if study.has_all_passes(running.watch) and not self._several:
                 study.learn_memory(running.watch, step_s)
                 return
         else:

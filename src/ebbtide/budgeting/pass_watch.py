@@ -33,15 +33,17 @@ class AbstractPasses(abc.ABC):
         """Note that a position begins, in the numbers of `Prediction.peak_by_position`."""
 
     def begin_forward_of(self, layer: int) -> None:
-        self._enter(self._calls[layer])
+        if layer < len(self._calls):  # a model may call its layers more often than in other steps
+            self._enter(self._calls[layer])
 
     def end_forward_of(self, layer: int) -> None:
-        index = self._calls[layer] + 1
-        if index == self._loss or self._profile.layers[index].between:
+        index = self._calls[layer] + 1 if layer < len(self._calls) else 0
+        if index and (index == self._loss or self._profile.layers[index].between):
             self._enter(index)
 
     def begin_backward_of(self, layer: int) -> None:
-        self._enter(2 * self._loss - self._calls[layer])
+        if layer < len(self._calls):
+            self._enter(2 * self._loss - self._calls[layer])
 
     def end_forward(self) -> None:
         """Note that the model's forward has ended: the work between the passes begins."""

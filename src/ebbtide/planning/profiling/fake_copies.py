@@ -53,7 +53,8 @@ class FakeCopies:
         except Exception as error:
             raise PolicyError(
                 f"a model is copied to be profiled, and this {type(model).__name__} cannot be "
-                f"copied ({type(error).__name__}: {error}); profile a measured step instead"
+                f"copied ({type(error).__name__}: {error}). ebbtide.offload(model, budget=...) "
+                f"plans it from its first training step"
             ) from error
 
     def batch(self, values: Any) -> Any:

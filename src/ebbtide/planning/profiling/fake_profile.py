@@ -186,7 +186,8 @@ def explained(model: nn.Module) -> Iterator[None]:
         raise PolicyError(
             f"{type(model).__name__} could not be trained for a step with fake tensors, which have "
             f"no values ({type(error).__name__}: {error}). If the step runs with real tensors, the "
-            f"model's code looks at values; profile a measured step instead"
+            f"model's code looks at values: ebbtide.offload(model, budget=...) plans such a model "
+            f"from its first training step"
         ) from error
 
 

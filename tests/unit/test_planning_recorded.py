@@ -1,0 +1,146 @@
+"""A profile from the record of a step has the storages of the one from fake tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ebbtide
+from ebbtide import ActivationPolicy, PolicyError
+from ebbtide.activations import records
+from ebbtide.budgeting.placed_plan import place
+from ebbtide.planning.hardware import Hardware
+from ebbtide.planning.plan import Decision, LayerPlan, Plan
+from ebbtide.planning.profiling.fake_profile import profile_with_fake_tensors
+from ebbtide.planning.profiling.recorded_profile import profile_recorded_step
+from ebbtide.planning.step_profile import StepProfile, StorageId
+from ebbtide.tensors.marks import mark_not_offload
+from ebbtide.tracing.trace import Trace
+
+WIDTH, ROWS = 16, 32
+
+
+class Branches(nn.Module):
+    """Saves before, between, in and after layers, in some of them the same memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = first = torch.sigmoid(self.embed(x))
+        for block in self.blocks:
+            x = block(x).sin() * first
+        return x.exp()
+
+
+class Quiet(Branches):
+    """Its second layer saves nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1] = nn.Sequential(nn.Identity(), nn.Identity())
+
+
+def profiles(model: Branches) -> Iterator[StepProfile]:
+    """From fake tensors, and from a record."""
+    layers = list(model.blocks)
+    x = torch.randn(ROWS, WIDTH)
+    yield profile_with_fake_tensors(
+        model, x, Hardware.named("cpu"), layers=layers, min_bytes=1, between=True
+    )
+    policy = ActivationPolicy(min_bytes=1, rebuild=False)
+    with ebbtide.offload(model, activations=policy, layers=layers, trace=True) as handle:
+        mark_not_offload(x)  # as the budget does with a batch, which the loop holds
+        model(x).sum().backward()
+        yield profile_recorded_step(handle.inspect().storages, handle.trace)
+
+
+def firsts(profile: StepProfile) -> list[tuple[str, int, bool]]:
+    """What layers are the first to save: the layer, sizes, and whether they may leave."""
+    return [
+        (layer.name, storage.size_bytes, storage.may_leave)
+        for layer in profile.layers
+        for storage in layer.storages
+        if storage.same_as is None
+    ]
+
+
+def test_a_recorded_step_has_the_storages_of_a_profiled_one() -> None:
+    fake, recorded = profiles(Branches())
+    assert firsts(recorded) == firsts(fake)
+    assert [layer.between for layer in recorded.layers] == [layer.between for layer in fake.layers]
+    assert not any(layer.may_recompute for layer in recorded.layers)
+
+
+def test_work_after_a_layer_that_saves_nothing_counts_with_what_comes_before() -> None:
+    fake, recorded = profiles(Quiet())
+    moved = {"after blocks.1": "after blocks.0"}
+    expected = [(moved.get(name, name), size, leaves) for name, size, leaves in firsts(fake)]
+    assert firsts(recorded) == expected
+    assert [layer.name for layer in recorded.layers].count("blocks.1") == 1
+
+
+@pytest.mark.parametrize("kind", [Branches, Quiet])
+def test_a_plan_for_either_profile_is_followed_alike(kind: type[Branches]) -> None:
+    fake, recorded = profiles(kind())
+    for odd in (0, 1):
+        placed = []
+        for profile in (fake, recorded):
+            sizes = iter(range(1000))
+            first = {
+                StorageId(index, storage.number): next(sizes)
+                for index, layer in enumerate(profile.layers)
+                for storage in layer.storages
+                if storage.same_as is None
+            }
+            plan = Plan(
+                layers=tuple(
+                    LayerPlan(
+                        decisions=tuple(
+                            Decision.OFFLOAD
+                            if first.get(storage.same_as or StorageId(i, storage.number), 0) % 2
+                            == odd
+                            else Decision.KEEP
+                            for storage in layer.storages
+                        )
+                    )
+                    for i, layer in enumerate(profile.layers)
+                )
+            )
+            placed.append(place(profile, plan))
+        assert placed[0] == placed[1]
+        assert records.OFFLOAD in placed[0].decisions.values()
+
+
+def test_what_layers_share_is_known_of_the_later_one() -> None:
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.sin()
+            return self.blocks[0](x) + self.blocks[1](x)
+
+    model = Shared()
+    policy = ActivationPolicy(min_bytes=1, rebuild=False)
+    layers = list(model.blocks)
+    with ebbtide.offload(model, activations=policy, layers=layers, trace=True) as handle:
+        model(torch.randn(ROWS, WIDTH, requires_grad=True)).sum().backward()
+        profile = profile_recorded_step(handle.inspect().storages, handle.trace)
+    (before, first, second) = profile.layers
+    assert before.between and len(before.storages) == 1
+    assert [each.same_as for each in first.storages] == [None]
+    assert [each.same_as for each in second.storages] == [StorageId(1, 0)]
+
+
+def test_a_step_without_layers_is_refused() -> None:
+    with pytest.raises(PolicyError, match="nothing large"):
+        profile_recorded_step([], Trace())
