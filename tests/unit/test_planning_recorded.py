@@ -18,6 +18,7 @@ from ebbtide.planning.profiling.fake_profile import profile_with_fake_tensors
 from ebbtide.planning.profiling.recorded_profile import profile_recorded_step
 from ebbtide.planning.step_profile import StepProfile, StorageId
 from ebbtide.tensors.marks import mark_not_offload
+from ebbtide.tracing.events import TraceEvent
 from ebbtide.tracing.trace import Trace
 
 WIDTH, ROWS = 16, 32
@@ -141,6 +142,12 @@ def test_what_layers_share_is_known_of_the_later_one() -> None:
     assert [each.same_as for each in second.storages] == [StorageId(1, 0)]
 
 
+def test_a_step_that_saved_nothing_large_has_layers_that_save_nothing() -> None:
+    event = TraceEvent(what="forward", lane="compute", begin_s=0.0, end_s=1.0, layer=0, name="a")
+    (layer,) = profile_recorded_step([], Trace([event])).layers
+    assert (layer.name, layer.storages) == ("a", ())
+
+
 def test_a_step_without_layers_is_refused() -> None:
-    with pytest.raises(PolicyError, match="nothing large"):
+    with pytest.raises(PolicyError, match="none of its layers"):
         profile_recorded_step([], Trace())

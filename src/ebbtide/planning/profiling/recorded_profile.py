@@ -57,7 +57,7 @@ def profile_recorded_step(records: Iterable[RecordedStorage], trace: Trace) -> S
         The profile, without seconds and working memory.
 
     Raises:
-        PolicyError: no layer ran, or nothing was saved.
+        PolicyError: no layer ran.
     """
     names = {
         event.layer: event.name
@@ -65,8 +65,8 @@ def profile_recorded_step(records: Iterable[RecordedStorage], trace: Trace) -> S
         if event.what == "forward" and event.layer is not None and not event.microbatch
     }
     placed = _with_parts(each for each in records if not each.microbatch)
-    if not placed or not names or sorted(names) != list(range(len(names))):
-        raise PolicyError("autograd saved nothing large in a layer; name others with layers=[...]")
+    if not names or sorted(names) != list(range(len(names))):
+        raise PolicyError("the model called none of its layers; name modules that it calls")
     used = {part for _, part in placed}
     every = [_Part(call, inside) for call in range(-1, len(names)) for inside in (True, False)]
     parts = [each for each in every if each in used or (each.inside and each.call >= 0)]
