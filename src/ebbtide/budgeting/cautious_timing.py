@@ -3,10 +3,12 @@
 [Note: a host that runs ahead] On an accelerator, the host queues work and allocates memory long
 before the device gets there. It sees hardly any copy complete, so what is on its way down occupies
 memory up to the plan's bound on bytes in flight: there, compute is made to wait for the oldest
-copy, and the host lets go of its source. So the peak is that of a link so slow that copies are
-never seen complete by chance. How much less a step needs is chance, and changes with the load of
-the host. To compare memory with a prediction, a step is measured with all copies awaited at each
-begin of a pass, and predicted for copies that take no time.
+copy, and the host lets go of its source. What is on its way at the end of the forward can stay
+throughout the backward, in which the host waits for nothing. So the peak is that of a link on which
+no copy down is seen complete by chance, while copies up take no time. How much less a step needs is
+chance, and changes with the load of the host. To compare memory with a prediction, a step is
+measured with all copies awaited at each begin of a pass, and predicted for copies that take no
+time.
 """
 
 from __future__ import annotations
@@ -40,9 +42,9 @@ class CautiousTiming:
         self._timing = StepTiming(profile, hardware)
         self._slow = None
         if not hardware.computes_on_host:
-            slower = _LATE
-        if slower > 1:
-            self._slow = StepTiming(profile, _slowed(hardware, slower))
+            self._slow = StepTiming(profile, _slowed(hardware, down=_LATE, up=1 / _LATE))
+        elif slower > 1:
+            self._slow = StepTiming(profile, _slowed(hardware, down=slower, up=slower))
 
     def predict(self, plan: Plan) -> Prediction:
         """Return what a step under a plan costs.
@@ -65,12 +67,17 @@ def predict_awaited(profile: StepProfile, hardware: Hardware, plan: Plan) -> Pre
     Raises:
         PolicyError: the plan is not one for this profile.
     """
-    return StepTiming(profile, _slowed(hardware, 1 / _LATE)).predict(plan)
+    at_once = _slowed(hardware, down=1 / _LATE, up=1 / _LATE)
+    return StepTiming(profile, at_once).predict(plan)
 
 
-def _slowed(hardware: Hardware, slower: float) -> Hardware:
-    rates = {
-        name: getattr(hardware, name) / slower
-        for name in ("d2h_bytes_per_s", "h2d_bytes_per_s", "duplex_bytes_per_s")
-    }
-    return dataclasses.replace(hardware, **rates)
+def _slowed(hardware: Hardware, *, down: float, up: float) -> Hardware:
+    """Return hardware whose copies take this many times as long."""
+    d2h, h2d = hardware.d2h_bytes_per_s, hardware.h2d_bytes_per_s
+    shared = min(1.0, hardware.duplex_bytes_per_s / (d2h + h2d))
+    return dataclasses.replace(
+        hardware,
+        d2h_bytes_per_s=d2h / down,
+        h2d_bytes_per_s=h2d / up,
+        duplex_bytes_per_s=shared * (d2h / down + h2d / up),
+    )
