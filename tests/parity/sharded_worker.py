@@ -487,8 +487,8 @@ def check_budgets(directory: Path) -> dict[str, bool]:
 
     found = {}
     for name, shard in BUDGETED.items():
-        gradients, handle = run(shard, 12, budget="90%", activations=policy)
-        found[f"{name} budget"] = all(map(torch.equal, gradients, run(shard, 12)[0]))
+        gradients, handle = run(shard, 24, budget="90%", activations=policy)
+        found[f"{name} budget"] = all(map(torch.equal, gradients, run(shard, 24)[0]))
         planned = handle.plan
         found[f"{name} settles"] = planned is not None and planned.settled
         halved = Plan(layers=tuple(halve(layer) for layer in planned.profile.layers))

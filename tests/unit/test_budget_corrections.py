@@ -202,6 +202,21 @@ def test_what_is_predicted_of_a_settled_plan_has_what_its_own_steps_showed() -> 
     ]
 
 
+def test_freed_memory_is_predicted_to_stay_only_where_it_has_room() -> None:
+    study = measured_study(100, 30)
+    first_mb = (until_settled(study, 5, 2.0).peak_bytes or 0) // MB
+    study = measured_study(100, 30)
+    until_settled(study, 100 - first_mb, 2.0)
+    assert study.step.plan.peak_bytes == study.limit_bytes == 98 * MB
+
+
+def test_a_plan_is_searched_for_with_the_memory_in_use_now() -> None:
+    plans = [measured_study(100, 30).choose(begin_mb * MB) for begin_mb in (0, 60)]
+    copied = [copied_bytes(PROFILE, plan) for plan in plans]
+    assert copied[0] < copied[1]
+    assert plans[1].peak_bytes is not None and plans[1].peak_bytes <= 95 * MB
+
+
 def test_memory_that_an_accelerator_keeps_is_timed_at_once() -> None:
     """What was measured there did not return it to the system, so nothing is to be refilled."""
     study = BudgetStudy(PROFILE, make_link(1000.0), 100 * MB)

@@ -20,10 +20,10 @@ MIB = 2**20
 def test_models_are_planned_one_after_the_other() -> None:
     first, second = make(), make(2)
     plain = [make(), make(2)]
-    expected = [[step(model) for model in plain] for _ in range(24)]
+    expected = [[step(model) for model in plain] for _ in range(36)]
     settled_at = waited_until = None
     with watching(budget="90%") as watched:
-        for number in range(24):
+        for number in range(36):
             for model, wanted in zip((first, second), expected[number], strict=True):
                 assert all(map(torch.equal, wanted, step(model)))
             plan, other = watched.handle(0).plan, watched.handle(1).plan
@@ -37,14 +37,14 @@ def test_models_are_planned_one_after_the_other() -> None:
         assert settled_at is not None and waited_until is not None
         assert settled_at <= waited_until
         assert watched.names == ["Net", "Net"] and watched.left_alone == [None, None]
-        assert watched.steps == [24, 24]
+        assert watched.steps == [36, 36]
 
 
 def test_a_model_that_is_done_with_keeps_no_other_waiting() -> None:
     models = [make() for _ in range(2)]  # both stay alive, as in a list of results
     with watching(budget="90%") as watched:
         step(models[0])
-        for _ in range(24):
+        for _ in range(36):
             step(models[1])
         assert watched.handle(1).plan is not None
 
