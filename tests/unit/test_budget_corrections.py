@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 import pytest
 
@@ -130,7 +131,7 @@ def run(study: BudgetStudy, peak_mb: int, step_s: float) -> Plan:
     if study.phase is Phase.SETTLED:
         return plan
     if study.stage is Stage.REFILL:
-        study.learn_refill(peak_mb * MB)
+        study.learn_refill(step_s, peak_mb * MB)
         study.note_peak(peak_mb * MB)
     elif study.stage is Stage.SECONDS:
         study.learn_seconds(Trace(), step_s, peak_mb * MB)
@@ -200,6 +201,29 @@ def test_what_is_predicted_of_a_settled_plan_has_what_its_own_steps_showed() -> 
         ["predicted", format_size(step.plan.peak_bytes).split()[0]],
         ["measured", format_size(step.measured.peak_bytes).split()[0]],
     ]
+
+
+def test_a_timed_step_that_was_disturbed_counts_as_long_as_the_one_before() -> None:
+    study = BudgetStudy(PROFILE, LINK, 100 * MB)
+    for _ in range(2):
+        run(study, 30, 3.0)
+    plans = []
+    for refill_s, step_s in ((2.0, 3.0), (3.0, 2.0), (2.0, 2.0)):
+        study.stage = Stage.REFILL
+        study.learn_refill(refill_s, 30 * MB)
+        study.learn_seconds(Trace(list(forwards_and_backwards(step_s))), step_s, 30 * MB)
+        plans.append(study.step.profile.layers)
+        assert study.step.measured is not None and study.step.measured.step_s == 2.0
+    assert plans[0][0].forward_s == pytest.approx(plans[2][0].forward_s)
+    assert plans[1] == plans[2]
+
+
+def forwards_and_backwards(step_s: float) -> Iterator[TraceEvent]:
+    """A step of the two layers in `PROFILE`, each pass of which takes a quarter."""
+    passes = [("forward", 0), ("forward", 1), ("backward", 1), ("backward", 0)]
+    for number, (what, layer) in enumerate(passes):
+        begin_s, end_s = number * step_s / 4, (number + 1) * step_s / 4
+        yield TraceEvent(what=what, lane="compute", begin_s=begin_s, end_s=end_s, layer=layer)
 
 
 def test_freed_memory_is_predicted_to_stay_only_where_it_has_room() -> None:

@@ -28,6 +28,7 @@ from ebbtide.budgeting.measured_times import (
     measured_hardware,
     measured_profile,
     with_copy_cost,
+    with_shorter_passes,
 )
 from ebbtide.budgeting.pass_watch import PassWatch
 from ebbtide.budgeting.planned_step import PlannedStep, StepCost, describe_briefly
@@ -155,6 +156,7 @@ class BudgetStudy:
         self._samples: list[_Sample] = []
         self._searches = False
         self._seen: Set[int] = frozenset()  # the positions that the last watched step had
+        self._refill_s: float | None = None  # seconds of the step that took memory again
         self._num_timed = 0  # steps that have measured the seconds of the plan
         self.plan = Plan(layers=())
         self.exceeded_bytes = 0
@@ -222,9 +224,6 @@ class BudgetStudy:
         """Whether a step had all passes of the profile, or the same ones as the step before.
 
         A layer has no backward if nothing in it is trained, or its output is not used.
-
-        Args:
-            watch: what saw the passes.
         """
         seen, self._seen = self._seen, frozenset(watch.peaks)
         return watch.is_whole or seen == self._seen
@@ -252,20 +251,21 @@ class BudgetStudy:
         if frugal:
             others = (each for each in self._frugal if not _is_same(each.plan, self.plan))
             measured = _Frugal(peak_bytes, self.plan, self._at_first or _cost(self.plan))
-            self._frugal = sorted([*others, measured], key=_peak_of)
+            self._frugal = sorted([*others, measured], key=lambda each: each.peak_bytes)
             self.stage = Stage.MEMORY if warm_up else self._first_timed_stage
             self._searches = not warm_up and peak_bytes > self.budget_bytes
         else:
             self._judge(watched.peak_bytes + self._slack_bytes, peak_bytes)
 
-    def learn_refill(self, peak_bytes: int) -> None:
-        """Learn that a step has taken the memory again that measuring had returned.
+    def learn_refill(self, step_s: float, peak_bytes: int) -> None:
+        """Learn from a step that has taken the memory again that measuring had returned.
 
         Args:
+            step_s: seconds from its begin to the begin of the next step.
             peak_bytes: its peak.
         """
         self._note_freed(peak_bytes)
-        self.stage = Stage.SECONDS
+        self._refill_s, self.stage = step_s, Stage.SECONDS
 
     def _note_freed(self, peak_bytes: int) -> None:
         """Note the peak of a step in which freed memory stayed where the budget had room."""
@@ -283,10 +283,14 @@ class BudgetStudy:
             peak_bytes: its peak.
         """
         predicted_s = self._predict(self._begin_bytes).step_s
-        self._learn_copy_cost(trace, step_s)
+        # If the step before was shorter, although it took memory again, this one was disturbed.
+        share = min(1.0, self._refill_s / step_s) if self._refill_s and step_s else 1.0
+        self._refill_s = None
+        self._learn_copy_cost(trace, step_s, share)
         per_byte_s = self._hardware.copy_cost_s_per_byte or 0.0
-        cost_s = copied_bytes(self._profile, self.plan) * per_byte_s
-        self._profile = measured_profile(self._profile, self.plan, trace, step_s, cost_s)
+        cost_s = copied_bytes(self._profile, self.plan) * per_byte_s / share
+        measured = measured_profile(self._profile, self.plan, trace, step_s, cost_s)
+        self._profile, step_s = with_shorter_passes(measured, share), share * step_s
         self._hardware = measured_hardware(self._hardware, trace)
         self._num_timed += 1
         self._note_freed(peak_bytes)
@@ -307,10 +311,10 @@ class BudgetStudy:
         else:
             self._settle()
 
-    def _learn_copy_cost(self, trace: Trace, step_s: float) -> None:
+    def _learn_copy_cost(self, trace: Trace, step_s: float, share: float) -> None:
         """Learn what copies cost the processor from steps that copied more and less."""
         copied = copied_bytes(self._profile, self.plan)
-        self._samples.append(_Sample(copied, computing_s(trace, step_s)))
+        self._samples.append(_Sample(copied, share * computing_s(trace, step_s)))
         least, most = min(self._samples), max(self._samples)
         if self._hardware.copy_cost_s_per_byte is None or not trace.events:
             return
@@ -496,10 +500,6 @@ class BudgetStudy:
         elif self._frugal:
             self._begin(self._frugal[0].plan, self._frugal[0].at_first)
         self._end_search()
-
-
-def _peak_of(frugal: _Frugal) -> int:
-    return frugal.peak_bytes
 
 
 def _cost(plan: Plan) -> StepCost:

@@ -72,6 +72,12 @@ def measured_profile(
     )
 
 
+def with_shorter_passes(profile: StepProfile, share: float) -> StepProfile:
+    """Return a profile whose passes, and the work after them, take this share of their time."""
+    layers = tuple(_scaled(each, share) for each in profile.layers)
+    return dataclasses.replace(profile, layers=layers, after_s=share * profile.after_s)
+
+
 def computing_s(trace: Trace, step_s: float) -> float:
     """Return the seconds of a step without waits, rebuilding and second forward passes."""
     seconds = _seconds(trace)
