@@ -131,3 +131,81 @@ def test_a_view_holds_the_whole_storage() -> None:
 def test_nothing_is_found_for_a_storage_that_is_gone() -> None:
     address = torch.ones(5).untyped_storage()._cdata + 1
     assert find_holders({address}) == []
+
+
+def test_a_sparse_tensor_holds_its_parts() -> None:
+    dense = torch.eye(100)
+    kept = dense.to_sparse_csr()
+    values = address(kept.values())
+    (found,) = find_holders({values})
+    assert found.holder.startswith("the variable kept in test_a_sparse_tensor_holds_its_parts")
+    assert (found.shape, found.size_bytes) == ((100, 100), 400)
+
+
+@pytest.mark.timeout(60)
+def test_who_holds_thousands_of_tensors_is_found_in_one_search() -> None:
+    """Asking Python once for each of them took minutes."""
+
+    class Keeper:
+        def __init__(self) -> None:
+            self.kept = [torch.ones(i + 1) for i in range(3000)]
+            self.by_number = {i: torch.ones(i + 1) for i in range(3000)}
+            self.owners = [in_a_plain_object(torch.ones(i + 1)) for i in range(3000)]
+
+    def keep() -> list[Keeper]:
+        return [Keeper()]
+
+    (keeper,) = held = keep()
+    wanted = [*keeper.kept, *keeper.by_number.values(), *(each.kept for each in keeper.owners)]
+    addresses = {address(each) for each in wanted}
+    del keeper, wanted
+    found = find_holders(addresses)
+    assert len(found) == len(addresses) == 9000
+    assert {each.holder for each in found if each.shape == (2001,)} == {
+        "the attribute kept[2000] of a Keeper",
+        "the attribute by_number[2000] of a Keeper",
+        "the attribute kept of a Plain",
+    }
+    del held
+
+
+def test_an_object_that_makes_its_attributes_anew_each_time_is_no_error() -> None:
+    class Changing:
+        def __init__(self, tensor: torch.Tensor) -> None:
+            object.__getattribute__(self, "__dict__")["kept"] = tensor
+
+        def __getattribute__(self, name: str) -> Any:
+            own = object.__getattribute__(self, name)
+            return dict(own) if name == "__dict__" else own
+
+    held = [[Changing(torch.ones(i + 1))] for i in range(50)]
+    addresses = {address(each.kept) for (each,) in held}
+    names = [each.holder for each in find_holders(addresses)]
+    assert names == 50 * ["a dict under 'kept'"]
+
+
+@pytest.mark.parametrize("first", ["whole", "part"])
+def test_a_storage_is_named_once_by_its_variable_or_its_first_place(first: str) -> None:
+    whole = torch.ones(100)
+    kept = {"whole": whole, "part": whole[:10]}
+    holder = in_a_module(kept[first])
+    (found,) = find_holders({address(whole)})
+    assert found.holder.startswith("the variable ")
+    wanted = address(whole)
+    twice = [in_a_list_of_an_object(kept[first])]
+    twice[0].kept += [kept[first], whole.view(10, 10)]
+    del whole, holder
+    kept.clear()
+    (found,) = find_holders({wanted})
+    assert found.holder in ("the attribute kept[1] of a Plain", "the attribute kept[3] of a Plain")
+    assert found.size_bytes == 400
+
+
+def test_a_variable_is_named_before_an_attribute_that_holds_an_older_tensor() -> None:
+    whole = torch.ones(100)
+    holder = [in_a_module(whole)]
+    part = whole[:10]
+    del whole
+    (found,) = find_holders({address(part)})
+    assert found.holder.startswith("the variable part in ")
+    del holder
