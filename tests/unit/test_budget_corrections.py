@@ -234,6 +234,16 @@ def test_freed_memory_is_predicted_to_stay_only_where_it_has_room() -> None:
     assert study.step.plan.peak_bytes == study.limit_bytes == 98 * MB
 
 
+def test_a_settled_plan_that_was_measured_to_fit_is_predicted_to_fit() -> None:
+    """Other plans' steps have raised what is predicted of it: their copies came late."""
+    study = measured_study(100, 30)
+    until_settled(study, 0, 2.0)
+    study._slower, study._slack_bytes = 4.0, 90 * MB
+    study._end_search()
+    assert study.step.measured is not None and study.step.measured.peak_bytes <= 98 * MB
+    assert study.step.plan.peak_bytes == study.limit_bytes == 98 * MB
+
+
 def test_a_plan_is_searched_for_with_the_memory_in_use_now() -> None:
     plans = [measured_study(100, 30).choose(begin_mb * MB) for begin_mb in (0, 60)]
     copied = [copied_bytes(PROFILE, plan) for plan in plans]

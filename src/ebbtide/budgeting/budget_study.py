@@ -392,8 +392,11 @@ class BudgetStudy:
         self.phase, self._searches = Phase.SETTLED, False
         prediction = self._predict(self._begin_bytes)
         used_bytes = prediction.peak_bytes + self._slack_bytes
-        room_bytes = max(0, self.limit_bytes - used_bytes)  # for freed memory: see `PassGuard`
-        held_bytes = self._slack_bytes + min(self._freed_bytes, room_bytes)
+        freed_bytes = min(used_bytes + self._freed_bytes, self.limit_bytes)  # see `PassGuard`
+        if self._measured is not None and self._measured.peak_bytes <= self.budget_bytes:
+            # It was measured to fit, whatever another plan's steps have taught since.
+            used_bytes = min(used_bytes, max(self.limit_bytes, self._measured.peak_bytes))
+        held_bytes = max(used_bytes, freed_bytes) - prediction.peak_bytes
         self.plan = _predicted_now(self.plan, prediction, held_bytes)
         if _LOG.isEnabledFor(logging.INFO):
             _LOG.info("the plan has settled: %s", describe_briefly(self.step))
@@ -417,7 +420,7 @@ class BudgetStudy:
             at_first: what was predicted before it ran for the first time; None means now.
         """
         self.plan, self._at_first = plan, at_first or _cost(plan)
-        self._growth, self._freed_bytes, self._num_timed = None, 0, 0
+        self._growth, self._measured, self._freed_bytes, self._num_timed = None, None, 0, 0
 
     def _corrected(self, begin_bytes: int) -> StepProfile:
         fixed_bytes = begin_bytes + self._slack_bytes
