@@ -225,6 +225,14 @@ class Engine:
         """Number of finished steps."""
         return self.transfers.account.num_steps
 
+    @property
+    def had_backward(self) -> bool:
+        """Whether the last step was more than a forward that failed or whose result was dropped."""
+        meter = self.transfers.account.last_meter
+        if meter is not None and meter.had_backward:
+            return True
+        return self._traced and any(event.what == "backward" for event in self.trace.events)
+
     def is_in_step(self) -> bool:
         """Whether the step of the last forward has not ended. To be asked between forwards."""
         self.activations.end_read_step()

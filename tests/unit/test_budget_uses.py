@@ -139,3 +139,18 @@ def test_a_forked_child_plans_for_itself() -> None:
         child = Child(lambda: check(model))
         assert child.result() is None
         check(model)
+
+
+def test_a_backward_is_told_from_a_result_that_was_dropped_without_a_trace() -> None:
+    """Copies that come too late to free anything are not reloaded, and no layer may be called."""
+    model, batch = make(), torch.randn(64, 32)
+    with ebbtide.offload(model, activations=SMALL) as handle:
+        engine = handle._engine
+        for backward in (False, True, False):
+            steps, loss = engine.num_steps, model(batch).sum()
+            if backward:
+                loss.backward()
+            del loss
+            assert not engine.is_in_step()
+            assert engine.num_steps == steps + 1
+            assert engine.had_backward is backward

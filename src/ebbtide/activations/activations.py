@@ -322,6 +322,7 @@ class Activations:
             if task == -1:  # a saved tensor is looked at outside a backward
                 return False
             creates_graph = self._backwards[task] = torch.is_grad_enabled()
+            self._account.meter.had_backward = True
             if self._account.memory is not None:
                 self._account.memory.enter_backward()
             # The last saved tensors to die die in this backward.

@@ -31,7 +31,6 @@ from ebbtide.planning.profiling.recorded_profile import profile_recorded_step
 from ebbtide.planning.searching.simple_plans import offload_first
 from ebbtide.planning.step_profile import StepProfile
 from ebbtide.tensors.marks import mark_not_offload
-from ebbtide.tracing.trace import Trace
 from ebbtide.units import format_size
 
 _LOG = logging.getLogger(__name__)
@@ -256,7 +255,7 @@ class BudgetController:
             return
         study, step_s = running.study, time.perf_counter() - running.begin_s
         if isinstance(study, _Unprofiled):
-            ended = self._engine.num_steps > running.number and _had_backward(self._engine.trace)
+            ended = self._engine.num_steps > running.number and self._engine.had_backward
             if ended and self._memory.num_failures() == running.failures:
                 self._studies[running.kind] = self._study_recorded(step_s, study.reason)
             return
@@ -298,11 +297,6 @@ class BudgetController:
                 f"and give a smaller budget to be spared this",
                 UserWarning,
             )
-
-
-def _had_backward(trace: Trace) -> bool:
-    """Whether a recorded step was more than a forward that failed, or whose result was dropped."""
-    return any(event.what in ("backward", "reload") for event in trace.events)
 
 
 def _needs_gradients(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -420,7 +420,7 @@ class BudgetStudy:
             at_first: what was predicted before it ran for the first time; None means now.
         """
         self.plan, self._at_first = plan, at_first or _cost(plan)
-        self._growth, self._measured, self._freed_bytes, self._num_timed = None, None, 0, 0
+        self._growth, self._freed_bytes, self._num_timed = None, 0, 0
 
     def _corrected(self, begin_bytes: int) -> StepProfile:
         fixed_bytes = begin_bytes + self._slack_bytes
@@ -502,6 +502,7 @@ class BudgetStudy:
             self._follow(best)
         elif self._frugal:
             self._begin(self._frugal[0].plan, self._frugal[0].at_first)
+            self._measured = None  # it was, of another plan
         self._end_search()
 
 

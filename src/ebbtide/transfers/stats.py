@@ -143,6 +143,7 @@ class StepMeter:
     Attributes:
         waits: for each wait of compute for a copy: its start, the event of the copy's completion,
             and whether the copy is a reload.
+        had_backward: whether a backward has read an activation of the step.
     """
 
     def __init__(self) -> None:
@@ -163,6 +164,7 @@ class StepMeter:
         self.num_saved = 0
         self.num_offloaded = 0
         self.host_capacity_bytes = 0
+        self.had_backward = False
         self.waits: list[tuple[Origin, AbstractEvent, bool]] = []
 
     def freeze(self) -> StepStats:
