@@ -142,6 +142,16 @@ def test_a_sparse_tensor_holds_its_parts() -> None:
     assert (found.shape, found.size_bytes) == ((100, 100), 400)
 
 
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_a_nested_tensor_holds_its_rows(layout: torch.layout) -> None:
+    kept = torch.nested.nested_tensor([torch.ones(3), torch.ones(5)], layout=layout)
+    wanted = address(kept.values() if layout is torch.jagged else kept)
+    gc.collect()
+    (found,) = find_holders({wanted})
+    assert found.holder.startswith("the variable kept in test_a_nested_tensor_holds_its_rows")
+    assert found.size_bytes == 32
+
+
 @pytest.mark.timeout(60)
 def test_who_holds_thousands_of_tensors_is_found_in_one_search() -> None:
     """Asking Python once for each of them took minutes."""

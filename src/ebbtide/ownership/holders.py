@@ -21,7 +21,7 @@ class HeldTensor(NamedTuple):
 
     Attributes:
         holder: where, such as ``"the variable outputs in train() (train.py)"``.
-        shape: its shape.
+        shape: its shape; (elements,) for a nested tensor with the strided layout.
         size_bytes: size of its storages.
     """
 
@@ -51,7 +51,7 @@ def find_holders(addresses: Container[int]) -> list[HeldTensor]:
             if name and new:
                 seen |= new
                 size_bytes = sum(held[address] for address in new)
-                found.append(HeldTensor(name, tuple(tensor.shape), size_bytes))
+                found.append(HeldTensor(name, _shape_of(tensor), size_bytes))
     return sorted(found, key=lambda each: -each.size_bytes)
 
 
@@ -72,6 +72,12 @@ def _held_storages(tensor: torch.Tensor, addresses: Container[int]) -> dict[int,
     except Exception:  # a tensor that is half made, or that raises whatever it is asked
         return {}
     return {each._cdata: each.nbytes() for each in storages if each._cdata in addresses}
+
+
+def _shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    if tensor.is_nested and tensor.layout is torch.strided:  # its rows have shapes of their own
+        return (tensor.numel(),)
+    return tuple(tensor.shape)
 
 
 def _names_on_stacks(wanted: set[int]) -> dict[int, str]:
