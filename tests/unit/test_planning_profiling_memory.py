@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -136,3 +139,23 @@ def test_what_a_reentrant_checkpoint_computes_again_is_not_the_loss() -> None:
     ours, theirs = (Checkpointed(reentrant=reentrant) for reentrant in (True, False))
     nested, plain = profile_of(ours, ours.blocks), profile_of(theirs, theirs.blocks)
     assert nested.loss_s == plain.loss_s > 0
+
+
+class Draws(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        noise = torch.rand(WIDTH) * random.random() * np.random.rand()
+        return F.dropout(self.linear(x) + noise).sin()
+
+
+def test_profiling_draws_no_random_numbers() -> None:
+    def states() -> list[object]:
+        return [torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1:3]]
+
+    model, batch = nn.Sequential(Draws(), Draws()), torch.randn(ROWS, WIDTH)
+    before = repr(states())
+    profile_with_fake_tensors(model, batch, H100, layers=list(model), min_bytes=1)
+    assert repr(states()) == before

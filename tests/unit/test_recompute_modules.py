@@ -7,9 +7,11 @@ weights, buffers and the random numbers' state.
 from __future__ import annotations
 
 import collections
+import random
 import warnings
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -149,6 +151,43 @@ def test_tensors_in_containers_leave_the_device() -> None:
 @each_mode
 def test_the_same_random_numbers_are_drawn_again(mode: str) -> None:
     compare(lambda: Stack(nn.ModuleList(Dropout() for _ in range(3))), policy(mode), draw)
+
+
+class Chance(Block):
+    """Draws numbers of Python and NumPy, counts its forwards, and remembers what it drew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_forwards = 0
+        self.drawn: list[float] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_forwards += 1
+        self.drawn.append(random.random() * np.random.rand())
+        self.last = self.drawn[-1]
+        return self.linear(x).sin() * self.last
+
+
+@each_mode
+def test_python_and_numpy_draw_the_same_numbers_again_and_nothing_counts_twice(mode: str) -> None:
+    def backward(model: nn.Module, inputs: Any, loss: Any) -> Tensor:
+        random.seed(1)
+        np.random.seed(1)
+        value = loss(model, inputs)
+        then = random.getstate(), np.random.get_state()[2]
+        value.backward()
+        assert (random.getstate(), np.random.get_state()[2]) == then
+        for layer in model.layers:
+            assert (layer.num_forwards, layer.last) == (len(layer.drawn), layer.drawn[-1])
+            assert len(layer.drawn) == layer.num_forwards <= 3
+        return value
+
+    compare(
+        lambda: Stack(nn.ModuleList(Chance() for _ in range(3))),
+        policy(mode),
+        draw,
+        backward=backward,
+    )
 
 
 def test_without_dropout_the_comparison_would_see_another_seed() -> None:

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from ebbtide.errors import PolicyError, SavedTensorModifiedError
+from ebbtide.recomputation.module_attributes import ModuleAttributes
 from ebbtide.tensors.memory_parts import parts_of
+from ebbtide.tensors.random_numbers import note_numbers_of_python
 from ebbtide.units import format_size
 
 _MOST_COPIED_BYTES: Final = 64 * 2**10
@@ -25,7 +27,9 @@ class ModuleState:
 
     - Buffers of up to 64 KiB are copied before the first forward, and the second one works on a
       copy of the copy. So the running statistics of a batch norm are updated once.
-    - The module and its submodules are in the same mode again, training or evaluation.
+    - The module and its submodules are in the same mode again, training or evaluation. What the
+      second forward does to their attributes is undone: a counter counts once.
+    - Python and NumPy give the same random numbers again; torch's checkpoint sees to torch's.
     - Parameters and larger buffers must be unchanged. Their version counters tell.
 
     Args:
@@ -35,6 +39,7 @@ class ModuleState:
 
     def __init__(self, module: nn.Module, where: str) -> None:
         self._where = where
+        self._put_back_numbers = note_numbers_of_python()
         self._modes: list[tuple[nn.Module, bool]] = []
         self._copies: list[tuple[nn.Module, str, Tensor]] = []
         self._constants: list[tuple[str, Tensor, int]] = []
@@ -78,9 +83,11 @@ class ModuleState:
             SavedTensorModifiedError: a parameter or a large buffer has been modified since.
         """
         self._check_before_recomputation()
-        modes = [(module, module.training) for module, _ in self._modes]
+        attributes = [ModuleAttributes(module) for module, _ in self._modes]
         buffers = [(module, name, module._buffers.get(name)) for module, name, _ in self._copies]
+        put_back_numbers = note_numbers_of_python()
         try:
+            self._put_back_numbers()
             for module, training in self._modes:
                 module.training = training
             for module, name, copied in self._copies:
@@ -89,8 +96,9 @@ class ModuleState:
         finally:
             for module, name, buffer in buffers:
                 module._buffers[name] = buffer
-            for module, training in modes:
-                module.training = training
+            for each in attributes:
+                each.put_back()
+            put_back_numbers()
 
     def _check_before_recomputation(self) -> None:
         for name, tensor, version in self._constants:

@@ -42,6 +42,7 @@ from ebbtide.planning.profiling.saved_storages import SavedStorages, unpack
 from ebbtide.planning.profiling.storage_ledger import StorageLedger
 from ebbtide.planning.step_profile import StepProfile
 from ebbtide.policy import DEFAULT_MIN_BYTES
+from ebbtide.tensors.random_numbers import note_random_numbers
 
 
 class CallArguments(NamedTuple):
@@ -114,7 +115,7 @@ def profile_with_fake_tensors(
     calls.hook(fake, names)
     watch = OperatorWatch(ledger, calls, OperatorCosts(hardware), kept)
     hooks = torch.autograd.graph.saved_tensors_hooks(saved.pack, unpack)
-    with torch.enable_grad(), explained(model), mode, watch:
+    with _numbers_put_back(), torch.enable_grad(), explained(model), mode, watch:
         with hooks:
             value, _output = compute_loss(fake, arguments, loss)
         calls.close()
@@ -138,6 +139,16 @@ def profile_with_fake_tensors(
         between=between,
     )
     return assemble(found, hardware, optimizer_states)
+
+
+@contextlib.contextmanager
+def _numbers_put_back() -> Iterator[None]:
+    """Leave the states of the host's random numbers as they were before the block."""
+    put_back = note_random_numbers(())
+    try:
+        yield
+    finally:
+        put_back()
 
 
 def _layer_names(model: nn.Module, hardware: Hardware, layers: Iterable[nn.Module]) -> list[str]:
