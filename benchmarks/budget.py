@@ -36,7 +36,7 @@ from ebbtide.problems.fields import gaussian_field
 _MIB = 2**20
 _SHARES = (0.5, 0.7, 0.9)
 _WARM_UP = 2  # steps of a rule that are not timed
-_SETTLING = 30  # steps that a budget may take to settle
+_SETTLING = 60  # steps that a budget may take to settle
 _RULES: dict[str, Any] = {
     "offload all": {"activations": ebbtide.ActivationPolicy(rebuild=False)},
     "recompute all": {"activations": ebbtide.ActivationPolicy(mode="recompute", rebuild=False)},

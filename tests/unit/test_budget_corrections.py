@@ -144,7 +144,7 @@ def run(study: BudgetStudy, peak_mb: int, step_s: float) -> Plan:
 def measured_study(budget_mb: int, peak_mb: int) -> BudgetStudy:
     """A study that has measured its frugal steps."""
     study = BudgetStudy(PROFILE, LINK, budget_mb * MB)
-    for stage in (Stage.WARM_UP, Stage.MEMORY, Stage.REFILL, Stage.SECONDS):
+    for stage in (Stage.WARM_UP, Stage.MEMORY, Stage.REFILL, Stage.REFILL, Stage.SECONDS):
         assert (study.phase, study.stage) == (Phase.FRUGAL, stage)
         run(study, peak_mb, 3.0)
     return study
@@ -162,7 +162,7 @@ def test_plans_leave_a_margin_and_what_steps_were_over() -> None:
 
 def test_a_plan_settles_when_it_needs_what_was_predicted() -> None:
     study = measured_study(100, 30)
-    for _ in range(12):
+    for _ in range(16):
         plan = study.choose(0)
         assert plan.peak_bytes is not None
         run(study, plan.peak_bytes // MB, plan.step_s or 0.0)
@@ -177,7 +177,7 @@ def test_a_plan_settles_when_it_needs_what_was_predicted() -> None:
 def until_settled(study: BudgetStudy, freed_mb: int, step_s: float) -> Plan:
     """Run steps in which this much freed memory stays, and return the plan before it has run."""
     first = study.choose(0)
-    for _ in range(12):
+    for _ in range(16):
         plan = study.choose(0)
         stays = study.stage in (Stage.REFILL, Stage.SECONDS)
         run(study, (plan.peak_bytes or 0) // MB + (freed_mb if stays else 0), step_s)
@@ -218,6 +218,37 @@ def test_a_timed_step_that_was_disturbed_counts_as_long_as_the_one_before() -> N
     assert plans[1] == plans[2]
 
 
+@pytest.mark.parametrize(
+    ("refills_s", "num_refills"),
+    [
+        ((3.0, 2.0, 2.0, 1.0), 3),  # it gets no shorter
+        ((2.0, 3.0, 1.0, 1.0), 2),
+        ((4.0, 3.0, 2.0, 1.0), 4),  # the most
+        ((1.0, 0.96, 0.5, 0.5), 2),
+    ],
+)
+def test_a_step_is_timed_once_steps_get_no_shorter(
+    refills_s: tuple[float, ...], num_refills: int
+) -> None:
+    study = BudgetStudy(PROFILE, LINK, 100 * MB)
+    for _ in range(2):
+        run(study, 30, 3.0)
+    for number, step_s in enumerate(refills_s):
+        if study.stage is not Stage.REFILL:
+            assert number == num_refills
+            break
+        run(study, 30, step_s)
+    assert study.stage is Stage.SECONDS
+    run(study, 30, 5.0)
+    assert study.step.measured is not None
+    assert study.step.measured.step_s == min(refills_s[:num_refills])
+    study.choose(0)
+    run(study, 30, 3.0)
+    run(study, 30, 3.0)  # the plan after it begins anew
+    run(study, 30, 3.0)
+    assert study.stage is Stage.REFILL
+
+
 def forwards_and_backwards(step_s: float) -> Iterator[TraceEvent]:
     """A step of the two layers in `PROFILE`, each pass of which takes a quarter."""
     passes = [("forward", 0), ("forward", 1), ("backward", 1), ("backward", 0)]
@@ -231,7 +262,7 @@ def test_freed_memory_is_predicted_to_stay_only_where_it_has_room() -> None:
     first_mb = (until_settled(study, 5, 2.0).peak_bytes or 0) // MB
     study = measured_study(100, 30)
     until_settled(study, 100 - first_mb, 2.0)
-    assert study.step.plan.peak_bytes == study.limit_bytes == 98 * MB
+    assert study.step.plan.peak_bytes == study.limit_bytes == 90 * MB
 
 
 def test_a_settled_plan_that_was_measured_to_fit_is_predicted_to_fit() -> None:
@@ -241,7 +272,7 @@ def test_a_settled_plan_that_was_measured_to_fit_is_predicted_to_fit() -> None:
     study._slower, study._slack_bytes = 4.0, 90 * MB
     study._end_search()
     assert study.step.measured is not None and study.step.measured.peak_bytes <= 98 * MB
-    assert study.step.plan.peak_bytes == study.limit_bytes == 98 * MB
+    assert study.step.plan.peak_bytes == study.limit_bytes == 90 * MB
 
 
 def test_a_plan_is_searched_for_with_the_memory_in_use_now() -> None:
@@ -345,6 +376,7 @@ class CountingMemory(AbstractMemory):
     def __init__(self, now_mb: int) -> None:
         self.now_mb = now_mb
         self.num_returned = 0
+        self.reuses = True
 
     def now_bytes(self) -> int:
         return self.now_mb * MB
@@ -362,6 +394,9 @@ class CountingMemory(AbstractMemory):
     def return_freed(self) -> None:
         self.num_returned += 1
 
+    def reuse_freed(self, reuse: bool) -> None:
+        self.reuses = reuse
+
 
 def test_freed_memory_is_returned_only_before_passes_that_need_its_room() -> None:
     memory = CountingMemory(50)
@@ -370,13 +405,27 @@ def test_freed_memory_is_returned_only_before_passes_that_need_its_room() -> Non
     assert memory.num_returned == 0
     guard.begin_forward_of(0)  # 50 + 50 fit
     assert memory.num_returned == 0
+    assert memory.reuses
     guard.begin_forward_of(1)  # 50 + 51 do not; its position is 2
     assert memory.num_returned == 1
+    assert not memory.reuses
+    memory.now_mb = 20
+    assert not guard.has_room()  # it had more when the pass began, and may yet grow from there
+    memory.now_mb = 50
     guard.begin_backward_of(1)  # position 4 was not measured: it may grow like the largest
     assert memory.num_returned == 2
     memory.now_mb = 40
     guard.begin_backward_of(0)
     assert memory.num_returned == 2
+    assert memory.reuses
+    memory.now_mb = 41
+    assert not guard.has_room()
+
+
+def test_a_step_whose_memory_is_measured_reuses_nothing() -> None:
+    memory = CountingMemory(50)
+    PassWatch(memory, PROFILE)
+    assert not memory.reuses
 
 
 def test_growth_is_measured_from_the_begin_of_each_pass() -> None:

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -147,6 +148,32 @@ def test_freed_memory_stays_where_there_is_room() -> None:
     assert not freed.is_due(2 * LEAST_BYTES, 0)
     freed.has_room = lambda: False
     assert freed.is_due(2 * LEAST_BYTES, 0) == freed.is_returned
+
+
+def test_a_budget_without_room_has_it_returned_eight_times_as_often() -> None:
+    freed = FreedMemory()
+    freed.is_returned, freed.has_room = True, lambda: False
+    assert [freed.is_due(MIB, 0) for _ in range(4)] == [False, True] * 2
+    assert [freed.is_due(2 * MIB, 512 * MIB) for _ in range(4)] == [False, True] * 2
+
+
+def test_what_a_budget_has_no_room_for_is_returned_by_the_thread_that_frees_it(
+    trims: list[int],
+) -> None:
+    with ebbtide.offload(nn.Linear(2, 2)) as handle:
+        store = handle._engine.transfers.store
+        store.freed.has_room = lambda: False
+        blocked = threading.Event()
+        store._reader.submit(blocked.wait)
+        before = len(trims)
+        store.note_freed(2 * MIB)
+        assert len(trims) == before + 1
+        store.freed.has_room = None
+        store.note_freed(LEAST_BYTES)
+        assert len(trims) == before + 1
+        blocked.set()
+        store._reader.submit(lambda: None).synchronize()
+        assert len(trims) == before + 2
 
 
 def test_a_step_returns_memory_in_forward_and_in_backward(trims: list[int]) -> None:

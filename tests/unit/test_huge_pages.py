@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
@@ -128,3 +129,55 @@ print(called)
         check=True,
     )
     assert done.stdout.count("mallopt") == expected
+
+
+BLOCKS = """
+import psutil, torch
+from ebbtide.memory.freed_memory import return_freed_memory
+from ebbtide.memory.huge_pages import large_blocks, reuse_blocks
+reuse_blocks()
+process, found = psutil.Process(), []
+def resident():
+    return process.memory_info().rss / 2**20
+def grown_and_left():
+    before = resident()
+    tensors = [torch.ones(8 * 2**18) for _ in range(6)]
+    grown = resident() - before
+    del tensors
+    return round(grown), round(resident() - before)
+torch.ones(8 * 2**18)
+for mapped in (True, True, False):
+    large_blocks.map(mapped)
+    return_freed_memory()  # the heap has no end any more that blocks could come from
+    found.append(grown_and_left())
+print(found)
+"""
+
+
+@LINUX
+@pytest.mark.skipif(not decides_when_to_return(), reason="another allocator, or the user decides")
+@pytest.mark.parametrize("variables", [{}, {VARIABLE: "1"}], ids=["small pages", "huge pages"])
+def test_blocks_of_their_own_are_returned_when_they_are_freed(variables: dict[str, str]) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
+    command = [sys.executable, "-c", BLOCKS]
+    done = subprocess.run(
+        command, env=environment | variables, capture_output=True, text=True, check=True
+    )
+    *mapped, (_, left_of_reused) = ast.literal_eval(done.stdout)
+    for grown, left in mapped:
+        assert grown > 40 and left < 8
+    assert left_of_reused > 32
+
+
+@LINUX
+def test_blocks_are_left_alone_where_the_user_decides() -> None:
+    code = """
+from ebbtide.memory.huge_pages import large_blocks
+large_blocks.map(True)
+print(large_blocks.are_mapped)
+"""
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "1000000"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "False"

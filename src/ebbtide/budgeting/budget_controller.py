@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import time
+import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, final
 
@@ -26,10 +26,10 @@ from ebbtide.interface.warning import warn_user
 from ebbtide.memory.measured_memory import AbstractMemory, memory_of
 from ebbtide.planning.hardware import Hardware
 from ebbtide.planning.plan import Plan
-from ebbtide.planning.profiling.fake_profile import CallArguments, profile_with_fake_tensors
+from ebbtide.planning.profiling.fake_profile import CallArguments, profile_activations
 from ebbtide.planning.profiling.recorded_profile import profile_recorded_step
+from ebbtide.planning.searching.relaxation import load_solver
 from ebbtide.planning.searching.simple_plans import offload_first
-from ebbtide.planning.step_profile import StepProfile
 from ebbtide.tensors.marks import mark_not_offload
 from ebbtide.units import format_size
 
@@ -111,6 +111,8 @@ class BudgetController:
         self._was_short = False  # whether the user knows of a step that ran out of memory
         self._was_refused = False  # whether the user knows of a step that could not be planned
         self._begin_on(engine.torch_device)
+        weakref.finalize(self, self._memory.reuse_freed, True)
+        load_solver()
 
     @property
     def plan(self) -> PlannedStep | None:
@@ -121,31 +123,46 @@ class BudgetController:
         """Return a function that gives the plan of the last step, also when the model is gone."""
         return self._last.plan
 
-    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Choose the plan of a forward that begins now.
 
         Args:
             args: its positional arguments.
             kwargs: its keyword arguments.
 
+        Returns:
+            Whether the forward is to be repeated if it runs out of memory.
+
         Raises:
             BudgetError: no plan fits into the budget.
         """
         if torch._C._current_graph_task_id() != -1:
-            return  # other code computes the forward again
+            return False  # other code computes the forward again
         if self._engine.is_in_step():
             self._several = True
-            return
+            return False
         self._learn()
         if not _needs_gradients(self._model, args, kwargs):
-            return  # autograd saves nothing
+            return False  # autograd saves nothing
         if self._engine.torch_device != self._device:
             self._begin_on(self._engine.torch_device)
         self._begin(signature(self._model, args, kwargs), args, kwargs)
+        learns = self._running is not None and self._running.stage is not None
+        return learns and self._device.type != "cpu"
+
+    def learn_failed_forward(self) -> bool:
+        """Learn from a forward that ran out of memory; return whether another plan needs less."""
+        running = self._running
+        if running is None or not isinstance(running.study, BudgetStudy):
+            return False
+        failed = running.study.plan
+        self._learn()
+        return running.study.plan is not failed
 
     def detach(self) -> None:
         """Let the policy decide again, and measure nothing any more."""
         self._running = self._engine.passes = None
+        self._memory.reuse_freed(True)
         self._engine.keep_freed_memory(None)
         self._engine.follow(None, None)
 
@@ -196,7 +213,7 @@ class BudgetController:
         elif self._device.type == "cpu":
             guard = PassGuard(self._memory, study.profile, study.limit_bytes, study.growth)
         self._engine.passes = watch or guard
-        self._engine.keep_freed_memory(None if guard is None else guard.has_room)
+        self._engine.keep_freed_memory(_has_no_room if guard is None else guard.has_room)
         if stage is Stage.REFILL or stage is Stage.SECONDS:
             self._memory.reset_peak()
         self._engine.record_steps(traced=self._traced or stage is Stage.SECONDS)
@@ -223,7 +240,9 @@ class BudgetController:
     def _study(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BudgetStudy | _Unprofiled:
         call = CallArguments(args, kwargs)
         try:
-            profile = profile_call(self._model, self._layers, call, self._hardware, self._min_bytes)
+            profile = profile_activations(
+                self._model, self._layers, call, self._hardware, self._min_bytes
+            )
         except PolicyError as error:
             _LOG.info("the first step is recorded with everything offloaded: %s", error)
             return _Unprofiled(str(error))
@@ -251,6 +270,7 @@ class BudgetController:
         """Learn from the step that has ended."""
         running, self._running = self._running, None
         self._engine.passes = None
+        self._memory.reuse_freed(True)
         if running is None:
             return
         study, step_s = running.study, time.perf_counter() - running.begin_s
@@ -293,10 +313,16 @@ class BudgetController:
                 f"the device ran out of memory in a step under a budget of "
                 f"{format_size(self._budget_bytes)}: other programs, or other parts of this one, "
                 f"use the rest. The next steps follow the plan that needs least, and then one for "
-                f"{format_size(study.budget_bytes)}. No parameter has changed: repeat the step, "
-                f"and give a smaller budget to be spared this",
+                f"{format_size(study.budget_bytes)}. No parameter has changed. Where the step has "
+                f"raised torch.OutOfMemoryError, repeat it; give a smaller budget to be spared "
+                f"this",
                 UserWarning,
             )
+
+
+def _has_no_room() -> bool:
+    """Say that no freed memory may stay, as in a step whose memory is measured."""
+    return False
 
 
 def _needs_gradients(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -309,38 +335,3 @@ def _needs_gradients(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 def assumed_hardware(device: torch.device) -> Hardware:
     """Return the bandwidths that are assumed of a device until copies have been measured."""
     return Hardware.named("cpu" if device.type == "cpu" else "a100-80gb", achievable=True)
-
-
-def profile_call(
-    model: nn.Module,
-    layers: Sequence[nn.Module],
-    call: CallArguments,
-    hardware: Hardware,
-    min_bytes: int,
-) -> StepProfile:
-    """Profile a step without its parameters, which are in use whatever the plan is.
-
-    Args:
-        model: the model.
-        layers: the modules whose calls are its layers.
-        call: what the model is called with.
-        hardware: the machine whose seconds are estimated.
-        min_bytes: smaller storages stay where they are.
-
-    Raises:
-        PolicyError: the model cannot run with fake tensors.
-    """
-    profile = profile_with_fake_tensors(
-        model,
-        call,
-        hardware,
-        layers=layers,
-        min_bytes=min_bytes,
-        optimizer_states=0,
-        between=True,
-    )
-    without = tuple(
-        dataclasses.replace(each, weight_bytes=0, gradient_bytes=0, host_update_s=0.0)
-        for each in profile.layers
-    )
-    return dataclasses.replace(profile, layers=without)

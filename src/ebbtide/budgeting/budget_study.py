@@ -4,9 +4,9 @@
 Each plan warms up for one step: files grow, memory is cold, and the first step of all makes the
 optimizer's state. The next step measures its memory, pass by pass. If that is as predicted and
 within the budget, its seconds are measured without the returning of freed memory that measuring
-memory needs: on a CPU in the second such step, as the first takes from the system what was returned
-to it. Then a plan is searched for with what was learned. After a few plans, or as soon as one costs
-what was predicted, the fastest plan that was measured to fit stays.
+memory needs: on a CPU once such steps get no shorter any more, as the first ones take from the
+system what was returned to it. Then a plan is searched for with what was learned. After a few
+plans, or as soon as one costs what was predicted, the fastest plan that was measured to fit stays.
 
 What is predicted of the plan that stays is corrected by its own steps, freed memory that stays in
 the process included. What was predicted before it ran is kept beside that.
@@ -47,18 +47,20 @@ _LOG = logging.getLogger(__name__)
 
 _MOST_PLANS: Final = 6  # plans that are tried before one stays that needs other memory,
 _MOST_LATE: Final = 2  # or other time than was predicted
-_MARGIN: Final = 0.05  # share of the budget that plans leave free, as no two steps are alike
+_MARGIN: Final = 0.05  # share of the budget that stays free, as no two steps are alike
 _CLOSE: Final = 0.04  # error of a predicted peak, as a share of it, that needs no other plan,
 _CLOSE_S: Final = 0.15  # and of a predicted time
+_GUARDED: Final = 0.1  # share of the budget that freed memory leaves free: it may not be reused
 _SLOWER: Final = 8.0  # how many times slower copies may be until that was measured: files grow
 _STEP: Final = 4.0  # by which that changes where more or less memory waited for its copies
 _FRUGAL_SHARE: Final = 0.9  # of the budget, that the first plan may be predicted to need
 _MOST_FRUGAL: Final = 3  # plans that are tried because they need little
 _LESS: Final = 0.9  # share of the budget that is left after the device ran out of memory
 _ANY_BYTES: Final = 2**62
-_GUARDED: Final = 0.02  # share of the budget that freed memory leaves free in all other steps
 _TIMED: Final = 3  # steps that measure the seconds of a plan before another one is preferred
 _FASTER: Final = 0.1  # by how much a plan must be faster to be followed instead of the last one
+_STEADY: Final = 0.05  # by how much a step must be shorter than the last one to take memory still
+_MOST_REFILLS: Final = 4  # steps that may take memory again before one is timed
 _APART: Final = 0.1  # how different steps must be to tell what copies cost
 _MOST_COST_S: Final = 1e-8  # that a copied byte can cost; more is something else
 _SURE: Final = 1.5  # how far over the budget the first prediction must be to try nothing at all
@@ -156,7 +158,7 @@ class BudgetStudy:
         self._samples: list[_Sample] = []
         self._searches = False
         self._seen: Set[int] = frozenset()  # the positions that the last watched step had
-        self._refill_s: float | None = None  # seconds of the step that took memory again
+        self._refills_s: list[float] = []  # seconds of the steps that took memory again
         self._num_timed = 0  # steps that have measured the seconds of the plan
         self.plan = Plan(layers=())
         self.exceeded_bytes = 0
@@ -181,7 +183,7 @@ class BudgetStudy:
 
     @property
     def limit_bytes(self) -> int:
-        """How much may be in use in steps that nobody measures, freed memory included."""
+        """How much may be in use in steps that nobody measures, if freed memory is to stay."""
         return int((1 - _GUARDED) * self.budget_bytes)
 
     @property
@@ -258,14 +260,18 @@ class BudgetStudy:
             self._judge(watched.peak_bytes + self._slack_bytes, peak_bytes)
 
     def learn_refill(self, step_s: float, peak_bytes: int) -> None:
-        """Learn from a step that has taken the memory again that measuring had returned.
+        """Learn from a step that takes the memory again that measuring had returned.
 
         Args:
             step_s: seconds from its begin to the begin of the next step.
             peak_bytes: its peak.
         """
         self._note_freed(peak_bytes)
-        self._refill_s, self.stage = step_s, Stage.SECONDS
+        self._refills_s.append(step_s)
+        *_, before_s, now_s = [0.0, *self._refills_s]
+        is_steady = now_s > (1 - _STEADY) * before_s > 0
+        if is_steady or len(self._refills_s) == _MOST_REFILLS:
+            self.stage = Stage.SECONDS
 
     def _note_freed(self, peak_bytes: int) -> None:
         """Note the peak of a step in which freed memory stayed where the budget had room."""
@@ -283,9 +289,9 @@ class BudgetStudy:
             peak_bytes: its peak.
         """
         predicted_s = self._predict(self._begin_bytes).step_s
-        # If the step before was shorter, although it took memory again, this one was disturbed.
-        share = min(1.0, self._refill_s / step_s) if self._refill_s and step_s else 1.0
-        self._refill_s = None
+        # If a step before was shorter, although it took memory again, this one was disturbed.
+        share = min(1.0, min(self._refills_s) / step_s) if self._refills_s and step_s else 1.0
+        self._refills_s = []
         self._learn_copy_cost(trace, step_s, share)
         per_byte_s = self._hardware.copy_cost_s_per_byte or 0.0
         cost_s = copied_bytes(self._profile, self.plan) * per_byte_s / share
@@ -420,7 +426,7 @@ class BudgetStudy:
             at_first: what was predicted before it ran for the first time; None means now.
         """
         self.plan, self._at_first = plan, at_first or _cost(plan)
-        self._growth, self._freed_bytes, self._num_timed = None, 0, 0
+        self._growth, self._freed_bytes, self._num_timed, self._refills_s = None, 0, 0, []
 
     def _corrected(self, begin_bytes: int) -> StepProfile:
         fixed_bytes = begin_bytes + self._slack_bytes

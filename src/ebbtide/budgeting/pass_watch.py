@@ -80,6 +80,7 @@ class PassWatch(AbstractPasses):
         self.peaks: dict[int, int] = {}
         self.growth: dict[int, int] = {}
         self._finish_copies()
+        memory.reuse_freed(False)
         memory.return_freed()
         self.begin_bytes = self._entered_bytes = memory.now_bytes()
         self.reserved_peak_bytes = 0
@@ -152,11 +153,18 @@ class PassGuard(AbstractPasses):
         self._enter(0)
 
     def has_room(self) -> bool:
-        """Whether freed memory may stay in the pass that runs."""
+        """Whether freed memory may stay in the pass that runs.
+
+        A pass may have less in use than when it began and still be before its peak.
+        """
         growth_bytes = self._growth.get(self._position, self._most_bytes)
-        return self._memory.now_bytes() + growth_bytes <= self._limit_bytes
+        from_bytes = max(self._memory.now_bytes(), self._entered_bytes)
+        return from_bytes + growth_bytes <= self._limit_bytes
 
     def _enter(self, position: int) -> None:
-        self._position = position
-        if not self.has_room():
+        self._position, self._entered_bytes = position, 0
+        has_room = self.has_room()
+        self._memory.reuse_freed(has_room)  # see [Note: blocks of their own] in `huge_pages`
+        if not has_room:
             self._memory.return_freed()
+        self._entered_bytes = self._memory.now_bytes()

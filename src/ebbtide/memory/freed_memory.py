@@ -28,6 +28,8 @@ _LOG = logging.getLogger(__name__)
 
 LEAST_BYTES = 16 * 2**20
 SHARE = 16
+_LEAST_BUDGETED_BYTES = 2 * 2**20
+_BUDGETED_SHARE = 128
 
 # The user's own settings of when glibc returns memory, each as a variable and as a tunable.
 _SETTINGS = {
@@ -44,11 +46,12 @@ class FreedMemory:
 
     Returning memory costs time twice, now and when the memory is needed again. So it is done after
     every 16 MiB that were moved, or after 1/16 of the bytes in the store if that is more: the peak
-    then exceeds that of an allocator that keeps nothing by about as much.
+    then exceeds that of an allocator that keeps nothing by about as much. Under a budget it is done
+    after an eighth of that, where the budget has no room for what was freed.
 
     Attributes:
         is_returned: whether this process returns freed memory at all.
-        has_room: says whether freed memory may stay for now; None: it may not.
+        has_room: says whether a budget has room for freed memory now; None: there is no budget.
     """
 
     def __init__(self) -> None:
@@ -68,7 +71,10 @@ class FreedMemory:
             Whether to call `return_freed_memory` when they have arrived.
         """
         self._moved_bytes += size_bytes
-        if self._moved_bytes < max(LEAST_BYTES, stored_bytes // SHARE) or not self.is_returned:
+        least_bytes, share = LEAST_BYTES, SHARE
+        if self.has_room is not None:
+            least_bytes, share = _LEAST_BUDGETED_BYTES, _BUDGETED_SHARE
+        if self._moved_bytes < max(least_bytes, stored_bytes // share) or not self.is_returned:
             return False
         self._moved_bytes = 0
         return self.has_room is None or not self.has_room()

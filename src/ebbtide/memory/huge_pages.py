@@ -14,6 +14,14 @@ convolutional net took twice as long so, without any offload. So, with huge page
 heap is not returned by itself any more while a model on a CPU is offloaded, and blocks up to 32 MiB
 come from the heap, as they do after a while anyway. ebbtide returns freed memory itself, see
 [Note: freed but resident].
+
+[Note: blocks of their own] What an operator frees while it runs may be reused by it or not, as it
+fits; a convolution's backward took between 70 and 120 MiB for the same tensors. Where a budget has
+no room for that, blocks of 1 MiB or more are mapped one by one, unless one that was freed before
+fits. They return to the system when they are freed, so resident memory is what is in use. That
+takes time for new pages, so it is done in passes without room only. It cannot be undone quite,
+because glibc stops to adapt its thresholds; what is set then is what it adapts them to where
+tensors are large.
 """
 
 from __future__ import annotations
@@ -22,7 +30,7 @@ import ctypes
 import functools
 import os
 import sys
-from typing import Final
+from typing import Final, final
 
 import torch
 
@@ -31,9 +39,13 @@ from ebbtide.memory.freed_memory import decides_when_to_return
 VARIABLE: Final = "THP_MEM_ALLOC_ENABLE"
 _LARGE_BYTES: Final = 2 * 2**20  # torch asks for huge pages from this size on,
 _ALIGNMENT: Final = 4096  # and then aligns the tensor to this
+_MOST_REUSED_BYTES: Final = 32 * 2**20  # the most that glibc takes from the heap,
+_LEAST_MAPPED_BYTES: Final = 2**20  # and the least that is mapped where there is no room
+_MMAP_THRESHOLD: Final = -3  # larger blocks are mapped, and returned when they are freed
+_TRIM_THRESHOLD: Final = -1  # how much of the heap's end may be free
 _SETTINGS: Final = {  # of mallopt(3), by their numbers there
-    -3: 32 * 2**20,  # M_MMAP_THRESHOLD: larger blocks are mapped, and returned when they are freed
-    -1: 2**31 - 1,  # M_TRIM_THRESHOLD: how much of the heap's end may be free
+    _MMAP_THRESHOLD: _MOST_REUSED_BYTES,
+    _TRIM_THRESHOLD: 2**31 - 1,
     -2: 64 * 2**20,  # M_TOP_PAD: the heap grows by this much
 }
 
@@ -47,6 +59,36 @@ def reuse_blocks() -> None:
             library.mallopt(setting, value)
 
 
+@final
+class _LargeBlocks:
+    """Whether large blocks are mapped one by one in this process. See [Note: blocks of their own].
+
+    Attributes:
+        are_mapped: whether they are.
+    """
+
+    def __init__(self) -> None:
+        self.are_mapped = False
+
+    def map(self, mapped: bool) -> None:
+        """Map large blocks one by one from now on, or have them reused.
+
+        Args:
+            mapped: whether to map them.
+        """
+        if mapped is self.are_mapped or not decides_when_to_return():
+            return
+        self.are_mapped = mapped
+        library = ctypes.CDLL(None)
+        library.mallopt(_MMAP_THRESHOLD, _LEAST_MAPPED_BYTES if mapped else _MOST_REUSED_BYTES)
+        if not has_huge_pages():  # else it is set already
+            library.mallopt(_TRIM_THRESHOLD, 2 * _MOST_REUSED_BYTES)
+
+
+large_blocks: Final = _LargeBlocks()
+
+
+@functools.cache
 def has_huge_pages() -> bool:
     """Whether torch asks for huge pages in this process."""
     tensors = [torch.empty(_LARGE_BYTES, dtype=torch.uint8, device="cpu") for _ in range(2)]

@@ -15,6 +15,7 @@ import torch
 
 from ebbtide.memory.cgroups import memory_limit
 from ebbtide.memory.freed_memory import return_freed_memory
+from ebbtide.memory.huge_pages import large_blocks
 
 
 class AbstractMemory(abc.ABC):
@@ -54,6 +55,13 @@ class AbstractMemory(abc.ABC):
 
     def return_freed(self) -> None:  # noqa: B027  # most memories have nothing to return
         """Return what was freed to where it came from, if that costs little."""
+
+    def reuse_freed(self, reuse: bool) -> None:  # noqa: B027  # most memories decide themselves
+        """Say whether what is freed from now on may stay, to be reused, where that takes memory.
+
+        Args:
+            reuse: whether it may. If not, as little as possible is in use, and steps are longer.
+        """
 
     def return_cached(self) -> None:
         """Return what was freed to where it came from, even if that waits for the device."""
@@ -139,6 +147,9 @@ class ProcessMemory(AbstractMemory):
 
     def return_freed(self) -> None:
         return_freed_memory()
+
+    def reuse_freed(self, reuse: bool) -> None:
+        large_blocks.map(not reuse)
 
     @property
     def total_bytes(self) -> int:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from ebbtide.budgeting.budget_controller import assumed_hardware, profile_call
+from ebbtide.budgeting.budget_controller import assumed_hardware
 from ebbtide.budgeting.budget_size import parse_budget_bytes
 from ebbtide.budgeting.budget_study import plan_by_estimate
 from ebbtide.budgeting.fixed_plan import layers_of, load_plan
@@ -15,7 +15,7 @@ from ebbtide.hooks.layers import LayerModules, match_layers
 from ebbtide.layers.covering import covering_layers
 from ebbtide.memory.measured_memory import memory_of
 from ebbtide.parameters.homes import find_device
-from ebbtide.planning.profiling.fake_profile import CallArguments
+from ebbtide.planning.profiling.fake_profile import CallArguments, profile_activations
 from ebbtide.running.run_options import RunOptions
 
 
@@ -51,7 +51,7 @@ def plan_call(
     found = _find_layers(model, options)
     hardware = assumed_hardware(device)
     call = CallArguments(args, kwargs)
-    profile = profile_call(model, found.modules, call, hardware, options.min_bytes)
+    profile = profile_activations(model, found.modules, call, hardware, options.min_bytes)
     first = [each for layer in profile.layers for each in layer.storages if each.same_as is None]
     saved_bytes = sum(each.size_bytes for each in first)
     names = tuple(found.names)

@@ -174,7 +174,10 @@ class DiskStore(AbstractStore):
         return_freed_memory()
 
     def note_freed(self, size_bytes: int) -> None:
-        self._return_freed_memory(self._reader, size_bytes)
+        if self._freed.has_room is None:
+            self._return_freed_memory(self._reader, size_bytes)
+        elif self._freed.is_due(size_bytes, self._file.used_bytes):
+            return_freed_memory()  # at once: a budget may have no room for it until a lane runs
 
     def _return_freed_memory(self, lane: WorkLane, size_bytes: int) -> None:
         """Queue the return of freed memory behind a copy, once enough bytes have been moved."""

@@ -22,6 +22,7 @@ counts with what comes before it.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -243,3 +244,38 @@ def run_backward(value: Any) -> None:
     if not isinstance(value, Tensor) or not value.requires_grad or value.numel() != 1:
         refuse("what loss returns", "one number that depends on the parameters", value)
     value.backward()  # type: ignore[no-untyped-call]
+
+
+def profile_activations(
+    model: nn.Module,
+    layers: Sequence[nn.Module],
+    call: CallArguments,
+    hardware: Hardware,
+    min_bytes: int,
+) -> StepProfile:
+    """Profile a step without its parameters, which are in use whatever the plan is.
+
+    Args:
+        model: the model.
+        layers: the modules whose calls are its layers.
+        call: what the model is called with.
+        hardware: the machine whose seconds are estimated.
+        min_bytes: smaller storages stay where they are.
+
+    Raises:
+        PolicyError: the model cannot run with fake tensors.
+    """
+    profile = profile_with_fake_tensors(
+        model,
+        call,
+        hardware,
+        layers=layers,
+        min_bytes=min_bytes,
+        optimizer_states=0,
+        between=True,
+    )
+    without = tuple(
+        dataclasses.replace(each, weight_bytes=0, gradient_bytes=0, host_update_s=0.0)
+        for each in profile.layers
+    )
+    return dataclasses.replace(profile, layers=without)

@@ -462,6 +462,12 @@ class _Programme:
         )
 
 
+def load_solver() -> None:
+    """Load the solver's libraries, so that no later search takes memory that stays taken."""
+    for whole in ([], [0]):
+        _minimize([1.0], [1.0], [{0: -1.0, _ONE: 0.5}], whole)
+
+
 def _minimize(
     costs: Sequence[float], upper: Sequence[float], rows: Sequence[Terms], whole: Sequence[int]
 ) -> tuple[float, list[float]] | None:
