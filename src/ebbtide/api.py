@@ -161,6 +161,7 @@ def offload(
     tracker = LayerTracker(found, policy.num_layers, engine, replace)
     wrapped = OffloadedForward(model.forward, engine.hooks, tracker, resting)
     wrapped.prepare = getattr(planner, "prepare", None)
+    wrapped.needs_less = getattr(planner, "learn_failed_forward", None)
     tracker.attach(model)
     tracker.warned = one_region
     undo: list[Callable[[], None]] = [

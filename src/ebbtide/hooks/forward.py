@@ -21,6 +21,7 @@ from ebbtide.hooks.layers import LayerTracker, ModuleHook
 from ebbtide.hooks.saved_tensors import SavedTensorHooks
 from ebbtide.hooks.weights import WeightHooks
 from ebbtide.interface.display import brief
+from ebbtide.recomputation.forward_state import ForwardState
 from ebbtide.tracing.step_memory import Owner
 
 _call_numbers = itertools.count()
@@ -50,8 +51,11 @@ class OffloadedForward:
         was_bypass_interrupted: whether the last bypassed forward could not clean up; None where no
             forward can be bypassed.
         prepare: called with the arguments of each forward that autograd records, before it begins;
-            None where nothing is to be prepared.
+            returns whether the forward is to be repeated if it runs out of memory. None where
+            nothing is to be prepared.
         was_prepared: whether it has been called.
+        needs_less: asked after a forward that ran out of memory: whether the next one would need
+            less. None where it would not.
         num_unrecorded: number of calls in which autograd did not record, or other code decided what
             becomes of saved tensors.
         handle: the `OffloadHandle`; set only by `wrap_forward_with_offload`.
@@ -78,8 +82,10 @@ class OffloadedForward:
         self._calls: list[int] = []  # numbers of the calls that run, innermost last
         self._interrupted = False
         self.was_bypass_interrupted: Callable[[], bool] | None = None
-        self.prepare: Callable[[tuple[Any, ...], dict[str, Any]], None] | None = None
+        self.prepare: Callable[[tuple[Any, ...], dict[str, Any]], bool] | None = None
         self.was_prepared = False
+        self.needs_less: Callable[[], bool] | None = None
+        self._state: ForwardState | None = None
         self.num_unrecorded = 0
         self._is_preparing = False
 
@@ -140,7 +146,16 @@ class OffloadedForward:
             if self._weights is not None:
                 self._weights.refuse_transforms()
             return self._forward(*args, **kwargs)
-        return self._call(*args, **kwargs)
+        while True:
+            try:
+                return self._call(*args, **kwargs)
+            except torch.OutOfMemoryError:
+                state = self._state
+                if state is None or not self._can_repeat(state):
+                    raise
+            finally:
+                self._state = None
+            state.put_back()  # only here does the error hold no tensors any more
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         # An interrupt can come between any two of these lines: see [Note: interrupts].
@@ -172,6 +187,7 @@ class OffloadedForward:
         return result
 
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._state = None
         if self.prepare is None:
             return
         if self._is_preparing:
@@ -189,10 +205,22 @@ class OffloadedForward:
         self.was_prepared = self._is_preparing = True
         attributes["forward"] = self
         try:
-            self.prepare(args, kwargs)
+            may_repeat = self.prepare(args, kwargs)
         finally:
             attributes["forward"] = around
             self._is_preparing = False
+        if may_repeat and isinstance(self._owner, nn.Module):
+            self._state = ForwardState(self._owner, args, kwargs)
+
+    def _can_repeat(self, state: ForwardState) -> bool:
+        """Whether a forward that ran out of memory is to be repeated.
+
+        Args:
+            state: what it began with.
+        """
+        if self._calls or self.needs_less is None:  # in another forward of the model, which fails
+            return False
+        return state.can_be_put_back() and self.needs_less()
 
     def _begin_weights(self) -> WeightHooks | None:
         """Begin a forward with offloaded weights; None if there are none."""

@@ -1,0 +1,132 @@
+"""What a forward begins with is put back before it is repeated."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ebbtide.recomputation import forward_state
+from ebbtide.recomputation.forward_state import ForwardState
+
+
+class Model(nn.Module):
+    """Its forward changes all that can be put back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.register_buffer("drawn", torch.zeros(3))
+        self.register_buffer("nothing", None)
+        self.num_calls = 0
+        self.list: list[int] = []
+        self.dict: dict[int, int] = {}
+        self.set: set[int] = set()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        self.list.append(1)
+        self.dict[1] = 2
+        self.set.add(3)
+        self.new = self.num_calls
+        self.linear.eval()
+        self.drawn = torch.tensor([torch.rand(()).item(), random.random(), np.random.rand()])
+        return self.norm(self.linear(x)) * self.drawn.sum()  # type: ignore[no-any-return]
+
+
+def found(model: Model) -> list[Any]:
+    names = ("num_calls", "list", "dict", "set")
+    attributes = {name: copy.copy(getattr(model, name)) for name in names}
+    buffers = [each.tolist() for each in model.buffers()]
+    return [attributes, buffers, model.linear.training, getattr(model, "new", None)]
+
+
+def test_a_repeated_forward_is_the_same_one() -> None:
+    model, x = Model(), torch.rand(5, 4)
+    drawn, norm = model.drawn, model.norm.running_mean
+    list_, before = model.list, found(model)
+    state = ForwardState(model, (x,), {})
+    first, after = model(x), found(model)
+    assert before != after
+    assert state.can_be_put_back()
+    state.put_back()
+    assert found(model) == before
+    assert model.drawn is drawn and model.norm.running_mean is norm and model.list is list_
+    assert torch.equal(model(x), first)
+    assert found(model) == after
+
+
+class Case(NamedTuple):
+    x: Tensor
+    model: Model
+    more: dict[str, Any]
+
+
+def change_input(case: Case) -> None:
+    case.x.add_(1)
+
+
+def change_parameter(case: Case) -> None:
+    with torch.no_grad():
+        case.model.linear.weight.add_(1)
+
+
+def change_large_buffer(case: Case) -> None:
+    case.model.large.add_(1)
+
+
+def change_container(case: Case) -> None:
+    case.more["masks"].pop()
+
+
+def exchange_in_container(case: Case) -> None:
+    case.more["masks"][0] = torch.zeros(4)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [change_input, change_parameter, change_large_buffer, change_container, exchange_in_container],
+)
+def test_what_cannot_be_put_back_is_seen(change: Callable[[Case], None]) -> None:
+    case = Case(torch.rand(5, 4), Model(), {"masks": [torch.ones(4)]})
+    case.model.register_buffer("large", torch.zeros(2**18 + 1))
+    state = ForwardState(case.model, (case.x,), case.more)
+    assert state.can_be_put_back()
+    change(case)
+    assert not state.can_be_put_back()
+
+
+def test_small_buffers_are_put_back_up_to_1_mib() -> None:
+    model, x = Model(), torch.rand(5, 4)
+    model.register_buffer("large", torch.zeros(2**18 - 100))
+    state = ForwardState(model, (x,), {})
+    model.large.add_(1)
+    assert state.can_be_put_back()
+    state.put_back()
+    assert not model.large.any()
+
+
+def test_one_of_several_processes_repeats_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = ForwardState(Model(), (torch.rand(5, 4),), {})
+    assert forward_state._num_processes() == 1
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+    assert state.can_be_put_back()
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    assert not state.can_be_put_back()
+
+
+def test_lazy_and_inference_tensors_do_no_harm() -> None:
+    model = nn.Sequential(nn.LazyBatchNorm1d(), nn.LazyLinear(3))
+    with torch.inference_mode():
+        x = torch.rand(5, 4)
+    state = ForwardState(model, (x,), {"scale": 2.0})
+    assert state.can_be_put_back()
+    state.put_back()
