@@ -34,7 +34,7 @@ from ebbtide.memory.measured_memory import AbstractMemory, ProcessMemory
 from ebbtide.problems.fields import gaussian_field
 
 _MIB = 2**20
-_SHARES = (0.5, 0.7, 0.9)
+_SHARES = (0.3, 0.5, 0.7)
 _WARM_UP = 2  # steps of a rule that are not timed
 _SETTLING = 60  # steps that a budget may take to settle
 _RULES: dict[str, Any] = {

@@ -54,40 +54,50 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3, help="searches of each case")
     parser.add_argument("--most-layers", type=int, default=1000)
+    parser.add_argument("--parts", nargs="+", default=list(_PARTS), choices=list(_PARTS))
     arguments = parser.parse_args()
+    configuration = {**vars(arguments), "scipy": scipy.__version__}
+    del configuration["parts"]
+    for part in arguments.parts:
+        measure, lay_out = _PARTS[part]
+        found = measure(arguments)
+        table = lay_out(found)
+        print(table)
+        print(record.save(f"plan-{part}", configuration, {"cases": found}, table).name)
+
+
+def _measure_search(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     cases = {
         f"{kind}, {count} layers": build(count)
         for kind, build in (("random", _random_chain), ("equal", _equal_chain))
         for count in (12, 48, 1000)
         if count <= arguments.most_layers
     }
-    results = [
+    return [
         _measure(name, profile, gb_per_s, share, arguments.rounds)
         for name, profile in cases.items()
         for gb_per_s in _LINKS_GB_PER_S
         for share in _SHARES
     ]
-    recomputed = [
+
+
+def _measure_recomputation(_: argparse.Namespace) -> list[dict[str, Any]]:
+    return [
         _compare_recomputation(count, seed, share)
         for count in (12, 24, 48, 96)
         for seed in range(3)
         for share in (0.5, 0.8)
     ]
-    combined = [
+
+
+def _measure_combined(_: argparse.Namespace) -> list[dict[str, Any]]:
+    return [
         _compare_combined(count, seed, mb_per_s, share)
-        for count in (8, 16, 32, 64)
+        for count in (8, 12, 16, 32)
         for seed in range(3)
         for mb_per_s in (1, 4, 16)
         for share in (0.3, 0.5, 0.7)
     ]
-    configuration = {**vars(arguments), "scipy": scipy.__version__}
-    for case, found, table in (
-        ("plan-search", results, _table(results)),
-        ("plan-recomputation", recomputed, _recomputation_table(recomputed)),
-        ("plan-combined", combined, _combined_table(combined)),
-    ):
-        print(table)
-        print(record.save(case, configuration, {"cases": found}, table).name)
 
 
 def _random_chain(count: int) -> StepProfile:
@@ -254,6 +264,12 @@ def _combined_table(results: Sequence[dict[str, Any]]) -> str:
         )
     return "\n".join(lines)
 
+
+_PARTS = {
+    "search": (_measure_search, _table),
+    "recomputation": (_measure_recomputation, _recomputation_table),
+    "combined": (_measure_combined, _combined_table),
+}
 
 if __name__ == "__main__":
     main()

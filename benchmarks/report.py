@@ -41,6 +41,7 @@ _TITLES = {
     "budget": "Training under byte budgets, and the rules that people make by hand, on a CPU",
     "plan-search": "Plans within a share of the peak of chains, predicted, and how long they take",
     "plan-recomputation": "Plans that only recompute, against a dynamic programme's optimum",
+    "plan-combined": "Plans that recompute and offload, against a dynamic programme's, predicted",
     "plan-largest-fno-h100": "On paper for an H100: the largest FNO, predicted and not measured",
     "plan-beside-save-on-cpu": "On paper for an H100: a planned step beside save_on_cpu, predicted",
     "plan-links": "On paper: plans beside rules over links from 2 to 900 GB/s, predicted",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import random
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -90,17 +92,39 @@ def exchange_in_container(case: Case) -> None:
     case.more["masks"][0] = torch.zeros(4)
 
 
+def make_gradient(case: Case) -> None:
+    case.model(case.x).sum().backward()
+
+
+def add_to_gradient(case: Case) -> None:
+    case.model.norm.weight.grad += 1
+
+
 @pytest.mark.parametrize(
     "change",
-    [change_input, change_parameter, change_large_buffer, change_container, exchange_in_container],
+    [
+        change_input,
+        change_parameter,
+        change_large_buffer,
+        change_container,
+        exchange_in_container,
+        make_gradient,
+        add_to_gradient,
+    ],
 )
 def test_what_cannot_be_put_back_is_seen(change: Callable[[Case], None]) -> None:
     case = Case(torch.rand(5, 4), Model(), {"masks": [torch.ones(4)]})
     case.model.register_buffer("large", torch.zeros(2**18 + 1))
+    case.model.norm.weight.grad = torch.zeros(4)
     state = ForwardState(case.model, (case.x,), case.more)
     assert state.can_be_put_back()
     change(case)
     assert not state.can_be_put_back()
+
+
+def test_a_forward_that_fills_a_cache_of_transformers_is_not_repeated() -> None:
+    cache = type("Cache", (), {"__module__": "transformers.cache_utils"})()
+    assert not ForwardState(Model(), (torch.rand(5, 4),), {"cache": cache}).can_be_put_back()
 
 
 def test_small_buffers_are_put_back_up_to_1_mib() -> None:
@@ -130,3 +154,16 @@ def test_lazy_and_inference_tensors_do_no_harm() -> None:
     state = ForwardState(model, (x,), {"scale": 2.0})
     assert state.can_be_put_back()
     state.put_back()
+
+
+def test_the_first_numbers_that_numpy_draws_are_drawn_again() -> None:
+    """NumPy seeds its generator where it is first used."""
+    code = """
+from ebbtide.tensors.random_numbers import note_random_numbers
+put_back = note_random_numbers(())
+import numpy
+first = numpy.random.rand()
+put_back()
+assert numpy.random.rand() == first
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -23,8 +23,8 @@ class ForwardState:
 
     These are the random numbers of torch, of the model's device, of Python and of NumPy, the
     buffers, and the other attributes of the modules, with the lists, sets and dicts among them. The
-    arguments, the parameters and buffers of more than 1 MiB in all must be unchanged. What a
-    forward does to other objects is not known.
+    arguments, the parameters, their gradients, and buffers of more than 1 MiB in all must be
+    unchanged. What a forward does to other objects is not known.
 
     Args:
         model: the model.
@@ -40,6 +40,8 @@ class ForwardState:
         constants = [each for each in self._leaves if isinstance(each, Tensor)]
         # Offloaded and sharded weights are of other types; each forward gets them anew.
         constants += (each for each in model.parameters() if type(each) is nn.Parameter)
+        self._gradients = [(each, each.grad) for each in model.parameters()]
+        constants += (each for _, each in self._gradients if each is not None)
         left_bytes = _MOST_COPIED_BYTES
         for module in model.modules():
             for name, buffer in module._buffers.items():
@@ -58,6 +60,8 @@ class ForwardState:
         """Whether the forward has changed only what `put_back` puts back, as far as is known."""
         if _num_processes() > 1:
             return False  # the others wait where this one was
+        if any(each.grad is not before for each, before in self._gradients):
+            return False
         leaves, structure = _flatten(*self._arguments)
         same = len(leaves) == len(self._leaves) and structure == self._structure
         if not same or any(map(is_cache, leaves)):

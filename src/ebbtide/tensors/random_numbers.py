@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Callable, Iterable
 
 import torch
@@ -34,13 +33,13 @@ def note_random_numbers(devices: Iterable[torch.device]) -> Callable[[], None]:
 
 def note_numbers_of_python() -> Callable[[], None]:
     """Note the states of the random numbers of Python and NumPy; return what puts them back."""
-    state = random.getstate()
-    numpy_random = sys.modules.get("numpy.random")  # it is not imported for this
-    numpy_state = None if numpy_random is None else numpy_random.get_state()
+    # NumPy loads and seeds this where it is first used, which may be in the forward.
+    from numpy import random as numpy_random
+
+    state, numpy_state = random.getstate(), numpy_random.get_state(legacy=False)
 
     def put_back() -> None:
         random.setstate(state)
-        if numpy_random is not None:
-            numpy_random.set_state(numpy_state)
+        numpy_random.set_state(numpy_state)
 
     return put_back
