@@ -100,6 +100,7 @@ class _Tried(NamedTuple):
         measured: what was measured.
         growth: by how much memory grew in each position.
         freed_bytes: freed memory that stayed in the process at the peak.
+        learned: the step and the machine, with the seconds that the plan's own steps took.
     """
 
     plan: Plan
@@ -107,6 +108,7 @@ class _Tried(NamedTuple):
     measured: StepCost
     growth: Mapping[int, int]
     freed_bytes: int
+    learned: tuple[StepProfile, Hardware]
 
 
 class _Sample(NamedTuple):
@@ -259,26 +261,17 @@ class BudgetStudy:
         else:
             self._judge(watched.peak_bytes + self._slack_bytes, peak_bytes)
 
-    def learn_refill(self, step_s: float, peak_bytes: int) -> None:
+    def learn_refill(self, step_s: float) -> None:
         """Learn from a step that takes the memory again that measuring had returned.
 
         Args:
             step_s: seconds from its begin to the begin of the next step.
-            peak_bytes: its peak.
         """
-        self._note_freed(peak_bytes)
         self._refills_s.append(step_s)
         *_, before_s, now_s = [0.0, *self._refills_s]
         is_steady = now_s > (1 - _STEADY) * before_s > 0
         if is_steady or len(self._refills_s) == _MOST_REFILLS:
             self.stage = Stage.SECONDS
-
-    def _note_freed(self, peak_bytes: int) -> None:
-        """Note the peak of a step in which freed memory stayed where the budget had room."""
-        if self._measured is not None:
-            self._freed_bytes += max(0, peak_bytes - self._measured.peak_bytes)
-            peak_bytes = max(peak_bytes, self._measured.peak_bytes)
-            self._measured = self._measured._replace(peak_bytes=peak_bytes)
 
     def learn_seconds(self, trace: Trace, step_s: float, peak_bytes: int) -> None:
         """Learn from a step that followed the plan and was traced.
@@ -299,18 +292,18 @@ class BudgetStudy:
         self._profile, step_s = with_shorter_passes(measured, share), share * step_s
         self._hardware = measured_hardware(self._hardware, trace)
         self._num_timed += 1
-        self._note_freed(peak_bytes)
-        if self._measured is not None:
-            peak_bytes = self._measured.peak_bytes
+        if self._measured is not None:  # freed memory has stayed where the budget had room
+            self._freed_bytes += max(0, peak_bytes - self._measured.peak_bytes)
+            peak_bytes = max(peak_bytes, self._measured.peak_bytes)
         for each in self._tried:
             if _is_same(each.plan, self.plan):
                 step_s = min(step_s, each.measured.step_s)
         self._tried = [each for each in self._tried if not _is_same(each.plan, self.plan)]
         self._measured = StepCost(peak_bytes, step_s)
         at_first = self._at_first or _cost(self.plan)
-        self._tried.append(
-            _Tried(self.plan, at_first, self._measured, self._growth or {}, self._freed_bytes)
-        )
+        memory = self._growth or {}, self._freed_bytes
+        learned = self._profile, self._hardware
+        self._tried.append(_Tried(self.plan, at_first, self._measured, *memory, learned))
         late = predicted_s and abs(step_s / predicted_s - 1) > _CLOSE_S
         if self.phase is Phase.FRUGAL or (late and self._num_plans < _MOST_LATE):
             self._searches = True
@@ -417,6 +410,7 @@ class BudgetStudy:
         self._begin(tried.plan, tried.at_first)
         self._measured, self._growth = tried.measured, tried.growth
         self._freed_bytes = tried.freed_bytes
+        self._profile, self._hardware = tried.learned
 
     def _begin(self, plan: Plan, at_first: StepCost | None = None) -> None:
         """Follow another plan from now on.
