@@ -146,6 +146,7 @@ def grown_and_left():
     del tensors
     return round(grown), round(resident() - before)
 torch.ones(8 * 2**18)
+holes = [torch.empty(8 * 2**18) for _ in range(64)]  # what was freed before is reused first
 for mapped in (True, True, False):
     large_blocks.map(mapped)
     return_freed_memory()  # the heap has no end any more that blocks could come from
