@@ -239,6 +239,7 @@ def test_a_forward_that_runs_out_of_memory_before_the_plan_has_settled_is_repeat
     with short_of_memory(repeated, 2 * plain_bytes):
         for each in expected:
             assert_bitwise_equal(take(repeated, x), each)
+            assert repeated.forward._state is None  # it holds the batch
     assert not failures
     assert repeated.num_calls == STEPS
     assert repeated.means == plain.means

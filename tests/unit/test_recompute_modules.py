@@ -165,7 +165,7 @@ class Chance(Block):
         self.num_forwards += 1
         self.drawn.append(random.random() * np.random.rand())
         self.last = self.drawn[-1]
-        return self.linear(x).sin() * self.last
+        return (self.linear(x) * self.last).sin()
 
 
 @each_mode
