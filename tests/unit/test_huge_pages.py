@@ -149,7 +149,8 @@ torch.ones(8 * 2**18)
 holes = [torch.empty(8 * 2**18) for _ in range(64)]  # what was freed before is reused first
 for mapped in (True, True, False):
     large_blocks.map(mapped)
-    return_freed_memory()  # the heap has no end any more that blocks could come from
+    return_freed_memory()  # the heap has no end any more that blocks could come from,
+    small = [bytes(1000) for _ in range(3000)]  # and grows by what small blocks need
     found.append(grown_and_left())
 print(found)
 """

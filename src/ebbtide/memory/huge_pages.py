@@ -18,7 +18,8 @@ come from the heap, as they do after a while anyway. ebbtide returns freed memor
 [Note: blocks of their own] What an operator frees while it runs may be reused by it or not, as it
 fits; a convolution's backward took between 70 and 120 MiB for the same tensors. Where a budget has
 no room for that, blocks of 1 MiB or more are mapped one by one, unless one that was freed before
-fits. They return to the system when they are freed, so resident memory is what is in use. That
+fits. They return to the system when they are freed, so resident memory is what is in use. The heap
+grows by no more than is asked for then, because large blocks would fit into the rest. All that
 takes time for new pages, so it is done in passes without room only. It cannot be undone quite,
 because glibc stops to adapt its thresholds; what is set then is what it adapts them to where
 tensors are large.
@@ -43,10 +44,13 @@ _MOST_REUSED_BYTES: Final = 32 * 2**20  # the most that glibc takes from the hea
 _LEAST_MAPPED_BYTES: Final = 2**20  # and the least that is mapped where there is no room
 _MMAP_THRESHOLD: Final = -3  # larger blocks are mapped, and returned when they are freed
 _TRIM_THRESHOLD: Final = -1  # how much of the heap's end may be free
+_TOP_PAD: Final = -2  # how much the heap grows by beyond what is asked for:
+_MOST_GROWN_BYTES: Final = 64 * 2**20  # this with huge pages,
+_LEAST_GROWN_BYTES: Final = 128 * 2**10  # and this, which is what glibc begins with, elsewhere
 _SETTINGS: Final = {  # of mallopt(3), by their numbers there
     _MMAP_THRESHOLD: _MOST_REUSED_BYTES,
     _TRIM_THRESHOLD: 2**31 - 1,
-    -2: 64 * 2**20,  # M_TOP_PAD: the heap grows by this much
+    _TOP_PAD: _MOST_GROWN_BYTES,
 }
 
 
@@ -81,7 +85,9 @@ class _LargeBlocks:
         self.are_mapped = mapped
         library = ctypes.CDLL(None)
         library.mallopt(_MMAP_THRESHOLD, _LEAST_MAPPED_BYTES if mapped else _MOST_REUSED_BYTES)
-        if not has_huge_pages():  # else it is set already
+        if has_huge_pages():
+            library.mallopt(_TOP_PAD, _LEAST_GROWN_BYTES if mapped else _MOST_GROWN_BYTES)
+        else:
             library.mallopt(_TRIM_THRESHOLD, 2 * _MOST_REUSED_BYTES)
 
 
