@@ -172,6 +172,29 @@ def test_blocks_of_their_own_are_returned_when_they_are_freed(variables: dict[st
 
 
 @LINUX
+@pytest.mark.skipif(not decides_when_to_return(), reason="another allocator, or the user decides")
+def test_the_heap_grows_by_much_again_once_blocks_are_reused() -> None:
+    code = """
+import ebbtide.memory.huge_pages as pages
+pages.has_huge_pages()
+called = []
+library = type("L", (), {"mallopt": lambda _, setting, value: called.append((setting, value))})()
+pages.ctypes = type("C", (), {"CDLL": lambda _: library})
+for mapped in (True, False):
+    pages.large_blocks.map(mapped)
+print(called)
+"""
+    environment = os.environ | {VARIABLE: "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    mib = 2**20
+    threshold, top_pad = -3, -2  # the numbers of mallopt(3)
+    mapped = [(threshold, mib), (top_pad, mib // 8)]
+    assert ast.literal_eval(done.stdout) == [*mapped, (threshold, 32 * mib), (top_pad, 64 * mib)]
+
+
+@LINUX
 def test_blocks_are_left_alone_where_the_user_decides() -> None:
     code = """
 from ebbtide.memory.huge_pages import large_blocks

@@ -20,7 +20,6 @@ import logging
 from collections.abc import Mapping, Set
 from typing import Final, NamedTuple, final
 
-from ebbtide.budgeting.cautious_timing import CautiousTiming, predict_awaited
 from ebbtide.budgeting.corrections import Corrections
 from ebbtide.budgeting.measured_times import (
     computing_s,
@@ -36,6 +35,7 @@ from ebbtide.errors import BudgetError
 from ebbtide.planning.budgets import PlanBudget
 from ebbtide.planning.hardware import Hardware
 from ebbtide.planning.plan import LayerMode, Plan
+from ebbtide.planning.prediction.cautious_timing import CautiousTiming, predict_awaited
 from ebbtide.planning.prediction.step_timing import Prediction
 from ebbtide.planning.searching.plan_search import find_frugal, search
 from ebbtide.planning.searching.simple_plans import keep_all
@@ -47,10 +47,11 @@ _LOG = logging.getLogger(__name__)
 
 _MOST_PLANS: Final = 6  # plans that are tried before one stays that needs other memory,
 _MOST_LATE: Final = 2  # or other time than was predicted
-_MARGIN: Final = 0.05  # share of the budget that stays free, as no two steps are alike
+_MARGIN: Final = 0.05  # share of the budget that stays free, as no two steps are alike,
+_MARGIN_ON_HOST: Final = 0.03  # and where large blocks can be mapped one by one
 _CLOSE: Final = 0.04  # error of a predicted peak, as a share of it, that needs no other plan,
 _CLOSE_S: Final = 0.15  # and of a predicted time
-_GUARDED: Final = 0.1  # share of the budget that freed memory leaves free: it may not be reused
+_GUARDED: Final = 0.03  # share of the budget that freed memory leaves free
 _SLOWER: Final = 8.0  # how many times slower copies may be until that was measured: files grow
 _STEP: Final = 4.0  # by which that changes where more or less memory waited for its copies
 _FRUGAL_SHARE: Final = 0.9  # of the budget, that the first plan may be predicted to need
@@ -422,10 +423,10 @@ class BudgetStudy:
         self.plan, self._at_first = plan, at_first or _cost(plan)
         self._growth, self._freed_bytes, self._num_timed, self._refills_s = None, 0, 0, []
 
-    def _corrected(self, begin_bytes: int) -> StepProfile:
+    def _corrected(self, begin_bytes: int, *, cautious: bool = False) -> StepProfile:
         fixed_bytes = begin_bytes + self._slack_bytes
         profile = dataclasses.replace(self._profile, fixed_bytes=fixed_bytes)
-        return self._corrections.apply(profile)
+        return self._corrections.apply(profile, cautious=cautious)
 
     def _predict(self, begin_bytes: int) -> Prediction:
         profile = dataclasses.replace(self._corrected(begin_bytes), fixed_bytes=begin_bytes)
@@ -466,12 +467,9 @@ class BudgetStudy:
         return False
 
     def _search(self) -> None:
-        profile = self._corrected(self._begin_bytes)
-        timing = CautiousTiming(profile, self._hardware, self._slower)
-        free_bytes = int(_MARGIN * self.budget_bytes) + self._over_bytes
-        budget = PlanBudget(device_bytes=max(0, self.budget_bytes - free_bytes))
+        free_bytes = _margin_bytes(self._hardware, self.budget_bytes) + self._over_bytes
         try:
-            plan = search(profile, self._hardware, budget, timing)
+            plan = self._find(free_bytes)
         except BudgetError as error:
             if self._frugal_fits:
                 self._follow_what_fits()
@@ -493,6 +491,24 @@ class BudgetStudy:
         self._begin(plan)
         self.stage = Stage.WARM_UP
 
+    def _find(self, free_bytes: int) -> Plan:
+        """Search for a plan that leaves this much of the budget free.
+
+        Raises:
+            BudgetError: no plan was found.
+        """
+        budget = PlanBudget(device_bytes=max(0, self.budget_bytes - free_bytes))
+
+        def find(*, cautious: bool) -> Plan:
+            profile = self._corrected(self._begin_bytes, cautious=cautious)
+            timing = CautiousTiming(profile, self._hardware, self._slower)
+            return search(profile, self._hardware, budget, timing)
+
+        try:
+            return find(cautious=True)
+        except BudgetError:
+            return find(cautious=False)
+
     def _follow_what_fits(self) -> None:
         """Follow a plan that was measured to fit for good: no other is predicted to."""
         if self._measured is not None and self._measured.peak_bytes > self.budget_bytes:
@@ -504,6 +520,11 @@ class BudgetStudy:
             self._begin(self._frugal[0].plan, self._frugal[0].at_first)
             self._measured = None  # it was, of another plan
         self._end_search()
+
+
+def _margin_bytes(hardware: Hardware, budget_bytes: int) -> int:
+    """Return how much of a budget a plan leaves free."""
+    return int((_MARGIN_ON_HOST if hardware.computes_on_host else _MARGIN) * budget_bytes)
 
 
 def _cost(plan: Plan) -> StepCost:
@@ -532,7 +553,7 @@ def plan_by_estimate(
         BudgetError: no plan fits into the budget.
     """
     profile = dataclasses.replace(profile, fixed_bytes=begin_bytes)
-    free_bytes = int(_MARGIN * budget_bytes)
+    free_bytes = _margin_bytes(hardware, budget_bytes)
     budget = PlanBudget(device_bytes=budget_bytes - free_bytes)
     try:
         plan = search(profile, hardware, budget, CautiousTiming(profile, hardware, _SLOWER))

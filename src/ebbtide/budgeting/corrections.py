@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, final
 
 from ebbtide.budgeting.pass_watch import PassWatch
-from ebbtide.planning.plan import LayerMode, Plan
+from ebbtide.planning.plan import Decision, LayerMode, LayerPlan, Plan
 from ebbtide.planning.prediction.step_timing import Prediction
 from ebbtide.planning.step_profile import LayerProfile, StepProfile, StorageId
 
@@ -20,6 +21,7 @@ class Corrections:
 
     def __init__(self) -> None:
         self._excess: dict[tuple[int, bool], int] = {}  # by position and whether recomputed
+        self._kept: set[tuple[int, bool]] = set()  # measured with more than what was offloaded
 
     def learn(self, watch: PassWatch, plan: Plan, predicted: Prediction) -> None:
         """Note by how much a step needed more, or less, than was predicted.
@@ -36,40 +38,57 @@ class Corrections:
             for each in covered:
                 key = each, _is_recomputed(plan, each)
                 self._excess[key] = self._excess.get(key, 0) + excess_bytes
+                if not _is_offloaded(plan, each):
+                    self._kept.add(key)
 
-    def apply(self, profile: StepProfile) -> StepProfile:
-        """Return a profile with working memory as it was measured."""
+    def apply(self, profile: StepProfile, *, cautious: bool = False) -> StepProfile:
+        """Return a profile with working memory as it was measured.
+
+        Args:
+            profile: the profile.
+            cautious: what a layer was measured to need less, while all that it saves was offloaded,
+                may be because that was never there at one time. This does not count on it.
+        """
         count = len(profile.layers)
+        known = self._kept if cautious else self._excess.keys()
+        excess = {key: size if key in known else max(0, size) for key, size in self._excess.items()}
         layers = tuple(
-            self._corrected(layer, _inside_bytes(profile, index), index, 2 * count - index)
+            _corrected(layer, _inside_bytes(profile, index), excess, index, 2 * count - index)
             for index, layer in enumerate(profile.layers)
         )
-        loss_bytes = profile.loss_working_bytes + self._at(count, recomputed=False)
+        loss_bytes = profile.loss_working_bytes + _at(excess, count, recomputed=False)
         return dataclasses.replace(profile, layers=layers, loss_working_bytes=max(0, loss_bytes))
 
-    def _corrected(
-        self, layer: LayerProfile, inside_bytes: int, forward: int, backward: int
-    ) -> LayerProfile:
-        unsaved_bytes = layer.unsaved_forward_bytes
-        if unsaved_bytes is None:
-            unsaved_bytes = inside_bytes + layer.forward_working_bytes
-        figures = {
-            "forward_working_bytes": layer.forward_working_bytes
-            + self._at(forward, recomputed=False),
-            "unsaved_forward_bytes": unsaved_bytes + self._at(forward, recomputed=True),
-            "backward_working_bytes": layer.backward_working_bytes
-            + self._at(backward, recomputed=False),
-            "recompute_working_bytes": layer.second_working_bytes
-            + self._at(backward, recomputed=True),
-        }
-        changes: dict[str, Any] = {name: max(0, size) for name, size in figures.items()}
-        return dataclasses.replace(layer, **changes)
 
-    def _at(self, position: int, *, recomputed: bool) -> int:
-        known = self._excess.get((position, recomputed))
-        if known is not None:
-            return known
-        return max(0, self._excess.get((position, not recomputed), 0))
+def _corrected(
+    layer: LayerProfile,
+    inside_bytes: int,
+    excess: Mapping[tuple[int, bool], int],
+    forward: int,
+    backward: int,
+) -> LayerProfile:
+    """Return a layer with its working memory in the positions of its forward and backward."""
+    unsaved_bytes = layer.unsaved_forward_bytes
+    if unsaved_bytes is None:
+        unsaved_bytes = inside_bytes + layer.forward_working_bytes
+    figures = {
+        "forward_working_bytes": layer.forward_working_bytes
+        + _at(excess, forward, recomputed=False),
+        "unsaved_forward_bytes": unsaved_bytes + _at(excess, forward, recomputed=True),
+        "backward_working_bytes": layer.backward_working_bytes
+        + _at(excess, backward, recomputed=False),
+        "recompute_working_bytes": layer.second_working_bytes
+        + _at(excess, backward, recomputed=True),
+    }
+    changes: dict[str, Any] = {name: max(0, size) for name, size in figures.items()}
+    return dataclasses.replace(layer, **changes)
+
+
+def _at(excess: Mapping[tuple[int, bool], int], position: int, *, recomputed: bool) -> int:
+    known = excess.get((position, recomputed))
+    if known is not None:
+        return known
+    return max(0, excess.get((position, not recomputed), 0))
 
 
 def _inside_bytes(profile: StepProfile, index: int) -> int:
@@ -84,8 +103,19 @@ def _inside_bytes(profile: StepProfile, index: int) -> int:
 
 
 def _is_recomputed(plan: Plan, position: int) -> bool:
-    count = len(plan.layers)
-    if position == count:
+    layer = _layer_at(plan, position)
+    return layer is not None and layer.mode is not LayerMode.AS_IS
+
+
+def _is_offloaded(plan: Plan, position: int) -> bool:
+    """Whether the layer at a position keeps nothing, and does not run again either."""
+    layer = _layer_at(plan, position)
+    if layer is None or layer.mode is not LayerMode.AS_IS:
         return False
-    index = position if position < count else 2 * count - position
-    return plan.layers[index].mode is not LayerMode.AS_IS
+    return Decision.KEEP not in layer.decisions
+
+
+def _layer_at(plan: Plan, position: int) -> LayerPlan | None:
+    """Return the layer whose forward or backward has a position; None is between the passes."""
+    count = len(plan.layers)
+    return None if position == count else plan.layers[min(position, 2 * count - position)]

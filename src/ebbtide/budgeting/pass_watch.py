@@ -155,11 +155,12 @@ class PassGuard(AbstractPasses):
     def has_room(self) -> bool:
         """Whether freed memory may stay in the pass that runs.
 
-        A pass may have less in use than when it began and still be before its peak.
+        A pass may have less in use than when it began and still be before its peak. What it frees
+        may not be reused by it, so it may grow by twice as much as it needs.
         """
         growth_bytes = self._growth.get(self._position, self._most_bytes)
         from_bytes = max(self._memory.now_bytes(), self._entered_bytes)
-        return from_bytes + growth_bytes <= self._limit_bytes
+        return from_bytes + 2 * growth_bytes <= self._limit_bytes
 
     def _enter(self, position: int) -> None:
         self._position, self._entered_bytes = position, 0
