@@ -138,7 +138,7 @@ def run(study: BudgetStudy, peak_mb: int, step_s: float) -> Plan:
     if study.phase is Phase.SETTLED:
         return plan
     if study.stage is Stage.REFILL:
-        study.learn_refill(step_s)
+        study.learn_refill(step_s, peak_mb * MB)
         study.note_peak(peak_mb * MB)
     elif study.stage is Stage.SECONDS:
         study.learn_seconds(Trace(), step_s, peak_mb * MB)
@@ -282,7 +282,7 @@ def test_a_timed_step_that_was_disturbed_counts_as_long_as_the_one_before() -> N
     plans = []
     for refill_s, step_s in ((2.0, 3.0), (3.0, 2.0), (2.0, 2.0)):
         study.stage = Stage.REFILL
-        study.learn_refill(refill_s)
+        study.learn_refill(refill_s, 30 * MB)
         study.learn_seconds(Trace(list(forwards_and_backwards(step_s))), step_s, 30 * MB)
         plans.append(study.step.profile.layers)
         assert study.step.measured is not None and study.step.measured.step_s == 2.0
@@ -337,6 +337,22 @@ def test_freed_memory_is_predicted_to_stay_only_where_it_has_room() -> None:
     assert study.step.plan.peak_bytes == study.limit_bytes == 97 * MB
 
 
+def test_freed_memory_of_all_steps_that_take_it_again_is_predicted_to_stay() -> None:
+    found = []
+    for refilled_mb in (0, 7):
+        study = measured_study(100, 30)
+        for _ in range(16):
+            plan = study.choose(0)
+            if study.phase is Phase.SETTLED:
+                break
+            more_mb = refilled_mb if study.stage is Stage.REFILL else 0
+            run(study, (plan.peak_bytes or 0) // MB + more_mb, 2.0)
+        found.append(study.step)
+    peaks = [each.plan.peak_bytes or 0 for each in found]
+    assert peaks[1] == min(peaks[0] + 7 * MB, 97 * MB) > peaks[0]
+    assert all(each.measured is not None for each in found)
+
+
 def test_a_settled_plan_that_was_measured_to_fit_is_predicted_to_fit() -> None:
     """Other plans' steps have raised what is predicted of it: their copies came late."""
     study = measured_study(100, 30)
@@ -367,7 +383,7 @@ def test_memory_that_an_accelerator_keeps_is_timed_at_once() -> None:
 
 def test_the_fastest_plan_that_was_measured_to_fit_stays() -> None:
     """Here the most frugal plan is the fastest, whatever was predicted."""
-    study = measured_study(32, 30)
+    study = measured_study(40, 30)
     frugal = study.plan
     for _ in range(30):
         peak_bytes = study.choose(0).peak_bytes or 0
@@ -377,6 +393,19 @@ def test_the_fastest_plan_that_was_measured_to_fit_stays() -> None:
     assert study.phase is Phase.SETTLED
     assert study.plan.layers == frugal.layers
     assert study.step.measured is not None and study.step.measured.step_s == 3.0
+
+
+@pytest.mark.parametrize(("share", "stays"), [(0.99, True), (0.96, False)])
+def test_a_plan_that_needs_less_is_followed_if_it_is_no_slower(share: float, stays: bool) -> None:
+    study = measured_study(40, 30)
+    frugal = study.plan
+    for _ in range(30):
+        peak_bytes = study.choose(0).peak_bytes or 0
+        run(study, peak_bytes // MB, 3.0 / share)
+        if study.phase is Phase.SETTLED:
+            break
+    assert study.phase is Phase.SETTLED
+    assert (study.plan.layers != frugal.layers) is stays
 
 
 def test_a_plan_that_keeps_everything_stays_whatever_was_measured() -> None:

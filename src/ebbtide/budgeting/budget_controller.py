@@ -293,7 +293,7 @@ class BudgetController:
         else:
             peak_bytes = self._memory.reserved_peak_bytes()
             if running.stage is Stage.REFILL and not self._several:
-                study.learn_refill(step_s)
+                study.learn_refill(step_s, peak_bytes)
             if running.stage is Stage.SECONDS and not self._several:
                 study.learn_seconds(self._engine.trace, step_s, peak_bytes)
                 if study.phase is Phase.FRUGAL:

@@ -59,7 +59,7 @@ _MOST_FRUGAL: Final = 3  # plans that are tried because they need little
 _LESS: Final = 0.9  # share of the budget that is left after the device ran out of memory
 _ANY_BYTES: Final = 2**62
 _TIMED: Final = 3  # steps that measure the seconds of a plan before another one is preferred
-_FASTER: Final = 0.1  # by how much a plan must be faster to be followed instead of the last one
+_FASTER: Final = 0.02  # by how much a plan must be faster to be followed instead of the last one
 _STEADY: Final = 0.05  # by how much a step must be shorter than the last one to take memory still
 _MOST_REFILLS: Final = 4  # steps that may take memory again before one is timed
 _APART: Final = 0.1  # how different steps must be to tell what copies cost
@@ -262,12 +262,14 @@ class BudgetStudy:
         else:
             self._judge(watched.peak_bytes + self._slack_bytes, peak_bytes)
 
-    def learn_refill(self, step_s: float) -> None:
+    def learn_refill(self, step_s: float, peak_bytes: int) -> None:
         """Learn from a step that takes the memory again that measuring had returned.
 
         Args:
             step_s: seconds from its begin to the begin of the next step.
+            peak_bytes: its peak.
         """
+        self._learn_freed(peak_bytes)
         self._refills_s.append(step_s)
         *_, before_s, now_s = [0.0, *self._refills_s]
         is_steady = now_s > (1 - _STEADY) * before_s > 0
@@ -293,9 +295,7 @@ class BudgetStudy:
         self._profile, step_s = with_shorter_passes(measured, share), share * step_s
         self._hardware = measured_hardware(self._hardware, trace)
         self._num_timed += 1
-        if self._measured is not None:  # freed memory has stayed where the budget had room
-            self._freed_bytes += max(0, peak_bytes - self._measured.peak_bytes)
-            peak_bytes = max(peak_bytes, self._measured.peak_bytes)
+        peak_bytes = self._learn_freed(peak_bytes)
         for each in self._tried:
             if _is_same(each.plan, self.plan):
                 step_s = min(step_s, each.measured.step_s)
@@ -310,6 +310,15 @@ class BudgetStudy:
             self._searches = True
         else:
             self._settle()
+
+    def _learn_freed(self, peak_bytes: int) -> int:
+        """Learn from a step's peak how much freed memory stays; return the plan's highest one."""
+        if self._measured is None:
+            return peak_bytes
+        peak_bytes = max(peak_bytes, self._measured.peak_bytes)
+        self._freed_bytes += peak_bytes - self._measured.peak_bytes
+        self._measured = self._measured._replace(peak_bytes=peak_bytes)
+        return peak_bytes
 
     def _learn_copy_cost(self, trace: Trace, step_s: float, share: float) -> None:
         """Learn what copies cost the processor from steps that copied more and less."""
