@@ -142,6 +142,7 @@ import importlib.util, sys
 from pathlib import Path
 from run_program import declare_torchvision_operators
 import torch
+import torch.distributed as dist
 if importlib.util.find_spec("torchvision") is not None and torch.version.cuda is None:
     declare_torchvision_operators()
 from callback_bench import *
@@ -172,6 +173,10 @@ if callbacks:
 losses, weights = results(trainer)
 file = Path(folder) / f"{mode}_{trainer.args.process_index}.txt"
 file.write_text("\\n".join([*losses, weights]))
+
+# Ranks that end without this sometimes abort, with or without ebbtide: pytorch#190489.
+if dist.is_initialized():
+    dist.destroy_process_group()
 """
 
 

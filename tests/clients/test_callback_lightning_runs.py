@@ -166,6 +166,10 @@ if callbacks:
     assert_is_plain(model)
 text = "\\n".join([*model.losses, weights_digest(model)])
 (Path(folder) / f"{kind}_{mode}_{trainer.global_rank}.txt").write_text(text)
+
+# Ranks that end without this sometimes abort, with or without ebbtide: pytorch#190489.
+if dist.is_initialized():
+    dist.destroy_process_group()
 """
 
 
