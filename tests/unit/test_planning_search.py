@@ -16,12 +16,15 @@ from hypothesis import strategies as st
 from ebbtide.errors import BudgetError, PolicyError
 from ebbtide.planning.budgets import PlanBudget
 from ebbtide.planning.hardware import Hardware
+from ebbtide.planning.plan import Decision
 from ebbtide.planning.prediction.step_timing import Prediction, StepTiming
 from ebbtide.planning.searching.chain_programme import chain_plans
-from ebbtide.planning.searching.choices import inflight_choices
+from ebbtide.planning.searching.choices import choices_of, inflight_choices
+from ebbtide.planning.searching.contest import Contest
 from ebbtide.planning.searching.plan_search import search
 from ebbtide.planning.searching.relaxation import relax
 from ebbtide.planning.searching.simple_plans import keep_all, offload_first, rule_plans
+from ebbtide.planning.searching.sparing import spare
 from ebbtide.planning.step_profile import StepProfile, StorageId
 from plan_cases import (
     MB,
@@ -67,9 +70,10 @@ def check_against_all(
         return
     assert relaxation is not None
     assert relaxation.bound_s <= min(fitting) * (1 + 1e-9)
-    whole = relax(profile, hardware, budget, whole_layers=True)
-    assert whole is not None
-    assert whole.bound_s <= min(fitting) * (1 + 1e-9)
+    for options in ({"whole_layers": True}, {"guides": True}):
+        other = relax(profile, hardware, budget, **options)
+        assert other is not None
+        assert other.bound_s <= min(fitting) * (1 + 1e-9)
     plan = search(profile, hardware, budget, StepTiming(profile, hardware))
     assert plan.step_s == pytest.approx(min(fitting), rel=1e-9)
     assert plan.bound_s is not None
@@ -235,7 +239,7 @@ def test_the_dynamic_programme_keeps_what_fits_and_finds_nothing_where_nothing_f
 
 
 @pytest.mark.parametrize("equal", [True, False], ids=["equal", "random"])
-@pytest.mark.parametrize(("gb_per_s", "share"), [(5, 0.15), (25, 0.4)])
+@pytest.mark.parametrize(("gb_per_s", "share"), [(2, 0.4), (2, 0.8), (5, 0.15), (25, 0.4)])
 def test_a_thousand_layers(equal: bool, gb_per_s: int, share: float) -> None:
     profile = random_chain(1, 1000, 3)
     if equal:
@@ -251,6 +255,53 @@ def test_a_thousand_layers(equal: bool, gb_per_s: int, share: float) -> None:
     assert not budget.excess_bytes(timing.predict(plan))
     assert plan.gap is not None
     assert plan.gap <= 0.02
+
+
+@pytest.mark.parametrize("count", [60, 300], ids=["layer by layer", "by halves"])
+def test_what_need_not_move_is_spared(count: int) -> None:
+    """The link hides every copy, so no plan is faster than another, and one layer of five must go.
+
+    What is in flight needs room, too: four layers of the 60.
+    """
+    layer = make_layer(100, forward_s=1.0, backward_s=2.0, may_recompute=False)
+    profile, hardware = make_profile(*[layer] * count), make_link(1000)
+    timing = StepTiming(profile, hardware)
+    peak_bytes = timing.predict(keep_all(profile)).peak_bytes
+    contest = Contest(profile, timing, PlanBudget(device_bytes=peak_bytes * 4 // 5))
+    choices = choices_of(offload_first(profile, count), contest.uses)
+    choices.inflight_bytes = inflight_choices(profile)[-1]
+    everything = contest.enter(choices)
+    assert not everything.score.excess_bytes
+    spared = spare(contest, everything)
+    assert spared.score.step_s == everything.score.step_s
+    assert not spared.score.excess_bytes
+    moved = sum(each is Decision.OFFLOAD for each in spared.choices.decisions)
+    assert count // 5 <= moved <= count // 5 + 4
+
+
+@given(profile=profiles(3), hardware=links(), data=st.data())
+@MANY
+def test_arithmetic_leaves_out_no_plan_that_would_win(
+    profile: StepProfile, hardware: Hardware, data: st.DataObject
+) -> None:
+    timing, plans = StepTiming(profile, hardware), list(all_plans(profile))
+    known = data.draw(st.sampled_from(plans))
+    budget = PlanBudget(device_bytes=timing.predict(known).peak_bytes)
+    copy_s_per_byte = 1 / hardware.d2h_bytes_per_s + 1 / hardware.h2d_bytes_per_s
+    for plan in plans[:: 1 + len(plans) // 200]:
+        contest = Contest(profile, timing, budget)
+        contest.enter(choices_of(known, contest.uses))
+        choices = choices_of(plan, contest.uses)
+        bounds = inflight_choices(profile)
+        entered = []
+        for each in bounds:
+            choices = choices.copy()
+            choices.inflight_bytes = each
+            entered.append(Contest(profile, timing, budget).enter(choices).score)
+        assert contest.best is not None
+        best = min([contest.best.score, *entered])
+        contest.enter_if_promising(choices, bounds, copy_s_per_byte)
+        assert contest.best.score[:2] == best[:2]  # the excess, and the step
 
 
 # ---- what does not fit ---------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, final
 
 from ebbtide.planning.budgets import PlanBudget
@@ -70,6 +71,7 @@ class Contest:
         self.num_predictions = 0
         self.predictor = predictor
         self._least_s = busy_s(profile)
+        self._largest_bytes = max((each.size_bytes for each in self.uses.memories), default=0)
 
     def enter(self, choices: Choices) -> Contestant:
         """Predict a plan; it becomes the best one if it beats that."""
@@ -83,25 +85,57 @@ class Contest:
             self.best = contestant
         return contestant
 
-    def enter_if_promising(self, choices: Choices) -> None:
-        """Predict a plan unless its arithmetic or its kept bytes show that it cannot win."""
-        best = self.best
-        if best is None or best.score.excess_bytes or self._may_beat(choices, best.score.step_s):
-            self.enter(choices)
+    def enter_if_promising(
+        self, choices: Choices, bounds: Sequence[int], copy_s_per_byte: float = 0.0
+    ) -> None:
+        """Predict a plan unless arithmetic shows that it cannot win.
 
-    def _may_beat(self, choices: Choices, step_s: float) -> bool:
+        Args:
+            choices: the plan.
+            bounds: the bounds on bytes in flight to predict it with, one after the other.
+            copy_s_per_byte: the least seconds that a copy down and back takes.
+        """
         layers = zip(self.profile.layers, choices.recomputed, strict=True)
-        again_s = sum(layer.second_forward_s for layer, again in layers if again)
-        if self._least_s + again_s >= step_s:
-            return False
+        least_s = self._least_s + sum(layer.second_forward_s for layer, again in layers if again)
+        if least_s >= self.fitting_s:
+            return
+        kept_bytes, offloaded_bytes = self._stays_and_leaves(choices)
+        # What is in flight, one copy that is larger than that, and the last one, may never leave.
+        for inflight_bytes in bounds:
+            leaving_bytes = offloaded_bytes - inflight_bytes - 2 * self._largest_bytes
+            if self.has_fitting:
+                if max(least_s, leaving_bytes * copy_s_per_byte) >= self.fitting_s:
+                    continue
+                if kept_bytes > self.budget.device_bytes:
+                    return
+            changed = choices.copy()
+            changed.inflight_bytes = inflight_bytes
+            self.enter(changed)
+
+    @property
+    def has_fitting(self) -> bool:
+        """Whether a plan within the budget was found."""
+        return self.best is not None and not self.best.score.excess_bytes
+
+    @property
+    def fitting_s(self) -> float:
+        """The step of the best plan within the budget; infinity if none was found."""
+        if self.best is None or self.best.score.excess_bytes:
+            return float("inf")
+        return self.best.score.step_s
+
+    def _stays_and_leaves(self, choices: Choices) -> tuple[int, int]:
+        """Return how many bytes are in memory throughout, and how many are offloaded."""
         used = self.uses.under(choices.plan(self.uses, self.weights_on_host))
-        kept_bytes = self.profile.fixed_bytes
+        kept_bytes, offloaded_bytes = self.profile.fixed_bytes, 0
         for memory, decision, first in zip(
             self.uses.memories, used.decisions, used.first, strict=True
         ):
             if first != NOBODY and decision is Decision.KEEP:
                 kept_bytes += memory.size_bytes
-        return kept_bytes <= self.budget.device_bytes
+            if first != NOBODY and decision is Decision.OFFLOAD:
+                offloaded_bytes += memory.size_bytes
+        return kept_bytes, offloaded_bytes
 
 
 def busy_s(profile: StepProfile) -> float:

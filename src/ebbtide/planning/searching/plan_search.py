@@ -33,11 +33,16 @@ from ebbtide.units import format_size
 _GUIDES: Final = 3  # times that the programme is solved for one bound on bytes in flight
 _GUIDED_LAYERS: Final = 3000  # layers of the programmes solved, all together,
 _GUIDED_SHORT: Final = 300  # or, where the programmes are in whole numbers, this many,
-_FEWEST_GUIDES: Final = 3  # but no fewer programmes than this
-_SHARE_IN_FLIGHT: Final = 20  # what is in flight should be no more than this part of the budget
+_FEWEST_GUIDES: Final = 3  # but no fewer programmes than this,
+_ENOUGH_LAYERS: Final = 1500  # and this many layers of long steps once a plan has a gap of at most
+_NEAR: Final = 0.02  # this
+_LINK_SHARE: Final = 0.98  # of the link's bandwidth, that rounded plans are to use
+_PART_IN_FLIGHT: Final = 20  # what is in flight should be no more than this part of the budget,
+_PART_IF_LONGER: Final = 50  # and no more than this one for steps that are not short
 _CLOSE: Final = 1e-3  # gap at which no better plan is looked for,
 _CLOSE_IF_LONG: Final = 1e-2  # and that for long steps, whose predictions take long
 _LONG: Final = 256  # layers
+_SAME: Final = 1e-9  # difference of two steps that rounding of numbers may cause
 _SHORT: Final = 64  # layers up to which annealing and programmes in whole numbers are quick,
 _FEW: Final = 16  # and up to which that is so for equal layers, too
 _ALL_COUNTS: Final = 64  # layers up to which every k of "the first k layers" is tried
@@ -79,10 +84,11 @@ def search(
         budget,
         weights_on_host=weights,
         whole_layers=_is_quick_in_whole_numbers(profile),
+        guides=_is_long(profile),
     )
     if relaxation is None:
         raise _over(contests, budget)
-    proofs = [_fill(contest, hardware, relaxation.bound_s) for contest in contests]
+    proofs = [_fill(contest, hardware, relaxation) for contest in contests]
     entered = [(each.best, each) for each in contests if each.best is not None]
     best, contest = min(entered, key=lambda pair: pair[0].score)
     if best.score.excess_bytes:
@@ -115,26 +121,37 @@ def find_frugal(profile: StepProfile, predictor: Predictor, enough_bytes: int = 
     return dataclasses.replace(found.plan, step_s=step_s, peak_bytes=peak_bytes)
 
 
-def _fill(contest: Contest, hardware: Hardware, bound_s: float) -> bool:
+def _fill(contest: Contest, hardware: Hardware, relaxation: Relaxation) -> bool:
     """Look for plans. Returns whether the best one is proved to be the optimum."""
+    bound_s = relaxation.bound_s
     contest.enter(choices_of(keep_all(contest.profile), contest.uses))
+    if _is_long(contest.profile) and not _is_close(contest, bound_s):
+        # To solve the programme once more takes as long as many predictions.
+        bound_bytes = _ordered_bounds(contest)[0]
+        entered = contest.enter(rounded(relaxation, contest.uses, bound_bytes))
+        if entered.score.excess_bytes:
+            relieve(contest, entered)
     if not _is_close(contest, bound_s):
         _enter_guided(contest, hardware, bound_s)
-    if _best_s(contest) > bound_s:
-        _enter_simple(contest)
+    if contest.fitting_s > bound_s * (1 + _SAME):
+        _enter_simple(contest, hardware)
     if len(contest.profile.layers) <= _SHORT and not _is_close(contest, bound_s):
         _enter_chain(contest, hardware)
-    if not _fits(contest):
+    if not contest.has_fitting:
         contest.enter(_most_frugal(contest).choices)
-    if len(contest.profile.layers) <= _LONG and not _is_close(contest, bound_s):
+    if not _is_long(contest.profile) and not _is_close(contest, bound_s):
         improve(contest)
     if len(contest.profile.layers) <= _SHORT and not _is_close(contest, bound_s):
         anneal(contest)
         improve(contest)
-    if _best_s(contest) > bound_s and count_plans(contest) <= MOST_PLANS:
+    if contest.fitting_s > bound_s and count_plans(contest) <= MOST_PLANS:
         enumerate_plans(contest)
         return True
     return False
+
+
+def _is_long(profile: StepProfile) -> bool:
+    return len(profile.layers) > _LONG
 
 
 def _is_quick_in_whole_numbers(profile: StepProfile) -> bool:
@@ -148,32 +165,33 @@ def _is_quick_in_whole_numbers(profile: StepProfile) -> bool:
     return count <= _FEW or (count <= _SHORT and 2 * different > count)
 
 
-def _fits(contest: Contest) -> bool:
-    return contest.best is not None and not contest.best.score.excess_bytes
-
-
 def _is_close(contest: Contest, bound_s: float) -> bool:
-    gap = _CLOSE_IF_LONG if len(contest.profile.layers) > _LONG else _CLOSE
-    return _best_s(contest) <= bound_s * (1 + gap)
+    gap = _CLOSE_IF_LONG if _is_long(contest.profile) else _CLOSE
+    return contest.fitting_s <= bound_s * (1 + gap)
 
 
 def _enter_guided(contest: Contest, hardware: Hardware, bound_s: float) -> None:
     """Enter plans that are rounded from the linear programme, for each bound on bytes in flight."""
     count = len(contest.profile.layers)
+    enough = max(1, _ENOUGH_LAYERS // count)
     most = max(_FEWEST_GUIDES, (_GUIDED_SHORT if count <= _SHORT else _GUIDED_LAYERS) // count)
+    solved = 0
     for inflight_bytes in _ordered_bounds(contest):
         less_bytes = inflight_bytes
         for _ in range(_GUIDES):
-            guide = None if most <= 0 else _guide(contest, hardware, inflight_bytes, less_bytes)
-            most -= 1
-            if guide is None or guide.bound_s > _best_s(contest):
+            is_near = count > _SHORT and contest.fitting_s <= bound_s * (1 + _NEAR)
+            if solved >= (enough if is_near else most):
+                return
+            guide = _guide(contest, hardware, inflight_bytes, less_bytes)
+            solved += 1
+            if guide is None or guide.bound_s > contest.fitting_s:
                 break
             entered = contest.enter(rounded(guide, contest.uses, inflight_bytes))
             excess_bytes = entered.score.excess_bytes
             if not excess_bytes:
                 break
-            relieve(contest, entered)
-            if _is_close(contest, bound_s):
+            fits = relieve(contest, entered)
+            if _is_close(contest, bound_s) or (fits and _is_long(contest.profile)):
                 break
             less_bytes += excess_bytes + excess_bytes // 8
         if _is_close(contest, bound_s):
@@ -182,21 +200,32 @@ def _enter_guided(contest: Contest, hardware: Hardware, bound_s: float) -> None:
 
 def _ordered_bounds(contest: Contest) -> list[int]:
     """Return the bounds on bytes in flight: the largest that takes little of the budget first."""
-    share = (contest.budget.device_bytes - contest.profile.fixed_bytes) / _SHARE_IN_FLIGHT
-    return sorted(inflight_choices(contest.profile), key=lambda each: (each > share, -each))
+    part = _PART_IN_FLIGHT if len(contest.profile.layers) <= _SHORT else _PART_IF_LONGER
+    little_bytes = (contest.budget.device_bytes - contest.profile.fixed_bytes) / part
+    return sorted(inflight_choices(contest.profile), key=lambda each: (each > little_bytes, -each))
 
 
 def _guide(
     contest: Contest, hardware: Hardware, inflight_bytes: int, less_bytes: int
 ) -> Relaxation | None:
-    """Solve the programme with less device memory than there is."""
+    """Solve the programme with less device memory than there is, and a slower link.
+
+    A plan copies storages as a whole, so it cannot use all of the link's time without waits.
+    """
     device_bytes = contest.budget.device_bytes - less_bytes
     if device_bytes <= 0:
         return None
     smaller = dataclasses.replace(contest.budget, device_bytes=device_bytes)
+    share = _LINK_SHARE if len(contest.profile.layers) > _SHORT else 1.0
+    slower = dataclasses.replace(
+        hardware,
+        d2h_bytes_per_s=share * hardware.d2h_bytes_per_s,
+        h2d_bytes_per_s=share * hardware.h2d_bytes_per_s,
+        duplex_bytes_per_s=share * hardware.duplex_bytes_per_s,
+    )
     return relax(
         contest.profile,
-        hardware,
+        slower,
         smaller,
         inflight_bytes,
         weights_on_host=contest.weights_on_host,
@@ -204,24 +233,17 @@ def _guide(
     )
 
 
-def _best_s(contest: Contest) -> float:
-    best = contest.best
-    return float("inf") if best is None or best.score.excess_bytes else best.score.step_s
-
-
-def _enter_simple(contest: Contest) -> None:
+def _enter_simple(contest: Contest, hardware: Hardware) -> None:
     """Enter the plans that people make by hand."""
+    copy_s_per_byte = 1 / hardware.d2h_bytes_per_s + 1 / hardware.h2d_bytes_per_s
     profile = contest.profile
     plans = [plan for _, plan in rule_plans(profile)]
     count = len(profile.layers)
     stride = 1 if count <= _ALL_COUNTS else -(-count // _SOME_COUNTS)
     plans += [offload_first(profile, k) for k in range(1, count, stride)]
     for plan in dict.fromkeys(plans):
-        choices = choices_of(plan, contest.uses)
-        for inflight_bytes in inflight_choices(profile):
-            choices = choices.copy()
-            choices.inflight_bytes = inflight_bytes
-            contest.enter_if_promising(choices)
+        choices, bounds = choices_of(plan, contest.uses), inflight_choices(profile)
+        contest.enter_if_promising(choices, bounds, copy_s_per_byte)
 
 
 def _enter_chain(contest: Contest, hardware: Hardware) -> None:
@@ -236,10 +258,7 @@ def _enter_chain(contest: Contest, hardware: Hardware) -> None:
     for plan in chain_plans(profile, hardware, room_bytes):
         if contest.num_predictions >= most:
             return
-        for inflight_bytes in inflight_choices(profile):
-            choices = choices_of(plan, contest.uses)
-            choices.inflight_bytes = inflight_bytes
-            contest.enter_if_promising(choices)
+        contest.enter_if_promising(choices_of(plan, contest.uses), inflight_choices(profile))
 
 
 def _most_frugal(contest: Contest) -> Contestant:
