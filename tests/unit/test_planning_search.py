@@ -279,6 +279,57 @@ def test_what_need_not_move_is_spared(count: int) -> None:
     assert count // 5 <= moved <= count // 5 + 4
 
 
+def test_a_single_storage_that_need_not_move_is_spared() -> None:
+    """The first layer offloads 100 MB and 10 MB, and 10 MB are over the budget: at the loss."""
+    layer = make_layer(100, 10, forward_s=1.0, backward_s=2.0, may_recompute=False)
+    profile, hardware = make_profile(*[layer] * 10, loss_working_bytes=50 * MB), make_link(1000)
+    timing = StepTiming(profile, hardware)
+    peak_bytes = timing.predict(keep_all(profile)).peak_bytes
+    contest = Contest(profile, timing, PlanBudget(device_bytes=peak_bytes - 10 * MB))
+    spared = spare(contest, contest.enter(choices_of(offload_first(profile, 1), contest.uses)))
+    moved = [i for i, each in enumerate(spared.choices.decisions) if each is Decision.OFFLOAD]
+    assert [contest.uses.memories[piece].size_bytes for piece in moved] == [10 * MB]
+
+
+@pytest.mark.parametrize("mb_per_s", [1000, 4000, 16000])
+def test_arithmetic_leaves_out_no_plan_that_the_link_slows_down(mb_per_s: int) -> None:
+    profile, hardware = random_chain(7, 30, 2), make_link(mb_per_s)
+    timing = StepTiming(profile, hardware)
+    budget = PlanBudget(device_bytes=timing.predict(keep_all(profile)).peak_bytes * 6 // 10)
+    copy_s_per_byte = 2 / (mb_per_s * MB)
+    everyone = Contest(profile, timing, budget)
+    entered = []
+    for count in range(31):
+        choices = choices_of(offload_first(profile, count), everyone.uses)
+        for choices.inflight_bytes in inflight_choices(profile):
+            contestant = everyone.enter(choices.copy())
+            if not contestant.score.excess_bytes:
+                entered.append(contestant)
+    entered.sort(key=lambda each: each.score)
+    assert len(entered) > 20
+    for fast, slow in itertools.pairwise(entered):
+        if fast.score.step_s < slow.score.step_s:
+            contest = Contest(profile, timing, budget)
+            contest.enter(slow.choices)
+            bounds = [fast.choices.inflight_bytes]
+            contest.enter_if_promising(fast.choices, bounds, copy_s_per_byte)
+            assert contest.best is not None
+            assert contest.best.score == fast.score
+
+
+@pytest.mark.parametrize("share", [0.3, 0.6])
+def test_the_bound_of_a_guide_is_no_higher(share: float) -> None:
+    """A guide pays a little for copies; its bound must not."""
+    profile, hardware = random_chain(3, 12, 2), make_link(1000)
+    peak_bytes = StepTiming(profile, hardware).predict(keep_all(profile)).peak_bytes
+    budget = PlanBudget(device_bytes=int(share * peak_bytes))
+    plain, guide = relax(profile, hardware, budget), relax(profile, hardware, budget, guides=True)
+    assert plain is not None
+    assert guide is not None
+    assert guide.bound_s <= plain.bound_s
+    assert guide.bound_s == pytest.approx(plain.bound_s, rel=1e-3)
+
+
 @given(profile=profiles(3), hardware=links(), data=st.data())
 @MANY
 def test_arithmetic_leaves_out_no_plan_that_would_win(
