@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -116,6 +118,36 @@ def test_json_has_all_figures_and_the_saved_plan(tmp_path: Path) -> None:
     assert (
         content["rules"]["keep all"]["peak_bytes"] > content["rules"]["recompute all"]["peak_bytes"]
     )
+
+
+NOISY = """
+import os
+import ctypes
+
+from test_cli_plan import tower
+
+print("from Python")
+os.write(1, b"past Python\\n")
+ctypes.CDLL(None).puts(b"from C")
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="calls the C library by its Unix name")
+def test_standard_output_is_json_whatever_other_code_prints(tmp_path: Path) -> None:
+    (tmp_path / "noisy.py").write_text(NOISY)
+    places = [str(tmp_path), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    command = [sys.executable, "-m", "ebbtide", "plan", "noisy:tower", "--budget", "130MiB"]
+    found = subprocess.run(
+        [*command, "--quick", "--json"],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(places)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=True,
+    )
+    assert json.loads(found.stdout)["limits"] == []
+    for text in ("from Python", "past Python", "from C"):
+        assert text in found.stderr
 
 
 def test_a_saved_plan_is_followed(tmp_path: Path) -> None:

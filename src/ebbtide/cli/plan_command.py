@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from ebbtide.cli.exit_codes import ExitCode, describe_codes, ends_by_code
+from ebbtide.cli.native_output import other_output_on_stderr
 from ebbtide.cli.status_line import show_status
 
 EPILOG = describe_codes({ExitCode.DOES_NOT_FIT: "no plan fits into the budget"})
@@ -110,10 +111,14 @@ def plan(
         request = Request(
             model, options, hardware, budget, tuple(planned or ()), optimizer_states, not quick
         )
-        outputs = Outputs(typer.echo, picture, save, as_json)
+        texts: list[str] = []
+        outputs = Outputs(texts.append, picture, save, as_json)
         try:
-            fits = run_plan(request, outputs, show_status)
+            with other_output_on_stderr():
+                fits = run_plan(request, outputs, show_status)
         finally:
             show_status("")
+        for text in texts:
+            typer.echo(text)
         if not fits:
             raise typer.Exit(ExitCode.DOES_NOT_FIT)

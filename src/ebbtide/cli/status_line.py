@@ -11,7 +11,7 @@ _WIDTH: Final = 79
 
 def show_status(what: str) -> None:
     """Show on a terminal what is under way; "" clears the line. Elsewhere nothing is printed."""
-    if not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
+    if sys.stderr is None or not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
         return
     text = f"{what[: _WIDTH - 4]} ..." if what else ""
     print(f"\r{'':<{_WIDTH}}\r{text}", end="", file=sys.stderr, flush=True)
