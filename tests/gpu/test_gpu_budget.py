@@ -140,7 +140,10 @@ def test_memory_that_was_cached_before_does_not_count(
 def test_a_device_with_less_than_the_budget_is_trained_on(
     model: nn.Module, x: Tensor, memory: DeviceMemory, device: torch.device
 ) -> None:
-    """Steps that run out of memory change no parameter; repeated, they fit, and go on to fit."""
+    """Steps that run out of memory change no parameter; repeated, they fit, and go on to fit.
+
+    A forward that fails is repeated by itself, so the loop may see no failure.
+    """
     expected, plain_bytes = plain_step(model, x, memory)
     limit_bytes = int(0.8 * plain_bytes)
     module = torch.get_device_module(device)
@@ -163,7 +166,7 @@ def test_a_device_with_less_than_the_budget_is_trained_on(
             assert_bitwise_equal(step, expected)
         assert handle.plan is not None
         assert handle.plan.budget_bytes < 2 * plain_bytes
-    assert failures
+    # The device did run out of memory.
     assert [str(each.message).endswith("[ebbtide: out-of-memory]") for each in given] == [True]
 
 
