@@ -73,7 +73,8 @@ def offload(
         model: any module with its parameters on one device.
         activations: what to offload. None means every tensor that is large enough, or nothing if
             ``weights`` is given.
-        weights: which weights stay in host memory between uses. None means none.
+        weights: which weights stay in host memory between uses. None means none, or those that
+            ``plan`` has there.
         layers: the modules whose calls count as layers, or glob patterns of their names such as
             ``"blocks.*.mlp"``. None means the model's repeated blocks; for a budget, the modules
             beside them as well, and for a plan those that it was made for.
@@ -133,12 +134,12 @@ def offload(
         )
     planned = None
     if plan is not None:
-        from ebbtide.budgeting.fixed_plan import FixedPlan, layers_of, load_plan
+        from ebbtide.budgeting.fixed_plan import FixedPlan, layers_of, load_plan, weights_of
 
         if layers is not None:
             raise PolicyError("a plan names the layers that it was made for; leave layers out")
         planned = load_plan(plan)
-        layers = layers_of(planned, model)
+        layers, weights = layers_of(planned, model), weights_of(planned, weights)
     elif budget is not None and layers is None:
         layers = covering_layers(model)
     found = find_layers(model) if layers is None else match_layers(model, layers)

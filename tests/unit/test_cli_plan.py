@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import logging
 import os
 import re
 import subprocess
@@ -118,6 +120,82 @@ def test_json_has_all_figures_and_the_saved_plan(tmp_path: Path) -> None:
     assert (
         content["rules"]["keep all"]["peak_bytes"] > content["rules"]["recompute all"]["peak_bytes"]
     )
+
+
+class Heavy(nn.Module):
+    """Six blocks whose weights, gradients and two states take 16 MiB each; they save little."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(1024, 1024, bias=False), nn.GELU()) for _ in range(6)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def heavy(batch: int = 256) -> tuple[nn.Module, torch.Tensor]:
+    return Heavy(), torch.ones(batch, 1024)
+
+
+HEAVY = f"{Path(__file__).stem}:heavy"
+
+
+def test_weights_may_rest_on_the_host(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "ebbtide")
+    without = run(HEAVY, "--budget", "60MiB", "--quick")
+    assert without.exit_code == 78
+    assert "With --weights, weights and the optimizer's state may rest" in without.output
+    path = tmp_path / "plan.json"
+    found = run(HEAVY, "--budget", "60MiB", "--quick", "--weights", "--save", str(path))
+    assert found.exit_code == 0, found.output
+    assert max(map(len, found.output.split("\nPlan: ")[0].splitlines())) <= 80
+    flat = " ".join(found.output.split())
+    assert "96.0 MiB of weights, gradients and optimizer state" in flat
+    assert re.search(r"\n> +60\.0 MiB .* w\n", found.output)
+    assert "w: weights, gradients and the optimizer's state rest on the host, too" in found.output
+    roomy = json.loads(run(HEAVY, "--budget", "1GiB", "--quick", "--weights", "--json").stdout)
+    by_budget = {row["budget_bytes"]: row for row in roomy["budgets"]}
+    assert not by_budget[GIB]["weights_on_host"]
+    assert by_budget[min(by_budget)]["weights_on_host"]
+
+    digests = []
+    for plan in (None, path):
+        torch.manual_seed(0)
+        model, batch = heavy()
+        optimizer = torch.optim.Adam(model.parameters())
+        handle = None if plan is None else ebbtide.offload(model, plan=plan)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(batch).square().mean().backward()
+            optimizer.step()
+        if handle is not None:
+            assert "Weights, gradients and the optimizer's state rest on the host" in str(
+                handle.plan
+            )
+            assert "weights: WeightPolicy(num_layers=None" in caplog.text
+            handle.detach()
+        digests.append([parameter.detach().clone() for parameter in model.parameters()])
+    assert all(map(torch.equal, *digests))
+
+
+def test_a_plan_with_the_weights_of_some_layers_on_the_host_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    run(HEAVY, "--budget", "60MiB", "--quick", "--weights", "--save", str(path))
+    step = PlannedStep.load(path)
+    first, *others = step.plan.layers
+    mixed = dataclasses.replace(
+        step.plan, layers=(dataclasses.replace(first, weights_on_host=False), *others)
+    )
+    step = dataclasses.replace(step, plan=mixed)
+    model, batch = heavy()
+    with pytest.raises(ebbtide.PolicyError, match="of some layers on the host, and of others"):
+        ebbtide.offload(model, plan=step)
+    with ebbtide.offload(model, plan=step, weights=ebbtide.WeightPolicy(num_layers=5)):
+        model(batch).sum().backward()
 
 
 NOISY = """

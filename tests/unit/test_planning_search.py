@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import random
@@ -402,7 +403,12 @@ def test_a_budget_is_a_number_of_bytes(value: Any) -> None:
 
 def test_weights_rest_on_the_host_where_nothing_else_fits() -> None:
     layer = make_layer(
-        10, weight_bytes=50 * MB, gradient_bytes=50 * MB, optimizer_bytes=100 * MB, input_bytes=MB
+        10,
+        weight_bytes=50 * MB,
+        gradient_bytes=50 * MB,
+        optimizer_bytes=100 * MB,
+        input_bytes=MB,
+        host_update_s=2.0,
     )
     profile = make_profile(*[layer] * 8)
     hardware = make_link(100)
@@ -412,24 +418,33 @@ def test_weights_rest_on_the_host_where_nothing_else_fits() -> None:
         search(profile, hardware, budget, timing)
     plan = search(profile, hardware, budget, timing, weights=True)
     assert all(layer.weights_on_host for layer in plan.layers)
+    # All compute for 8 x 3 s, and 1000 of 1600 MB must rest there: 5 of 8 updates of 2 s.
+    assert plan.step_s == pytest.approx(8 * 3 + 8 * 2, rel=0.1)
+    assert plan.bound_s == pytest.approx(8 * 3 + 5 * 2, rel=0.1)
     roomy = PlanBudget(device_bytes=8 * 210 * MB)
     plan = search(profile, hardware, roomy, timing, weights=True)
     assert not any(layer.weights_on_host for layer in plan.layers)
 
 
-@given(profile=profiles(3), hardware=links(), share=shares)
-@MANY
+@given(
+    profile=profiles(3), hardware=links(), share=shares, update_s=st.sampled_from([0.0, 0.5, 5.0])
+)
+@settings(MANY, max_examples=25)
 def test_the_bound_holds_wherever_weights_rest(
-    profile: StepProfile, hardware: Hardware, share: float
+    profile: StepProfile, hardware: Hardware, share: float, update_s: float
 ) -> None:
     assume(count_all_plans(profile) <= 300)
     profile = dataclasses.replace(
         profile,
         layers=tuple(
             dataclasses.replace(
-                layer, weight_bytes=7 * MB, gradient_bytes=5 * MB, optimizer_bytes=9
+                layer,
+                weight_bytes=7 * MB,
+                gradient_bytes=5 * MB,
+                optimizer_bytes=9 * (index + 1) * MB,
+                host_update_s=update_s / (index + 1),
             )
-            for layer in profile.layers
+            for index, layer in enumerate(profile.layers)
         ),
     )
     timing = StepTiming(profile, hardware)
@@ -445,6 +460,12 @@ def test_the_bound_holds_wherever_weights_rest(
     assert relaxation is not None
     best_s = min(each.step_s for each in got if not budget.excess_bytes(each))
     assert relaxation.bound_s <= best_s * (1 + 1e-9)
+    with contextlib.suppress(BudgetError):  # it has the weights of all layers there, or of none
+        plan = search(profile, hardware, budget, timing, weights=True)
+        assert plan.bound_s is not None
+        assert plan.step_s is not None
+        assert plan.bound_s <= best_s * (1 + 1e-9)
+        assert plan.step_s >= best_s * (1 - 1e-9)
 
 
 # ---- the same every time, and light --------------------------------------------------------------

@@ -15,6 +15,7 @@ from ebbtide.engine import Engine
 from ebbtide.errors import PolicyError
 from ebbtide.interface.arguments import refuse
 from ebbtide.interface.display import few
+from ebbtide.policy import WeightPolicy
 
 _LOG = logging.getLogger(__name__)
 
@@ -51,6 +52,23 @@ def layers_of(plan: PlannedStep, model: nn.Module) -> list[str]:
             f"{few(sorted(missing))}; plan again with budget=..."
         )
     return names
+
+
+def weights_of(plan: PlannedStep, given: WeightPolicy | None) -> WeightPolicy | None:
+    """Return what a plan says of weights, unless the user says it.
+
+    Raises:
+        PolicyError: the plan has weights of some layers on the host and of others on the device.
+    """
+    rest = {layer.weights_on_host for layer in plan.plan.layers}
+    if given is not None or rest <= {False}:
+        return given
+    if len(rest) > 1:
+        raise PolicyError(
+            "the plan has the weights of some layers on the host, and of others on the device; say "
+            "which with weights=ebbtide.WeightPolicy(...)"
+        )
+    return WeightPolicy()
 
 
 @final

@@ -130,6 +130,8 @@ class PlannedStep:
             yield f"{name:<12} {size:>11} {step:>12}"
         if self.plan.gap is not None:
             yield self._gap()
+        if any(layer.weights_on_host for layer in self.plan.layers):
+            yield "Weights, gradients and the optimizer's state rest on the host."
         yield from self._table()
 
     @property

@@ -79,6 +79,14 @@ def plan(
             metavar="N", help="Tensors that the optimizer keeps for each weight; Adam has 2."
         ),
     ] = 2,
+    weights: Annotated[
+        bool,
+        typer.Option(
+            "--weights",
+            help="Weights, gradients and the optimizer's state may rest on the host, if that is "
+            "faster or nothing else fits.",
+        ),
+    ] = False,
     quick: Annotated[
         bool,
         typer.Option("--quick", help="Leave out the search for the largest batch and resolution."),
@@ -109,8 +117,9 @@ def plan(
             channels=channels, size=size, precision=precision,
         )  # fmt: skip
         request = Request(
-            model, options, hardware, budget, tuple(planned or ()), optimizer_states, not quick
-        )
+            model, options, hardware, budget, tuple(planned or ()), optimizer_states, not quick,
+            weights,
+        )  # fmt: skip
         texts: list[str] = []
         outputs = Outputs(texts.append, picture, save, as_json)
         try:

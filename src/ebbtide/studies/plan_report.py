@@ -12,7 +12,7 @@ from typing import Final, NamedTuple, final
 from ebbtide.planning.hardware import Hardware, Kind
 from ebbtide.planning.plan import Decision, LayerMode, LayerPlan
 from ebbtide.planning.step_profile import LayerProfile
-from ebbtide.studies.budget_table import BudgetRow, count_choices
+from ebbtide.studies.budget_table import BudgetRow, count_choices, has_weights_on_host
 from ebbtide.studies.size_limits import Limit
 from ebbtide.studies.study import Outcome, Study
 from ebbtide.units import format_size
@@ -115,6 +115,7 @@ def _budget_lines(found: Findings) -> Iterator[str]:
         f"{'recomputed':>10} {'rebuilt':>9} {'leaves':>9}"
     )
     base_s = found.study.rule("keep all", found.budget_bytes).prediction.step_s
+    rest = False
     for row in found.rows:
         mark = ">" if row.budget_bytes == found.budget_bytes else " "
         budget = f"{mark} {format_size(row.budget_bytes):>10}"
@@ -124,12 +125,17 @@ def _budget_lines(found: Findings) -> Iterator[str]:
         prediction = row.outcome.prediction
         counts = count_choices(found.study, row.outcome.plan)
         again = f"{counts.recomputed} of {counts.layers}" if counts.recomputed else "-"
+        weights = " w" if has_weights_on_host(row.outcome.plan) else ""
+        rest = rest or bool(weights)
         yield (
             f"{budget} {format_size(prediction.peak_bytes):>10} "
             f"{format_seconds(prediction.step_s):>8} {prediction.step_s / base_s:>6.3f} "
             f"{prediction.exposed_copy_s / prediction.step_s:>7.1%} {again:>10} "
             f"{_size_or_dash(counts.rebuilt_bytes):>9} {_size_or_dash(counts.offloaded_bytes):>9}"
+            f"{weights}"
         )
+    if rest:
+        yield "  w: weights, gradients and the optimizer's state rest on the host, too"
 
 
 def _plan_lines(found: Findings) -> Iterator[str]:
@@ -137,6 +143,8 @@ def _plan_lines(found: Findings) -> Iterator[str]:
         smallest = format_size(found.study.smallest_bytes())
         yield f"No plan fits into {format_size(found.budget_bytes)}."
         yield f"The smallest budget that a plan was found for is {smallest}."
+        if not found.study.weights:
+            yield "With --weights, weights and the optimizer's state may rest on the host, too."
         return
     plan, prediction = found.chosen
     gap = f", at most {plan.gap:.1%} above the optimum" if (plan.gap or 0) >= 5e-4 else ""
@@ -162,7 +170,8 @@ def _plan_lines(found: Findings) -> Iterator[str]:
         )
         first = last + 1
     sizes = [_sizes(pair) for pair in pairs]
-    if all(chosen.mode is LayerMode.AS_IS for _, chosen in pairs):
+    weights = has_weights_on_host(plan)
+    if not weights and all(chosen.mode is LayerMode.AS_IS for _, chosen in pairs):
         if not any(each.rebuilt or each.leaves for each in sizes):
             yield "  Everything fits as it is: there is nothing to move."
             return
@@ -170,16 +179,25 @@ def _plan_lines(found: Findings) -> Iterator[str]:
             yield "  There is nothing to move."
             return
     where = "in files" if found.study.hardware.computes_on_host else "on the host"
+    rest = f"{format_size(prediction.host_peak_bytes)} rest {where}"
+    if weights:
+        layers = found.study.profile.layers
+        parameter_bytes = sum(layer.parameter_bytes for layer in layers)
+        update_s = sum(layer.host_update_s for layer in layers)
+        what = f"{format_size(parameter_bytes)} of weights, gradients and optimizer state"
+        alone = parameter_bytes == prediction.host_peak_bytes
+        rest = f"{what} rest {where}" if alone else f"{rest}, with {what}"
+        rest += (
+            f". At most two layers' weights are on the device at once, and the optimizer's step on "
+            f"the host takes {format_seconds(update_s)} more"
+        )
     waits = "never waits"
     if prediction.exposed_copy_s:
         waits = f"waits {format_seconds(prediction.exposed_copy_s)}"
     moving = f"up to {format_size(plan.max_inflight_bytes)} at once each way"
     if not plan.max_inflight_bytes:
         moving = "one at a time"
-    yield from _wrap(
-        f"{format_size(prediction.host_peak_bytes)} rest {where}. Copies move {moving}; compute "
-        f"{waits} for them."
-    )
+    yield from _wrap(f"{rest}. Copies move {moving}; compute {waits} for them.")
 
 
 class _Sizes(NamedTuple):

@@ -11,7 +11,7 @@ from ebbtide.budgeting.planned_step import PlannedStep
 from ebbtide.errors import PolicyError
 from ebbtide.interface.arguments import parse_number
 from ebbtide.planning.prediction.step_timing import Prediction
-from ebbtide.studies.budget_table import count_choices, find_rows
+from ebbtide.studies.budget_table import count_choices, find_rows, has_weights_on_host
 from ebbtide.studies.built_in_models import ModelOptions
 from ebbtide.studies.plan_options import read_budget_bytes, read_hardware, read_model
 from ebbtide.studies.plan_report import Findings, build_report, origin
@@ -35,6 +35,7 @@ class Request(NamedTuple):
         layers: patterns of the modules to plan for.
         optimizer_states: tensors that the optimizer keeps for each weight.
         limits: whether the largest sizes that fit are looked for.
+        weights: whether weights may rest on the host.
     """
 
     model: str
@@ -44,6 +45,7 @@ class Request(NamedTuple):
     layers: tuple[str, ...] = ()
     optimizer_states: int = 2
     limits: bool = True
+    weights: bool = False
 
 
 class Outputs(NamedTuple):
@@ -84,7 +86,7 @@ def run_plan(request: Request, outputs: Outputs, say: Say = lambda _: None) -> b
     _check_files(outputs)
     say("reading the model")
     family = read_model(request.model, request.options)
-    study = Study(family, hardware, request.layers, states)
+    study = Study(family, hardware, request.layers, states, weights=request.weights)
     rows = find_rows(study, budget_bytes, say)
     chosen = next(row.outcome for row in rows if row.budget_bytes == budget_bytes)
     limits = find_limits(study, budget_bytes, say) if request.limits else []
@@ -182,6 +184,7 @@ def _outcome_entry(study: Study, outcome: Outcome | None) -> dict[str, Any]:
         **_figures(outcome.prediction),
         **count_choices(study, outcome.plan)._asdict(),
         "gap": outcome.plan.gap,
+        "weights_on_host": has_weights_on_host(outcome.plan),
     }
 
 

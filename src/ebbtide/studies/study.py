@@ -51,10 +51,13 @@ class Study:
         patterns: the layers, such as ``"blocks.*"``; none: the model's blocks and what is beside
             them.
         optimizer_states: tensors of the weights' size that the optimizer keeps.
+        weights: whether weights, gradients and the optimizer's state may rest on the host, if that
+            is faster or nothing else fits. Rules for all layers keep them on the device.
 
     Attributes:
         family: as given.
         hardware: as given.
+        weights: as given.
         names: names of the modules that are layers.
     """
 
@@ -64,9 +67,12 @@ class Study:
         hardware: Hardware,
         patterns: Sequence[str] = (),
         optimizer_states: int = 2,
+        *,
+        weights: bool = False,
     ) -> None:
         self.family = family
         self.hardware = hardware
+        self.weights = weights
         self._optimizer_states = optimizer_states
         self._profiles: dict[Size, StepProfile] = {}
         self._smallest: dict[Size, int] = {}
@@ -155,7 +161,8 @@ class Study:
         """
         profile = self.profile if size is None else self.profile_at(size)
         timing = StepTiming(profile, self.hardware)
-        plan = search(profile, self.hardware, self.budget(device_bytes), timing)
+        budget = self.budget(device_bytes)
+        plan = search(profile, self.hardware, budget, timing, weights=self.weights)
         return Outcome(plan, timing.predict(plan))
 
     def smallest_bytes(self, size: Size | None = None) -> int:
@@ -165,7 +172,9 @@ class Study:
             profile = self.profile_at(size)
             timing = StepTiming(profile, self.hardware)
             try:
-                nothing = search(profile, self.hardware, self.budget(0), timing)
+                nothing = search(
+                    profile, self.hardware, self.budget(0), timing, weights=self.weights
+                )
                 self._smallest[size] = timing.predict(nothing).peak_bytes
             except BudgetError as error:
                 self._smallest[size] = error.smallest_bytes

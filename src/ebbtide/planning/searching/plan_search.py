@@ -76,7 +76,9 @@ def search(
         BudgetError: no plan was found within the budget.
         PolicyError: the profile or the budget is wrong.
     """
-    contests = [Contest(profile, predictor, budget)]
+    contests = []
+    if not weights or _may_keep_weights(profile, budget):
+        contests.append(Contest(profile, predictor, budget))
     if weights:
         contests.append(Contest(profile, predictor, budget, weights_on_host=True))
     # With weights on the host the programme leaves out their copies, so its optimum bounds both.
@@ -90,6 +92,8 @@ def search(
     )
     if relaxation is None:
         raise _over(contests, budget)
+    bound_s = relaxation.bound_s + _least_update_s(profile, budget)
+    relaxation = dataclasses.replace(relaxation, bound_s=bound_s)
     proofs = [_fill(contest, hardware, relaxation) for contest in contests]
     entered = [(each.best, each) for each in contests if each.best is not None]
     best, contest = min(entered, key=lambda pair: pair[0].score)
@@ -97,12 +101,38 @@ def search(
         raise _over(contests, budget)
     best = spare(contest, best)
     step_s = best.prediction.step_s
+    # Plans with the weights of some layers on the host were not looked at.
+    proved = all(proofs) and not weights
     return dataclasses.replace(
         best.plan,
         step_s=step_s,
         peak_bytes=best.prediction.peak_bytes,
-        bound_s=step_s if all(proofs) else min(relaxation.bound_s, step_s),
+        bound_s=step_s if proved else min(relaxation.bound_s, step_s),
     )
+
+
+def _may_keep_weights(profile: StepProfile, budget: PlanBudget) -> bool:
+    """Whether weights, gradients and the optimizer's state alone are within a budget."""
+    parameter_bytes = sum(layer.parameter_bytes for layer in profile.layers)
+    return profile.fixed_bytes + parameter_bytes <= budget.device_bytes
+
+
+def _least_update_s(profile: StepProfile, budget: PlanBudget) -> float:
+    """Return the least seconds of updates on the host, which follow all else in a step.
+
+    Weights of so many layers are there that those of the others are within the budget.
+    """
+    layers = [layer for layer in profile.layers if layer.parameter_bytes]
+    over_bytes = profile.fixed_bytes - budget.device_bytes
+    over_bytes += sum(layer.parameter_bytes for layer in layers)
+    update_s = 0.0
+    for layer in sorted(layers, key=lambda each: each.host_update_s / each.parameter_bytes):
+        if over_bytes <= 0:
+            break
+        share = min(1.0, over_bytes / layer.parameter_bytes)
+        update_s += share * layer.host_update_s
+        over_bytes -= layer.parameter_bytes
+    return update_s
 
 
 def find_frugal(profile: StepProfile, predictor: Predictor, enough_bytes: int = 0) -> Plan:
