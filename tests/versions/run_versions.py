@@ -157,8 +157,17 @@ def _requirements_of_ebbtide() -> list[str]:
 
 
 def _quietly(command: list[str]) -> None:
-    """Run pip. It complains about CUDA packages that are left out, so it is heard if it fails."""
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    """Run pip. It complains about CUDA packages that are left out, so it is heard if it fails.
+
+    Constraints in pip's configuration are left out, too: a machine may hold torch to a version.
+    """
+    done = subprocess.run(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | {"PIP_CONSTRAINT": os.devnull},
+    )
     if done.returncode:
         raise RuntimeError(f"pip failed:\n{done.stdout[-3000:]}")
 
