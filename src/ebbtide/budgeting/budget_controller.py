@@ -28,8 +28,8 @@ from ebbtide.planning.hardware import Hardware
 from ebbtide.planning.plan import Plan
 from ebbtide.planning.profiling.fake_profile import CallArguments, profile_activations
 from ebbtide.planning.profiling.recorded_profile import profile_recorded_step
-from ebbtide.planning.searching.relaxation import load_solver
 from ebbtide.planning.searching.simple_plans import offload_first
+from ebbtide.planning.searching.solver import load_solver
 from ebbtide.tensors.marks import mark_not_offload
 from ebbtide.units import format_size
 

@@ -21,6 +21,8 @@ from ebbtide.units import format_size
 FORMAT: Final = "ebbtide-planned-step"
 VERSION: Final = 1
 
+_WEIGHTS: Final = "Weights, gradients and the optimizer's state rest on the host."
+
 _WIDTH: Final = 14  # columns of the names of layers,
 _SIZE_WIDTH: Final = 10  # and of a size
 
@@ -122,6 +124,7 @@ class PlannedStep:
             table(("", "peak", "step"), self._costs(), numbers=(1, 2)),
             table(heads, rows, numbers=(2, 3, 4)),
             note(self._gap()),
+            *([note(_WEIGHTS)] if self.plan.has_weights_on_host else []),
         )
 
     def _lines(self) -> Iterator[str]:
@@ -130,8 +133,8 @@ class PlannedStep:
             yield f"{name:<12} {size:>11} {step:>12}"
         if self.plan.gap is not None:
             yield self._gap()
-        if any(layer.weights_on_host for layer in self.plan.layers):
-            yield "Weights, gradients and the optimizer's state rest on the host."
+        if self.plan.has_weights_on_host:
+            yield _WEIGHTS
         yield from self._table()
 
     @property

@@ -112,6 +112,11 @@ class Plan:
         except (TypeError, KeyError, ValueError) as error:
             raise PolicyError(f"the plan cannot be read: {error}; plan again") from None
 
+    @property
+    def has_weights_on_host(self) -> bool:
+        """Whether the weights of any layer rest on the host."""
+        return any(layer.weights_on_host for layer in self.layers)
+
     def _lines(self) -> Iterator[str]:
         step = "not predicted" if self.step_s is None else f"{self.step_s * 1e3:.2f} ms"
         peak = "not predicted" if self.peak_bytes is None else format_size(self.peak_bytes)

@@ -101,11 +101,6 @@ def _rounded_up(size_bytes: int) -> int:
     return -(-size_bytes // grain) * grain
 
 
-def has_weights_on_host(plan: Plan) -> bool:
-    """Whether the weights of layers rest on the host under a plan."""
-    return any(layer.weights_on_host for layer in plan.layers)
-
-
 def count_choices(study: Study, plan: Plan) -> PlanCounts:
     """Count what a plan for the size that was asked for does."""
     profile = study.profile

@@ -12,7 +12,7 @@ from typing import Final, NamedTuple, final
 from ebbtide.planning.hardware import Hardware, Kind
 from ebbtide.planning.plan import Decision, LayerMode, LayerPlan
 from ebbtide.planning.step_profile import LayerProfile
-from ebbtide.studies.budget_table import BudgetRow, count_choices, has_weights_on_host
+from ebbtide.studies.budget_table import BudgetRow, count_choices
 from ebbtide.studies.size_limits import Limit
 from ebbtide.studies.study import Outcome, Study
 from ebbtide.units import format_size
@@ -125,7 +125,7 @@ def _budget_lines(found: Findings) -> Iterator[str]:
         prediction = row.outcome.prediction
         counts = count_choices(found.study, row.outcome.plan)
         again = f"{counts.recomputed} of {counts.layers}" if counts.recomputed else "-"
-        weights = " w" if has_weights_on_host(row.outcome.plan) else ""
+        weights = " w" if row.outcome.plan.has_weights_on_host else ""
         rest = rest or bool(weights)
         yield (
             f"{budget} {format_size(prediction.peak_bytes):>10} "
@@ -170,7 +170,7 @@ def _plan_lines(found: Findings) -> Iterator[str]:
         )
         first = last + 1
     sizes = [_sizes(pair) for pair in pairs]
-    weights = has_weights_on_host(plan)
+    weights = plan.has_weights_on_host
     if not weights and all(chosen.mode is LayerMode.AS_IS for _, chosen in pairs):
         if not any(each.rebuilt or each.leaves for each in sizes):
             yield "  Everything fits as it is: there is nothing to move."

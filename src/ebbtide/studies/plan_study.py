@@ -11,7 +11,7 @@ from ebbtide.budgeting.planned_step import PlannedStep
 from ebbtide.errors import PolicyError
 from ebbtide.interface.arguments import parse_number
 from ebbtide.planning.prediction.step_timing import Prediction
-from ebbtide.studies.budget_table import count_choices, find_rows, has_weights_on_host
+from ebbtide.studies.budget_table import count_choices, find_rows
 from ebbtide.studies.built_in_models import ModelOptions
 from ebbtide.studies.plan_options import read_budget_bytes, read_hardware, read_model
 from ebbtide.studies.plan_report import Findings, build_report, origin
@@ -184,7 +184,7 @@ def _outcome_entry(study: Study, outcome: Outcome | None) -> dict[str, Any]:
         **_figures(outcome.prediction),
         **count_choices(study, outcome.plan)._asdict(),
         "gap": outcome.plan.gap,
-        "weights_on_host": has_weights_on_host(outcome.plan),
+        "weights_on_host": outcome.plan.has_weights_on_host,
     }
 
 

@@ -103,11 +103,10 @@ class Contest:
         # What is in flight, one copy that is larger than that, and the last one, may never leave.
         for inflight_bytes in bounds:
             leaving_bytes = offloaded_bytes - inflight_bytes - 2 * self._largest_bytes
-            if self.has_fitting:
-                if max(least_s, leaving_bytes * copy_s_per_byte) >= self.fitting_s:
-                    continue
-                if kept_bytes > self.budget.device_bytes:
-                    return
+            if max(least_s, leaving_bytes * copy_s_per_byte) >= self.fitting_s:
+                continue
+            if self.has_fitting and kept_bytes > self.budget.device_bytes:
+                return
             changed = choices.copy()
             changed.inflight_bytes = inflight_bytes
             self.enter(changed)
@@ -120,7 +119,7 @@ class Contest:
     @property
     def fitting_s(self) -> float:
         """The step of the best plan within the budget; infinity if none was found."""
-        if self.best is None or self.best.score.excess_bytes:
+        if self.best is None or not self.has_fitting:
             return float("inf")
         return self.best.score.step_s
 

@@ -18,17 +18,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, final
+from typing import Final, NamedTuple, final
 
 from ebbtide.planning.budgets import PlanBudget
 from ebbtide.planning.hardware import Hardware
 from ebbtide.planning.prediction.storage_uses import StorageUses
+from ebbtide.planning.searching.solver import ONE, Terms, minimize
 from ebbtide.planning.step_profile import LayerProfile, StepProfile
 
 _MB: Final = 1e6  # bytes are counted in MB, and seconds in ms, so that the numbers are near 1
 _MS: Final = 1e-3
-_MOST_NODES: Final = 40  # of the solver's search for whole numbers, so that it takes no longer
-_WHOLE_GAP: Final = 3e-4  # at which that search ends
 _TIE: Final = 1e-5  # share of the time of a copy that a guide pays for it, to move no byte in vain
 
 
@@ -115,12 +114,6 @@ def relax(
     guides = guides or inflight_bytes is not None
     programme = _Programme(profile, hardware, budget, inflight_bytes, weights_on_host, guides)
     return programme.solve(whole_layers=whole_layers)
-
-
-Terms = dict[int, float]
-"""Coefficients by the number of a variable."""
-
-_ONE: Final = -1  # the "variable" of the constant term
 
 
 def _plus(*parts: Mapping[int, float]) -> Terms:
@@ -213,8 +206,8 @@ class _Programme:
     def _active(self, user: User) -> Terms:
         """Return whether a layer saves a piece of memory."""
         if user.saves and user.is_input:
-            return {_ONE: 1.0}
-        return {_ONE: 1.0, self._c[user.layer]: -1.0} if user.saves else {self._c[user.layer]: 1.0}
+            return {ONE: 1.0}
+        return {ONE: 1.0, self._c[user.layer]: -1.0} if user.saves else {self._c[user.layer]: 1.0}
 
     # ---- one layer ----------------------------------------------------------------------------
 
@@ -255,7 +248,7 @@ class _Programme:
         there = saved
         if piece in self._z:
             z = {self._z[piece]: 1.0}
-            self._at_most(z, {self._c[index]: 1.0, _ONE: -1.0})
+            self._at_most(z, {self._c[index]: 1.0, ONE: -1.0})
             there = _plus(saved, _times(-size, z))
             rebuild_s = memory.rebuild_s or 0.0
             self._rebuild[index] = _plus(self._rebuild[index], _times(rebuild_s / _MS, z))
@@ -296,7 +289,7 @@ class _Programme:
             ]
             needed = max([index, *surely])
             self._consumed[needed] = _plus(self._consumed[needed], {offloaded: 1.0})
-        self._at_most(so_far, {_ONE: -size})
+        self._at_most(so_far, {ONE: -size})
 
     def _forward_need(self, index: int, layer: LayerProfile) -> Terms:
         """Return what a forward pass needs beside the other layers' storages, in MB."""
@@ -310,8 +303,8 @@ class _Programme:
         return _plus(
             self._saved[index],
             self._first[index],
-            {_ONE: size + working, self._c[index]: unsaved - working},
-            {_ONE: layer.weight_bytes / _MB if self._weights_on_host else 0.0},
+            {ONE: size + working, self._c[index]: unsaved - working},
+            {ONE: layer.weight_bytes / _MB if self._weights_on_host else 0.0},
         )
 
     def _backward_need(self, index: int, layer: LayerProfile) -> Terms:
@@ -322,8 +315,8 @@ class _Programme:
             self._saved[index],
             self._input[index],
             self._first[index],
-            {_ONE: working, self._c[index]: again - working},
-            {_ONE: weights / _MB if self._weights_on_host else 0.0},
+            {ONE: working, self._c[index]: again - working},
+            {ONE: weights / _MB if self._weights_on_host else 0.0},
         )
 
     def _inside(self, index: int) -> float:
@@ -347,16 +340,16 @@ class _Programme:
             early = _times(-1, self._joined_by_input(index))
             self._fits(need)
             self._fits(need, down, early, {wait: -self._down})
-            pass_ms = {_ONE: layer.forward_s / _MS, wait: 1.0}
+            pass_ms = {ONE: layer.forward_s / _MS, wait: 1.0}
             self._hold(down, wait)
             down = self._drain(down, pass_ms, self._joins[index + 1])
             self._kept_stock.append(self._stock_of(self._kept_stock[index], self._kept[index]))
         wait = self._variable(1.0)
-        working = {_ONE: self._profile.loss_working_bytes / _MB}
+        working = {ONE: self._profile.loss_working_bytes / _MB}
         self._fits(self._kept_stock[-1], working)
         self._fits(self._kept_stock[-1], working, down, {wait: -self._down})
         self._hold(down, wait)
-        loss_ms = {_ONE: self._profile.loss_s / _MS, wait: 1.0}
+        loss_ms = {ONE: self._profile.loss_s / _MS, wait: 1.0}
         self._down_stock = self._drain(down, loss_ms, {})
 
     def _joined_by_input(self, index: int) -> Terms:
@@ -376,7 +369,7 @@ class _Programme:
             layer = self._profile.layers[index]
             wait = self._variable(1.0)
             pass_ms = _plus(
-                {_ONE: layer.backward_s / _MS, wait: 1.0},
+                {ONE: layer.backward_s / _MS, wait: 1.0},
                 {self._c[index]: layer.second_forward_s / _MS},
                 self._rebuild[index],
             )
@@ -396,16 +389,16 @@ class _Programme:
             self._fits(need)
             self._fits(need, down, {wait: -self._down})
             if self._inflight is not None:
-                self._at_most(up_after, {_ONE: -self._inflight})
+                self._at_most(up_after, {ONE: -self._inflight})
             down, up = down_after, up_after
 
     def _fits(self, *parts: Mapping[int, float]) -> None:
-        self._at_most(*parts, {_ONE: -self._free})
+        self._at_most(*parts, {ONE: -self._free})
 
     def _hold(self, down: Terms, wait: int) -> None:
         """Hold what waits for its copy to the bound, by letting compute wait."""
         if self._inflight is not None:
-            self._at_most(down, {wait: -self._down, _ONE: -self._inflight})
+            self._at_most(down, {wait: -self._down, ONE: -self._inflight})
 
     def _drain(self, down: Terms, pass_ms: Terms, joins: Terms) -> Terms:
         """Return the stock of bytes that wait for their copy after a forward pass."""
@@ -435,12 +428,12 @@ class _Programme:
         offloaded = _plus(offloaded, *({each[1]: 1.0} for each in self._shared.values()))
         host_bytes = self._budget.most_host_bytes(pins=self._pins)
         if host_bytes is not None:
-            self._at_most(offloaded, {_ONE: -host_bytes / _MB})
+            self._at_most(offloaded, {ONE: -host_bytes / _MB})
         begin = self._profile.before_working_bytes, self._profile.after_working_bytes
         if max(begin) / _MB > self._free:
             return None
         whole = [each for each in self._c if self._upper[each]] if whole_layers else []
-        optimum = _minimize(self._costs, self._upper, self._rows, whole)
+        optimum = minimize(self._costs, self._upper, self._rows, whole)
         return None if optimum is None else self._read(*optimum)
 
     def _read(self, cost: float, values: Sequence[float]) -> Relaxation:
@@ -469,61 +462,3 @@ class _Programme:
             offloaded=offloaded,
             rebuilt=rebuilt,
         )
-
-
-def load_solver() -> None:
-    """Load the solver's libraries, so that no later search takes memory that stays taken."""
-    for whole in ([], [0]):
-        _minimize([1.0], [1.0], [{0: -1.0, _ONE: 0.5}], whole)
-
-
-def _minimize(
-    costs: Sequence[float], upper: Sequence[float], rows: Sequence[Terms], whole: Sequence[int]
-) -> tuple[float, list[float]] | None:
-    """Minimize costs, with each row at most 0.
-
-    Args:
-        costs: the cost of each variable.
-        upper: the largest value of each variable; the smallest is 0.
-        rows: the rows.
-        whole: the variables that must be whole numbers.
-
-    Returns:
-        A lower bound of the costs, and the best values found; None if the rows contradict each
-        other.
-    """
-    # Imported here: `import ebbtide` must stay light.
-    import numpy as np
-    from scipy.optimize import linprog, milp
-    from scipy.sparse import csr_matrix
-
-    limits = np.array([-row.get(_ONE, 0.0) for row in rows])
-    begins, columns, factors = [0], [], []
-    for row in rows:
-        for variable, factor in row.items():
-            if variable != _ONE and factor:
-                columns.append(variable)
-                factors.append(factor)
-        begins.append(len(columns))
-    matrix = csr_matrix((factors, columns, begins), shape=(len(rows), len(costs)))
-    if whole:
-        integrality = np.zeros(len(costs))
-        integrality[list(whole)] = 1
-        result: Any = milp(
-            np.array(costs),
-            integrality=integrality,
-            bounds=(0, np.array(upper)),
-            constraints=(matrix, -np.inf, limits),
-            options={"node_limit": _MOST_NODES, "mip_rel_gap": _WHOLE_GAP},
-        )
-        if result.status in (0, 1) and result.x is not None:
-            return float(result.mip_dual_bound), [float(value) for value in result.x]
-        if result.status == 2:
-            return None  # otherwise the limit came before a solution; fractions will do
-    bounds = np.column_stack([np.zeros(len(upper)), np.array(upper)])
-    result = linprog(np.array(costs), A_ub=matrix, b_ub=limits, bounds=bounds, method="highs")
-    if result.status == 2:
-        return None
-    if result.status != 0:
-        raise RuntimeError(f"the linear programme was not solved: {result.message}")
-    return float(result.fun), [float(value) for value in result.x]
