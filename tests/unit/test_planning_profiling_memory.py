@@ -5,16 +5,19 @@ from __future__ import annotations
 import random
 
 import numpy as np
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import ebbtide
 from ebbtide.planning.hardware import Hardware
 from ebbtide.planning.prediction.step_timing import StepTiming
 from ebbtide.planning.profiling.fake_profile import profile_with_fake_tensors
-from ebbtide.planning.searching.simple_plans import keep_all
+from ebbtide.planning.searching.simple_plans import keep_all, rule_plans
 from ebbtide.planning.step_profile import StepProfile
+from live_memory import LiveMemory
 
 H100 = Hardware.named("h100")
 WIDTH, ROWS = 16, 64
@@ -149,6 +152,144 @@ class Draws(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         noise = torch.rand(WIDTH) * random.random() * np.random.rand()
         return F.dropout(self.linear(x) + noise).sin()
+
+
+class Gated(nn.Module):
+    """Saves four tensors of twice its input's size, and adds its input at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 2 * WIDTH, bias=False)
+        self.down = nn.Linear(2 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(x)
+        return x + self.down(F.gelu(y) * y.sigmoid())
+
+
+class Pair(nn.Module):
+    """Its layers take and return two tensors, and one layer is called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Both(), Both()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, y = self.first(x, other=2 * x)
+        x, y = self.second(x, other=y)
+        x, y = self.second(y, other=x)
+        return (x * y).sum(1)
+
+
+class Both(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gated = Gated()
+
+    def forward(self, x: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+        return self.gated(x) * other, other.exp()
+
+
+class InPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gated = Gated()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gated(x.relu_())
+
+
+class Changes(nn.Module):
+    """The input of its second layer is changed in place, so that one cannot run again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.changes, self.last = Gated(), InPlace(), Gated()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.changes(self.first(x)))
+
+
+class Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Gated(), Gated()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x)).exp()
+
+
+RECOMPUTED = {
+    "perceptron": lambda: (model := perceptron(), list(model)),
+    "gated": lambda: (model := nn.Sequential(*[Gated() for _ in range(4)]), list(model)),
+    "pair": lambda: (model := Pair(), [model.first, model.second]),
+    "changes": lambda: (model := Changes(), list(model.children())),
+    "one": lambda: (model := nn.Sequential(nn.Linear(WIDTH, WIDTH), Gated()), [model[1]]),
+}
+
+
+@pytest.mark.parametrize("mode", ["none", "recompute"])
+@pytest.mark.parametrize("name", RECOMPUTED)
+def test_a_step_needs_what_was_profiled(name: str, mode: str) -> None:
+    """The most bytes of real tensors are those that are predicted, with layers run again or not."""
+    rows = 4096  # so many that the batch, saved or not, outweighs the parameters
+    with LiveMemory() as memory:
+        model, layers = RECOMPUTED[name]()
+        batch = torch.randn(rows, WIDTH)
+        profile = profile_with_fake_tensors(
+            model, batch, H100, layers=layers, min_bytes=1, optimizer_states=0
+        )
+        if mode == "recompute":
+            again = [layer for layer in layers if not isinstance(layer, InPlace)]
+            ebbtide.offload(
+                model, layers=again, activations=ebbtide.ActivationPolicy(mode="recompute")
+            )
+        memory.reset_peak()
+        output = model(batch)  # which a training loop holds
+        output.sum().backward()
+        peak_bytes = memory.peak_bytes()
+    rule = "keep all" if mode == "none" else "recompute all"
+    predicted = StepTiming(profile, H100).predict(dict(rule_plans(profile))[rule]).peak_bytes
+    gradients = sum(parameter.nbytes for parameter in model.parameters())
+    # Gradients count from the begin of a step; here they are made in the course of it.
+    assert predicted - gradients <= peak_bytes <= predicted
+
+
+def test_a_layer_inside_a_layer_runs_again_with_it() -> None:
+    model = nn.Sequential(Outer(), Outer())
+    profile = profile_of(model, [model[0], model[0].first, model[1], model[1].second])
+    assert all(layer.may_recompute for layer in profile.layers)
+
+
+def test_seconds_of_a_second_forward() -> None:
+    """It ends when it has saved all that is needed, so the last operation does not run again."""
+    blocks = [Gated() for _ in range(3)]
+    profile = profile_of(nn.Sequential(*blocks), blocks)
+    for layer in profile.layers:
+        assert layer.recompute_s is not None
+        assert 0.5 * layer.forward_s < layer.recompute_s < layer.forward_s
+
+
+class Once(nn.Module):
+    """Cannot run twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.ran = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.ran:
+            raise RuntimeError("once is enough")
+        self.ran = True
+        return self.linear(x).relu()
+
+
+def test_what_cannot_run_again_is_not_recomputed() -> None:
+    blocks = [Once(), Once()]
+    profile = profile_of(nn.Sequential(*blocks), blocks)
+    assert not any(layer.may_recompute for layer in profile.layers)
+    assert not any(block.ran for block in blocks)
 
 
 def test_profiling_draws_no_random_numbers() -> None:

@@ -26,7 +26,8 @@ from ebbtide.interface.warning import warn_user
 from ebbtide.memory.measured_memory import AbstractMemory, memory_of
 from ebbtide.planning.hardware import Hardware
 from ebbtide.planning.plan import Plan
-from ebbtide.planning.profiling.fake_profile import CallArguments, profile_activations
+from ebbtide.planning.profiling.fake_profile import profile_activations
+from ebbtide.planning.profiling.fake_step import CallArguments
 from ebbtide.planning.profiling.recorded_profile import profile_recorded_step
 from ebbtide.planning.searching.simple_plans import offload_first
 from ebbtide.planning.searching.solver import load_solver

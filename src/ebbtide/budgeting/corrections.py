@@ -9,7 +9,7 @@ from typing import Any, final
 from ebbtide.budgeting.pass_watch import PassWatch
 from ebbtide.planning.plan import Decision, LayerMode, LayerPlan, Plan
 from ebbtide.planning.prediction.step_timing import Prediction
-from ebbtide.planning.step_profile import LayerProfile, StepProfile, StorageId
+from ebbtide.planning.step_profile import LayerProfile, StepProfile
 
 
 @final
@@ -53,7 +53,7 @@ class Corrections:
         known = self._kept if cautious else self._excess.keys()
         excess = {key: size if key in known else max(0, size) for key, size in self._excess.items()}
         layers = tuple(
-            _corrected(layer, _inside_bytes(profile, index), excess, index, 2 * count - index)
+            _corrected(layer, profile.inside_bytes(index), excess, index, 2 * count - index)
             for index, layer in enumerate(profile.layers)
         )
         loss_bytes = profile.loss_working_bytes + _at(excess, count, recomputed=False)
@@ -89,17 +89,6 @@ def _at(excess: Mapping[tuple[int, bool], int], position: int, *, recomputed: bo
     if known is not None:
         return known
     return max(0, excess.get((position, not recomputed), 0))
-
-
-def _inside_bytes(profile: StepProfile, index: int) -> int:
-    """Return the size of what a layer saves beside its input."""
-    layer = profile.layers[index]
-    sizes = {
-        each.same_as or StorageId(index, each.number): each.size_bytes for each in layer.storages
-    }
-    if layer.input_same_as is not None:
-        sizes.pop(layer.input_same_as, None)
-    return sum(sizes.values())
 
 
 def _is_recomputed(plan: Plan, position: int) -> bool:

@@ -174,6 +174,21 @@ class StepProfile:
             for storage in layer.storages:
                 yield StorageId(index, storage.number)
 
+    def inside_bytes(self, index: int) -> int:
+        """Return the size of what a layer saves beside its input.
+
+        Args:
+            index: index of the layer.
+        """
+        layer = self.layers[index]
+        sizes = {
+            each.same_as or StorageId(index, each.number): each.size_bytes
+            for each in layer.storages
+        }
+        if layer.input_same_as is not None:
+            sizes.pop(layer.input_same_as, None)
+        return sum(sizes.values())
+
     def fingerprint(self, index: int) -> Hashable:
         """Return a value that two layers share if a plan can treat them alike.
 

@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 from ebbtide.activations.records import KEEP, StorageRecord
 from ebbtide.errors import PolicyError
-from ebbtide.recomputation.call_arguments import Arguments
 from ebbtide.recomputation.module_state import ModuleState
 from ebbtide.recomputation.recomputations import Recomputations, RecomputedHold, RecomputedLayer
+from ebbtide.tensors.call_arguments import Arguments
 from ebbtide.transfers.layer import Layer, in_range
 from ebbtide.transfers.prefetch import ForwardLog
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import TreeSpec, tree_flatten
 
-from ebbtide.recomputation.caches import is_cache
 from ebbtide.recomputation.module_attributes import ModuleAttributes
+from ebbtide.tensors.caches import is_cache
 from ebbtide.tensors.memory_parts import parts_of
 from ebbtide.tensors.random_numbers import note_random_numbers
 

@@ -15,7 +15,8 @@ from ebbtide.hooks.layers import LayerModules, match_layers
 from ebbtide.layers.covering import covering_layers
 from ebbtide.memory.measured_memory import memory_of
 from ebbtide.parameters.homes import find_device
-from ebbtide.planning.profiling.fake_profile import CallArguments, profile_activations
+from ebbtide.planning.profiling.fake_profile import profile_activations
+from ebbtide.planning.profiling.fake_step import CallArguments
 from ebbtide.running.run_options import RunOptions
 
 

@@ -38,14 +38,18 @@ def stretch(profile: StepProfile, index: int, count: int, hardware: Hardware) ->
     more = count - 1
     update_bytes = 3 * layer.gradient_bytes + 2 * layer.optimizer_bytes
     added_bytes = max(0, layer.forward_working_bytes - before.forward_working_bytes)
+    again_bytes = max(0, (layer.unsaved_forward_bytes or 0) - (before.unsaved_forward_bytes or 0))
     begin, _, number = layer.name.rpartition(".")
 
     def later(each: LayerProfile, after: int, steps: int, name: str) -> LayerProfile:
+        more_bytes = steps * again_bytes
         return dataclasses.replace(
             _shifted(each, after, steps),
             name=name,
             forward_working_bytes=each.forward_working_bytes + steps * added_bytes,
             backward_working_bytes=each.backward_working_bytes + steps * added_bytes,
+            unsaved_forward_bytes=_plus(each.unsaved_forward_bytes, more_bytes),
+            recompute_working_bytes=_plus(each.recompute_working_bytes, more_bytes),
         )
 
     copies = tuple(later(layer, -1, step, f"{begin}.{int(number) + step}") for step in range(count))
@@ -59,6 +63,10 @@ def stretch(profile: StepProfile, index: int, count: int, hardware: Hardware) ->
         loss_working_bytes=profile.loss_working_bytes + more * added_bytes,
         after_s=profile.after_s + more * update_bytes / hardware.device_memory_bytes_per_s,
     )
+
+
+def _plus(size_bytes: int | None, more_bytes: int) -> int | None:
+    return None if size_bytes is None else size_bytes + more_bytes
 
 
 def _next_name(name: str, begin: str, more: int) -> str:

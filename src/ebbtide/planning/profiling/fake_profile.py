@@ -10,7 +10,8 @@ Seconds are estimates: see [Note: roofline] in `operator_costs`.
 - A parameter belongs to the layer whose call reads it first; others count as fixed.
 - Gradients count as there throughout the step.
 - A pass's working memory is the peak of what is alive in it, less what a plan that keeps everything
-  has resident then: see [Note: positions] in `planning.step_profile`.
+  has resident then: see [Note: positions] in `planning.step_profile`. That of a recomputed layer's
+  passes is found in a second step, in which all layers that may be recomputed are.
 
 Not modelled: workspaces inside operators, rounding by the allocator, what a fused optimizer
 allocates, storages that are saved again after they were changed in place, packing, recipes that do
@@ -21,45 +22,27 @@ counts with what comes before it.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
-from torch import Tensor, nn
-from torch._subclasses import FakeTensorMode
-from torch.utils._pytree import tree_leaves
+from torch import nn
 
 from ebbtide.errors import PolicyError
 from ebbtide.interface.arguments import check_model, check_modules, parse_number, refuse
 from ebbtide.planning.hardware import Hardware
-from ebbtide.planning.profiling.fake_copies import FakeCopies
-from ebbtide.planning.profiling.layer_calls import LayerCalls
-from ebbtide.planning.profiling.operator_costs import OperatorCosts
-from ebbtide.planning.profiling.operator_watch import OperatorWatch
-from ebbtide.planning.profiling.profile_assembly import StepFindings, assemble
-from ebbtide.planning.profiling.saved_storages import SavedStorages, unpack
-from ebbtide.planning.profiling.storage_ledger import StorageLedger
+from ebbtide.planning.profiling.fake_recomputation import recompute_calls
+from ebbtide.planning.profiling.fake_step import Batch, CallArguments, FakeStep, Loss
+from ebbtide.planning.profiling.profile_assembly import StepAssembly, StepFindings
+from ebbtide.planning.profiling.recomputed_passes import with_recomputation, without_recomputation
+from ebbtide.planning.profiling.saved_storages import SavedStorages, unpack, without_graph
 from ebbtide.planning.step_profile import StepProfile
 from ebbtide.policy import DEFAULT_MIN_BYTES
-from ebbtide.tensors.random_numbers import note_random_numbers
-
-
-class CallArguments(NamedTuple):
-    """All arguments of one call of a model."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-
-Loss = Callable[[Any], Tensor]
-"""Computes the loss from what the model returns."""
 
 
 def profile_with_fake_tensors(
     model: nn.Module,
-    batch: Sequence[Any] | Mapping[str, Any] | Tensor,
+    batch: Batch,
     hardware: Hardware,
     *,
     layers: Iterable[nn.Module],
@@ -99,57 +82,39 @@ def profile_with_fake_tensors(
     # Many arguments: a step has that many parts, and most of them have defaults.
     names = _layer_names(model, hardware, layers)
     optimizer_states = parse_number("optimizer_states", optimizer_states)
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    device = device_of(model)
-    copies = FakeCopies(mode, device)
-    with explained(model):
-        fake, arguments = copies.model(model), copies.batch(batch)
-    state = [*fake.parameters(), *fake.buffers()]
-    ledger = StorageLedger()
-    inputs = {
-        ledger.key_of(leaf) for leaf in tree_leaves((state, arguments)) if isinstance(leaf, Tensor)
-    }
-    kept = {ledger.key_of(tensor) for tensor in state}
-    saved = SavedStorages(ledger, device, kept, parse_number("min_bytes", min_bytes))
-    saved.know_frozen(fake.parameters())
-    calls = LayerCalls(ledger, saved.enter)
-    calls.hook(fake, names)
-    watch = OperatorWatch(ledger, calls, OperatorCosts(hardware), kept)
-    hooks = torch.autograd.graph.saved_tensors_hooks(saved.pack, unpack)
-    with _numbers_put_back(), torch.enable_grad(), explained(model), mode, watch:
-        with hooks:
-            value, _output = compute_loss(fake, arguments, loss)
-        calls.close()
-        run_backward(value)
-    if not calls.calls:
+    step = FakeStep(model, batch, hardware)
+    saved = SavedStorages(
+        step.ledger, step.device, step.state, parse_number("min_bytes", min_bytes)
+    )
+    saved.know_frozen(step.model.parameters())
+    step.calls.listener = saved.enter
+    step.calls.hook(step.model, names)
+    step.run(loss, saved.pack, unpack)
+    if not step.calls.calls:
         raise PolicyError("the model called none of its layers; name modules that it calls")
     found = StepFindings(
-        ledger=ledger,
+        ledger=step.ledger,
         saved=saved,
-        calls=calls.calls,
-        changing=calls.changing,
-        seconds=watch.seconds,
-        owners=watch.owners,
-        parameters={ledger.key_of(each) for each in fake.parameters()},
-        gradients=[
-            (ledger.key_of(each), ledger.key_of(each.grad))
-            for each in fake.parameters()
-            if each.grad is not None
-        ],
-        inputs=inputs,
+        calls=step.calls.calls,
+        changing=step.calls.changing,
+        seconds=step.watch.seconds,
+        owners=step.watch.owners,
+        parameters={step.ledger.key_of(each) for each in step.model.parameters()},
+        gradients=step.gradients,
+        inputs=step.inputs,
         between=between,
     )
-    return assemble(found, hardware, optimizer_states)
-
-
-@contextlib.contextmanager
-def _numbers_put_back() -> Iterator[None]:
-    """Leave the states of the host's random numbers as they were before the block."""
-    put_back = note_random_numbers(())
+    assembly = StepAssembly(found, hardware, optimizer_states)
+    profile = assembly.profile()
+    again = FakeStep(model, batch, hardware)
+    again.calls.hook(again.model, names)
+    recompute_calls(again.model, names, again.calls, assembly.recomputable)
     try:
-        yield
-    finally:
-        put_back()
+        again.run(loss, without_graph, unpack)
+    except PolicyError:  # what cannot run again here is not planned to
+        return without_recomputation(profile)
+    passes = assembly.recomputed_passes(again.peaks(), again.watch.seconds)
+    return with_recomputation(profile, hardware, passes)
 
 
 def _layer_names(model: nn.Module, hardware: Hardware, layers: Iterable[nn.Module]) -> list[str]:
@@ -177,73 +142,6 @@ def _layer_names(model: nn.Module, hardware: Hardware, layers: Iterable[nn.Modul
             f"part of it"
         )
     return names
-
-
-def device_of(model: nn.Module) -> torch.device:
-    """Return the device that a model's tensors are on, or are taken to be on."""
-    for tensor in (*model.parameters(), *model.buffers()):
-        if tensor.device.type != "meta":
-            return tensor.device
-    return torch.device("cpu")
-
-
-@contextlib.contextmanager
-def explained(model: nn.Module) -> Iterator[None]:
-    """Turn what goes wrong while the model runs into a `PolicyError`."""
-    try:
-        yield
-    except PolicyError:
-        raise
-    except Exception as error:
-        raise PolicyError(
-            f"{type(model).__name__} could not be trained for a step with fake tensors, which have "
-            f"no values ({type(error).__name__}: {error}). If the step runs with real tensors, the "
-            f"model's code looks at values: ebbtide.offload(model, budget=...) plans such a model "
-            f"from its first training step"
-        ) from error
-
-
-def compute_loss(model: nn.Module, arguments: Any, loss: Loss | None) -> tuple[Any, Any]:
-    """Run a model's forward and its loss.
-
-    Returns:
-        The loss, and the model's output, which training loops hold during backward.
-    """
-    output = _call(model, arguments)
-    return (_default_loss(output) if loss is None else loss(output)), output
-
-
-def _call(model: nn.Module, arguments: Any) -> Any:
-    if isinstance(arguments, CallArguments):
-        return model(*arguments.args, **arguments.kwargs)
-    if isinstance(arguments, Mapping):
-        return model(**arguments)
-    return model(arguments) if isinstance(arguments, Tensor) else model(*arguments)
-
-
-def _default_loss(output: Any) -> Tensor:
-    loss = getattr(output, "loss", None)
-    if isinstance(loss, Tensor):
-        return loss
-    sums = [
-        leaf.sum()
-        for leaf in tree_leaves(output)
-        if isinstance(leaf, Tensor) and leaf.requires_grad
-    ]
-    if not sums:
-        raise PolicyError("the model returns no tensor that depends on a parameter; give loss=")
-    return torch.stack([each.real for each in sums]).sum() if len(sums) > 1 else sums[0].real
-
-
-def run_backward(value: Any) -> None:
-    """Run the backward of a loss.
-
-    Raises:
-        PolicyError: it is not one number that depends on parameters.
-    """
-    if not isinstance(value, Tensor) or not value.requires_grad or value.numel() != 1:
-        refuse("what loss returns", "one number that depends on the parameters", value)
-    value.backward()  # type: ignore[no-untyped-call]
 
 
 def profile_activations(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, final
 
 import torch
@@ -39,19 +39,19 @@ class LayerCalls:
 
     Args:
         ledger: is told which part of the step runs.
-        listener: is told which part of the forward runs.
 
     Attributes:
+        listener: is told which part of the forward runs; None: nobody is.
         calls: the calls so far.
         changing: indices of the calls that changed an input in place. A second forward would find
             other values.
     """
 
-    def __init__(self, ledger: StorageLedger, listener: Callable[[Part], None]) -> None:
+    def __init__(self, ledger: StorageLedger) -> None:
+        self.listener: Callable[[Part], None] | None = None
         self.calls: list[LayerCall] = []
         self.changing: set[int] = set()
         self._ledger = ledger
-        self._listener = listener
         self._open: list[int] = []
         self._begins = [0]  # the first node of each part of the forward
         self._parts = [START]
@@ -96,7 +96,13 @@ class LayerCalls:
         self._begins.append(_get_sequence_nr())
         self._parts.append(part)
         self._ledger.enter(part)
-        self._listener(part)
+        if self.listener is not None:
+            self.listener(part)
+
+    @property
+    def open(self) -> Sequence[int]:
+        """Indices of the calls that run now in the forward, the outermost first."""
+        return self._open
 
     def close(self) -> None:
         """Note that the forward and the loss have ended. Nodes made from now on are no layer's."""

@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+import operator
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Final, NamedTuple, final
 
 from ebbtide.planning.hardware import Hardware
 from ebbtide.planning.profiling.layer_calls import LayerCall
+from ebbtide.planning.profiling.recomputed_passes import RecomputedPasses
 from ebbtide.planning.profiling.saved_storages import SavedStorages
+from ebbtide.planning.profiling.step_positions import OUTSIDE, Position, StepPositions
 from ebbtide.planning.profiling.storage_ledger import Part, StorageLedger
 from ebbtide.planning.step_profile import LayerProfile, SavedStorage, StepProfile, StorageId
-
-OUTSIDE: Final = -1
-"""Index of the layer of what comes before the first and after the last pass."""
-
-
-class Position(NamedTuple):
-    """A position of the step: see [Note: positions] in `planning.step_profile`.
-
-    Attributes:
-        backward: whether it comes after the loss.
-        layer: index of the layer; `OUTSIDE` for what comes before the first and after the last
-            pass, and the number of layers for the loss.
-    """
-
-    backward: bool
-    layer: int
 
 
 @final
@@ -60,17 +47,6 @@ class StepFindings:
     between: bool
 
 
-def assemble(found: StepFindings, hardware: Hardware, optimizer_states: int) -> StepProfile:
-    """Return the profile of a step.
-
-    Args:
-        found: what was seen.
-        hardware: the machine.
-        optimizer_states: number of tensors of the weights' size that the optimizer keeps.
-    """
-    return _Assembly(found, hardware, optimizer_states).profile()
-
-
 class _ParameterBytes(NamedTuple):
     weight_bytes: int
     gradient_bytes: int
@@ -88,27 +64,28 @@ _NOTHING: Final = _ParameterBytes(0, 0, 0)
 
 
 @final
-class _Assembly:
-    """The profile of one step, as it is put together."""
+class StepAssembly:
+    """Puts together the profile of one step.
+
+    Args:
+        found: what was seen.
+        hardware: the machine.
+        optimizer_states: number of tensors of the weights' size that the optimizer keeps.
+    """
 
     def __init__(self, found: StepFindings, hardware: Hardware, optimizer_states: int) -> None:
         self._found = found
         self._hardware = hardware
         self._optimizer_states = optimizer_states
         self._sizes = found.ledger.sizes
-        self._parts = list(self._layer_parts())
-        self._indices = {part: index for index, part in enumerate(self._parts)}
+        self._positions = StepPositions(
+            len(found.calls), found.saved.saves.keys(), between=found.between
+        )
+        self._parts, self._indices = self._positions.parts, self._positions.indices
         self._count = len(self._parts)
-        self._seconds: dict[Position, float] = {}
-        for part, took_s in found.seconds.items():
-            position = self._position(part)
-            self._seconds[position] = self._seconds.get(position, 0.0) + took_s
-        self._peaks: dict[Position, int] = {}
-        for part, peak_bytes in found.ledger.peaks(
-            {gradient for _, gradient in found.gradients}
-        ).items():
-            position = self._position(part)
-            self._peaks[position] = max(self._peaks.get(position, 0), peak_bytes)
+        self._seconds = self._positions.gather(found.seconds, operator.add)
+        without = {gradient for _, gradient in found.gradients}
+        self._peaks = self._positions.gather(found.ledger.peaks(without), max)
         self._parameters = [_NOTHING] * (self._count + 1)  # the last one: outside layers
         for key in found.parameters:
             self._add_parameter(key)
@@ -133,26 +110,6 @@ class _Assembly:
                 names.setdefault(key, StorageId(index, number))
         return names
 
-    def _layer_parts(self) -> Iterator[Part]:
-        """Yield the parts of the forward that are layers of the profile, in order."""
-        saves = self._found.saved.saves
-        for index in range(-1, len(self._found.calls)):
-            inside = Part(backward=False, layer=index, inside=True)
-            if index >= 0:
-                yield inside
-            after = inside._replace(inside=False)
-            if self._found.between and after in saves:
-                yield after
-
-    def _position(self, part: Part) -> Position:
-        index = self._indices.get(part._replace(backward=False))
-        if index is None:
-            if part.layer == len(self._found.calls) - 1:  # the loss
-                return Position(False, self._count)
-            around = Part(backward=False, layer=part.layer, inside=True)
-            index = self._indices.get(around, OUTSIDE)
-        return Position(part.backward, index)
-
     def _add_parameter(self, key: int) -> None:
         call = self._found.owners.get(key, OUTSIDE)
         part = Part(backward=False, layer=call, inside=True)
@@ -166,8 +123,36 @@ class _Assembly:
             before.optimizer_bytes + self._optimizer_states * gradient_bytes,
         )
 
+    @property
+    def recomputable(self) -> Set[int]:
+        """Indices of the calls that backward may run again."""
+        return {call for call in range(len(self._found.calls)) if self._may_recompute(call)}
+
+    def _may_recompute(self, call: int) -> bool:
+        return call not in self._found.changing
+
+    def recomputed_passes(
+        self, peaks: Mapping[Part, int], seconds: Mapping[Part, float]
+    ) -> RecomputedPasses:
+        """Return what a step needed that recomputed its layers.
+
+        Args:
+            peaks: the most bytes that were alive in each part of it, but for gradients.
+            seconds: seconds of each part of it.
+        """
+        peaks_at = self._positions.gather(peaks, max)
+        seconds_at = self._positions.gather(seconds, operator.add)
+        # Gradients and optimizer state are there throughout.
+        added_bytes = sum(each.gradient_bytes + each.optimizer_bytes for each in self._parameters)
+        backwards = [Position(True, index) for index in range(self._count)]
+        again_s = [seconds_at.get(each, 0.0) - self._seconds.get(each, 0.0) for each in backwards]
+        return RecomputedPasses(
+            tuple(peaks_at.get(each, 0) + added_bytes for each in self._positions.passes()),
+            tuple(max(0.0, each_s) for each_s in again_s),
+        )
+
     def profile(self) -> StepProfile:
-        """Return the whole profile."""
+        """Return the profile of the step as it ran."""
         outer = self._parameters[OUTSIDE]
         inner_bytes = sum(each.weight_bytes for each in self._parameters[:-1])
         update_bytes = sum(each.update_bytes for each in self._parameters)
@@ -210,7 +195,7 @@ class _Assembly:
         return LayerProfile(
             name=name,
             between=not part.inside,
-            may_recompute=part.inside and part.layer not in self._found.changing,
+            may_recompute=part.inside and self._may_recompute(part.layer),
             forward_s=self._seconds.get(forward, 0.0),
             backward_s=self._seconds.get(backward, 0.0),
             forward_working_bytes=self._working_bytes(forward, saved_bytes + missing_bytes),

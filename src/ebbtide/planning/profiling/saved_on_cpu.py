@@ -2,26 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensorMode
 
 from ebbtide.planning.hardware import Hardware
-from ebbtide.planning.profiling.fake_copies import FakeCopies
-from ebbtide.planning.profiling.fake_profile import (
-    Loss,
-    compute_loss,
-    device_of,
-    explained,
-    run_backward,
-)
-from ebbtide.planning.profiling.layer_calls import LayerCalls
-from ebbtide.planning.profiling.operator_costs import OperatorCosts
-from ebbtide.planning.profiling.operator_watch import OperatorWatch
-from ebbtide.planning.profiling.storage_ledger import StorageLedger
+from ebbtide.planning.profiling.fake_step import Batch, FakeStep, Loss
 
 
 class SavedOnCpu(NamedTuple):
@@ -44,7 +31,7 @@ class SavedOnCpu(NamedTuple):
 
 def profile_saved_on_cpu(
     model: nn.Module,
-    batch: Sequence[Any] | Mapping[str, Any] | Tensor,
+    batch: Batch,
     hardware: Hardware,
     *,
     loss: Loss | None = None,
@@ -65,14 +52,7 @@ def profile_saved_on_cpu(
 
     Not modelled: copies that make a tensor contiguous on the device before it is copied down.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    device = device_of(model)
-    copies = FakeCopies(mode, device)
-    fake, arguments = copies.model(model), copies.batch(batch)
-    ledger = StorageLedger()
-    parameters = list(fake.parameters())
-    for tensor in (*parameters, *fake.buffers()):
-        ledger.key_of(tensor)
+    step = FakeStep(model, batch, hardware)
     sizes_bytes: list[int] = []
 
     def pack(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
@@ -80,22 +60,14 @@ def profile_saved_on_cpu(
         return tensor.shape, tensor.dtype
 
     def unpack(packed: tuple[torch.Size, torch.dtype]) -> Tensor:
-        return torch.empty(packed[0], dtype=packed[1], device=device)
+        return torch.empty(packed[0], dtype=packed[1], device=step.device)
 
-    calls = LayerCalls(ledger, lambda _: None)
-    watch = OperatorWatch(ledger, calls, OperatorCosts(hardware), set())
-    hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
-    with torch.enable_grad(), explained(model), mode, watch:
-        with hooks:
-            value, _output = compute_loss(fake, arguments, loss)
-        calls.close()
-        run_backward(value)
-    gradients = [each.grad for each in parameters if each.grad is not None]
-    gradient_bytes = sum(each.nbytes for each in gradients)
-    peaks = ledger.peaks({ledger.key_of(each) for each in gradients})
+    step.run(loss, pack, unpack)
+    sizes = step.ledger.sizes
+    gradient_bytes = sum(sizes[gradient] for _, gradient in step.gradients)
     state_bytes = gradient_bytes * optimizer_states
     update_bytes = 3 * gradient_bytes + 2 * state_bytes
-    compute_s = sum(watch.seconds.values())
+    compute_s = sum(step.watch.seconds.values())
     compute_s += update_bytes / hardware.device_memory_bytes_per_s
     copied_bytes = sum(sizes_bytes)
     copies_s = sum(hardware.offload_s(each) + hardware.reload_s(each) for each in sizes_bytes)
@@ -104,5 +76,5 @@ def profile_saved_on_cpu(
         compute_s=compute_s,
         copied_bytes=copied_bytes,
         num_copies=len(sizes_bytes),
-        peak_bytes=max(peaks.values()) + gradient_bytes + state_bytes,
+        peak_bytes=max(step.peaks().values()) + gradient_bytes + state_bytes,
     )

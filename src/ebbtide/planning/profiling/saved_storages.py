@@ -89,13 +89,13 @@ class SavedStorages:
         """Note a tensor that autograd saves. This is the pack hook.
 
         Returns:
-            What autograd holds. The tensor itself would refer to its own graph and never be freed.
+            What autograd holds.
         """
         if self._counts_as_saved(tensor):
             key = self._ledger.key_of(tensor)
             self._note(key)
             self.recipes.note(tensor, key)
-        return tensor if tensor.grad_fn is None else tensor.detach()
+        return without_graph(tensor)
 
     def _counts_as_saved(self, tensor: Tensor) -> bool:
         if tensor.device != self._device or tensor.layout is not torch.strided:
@@ -121,6 +121,11 @@ class SavedStorages:
     def _note(self, key: int) -> None:
         self.firsts.setdefault(key, self._part)
         self.saves.setdefault(self._part, {})[key] = None
+
+
+def without_graph(tensor: Tensor) -> Tensor:
+    """Return what autograd is to hold of a tensor, which would refer to its own graph for good."""
+    return tensor if tensor.grad_fn is None else tensor.detach()
 
 
 def unpack(tensor: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, final
 
 from torch import Tensor
 
-from ebbtide.recomputation.caches import CopiedCache, is_cache
+from ebbtide.tensors.caches import CopiedCache, is_cache
 
 
 class _Place(NamedTuple):
