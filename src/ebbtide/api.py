@@ -132,14 +132,17 @@ def offload(
             f"{type(model).__name__} has no parameters that tell which device it is on; wrap "
             f"its forward with ebbtide.wrap_forward_with_offload(model.forward, device=...)"
         )
-    planned = None
+    planned, resting_names = None, list[str]()
     if plan is not None:
-        from ebbtide.budgeting.fixed_plan import FixedPlan, layers_of, load_plan, weights_of
+        from ebbtide.budgeting.fixed_plan import FixedPlan, layers_of, load_plan, resting_layers_of
 
         if layers is not None:
             raise PolicyError("a plan names the layers that it was made for; leave layers out")
         planned = load_plan(plan)
-        layers, weights = layers_of(planned, model), weights_of(planned, weights)
+        layers = layers_of(planned, model)
+        if weights is None:
+            resting_names = resting_layers_of(planned)
+            weights = WeightPolicy() if resting_names else None
     elif budget is not None and layers is None:
         layers = covering_layers(model)
     found = find_layers(model) if layers is None else match_layers(model, layers)
@@ -148,7 +151,10 @@ def offload(
     one_region = check_regions(model, policy)
     mode = None if schedule is None else ScheduleMode(schedule)
     engine = Engine([model], policy, store, host_budget=host_budget, traced=trace, mode=mode)
-    resting = None if weights is None else engine.offload_weights(model, found, weights)
+    resting = None
+    if weights is not None:
+        owners = match_layers(model, resting_names) if resting_names else found
+        resting = engine.offload_weights(model, owners, weights)
     engine.placement.num_calls = found.num_calls
     planner: BudgetController | FixedPlan | None = None
     if budget is not None:

@@ -28,7 +28,9 @@ CPU = Hardware.named("cpu")
 
 
 def random_plan(profile: StepProfile, seed: int) -> Plan:
+    """A plan that does anything with any layer; every third has some weights on the host."""
     rng = random.Random(seed)
+    resting = {name for name in profile.weight_owners() if seed % 3 == 2 and rng.random() < 0.6}
     layers = []
     for layer in profile.layers:
         mode = rng.choice(list(LayerMode)) if layer.may_recompute else LayerMode.AS_IS
@@ -36,7 +38,8 @@ def random_plan(profile: StepProfile, seed: int) -> Plan:
             rng.choice(list(Decision) if storage.sources else [Decision.KEEP, Decision.OFFLOAD])
             for storage in layer.storages
         )
-        layers.append(LayerPlan(mode=mode, decisions=decisions))
+        rests = layer.name in resting
+        layers.append(LayerPlan(mode=mode, decisions=decisions, weights_on_host=rests))
     return Plan(layers=tuple(layers), max_inflight_bytes=rng.choice([0, 10_000, 10**6]))
 
 
@@ -84,6 +87,18 @@ def test_any_plan_is_followed_and_changes_no_bit(name: str, seed: int) -> None:
         assert handle.plan is step
         found = train(model, batch, seed)
         storages = handle.inspect().storages
+        weights = handle._engine.weights
+        at_rest = {member.name for _, member in weights.parameters.members()} if weights else set()
+    resting = {
+        layer.name
+        for layer, chosen in zip(profile.layers, plan.layers, strict=True)
+        if chosen.weights_on_host and layer.parameter_bytes
+    }
+    assert at_rest == {
+        name
+        for name, _ in model.named_parameters()
+        if any(name.startswith(f"{module}.") for module in resting)
+    }
     assert len(expected) == len(found) and all(map(torch.equal, expected, found))
     placed = place(profile, plan)
     followed = {(each.layer, each.number): each.decision for each in storages}

@@ -15,7 +15,6 @@ from ebbtide.engine import Engine
 from ebbtide.errors import PolicyError
 from ebbtide.interface.arguments import refuse
 from ebbtide.interface.display import few
-from ebbtide.policy import WeightPolicy
 
 _LOG = logging.getLogger(__name__)
 
@@ -54,21 +53,24 @@ def layers_of(plan: PlannedStep, model: nn.Module) -> list[str]:
     return names
 
 
-def weights_of(plan: PlannedStep, given: WeightPolicy | None) -> WeightPolicy | None:
-    """Return what a plan says of weights, unless the user says it.
+def resting_layers_of(plan: PlannedStep) -> list[str]:
+    """Return the names of the layers whose weights a plan has on the host.
 
     Raises:
-        PolicyError: the plan has weights of some layers on the host and of others on the device.
+        PolicyError: the weights of a layer are in two places.
     """
-    rest = {layer.weights_on_host for layer in plan.plan.layers}
-    if given is not None or rest <= {False}:
-        return given
-    if len(rest) > 1:
-        raise PolicyError(
-            "the plan has the weights of some layers on the host, and of others on the device; say "
-            "which with weights=ebbtide.WeightPolicy(...)"
-        )
-    return WeightPolicy()
+    resting = []
+    for name, calls in plan.profile.weight_owners().items():
+        places = {plan.plan.layers[call].weights_on_host for call in calls}
+        if len(places) > 1:
+            raise PolicyError(
+                f"the plan has the weights of {name} on the host for some of its calls, and on the "
+                f"device for others; say which weights rest there: "
+                f"weights=ebbtide.WeightPolicy(...)"
+            )
+        if places == {True}:
+            resting.append(name)
+    return resting
 
 
 @final

@@ -21,7 +21,6 @@ from ebbtide.units import format_size
 FORMAT: Final = "ebbtide-planned-step"
 VERSION: Final = 1
 
-_WEIGHTS: Final = "Weights, gradients and the optimizer's state rest on the host."
 
 _WIDTH: Final = 14  # columns of the names of layers,
 _SIZE_WIDTH: Final = 10  # and of a size
@@ -124,7 +123,7 @@ class PlannedStep:
             table(("", "peak", "step"), self._costs(), numbers=(1, 2)),
             table(heads, rows, numbers=(2, 3, 4)),
             note(self._gap()),
-            *([note(_WEIGHTS)] if self.plan.has_weights_on_host else []),
+            *([note(self._weights())] if self.plan.has_weights_on_host else []),
         )
 
     def _lines(self) -> Iterator[str]:
@@ -134,8 +133,15 @@ class PlannedStep:
         if self.plan.gap is not None:
             yield self._gap()
         if self.plan.has_weights_on_host:
-            yield _WEIGHTS
+            yield self._weights()
         yield from self._table()
+
+    def _weights(self) -> str:
+        """Say whose weights rest on the host."""
+        owners = self.profile.weight_owners().values()
+        resting = sum(self.plan.layers[calls[0]].weights_on_host for calls in owners)
+        whose = "" if resting == len(owners) else f" of {resting} of {len(owners)} modules"
+        return f"Weights, gradients and the optimizer's state{whose} rest on the host."
 
     @property
     def _state(self) -> str:

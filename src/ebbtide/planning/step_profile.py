@@ -174,6 +174,17 @@ class StepProfile:
             for storage in layer.storages:
                 yield StorageId(index, storage.number)
 
+    def weight_owners(self) -> dict[str, list[int]]:
+        """Return the layers of each module that has weights, by its name.
+
+        The weights of a module rest in one place, however often it is called.
+        """
+        owners: dict[str, list[int]] = {}
+        for index, layer in enumerate(self.layers):
+            if layer.parameter_bytes:
+                owners.setdefault(layer.name, []).append(index)
+        return owners
+
     def inside_bytes(self, index: int) -> int:
         """Return the size of what a layer saves beside its input.
 

@@ -135,7 +135,7 @@ def _budget_lines(found: Findings) -> Iterator[str]:
             f"{weights}"
         )
     if rest:
-        yield "  w: weights, gradients and the optimizer's state rest on the host, too"
+        yield "  w: weights, gradients, optimizer state of some or all layers rest on the host"
 
 
 def _plan_lines(found: Findings) -> Iterator[str]:
@@ -181,12 +181,16 @@ def _plan_lines(found: Findings) -> Iterator[str]:
     where = "in files" if found.study.hardware.computes_on_host else "on the host"
     rest = f"{format_size(prediction.host_peak_bytes)} rest {where}"
     if weights:
-        layers = found.study.profile.layers
-        parameter_bytes = sum(layer.parameter_bytes for layer in layers)
-        update_s = sum(layer.host_update_s for layer in layers)
+        owners = found.study.profile.weight_owners()
+        resting = [each for each, chosen in pairs if chosen.weights_on_host]
+        names = {layer.name for layer in resting} & owners.keys()
+        parameter_bytes = sum(layer.parameter_bytes for layer in resting)
+        update_s = sum(layer.host_update_s for layer in resting)
         what = f"{format_size(parameter_bytes)} of weights, gradients and optimizer state"
         alone = parameter_bytes == prediction.host_peak_bytes
         rest = f"{what} rest {where}" if alone else f"{rest}, with {what}"
+        if len(names) < len(owners):
+            rest += f", those of {len(names)} of {len(owners)} modules, spread evenly"
         rest += (
             f". At most two layers' weights are on the device at once, and the optimizer's step on "
             f"the host takes {format_seconds(update_s)} more"

@@ -8,6 +8,7 @@ from typing import Final, final
 from ebbtide.planning.plan import Decision, LayerMode, LayerPlan, Plan
 from ebbtide.planning.prediction.storage_uses import StorageUses
 from ebbtide.planning.searching.relaxation import Relaxation
+from ebbtide.planning.searching.resting import Resting
 from ebbtide.planning.step_profile import StepProfile
 
 _LARGER: Final = (0, 1, 2, 4)  # bounds on bytes in flight, in what the largest layer can offload
@@ -37,8 +38,13 @@ class Choices:
         """Return choices that can be changed alone."""
         return Choices(list(self.recomputed), list(self.decisions), self.inflight_bytes)
 
-    def plan(self, uses: StorageUses, weights_on_host: bool = False) -> Plan:
-        """Return the plan that makes these choices."""
+    def plan(self, uses: StorageUses, resting: Resting) -> Plan:
+        """Return the plan that makes these choices.
+
+        Args:
+            uses: the memory that layers save.
+            resting: whose weights rest on the host.
+        """
         layers = []
         for index, recomputed in enumerate(self.recomputed):
             source = uses.inputs[index]
@@ -47,9 +53,7 @@ class Choices:
             if recomputed:
                 mode = LayerMode.RECOMPUTE_OFFLOAD if leaves else LayerMode.RECOMPUTE
             decisions = tuple(self.decisions[piece] for _, piece in uses.saves[index])
-            layers.append(
-                LayerPlan(mode=mode, decisions=decisions, weights_on_host=weights_on_host)
-            )
+            layers.append(LayerPlan(mode=mode, decisions=decisions, weights_on_host=resting[index]))
         return Plan(layers=tuple(layers), max_inflight_bytes=self.inflight_bytes)
 
 

@@ -10,6 +10,7 @@ from ebbtide.planning.plan import Decision, Plan
 from ebbtide.planning.prediction.step_timing import Prediction, Predictor
 from ebbtide.planning.prediction.storage_uses import NOBODY, StorageUses
 from ebbtide.planning.searching.choices import Choices
+from ebbtide.planning.searching.resting import Resting, nowhere
 from ebbtide.planning.step_profile import StepProfile
 
 
@@ -44,12 +45,13 @@ class Contest:
         profile: the step.
         predictor: predicts plans.
         budget: what plans may use.
-        weights_on_host: whether the weights of all layers rest on the host.
+        resting: whose weights rest on the host; empty: nobody's.
 
     Attributes:
         profile: as given.
         predictor: as given.
         budget: as given.
+        resting: the same, for each layer.
         uses: the memory that layers save.
         best: the best plan so far; None before the first.
         num_predictions: how many plans were predicted.
@@ -60,13 +62,12 @@ class Contest:
         profile: StepProfile,
         predictor: Predictor,
         budget: PlanBudget,
-        *,
-        weights_on_host: bool = False,
+        resting: Resting = (),
     ) -> None:
         self.profile = profile
         self.budget = budget
         self.uses = StorageUses(profile)
-        self.weights_on_host = weights_on_host
+        self.resting = resting or nowhere(profile)
         self.best: Contestant | None = None
         self.num_predictions = 0
         self.predictor = predictor
@@ -75,7 +76,7 @@ class Contest:
 
     def enter(self, choices: Choices) -> Contestant:
         """Predict a plan; it becomes the best one if it beats that."""
-        plan = choices.plan(self.uses, self.weights_on_host)
+        plan = choices.plan(self.uses, self.resting)
         prediction = self.predictor.predict(plan)
         self.num_predictions += 1
         excess_bytes = self.budget.excess_bytes(prediction)
@@ -112,6 +113,13 @@ class Contest:
             self.enter(changed)
 
     @property
+    def resident_bytes(self) -> int:
+        """What is on the device throughout: weights that do not rest on the host, and all else."""
+        layers = zip(self.profile.layers, self.resting, strict=True)
+        own_bytes = sum(layer.parameter_bytes for layer, rests in layers if not rests)
+        return self.profile.fixed_bytes + own_bytes
+
+    @property
     def has_fitting(self) -> bool:
         """Whether a plan within the budget was found."""
         return self.best is not None and not self.best.score.excess_bytes
@@ -125,7 +133,7 @@ class Contest:
 
     def _stays_and_leaves(self, choices: Choices) -> tuple[int, int]:
         """Return how many bytes are in memory throughout, and how many are offloaded."""
-        used = self.uses.under(choices.plan(self.uses, self.weights_on_host))
+        used = self.uses.under(choices.plan(self.uses, self.resting))
         kept_bytes, offloaded_bytes = self.profile.fixed_bytes, 0
         for memory, decision, first in zip(
             self.uses.memories, used.decisions, used.first, strict=True

@@ -61,9 +61,7 @@ class _Enumeration:
         self._choices = Choices([False] * count, [Decision.KEEP] * len(contest.uses.memories), 0)
         self._bounds = inflight_choices(contest.profile)
         self._saved: set[int] = set()
-        self._fixed_bytes = contest.profile.fixed_bytes
-        if not contest.weights_on_host:
-            self._fixed_bytes += sum(layer.parameter_bytes for layer in contest.profile.layers)
+        self._fixed_bytes = contest.resident_bytes
 
     def run(self) -> None:
         self._choose(0, self._fixed_bytes, busy_s(self._profile))
@@ -127,7 +125,7 @@ class _Enumeration:
             yield decision, self._uses.memories[piece].size_bytes if kept else 0
 
     def _enter(self) -> None:
-        leaves = Decision.OFFLOAD in self._choices.decisions or self._contest.weights_on_host
+        leaves = Decision.OFFLOAD in self._choices.decisions or any(self._contest.resting)
         for bound_bytes in self._bounds if leaves else self._bounds[:1]:
             choices = self._choices.copy()
             choices.inflight_bytes = bound_bytes

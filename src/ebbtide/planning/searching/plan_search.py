@@ -27,6 +27,7 @@ from ebbtide.planning.searching.contest import Contest, Contestant, busy_s
 from ebbtide.planning.searching.enumeration import MOST_PLANS, count_plans, enumerate_plans
 from ebbtide.planning.searching.improvement import MOST_WORK, improve, relieve
 from ebbtide.planning.searching.relaxation import Relaxation, relax
+from ebbtide.planning.searching.resting import Resting, everywhere, nowhere, resting_choices
 from ebbtide.planning.searching.simple_plans import keep_all, offload_first, rule_plans
 from ebbtide.planning.searching.sparing import spare
 from ebbtide.planning.step_profile import StepProfile
@@ -66,8 +67,7 @@ def search(
         hardware: the link.
         budget: the device, host and pinned memory that the plan may use.
         predictor: predicts plans.
-        weights: whether the weights of all layers may rest on the host if that is faster, or if
-            nothing else fits.
+        weights: whether weights may rest on the host if that is faster, or if nothing else fits.
 
     Returns:
         The plan, with its prediction and the bound.
@@ -76,63 +76,75 @@ def search(
         BudgetError: no plan was found within the budget.
         PolicyError: the profile or the budget is wrong.
     """
-    contests = []
-    if not weights or _may_keep_weights(profile, budget):
-        contests.append(Contest(profile, predictor, budget))
     if weights:
-        contests.append(Contest(profile, predictor, budget, weights_on_host=True))
-    # With weights on the host the programme leaves out their copies, so its optimum bounds both.
-    relaxation = relax(
-        profile,
-        hardware,
-        budget,
-        weights_on_host=weights,
-        whole_layers=_is_quick_in_whole_numbers(profile),
-        guides=_is_long(profile),
-    )
+        return _search_placements(profile, hardware, budget, predictor)
+    contest = Contest(profile, predictor, budget)
+    relaxation = _relax(contest, hardware, contest.resting)
     if relaxation is None:
-        raise _over(contests, budget)
-    bound_s = relaxation.bound_s + _least_update_s(profile, budget)
-    relaxation = dataclasses.replace(relaxation, bound_s=bound_s)
-    proofs = [_fill(contest, hardware, relaxation) for contest in contests]
-    entered = [(each.best, each) for each in contests if each.best is not None]
-    best, contest = min(entered, key=lambda pair: pair[0].score)
-    if best.score.excess_bytes:
-        raise _over(contests, budget)
-    best = spare(contest, best)
+        raise _over([contest])
+    _enter_plans(contest, hardware, relaxation)
+    proved = _improve(contest, relaxation.bound_s)
+    if not contest.has_fitting:
+        raise _over([contest])
+    return _finished(contest, None if proved else relaxation.bound_s)
+
+
+def _search_placements(
+    profile: StepProfile, hardware: Hardware, budget: PlanBudget, predictor: Predictor
+) -> Plan:
+    """Find the fastest plan, wherever weights rest.
+
+    Raises:
+        BudgetError: no plan was found within the budget.
+    """
+    ends = [Contest(profile, predictor, budget, each(profile)) for each in (nowhere, everywhere)]
+    relaxation = _relax(ends[0], hardware, None)
+    if relaxation is None:
+        raise _over(ends)
+    tried = resting_choices(profile, relaxation.resting_bytes)
+    best, best_s, bound_s = ends[0], float("inf"), 0.0
+    for contest in [*(Contest(profile, predictor, budget, each) for each in tried), *ends]:
+        bounded = _relax(contest, hardware, contest.resting)
+        # A plan is about as far from its bound as the best one is. Half of that is no hope.
+        if bounded is None or (best.has_fitting and bounded.bound_s >= (bound_s + best_s) / 2):
+            continue
+        _enter_plans(contest, hardware, bounded)
+        if contest.fitting_s < best_s:
+            best, best_s, bound_s = contest, contest.fitting_s, bounded.bound_s
+    if not best.has_fitting:
+        raise _over(ends)
+    _improve(best, bound_s)
+    return _finished(best, relaxation.bound_s)
+
+
+def _finished(contest: Contest, bound_s: float | None) -> Plan:
+    """Return the best plan of a contest, with its prediction.
+
+    Args:
+        contest: it has a plan within the budget.
+        bound_s: the bound; None: the plan is the optimum.
+    """
+    assert contest.best is not None
+    best = spare(contest, contest.best)
     step_s = best.prediction.step_s
-    # Plans with the weights of some layers on the host were not looked at.
-    proved = all(proofs) and not weights
     return dataclasses.replace(
         best.plan,
         step_s=step_s,
         peak_bytes=best.prediction.peak_bytes,
-        bound_s=step_s if proved else min(relaxation.bound_s, step_s),
+        bound_s=step_s if bound_s is None else min(bound_s, step_s),
     )
 
 
-def _may_keep_weights(profile: StepProfile, budget: PlanBudget) -> bool:
-    """Whether weights, gradients and the optimizer's state alone are within a budget."""
-    parameter_bytes = sum(layer.parameter_bytes for layer in profile.layers)
-    return profile.fixed_bytes + parameter_bytes <= budget.device_bytes
-
-
-def _least_update_s(profile: StepProfile, budget: PlanBudget) -> float:
-    """Return the least seconds of updates on the host, which follow all else in a step.
-
-    Weights of so many layers are there that those of the others are within the budget.
-    """
-    layers = [layer for layer in profile.layers if layer.parameter_bytes]
-    over_bytes = profile.fixed_bytes - budget.device_bytes
-    over_bytes += sum(layer.parameter_bytes for layer in layers)
-    update_s = 0.0
-    for layer in sorted(layers, key=lambda each: each.host_update_s / each.parameter_bytes):
-        if over_bytes <= 0:
-            break
-        share = min(1.0, over_bytes / layer.parameter_bytes)
-        update_s += share * layer.host_update_s
-        over_bytes -= layer.parameter_bytes
-    return update_s
+def _relax(contest: Contest, hardware: Hardware, resting: Resting | None) -> Relaxation | None:
+    """Solve the programme for a bound, from which a plan is rounded too if the step is long."""
+    return relax(
+        contest.profile,
+        hardware,
+        contest.budget,
+        resting=resting,
+        whole_layers=_is_quick_in_whole_numbers(contest.profile),
+        guides=_is_long(contest.profile),
+    )
 
 
 def find_frugal(profile: StepProfile, predictor: Predictor, enough_bytes: int = 0) -> Plan:
@@ -153,8 +165,8 @@ def find_frugal(profile: StepProfile, predictor: Predictor, enough_bytes: int = 
     return dataclasses.replace(found.plan, step_s=step_s, peak_bytes=peak_bytes)
 
 
-def _fill(contest: Contest, hardware: Hardware, relaxation: Relaxation) -> bool:
-    """Look for plans. Returns whether the best one is proved to be the optimum."""
+def _enter_plans(contest: Contest, hardware: Hardware, relaxation: Relaxation) -> None:
+    """Enter plans that are rounded, made by hand, or found layer by layer."""
     bound_s = relaxation.bound_s
     contest.enter(choices_of(keep_all(contest.profile), contest.uses))
     if _is_long(contest.profile) and not _is_close(contest, bound_s):
@@ -171,6 +183,10 @@ def _fill(contest: Contest, hardware: Hardware, relaxation: Relaxation) -> bool:
         _enter_chain(contest, hardware)
     if not contest.has_fitting:
         contest.enter(_most_frugal(contest).choices)
+
+
+def _improve(contest: Contest, bound_s: float) -> bool:
+    """Change the best plan for the better. Returns whether it is proved to be the optimum."""
     if not _is_long(contest.profile) and not _is_close(contest, bound_s):
         improve(contest)
     if len(contest.profile.layers) <= _SHORT and not _is_close(contest, bound_s):
@@ -193,8 +209,12 @@ def _is_quick_in_whole_numbers(profile: StepProfile) -> bool:
     fractions of layers are rounded well, because it does not matter which of them is chosen.
     """
     count = len(profile.layers)
-    different = len({profile.fingerprint(index) for index in range(min(count, _SHORT))})
-    return count <= _FEW or (count <= _SHORT and 2 * different > count)
+    # Working memory is a little more in each layer, if all before it leave something behind.
+    different = {
+        (layer.forward_s, layer.backward_s, *(each.size_bytes for each in layer.storages))
+        for layer in profile.layers[:_SHORT]
+    }
+    return count <= _FEW or (count <= _SHORT and 2 * len(different) > count)
 
 
 def _is_close(contest: Contest, bound_s: float) -> bool:
@@ -260,7 +280,7 @@ def _guide(
         slower,
         smaller,
         inflight_bytes,
-        weights_on_host=contest.weights_on_host,
+        resting=contest.resting,
         whole_layers=_is_quick_in_whole_numbers(contest.profile),
     )
 
@@ -281,9 +301,7 @@ def _enter_simple(contest: Contest, hardware: Hardware) -> None:
 def _enter_chain(contest: Contest, hardware: Hardware) -> None:
     """Enter the plans of the dynamic programme over the layers, for each bound in flight."""
     profile = contest.profile
-    room_bytes = contest.budget.device_bytes - profile.fixed_bytes
-    if not contest.weights_on_host:
-        room_bytes -= sum(layer.parameter_bytes for layer in profile.layers)
+    room_bytes = contest.budget.device_bytes - contest.resident_bytes
     if room_bytes <= 0:
         return
     most = contest.num_predictions + MOST_WORK // len(profile.layers)
@@ -296,9 +314,7 @@ def _enter_chain(contest: Contest, hardware: Hardware) -> None:
 def _most_frugal(contest: Contest) -> Contestant:
     """Return the plan that needs the least device memory of those that are looked at."""
     nothing = dataclasses.replace(contest.budget, device_bytes=0)
-    frugal = Contest(
-        contest.profile, contest.predictor, nothing, weights_on_host=contest.weights_on_host
-    )
+    frugal = Contest(contest.profile, contest.predictor, nothing, contest.resting)
     for _, plan in rule_plans(contest.profile):
         frugal.enter(choices_of(plan, contest.uses))
     improve(frugal)
@@ -306,8 +322,9 @@ def _most_frugal(contest: Contest) -> Contestant:
     return frugal.best
 
 
-def _over(contests: list[Contest], budget: PlanBudget) -> BudgetError:
+def _over(contests: list[Contest]) -> BudgetError:
     """Return the error that names the smallest budget that a plan was found for."""
+    budget = contests[0].budget
     best = min((_most_frugal(contest) for contest in contests), key=lambda each: each.score)
     needed_bytes = best.prediction.peak_bytes
     plain_s = busy_s(contests[0].profile)

@@ -23,6 +23,7 @@ from typing import Final, NamedTuple, final
 from ebbtide.planning.budgets import PlanBudget
 from ebbtide.planning.hardware import Hardware
 from ebbtide.planning.prediction.storage_uses import StorageUses
+from ebbtide.planning.searching.resting import Resting, nowhere
 from ebbtide.planning.searching.solver import ONE, Terms, minimize
 from ebbtide.planning.step_profile import LayerProfile, StepProfile
 
@@ -45,6 +46,7 @@ class Relaxation:
             has it.
         offloaded: the fraction that is offloaded of each piece of memory that layers share.
         rebuilt: the fraction that is rebuilt of each piece that can be.
+        resting_bytes: bytes of weights, gradients and optimizer state that rest on the host.
     """
 
     bound_s: float
@@ -53,6 +55,7 @@ class Relaxation:
     input_offloaded: tuple[float, ...]
     offloaded: Mapping[int, float]
     rebuilt: Mapping[int, float]
+    resting_bytes: float
 
 
 class User(NamedTuple):
@@ -87,7 +90,7 @@ def relax(
     budget: PlanBudget,
     inflight_bytes: int | None = None,
     *,
-    weights_on_host: bool = False,
+    resting: Resting | None = (),
     whole_layers: bool = False,
     guides: bool = False,
 ) -> Relaxation | None:
@@ -99,9 +102,9 @@ def relax(
         budget: what may be used.
         inflight_bytes: hold the stocks of copies in flight to this many bytes each. The optimum
             is then a guide and no bound. None: no limit.
-        weights_on_host: whether weights, gradients and optimizer state need device memory only
-            while their layer runs. Their copies cost nothing here, so the optimum bounds all
-            plans, wherever they put the weights.
+        resting: whose weights, gradients and optimizer state rest on the host, and need device
+            memory only while their layer runs; empty: nobody's. None: the programme chooses, module
+            by module and in fractions. Copies of weights cost nothing here, updates on the host do.
         whole_layers: whether a layer must be recomputed as a whole or not at all. The optimum is
             then a better bound and guide. That takes too long for steps of hundreds of layers.
         guides: whether a plan will be rounded from the optimum. Then it is one that copies little,
@@ -112,7 +115,7 @@ def relax(
         The optimum; None if no plan is within the budget.
     """
     guides = guides or inflight_bytes is not None
-    programme = _Programme(profile, hardware, budget, inflight_bytes, weights_on_host, guides)
+    programme = _Programme(profile, hardware, budget, inflight_bytes, resting, guides)
     return programme.solve(whole_layers=whole_layers)
 
 
@@ -140,7 +143,7 @@ class _Programme:
         hardware: Hardware,
         budget: PlanBudget,
         inflight_bytes: int | None,
-        weights_on_host: bool,
+        resting: Resting | None,
         guides: bool,
     ) -> None:
         self._profile = profile
@@ -152,7 +155,7 @@ class _Programme:
         self._both = both if both < (self._down + self._up) * (1 - 1e-9) else None
         self._copy_cost = (hardware.copy_cost_s_per_byte or 0.0) * _MB / _MS  # ms/MB, one way
         self._tie = _TIE * (1 / self._down + 1 / self._up) if guides else 0.0  # ms/MB
-        self._weights_on_host = weights_on_host
+        self._resting = nowhere(profile) if resting == () else resting
         self._pins = not hardware.computes_on_host
         self._costs: list[float] = []
         self._upper: list[float] = []
@@ -202,6 +205,29 @@ class _Programme:
                 self._shared[key] = self._variable(0.0, size), self._variable(copy_ms, most)
                 if rebuild_ms is not None:
                     self._z_shared[key] = self._variable(rebuild_ms, 1.0)
+
+    def _place_weights(self) -> None:
+        """Say which weights rest on the host, and how much the others take on the device."""
+        layers = self._profile.layers
+        self._rests: list[Terms] = [{} for _ in layers]  # fraction on the host
+        self._h: list[tuple[int, int]] = []  # variables, and the bytes that they place
+        away: Terms = {}
+        for owned in self._profile.weight_owners().values():
+            size_bytes = sum(layers[index].parameter_bytes for index in owned)
+            if self._resting is None:
+                update_ms = sum(layers[index].host_update_s for index in owned) / _MS
+                h = self._variable(update_ms, 1.0)
+                self._h.append((h, size_bytes))
+                fraction = {h: 1.0}
+            else:
+                fraction = {ONE: float(self._resting[owned[0]])}
+            away = _plus(away, _times(size_bytes / _MB, fraction))
+            for index in owned:
+                self._rests[index] = fraction
+        resident = self._profile.fixed_bytes + sum(layer.parameter_bytes for layer in layers)
+        self._resident = _plus({ONE: resident / _MB}, _times(-1, away))
+        if self._h:
+            self._resident = self._stock_of(self._resident, {})  # one variable in all rows
 
     def _active(self, user: User) -> Terms:
         """Return whether a layer saves a piece of memory."""
@@ -304,7 +330,7 @@ class _Programme:
             self._saved[index],
             self._first[index],
             {ONE: size + working, self._c[index]: unsaved - working},
-            {ONE: layer.weight_bytes / _MB if self._weights_on_host else 0.0},
+            _times(layer.weight_bytes / _MB, self._rests[index]),
         )
 
     def _backward_need(self, index: int, layer: LayerProfile) -> Terms:
@@ -316,7 +342,7 @@ class _Programme:
             self._input[index],
             self._first[index],
             {ONE: working, self._c[index]: again - working},
-            {ONE: weights / _MB if self._weights_on_host else 0.0},
+            _times(weights / _MB, self._rests[index]),
         )
 
     def _inside(self, index: int) -> float:
@@ -327,11 +353,8 @@ class _Programme:
     # ---- the step -----------------------------------------------------------------------------
 
     def _forward(self) -> None:
-        limit = self._budget.device_bytes / _MB
-        fixed = self._profile.fixed_bytes / _MB
-        if not self._weights_on_host:
-            fixed += sum(layer.parameter_bytes for layer in self._profile.layers) / _MB
-        self._free = limit - fixed  # MB
+        profile = self._profile
+        self._fits({ONE: max(profile.before_working_bytes, profile.after_working_bytes) / _MB})
         self._kept_stock: list[Terms] = [{}]  # of the layers before each
         down = self._new_stock({}, self._joins[0])
         for index, layer in enumerate(self._profile.layers):
@@ -393,7 +416,7 @@ class _Programme:
             down, up = down_after, up_after
 
     def _fits(self, *parts: Mapping[int, float]) -> None:
-        self._at_most(*parts, {ONE: -self._free})
+        self._at_most(*parts, self._resident, {ONE: -self._budget.device_bytes / _MB})
 
     def _hold(self, down: Terms, wait: int) -> None:
         """Hold what waits for its copy to the bound, by letting compute wait."""
@@ -421,6 +444,7 @@ class _Programme:
     def solve(self, *, whole_layers: bool) -> Relaxation | None:
         """Build the programme and solve it."""
         self._choices()
+        self._place_weights()
         self._link_choices()
         self._forward()
         self._backward()
@@ -429,10 +453,9 @@ class _Programme:
         host_bytes = self._budget.most_host_bytes(pins=self._pins)
         if host_bytes is not None:
             self._at_most(offloaded, {ONE: -host_bytes / _MB})
-        begin = self._profile.before_working_bytes, self._profile.after_working_bytes
-        if max(begin) / _MB > self._free:
-            return None
-        whole = [each for each in self._c if self._upper[each]] if whole_layers else []
+        whole: list[int] = []
+        if whole_layers:
+            whole = [each for each in self._c if self._upper[each]] + [h for h, _ in self._h]
         optimum = minimize(self._costs, self._upper, self._rows, whole)
         return None if optimum is None else self._read(*optimum)
 
@@ -440,6 +463,9 @@ class _Programme:
         layers = self._profile.layers
         busy_s = self._profile.before_s + self._profile.loss_s + self._profile.after_s
         busy_s += sum(layer.forward_s + layer.backward_s for layer in layers)
+        if self._resting is not None:
+            placed = zip(layers, self._resting, strict=True)
+            busy_s += sum(layer.host_update_s for layer, rests in placed if rests)
         sizes = [memory.size_bytes / _MB for memory in self._uses.memories]
         ties = self._tie * sum(sizes)  # the most that the choice among several optima has cost
         offloaded: dict[int, float] = {}
@@ -461,4 +487,5 @@ class _Programme:
             input_offloaded=tuple(inputs),
             offloaded=offloaded,
             rebuilt=rebuilt,
+            resting_bytes=sum(values[h] * size_bytes for h, size_bytes in self._h),
         )
