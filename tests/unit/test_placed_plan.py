@@ -133,6 +133,26 @@ def layer(*storages: SavedStorage, **more) -> LayerProfile:
     return LayerProfile(name="layer", forward_s=1.0, backward_s=1.0, storages=storages, **more)
 
 
+def test_the_input_of_a_recomputed_layer_that_the_loop_holds_does_not_leave() -> None:
+    """The batch: as the first layer's input and as that of the last one, which does not save it."""
+    batch, product = StorageId(0, 0), StorageId(1, 0)
+    profile = StepProfile(
+        layers=(
+            layer(
+                SavedStorage(number=0, size_bytes=8, may_leave=False),
+                input_bytes=8,
+                input_same_as=batch,
+            ),
+            layer(SavedStorage(number=0, size_bytes=4), input_bytes=4, input_same_as=product),
+            layer(SavedStorage(number=0, size_bytes=4)),
+        )
+    )
+    modes = [LayerMode.RECOMPUTE_OFFLOAD] * 3
+    placed = place(profile, Plan(layers=tuple(LayerPlan(mode=mode) for mode in modes)))
+    assert placed.recomputed == {0, 1, 2}
+    assert placed.kept_inputs == {0, 2}
+
+
 def test_what_a_recomputed_layer_does_not_save_has_another_first_save() -> None:
     """The second layer saves its input, which is what the first layer saves last."""
     shared = StorageId(0, 1)

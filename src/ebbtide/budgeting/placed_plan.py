@@ -45,13 +45,17 @@ def place(profile: StepProfile, plan: Plan) -> PlannedLayers:
     decisions: dict[tuple[int | None, int], records.Decision] = {}
     for _, engine_name, decision in _first_saves(profile, plan):
         decisions[engine_name] = _DECISIONS[decision]
-    modes = [
-        layer.mode
-        for layer, known in zip(plan.layers, profile.layers, strict=True)
-        if not known.between
-    ]
-    recomputed = {index for index, mode in enumerate(modes) if mode is not LayerMode.AS_IS}
-    kept_inputs = {index for index, mode in enumerate(modes) if mode is LayerMode.RECOMPUTE}
+    uses = StorageUses(profile)
+    chosen = uses.under(plan).decisions
+    layers = zip(plan.layers, profile.layers, uses.inputs, strict=True)
+    calls = [(layer.mode, source) for layer, known, source in layers if not known.between]
+    recomputed, kept_inputs = set(), set()
+    for index, (mode, source) in enumerate(calls):
+        if mode is not LayerMode.AS_IS:
+            recomputed.add(index)
+            # The loop holds its batch, so that would only be there twice after a copy.
+            if mode is LayerMode.RECOMPUTE or source is None or chosen[source] is Decision.KEEP:
+                kept_inputs.add(index)
     knows_outside = any(layer.between for layer in profile.layers)
     return PlannedLayers(
         decisions, frozenset(recomputed), frozenset(kept_inputs), keeps_outside=not knows_outside
