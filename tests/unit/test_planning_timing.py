@@ -9,6 +9,7 @@ import pytest
 
 from ebbtide.errors import PolicyError
 from ebbtide.planning.plan import Decision, LayerMode, LayerPlan, Plan
+from ebbtide.planning.prediction.cautious_timing import CautiousTiming
 from ebbtide.planning.prediction.copy_queues import CopyQueues
 from ebbtide.planning.prediction.step_timing import Prediction, StepTiming
 from ebbtide.planning.searching.simple_plans import keep_all, offload_first
@@ -368,3 +369,50 @@ def test_copies_that_need_the_processor_make_the_step_longer() -> None:
     costly = StepTiming(profile, make_link(1000, copy_cost_s_per_mb=0.01)).predict(plan)
     assert costly.step_s == pytest.approx(free.step_s + 2 * 40 * 0.01)
     assert costly._replace(step_s=free.step_s) == free
+
+
+# ---- a host that runs ahead ----------------------------------------------------------------------
+
+
+def cautious(
+    profile: StepProfile, *layers: LayerPlan, inflight_mb: int = 0, slower: float = 1.0, **link: Any
+) -> Prediction:
+    plan = Plan(layers=layers, max_inflight_bytes=inflight_mb * MB)
+    return CautiousTiming(profile, make_link(1000, **link), slower).predict(plan)
+
+
+def test_on_an_accelerator_no_copy_is_seen_complete_by_chance() -> None:
+    """Copies take 10 ms and passes seconds, but the host is ahead of both."""
+    profile = make_profile(*[make_layer(10)] * 3)
+    plan = [as_is(OFFLOAD)] * 3
+    expected, got = predict(profile, *plan), cautious(profile, *plan)
+    # The save of one layer is on its way when the next layer begins. B2 uses the last one as it is,
+    # with storage 1 on its way up.
+    assert peaks_mb(expected) == [10, 20, 20, 10, 20, 10, 10]
+    # That the last one has gone down is not seen in backward, in which the host waits for nothing.
+    assert peaks_mb(got) == [10, 20, 20, 10, 20, 20, 20]
+    assert got.step_s == expected.step_s
+    # With room for two copies, two stay.
+    assert peaks_mb(cautious(profile, *plan, inflight_mb=20)) == [10, 20, 30, 20, 30, 30, 30]
+
+
+def test_on_an_accelerator_the_inputs_of_recomputed_layers_stay_as_well() -> None:
+    profile = make_profile(*[make_layer(10, input_bytes=4 * MB)] * 3)
+    plan = [LayerPlan(mode=BOTH)] * 3
+    assert cautious(profile, *plan).peak_bytes == predict(profile, *plan).peak_bytes + 4 * MB
+
+
+def test_a_plan_that_copies_nothing_is_predicted_once() -> None:
+    profile = make_profile(*[make_layer(10, input_bytes=4 * MB)] * 3)
+    for plan in ([as_is(KEEP)] * 3, [LayerPlan(mode=RECOMPUTE, decisions=(OFFLOAD,))] * 3):
+        assert cautious(profile, *plan) == predict(profile, *plan)
+
+
+def test_on_a_cpu_copies_may_be_slower() -> None:
+    profile = make_profile(*[make_layer(10)] * 3)
+    plan = [as_is(OFFLOAD)] * 3
+    assert cautious(profile, *plan, computes_on_host=True) == predict(
+        profile, *plan, computes_on_host=True
+    )
+    got = cautious(profile, *plan, inflight_mb=1, computes_on_host=True, slower=1e4)
+    assert peaks_mb(got) == [10, 20, 20, 10, 20, 20, 10]

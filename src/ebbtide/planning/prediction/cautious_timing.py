@@ -17,7 +17,7 @@ import dataclasses
 from typing import Final, final
 
 from ebbtide.planning.hardware import Hardware
-from ebbtide.planning.plan import Plan
+from ebbtide.planning.plan import Decision, LayerMode, Plan
 from ebbtide.planning.prediction.step_timing import Prediction, StepTiming
 from ebbtide.planning.step_profile import StepProfile
 
@@ -41,7 +41,8 @@ class CautiousTiming:
     def __init__(self, profile: StepProfile, hardware: Hardware, slower: float) -> None:
         self._timing = StepTiming(profile, hardware)
         self._slow = None
-        if not hardware.computes_on_host:
+        self._runs_ahead = not hardware.computes_on_host
+        if self._runs_ahead:
             self._slow = StepTiming(profile, _slowed(hardware, down=_LATE, up=1 / _LATE))
         elif slower > 1:
             self._slow = StepTiming(profile, _slowed(hardware, down=slower, up=slower))
@@ -53,7 +54,8 @@ class CautiousTiming:
             PolicyError: the plan is not one for this profile.
         """
         expected = self._timing.predict(plan)
-        if self._slow is None or not plan.max_inflight_bytes:
+        moves = plan.max_inflight_bytes or (self._runs_ahead and _copies(plan))
+        if self._slow is None or not moves:
             return expected
         slow = self._slow.predict(plan)
         peaks = tuple(map(max, expected.peak_by_position, slow.peak_by_position))
@@ -69,6 +71,16 @@ def predict_awaited(profile: StepProfile, hardware: Hardware, plan: Plan) -> Pre
     """
     at_once = _slowed(hardware, down=1 / _LATE, up=1 / _LATE)
     return StepTiming(profile, at_once).predict(plan)
+
+
+def _copies(plan: Plan) -> bool:
+    """Whether anything is copied down. Even if no bytes may be in flight, the last copy is."""
+    return any(
+        layer.weights_on_host
+        or layer.mode is LayerMode.RECOMPUTE_OFFLOAD
+        or (layer.mode is LayerMode.AS_IS and Decision.OFFLOAD in layer.decisions)
+        for layer in plan.layers
+    )
 
 
 def _slowed(hardware: Hardware, *, down: float, up: float) -> Hardware:
