@@ -32,7 +32,7 @@ from ebbtide.planning.searching.choices import inflight_choices
 from ebbtide.planning.searching.plan_search import search
 from ebbtide.planning.searching.simple_plans import offload_first, rule_plans
 from ebbtide.planning.step_profile import StepProfile
-from ebbtide.studies.built_in_models import ModelOptions, build_family
+from ebbtide.studies.models.built_in_models import ModelOptions, build_family
 from ebbtide.studies.study import Study
 
 _LINKS_GB_PER_S = (2, 8, 25, 55, 200, 450, 900)

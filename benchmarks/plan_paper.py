@@ -7,7 +7,9 @@ search. Every way to train has the same layers and the same 80 GB.
 - plain keeps everything; checkpointed recomputes every layer, the lifting and the projection too.
 - save_on_cpu is torch's, with page-locked memory: it copies every saved tensor as often as it is
   saved, on the compute stream, each way. Its seconds are those of the operators and of all copies.
-- planned is the fastest plan within 80 GB.
+- planned is the fastest plan within 80 GB, for parts of the layers if none fits for whole ones.
+
+Peaks of plans count that the host sees copies complete late, as on an accelerator.
 
 The second table is about one size: the largest at which save_on_cpu fits into a quarter of the
 memory, so that there is room above its peak. Budgets are multiples of that peak.
@@ -25,7 +27,8 @@ from benchmarks import record
 from ebbtide.errors import BudgetError
 from ebbtide.planning.hardware import Hardware
 from ebbtide.planning.profiling.saved_on_cpu import SavedOnCpu, profile_saved_on_cpu
-from ebbtide.studies.built_in_models import ModelOptions, build_family
+from ebbtide.studies.granularities import Granularities
+from ebbtide.studies.models.built_in_models import ModelOptions, build_family
 from ebbtide.studies.size_limits import METHODS, find_limits
 from ebbtide.studies.study import Study
 from ebbtide.studies.tasks import Size
@@ -45,9 +48,9 @@ def main() -> None:
     sizes, speeds = [], []
     for name, (resolution, batch) in _CASES.items():
         family = build_family(name, ModelOptions(resolution=resolution, batch=batch))
-        study = Study(family, hardware)
-        sizes += _largest(name, study, device_bytes)
-        speeds += _beside_save_on_cpu(name, study, device_bytes // 4)
+        studies = Granularities(Study(family, hardware))
+        sizes += _largest(name, studies, device_bytes)
+        speeds += _beside_save_on_cpu(name, studies, device_bytes // 4)
     for case, found, table in (
         ("plan-largest-fno-h100", sizes, _size_table(sizes)),
         ("plan-beside-save-on-cpu", speeds, _speed_table(speeds)),
@@ -72,15 +75,15 @@ def _saved_on_cpu(study: Study, length: int) -> SavedOnCpu:
 # ---- the largest that fits ----------------------------------------------------------------------
 
 
-def _largest(name: str, study: Study, device_bytes: int) -> list[dict[str, Any]]:
-    entries = []
-    for limit in find_limits(study, device_bytes):
+def _largest(name: str, studies: Granularities, device_bytes: int) -> list[dict[str, Any]]:
+    entries, study = [], next(iter(studies))
+    for limit in find_limits(studies, device_bytes):
         assert limit.length is not None
         size = Size(limit.length, study.family.size.batch)
         if limit.method in METHODS and limit.method != "planned":
             peak = study.rule(METHODS[limit.method], device_bytes, size).prediction.peak_bytes
         else:
-            peak = study.find(device_bytes, size).prediction.peak_bytes
+            peak = studies.find(device_bytes, size).prediction.peak_bytes
         entries.append(_entry(name, study, limit.method, limit.length, peak, limit.length_step_s))
     length = _largest_saved_on_cpu(study, device_bytes)
     found = _saved_on_cpu(study, length)
@@ -148,12 +151,14 @@ def _size_table(entries: Sequence[dict[str, Any]]) -> str:
 # ---- beside save_on_cpu -------------------------------------------------------------------------
 
 
-def _beside_save_on_cpu(name: str, study: Study, its_bytes: int) -> list[dict[str, Any]]:
+def _beside_save_on_cpu(name: str, studies: Granularities, its_bytes: int) -> list[dict[str, Any]]:
+    study = next(iter(studies))
     length = _largest_saved_on_cpu(study, its_bytes)
     its = _saved_on_cpu(study, length)
     size = Size(length, study.family.size.batch)
     budgets = {f"{each:g} x its peak": round(each * its.peak_bytes) for each in _MULTIPLES}
-    budgets["the smallest of all plans"] = study.smallest_bytes(size)
+    budgets["the smallest of whole blocks"] = study.smallest_bytes(size)
+    budgets["the smallest of all plans"] = studies.smallest_bytes(size)
     entries = []
     for what, budget_bytes in sorted(budgets.items(), key=lambda item: item[1]):
         entry: dict[str, Any] = {
@@ -168,7 +173,7 @@ def _beside_save_on_cpu(name: str, study: Study, its_bytes: int) -> list[dict[st
             "save_on_cpu_copied_bytes_each_way": its.copied_bytes,
         }
         try:
-            found = study.find(budget_bytes, size).prediction
+            found = studies.find(budget_bytes, size).prediction
             entry |= {"peak_bytes": found.peak_bytes, "step_s": found.step_s}
         except BudgetError:
             pass

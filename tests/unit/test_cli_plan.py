@@ -23,7 +23,8 @@ from ebbtide.cli.main import app
 from ebbtide.planning.hardware import Hardware
 from ebbtide.planning.plan import Decision, Plan
 from ebbtide.studies.budget_table import BudgetRow, _without_misses
-from ebbtide.studies.built_in_models import ModelOptions, build_family
+from ebbtide.studies.granularities import Granularities
+from ebbtide.studies.models.built_in_models import ModelOptions, build_family
 from ebbtide.studies.plan_options import read_budget_bytes
 from ebbtide.studies.size_limits import METHODS, find_limits
 from ebbtide.studies.study import RULES, Study
@@ -120,6 +121,39 @@ def test_json_has_all_figures_and_the_saved_plan(tmp_path: Path) -> None:
     assert (
         content["rules"]["keep all"]["peak_bytes"] > content["rules"]["recompute all"]["peak_bytes"]
     )
+
+
+def test_parts_of_blocks_are_planned_where_whole_blocks_do_not_fit(tmp_path: Path) -> None:
+    pytest.importorskip("neuralop")
+    model = ("fno2d", "--resolution", "128", "--batch", "2", "--quick")
+    path = tmp_path / "plan.json"
+    whole = json.loads(run(*model, "--budget", "1GiB", "--json").stdout)
+    assert whole["modules"] == ["fno_blocks", "lifting", "projection"]
+    budget_mib = whole["smallest_budget_bytes"] * 9 // 10 // 2**20
+    found = run(*model, "--budget", f"{budget_mib}MiB", "--save", str(path))
+    assert found.exit_code == 0, found.output
+    flat = " ".join(found.output.split())
+    assert "so their parts are planned" in flat
+    assert "4 x fno_blocks.convs" in flat
+    assert max(map(len, found.output.split("\nPlan: ")[0].splitlines())) <= 80
+    step = PlannedStep.load(path)
+    assert step.plan.peak_bytes is not None
+    assert step.plan.peak_bytes <= budget_mib * 2**20
+
+    from neuralop.models import FNO
+
+    losses = []
+    for plan in (None, path):
+        torch.manual_seed(0)
+        model_ = FNO((16, 16), in_channels=3, out_channels=1, hidden_channels=32, n_layers=4)
+        batch = torch.randn(2, 3, 128, 128)
+        handle = None if plan is None else ebbtide.offload(model_, plan=plan)
+        loss = model_(batch).square().mean()
+        loss.backward()
+        losses.append([loss.detach(), *(each.grad for each in model_.parameters())])
+        if handle is not None:
+            handle.detach()
+    assert all(map(torch.equal, *losses))
 
 
 class Heavy(nn.Module):
@@ -389,7 +423,7 @@ def test_the_largest_is_the_largest() -> None:
             return study.smallest_bytes(size)
         return study.rule(METHODS[method], 0, size).prediction.peak_bytes
 
-    limits = find_limits(study, budget)
+    limits = find_limits(Granularities(study), budget)
     assert [limit.method for limit in limits] == list(METHODS)
     for limit in limits:
         for what, step in (("length", 64), ("batch", 1)):
@@ -404,12 +438,13 @@ def test_the_largest_is_the_largest() -> None:
 
 
 def test_what_does_not_fit_at_all_has_no_largest() -> None:
-    limits = find_limits(Study(tower_family(), H100), 4 * 2**20)  # the weights alone have 6 MiB
+    studies = Granularities(Study(tower_family(), H100))
+    limits = find_limits(studies, 4 * 2**20)  # the weights alone have 6 MiB
     assert {(limit.length, limit.batch) for limit in limits} == {(None, None)}
 
 
 def test_the_largest_fno_is_found_in_few_profiles() -> None:
     pytest.importorskip("neuralop")
     study = Study(build_family("fno2d", ModelOptions(resolution=256)), H100)
-    find_limits(study, 20 * GIB)
+    find_limits(Granularities(study), 20 * GIB)
     assert len(study._profiles) <= 20

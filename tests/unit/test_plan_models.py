@@ -10,16 +10,17 @@ import pytest
 import torch
 from torch import nn
 
-from ebbtide.errors import PolicyError
-from ebbtide.layers.covering import covering_layers
+from ebbtide.errors import BudgetError, PolicyError
+from ebbtide.layers.covering import covering_layers, parts_of
 from ebbtide.planning.hardware import Hardware
 from ebbtide.planning.profiling.fake_profile import profile_with_fake_tensors
-from ebbtide.studies.built_in_models import NAMES, OPERATORS, ModelOptions, build_family
-from ebbtide.studies.language_models import LLAMA_SHAPES, LanguageModel, LanguageModelShape
+from ebbtide.studies.granularities import Granularities
+from ebbtide.studies.models.built_in_models import NAMES, OPERATORS, ModelOptions, build_family
+from ebbtide.studies.models.language_models import LLAMA_SHAPES, LanguageModel, LanguageModelShape
+from ebbtide.studies.models.user_models import load_family
 from ebbtide.studies.profiled_layers import stretch
 from ebbtide.studies.study import Study
 from ebbtide.studies.tasks import Size, Task, TaskFamily
-from ebbtide.studies.user_models import load_family
 
 H100 = Hardware.named("h100", achievable=True)
 SMALL = LanguageModelShape(
@@ -206,6 +207,80 @@ def raises(): raise KeyError("weights.pt")
 def wants(path): return path
 def bare(batch): return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.zeros(batch, 4)
 """
+
+
+def wide_family(batch: int = 8192) -> TaskFamily:
+    """Blocks of two wide parts, between a narrow entry and exit."""
+
+    class Part(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(64, 512), nn.Linear(512, 64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.down(self.up(x).sin().exp())
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = Part(), Part()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.second(self.first(x).tanh())
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.entry, self.exit = nn.Linear(8, 64), nn.Linear(64, 8)
+            self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.entry(x)
+            for block in self.blocks:
+                x = block(x)
+            return self.exit(x)
+
+    def build(size: Size) -> Task:
+        return Task(Model(), torch.zeros(size.batch or batch, 8))
+
+    return TaskFamily(title="wide", size=Size(None, batch), build=build)
+
+
+def test_smaller_layers_are_studied_where_less_memory_is_enough_then() -> None:
+    """A block has 2 x 3 wide matrices at once if it runs again, and a part half of them."""
+    study = Study(wide_family(), H100)
+    assert {"blocks.0", "blocks.1", "blocks.2"} <= {*study.names}
+    studies = Granularities(study)
+    first, second, *others = studies
+    assert first is study
+    assert second.names.count("blocks.0.first") == 1
+    smallest = [each.smallest_bytes() for each in (first, second, *others)]
+    assert smallest == sorted(smallest, reverse=True)
+    assert studies.smallest_bytes() == smallest[-1] < 0.7 * smallest[0]
+    within = (smallest[0] + smallest[-1]) // 2
+    with pytest.raises(BudgetError):
+        study.find(within)
+    found = studies.find(within)
+    assert found.prediction.peak_bytes <= within
+    assert len(found.plan.layers) > len(study.profile.layers)
+    assert studies.find(smallest[0]) == study.find(smallest[0])
+    with pytest.raises(BudgetError):
+        studies.find(smallest[-1] // 2)
+    assert list(studies) == [first, second, *others]
+    assert len([*Granularities(Study(wide_family(), H100, ["blocks.*"]))]) == 1
+
+
+def test_parts_of_a_module() -> None:
+    model = nn.ModuleDict(
+        {
+            "lists": nn.ModuleList([nn.Linear(1, 1), nn.Sequential(nn.Linear(1, 1), nn.GELU())]),
+            "act": nn.GELU(),
+            "one": nn.Linear(1, 1),
+        }
+    )
+    whole = nn.Sequential(model)
+    assert parts_of(whole, "0") == ["0.lists.0", "0.lists.1", "0.one"]
+    assert parts_of(whole, "0.one") == []
 
 
 @pytest.fixture

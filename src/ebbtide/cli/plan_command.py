@@ -109,7 +109,7 @@ def plan(
     rebuilt or recomputed, and how long the step takes. Needs no accelerator: nothing is computed.
     """
     with ends_by_code("plan"):
-        from ebbtide.studies.built_in_models import ModelOptions
+        from ebbtide.studies.models.built_in_models import ModelOptions
         from ebbtide.studies.plan_study import Outputs, Request, run_plan
 
         options = ModelOptions(

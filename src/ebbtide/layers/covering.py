@@ -1,4 +1,4 @@
-"""The modules that are the layers of a plan: a model's blocks, and what is beside them."""
+"""The modules that are the layers of a plan: blocks and what is beside them, or their parts."""
 
 from __future__ import annotations
 
@@ -42,4 +42,28 @@ def _cover(module: nn.Module, prefix: str, blocks: set[nn.Module]) -> Iterator[s
         ):
             yield from _cover(child, f"{path}.", blocks)
         elif next(child.parameters(), None) is not None:
+            yield path
+
+
+def parts_of(model: nn.Module, name: str) -> list[str]:
+    """Return the names of the modules with parameters that a module consists of, one level down.
+
+    A pass of a smaller module needs less memory at once, and so does a second forward of it. In
+    return, more of what is saved is between modules, where it can be no more than offloaded.
+
+    Args:
+        model: the model.
+        name: name of the module.
+    """
+    return list(_parts(model.get_submodule(name), f"{name}."))
+
+
+def _parts(module: nn.Module, prefix: str) -> Iterator[str]:
+    for name, child in module.named_children():
+        path = f"{prefix}{name}"
+        if is_script(child) or next(child.parameters(), None) is None:
+            continue
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield from _parts(child, f"{path}.")
+        else:
             yield path

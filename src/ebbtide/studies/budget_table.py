@@ -46,7 +46,10 @@ class PlanCounts(NamedTuple):
 
 
 def find_rows(
-    study: Study, budget_bytes: int, say: Callable[[str], None] = lambda _: None
+    study: Study,
+    budget_bytes: int,
+    say: Callable[[str], None] = lambda _: None,
+    most_bytes: int | None = None,
 ) -> list[BudgetRow]:
     """Return plans for several budgets, the largest first, with the one that was asked for.
 
@@ -57,9 +60,10 @@ def find_rows(
         study: the training step.
         budget_bytes: the budget that was asked for.
         say: is told what is being looked for.
+        most_bytes: the largest budget of interest; None: that which lets everything be kept.
     """
     device_bytes = study.hardware.device_memory_bytes
-    most = study.rule("keep all", device_bytes).prediction.peak_bytes
+    most = most_bytes or study.rule("keep all", device_bytes).prediction.peak_bytes
     least = study.smallest_bytes()
     top = max(min(most, device_bytes), least)
     count = _ROWS if len(study.profile.layers) < _LONG else _ROWS_IF_LONG

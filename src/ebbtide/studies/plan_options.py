@@ -9,9 +9,9 @@ from typing import Final
 
 from ebbtide.errors import PolicyError
 from ebbtide.planning.hardware import Hardware
-from ebbtide.studies.built_in_models import NAMES, ModelOptions, build_family
+from ebbtide.studies.models.built_in_models import NAMES, ModelOptions, build_family
+from ebbtide.studies.models.user_models import load_family
 from ebbtide.studies.tasks import TaskFamily
-from ebbtide.studies.user_models import load_family
 from ebbtide.units import parse_size_bytes
 
 _PERCENT: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")

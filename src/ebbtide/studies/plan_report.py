@@ -32,6 +32,7 @@ class Findings:
         rows: plans at several budgets.
         chosen: the plan within the budget; None: nothing fits.
         limits: the largest sizes; empty: not looked for.
+        blocks_bytes: the smallest budget of the model's blocks, if these are smaller layers.
     """
 
     study: Study
@@ -39,6 +40,7 @@ class Findings:
     rows: Sequence[BudgetRow]
     chosen: Outcome | None
     limits: Sequence[Limit]
+    blocks_bytes: int | None = None
 
 
 def build_report(found: Findings) -> str:
@@ -80,7 +82,7 @@ def _heading(found: Findings) -> Iterator[str]:
         ("step", size or "as the function makes it"),
         ("machine", study.hardware.name),
         ("budget", f"{format_size(found.budget_bytes)} of device memory"),
-        ("layers", _join_names([layer.name for layer in profile.layers])),
+        ("layers", _join_names([each.name for each in profile.layers if not each.between])),
         ("saved", f"{format_size(saved)} by all layers, each storage once"),
         (
             "fixed",
@@ -88,6 +90,9 @@ def _heading(found: Findings) -> Iterator[str]:
             f"{format_size(profile.fixed_bytes)} else",
         ),
     ]
+    if found.blocks_bytes is not None:
+        blocks = f"whole blocks need {format_size(found.blocks_bytes)}, so their parts are planned"
+        facts.append(("note", blocks))
     for name, text in facts:
         yield from textwrap.wrap(
             f"  {name:<8} {text}", _WIDTH, subsequent_indent=" " * 11, drop_whitespace=True
@@ -95,12 +100,13 @@ def _heading(found: Findings) -> Iterator[str]:
 
 
 def _join_names(names: Sequence[str]) -> str:
-    """Name layers in order; equal ones in a row once."""
-    parts = []
-    for key, group in groupby(names, key=_stem):
-        members = list(group)
-        parts.append(members[0] if len(members) == 1 else f"{len(members)} x {key}")
-    return ", ".join(parts)
+    """Name layers in order; equal ones once."""
+    members: dict[str, list[str]] = {}
+    for name in names:
+        members.setdefault(_stem(name), []).append(name)
+    return ", ".join(
+        each[0] if len(each) == 1 else f"{len(each)} x {stem}" for stem, each in members.items()
+    )
 
 
 def _stem(name: str) -> str:

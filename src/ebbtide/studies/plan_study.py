@@ -12,7 +12,8 @@ from ebbtide.errors import PolicyError
 from ebbtide.interface.arguments import parse_number
 from ebbtide.planning.prediction.step_timing import Prediction
 from ebbtide.studies.budget_table import count_choices, find_rows
-from ebbtide.studies.built_in_models import ModelOptions
+from ebbtide.studies.granularities import Granularities
+from ebbtide.studies.models.built_in_models import ModelOptions
 from ebbtide.studies.plan_options import read_budget_bytes, read_hardware, read_model
 from ebbtide.studies.plan_report import Findings, build_report, origin
 from ebbtide.studies.size_limits import find_limits
@@ -87,11 +88,25 @@ def run_plan(request: Request, outputs: Outputs, say: Say = lambda _: None) -> b
     say("reading the model")
     family = read_model(request.model, request.options)
     study = Study(family, hardware, request.layers, states, weights=request.weights)
-    rows = find_rows(study, budget_bytes, say)
+    studies = Granularities(study)
+    limits = find_limits(studies, budget_bytes, say) if request.limits else []
+    blocks_bytes = None
+    for finer in studies:
+        if finer is not study:
+            blocks_bytes = blocks_bytes or study.smallest_bytes()
+            study = finer
+        if budget_bytes >= study.smallest_bytes():
+            break
+        say("the smallest budget of smaller layers")
+    rows = find_rows(study, budget_bytes, say, blocks_bytes)
     chosen = next(row.outcome for row in rows if row.budget_bytes == budget_bytes)
-    limits = find_limits(study, budget_bytes, say) if request.limits else []
     found = Findings(
-        study=study, budget_bytes=budget_bytes, rows=rows, chosen=chosen, limits=limits
+        study=study,
+        budget_bytes=budget_bytes,
+        rows=rows,
+        chosen=chosen,
+        limits=limits,
+        blocks_bytes=blocks_bytes,
     )
     say("")
     _write(found, outputs)

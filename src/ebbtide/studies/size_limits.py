@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Final, NamedTuple, final
 
 from ebbtide.errors import BudgetError, PolicyError
-from ebbtide.studies.study import Study
+from ebbtide.studies.granularities import Granularities
 from ebbtide.studies.tasks import Size
 
 PLANNED: Final = "planned"
@@ -54,16 +54,17 @@ class _Line(NamedTuple):
 
 
 def find_limits(
-    study: Study, device_bytes: int, say: Callable[[str], None] = lambda _: None
+    studies: Granularities, device_bytes: int, say: Callable[[str], None] = lambda _: None
 ) -> list[Limit]:
     """Return the largest sizes that fit into a budget of device memory.
 
     Args:
-        study: the training step.
+        studies: the training step; rules are about the largest layers.
         device_bytes: the budget.
         say: is told what is being looked for.
     """
-    limits = _Limits(study, device_bytes)
+    limits = _Limits(studies, device_bytes)
+    study = next(iter(studies))
     size = study.family.size
     found = []
     for method in METHODS:
@@ -86,8 +87,9 @@ def find_limits(
 class _Limits:
     """Looks for the largest sizes. Peaks that are known guide it to those that are not."""
 
-    def __init__(self, study: Study, device_bytes: int) -> None:
-        self._study = study
+    def __init__(self, studies: Granularities, device_bytes: int) -> None:
+        self._studies = studies
+        self._study = next(iter(studies))
         self._device_bytes = device_bytes
         self._peaks: dict[tuple[str, Size], int | None] = {}
 
@@ -172,7 +174,7 @@ class _Limits:
 
     def _smallest_peak_bytes(self, method: str, size: Size) -> int | None:
         if method == PLANNED:
-            return self._study.smallest_bytes(size)
+            return self._studies.smallest_bytes(size)
         outcome = self._study.rule(METHODS[method], 0, size)
         budget = self._study.budget(outcome.prediction.peak_bytes)
         too_much = budget.excess_bytes(outcome.prediction)  # on the host
@@ -183,6 +185,6 @@ class _Limits:
         if method != PLANNED:
             return self._study.rule(METHODS[method], self._device_bytes, size).prediction.step_s
         try:
-            return self._study.find(self._device_bytes, size).prediction.step_s
+            return self._studies.find(self._device_bytes, size).prediction.step_s
         except BudgetError:
             return None

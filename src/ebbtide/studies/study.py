@@ -8,20 +8,25 @@ from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple, final
 
 from ebbtide.errors import BudgetError, PolicyError
-from ebbtide.layers.covering import covering_layers
+from ebbtide.layers.covering import covering_layers, parts_of
 from ebbtide.planning.budgets import PlanBudget
 from ebbtide.planning.hardware import Hardware
 from ebbtide.planning.plan import Plan
-from ebbtide.planning.prediction.step_timing import Prediction, StepTiming
+from ebbtide.planning.prediction.cautious_timing import CautiousTiming
+from ebbtide.planning.prediction.step_timing import Prediction, Predictor
 from ebbtide.planning.profiling.fake_profile import profile_with_fake_tensors
 from ebbtide.planning.searching.choices import inflight_choices
-from ebbtide.planning.searching.plan_search import search
+from ebbtide.planning.searching.plan_search import find_frugal, search
 from ebbtide.planning.searching.simple_plans import rule_plans
 from ebbtide.planning.step_profile import StepProfile
 from ebbtide.studies.profiled_layers import named_layers, stretch
 from ebbtide.studies.tasks import Size, Task, TaskFamily
 
 _SHORT_BLOCKS: Final = 3  # the first, the last, and one that stands for all others
+
+_HIGH: Final = (
+    0.95  # share of the most frugal plan's peak, from which layers are divided into parts
+)
 
 RULES: Final = (
     "keep all",
@@ -53,6 +58,8 @@ class Study:
         optimizer_states: tensors of the weights' size that the optimizer keeps.
         weights: whether weights, gradients and the optimizer's state may rest on the host, if that
             is faster or nothing else fits. Rules for all layers keep them on the device.
+        parts: names of modules that are the layers instead; work between them that saves something
+            is a layer, too.
 
     Attributes:
         family: as given.
@@ -69,17 +76,19 @@ class Study:
         optimizer_states: int = 2,
         *,
         weights: bool = False,
+        parts: Sequence[str] = (),
     ) -> None:
         self.family = family
         self.hardware = hardware
         self.weights = weights
+        self._between, self._named = bool(parts), bool(patterns)
         self._optimizer_states = optimizer_states
         self._profiles: dict[Size, StepProfile] = {}
         self._smallest: dict[Size, int] = {}
         self._middle = 0
         task = self._build(family.size)
-        if patterns:
-            self.names = named_layers(task.model, patterns)
+        if parts or patterns:
+            self.names = list(parts) or named_layers(task.model, patterns)
             self._profile_first(task)
             return
         self.names = covering_layers(task.model)
@@ -89,6 +98,33 @@ class Study:
         if idle and busy and len(busy) < len(self.names):
             self.names = busy
             self._profile_first(task)
+
+    @property
+    def is_divisible(self) -> bool:
+        """Whether parts of layers can be layers instead.
+
+        Not if layers were named, or if the model has so many blocks that one stands for the others.
+        """
+        is_short = self.family.num_blocks > _SHORT_BLOCKS and self.family.build_short is not None
+        return not (self._named or is_short)
+
+    def divided(self) -> Study:
+        """Return the same study with the parts of some layers as layers.
+
+        These are the layers that the peak of the most frugal plan comes from.
+        """
+        layers, timing = self.profile.layers, self._timing(self.profile)
+        peaks = timing.predict(find_frugal(self.profile, timing)).peak_by_position
+        high = {
+            layer.name
+            for layer, *needed in zip(layers, peaks, reversed(peaks), strict=False)
+            if max(needed) >= _HIGH * max(peaks)
+        }
+        model = self._build(self.family.size).model
+        parts = {name: parts_of(model, name) for name in self.names if name in high}
+        names = [each for name in self.names for each in parts.get(name) or [name]]
+        states = self._optimizer_states
+        return Study(self.family, self.hardware, (), states, weights=self.weights, parts=names)
 
     def _build(self, size: Size) -> Task:
         if self.family.num_blocks > _SHORT_BLOCKS and self.family.build_short is not None:
@@ -110,6 +146,7 @@ class Study:
                 layers=[task.model.get_submodule(name) for name in self.names],
                 loss=task.loss,
                 optimizer_states=self._optimizer_states,
+                between=self._between,
             )
         if self.family.num_blocks <= _SHORT_BLOCKS or self.family.build_short is None:
             return profile
@@ -151,7 +188,11 @@ class Study:
     def predict(self, plan: Plan, size: Size | None = None) -> Prediction:
         """Return what a step under a plan costs."""
         profile = self.profile if size is None else self.profile_at(size)
-        return StepTiming(profile, self.hardware).predict(plan)
+        return self._timing(profile).predict(plan)
+
+    def _timing(self, profile: StepProfile) -> Predictor:
+        """Return what predicts steps; on an accelerator, the host sees copies complete late."""
+        return CautiousTiming(profile, self.hardware, 1.0)
 
     def find(self, device_bytes: int, size: Size | None = None) -> Outcome:
         """Find the fastest plan within a budget of device memory.
@@ -160,7 +201,7 @@ class Study:
             BudgetError: no plan was found within the budget.
         """
         profile = self.profile if size is None else self.profile_at(size)
-        timing = StepTiming(profile, self.hardware)
+        timing = self._timing(profile)
         budget = self.budget(device_bytes)
         plan = search(profile, self.hardware, budget, timing, weights=self.weights)
         return Outcome(plan, timing.predict(plan))
@@ -170,7 +211,7 @@ class Study:
         size = self.family.size if size is None else size
         if size not in self._smallest:
             profile = self.profile_at(size)
-            timing = StepTiming(profile, self.hardware)
+            timing = self._timing(profile)
             try:
                 nothing = search(
                     profile, self.hardware, self.budget(0), timing, weights=self.weights
@@ -197,7 +238,7 @@ class Study:
             size: the size of the step; None: the one that was asked for.
         """
         profile = self.profile if size is None else self.profile_at(size)
-        timing = StepTiming(profile, self.hardware)
+        timing = self._timing(profile)
         budget = self.budget(device_bytes)
         plan = dict(rule_plans(profile))[name]
         outcomes = []

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ebbtide.errors import PolicyError
-from ebbtide.studies.language_models import (
+from ebbtide.studies.models.language_models import (
     GPT_SHAPES,
     LLAMA_SHAPES,
     LanguageModel,

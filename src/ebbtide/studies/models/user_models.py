@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ebbtide.errors import PolicyError
-from ebbtide.studies.built_in_models import ModelOptions
+from ebbtide.studies.models.built_in_models import ModelOptions
 from ebbtide.studies.tasks import Size, Task, TaskFamily
 
 _KNOWN: Final = ("resolution", "seq", "batch")

@@ -1,0 +1,1 @@
+"""The models that `ebbtide plan` knows, and those that users name."""
