@@ -501,25 +501,28 @@ def test_resting_weights_are_spread_over_the_step() -> None:
     assert first == (False, True) * 4
 
 
+def with_weights(profile: StepProfile, update_s: float, sizes: Sequence[int]) -> StepProfile:
+    """A step whose layers have weights, with states of these sizes in 9 MB."""
+    layers = (
+        dataclasses.replace(
+            layer,
+            name=str(index),
+            weight_bytes=7 * MB,
+            gradient_bytes=5 * MB,
+            optimizer_bytes=9 * size * MB,
+            host_update_s=update_s / size,
+        )
+        for index, (layer, size) in enumerate(zip(profile.layers, sizes, strict=True))
+    )
+    return dataclasses.replace(profile, layers=tuple(layers))
+
+
 @given(profile=profiles(5), hardware=links(), share=shares)
 @settings(MANY, max_examples=15)
 def test_weights_of_some_layers_are_no_worse_than_those_of_all_or_none(
     profile: StepProfile, hardware: Hardware, share: float
 ) -> None:
-    profile = dataclasses.replace(
-        profile,
-        layers=tuple(
-            dataclasses.replace(
-                layer,
-                name=str(index),
-                weight_bytes=7 * MB,
-                gradient_bytes=5 * MB,
-                optimizer_bytes=9 * MB,
-                host_update_s=1.0,
-            )
-            for index, layer in enumerate(profile.layers)
-        ),
-    )
+    profile = with_weights(profile, 1.0, [1] * len(profile.layers))
     timing = StepTiming(profile, hardware)
     least = find_frugal(profile, timing).peak_bytes
     most = timing.predict(keep_all(profile)).peak_bytes
@@ -541,20 +544,7 @@ def test_the_bound_holds_wherever_weights_rest(
     profile: StepProfile, hardware: Hardware, share: float, update_s: float
 ) -> None:
     assume(count_all_plans(profile) <= 300)
-    profile = dataclasses.replace(
-        profile,
-        layers=tuple(
-            dataclasses.replace(
-                layer,
-                name=str(index),
-                weight_bytes=7 * MB,
-                gradient_bytes=5 * MB,
-                optimizer_bytes=9 * (index + 1) * MB,
-                host_update_s=update_s / (index + 1),
-            )
-            for index, layer in enumerate(profile.layers)
-        ),
-    )
+    profile = with_weights(profile, update_s, range(1, len(profile.layers) + 1))
     timing = StepTiming(profile, hardware)
     got = []
     for plan in all_plans(profile):

@@ -42,11 +42,11 @@ def place(profile: StepProfile, plan: Plan) -> PlannedLayers:
         profile: the step that the plan is for.
         plan: what is to become of it.
     """
-    decisions: dict[tuple[int | None, int], records.Decision] = {}
-    for _, engine_name, decision in _first_saves(profile, plan):
-        decisions[engine_name] = _DECISIONS[decision]
     uses = StorageUses(profile)
     chosen = uses.under(plan).decisions
+    decisions: dict[tuple[int | None, int], records.Decision] = {}
+    for name, engine_name in _first_saves(profile, plan):
+        decisions[engine_name] = _DECISIONS[chosen[uses.pieces[name]]]
     layers = zip(plan.layers, profile.layers, uses.inputs, strict=True)
     calls = [(layer.mode, source) for layer, known, source in layers if not known.between]
     recomputed, kept_inputs = set(), set()
@@ -64,15 +64,11 @@ def place(profile: StepProfile, plan: Plan) -> PlannedLayers:
 
 def engine_names(profile: StepProfile, plan: Plan) -> dict[StorageId, EngineName]:
     """Return the engine's name of each storage that is saved under a plan, by its first save."""
-    return {name: engine_name for name, engine_name, _ in _first_saves(profile, plan)}
+    return dict(_first_saves(profile, plan))
 
 
-def _first_saves(
-    profile: StepProfile, plan: Plan
-) -> Iterator[tuple[StorageId, EngineName, Decision]]:
+def _first_saves(profile: StepProfile, plan: Plan) -> Iterator[tuple[StorageId, EngineName]]:
     """Yield what is saved outside of recomputed layers, as the engine meets it."""
-    uses = StorageUses(profile)
-    decisions = uses.under(plan).decisions
     known: set[StorageId] = set()
     calls = outside = 0
     for index, (layer, chosen) in enumerate(zip(profile.layers, plan.layers, strict=True)):
@@ -86,7 +82,7 @@ def _first_saves(
             name = storage.same_as or StorageId(index, storage.number)
             if name not in known:
                 known.add(name)
-                yield name, EngineName(call, number), decisions[uses.pieces[name]]
+                yield name, EngineName(call, number)
                 number += 1
         if layer.between:
             outside = number

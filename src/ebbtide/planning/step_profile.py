@@ -203,12 +203,20 @@ class StepProfile:
     def fingerprint(self, index: int) -> Hashable:
         """Return a value that two layers share if a plan can treat them alike.
 
-        References to other layers are compared by how far away these are.
+        References to other layers are compared by how far away these are. Working memory is not
+        compared: it is a little more in each layer, if all before it leave something behind.
 
         Args:
             index: index of the layer.
         """
-        layer = dataclasses.replace(self.layers[index], name="")
+        layer = dataclasses.replace(
+            self.layers[index],
+            name="",
+            forward_working_bytes=0,
+            backward_working_bytes=0,
+            unsaved_forward_bytes=None,
+            recompute_working_bytes=None,
+        )
 
         def relative(name: StorageId | None) -> StorageId | None:
             return None if name is None else StorageId(name.layer - index, name.number)

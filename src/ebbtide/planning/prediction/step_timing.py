@@ -206,13 +206,7 @@ class _Run:
             return missing_bytes + layer.forward_working_bytes
         if layer.unsaved_forward_bytes is not None:
             return missing_bytes + layer.unsaved_forward_bytes
-        return missing_bytes + self._inside_bytes(index) + layer.forward_working_bytes
-
-    def _inside_bytes(self, index: int) -> int:
-        """Return the size of what a layer saves beside its input."""
-        source = self._storages.inputs[index]
-        inside = {piece for _, piece in self._storages.saves[index]} - {source}
-        return sum(self._sizes[piece] for piece in inside)
+        return missing_bytes + self._storages.inside_bytes[index] + layer.forward_working_bytes
 
     def _save(self, index: int) -> None:
         for piece in self._uses.saved[index]:
@@ -270,7 +264,7 @@ class _Run:
             self._bring_back(index)
             working_bytes = layer.backward_working_bytes
             if mode is not LayerMode.AS_IS:
-                working_bytes = layer.second_working_bytes + self._inside_bytes(index)
+                working_bytes = layer.second_working_bytes + self._storages.inside_bytes[index]
             self._begin("backward", index, working_bytes)
             if mode is not LayerMode.AS_IS:
                 self._now_s += layer.second_forward_s

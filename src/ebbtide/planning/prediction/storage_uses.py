@@ -60,6 +60,7 @@ class StorageUses:
         memories: all pieces of memory that layers save. What layers save as storages comes first.
         saves: the pieces that each layer saves if it runs as it is: number in the layer and piece.
         inputs: the piece that is each layer's input; None if it has no bytes.
+        inside_bytes: size of what each layer saves beside its input.
     """
 
     def __init__(self, profile: StepProfile) -> None:
@@ -91,6 +92,7 @@ class StorageUses:
                 self.memories.append(Memory(layer.input_bytes, True, (), None))
             else:
                 self.inputs.append(None)
+        self.inside_bytes = [profile.inside_bytes(index) for index in range(len(profile.layers))]
         self._may_recompute = [layer.may_recompute for layer in profile.layers]
 
     def under(self, plan: Plan) -> Uses:

@@ -43,8 +43,8 @@ def _forward(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    within, call = [*calls.open[:-1]], next(reversed(calls.open), None)
-    if call not in recomputed or not recomputed.isdisjoint(within):
+    opened = calls.open
+    if not opened or opened[-1] not in recomputed or not recomputed.isdisjoint(opened[:-1]):
         return forward(*args, **kwargs)
     arguments = Arguments(args, kwargs, name)
     tensors = arguments.take_tensors()

@@ -126,10 +126,7 @@ class StepAssembly:
     @property
     def recomputable(self) -> Set[int]:
         """Indices of the calls that backward may run again."""
-        return {call for call in range(len(self._found.calls)) if self._may_recompute(call)}
-
-    def _may_recompute(self, call: int) -> bool:
-        return call not in self._found.changing
+        return set(range(len(self._found.calls))) - self._found.changing
 
     def recomputed_passes(
         self, peaks: Mapping[Part, int], seconds: Mapping[Part, float]
@@ -195,7 +192,7 @@ class StepAssembly:
         return LayerProfile(
             name=name,
             between=not part.inside,
-            may_recompute=part.inside and self._may_recompute(part.layer),
+            may_recompute=part.inside and part.layer not in self._found.changing,
             forward_s=self._seconds.get(forward, 0.0),
             backward_s=self._seconds.get(backward, 0.0),
             forward_working_bytes=self._working_bytes(forward, saved_bytes + missing_bytes),

@@ -209,12 +209,8 @@ def _is_quick_in_whole_numbers(profile: StepProfile) -> bool:
     fractions of layers are rounded well, because it does not matter which of them is chosen.
     """
     count = len(profile.layers)
-    # Working memory is a little more in each layer, if all before it leave something behind.
-    different = {
-        (layer.forward_s, layer.backward_s, *(each.size_bytes for each in layer.storages))
-        for layer in profile.layers[:_SHORT]
-    }
-    return count <= _FEW or (count <= _SHORT and 2 * len(different) > count)
+    different = len({profile.fingerprint(index) for index in range(min(count, _SHORT))})
+    return count <= _FEW or (count <= _SHORT and 2 * different > count)
 
 
 def _is_close(contest: Contest, bound_s: float) -> bool:

@@ -323,7 +323,7 @@ class _Programme:
         source = self._uses.inputs[index]
         alone = source is not None and len(self._users[source]) == 1
         size = self._uses.memories[source].size_bytes / _MB if alone and source is not None else 0
-        unsaved = self._inside(index) + working
+        unsaved = self._uses.inside_bytes[index] / _MB + working
         if layer.unsaved_forward_bytes is not None:
             unsaved = layer.unsaved_forward_bytes / _MB
         return _plus(
@@ -336,7 +336,7 @@ class _Programme:
     def _backward_need(self, index: int, layer: LayerProfile) -> Terms:
         working = layer.backward_working_bytes / _MB
         weights = layer.weight_bytes + layer.gradient_bytes
-        again = self._inside(index) + layer.second_working_bytes / _MB
+        again = self._uses.inside_bytes[index] / _MB + layer.second_working_bytes / _MB
         return _plus(
             self._saved[index],
             self._input[index],
@@ -344,11 +344,6 @@ class _Programme:
             {ONE: working, self._c[index]: again - working},
             _times(weights / _MB, self._rests[index]),
         )
-
-    def _inside(self, index: int) -> float:
-        source = self._uses.inputs[index]
-        inside = {piece for _, piece in self._uses.saves[index]} - {source}
-        return sum(self._uses.memories[piece].size_bytes for piece in inside) / _MB
 
     # ---- the step -----------------------------------------------------------------------------
 
