@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from ebbtide.budgeting.budget_study import BudgetStudy, Phase, Stage, plan_by_estimate
 from ebbtide.budgeting.corrections import Corrections
-from ebbtide.budgeting.measured_times import copied_bytes
 from ebbtide.budgeting.pass_watch import PassGuard, PassWatch
 from ebbtide.budgeting.placed_plan import place
 from ebbtide.memory.measured_memory import AbstractMemory
+from ebbtide.planning.measured_times import copied_bytes
 from ebbtide.planning.plan import LayerMode, LayerPlan, Plan
 from ebbtide.planning.prediction.step_timing import StepTiming
 from ebbtide.planning.searching.simple_plans import keep_all, offload_first
@@ -194,15 +195,51 @@ def test_what_layers_needed_less_while_all_was_offloaded_counts_once_it_was_not(
     assert known.apply(WORKING, cautious=True) == known.apply(WORKING)  # it needs more: that counts
 
 
+def test_a_layer_that_was_not_recomputed_yet_may_need_more_then() -> None:
+    recomputing = keep_all(WORKING)
+    again = LayerPlan(mode=LayerMode.RECOMPUTE)
+    recomputing = dataclasses.replace(recomputing, layers=(*recomputing.layers[:2], again))
+    corrections = Corrections()
+    for measured in (False, True):
+        sure, unsure = (corrections.apply(WORKING, unsure_bytes=size) for size in (0, 5 * MB))
+        for index, (one, other) in enumerate(zip(sure.layers, unsure.layers, strict=True)):
+            more_bytes = 0 if measured and index == 2 else 5 * MB
+            assert other.second_working_bytes == one.second_working_bytes + more_bytes
+            assert other.unsaved_forward_bytes == (one.unsaved_forward_bytes or 0) + more_bytes
+            assert other.forward_working_bytes == one.forward_working_bytes
+            assert other.backward_working_bytes == one.backward_working_bytes
+        predicted = StepTiming(WORKING, LINK).predict(recomputing)
+        corrections.learn(watched(*[90] * 8), recomputing, predicted)
+
+
+@pytest.mark.parametrize("on_host", [True, False])
+def test_only_on_a_cpu_a_plan_leaves_room_for_that(
+    monkeypatch: pytest.MonkeyPatch, on_host: bool
+) -> None:
+    study = measured_study(40, 10, WORKING)
+    study._hardware = dataclasses.replace(LINK, computes_on_host=on_host)
+    asked: list[int] = []
+    apply = Corrections.apply
+
+    def noted(self: Corrections, profile: StepProfile, **options: Any) -> StepProfile:
+        asked.append(options["unsure_bytes"])
+        return apply(self, profile, **options)
+
+    monkeypatch.setattr(Corrections, "apply", noted)
+    study.choose(10 * MB)
+    assert asked[0] == (int(0.02 * 40 * MB) if on_host else 0)
+    assert asked[1] == 0  # where nothing fits otherwise
+
+
 def test_a_plan_is_found_where_only_what_was_measured_leaves_room(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked: list[bool] = []
     apply = Corrections.apply
 
-    def noted(self: Corrections, profile: StepProfile, *, cautious: bool = False) -> StepProfile:
-        asked.append(cautious)
-        return apply(self, profile, cautious=cautious)
+    def noted(self: Corrections, profile: StepProfile, **options: Any) -> StepProfile:
+        asked.append(options["cautious"])
+        return apply(self, profile, **options)
 
     study = measured_study(40, 10, WORKING)
     monkeypatch.setattr(Corrections, "apply", noted)

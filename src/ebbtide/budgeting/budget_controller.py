@@ -15,7 +15,6 @@ from torch.utils._pytree import tree_leaves
 from ebbtide.activations.placement import PlannedLayers
 from ebbtide.budgeting.budget_size import parse_budget_bytes
 from ebbtide.budgeting.budget_study import BudgetStudy, Phase, Stage
-from ebbtide.budgeting.measured_times import measured_profile
 from ebbtide.budgeting.pass_watch import PassGuard, PassWatch
 from ebbtide.budgeting.placed_plan import place
 from ebbtide.budgeting.planned_step import PlannedStep, describe_briefly
@@ -25,6 +24,7 @@ from ebbtide.errors import PolicyError
 from ebbtide.interface.warning import warn_user
 from ebbtide.memory.measured_memory import AbstractMemory, memory_of
 from ebbtide.planning.hardware import Hardware
+from ebbtide.planning.measured_times import measured_profile
 from ebbtide.planning.plan import Plan
 from ebbtide.planning.profiling.fake_profile import profile_activations
 from ebbtide.planning.profiling.fake_step import CallArguments

@@ -21,7 +21,12 @@ from collections.abc import Mapping, Set
 from typing import Final, NamedTuple, final
 
 from ebbtide.budgeting.corrections import Corrections
-from ebbtide.budgeting.measured_times import (
+from ebbtide.budgeting.pass_watch import PassWatch
+from ebbtide.budgeting.planned_step import PlannedStep, StepCost, describe_briefly
+from ebbtide.errors import BudgetError
+from ebbtide.planning.budgets import PlanBudget
+from ebbtide.planning.hardware import Hardware
+from ebbtide.planning.measured_times import (
     computing_s,
     copied_bytes,
     measured_hardware,
@@ -29,11 +34,6 @@ from ebbtide.budgeting.measured_times import (
     with_copy_cost,
     with_shorter_passes,
 )
-from ebbtide.budgeting.pass_watch import PassWatch
-from ebbtide.budgeting.planned_step import PlannedStep, StepCost, describe_briefly
-from ebbtide.errors import BudgetError
-from ebbtide.planning.budgets import PlanBudget
-from ebbtide.planning.hardware import Hardware
 from ebbtide.planning.plan import LayerMode, Plan
 from ebbtide.planning.prediction.cautious_timing import CautiousTiming, predict_awaited
 from ebbtide.planning.prediction.step_timing import Prediction
@@ -49,6 +49,7 @@ _MOST_PLANS: Final = 6  # plans that are tried before one stays that needs other
 _MOST_LATE: Final = 2  # or other time than was predicted
 _MARGIN: Final = 0.05  # share of the budget that stays free, as no two steps are alike,
 _MARGIN_ON_HOST: Final = 0.03  # and where large blocks can be mapped one by one
+_UNSURE: Final = 0.02  # share of the budget by which layers can be off that never ran again there
 _CLOSE: Final = 0.04  # error of a predicted peak, as a share of it, that needs no other plan,
 _CLOSE_S: Final = 0.15  # and of a predicted time
 _GUARDED: Final = 0.03  # share of the budget that freed memory leaves free
@@ -435,7 +436,9 @@ class BudgetStudy:
     def _corrected(self, begin_bytes: int, *, cautious: bool = False) -> StepProfile:
         fixed_bytes = begin_bytes + self._slack_bytes
         profile = dataclasses.replace(self._profile, fixed_bytes=fixed_bytes)
-        return self._corrections.apply(profile, cautious=cautious)
+        on_host = self._hardware.computes_on_host
+        unsure_bytes = int(_UNSURE * self.budget_bytes) if cautious and on_host else 0
+        return self._corrections.apply(profile, cautious=cautious, unsure_bytes=unsure_bytes)
 
     def _predict(self, begin_bytes: int) -> Prediction:
         profile = dataclasses.replace(self._corrected(begin_bytes), fixed_bytes=begin_bytes)

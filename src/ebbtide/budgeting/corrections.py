@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any, final
 
 from ebbtide.budgeting.pass_watch import PassWatch
@@ -41,29 +41,42 @@ class Corrections:
                 if not _is_offloaded(plan, each):
                     self._kept.add(key)
 
-    def apply(self, profile: StepProfile, *, cautious: bool = False) -> StepProfile:
+    def apply(
+        self, profile: StepProfile, *, cautious: bool = False, unsure_bytes: int = 0
+    ) -> StepProfile:
         """Return a profile with working memory as it was measured.
 
         Args:
             profile: the profile.
             cautious: what a layer was measured to need less, while all that it saves was offloaded,
                 may be because that was never there at one time. This does not count on it.
+            unsure_bytes: how much more a pass of a layer may need than the profile says, if the
+                layer is recomputed and was not measured so.
         """
         count = len(profile.layers)
         known = self._kept if cautious else self._excess.keys()
         excess = {key: size if key in known else max(0, size) for key, size in self._excess.items()}
+        # What was measured in one way is taken to be needed in the other way, too.
+        as_is, again = (
+            [
+                excess.get((each, way), unsure + max(0, excess.get((each, not way), 0)))
+                for each in range(2 * count + 1)
+            ]
+            for way, unsure in ((False, 0), (True, unsure_bytes))
+        )
         layers = tuple(
-            _corrected(layer, profile.inside_bytes(index), excess, index, 2 * count - index)
+            _corrected(layer, profile.inside_bytes(index), as_is, again, index, 2 * count - index)
             for index, layer in enumerate(profile.layers)
         )
-        loss_bytes = profile.loss_working_bytes + _at(excess, count, recomputed=False)
+        loss_bytes = profile.loss_working_bytes + as_is[count]
         return dataclasses.replace(profile, layers=layers, loss_working_bytes=max(0, loss_bytes))
 
 
 def _corrected(
     layer: LayerProfile,
     inside_bytes: int,
-    excess: Mapping[tuple[int, bool], int],
+    as_is: Sequence[int],
+    again: Sequence[int],
     forward: int,
     backward: int,
 ) -> LayerProfile:
@@ -72,23 +85,13 @@ def _corrected(
     if unsaved_bytes is None:
         unsaved_bytes = inside_bytes + layer.forward_working_bytes
     figures = {
-        "forward_working_bytes": layer.forward_working_bytes
-        + _at(excess, forward, recomputed=False),
-        "unsaved_forward_bytes": unsaved_bytes + _at(excess, forward, recomputed=True),
-        "backward_working_bytes": layer.backward_working_bytes
-        + _at(excess, backward, recomputed=False),
-        "recompute_working_bytes": layer.second_working_bytes
-        + _at(excess, backward, recomputed=True),
+        "forward_working_bytes": layer.forward_working_bytes + as_is[forward],
+        "unsaved_forward_bytes": unsaved_bytes + again[forward],
+        "backward_working_bytes": layer.backward_working_bytes + as_is[backward],
+        "recompute_working_bytes": layer.second_working_bytes + again[backward],
     }
     changes: dict[str, Any] = {name: max(0, size) for name, size in figures.items()}
     return dataclasses.replace(layer, **changes)
-
-
-def _at(excess: Mapping[tuple[int, bool], int], position: int, *, recomputed: bool) -> int:
-    known = excess.get((position, recomputed))
-    if known is not None:
-        return known
-    return max(0, excess.get((position, not recomputed), 0))
 
 
 def _is_recomputed(plan: Plan, position: int) -> bool:
