@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from ebbtide.activations.activations import Activations
 from ebbtide.activations.placement import Placement, Plan, PlannedLayers
 from ebbtide.activations.records import UnitRecords
+from ebbtide.activations.windowed_passes import PassWindows
 from ebbtide.coexistence.other_hooks import hooks_are_wanted, let_others_disable
 from ebbtide.coexistence.unsharded import UnshardedParameters
 from ebbtide.devices.accelerator import AcceleratorDevice
@@ -138,6 +139,7 @@ class Engine:
         self.weights: WeightHooks | None = None
         self.passes: PassListener | None = None
         self._bound_bytes: int | None = None
+        self._windows: PassWindows | None = None
         self._has_room: Callable[[], bool] | None = None
         self._units: list[UnitRecords | None] = []  # one for each open layer, innermost last
         self._build(find_device(modules) or self._default_device())
@@ -189,9 +191,14 @@ class Engine:
             bound_bytes: bound on the bytes in flight in each direction; None leaves it as it is.
         """
         self.placement.follow(layers)
+        self._windows = None if layers is None else layers.windows
         if bound_bytes is not None:
             self._bound_bytes = bound_bytes
-            self.transfers.bound(bound_bytes)
+        self._bound_transfers()
+
+    def _bound_transfers(self) -> None:
+        if self._bound_bytes is not None:
+            self.transfers.bound(self._bound_bytes, self._windows)
 
     def keep_freed_memory(self, has_room: Callable[[], bool] | None) -> None:
         """Return freed memory to the system only where it has no room, for a model on a CPU.
@@ -343,6 +350,8 @@ class Engine:
     def begin_forward(self) -> None:
         """Note that a forward of the model begins."""
         self._units.clear()
+        if self._windows is not None:
+            self._windows.begin_forward(self.activations)
         if self.executor is not None:
             self._microbatch = self.executor.next_microbatch()
 
@@ -354,6 +363,8 @@ class Engine:
         """
         if self.passes is not None:
             self.passes.end_forward()
+        if self._windows is not None:
+            self._windows.end_forward(self.activations)
         if num_layers is not None:
             self.placement.num_calls = num_layers
         if self.executor is not None:
@@ -364,6 +375,8 @@ class Engine:
         """Note that a layer's forward begins."""
         if self.passes is not None:
             self.passes.begin_forward_of(layer.index)
+        if self._windows is not None:
+            self._windows.begin_forward_of(layer.index, self.activations)
         if self.executor is None:
             self.activations.scopes.begin_layer(layer, offloads=self.placement.offloads(layer))
             self._units.append(None)
@@ -382,15 +395,18 @@ class Engine:
 
     def end_layer(self, layer: Layer, output: Any) -> None:
         """Note that a layer's forward has ended."""
-        microbatch = self.activations.scopes.current.forward.number
+        log = self.activations.scopes.current.forward
         self.activations.scopes.end_layer()
         unit = self._units.pop()
         if self.passes is not None:
             self.passes.end_forward_of(layer.index)
-        if self._traced or unit is not None or self.passes is not None:
+        if self._windows is not None:
+            self._windows.end_forward_of(layer.index, self.activations)
+        if self._traced or any(each is not None for each in (unit, self.passes, self._windows)):
             leaves = tree_leaves(output)
             outputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-            self._watch_outputs(layer, microbatch, unit, outputs)
+            self._watch_outputs(layer, log.number, unit, outputs)
+            self._watch_windows(layer.index, log, outputs)
 
     def _begin_layer(self, layer: Layer, unit: UnitRecords, log: ForwardLog) -> UnitRecords:
         self.activations.scopes.begin_layer(layer, offloads=unit.leaves, unit=unit, forward=log)
@@ -411,6 +427,12 @@ class Engine:
             watch_nodes(outputs, lambda _: passes.begin_backward_of(layer.index))
         if recorder is not None:
             recorder.watch_backward(Subject(layer, microbatch), outputs)
+
+    def _watch_windows(self, call: int, log: ForwardLog, outputs: Sequence[torch.Tensor]) -> None:
+        """Watch for it to open the window of the backward; after what measures the backward."""
+        windows, activations = self._windows, self.activations
+        if windows is not None:
+            watch_nodes(outputs, lambda _: windows.begin_backward_of(call, activations, log))
 
     # ---- called by hand-written training loops ------------------------------------------------
 
@@ -531,8 +553,7 @@ class Engine:
         transfers.is_broken = True  # until all parts belong together
         self.transfers = transfers
         transfers.account.watch = self._watch_memory(transfers)
-        if self._bound_bytes is not None:
-            self.transfers.bound(self._bound_bytes)
+        self._bound_transfers()
         self.activations = Activations(self.transfers)
         self._recomputations = Recomputations(self.activations)
         self.keep_freed_memory(self._has_room)

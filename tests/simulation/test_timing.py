@@ -39,8 +39,10 @@ class Run:
         assert hooks.begin()
         for number in range(self.num_layers):
             layer = Layer(number, f"blocks.{number}")
+            self.begin_layer(number)
             activations.scopes.begin_layer(layer, offloads=number < self.offloaded)
             h = Work.apply(h, self.device)
+            self.end_layer(number, h)
             activations.scopes.end_layer()
         hooks.end()
         h.backward(torch.ones_like(h))
@@ -48,6 +50,12 @@ class Run:
         self.step_s = self.device.now_s - begin_s
         assert x.grad is not None
         return x.grad
+
+    def begin_layer(self, number: int) -> None:
+        """Called before each layer."""
+
+    def end_layer(self, number: int, output: Tensor) -> None:
+        """Called after each layer."""
 
     def steps(self, count: int = 3) -> StepStats:
         expected = self.plain()

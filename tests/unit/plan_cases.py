@@ -178,7 +178,10 @@ def small_chains(draw: st.DrawFn, count: int) -> StepProfile:
 
 
 def all_plans(profile: StepProfile) -> Iterator[Plan]:
-    """Every plan: each mode of each layer, each decision for each storage, each bound in flight."""
+    """Every plan: each mode of each layer, each decision for each storage, each bound in flight.
+
+    The last one of each has windows instead, all of them closed.
+    """
     options = []
     for layer in profile.layers:
         kinds = []
@@ -195,10 +198,11 @@ def all_plans(profile: StepProfile) -> Iterator[Plan]:
     for layers in itertools.product(*options):
         for inflight_bytes in inflight_choices(profile):
             yield Plan(layers=layers, max_inflight_bytes=inflight_bytes)
+        yield Plan(layers=layers, windows=(0,) * (2 * len(layers) + 1))
 
 
 def count_all_plans(profile: StepProfile) -> int:
-    total = len(inflight_choices(profile))
+    total = len(inflight_choices(profile)) + 1
     for layer in profile.layers:
         of_layer = 1
         for storage in layer.storages:

@@ -28,7 +28,10 @@ CPU = Hardware.named("cpu")
 
 
 def random_plan(profile: StepProfile, seed: int) -> Plan:
-    """A plan that does anything with any layer; every third has some weights on the host."""
+    """A plan that does anything with any layer.
+
+    Every third has some weights on the host, and half of them have windows.
+    """
     rng = random.Random(seed)
     resting = {name for name in profile.weight_owners() if seed % 3 == 2 and rng.random() < 0.6}
     layers = []
@@ -40,7 +43,13 @@ def random_plan(profile: StepProfile, seed: int) -> Plan:
         )
         rests = layer.name in resting
         layers.append(LayerPlan(mode=mode, decisions=decisions, weights_on_host=rests))
-    return Plan(layers=tuple(layers), max_inflight_bytes=rng.choice([0, 10_000, 10**6]))
+    sizes = [0, 10_000, 10**6]
+    windows = tuple(rng.choice(sizes) for _ in range(2 * len(layers) + 1))
+    return Plan(
+        layers=tuple(layers),
+        max_inflight_bytes=rng.choice(sizes),
+        windows=windows if rng.random() < 0.5 else (),
+    )
 
 
 def profile_of(model: nn.Module, batch: Tensor) -> StepProfile:

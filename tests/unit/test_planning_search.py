@@ -19,7 +19,9 @@ from ebbtide.errors import BudgetError, PolicyError
 from ebbtide.planning.budgets import PlanBudget
 from ebbtide.planning.hardware import Hardware
 from ebbtide.planning.plan import Decision, Plan
+from ebbtide.planning.prediction.pass_windows import open_windows
 from ebbtide.planning.prediction.step_timing import Prediction, StepTiming
+from ebbtide.planning.prediction.storage_uses import StorageUses
 from ebbtide.planning.searching.chain_programme import chain_plans
 from ebbtide.planning.searching.choices import choices_of, inflight_choices
 from ebbtide.planning.searching.contest import Contest
@@ -50,21 +52,40 @@ MANY = settings(
 FEW = settings(MANY, max_examples=3)
 
 
-def predictions(profile: StepProfile, hardware: Hardware) -> list[Prediction]:
-    timing = StepTiming(profile, hardware)
-    return [timing.predict(plan) for plan in all_plans(profile)]
+def predictions(profile: StepProfile, timing: StepTiming) -> list[tuple[Plan, Prediction]]:
+    return [(plan, timing.predict(plan)) for plan in all_plans(profile)]
+
+
+def opened(
+    every: list[tuple[Plan, Prediction]],
+    profile: StepProfile,
+    timing: StepTiming,
+    device_bytes: int,
+) -> list[Prediction]:
+    """All predictions, with windows as wide as the budget allows."""
+    uses, found = StorageUses(profile), []
+    for plan, closed in every:
+        if plan.windows:
+            peaks = closed.peak_by_position
+            plan = open_windows(plan, profile, uses, peaks, device_bytes)
+            found.append(timing.predict(plan))
+        else:
+            found.append(closed)
+    return found
 
 
 def check_against_all(
     profile: StepProfile, hardware: Hardware, share: float, host_share: float | None = None
 ) -> None:
     """Compare the search with all plans, at a budget between the smallest and the largest peak."""
-    every = predictions(profile, hardware)
-    least, most = (pick(each.peak_bytes for each in every) for pick in (min, max))
+    timing = StepTiming(profile, hardware)
+    closed = predictions(profile, timing)
+    least, most = (pick(each.peak_bytes for _, each in closed) for pick in (min, max))
     host_bytes = None
     if host_share is not None:
-        host_bytes = int(host_share * max(each.host_peak_bytes for each in every))
+        host_bytes = int(host_share * max(each.host_peak_bytes for _, each in closed))
     budget = PlanBudget(device_bytes=int(least + share * (most - least)), host_bytes=host_bytes)
+    every = opened(closed, profile, timing, budget.device_bytes)
     fitting = [each.step_s for each in every if not budget.excess_bytes(each)]
     relaxation = relax(profile, hardware, budget)
     if not fitting:
@@ -220,11 +241,12 @@ def test_no_slower_than_a_dynamic_programme_that_recomputes_and_offloads(
 @pytest.mark.parametrize("seed", range(4))
 def test_the_dynamic_programme_finds_what_is_nearly_the_best(seed: int, mb_per_s: int) -> None:
     profile, hardware = uneven_chain(seed, 5), make_link(mb_per_s)
-    every = predictions(profile, hardware)
+    every = predictions(profile, StepTiming(profile, hardware))
+    got = [each for plan, each in every if not plan.windows]
     most_bytes = StepTiming(profile, hardware).predict(keep_all(profile)).peak_bytes
     for share in (0.5, 0.7):
         budget_bytes = int(share * most_bytes)
-        best_s = min(each.step_s for each in every if each.peak_bytes <= budget_bytes)
+        best_s = min(each.step_s for each in got if each.peak_bytes <= budget_bytes)
         found_s = chain_step_s(profile, hardware, budget_bytes)
         assert found_s is not None
         assert best_s <= found_s <= 1.05 * best_s
@@ -343,10 +365,9 @@ def test_arithmetic_leaves_out_no_plan_that_would_win(
     budget = PlanBudget(device_bytes=timing.predict(known).peak_bytes)
     copy_s_per_byte = 1 / hardware.d2h_bytes_per_s + 1 / hardware.h2d_bytes_per_s
     for plan in plans[:: 1 + len(plans) // 200]:
-        contest = Contest(profile, timing, budget)
+        contest = Contest(profile, timing, budget, by_pass=True)
         contest.enter(choices_of(known, contest.uses))
-        choices = choices_of(plan, contest.uses)
-        bounds = inflight_choices(profile)
+        choices, bounds = choices_of(plan, contest.uses), contest.bounds
         entered = []
         for each in bounds:
             choices = choices.copy()
@@ -524,7 +545,7 @@ def test_weights_of_some_layers_are_no_worse_than_those_of_all_or_none(
 ) -> None:
     profile = with_weights(profile, 1.0, [1] * len(profile.layers))
     timing = StepTiming(profile, hardware)
-    least = find_frugal(profile, timing).peak_bytes
+    least = find_frugal(profile, hardware, timing).peak_bytes
     most = timing.predict(keep_all(profile)).peak_bytes
     assert least is not None
     budget = PlanBudget(device_bytes=int(least + share * (most - least)))
@@ -548,6 +569,8 @@ def test_the_bound_holds_wherever_weights_rest(
     timing = StepTiming(profile, hardware)
     got = []
     for plan in all_plans(profile):
+        if plan.windows:
+            continue  # no plan has both
         for places in itertools.product([False, True], repeat=len(plan.layers)):
             layers = zip(plan.layers, places, strict=True)
             placed = (dataclasses.replace(each, weights_on_host=on) for each, on in layers)

@@ -11,6 +11,7 @@ from torch import Tensor
 from ebbtide.activations.rebuild import RebuildFinder
 from ebbtide.activations.records import KEEP, OFFLOAD, REBUILD, Call, Decision
 from ebbtide.activations.scope import Scope
+from ebbtide.activations.windowed_passes import PassWindows
 from ebbtide.policy import ActivationPolicy
 from ebbtide.tensors.marks import is_marked
 from ebbtide.transfers.layer import Layer
@@ -30,12 +31,14 @@ class PlannedLayers(NamedTuple):
         recomputed: indices of the layers that save their inputs alone.
         kept_inputs: those of them whose inputs stay on the device.
         keeps_outside: whether what is saved outside layers stays unless a decision names it.
+        windows: what may be in flight in each pass; None: the bound on bytes in flight says.
     """
 
     decisions: Plan
     recomputed: Set[int]
     kept_inputs: Set[int]
     keeps_outside: bool = False
+    windows: PassWindows | None = None
 
 
 @final

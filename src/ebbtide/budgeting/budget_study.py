@@ -465,7 +465,7 @@ class BudgetStudy:
     def _find_frugal(self, enough_bytes: int) -> Plan:
         profile = self._corrected(self._begin_bytes)
         timing = CautiousTiming(profile, self._hardware, self._slower)
-        return find_frugal(profile, timing, enough_bytes)
+        return find_frugal(profile, self._hardware, timing, enough_bytes)
 
     def _try_another_frugal(self) -> bool:
         """Try another plan that may need less than those that were measured, if there is one."""
@@ -546,8 +546,12 @@ def _cost(plan: Plan) -> StepCost:
 
 def _is_same(plan: Plan, other: Plan) -> bool:
     """Whether two plans do the same with each storage."""
-    same_bound = plan.max_inflight_bytes == other.max_inflight_bytes
-    return same_bound and plan.layers == other.layers
+    return _cut(plan) == _cut(other)
+
+
+def _cut(plan: Plan) -> Plan:
+    """Return a plan without what is predicted of it."""
+    return dataclasses.replace(plan, step_s=None, peak_bytes=None, bound_s=None)
 
 
 def plan_by_estimate(

@@ -7,12 +7,14 @@ what it shares with it, and has other numbers than under another plan.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from ebbtide.activations import records
 from ebbtide.activations.placement import PlannedLayers
+from ebbtide.activations.windowed_passes import PassWindows, Window
 from ebbtide.planning.plan import Decision, LayerMode, Plan
+from ebbtide.planning.prediction.pass_windows import backward_groups
 from ebbtide.planning.prediction.storage_uses import StorageUses
 from ebbtide.planning.step_profile import StepProfile, StorageId
 
@@ -58,8 +60,36 @@ def place(profile: StepProfile, plan: Plan) -> PlannedLayers:
                 kept_inputs.add(index)
     knows_outside = any(layer.between for layer in profile.layers)
     return PlannedLayers(
-        decisions, frozenset(recomputed), frozenset(kept_inputs), keeps_outside=not knows_outside
+        decisions,
+        frozenset(recomputed),
+        frozenset(kept_inputs),
+        keeps_outside=not knows_outside,
+        windows=_windows(profile, plan, uses) if plan.windows else None,
     )
+
+
+def _windows(profile: StepProfile, plan: Plan, uses: StorageUses) -> PassWindows:
+    """Return a plan's windows by the numbers of the layers' calls."""
+    under, count = uses.under(plan), len(profile.layers)
+
+    def bytes_of(pieces: Iterable[int]) -> int:
+        leaving = (each for each in pieces if under.decisions[each] is Decision.OFFLOAD)
+        return sum(uses.memories[each].size_bytes for each in leaving)
+
+    forward = [Window(plan.windows[i], bytes_of(under.saved[i])) for i in range(count)]
+    backward: list[Window] = []
+    between: list[Window | None] = [None]
+    for group in reversed(backward_groups(profile)[1:]):
+        own_bytes = sum(bytes_of(under.needed[2 * count - position]) for position in group)
+        backward.append(Window(plan.windows[group[0]], own_bytes))
+    for index, layer in enumerate(profile.layers):
+        if layer.between:
+            between[-1] = forward[index]
+        else:
+            between.append(None)
+    pairs = zip(forward, profile.layers, strict=True)
+    calls = [window for window, layer in pairs if not layer.between]
+    return PassWindows(calls, between, Window(plan.windows[count], 0), backward)
 
 
 def engine_names(profile: StepProfile, plan: Plan) -> dict[StorageId, EngineName]:

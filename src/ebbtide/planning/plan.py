@@ -61,6 +61,9 @@ class Plan:
         layers: one entry for each layer of the profile.
         max_inflight_bytes: bound, for each direction, on the bytes that occupy device memory only
             because their copy is in flight; see `ActivationPolicy.max_inflight_bytes`.
+        windows: such a bound for each pass F0, F1, ..., the loss, ..., B1, B0 alone; empty: all
+            passes have the same one. See [Note: windows] in
+            `ebbtide.planning.prediction.pass_windows`.
         step_s: predicted seconds of a step; None: not predicted.
         peak_bytes: predicted peak of device memory; None: not predicted.
         bound_s: no plan within the budget has a shorter step than this many seconds; None: not
@@ -69,6 +72,7 @@ class Plan:
 
     layers: tuple[LayerPlan, ...]
     max_inflight_bytes: int = 0
+    windows: tuple[int, ...] = ()
     step_s: float | None = None
     peak_bytes: int | None = None
     bound_s: float | None = None
@@ -96,6 +100,8 @@ class Plan:
             for layer in self.layers
         ]
         plan = {**{name: getattr(self, name) for name in _FIGURES}, "layers": layers}
+        if self.windows:
+            plan["windows"] = list(self.windows)
         return json.dumps({"format": FORMAT, "version": VERSION, "plan": plan}, allow_nan=False)
 
     @classmethod
@@ -108,7 +114,8 @@ class Plan:
         entry = read_document(text, FORMAT, VERSION, "plan")
         try:
             layers = tuple(_read_layer(layer) for layer in entry.pop("layers"))
-            return cls(layers=layers, **entry)
+            windows = tuple(int(size) for size in entry.pop("windows", ()))
+            return cls(layers=layers, windows=windows, **entry)
         except (TypeError, KeyError, ValueError) as error:
             raise PolicyError(f"the plan cannot be read: {error}; plan again") from None
 
@@ -120,7 +127,9 @@ class Plan:
     def _lines(self) -> Iterator[str]:
         step = "not predicted" if self.step_s is None else f"{self.step_s * 1e3:.2f} ms"
         peak = "not predicted" if self.peak_bytes is None else format_size(self.peak_bytes)
-        yield f"step {step}, peak {peak}, in flight each way {format_size(self.max_inflight_bytes)}"
+        most = format_size(self.max_inflight_bytes)
+        flying = f"as each pass has room, {most} at most" if self.windows else f"each way {most}"
+        yield f"step {step}, peak {peak}, in flight {flying}"
         if self.gap is not None and self.bound_s is not None:
             yield f"no plan has a step below {self.bound_s * 1e3:.2f} ms: gap {self.gap:.1%}"
         yield f"{'layers':<15} {'mode':<18} {'keep':>5} {'offload':>8} {'rebuild':>8}  weights"

@@ -205,7 +205,9 @@ def _plan_lines(found: Findings) -> Iterator[str]:
     if prediction.exposed_copy_s:
         waits = f"waits {format_seconds(prediction.exposed_copy_s)}"
     moving = f"up to {format_size(plan.max_inflight_bytes)} at once each way"
-    if not plan.max_inflight_bytes:
+    if plan.windows:
+        moving = f"as each pass has room for them, {format_size(plan.max_inflight_bytes)} at most"
+    elif not plan.max_inflight_bytes:
         moving = "one at a time"
     yield from _wrap(f"{rest}. Copies move {moving}; compute {waits} for them.")
 

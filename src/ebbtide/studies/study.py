@@ -114,7 +114,7 @@ class Study:
         These are the layers that the peak of the most frugal plan comes from.
         """
         layers, timing = self.profile.layers, self._timing(self.profile)
-        peaks = timing.predict(find_frugal(self.profile, timing)).peak_by_position
+        peaks = timing.predict(find_frugal(self.profile, self.hardware, timing)).peak_by_position
         high = {
             layer.name
             for layer, *needed in zip(layers, peaks, reversed(peaks), strict=False)

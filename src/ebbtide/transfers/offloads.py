@@ -145,7 +145,11 @@ class Offloads:
         Args:
             size_bytes: of what is to be queued next.
         """
-        while self.queue and self.queued_bytes + size_bytes > self.bound_bytes:
+        self.hold_to(self.bound_bytes - size_bytes)
+
+    def hold_to(self, most_bytes: int) -> None:
+        """Make compute wait for the oldest copies down until no more than this is on its way."""
+        while self.queue and self.queued_bytes > most_bytes:
             # Guard bound-after-copy: compute waits for the oldest copy down before its source is
             # released early. Past the bound on bytes in flight, kernels queued next would reuse
             # memory that the copy still reads.

@@ -35,6 +35,7 @@ class Reloads:
             needed. One buffer alone may be larger.
 
     Attributes:
+        bound_bytes: the most bytes that all buffers may have, unless one more is needed now.
         buffered: activations that have a buffer, oldest first.
         buffered_bytes: size of these buffers.
         abandoned: buffers that are not needed any more, each with the event at which the copy that
@@ -47,11 +48,23 @@ class Reloads:
         self._device = device
         self._store = store
         self._account = account
-        self.bound_bytes = bound_bytes
+        self.bound(bound_bytes)
         self.buffered: dict[Record, None] = {}
         self.buffered_bytes = 0
         self.abandoned: list[tuple[torch.Tensor, AbstractEvent]] = []
         self._expected_bytes = 0  # that the store has been told to expect
+
+    def bound(self, bound_bytes: int) -> None:
+        """Bound the bytes that are brought back ahead of their need; one buffer may be larger."""
+        self.bound_bytes = self._ahead_bytes = bound_bytes
+        self._own_bytes = 0  # still to be read in the pass that runs, if it has a window
+        self._is_window = False
+
+    def window(self, ahead_bytes: int, own_bytes: int) -> None:
+        """Bound them for one pass, beside what the pass needs itself; not one may be larger."""
+        self.bound_bytes = ahead_bytes + own_bytes
+        self._ahead_bytes, self._own_bytes = ahead_bytes, own_bytes
+        self._is_window = True
 
     # ---- any record ---------------------------------------------------------------------------
 
@@ -126,6 +139,8 @@ class Reloads:
             The generation of the buffer that it reads now.
         """
         if generation != record.generation:
+            if record.unread == record.handles and self._own_bytes:
+                self._own_bytes = max(0, self._own_bytes - record.size_bytes)
             record.unread -= 1
         if not record.unread and not record.buffer_stays:
             self.release(record)
@@ -153,7 +168,7 @@ class Reloads:
         """
         while (record := log.next_reload()) is not None:
             if record.state is STORED:
-                fits = self.buffered_bytes + record.size_bytes <= self.bound_bytes
+                fits = self._fits(record)
                 if not fits and not self._make_room_before(record):
                     break
                 self.begin(record)
@@ -176,6 +191,10 @@ class Reloads:
                 self._store.read_ahead(record.slot)
             log.pass_announcement()
 
+    def _fits(self, record: Record) -> bool:
+        most_bytes = self._ahead_bytes + self._own_bytes
+        return self.buffered_bytes + record.size_bytes <= most_bytes
+
     def _make_room_before(self, wanted: Record) -> bool:
         """Free buffers that were read and that backward does not need before this record.
 
@@ -185,6 +204,6 @@ class Reloads:
         for record in list(self.buffered):
             if record.can_go() and not record.precedes(wanted):
                 self.release(record)
-                if self.buffered_bytes + wanted.size_bytes <= self.bound_bytes:
+                if self._fits(wanted):
                     return True
-        return not self.buffered
+        return not self.buffered and not self._is_window

@@ -48,6 +48,7 @@ class Transfers:
         offloads: copies from the device to the store.
         reloads: copies from the store to the device.
         live: number of saved tensors that graphs hold.
+        windows: what bounds the bytes in flight pass by pass; None if nothing does.
         running: number of forwards that run now, and of backwards that reload weights now.
         closed: whether the store has been closed.
         is_broken: whether an interrupt may have left the records half changed. The engine is built
@@ -68,6 +69,7 @@ class Transfers:
         self.account = Account(device, traced=traced)
         self.offloads = Offloads(store, self.account, bound_bytes)
         self.reloads = Reloads(device, store, self.account, bound_bytes)
+        self.windows: object | None = None
         self.live = 0
         self.running = 0
         self._has_more: Callable[[], Callable[[], bool] | None] = lambda: None
@@ -94,13 +96,16 @@ class Transfers:
             # to it.
             self.device.defer(functools.partial(_outlive_copies, memory, self.store))
 
-    def bound(self, bound_bytes: int) -> None:
+    def bound(self, bound_bytes: int, windows: object | None = None) -> None:
         """Bound the bytes in flight in each direction anew.
 
         Args:
             bound_bytes: the bound; see `ActivationPolicy.max_inflight_bytes`.
+            windows: what bounds them pass by pass, if anything does.
         """
-        self.offloads.bound_bytes = self.reloads.bound_bytes = bound_bytes
+        self.windows = windows
+        self.offloads.bound_bytes = bound_bytes
+        self.reloads.bound(bound_bytes)
 
     def extend_steps(self, has_more: Callable[[], bool]) -> None:
         """Keep a step open, even while no graph is alive, as long as a method returns True.

@@ -124,6 +124,8 @@ class _Run:
         self._uses: Uses = storage_uses.under(plan)
         self._sizes = [memory.size_bytes for memory in storage_uses.memories]
         self._links = CopyQueues(hardware)
+        self._window = plan.max_inflight_bytes  # of the pass that runs
+        self._own_bytes = 0  # that it still has to bring back itself, if it has a window
         self._now_s = profile.before_s
         self._waited_s = 0.0
         self._copied_bytes = 0  # in both directions
@@ -156,6 +158,7 @@ class _Run:
         self._begin_peak_bytes = self._resident_bytes + self._profile.before_working_bytes
         for index, layer in enumerate(self._profile.layers):
             self._retire()
+            self._enter(index)
             self._bring_weights(index)
             as_is = self._plan.layers[index].mode is LayerMode.AS_IS
             if not as_is:
@@ -165,8 +168,17 @@ class _Run:
             if as_is:
                 self._save(index)
         self._retire()
+        self._enter(len(self._profile.layers))
         self._begin("loss", None, self._profile.loss_working_bytes)
         self._now_s += self._profile.loss_s
+
+    def _enter(self, position: int) -> None:
+        """Begin a pass: what is on its way down is to fit into its window."""
+        if not self._plan.windows:
+            return
+        down = position <= len(self._profile.layers)
+        self._window = self._plan.windows[position]
+        self._wait_until_at_most(self._window if down else 0)
 
     def _begin(self, what: str, index: int | None, working_bytes: int) -> None:
         """Note the memory of a pass that begins now."""
@@ -220,10 +232,8 @@ class _Run:
 
     def _offload(self, size_bytes: int, piece: int | None) -> None:
         self._retire()
-        bound_bytes = self._plan.max_inflight_bytes
-        while self._queue and self._queued_bytes + size_bytes > bound_bytes:
-            self._wait(self._queue[0].copy)
-            self._retire()
+        if not self._plan.windows:
+            self._wait_until_at_most(self._plan.max_inflight_bytes - size_bytes)
         copy = self._links.offload(self._now_s, size_bytes)
         self._copied_bytes += size_bytes
         if self._record is not None and piece is not None:
@@ -232,6 +242,12 @@ class _Run:
         if piece is not None:
             self._copying.add(piece)
         self._queued_bytes += size_bytes
+
+    def _wait_until_at_most(self, size_bytes: int) -> None:
+        """Wait for the oldest copies down until no more than this is on its way."""
+        while self._queue and self._queued_bytes > size_bytes:
+            self._wait(self._queue[0].copy)
+            self._retire()
 
     def _retire(self) -> None:
         """Let go of the sources whose copies are complete, oldest first."""
@@ -253,8 +269,13 @@ class _Run:
         """Run the backward passes."""
         self._reloads = list(self._expected())
         self._places = {piece: place for place, piece in enumerate(self._reloads)}
+        if self._plan.windows:
+            self._window = 0  # until the backward of a layer begins
         for index in reversed(range(len(self._profile.layers))):
             layer, mode = self._profile.layers[index], self._plan.layers[index].mode
+            if not layer.between:
+                self._enter(2 * len(self._profile.layers) - index)
+                self._own_bytes = self._brought_back_by(index)
             self._use_source(index)
             self._retire()
             self._bring_weights(index)
@@ -288,12 +309,24 @@ class _Run:
                 if self._uses.decisions[piece] is Decision.OFFLOAD:
                     yield piece
 
+    def _brought_back_by(self, index: int) -> int:
+        """Return what the backward of a layer, and of the work before it, brings back itself."""
+        if not self._plan.windows:
+            return 0
+        indices = [index]
+        while indices[-1] and self._profile.layers[indices[-1] - 1].between:
+            indices.append(indices[-1] - 1)
+        pieces = [piece for each in indices for piece in self._uses.needed[each]]
+        offloaded = (each for each in pieces if self._uses.decisions[each] is Decision.OFFLOAD)
+        return sum(self._sizes[piece] for piece in offloaded)
+
     def _prefetch(self) -> None:
         while self._next_reload < len(self._reloads):
             piece = self._reloads[self._next_reload]
             if piece not in self._there:
-                over = self._buffered_bytes + self._sizes[piece] > self._plan.max_inflight_bytes
-                if over and self._buffered_bytes:
+                most_bytes = self._window + self._own_bytes
+                over = self._buffered_bytes + self._sizes[piece] > most_bytes
+                if over and (self._buffered_bytes or self._plan.windows):
                     return
                 self._reload(piece)
             self._next_reload += 1
@@ -320,6 +353,7 @@ class _Run:
             if copy is not None:
                 self._wait(copy)
                 self._buffered_bytes -= self._sizes[piece]
+            self._own_bytes = max(0, self._own_bytes - self._sizes[piece])
         begin_s = self._now_s
         for piece in needed:
             if self._uses.decisions[piece] is Decision.REBUILD:

@@ -148,6 +148,12 @@ class StorageUses:
                 f"the plan has {len(plan.layers)} layers and the profile {len(self.saves)}; plan "
                 f"again for this profile"
             )
+        num_passes = 2 * len(self.saves) + 1
+        if plan.windows and len(plan.windows) != num_passes:
+            raise PolicyError(
+                f"the plan has windows for {len(plan.windows)} passes, and the profile has "
+                f"{num_passes}; plan again for this profile"
+            )
         for index, layer in enumerate(plan.layers):
             if layer.mode is not LayerMode.AS_IS:
                 if not self._may_recompute[index]:

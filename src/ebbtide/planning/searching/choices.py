@@ -11,6 +11,9 @@ from ebbtide.planning.searching.relaxation import Relaxation
 from ebbtide.planning.searching.resting import Resting
 from ebbtide.planning.step_profile import StepProfile
 
+BY_PASS: Final = -1
+"""In the place of a bound on bytes in flight: each pass has what it has room for."""
+
 _LARGER: Final = (0, 1, 2, 4)  # bounds on bytes in flight, in what the largest layer can offload
 
 
@@ -22,7 +25,7 @@ class Choices:
         recomputed: whether each layer is recomputed.
         decisions: what becomes of each piece, by its number in `StorageUses`. As the input of a
             recomputed layer, a piece that is rebuilt is kept.
-        inflight_bytes: bound on the bytes in flight.
+        inflight_bytes: bound on the bytes in flight, or `BY_PASS`.
     """
 
     __slots__ = ("decisions", "inflight_bytes", "recomputed")
@@ -39,7 +42,7 @@ class Choices:
         return Choices(list(self.recomputed), list(self.decisions), self.inflight_bytes)
 
     def plan(self, uses: StorageUses, resting: Resting) -> Plan:
-        """Return the plan that makes these choices.
+        """Return the plan that makes these choices. Its windows, if it has any, are closed.
 
         Args:
             uses: the memory that layers save.
@@ -54,6 +57,8 @@ class Choices:
                 mode = LayerMode.RECOMPUTE_OFFLOAD if leaves else LayerMode.RECOMPUTE
             decisions = tuple(self.decisions[piece] for _, piece in uses.saves[index])
             layers.append(LayerPlan(mode=mode, decisions=decisions, weights_on_host=resting[index]))
+        if self.inflight_bytes == BY_PASS:
+            return Plan(layers=tuple(layers), windows=(0,) * (2 * len(layers) + 1))
         return Plan(layers=tuple(layers), max_inflight_bytes=self.inflight_bytes)
 
 
@@ -73,7 +78,7 @@ def choices_of(plan: Plan, uses: StorageUses) -> Choices:
             if decisions[piece] is None:
                 decisions[piece] = layer.decisions[number]
     known = [Decision.KEEP if decision is None else decision for decision in decisions]
-    return Choices(recomputed, known, plan.max_inflight_bytes)
+    return Choices(recomputed, known, BY_PASS if plan.windows else plan.max_inflight_bytes)
 
 
 def inflight_choices(profile: StepProfile) -> tuple[int, ...]:

@@ -7,9 +7,10 @@ from typing import NamedTuple, final
 
 from ebbtide.planning.budgets import PlanBudget
 from ebbtide.planning.plan import Decision, Plan
+from ebbtide.planning.prediction.pass_windows import open_windows
 from ebbtide.planning.prediction.step_timing import Prediction, Predictor
 from ebbtide.planning.prediction.storage_uses import NOBODY, StorageUses
-from ebbtide.planning.searching.choices import Choices
+from ebbtide.planning.searching.choices import BY_PASS, Choices, inflight_choices
 from ebbtide.planning.searching.resting import Resting, nowhere
 from ebbtide.planning.step_profile import StepProfile
 
@@ -46,12 +47,14 @@ class Contest:
         predictor: predicts plans.
         budget: what plans may use.
         resting: whose weights rest on the host; empty: nobody's.
+        by_pass: whether each pass may have a window of its own. See [Note: windows].
 
     Attributes:
         profile: as given.
         predictor: as given.
         budget: as given.
         resting: the same, for each layer.
+        bounds: the bounds on bytes in flight to choose from.
         uses: the memory that layers save.
         best: the best plan so far; None before the first.
         num_predictions: how many plans were predicted.
@@ -63,11 +66,16 @@ class Contest:
         predictor: Predictor,
         budget: PlanBudget,
         resting: Resting = (),
+        *,
+        by_pass: bool = False,
     ) -> None:
         self.profile = profile
         self.budget = budget
         self.uses = StorageUses(profile)
         self.resting = resting or nowhere(profile)
+        self.bounds = inflight_choices(profile)
+        if by_pass and not any(self.resting):
+            self.bounds = (*self.bounds, BY_PASS)
         self.best: Contestant | None = None
         self.num_predictions = 0
         self.predictor = predictor
@@ -79,6 +87,12 @@ class Contest:
         plan = choices.plan(self.uses, self.resting)
         prediction = self.predictor.predict(plan)
         self.num_predictions += 1
+        if plan.windows:
+            peaks, room_bytes = prediction.peak_by_position, self.budget.device_bytes
+            plan = open_windows(plan, self.profile, self.uses, peaks, room_bytes)
+            if any(plan.windows):
+                prediction = self.predictor.predict(plan)
+                self.num_predictions += 1
         excess_bytes = self.budget.excess_bytes(prediction)
         score = Score(excess_bytes, prediction.step_s, prediction.peak_bytes)
         contestant = Contestant(choices, plan, prediction, score)
@@ -103,7 +117,10 @@ class Contest:
         kept_bytes, offloaded_bytes = self._stays_and_leaves(choices)
         # What is in flight, one copy that is larger than that, and the last one, may never leave.
         for inflight_bytes in bounds:
-            leaving_bytes = offloaded_bytes - inflight_bytes - 2 * self._largest_bytes
+            staying_bytes = inflight_bytes + 2 * self._largest_bytes
+            if inflight_bytes == BY_PASS:
+                staying_bytes = self.budget.device_bytes
+            leaving_bytes = offloaded_bytes - staying_bytes
             if max(least_s, leaving_bytes * copy_s_per_byte) >= self.fitting_s:
                 continue
             if self.has_fitting and kept_bytes > self.budget.device_bytes:

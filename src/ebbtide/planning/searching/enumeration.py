@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Final, final
 
 from ebbtide.planning.plan import Decision
-from ebbtide.planning.searching.choices import Choices, inflight_choices
+from ebbtide.planning.searching.choices import Choices
 from ebbtide.planning.searching.contest import Contest, busy_s
 
 MOST_PLANS: Final = 20_000
@@ -59,7 +59,7 @@ class _Enumeration:
         self._uses = contest.uses
         count = len(contest.profile.layers)
         self._choices = Choices([False] * count, [Decision.KEEP] * len(contest.uses.memories), 0)
-        self._bounds = inflight_choices(contest.profile)
+        self._bounds = contest.bounds
         self._saved: set[int] = set()
         self._fixed_bytes = contest.resident_bytes
 

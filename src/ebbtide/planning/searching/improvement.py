@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from ebbtide.planning.plan import Decision
-from ebbtide.planning.searching.choices import Choices, inflight_choices
+from ebbtide.planning.searching.choices import Choices
 from ebbtide.planning.searching.contest import Contest, Contestant
 
 MOST_WORK: Final = 20_000
@@ -127,7 +127,7 @@ def apply_change(change: Change, choices: Choices) -> bool:
 
 def changes(contest: Contest) -> Iterator[Change]:
     """Yield the changes to try: of the bound, of whole layers, of single storages, of pairs."""
-    for bound_bytes in inflight_choices(contest.profile):
+    for bound_bytes in contest.bounds:
         yield None, False, (), bound_bytes
     uses = contest.uses
     for index in _inside_out(len(contest.profile.layers)):

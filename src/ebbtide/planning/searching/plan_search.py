@@ -22,7 +22,7 @@ from ebbtide.planning.plan import Plan
 from ebbtide.planning.prediction.step_timing import Predictor
 from ebbtide.planning.searching.annealing import anneal
 from ebbtide.planning.searching.chain_programme import chain_plans
-from ebbtide.planning.searching.choices import choices_of, inflight_choices, rounded
+from ebbtide.planning.searching.choices import BY_PASS, choices_of, rounded
 from ebbtide.planning.searching.contest import Contest, Contestant, busy_s
 from ebbtide.planning.searching.enumeration import MOST_PLANS, count_plans, enumerate_plans
 from ebbtide.planning.searching.improvement import MOST_WORK, improve, relieve
@@ -78,7 +78,7 @@ def search(
     """
     if weights:
         return _search_placements(profile, hardware, budget, predictor)
-    contest = Contest(profile, predictor, budget)
+    contest = Contest(profile, predictor, budget, by_pass=_has_windows(profile, hardware))
     relaxation = _relax(contest, hardware, contest.resting)
     if relaxation is None:
         raise _over([contest])
@@ -97,7 +97,11 @@ def _search_placements(
     Raises:
         BudgetError: no plan was found within the budget.
     """
-    ends = [Contest(profile, predictor, budget, each(profile)) for each in (nowhere, everywhere)]
+    by_pass = _has_windows(profile, hardware)
+    ends = [
+        Contest(profile, predictor, budget, each(profile), by_pass=by_pass)
+        for each in (nowhere, everywhere)
+    ]
     relaxation = _relax(ends[0], hardware, None)
     if relaxation is None:
         raise _over(ends)
@@ -147,11 +151,14 @@ def _relax(contest: Contest, hardware: Hardware, resting: Resting | None) -> Rel
     )
 
 
-def find_frugal(profile: StepProfile, predictor: Predictor, enough_bytes: int = 0) -> Plan:
+def find_frugal(
+    profile: StepProfile, hardware: Hardware, predictor: Predictor, enough_bytes: int = 0
+) -> Plan:
     """Return a plan that needs little device memory.
 
     Args:
         profile: the step.
+        hardware: the machine.
         predictor: predicts plans.
         enough_bytes: how much it may need. If that is enough to offload everything, this is the
             plan; otherwise the one that needs the least of those that are looked at.
@@ -160,7 +167,8 @@ def find_frugal(profile: StepProfile, predictor: Predictor, enough_bytes: int = 
     prediction = predictor.predict(plan)
     if prediction.peak_bytes <= enough_bytes:
         return dataclasses.replace(plan, step_s=prediction.step_s, peak_bytes=prediction.peak_bytes)
-    found = _most_frugal(Contest(profile, predictor, PlanBudget(device_bytes=0)))
+    by_pass = _has_windows(profile, hardware)
+    found = _most_frugal(Contest(profile, predictor, PlanBudget(device_bytes=0), by_pass=by_pass))
     step_s, peak_bytes = found.prediction.step_s, found.prediction.peak_bytes
     return dataclasses.replace(found.plan, step_s=step_s, peak_bytes=peak_bytes)
 
@@ -198,6 +206,15 @@ def _improve(contest: Contest, bound_s: float) -> bool:
     return False
 
 
+def _has_windows(profile: StepProfile, hardware: Hardware) -> bool:
+    """Whether plans have windows. See [Note: windows] in `pass_windows`.
+
+    On a CPU compute hardly waits for copies, and what is in flight is a small part of what the
+    process occupies. In steps of many layers, hardly anything is in flight beside the rest.
+    """
+    return not hardware.computes_on_host and len(profile.layers) <= _SHORT
+
+
 def _is_long(profile: StepProfile) -> bool:
     return len(profile.layers) > _LONG
 
@@ -225,7 +242,7 @@ def _enter_guided(contest: Contest, hardware: Hardware, bound_s: float) -> None:
     most = max(_FEWEST_GUIDES, (_GUIDED_SHORT if count <= _SHORT else _GUIDED_LAYERS) // count)
     solved = 0
     for inflight_bytes in _ordered_bounds(contest):
-        less_bytes = inflight_bytes
+        less_bytes = max(0, inflight_bytes)
         for _ in range(_GUIDES):
             is_near = count > _SHORT and contest.fitting_s <= bound_s * (1 + _NEAR)
             if solved >= (enough if is_near else most):
@@ -250,7 +267,8 @@ def _ordered_bounds(contest: Contest) -> list[int]:
     """Return the bounds on bytes in flight: the largest that takes little of the budget first."""
     part = _PART_IN_FLIGHT if len(contest.profile.layers) <= _SHORT else _PART_IF_LONGER
     little_bytes = (contest.budget.device_bytes - contest.profile.fixed_bytes) / part
-    return sorted(inflight_choices(contest.profile), key=lambda each: (each > little_bytes, -each))
+    bounds = sorted(contest.bounds, key=lambda each: (each > little_bytes, -each))
+    return sorted(bounds, key=lambda each: each != BY_PASS)
 
 
 def _guide(
@@ -260,7 +278,7 @@ def _guide(
 
     A plan copies storages as a whole, so it cannot use all of the link's time without waits.
     """
-    device_bytes = contest.budget.device_bytes - less_bytes
+    device_bytes = contest.budget.device_bytes - max(0, less_bytes)
     if device_bytes <= 0:
         return None
     smaller = dataclasses.replace(contest.budget, device_bytes=device_bytes)
@@ -275,9 +293,10 @@ def _guide(
         contest.profile,
         slower,
         smaller,
-        inflight_bytes,
+        None if inflight_bytes == BY_PASS else inflight_bytes,
         resting=contest.resting,
         whole_layers=_is_quick_in_whole_numbers(contest.profile),
+        guides=True,
     )
 
 
@@ -290,7 +309,7 @@ def _enter_simple(contest: Contest, hardware: Hardware) -> None:
     stride = 1 if count <= _ALL_COUNTS else -(-count // _SOME_COUNTS)
     plans += [offload_first(profile, k) for k in range(1, count, stride)]
     for plan in dict.fromkeys(plans):
-        choices, bounds = choices_of(plan, contest.uses), inflight_choices(profile)
+        choices, bounds = choices_of(plan, contest.uses), contest.bounds
         contest.enter_if_promising(choices, bounds, copy_s_per_byte)
 
 
@@ -304,13 +323,14 @@ def _enter_chain(contest: Contest, hardware: Hardware) -> None:
     for plan in chain_plans(profile, hardware, room_bytes):
         if contest.num_predictions >= most:
             return
-        contest.enter_if_promising(choices_of(plan, contest.uses), inflight_choices(profile))
+        contest.enter_if_promising(choices_of(plan, contest.uses), contest.bounds)
 
 
 def _most_frugal(contest: Contest) -> Contestant:
     """Return the plan that needs the least device memory of those that are looked at."""
     nothing = dataclasses.replace(contest.budget, device_bytes=0)
-    frugal = Contest(contest.profile, contest.predictor, nothing, contest.resting)
+    by_pass = BY_PASS in contest.bounds
+    frugal = Contest(contest.profile, contest.predictor, nothing, contest.resting, by_pass=by_pass)
     for _, plan in rule_plans(contest.profile):
         frugal.enter(choices_of(plan, contest.uses))
     improve(frugal)
