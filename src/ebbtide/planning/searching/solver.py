@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
+from ebbtide.planning.solver_output import without_stray_lines
+
 _MOST_NODES: Final = 40  # of the solver's search for whole numbers, so that it takes no longer
 _WHOLE_GAP: Final = 3e-4  # at which that search ends
 
@@ -53,13 +55,14 @@ def minimize(
     if whole:
         integrality = np.zeros(len(costs))
         integrality[list(whole)] = 1
-        result: Any = milp(
-            np.array(costs),
-            integrality=integrality,
-            bounds=(0, np.array(upper)),
-            constraints=(matrix, -np.inf, limits),
-            options={"node_limit": _MOST_NODES, "mip_rel_gap": _WHOLE_GAP},
-        )
+        with without_stray_lines():
+            result: Any = milp(
+                np.array(costs),
+                integrality=integrality,
+                bounds=(0, np.array(upper)),
+                constraints=(matrix, -np.inf, limits),
+                options={"node_limit": _MOST_NODES, "mip_rel_gap": _WHOLE_GAP},
+            )
         if result.status in (0, 1) and result.x is not None:
             return float(result.mip_dual_bound), [float(value) for value in result.x]
         if result.status == 2:
