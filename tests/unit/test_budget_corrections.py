@@ -539,7 +539,7 @@ class CountingMemory(AbstractMemory):
 def test_freed_memory_is_returned_only_before_passes_that_need_its_room() -> None:
     memory = CountingMemory(50)
     growth = {0: 25 * MB, 2: 26 * MB, 6: 30 * MB}
-    guard = PassGuard(memory, PROFILE, 100 * MB, growth)
+    guard = PassGuard(memory, PROFILE, 100 * MB, growth, 2.0)
     assert memory.num_returned == 0
     guard.begin_forward_of(0)  # 50 + 2 * 25 fit: what a pass frees may not be reused by it
     assert memory.num_returned == 0
@@ -558,6 +558,22 @@ def test_freed_memory_is_returned_only_before_passes_that_need_its_room() -> Non
     assert memory.reuses
     memory.now_mb = 41
     assert not guard.has_room()
+    memory.now_mb = 70
+    assert PassGuard(memory, PROFILE, 100 * MB, {0: 30 * MB}, 1.0).has_room()
+    memory.now_mb = 71
+    assert not PassGuard(memory, PROFILE, 100 * MB, {0: 30 * MB}, 1.0).has_room()
+
+
+def test_passes_may_take_memory_again_where_the_plan_leaves_a_tenth_of_the_budget() -> None:
+    study = BudgetStudy(PROFILE, LINK, 100 * MB)
+    assert study.regrowth == 2  # nothing was measured
+    run(study, 80, 3.0)
+    run(study, 90, 3.0)
+    assert (study.stage, study.regrowth) == (Stage.REFILL, 1)
+    study.learn_refill(3.0, 91 * MB)
+    assert (study.stage, study.regrowth) == (Stage.REFILL, 2)
+    study.learn_refill(3.0, 80 * MB)
+    assert study.regrowth == 2  # it has needed more
 
 
 def test_a_step_whose_memory_is_measured_reuses_nothing() -> None:

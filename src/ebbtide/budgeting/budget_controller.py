@@ -212,7 +212,9 @@ class BudgetController:
             finish_copies = self._finish_copies if ahead else None
             watch = PassWatch(self._memory, study.profile, finish_copies)
         elif self._device.type == "cpu":
-            guard = PassGuard(self._memory, study.profile, study.limit_bytes, study.growth)
+            guard = PassGuard(
+                self._memory, study.profile, study.limit_bytes, study.growth, study.regrowth
+            )
         self._engine.passes = watch or guard
         self._engine.keep_freed_memory(_has_no_room if guard is None else guard.has_room)
         if stage is Stage.REFILL or stage is Stage.SECONDS:

@@ -53,6 +53,8 @@ _UNSURE: Final = 0.02  # share of the budget by which layers can be off that nev
 _CLOSE: Final = 0.04  # error of a predicted peak, as a share of it, that needs no other plan,
 _CLOSE_S: Final = 0.15  # and of a predicted time
 _GUARDED: Final = 0.03  # share of the budget that freed memory leaves free
+_REGROWTH: Final = 2.0  # how many times as much passes could grow in which that stays,
+_ROOMY: Final = 0.9  # unless the plan has needed no more than this share of the budget so far
 _SLOWER: Final = 8.0  # how many times slower copies may be until that was measured: files grow
 _STEP: Final = 4.0  # by which that changes where more or less memory waited for its copies
 _FRUGAL_SHARE: Final = 0.9  # of the budget, that the first plan may be predicted to need
@@ -189,6 +191,14 @@ class BudgetStudy:
     def limit_bytes(self) -> int:
         """How much may be in use in steps that nobody measures, if freed memory is to stay."""
         return int((1 - _GUARDED) * self.budget_bytes)
+
+    @property
+    def regrowth(self) -> float:
+        """How many times as much a pass could grow, if freed memory is to stay in it."""
+        roomy_bytes = _ROOMY * self.budget_bytes
+        if self._measured is not None and self._measured.peak_bytes <= roomy_bytes:
+            return 1.0
+        return _REGROWTH
 
     @property
     def growth(self) -> Mapping[int, int]:

@@ -136,6 +136,8 @@ class PassGuard(AbstractPasses):
         limit_bytes: how much may be in use.
         growth: by how much memory grows in each position. One that is not there is taken to grow
             like the one that grows most.
+        times: freed memory stays in a pass that could grow this many times as much. What a pass
+            frees may not be reused by it.
     """
 
     def __init__(
@@ -144,10 +146,12 @@ class PassGuard(AbstractPasses):
         profile: StepProfile,
         limit_bytes: int,
         growth: Mapping[int, int],
+        times: float,
     ) -> None:
         super().__init__(profile)
         self._memory = memory
         self._limit_bytes = limit_bytes
+        self._times = times
         self._growth = growth
         self._most_bytes = max(growth.values(), default=0)
         self._enter(0)
@@ -155,12 +159,11 @@ class PassGuard(AbstractPasses):
     def has_room(self) -> bool:
         """Whether freed memory may stay in the pass that runs.
 
-        A pass may have less in use than when it began and still be before its peak. What it frees
-        may not be reused by it, so it may grow by twice as much as it needs.
+        A pass may have less in use than when it began and still be before its peak.
         """
         growth_bytes = self._growth.get(self._position, self._most_bytes)
         from_bytes = max(self._memory.now_bytes(), self._entered_bytes)
-        return from_bytes + 2 * growth_bytes <= self._limit_bytes
+        return from_bytes + self._times * growth_bytes <= self._limit_bytes
 
     def _enter(self, position: int) -> None:
         self._position, self._entered_bytes = position, 0
