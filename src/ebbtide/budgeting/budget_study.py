@@ -7,6 +7,7 @@ within the budget, its seconds are measured without the returning of freed memor
 memory needs: on a CPU once such steps get no shorter any more, as the first ones take from the
 system what was returned to it. Then a plan is searched for with what was learned. After a few
 plans, or as soon as one costs what was predicted, the fastest plan that was measured to fit stays.
+On a CPU it is timed once more if another plan was followed since.
 
 What is predicted of the plan that stays is corrected by its own steps, freed memory that stays in
 the process included. What was predicted before it ran is kept beside that.
@@ -163,8 +164,10 @@ class BudgetStudy:
         self._tried: list[_Tried] = []
         self._samples: list[_Sample] = []
         self._searches = False
+        self._confirms = False  # whether the plan has won, and is measured once more
         self._seen: Set[int] = frozenset()  # the positions that the last watched step had
         self._refills_s: list[float] = []  # seconds of the steps that took memory again
+        self._timed_peak_bytes = 0  # of the last one of these; 0 if there was none
         self._num_timed = 0  # steps that have measured the seconds of the plan
         self.plan = Plan(layers=())
         self.exceeded_bytes = 0
@@ -306,6 +309,8 @@ class BudgetStudy:
         self._profile, step_s = with_shorter_passes(measured, share), share * step_s
         self._hardware = measured_hardware(self._hardware, trace)
         self._num_timed += 1
+        before_bytes = 0 if self._measured is None else self._measured.peak_bytes
+        self._timed_peak_bytes = max(peak_bytes, before_bytes - self._freed_bytes)
         peak_bytes = self._learn_freed(peak_bytes)
         for each in self._tried:
             if _is_same(each.plan, self.plan):
@@ -316,6 +321,9 @@ class BudgetStudy:
         memory = self._growth or {}, self._freed_bytes
         learned = self._profile, self._hardware
         self._tried.append(_Tried(self.plan, at_first, self._measured, *memory, learned))
+        if self._confirms:
+            self._end_search()
+            return
         late = predicted_s and abs(step_s / predicted_s - 1) > _CLOSE_S
         if self.phase is Phase.FRUGAL or (late and self._num_plans < _MOST_LATE):
             self._searches = True
@@ -406,10 +414,13 @@ class BudgetStudy:
                     self.stage, self._searches = Stage.SECONDS, False  # perhaps it was chance
                     return
                 self._follow(best)
+                if self._hardware.computes_on_host:  # it begins with what others have freed
+                    self.stage, self._searches, self._confirms = Stage.REFILL, False, True
+                    return
         self._end_search()
 
     def _end_search(self) -> None:
-        self.phase, self._searches = Phase.SETTLED, False
+        self.phase, self._searches, self._confirms = Phase.SETTLED, False, False
         prediction = self._predict(self._begin_bytes)
         used_bytes = prediction.peak_bytes + self._slack_bytes
         freed_bytes = min(used_bytes + self._freed_bytes, self.limit_bytes)  # see `PassGuard`
@@ -417,6 +428,9 @@ class BudgetStudy:
             # It was measured to fit, whatever another plan's steps have taught since.
             used_bytes = min(used_bytes, max(self.limit_bytes, self._measured.peak_bytes))
         held_bytes = max(used_bytes, freed_bytes) - prediction.peak_bytes
+        if self._timed_peak_bytes and self._hardware.computes_on_host:
+            # Most freed memory stays in the first steps after another plan.
+            held_bytes = self._timed_peak_bytes - prediction.peak_bytes
         self.plan = _predicted_now(self.plan, prediction, held_bytes)
         if _LOG.isEnabledFor(logging.INFO):
             _LOG.info("the plan has settled: %s", describe_briefly(self.step))
@@ -442,6 +456,7 @@ class BudgetStudy:
         """
         self.plan, self._at_first = plan, at_first or _cost(plan)
         self._growth, self._freed_bytes, self._num_timed, self._refills_s = None, 0, 0, []
+        self._timed_peak_bytes, self._confirms = 0, False
 
     def _corrected(self, begin_bytes: int, *, cautious: bool = False) -> StepProfile:
         fixed_bytes = begin_bytes + self._slack_bytes

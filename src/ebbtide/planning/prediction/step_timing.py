@@ -6,7 +6,8 @@ of recomputed layers when it begins; they run in order, and a source is let go o
 of a pass, or save, that finds its copy complete. If more than the plan's bound would be in flight,
 compute waits for the oldest copy. At the begin of each backward pass, reloads are queued in the
 order in which backward needs them, as far as the bound allows. A pass begins when all that it needs
-is there; it holds that until the backward of the layer that saved it first has ended. A source
+is there; it holds that until the backward of the layer that saved it first has ended. Where a plan
+has windows, they take the place of the bound: see [Note: windows] in `pass_windows`. A source
 whose copy is not complete when backward needs it is used as it is. Where copies need the processor
 that computes, what they cost it is added to the time of the step as a whole.
 """

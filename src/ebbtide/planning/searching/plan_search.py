@@ -3,11 +3,12 @@
 [Note: search] A linear programme gives a bound that no plan can beat, and, with the bytes in flight
 held to what the engine holds them to, fractions that are rounded to a plan. The programme knows
 less of memory than the prediction does, so it is solved again with a smaller budget until the plan
-fits. In steps of hundreds of layers most of the time goes into solving it, so the fractions that
-gave the bound are rounded first. Single changes then improve the plan. The plans that people make
-by hand take part as well, and in steps that are not long those of a dynamic programme over the
-layers, so the result is never worse than the best of those that were predicted. If a step has few
-plans, all of them are tried.
+fits. On an accelerator, plans with windows instead of one bound in flight are tried first. In steps
+of hundreds of layers most of the time goes into solving it, so the fractions that gave the bound
+are rounded first. Single changes then improve the plan. The plans that people make by hand take
+part as well, and in steps that are not long those of a dynamic programme over the layers, so the
+result is never worse than the best of those that were predicted. If a step has few plans, all of
+them are tried.
 """
 
 from __future__ import annotations
