@@ -55,7 +55,7 @@ _CLOSE: Final = 0.04  # error of a predicted peak, as a share of it, that needs 
 _CLOSE_S: Final = 0.15  # and of a predicted time
 _GUARDED: Final = 0.03  # share of the budget that freed memory leaves free
 _REGROWTH: Final = 2.0  # how many times as much passes could grow in which that stays,
-_ROOMY: Final = 0.9  # unless the plan has needed no more than this share of the budget so far
+_ROOMY: Final = 0.9  # unless the plan needs no more than this share of the budget without that
 _SLOWER: Final = 8.0  # how many times slower copies may be until that was measured: files grow
 _STEP: Final = 4.0  # by which that changes where more or less memory waited for its copies
 _FRUGAL_SHARE: Final = 0.9  # of the budget, that the first plan may be predicted to need
@@ -198,10 +198,11 @@ class BudgetStudy:
     @property
     def regrowth(self) -> float:
         """How many times as much a pass could grow, if freed memory is to stay in it."""
-        roomy_bytes = _ROOMY * self.budget_bytes
-        if self._measured is not None and self._measured.peak_bytes <= roomy_bytes:
-            return 1.0
-        return _REGROWTH
+        if self._measured is None:
+            return _REGROWTH
+        peak_bytes = self._measured.peak_bytes
+        is_roomy = peak_bytes - self._freed_bytes <= _ROOMY * self.budget_bytes
+        return 1.0 if is_roomy and peak_bytes <= self.limit_bytes else _REGROWTH
 
     @property
     def growth(self) -> Mapping[int, int]:
