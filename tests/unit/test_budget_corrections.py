@@ -390,23 +390,27 @@ def forwards_and_backwards(step_s: float) -> Iterator[TraceEvent]:
         yield TraceEvent(what=what, lane="compute", begin_s=begin_s, end_s=end_s, layer=layer)
 
 
-@pytest.mark.parametrize(("refilled_mb", "timed_mb"), [(0, 0), (7, 0), (0, 7), (7, 5)])
-def test_freed_memory_that_stays_in_the_last_timed_step_is_predicted_to_stay(
-    refilled_mb: int, timed_mb: int
+@pytest.mark.parametrize("more_mb", [(0, 0, 0), (7, 0, 0), (0, 6, 0), (7, 5, 3), (7, 3, 5)])
+def test_freed_memory_that_stays_in_the_last_steps_is_predicted_to_stay(
+    more_mb: tuple[int, int, int],
 ) -> None:
-    """Not what stays in the steps before, in which a process takes memory again."""
-    study = measured_study(100, 30)
+    """Those of the step that is timed and of the one before, not of the first that take it."""
+    study, plan = measured_study(100, 30), None
     for _ in range(16):
-        plan = study.choose(0)
-        if study.phase is Phase.SETTLED:
+        if study.phase is Phase.PLANNED and study.stage is Stage.REFILL:
             break
-        more_mb = {Stage.REFILL: refilled_mb, Stage.SECONDS: timed_mb}.get(study.stage, 0)
-        run(study, (plan.peak_bytes or 0) // MB + more_mb, 2.0)
+        plan = study.choose(0)
+        run(study, (plan.peak_bytes or 0) // MB, 2.0)
+    assert plan is not None
+    for more in more_mb:
+        run(study, (plan.peak_bytes or 0) // MB + more, 2.0)
+    study.choose(0)  # finds the same plan again
+    assert study.phase is Phase.SETTLED
     step = study.step
     assert step.at_first is not None and step.measured is not None
-    assert step.plan.peak_bytes == step.at_first.peak_bytes + timed_mb * MB
+    assert step.plan.peak_bytes == step.at_first.peak_bytes + max(more_mb[1:]) * MB
     # Whether it fits is judged by the most.
-    assert step.measured.peak_bytes == step.at_first.peak_bytes + max(refilled_mb, timed_mb) * MB
+    assert step.measured.peak_bytes == step.at_first.peak_bytes + max(more_mb) * MB
 
 
 def test_a_settled_plan_that_was_measured_to_fit_is_predicted_to_fit() -> None:

@@ -167,7 +167,7 @@ class BudgetStudy:
         self._confirms = False  # whether the plan has won, and is measured once more
         self._seen: Set[int] = frozenset()  # the positions that the last watched step had
         self._refills_s: list[float] = []  # seconds of the steps that took memory again
-        self._timed_peak_bytes = 0  # of the last one of these; 0 if there was none
+        self._timed_peak_bytes = 0  # of these, and of the step before them; 0 if there was none
         self._num_timed = 0  # steps that have measured the seconds of the plan
         self.plan = Plan(layers=())
         self.exceeded_bytes = 0
@@ -285,6 +285,7 @@ class BudgetStudy:
             peak_bytes: its peak.
         """
         self._learn_freed(peak_bytes)
+        self._timed_peak_bytes = peak_bytes
         self._refills_s.append(step_s)
         *_, before_s, now_s = [0.0, *self._refills_s]
         is_steady = now_s > (1 - _STEADY) * before_s > 0
@@ -311,7 +312,8 @@ class BudgetStudy:
         self._hardware = measured_hardware(self._hardware, trace)
         self._num_timed += 1
         before_bytes = 0 if self._measured is None else self._measured.peak_bytes
-        self._timed_peak_bytes = max(peak_bytes, before_bytes - self._freed_bytes)
+        needed_bytes = before_bytes - self._freed_bytes
+        self._timed_peak_bytes = max(peak_bytes, self._timed_peak_bytes, needed_bytes)
         peak_bytes = self._learn_freed(peak_bytes)
         for each in self._tried:
             if _is_same(each.plan, self.plan):
