@@ -174,9 +174,12 @@ losses, weights = results(trainer)
 file = Path(folder) / f"{mode}_{trainer.args.process_index}.txt"
 file.write_text("\\n".join([*losses, weights]))
 
-# Ranks that end without this sometimes abort, with or without ebbtide: pytorch#190489.
+# All is written. While the interpreter ends, torch's threads sometimes abort, with or without
+# ebbtide, and after this seldom: pytorch#190489.
 if dist.is_initialized():
     dist.destroy_process_group()
+import os
+os._exit(0)
 """
 
 

@@ -167,9 +167,12 @@ if callbacks:
 text = "\\n".join([*model.losses, weights_digest(model)])
 (Path(folder) / f"{kind}_{mode}_{trainer.global_rank}.txt").write_text(text)
 
-# Ranks that end without this sometimes abort, with or without ebbtide: pytorch#190489.
+# All is written. While the interpreter ends, torch's threads sometimes abort, with or without
+# ebbtide, and after this seldom: pytorch#190489.
 if dist.is_initialized():
     dist.destroy_process_group()
+import os
+os._exit(0)
 """
 
 

@@ -159,9 +159,12 @@ if "budget" in kind and when != "never":
 lines = train(when, Path(folder) / f"state {kind} {when}", epochs=2, **options)
 (Path(folder) / f"{kind}_{when}_{os.environ['RANK']}.txt").write_text("\\n".join(lines))
 
-# Ranks that end without this sometimes abort, with or without ebbtide: pytorch#190489.
+# All is written. While the interpreter ends, torch's threads sometimes abort, with or without
+# ebbtide, and after this seldom: pytorch#190489.
 if dist.is_initialized():
     dist.destroy_process_group()
+import os
+os._exit(0)
 """
 
 
