@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from ebbtide.budgeting.budget_study import BudgetStudy, Phase, Stage, plan_by_estimate
+from ebbtide.budgeting.budget_study import BudgetStudy, Phase, Stage
 from ebbtide.budgeting.corrections import Corrections
 from ebbtide.budgeting.pass_watch import PassGuard, PassWatch
 from ebbtide.budgeting.placed_plan import place
+from ebbtide.budgeting.plan_estimates import plan_by_estimate
 from ebbtide.memory.measured_memory import AbstractMemory
 from ebbtide.planning.measured_times import copied_bytes
 from ebbtide.planning.plan import LayerMode, LayerPlan, Plan

@@ -384,6 +384,41 @@ def test_another_plan_has_its_own_bound(chain) -> None:
         assert (reloads.bound_bytes, offloads.bound_bytes) == (2**20, 2**20)
 
 
+@pytest.mark.parametrize("when", ["forward", "backward"])
+def test_an_interrupt_in_a_step_with_windows_loses_nothing(chain, when: str) -> None:
+    model, batch = chain
+    expected = gradients(model, batch)
+    step = step_of(model, batch, [4096] * 17)
+
+    def interrupt(what: str) -> None:
+        if what == when:
+            model.look = lambda _: None
+            raise KeyboardInterrupt
+
+    with ebbtide.offload(model, plan=step, activations=POLICY):
+        model.look = interrupt
+        with pytest.raises(KeyboardInterrupt):
+            gradients(model, batch)
+        for _ in range(2):
+            assert all(map(torch.equal, expected, gradients(model, batch)))
+
+
+def test_windows_hold_for_several_forwards_and_backwards_of_a_step(chain) -> None:
+    model, batch = chain
+    step = step_of(model, batch, [0] * 17)
+
+    def train() -> list[Tensor]:
+        model.zero_grad()
+        loss = model(batch).square().sum() + model(2 * batch).square().sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return [each.grad.clone() for each in model.parameters() if each.grad is not None]
+
+    expected = train()
+    with ebbtide.offload(model, plan=step, activations=POLICY):
+        assert all(map(torch.equal, expected, train()))
+
+
 def test_a_model_may_make_more_calls_than_its_plan_has(chain) -> None:
     model, batch = chain
     step = step_of(model, batch, [0] * 17)

@@ -23,6 +23,14 @@ from typing import Final, NamedTuple, final
 
 from ebbtide.budgeting.corrections import Corrections
 from ebbtide.budgeting.pass_watch import PassWatch
+from ebbtide.budgeting.plan_estimates import (
+    SLOWER,
+    is_same,
+    margin_bytes,
+    predicted_cost,
+    predicted_now,
+    too_small,
+)
 from ebbtide.budgeting.planned_step import PlannedStep, StepCost, describe_briefly
 from ebbtide.errors import BudgetError
 from ebbtide.planning.budgets import PlanBudget
@@ -42,22 +50,18 @@ from ebbtide.planning.searching.plan_search import find_frugal, search
 from ebbtide.planning.searching.simple_plans import keep_all
 from ebbtide.planning.step_profile import StepProfile
 from ebbtide.tracing.trace import Trace
-from ebbtide.units import format_size
 
 _LOG = logging.getLogger(__name__)
 
 _MOST_PLANS: Final = 6  # plans that are tried before one stays that needs other memory,
 _MOST_LATE: Final = 2  # or other time than was predicted
-_MARGIN: Final = 0.05  # share of the budget that stays free, as no two steps are alike,
-_MARGIN_ON_HOST: Final = 0.03  # and where large blocks can be mapped one by one
 _UNSURE: Final = 0.02  # share of the budget by which layers can be off that never ran again there
 _CLOSE: Final = 0.04  # error of a predicted peak, as a share of it, that needs no other plan,
 _CLOSE_S: Final = 0.15  # and of a predicted time
 _GUARDED: Final = 0.03  # share of the budget that freed memory leaves free
 _REGROWTH: Final = 2.0  # how many times as much passes could grow in which that stays,
 _ROOMY: Final = 0.9  # unless the plan needs no more than this share of the budget without that
-_SLOWER: Final = 8.0  # how many times slower copies may be until that was measured: files grow
-_STEP: Final = 4.0  # by which that changes where more or less memory waited for its copies
+_STEP: Final = 4.0  # by which `SLOWER` changes where more or less memory waited for its copies
 _FRUGAL_SHARE: Final = 0.9  # of the budget, that the first plan may be predicted to need
 _MOST_FRUGAL: Final = 3  # plans that are tried because they need little
 _LESS: Final = 0.9  # share of the budget that is left after the device ran out of memory
@@ -156,7 +160,7 @@ class BudgetStudy:
         self._over_bytes = 0  # how far plans were over the budget that should not have been
         self._frugal: list[_Frugal] = []  # the plans that were measured first
         self._failed: list[Plan] = []  # the plans that ran out of memory before any was measured
-        self._slower = _SLOWER
+        self._slower = SLOWER
         self._num_plans = 0
         self._at_first: StepCost | None = None  # what was predicted of the plan before it ran
         self._measured: StepCost | None = None
@@ -266,11 +270,11 @@ class BudgetStudy:
         self._slack_bytes = max(0, peak_bytes - max(watch.peaks.values()))
         self._begin_bytes, self._growth = watch.begin_bytes, watch.growth
         self._measured, self._freed_bytes = StepCost(peak_bytes, step_s), 0
-        self.plan = _predicted_now(self.plan, before, self._slack_bytes)
+        self.plan = predicted_now(self.plan, before, self._slack_bytes)
         self._note_had(peak_bytes)
         if frugal:
-            others = (each for each in self._frugal if not _is_same(each.plan, self.plan))
-            measured = _Frugal(peak_bytes, self.plan, self._at_first or _cost(self.plan))
+            others = (each for each in self._frugal if not is_same(each.plan, self.plan))
+            measured = _Frugal(peak_bytes, self.plan, self._at_first or predicted_cost(self.plan))
             self._frugal = sorted([*others, measured], key=lambda each: each.peak_bytes)
             self.stage = Stage.MEMORY if warm_up else self._first_timed_stage
             self._searches = not warm_up and peak_bytes > self.budget_bytes
@@ -316,11 +320,11 @@ class BudgetStudy:
         self._timed_peak_bytes = max(peak_bytes, self._timed_peak_bytes, needed_bytes)
         peak_bytes = self._learn_freed(peak_bytes)
         for each in self._tried:
-            if _is_same(each.plan, self.plan):
+            if is_same(each.plan, self.plan):
                 step_s = min(step_s, each.measured.step_s)
-        self._tried = [each for each in self._tried if not _is_same(each.plan, self.plan)]
+        self._tried = [each for each in self._tried if not is_same(each.plan, self.plan)]
         self._measured = StepCost(peak_bytes, step_s)
-        at_first = self._at_first or _cost(self.plan)
+        at_first = self._at_first or predicted_cost(self.plan)
         memory = self._growth or {}, self._freed_bytes
         learned = self._profile, self._hardware
         self._tried.append(_Tried(self.plan, at_first, self._measured, *memory, learned))
@@ -368,8 +372,8 @@ class BudgetStudy:
     def learn_shortage(self) -> None:
         """Learn that the device did not have the memory that a step with the plan needed."""
         failed = self.plan
-        self._tried = [each for each in self._tried if not _is_same(each.plan, failed)]
-        self._frugal = [each for each in self._frugal if not _is_same(each.plan, failed)]
+        self._tried = [each for each in self._tried if not is_same(each.plan, failed)]
+        self._frugal = [each for each in self._frugal if not is_same(each.plan, failed)]
         least_bytes = self._frugal[0].peak_bytes if self._frugal else 0
         self.budget_bytes = max(least_bytes, int(_LESS * self.budget_bytes))
         self.phase, self.stage, self._searches = Phase.FRUGAL, Stage.WARM_UP, False
@@ -393,7 +397,7 @@ class BudgetStudy:
         over = peak_bytes > self.budget_bytes
         if over:
             self._over_bytes += peak_bytes - self.budget_bytes
-            self._slower = min(_SLOWER, self._slower * _STEP)
+            self._slower = min(SLOWER, self._slower * _STEP)
         elif wrong and peak_bytes < predicted_bytes:
             self._slower = max(1.0, self._slower / _STEP)
         self._searches = over or (wrong and self._num_plans < _MOST_PLANS)
@@ -434,7 +438,7 @@ class BudgetStudy:
         if self._timed_peak_bytes and self._hardware.computes_on_host:
             # Most freed memory stays in the first steps after another plan.
             held_bytes = self._timed_peak_bytes - prediction.peak_bytes
-        self.plan = _predicted_now(self.plan, prediction, held_bytes)
+        self.plan = predicted_now(self.plan, prediction, held_bytes)
         if _LOG.isEnabledFor(logging.INFO):
             _LOG.info("the plan has settled: %s", describe_briefly(self.step))
 
@@ -457,7 +461,7 @@ class BudgetStudy:
             plan: the plan.
             at_first: what was predicted before it ran for the first time; None means now.
         """
-        self.plan, self._at_first = plan, at_first or _cost(plan)
+        self.plan, self._at_first = plan, at_first or predicted_cost(plan)
         self._growth, self._freed_bytes, self._num_timed, self._refills_s = None, 0, 0, []
         self._timed_peak_bytes, self._confirms = 0, False
 
@@ -487,7 +491,7 @@ class BudgetStudy:
         plan = self._find_frugal(int(_FRUGAL_SHARE * self.budget_bytes))
         peak_bytes = plan.peak_bytes or 0
         if peak_bytes > _SURE * self.budget_bytes:
-            raise _too_small(self.budget_bytes, peak_bytes, None)
+            raise too_small(self.budget_bytes, peak_bytes, None)
         self._begin(plan)
 
     def _find_frugal(self, enough_bytes: int) -> Plan:
@@ -500,14 +504,14 @@ class BudgetStudy:
         for enough_bytes in (0, _ANY_BYTES):  # the most frugal one; the one that offloads all
             plan = self._find_frugal(enough_bytes)
             tried = [*self._failed, *(each.plan for each in self._frugal)]
-            if len(tried) < _MOST_FRUGAL and not any(_is_same(plan, each) for each in tried):
+            if len(tried) < _MOST_FRUGAL and not any(is_same(plan, each) for each in tried):
                 self._begin(plan)
                 self.phase, self.stage, self._searches = Phase.FRUGAL, Stage.WARM_UP, False
                 return True
         return False
 
     def _search(self) -> None:
-        free_bytes = _margin_bytes(self._hardware, self.budget_bytes) + self._over_bytes
+        free_bytes = margin_bytes(self._hardware, self.budget_bytes) + self._over_bytes
         try:
             plan = self._find(free_bytes)
         except BudgetError as error:
@@ -518,14 +522,14 @@ class BudgetStudy:
                 return
             measured_bytes = self._frugal[0].peak_bytes if self._frugal else error.smallest_bytes
             smallest_bytes = min(error.smallest_bytes, measured_bytes) + free_bytes
-            raise _too_small(self.budget_bytes, smallest_bytes, error.price) from None
+            raise too_small(self.budget_bytes, smallest_bytes, error.price) from None
         self._searches = False
-        if any(_is_same(plan, each.plan) for each in self._tried):
+        if any(is_same(plan, each.plan) for each in self._tried):
             self._settle()
             return
         self._num_plans += 1
         self.phase = Phase.PLANNED
-        if self._growth is not None and _is_same(plan, self.plan):
+        if self._growth is not None and is_same(plan, self.plan):
             self.stage = self._first_timed_stage  # its memory is known
             return
         self._begin(plan)
@@ -560,71 +564,3 @@ class BudgetStudy:
             self._begin(self._frugal[0].plan, self._frugal[0].at_first)
             self._measured = None  # it was, of another plan
         self._end_search()
-
-
-def _margin_bytes(hardware: Hardware, budget_bytes: int) -> int:
-    """Return how much of a budget a plan leaves free."""
-    return int((_MARGIN_ON_HOST if hardware.computes_on_host else _MARGIN) * budget_bytes)
-
-
-def _cost(plan: Plan) -> StepCost:
-    """Return what is predicted of a plan."""
-    return StepCost(plan.peak_bytes or 0, plan.step_s or 0.0)
-
-
-def _is_same(plan: Plan, other: Plan) -> bool:
-    """Whether two plans do the same with each storage."""
-    return _cut(plan) == _cut(other)
-
-
-def _cut(plan: Plan) -> Plan:
-    """Return a plan without what is predicted of it."""
-    return dataclasses.replace(plan, step_s=None, peak_bytes=None, bound_s=None)
-
-
-def plan_by_estimate(
-    profile: StepProfile, hardware: Hardware, budget_bytes: int, begin_bytes: int
-) -> PlannedStep:
-    """Plan a step as a budget would, if all estimates were right and nothing were measured.
-
-    Args:
-        profile: the step, without its parameters.
-        hardware: the bandwidths.
-        budget_bytes: the budget.
-        begin_bytes: memory in use when the step begins.
-
-    Raises:
-        BudgetError: no plan fits into the budget.
-    """
-    profile = dataclasses.replace(profile, fixed_bytes=begin_bytes)
-    free_bytes = _margin_bytes(hardware, budget_bytes)
-    budget = PlanBudget(device_bytes=budget_bytes - free_bytes)
-    try:
-        plan = search(profile, hardware, budget, CautiousTiming(profile, hardware, _SLOWER))
-    except BudgetError as error:
-        smallest_bytes = error.smallest_bytes + free_bytes
-        raise _too_small(budget_bytes, smallest_bytes, error.price) from None
-    return PlannedStep(plan=plan, profile=profile, hardware=hardware, budget_bytes=budget_bytes)
-
-
-def _predicted_now(plan: Plan, prediction: Prediction, slack_bytes: int) -> Plan:
-    """Return a plan with what was predicted for it last, before it was measured."""
-    bound_s = plan.bound_s
-    if bound_s is not None and plan.step_s:
-        bound_s *= prediction.step_s / plan.step_s
-    peak_bytes = prediction.peak_bytes + slack_bytes
-    return dataclasses.replace(
-        plan, step_s=prediction.step_s, peak_bytes=peak_bytes, bound_s=bound_s
-    )
-
-
-def _too_small(budget_bytes: int, smallest_bytes: int, price: float | None) -> BudgetError:
-    cost = "" if price is None else f", with a step {price:.0%} longer than one that keeps all"
-    return BudgetError(
-        f"budget={format_size(budget_bytes)} is too small for this step: the smallest that a plan "
-        f"was found for is {format_size(smallest_bytes)} ({smallest_bytes} bytes){cost}. Give that "
-        f"budget, a smaller batch, or weights=ebbtide.WeightPolicy(), which keeps weights and "
-        f"optimizer state in host memory",
-        smallest_bytes=smallest_bytes,
-        price=price,
-    )

@@ -73,8 +73,7 @@ def _windows(profile: StepProfile, plan: Plan, uses: StorageUses) -> PassWindows
     under, count = uses.under(plan), len(profile.layers)
 
     def bytes_of(pieces: Iterable[int]) -> int:
-        leaving = (each for each in pieces if under.decisions[each] is Decision.OFFLOAD)
-        return sum(uses.memories[each].size_bytes for each in leaving)
+        return uses.offloaded_bytes(under, pieces)
 
     forward = [Window(plan.windows[i], bytes_of(under.saved[i])) for i in range(count)]
     backward: list[Window] = []

@@ -8,8 +8,8 @@ from torch import nn
 
 from ebbtide.budgeting.budget_controller import assumed_hardware
 from ebbtide.budgeting.budget_size import parse_budget_bytes
-from ebbtide.budgeting.budget_study import plan_by_estimate
 from ebbtide.budgeting.fixed_plan import layers_of, load_plan
+from ebbtide.budgeting.plan_estimates import plan_by_estimate
 from ebbtide.budgeting.planned_step import PlannedStep
 from ebbtide.hooks.layers import LayerModules, match_layers
 from ebbtide.layers.covering import covering_layers

@@ -21,7 +21,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from ebbtide.planning.plan import Decision, Plan
+from ebbtide.planning.plan import Plan
 from ebbtide.planning.prediction.storage_uses import StorageUses
 from ebbtide.planning.step_profile import StepProfile
 
@@ -46,8 +46,9 @@ def open_windows(
     rooms = [max(0, device_bytes - peak_bytes) for peak_bytes in peaks]
     windows = rooms[: count + 1] + [0] * count
     used = uses.under(plan)
-    sizes = [memory.size_bytes for memory in uses.memories]
-    ahead_bytes = sum(sizes)  # what may be there for passes after the one that is looked at
+    ahead_bytes = sum(
+        memory.size_bytes for memory in uses.memories
+    )  # what may be there for passes after the one that is looked at
     for group in reversed(backward_groups(profile)):
         if group[0] == count:
             windows[count] = min(rooms[position] for position in group)
@@ -56,9 +57,7 @@ def open_windows(
         ahead_bytes = window
         for position in group:
             windows[position] = window
-            for piece in used.needed[2 * count - position]:
-                if used.decisions[piece] is Decision.OFFLOAD:
-                    ahead_bytes += sizes[piece]
+            ahead_bytes += uses.offloaded_bytes(used, used.needed[2 * count - position])
     return dataclasses.replace(plan, windows=tuple(windows), max_inflight_bytes=max(windows))
 
 

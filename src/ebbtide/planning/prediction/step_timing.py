@@ -318,8 +318,7 @@ class _Run:
         while indices[-1] and self._profile.layers[indices[-1] - 1].between:
             indices.append(indices[-1] - 1)
         pieces = [piece for each in indices for piece in self._uses.needed[each]]
-        offloaded = (each for each in pieces if self._uses.decisions[each] is Decision.OFFLOAD)
-        return sum(self._sizes[piece] for piece in offloaded)
+        return self._storages.offloaded_bytes(self._uses, pieces)
 
     def _prefetch(self) -> None:
         while self._next_reload < len(self._reloads):

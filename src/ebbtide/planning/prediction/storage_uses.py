@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Final, NamedTuple, final
 
 from ebbtide.errors import PolicyError
@@ -122,6 +123,11 @@ class StorageUses:
             if first[piece] != NOBODY and decisions[piece] is not Decision.KEEP:
                 needed[last[piece]].append(piece)
         return Uses(decisions, first, last, saved, needed)
+
+    def offloaded_bytes(self, uses: Uses, pieces: Iterable[int]) -> int:
+        """Return the size of those of the pieces that are offloaded."""
+        offloaded = (each for each in pieces if uses.decisions[each] is Decision.OFFLOAD)
+        return sum(self.memories[each].size_bytes for each in offloaded)
 
     def _saved_by(self, index: int, plan: Plan) -> list[tuple[int, Decision]]:
         layer, source = plan.layers[index], self.inputs[index]
