@@ -20,6 +20,7 @@ def test_a_recomputed_layer_holds_its_input_only() -> None:
     """Inputs of N layers, and the last sine's argument; not the N arguments inside the layers."""
     model = stack(N)
     with ebbtide.offload(model, activations=policy("recompute")) as handle:
+        step(handle, model)  # verifies
         loss = model(torch.randn(64, 256)).sum()
         assert handle.inspect().in_flight.kept_bytes == (N + 1) * S
         assert handle.inspect().in_flight.stored_bytes == 0
@@ -36,6 +37,7 @@ def test_a_recomputed_layer_holds_its_input_only() -> None:
 def test_inputs_of_recomputed_layers_leave_and_come_back() -> None:
     model = stack(N)
     with ebbtide.offload(model, activations=policy("recompute+offload")) as handle:
+        step(handle, model)  # verifies
         loss = model(torch.randn(64, 256)).sum()
         assert handle.inspect().in_flight.kept_bytes == 0
         assert handle.inspect().in_flight.stored_bytes == (N + 1) * S
@@ -98,6 +100,7 @@ def test_the_peak_is_that_of_the_layer_that_is_recomputed() -> None:
 
     model = Stack(nn.ModuleList(Deep() for _ in range(N)))
     with ebbtide.offload(model, activations=policy("recompute")) as handle:
+        step(handle, model)  # verifies
         stats = step(handle, model)
     assert stats.recomputed_bytes == N * 10 * S
     assert stats.peak_device_bytes == N * S + 10 * S
@@ -114,6 +117,7 @@ def test_small_inputs_are_kept_and_not_counted_as_recomputed() -> None:
     model = stack(N)
     recompute = ActivationPolicy(mode="recompute+offload", rebuild=False)
     with ebbtide.offload(model, activations=recompute) as handle:
+        step(handle, model)  # verifies
         stats = step(handle, model)
     assert stats.offloaded_bytes == 0
     assert stats.kept_bytes == (N + 1) * S
@@ -126,4 +130,5 @@ def test_a_forward_that_other_code_binds_to_the_module_again() -> None:
     with ebbtide.offload(model, activations=policy("recompute")) as handle:
         for layer in model.layers:
             layer.forward = types.MethodType(layer.forward, layer)
+        step(handle, model)  # verifies
         assert step(handle, model).recomputed_bytes == N * S

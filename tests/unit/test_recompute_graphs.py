@@ -87,8 +87,10 @@ def test_nothing_is_recomputed_where_autograd_records_nothing(mode: str) -> None
             with context():
                 model(torch.randn(ROWS, WIDTH))
         assert handle.stats.num_saved == 0
+        step(handle, model)  # verifies
         assert step(handle, model).recomputed_bytes > 0
         model.eval()
+        step(handle, model)
         assert step(handle, model).recomputed_bytes > 0, "evaluation mode with gradients is a step"
 
 
@@ -211,6 +213,7 @@ def test_forward_mode_and_transforms_run_the_forward_once() -> None:
     expected = both()
     with ebbtide.offload(model, activations=policy("recompute"), layers=["layers.?"]) as handle:
         assert all(map(torch.equal, both(), expected))
+        step(handle, model)  # verifies
         assert step(handle, model).recomputed_bytes > 0
 
 
@@ -229,6 +232,8 @@ def test_hooks_of_other_code_get_what_a_layer_saves() -> None:
 
     outer = Stack(nn.ModuleList([model.layers[0], Hooked()]))
     with ebbtide.offload(outer, activations=policy("recompute"), layers=["layers.0"]) as handle:
+        step(handle, outer)  # verifies
+        saved.clear()
         assert step(handle, outer).recomputed_bytes > 0
         assert len(saved) == 3, "a linear map's input and weight, and the sine's argument"
 
@@ -251,6 +256,7 @@ def test_an_offloaded_forward_inside_a_recomputed_layer_steps_aside() -> None:
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("error")
+        step(handle, model)  # verifies
         assert step(handle, model).recomputed_bytes == 2 * ROWS * WIDTH * 4
         assert model.layers[0].wrapped.handle.stats.num_saved == 0
 
@@ -270,6 +276,7 @@ def test_layers_inside_another_offloaded_callable_belong_to_that_one() -> None:
 
     model = Inside()
     with ebbtide.offload(model, activations=policy("recompute"), layers=["layers.?"]) as handle:
+        step(handle, model)  # verifies
         assert step(handle, model).recomputed_bytes > 0
         recomputed = [each.layer.name for each in handle.inspect().recomputed]
     assert recomputed == ["layers.1"]

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any, Protocol, final
 
@@ -65,38 +66,41 @@ def skip_in_compiler(function: Callable[..., Any], *, with_callees: bool = True)
         frames.set_code_exec_strategy(function.__code__, strategy)
 
 
+Around = tuple[Callable[[Any], None], Callable[[Any], None]]
+"""What is called before a module's call, with its arguments, and after it, with its output."""
+
+
 @final
 class CompiledCall:
-    """The compiled call of a module that was compiled in place, as a layer.
+    """The compiled call of a module that was compiled in place, with what hooks would do around it.
 
     Args:
         compiled: the module's ``_compiled_call_impl``.
-        begin: called before it with the positional arguments.
-        end: called after it with the output; with None if it raised.
+
+    Attributes:
+        compiled: as given.
         run: called in the place of ``compiled`` where nothing is traced.
+        around: called around it, outermost first: before it with its positional and its keyword
+            arguments, after it with a tuple of the output, which is None if the call raised.
     """
 
-    def __init__(
-        self,
-        compiled: Callable[..., Any],
-        begin: Callable[[Any], None],
-        end: Callable[[Any], None],
-        run: Callable[..., Any],
-    ) -> None:
-        self.compiled = compiled
-        self._run = run
-        self._begin = begin
-        self._end = end
+    def __init__(self, compiled: Callable[..., Any]) -> None:
+        self.compiled = self.run = compiled
+        self.around: list[Around] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if is_traced():
             return self.compiled(*args, **kwargs)
         output = None
-        self._begin(args)
-        try:
-            output = self._run(*args, **kwargs)
-        finally:
-            self._end(output)
+
+        def finish(end: Callable[[Any], None]) -> None:
+            end((output,))
+
+        with contextlib.ExitStack() as stack:
+            for begin, end in list(self.around):
+                begin((args, kwargs))
+                stack.callback(finish, end)
+            output = self.run(*args, **kwargs)
         return output
 
 
@@ -126,36 +130,44 @@ class HookedLayer:
     ) -> None:
         self._replace = replace
         self._replaced: Replacement | None = None
-        self._parent = parent
+        self._call: CompiledCall | None = None
+        # See [Note: what a model owns].
+        self._parent = None if parent is None else weakref.ref(parent)
         self._key = key
-        self._module = module
+        self._known = weakref.ref(module)
         self._register = register
-        self._begin, self._end = begin, end
-        self._hooked: nn.Module | None = None
+        self._around = begin, end
+        self._hooked: weakref.ref[nn.Module] | None = None
         self._handles: list[RemovableHandle] = []
         self.follow()
 
     def follow(self) -> None:
         """Move the hooks to where the layer is called now."""
-        module = self._module
-        if self._parent is not None:
-            child = self._parent._modules.get(self._key)
+        module = self._known()
+        if module is None:
+            return
+        parent = None if self._parent is None else self._parent()
+        if parent is not None:
+            child = parent._modules.get(self._key)
             if child is not module and getattr(child, "_orig_mod", None) is module:
                 assert child is not None
                 module = child
         call = module._compiled_call_impl
         if call is None:
-            if self._hooked is not module:
+            if self._hooked is None or self._hooked() is not module:
                 self.remove()
-                self._hooked, self._handles = module, self._register(module)
+                self._hooked, self._handles = weakref.ref(module), self._register(module)
                 if self._replace is not None:
                     self._replaced = self._replace(module, module.forward)
                     module.__dict__["forward"] = self._replaced
-        elif not isinstance(call, CompiledCall):
+        elif self._call is None or self._call is not call:
             self.remove()
-            run = call if self._replace is None else self._replace(module, call)
-            module._compiled_call_impl = CompiledCall(call, self._begin, self._end, run)
-            self._hooked = None
+            if not isinstance(call, CompiledCall):
+                call = CompiledCall(call)
+            call.around.insert(0, self._around)
+            if self._replace is not None:
+                call.run = self._replace(module, call.compiled)
+            self._call = module._compiled_call_impl = call
 
     def remove(self) -> None:
         """Remove the hooks, and the replacement of the forward."""
@@ -164,7 +176,47 @@ class HookedLayer:
         if self._replaced is not None:
             self._replaced.restore()
             self._replaced = None
-        call = self._module._compiled_call_impl
-        if isinstance(call, CompiledCall):
-            self._module._compiled_call_impl = call.compiled
         self._hooked = None
+        call, self._call = self._call, None
+        if call is None:
+            return
+        call.around.remove(self._around)
+        if self._replace is not None:
+            call.run = call.compiled
+        module = self._known()
+        if not call.around and module is not None and module._compiled_call_impl is call:
+            module._compiled_call_impl = call.compiled
+
+
+@final
+class ModuleHook:
+    """A forward hook of one module that does nothing on copies of the module.
+
+    `copy.deepcopy` and pickle copy a module's hooks with the module. A copy must behave like a
+    plain model, so a copied hook is replaced by `inert_hook`.
+
+    Args:
+        module: the module.
+        action: called with what torch gives the hook after the module, as a tuple.
+    """
+
+    def __init__(self, module: nn.Module, action: Callable[[Any], None]) -> None:
+        self._module = weakref.ref(module)
+        self._action = action
+
+    def __call__(self, module: nn.Module, *values: Any) -> None:
+        if torch.compiler.is_exporting() or is_traced():
+            return
+        if self._module() is module:
+            self._action(values)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        return inert_hook
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        # A function of Python's own that does nothing: the file can be read without ebbtide.
+        return getattr, (contextlib.nullcontext(), "__exit__")
+
+
+def inert_hook(*_: Any) -> None:
+    """Do nothing; stands in for a `ModuleHook` on a copy of the model."""

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ebbtide.activations.handles import is_of_checkpoint, restore
+from ebbtide.activations.handles import is_of_checkpoint, is_of_recomputed, restore
 from ebbtide.errors import PolicyError
 from ebbtide.interface.warning import warn_user
 
@@ -85,7 +85,7 @@ def _tolerating_ours(disable: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(disable)
     def disable_hooks(message: str, fail_if_non_empty: bool = True) -> None:
         hooks = _AUTOGRAD._top_saved_tensors_default_hooks(True)
-        ours = hooks is not None and hooks[1] is restore
+        ours = hooks is not None and (hooks[1] is restore or is_of_recomputed(hooks[0]))
         disable(message, fail_if_non_empty and not ours)
 
     return disable_hooks

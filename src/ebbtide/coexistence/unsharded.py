@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import final
 
@@ -11,7 +12,7 @@ from torch import nn
 
 from ebbtide.tensors.memory_parts import parts_of
 
-Place = tuple[nn.Module, str]
+Place = tuple[weakref.ref[nn.Module], str]
 """A module and the name of one of its parameters."""
 
 
@@ -33,15 +34,16 @@ class UnshardedParameters:
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._modules = modules
-        self._groups: dict[nn.Module, _Group] = {}
+        self._modules = [weakref.ref(module) for module in modules]
+        self._groups: dict[weakref.ref[nn.Module], _Group] = {}
         self._flat: list[nn.Parameter] = []  # FSDP1's
         self._storages: set[int] = set()
         self.is_sharded = False
 
     def refresh(self) -> None:
         """Find the sharded modules, and read their parameters as they are now."""
-        sharded, flat = _find_sharded_modules(self._modules)
+        alive = [module for known in self._modules if (module := known()) is not None]
+        sharded, flat = _find_sharded_modules(alive)
         self._flat = [p for module in flat for p in _flat_parameters(module)]
         self.is_sharded = bool(sharded or self._flat)
         if not sharded and not self._groups:
@@ -50,11 +52,12 @@ class UnshardedParameters:
         known, self._groups = self._groups, {}
         for module in sharded:
             places = list(_own_places(module, sharded))
-            group = known.get(module)
+            reference = weakref.ref(module)
+            group = known.get(reference)
             if group is None or group.places != places:
                 group = _Group(places)
             group.read(self._storages)
-            self._groups[module] = group
+            self._groups[reference] = group
 
     def own(self, storage: torch.UntypedStorage) -> bool:
         """Whether a storage belongs to a parameter of a sharded module, gathered or not."""
@@ -84,19 +87,24 @@ class _Group:
 
     def read(self, storages: set[int]) -> None:
         """Add the storages of the present parameters to a set."""
-        for module, name in self.places:
-            parameter = module._parameters.get(name)
+        for place in self.places:
+            parameter = _parameter_at(place)
             if parameter is not None:
                 storages.update(p.untyped_storage()._cdata for p in parts_of(parameter))
-        self._seen = [module._parameters.get(name) for module, name in self._watched]
+        self._seen = [_parameter_at(place) for place in self._watched]
 
     def is_exchanged(self) -> bool:
         """Whether FSDP2 has exchanged the parameters since they were read."""
         for place, seen in zip(self._watched, self._seen, strict=True):
-            if place[0]._parameters.get(place[1]) is not seen:
+            if _parameter_at(place) is not seen:
                 self._watched = [place]
                 return True
         return False
+
+
+def _parameter_at(place: Place) -> nn.Parameter | None:
+    module = place[0]()
+    return None if module is None else module._parameters.get(place[1])
 
 
 def find_sharded_parameters(model: nn.Module) -> set[int]:
@@ -104,8 +112,8 @@ def find_sharded_parameters(model: nn.Module) -> set[int]:
     found = {id(parameter) for parameter in model.parameters() if hasattr(parameter, "device_mesh")}
     sharded, flat = _find_sharded_modules([model])
     for module in sharded:
-        for owner, name in _own_places(module, sharded):
-            found.add(id(owner._parameters[name]))
+        for place in _own_places(module, sharded):
+            found.add(id(_parameter_at(place)))
     for module in flat:
         found.update(map(id, module.parameters()))
     return found
@@ -133,7 +141,8 @@ def _flat_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
 
 def _own_places(module: nn.Module, sharded: dict[nn.Module, None]) -> Iterator[Place]:
     """Yield the places of a module's parameters, without those of sharded modules inside it."""
-    yield from ((module, name) for name in module._parameters)
+    reference = weakref.ref(module)
+    yield from ((reference, name) for name in module._parameters)
     for child in module.children():
         if child not in sharded:
             yield from _own_places(child, sharded)

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any, final
 
 from torch import nn
 
 from ebbtide.coexistence.compiler import is_traced, skip_in_compiler
-from ebbtide.hooks.forward import itself, plain_forward
+from ebbtide.coexistence.stand_in import (
+    WrappedForward,
+    hold_forward,
+    itself,
+    pass_for,
+    plain_forward,
+)
 from ebbtide.hooks.layers import ReplaceForward
 from ebbtide.recomputation.call import Recomputing, recompute_later
 from ebbtide.transfers.layer import Layer
@@ -43,31 +50,44 @@ class RecomputedForward:
         forward: the forward to call.
     """
 
+    __wrapped__ = WrappedForward()
+
     def __init__(
         self,
         find: Callable[[], Recomputing | None],
         module: nn.Module,
         forward: Callable[..., Any],
     ) -> None:
-        functools.update_wrapper(self, forward)
+        pass_for(self, forward)
         self._find = find
-        self._module = module
-        self._forward = forward
+        self._known = weakref.ref(module)  # see [Note: what a model owns]
+        self._find_forward = hold_forward(forward)
+
+    @property
+    def _module(self) -> nn.Module | None:
+        return self._known()
+
+    @property
+    def _forward(self) -> Callable[..., Any]:
+        forward = self._find_forward()
+        assert forward is not None, "the module of this forward is gone"
+        return forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        forward, module = self._forward, self._module
         if is_traced():
-            return self._forward(*args, **kwargs)
-        if args and args[0] is self._module:
+            return forward(*args, **kwargs)
+        if args and args[0] is module:
             args = args[1:]  # accelerate binds what it finds in `module.forward` to it again
         recomputing = self._find()
-        if recomputing is None:
-            return self._forward(*args, **kwargs)
-        return recompute_later(recomputing, self._module, self._forward, args, kwargs)
+        if recomputing is None or module is None:
+            return forward(*args, **kwargs)
+        return recompute_later(recomputing, module, forward, args, kwargs)
 
     def restore(self) -> None:
         """Give the module its own forward back."""
         module = self._module
-        if module.__dict__.get("forward") is not self:
+        if module is None or module.__dict__.get("forward") is not self:
             return  # other code has wrapped this object, which now only forwards calls
         del module.__dict__["forward"]
         if module.forward != self._forward:
@@ -85,3 +105,5 @@ class RecomputedForward:
 
 
 skip_in_compiler(RecomputedForward.__call__, with_callees=False)
+for _name in ("_forward", "_module"):
+    skip_in_compiler(vars(RecomputedForward)[_name].fget)

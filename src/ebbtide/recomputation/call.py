@@ -2,26 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol, final
+from typing import Any, Final, NamedTuple, Protocol, final
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
+from ebbtide.activations.handles import raise_modified, restore
 from ebbtide.activations.records import KEEP, StorageRecord
-from ebbtide.errors import PolicyError
+from ebbtide.coexistence.compiler import skip_in_compiler
+from ebbtide.errors import PolicyError, SavedTensorModifiedError
 from ebbtide.recomputation.module_state import ModuleState
 from ebbtide.recomputation.recomputations import Recomputations, RecomputedHold, RecomputedLayer
+from ebbtide.recomputation.verification import (
+    SavedDigests,
+    Verified,
+    differ,
+    sample,
+)
 from ebbtide.tensors.call_arguments import Arguments
 from ebbtide.transfers.layer import Layer, in_range
 from ebbtide.transfers.prefetch import ForwardLog
 
-WithWeights = Callable[[nn.Module], AbstractContextManager[None]]
-"""Surrounds a forward of a module that is not called as such; its weights are there meanwhile."""
+# Long: the two forwards of a call, and what is compared between them, belong together.
+
+_sequence_number = torch._C._autograd._get_sequence_nr
+
+_alone = threading.RLock()
+"""Held while a second forward runs: random numbers and modules are those of the whole process."""
+
+
+def _renew_lock() -> None:
+    global _alone
+    _alone = threading.RLock()  # a thread that is not in this process may have held it
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_lock)
 
 
 class AbstractHooks(Protocol):
@@ -38,10 +63,46 @@ class AbstractHooks(Protocol):
     def are_on_top(self) -> bool:
         """Whether what autograd saves now is packed by these hooks."""
 
+    def offload_here(self) -> None:
+        """Offload what the layer that runs saves from now on."""
+
+    def pack(self, tensor: Tensor) -> Any:
+        """Pack a tensor that autograd saves."""
+
+    def is_weight(self, tensor: Tensor) -> bool:
+        """Whether a tensor is a parameter, or a part of one."""
+
     def look_at(
         self, tensor: Tensor
     ) -> Iterable[tuple[torch.UntypedStorage, StorageRecord | None]]:
         """Count a saved tensor; return its storages that are no parameters, and their records."""
+
+
+class AbstractRestingWeights(Protocol):
+    """The weights of a model that rest on the host, as a forward that runs again needs them."""
+
+    def open(self, module: nn.Module) -> AbstractContextManager[None]:
+        """Surround a forward of a module that is not called as such with its weights."""
+
+    def versions_of(self, module: nn.Module) -> Hashable:
+        """Return the versions of the host values of its weights."""
+
+    def rests(self, tensor: Tensor) -> bool:
+        """Whether a tensor is the host value of a weight, with which nothing computes."""
+
+
+@final
+class NoRestingWeights:
+    """Stands for the weights that rest on the host where none do."""
+
+    def open(self, _: nn.Module) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def versions_of(self, _: nn.Module) -> Hashable:
+        return None
+
+    def rests(self, _: Tensor) -> bool:
+        return False
 
 
 class Recomputing(NamedTuple):
@@ -50,11 +111,11 @@ class Recomputing(NamedTuple):
     layer: Layer
     hooks: AbstractHooks
     account: Recomputations
-    with_weights: WithWeights
+    weights: AbstractRestingWeights
 
 
 def find_recomputing(
-    layer: Layer, hooks: AbstractHooks, account: Recomputations, with_weights: WithWeights
+    layer: Layer, hooks: AbstractHooks, account: Recomputations, weights: AbstractRestingWeights
 ) -> Recomputing | None:
     """Say whether a call that the policy chooses can be recomputed.
 
@@ -66,7 +127,7 @@ def find_recomputing(
         return None
     if torch._C._functorch.maybe_current_level() is not None:
         return None
-    return Recomputing(layer, hooks, account, with_weights)
+    return Recomputing(layer, hooks, account, weights)
 
 
 def recompute_later(
@@ -78,6 +139,8 @@ def recompute_later(
 ) -> Any:
     """Call a forward under a checkpoint; see [Note: recomputed layers].
 
+    The first call of a kind is not recomputed; see [Note: verified recomputation].
+
     Args:
         recomputing: the call, and who is told of it.
         module: the layer's module.
@@ -86,34 +149,117 @@ def recompute_later(
         kwargs: the keyword arguments.
 
     Raises:
-        PolicyError: the forward changes something that it would not find again.
+        PolicyError: the forward changes something that it would not find again, and did not when
+            it was verified.
     """
-    layer = recomputing.layer
+    layer, hooks, account, weights = recomputing
     where = f"layer {layer.index} ({layer.name})"
     arguments = Arguments(args, kwargs, where)
     tensors = arguments.take_tensors()
     trained = any(tensor.requires_grad for tensor in tensors)
     if not trained and not any(weight.requires_grad for weight in module.parameters()):
         return forward(*args, **kwargs)  # it saves nothing
-    versions = [tensor._version for tensor in tensors]
-    state = ModuleState(module, where)
-    call = _Call(recomputing, module, forward, arguments, state, (args, kwargs))
-    device = recomputing.hooks.device
+    state = ModuleState(module, where, weights.versions_of)
+    if state.is_lazy:  # only this forward knows the shapes of its weights
+        account.note_verifying()
+        return forward(*args, **kwargs)
+    kind = layer.name, id(module), arguments.kind, state.kind, _autocast(hooks.device)
+    verified = account.verifications.find(kind)
+    inputs = _Inputs(arguments, tensors, state)
+    call: _Call | _VerifiedCall
+    hooks_of_first: _VerifyingHooks | None = None
+    if verified is None:
+        account.note_verifying()
+        call = _VerifiedCall(recomputing, module, forward, inputs, (args, kwargs), kind)
+        hooks_of_first = call.hooks
+    else:
+        call = _Call(recomputing, module, forward, inputs, (args, kwargs), verified)
+    device = hooks.device
     if device.type != "cpu" and not any(tensor.device == device for tensor in tensors):
         # The checkpoint restores the random numbers of the devices that it finds tensors on.
         tensors = [*tensors, torch.empty(0, device=device)]
-    result = checkpoint(call.run, *tensors, use_reentrant=False)
-    for tensor, version in zip(tensors, versions, strict=False):
-        if tensor._version != version:
-            raise PolicyError(
-                f"{where} cannot be recomputed, because its forward changes its input of shape "
-                f"{tuple(tensor.shape)} in place; make the operation not in place (such as "
-                f"nn.ReLU(inplace=False)), or leave the layer out: name the others with "
-                f"layers=[...]"
-            )
-    arguments.check_after_forward()
-    state.check_after_forward()
+    stops_early = verified is None or verified.stops_early
+    result = checkpoint(call.run, *tensors, use_reentrant=False, early_stop=stops_early)
+    change = inputs.find_change(tensors)
+    if change and verified is not None:
+        raise PolicyError(
+            f"{where} cannot be recomputed, because its forward {change}, which it did not the "
+            f"first time; leave the layer out: name the others with layers=[...]"
+        )
+    if hooks_of_first is not None:
+        if change:
+            account.verifications.refuse(layer, change)
+        hooks_of_first.await_backward(verifies=not change)
     return result
+
+
+def _autocast(device: torch.device) -> Hashable:
+    kind = device.type
+    if not torch.is_autocast_enabled(kind):
+        return torch.is_autocast_enabled("cpu"), device
+    return torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled(), device
+
+
+@final
+class _Inputs:
+    """What a call of a layer finds: its arguments and the state of its module."""
+
+    def __init__(self, arguments: Arguments, tensors: list[Tensor], state: ModuleState) -> None:
+        self._arguments = arguments
+        self._versions = [_version(tensor) for tensor in tensors]
+        self._state = state
+
+    def find_change(self, tensors: Sequence[Tensor]) -> str:
+        """Say what the forward, which has ended, has changed that it would not find again."""
+        for tensor, version in zip(tensors, self._versions, strict=False):
+            if _version(tensor) != version:
+                return (
+                    f"changes its input of shape {tuple(tensor.shape)} in place (as "
+                    f"nn.ReLU(inplace=True) does)"
+                )
+        change = self._state.find_change()
+        if change:
+            return f"changes {change} in place"
+        return self._arguments.find_change()
+
+    def finds_changes(self) -> bool:
+        return self._state.finds_changes()
+
+    @contextlib.contextmanager
+    def again(
+        self, module: nn.Module, weights: AbstractRestingWeights, tensors: tuple[Tensor, ...]
+    ) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+        """Within the block all is as the first forward found it; gives its arguments."""
+        arguments = self._arguments.put_together(tensors)
+        with self._state.put_back(), weights.open(module):
+            yield arguments
+
+    @contextlib.contextmanager
+    def untouched(
+        self, module: nn.Module, weights: AbstractRestingWeights, tensors: Sequence[Tensor]
+    ) -> Iterator[None]:
+        """Undo what the block does to the memory of weights, large buffers and inputs."""
+        own = [w for each in module.modules() for w in dict.values(each._parameters)]
+        found = {id(t): t for t in (*self._state.unchanged(), *own, *tensors) if t is not None}
+        kept = [t for t in found.values() if _has_plain_memory(t) and not weights.rests(t)]
+        copies = [(tensor, tensor.detach().clone()) for tensor in kept]
+        try:
+            yield
+        finally:
+            for tensor, copied in copies:
+                # Not through the tensor itself: its version would count the change.
+                memory = Tensor.data.__get__(tensor)  # type: ignore[attr-defined]
+                if memory.device.type != "cpu" or not torch.equal(memory, copied):
+                    memory.copy_(copied)
+
+
+def _has_plain_memory(tensor: Tensor) -> bool:
+    plain = tensor.layout is torch.strided and not hasattr(type(tensor), "__tensor_flatten__")
+    return plain and bool(tensor.numel()) and not tensor.is_meta
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
 
 
 @final
@@ -125,16 +271,16 @@ class _Call:
         recomputing: Recomputing,
         module: nn.Module,
         forward: Callable[..., Any],
-        arguments: Arguments,
-        state: ModuleState,
+        inputs: _Inputs,
         first: tuple[tuple[Any, ...], dict[str, Any]],
+        verified: Verified,
     ) -> None:
         self._recomputing = recomputing
         self._module = module
         self._forward = forward
-        self._arguments = arguments
-        self._state = state
+        self._inputs = inputs
         self._first: tuple[tuple[Any, ...], dict[str, Any]] | None = first
+        self._saved = _Saved(recomputing, verified.sampled)
         self._hold: RecomputedHold | None = None
 
     def run(self, *tensors: Tensor) -> Any:
@@ -151,10 +297,14 @@ class _Call:
         finally:
             account.end(self._hold)
 
+    def finds_changes(self) -> bool:
+        """Whether a parameter or a large buffer is not as the first forward has used it."""
+        return self._inputs.finds_changes()
+
     def _run_first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         layer, hooks, account, _ = self._recomputing
-        counter = _SavedCounter(hooks)
-        with torch.autograd.graph.saved_tensors_hooks(counter.pack, counter.unpack):
+        counter = _SavedCounter(hooks, self._saved)
+        with saved_tensors_hooks(counter.pack, counter.unpack):
             result = self._forward(*args, **kwargs)
         log = hooks.log
         saved = counter.size_bytes, counter.borrowed_bytes, counter.num_saved
@@ -162,9 +312,54 @@ class _Call:
         return result
 
     def _run_again(self, tensors: tuple[Tensor, ...]) -> None:
-        args, kwargs = self._arguments.put_together(tensors)
-        with self._state.put_back(), self._recomputing.with_weights(self._module):
-            self._forward(*args, **kwargs)
+        again = _SavedAgain(self._saved)
+        with self._inputs.again(self._module, self._recomputing.weights, tensors) as arguments:
+            args, kwargs = arguments
+            with saved_tensors_hooks(again.pack, again.unpack):
+                self._forward(*args, **kwargs)
+                again.hand_over()
+
+
+@final
+class _Saved:
+    """What the first forward of a call has saved, to check the second one by.
+
+    It is not all that could be compared: the number of tensors, the bits of the numbers among them,
+    and a sample of one large tensor.
+
+    Attributes:
+        numbers: the 0-dim tensors on the host, by their place among all.
+        sampled: the place of the tensor that a sample is taken of.
+        sample: its sample, once it was saved.
+    """
+
+    def __init__(self, recomputing: Recomputing, sampled: int) -> None:
+        self.layer = recomputing.layer
+        self.numbers: dict[int, Any] = {}
+        self.sampled = sampled
+        self.sample: Tensor | None = None
+        self.account = recomputing.account
+
+    def compare(self, place: int, tensor: Tensor) -> None:
+        """Compare a tensor that the second forward saves.
+
+        Raises:
+            SavedTensorModifiedError: it differs.
+        """
+        # What a recomputation gives is compared with what the forward gave.
+        # A layer that depends on a counter outside of it gives gradients of another computation.
+        verifications = self.account.verifications
+        if not tensor.dim() and place in self.numbers:
+            number = tensor.item()
+            if repr(number) != repr(self.numbers[place]):
+                verifications.raise_different(self.layer)
+        if place == self.sampled and self.sample is not None:
+            again = sample(tensor)
+            differs = True if again is None else differ(self.sample, again)
+            if isinstance(differs, Tensor):
+                verifications.note_sample(self.layer, differs)
+            elif differs:
+                verifications.raise_different(self.layer)
 
 
 @final
@@ -173,6 +368,7 @@ class _SavedCounter:
 
     Args:
         hooks: the hooks that would be given what the layer saves if it were not recomputed.
+        noted: notes what the second forward is checked by.
 
     Attributes:
         size_bytes: bytes of the storages, each counted once, without the layer's inputs.
@@ -180,15 +376,20 @@ class _SavedCounter:
         num_saved: number of saved tensors.
     """
 
-    def __init__(self, hooks: AbstractHooks) -> None:
-        pack, self.unpack = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        self._pack: Callable[[Tensor], Any] = pack
+    def __init__(self, hooks: AbstractHooks, noted: _Saved) -> None:
+        self._pack, self._unpack = torch._C._autograd._top_saved_tensors_default_hooks(True)
         self._hooks = hooks
+        self._noted = noted
         self.size_bytes = self.borrowed_bytes = self.num_saved = 0
         self._known: dict[int, StorageWeakRef] = {}
 
     def pack(self, tensor: Tensor) -> Any:
+        place, noted = self.num_saved, self._noted
         self.num_saved += 1
+        if place == noted.sampled:
+            noted.sample = sample(tensor)
+        if not tensor.dim() and tensor.device.type == "cpu" and type(tensor) is Tensor:
+            noted.numbers[place] = tensor.item()
         for storage, record in self._hooks.look_at(tensor):
             address = storage._cdata
             if address not in self._known:
@@ -199,3 +400,219 @@ class _SavedCounter:
                 elif record.decision is not KEEP:
                     self.borrowed_bytes += record.unpacked_bytes
         return self._pack(tensor)
+
+    def unpack(self, packed: Any) -> Tensor:
+        try:
+            # Forwards that run again do so one after the other. Two
+            # threads that put back the random numbers would draw from each other's.
+            with _alone:
+                tensor: Tensor = self._unpack(packed)
+        except CheckpointError as error:
+            self._noted.account.verifications.raise_different(self._noted.layer, error)
+        except SavedTensorModifiedError:
+            # torch may train with such a program. The next steps do, too.
+            self._noted.account.refuse_changed(self._noted.layer)
+            raise
+        version = getattr(tensor, _VERSION, None)
+        if version is not None and version != tensor._version:
+            # A tensor that the second forward has changed after it
+            # had saved it is not used. Plain autograd refuses it; a checkpoint would compute with
+            # the changed values.
+            raise_modified(tensor, version, tensor.shape)
+        return tensor
+
+
+_VERSION: Final = "_ebbtide_version"
+"""The attribute of a tensor saved by a second forward that has its version at that moment."""
+
+
+@final
+class _SavedAgain:
+    """Checks what the second forward saves, and hands it to the checkpoint's hooks.
+
+    The checkpoint ends the forward when it is given the last tensor that backward needs. An
+    operator may fill a tensor after it has saved it; see [Note: tensors saved before they are
+    written] in `ebbtide.activations.activations`. So from a tensor without `grad_fn` on, all that
+    the same operator saves is handed over when it has returned.
+    """
+
+    def __init__(self, saved: _Saved) -> None:
+        pack, self.unpack = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        # The checkpoint's hook keeps the compiler out, at a cost; `pack` here does, too.
+        self._pack = getattr(pack, "__wrapped__", pack)
+        self._saved = saved
+        self._place = 0
+        self._waiting: list[tuple[int, Tensor]] = []
+        self._sequence = 0
+
+    def pack(self, tensor: Tensor) -> Any:
+        place = self._place
+        self._place = place + 1
+        if self._waiting and _sequence_number() != self._sequence:
+            self.hand_over()
+        if not self._waiting and tensor.grad_fn is not None:
+            return self._hand_on(place, tensor)
+        self._sequence = _sequence_number()
+        self._waiting.append((place, tensor))
+        return tensor.detach()
+
+    def hand_over(self) -> None:
+        """Hand over what waits. The operator that saved it has returned."""
+        waiting, self._waiting = self._waiting, []
+        for place, tensor in waiting:
+            self._hand_on(place, tensor)
+
+    def _hand_on(self, place: int, tensor: Tensor) -> Any:
+        saved = self._saved
+        if place == saved.sampled or place in saved.numbers:
+            saved.compare(place, tensor)
+        if type(tensor) is Tensor or type(tensor) is nn.Parameter:
+            version = tensor._version
+            tensor = tensor.detach()  # as the checkpoint does
+            setattr(tensor, _VERSION, version)
+        return self._pack(tensor)
+
+
+skip_in_compiler(_SavedAgain.pack)
+
+
+@final
+class _VerifiedCall:
+    """A call whose forward runs again in backward only to be compared.
+
+    See [Note: verified recomputation]. A checkpoint surrounds the first forward without being given
+    what that saves, and then saves one number. When backward begins, the checkpoint is asked for
+    this number, and so it runs the forward again exactly as it would for a recomputation.
+
+    Attributes:
+        hooks: what the first forward is surrounded with; None once that has begun.
+    """
+
+    def __init__(
+        self,
+        recomputing: Recomputing,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        inputs: _Inputs,
+        first: tuple[tuple[Any, ...], dict[str, Any]],
+        kind: Hashable,
+    ) -> None:
+        self._recomputing = recomputing
+        self._module = module
+        self._forward = forward
+        self._inputs = inputs
+        self._first: tuple[tuple[Any, ...], dict[str, Any]] | None = first
+        self._kind = kind
+        self._digests = SavedDigests(first=True)
+        self.hooks: _VerifyingHooks | None = _VerifyingHooks(recomputing, self._digests)
+
+    def run(self, *tensors: Tensor) -> Any:
+        """Run the forward, for the first time or again."""
+        # The graph holds the hooks, and these hold the checkpoint, which holds this object.
+        hooks, self.hooks = self.hooks, None
+        if self._first is None or hooks is None:
+            self._run_again(tensors)
+            _save_number()
+            return None
+        (args, kwargs), self._first = self._first, None
+        self._recomputing.hooks.offload_here()
+        with saved_tensors_hooks(hooks.pack, hooks.unpack):
+            result = self._forward(*args, **kwargs)
+        self._digests.finish()
+        hooks.number = _save_number()
+        return result
+
+    def _run_again(self, tensors: tuple[Tensor, ...]) -> None:
+        layer, _, account, weights = self._recomputing
+        again = SavedDigests(first=False)
+
+        def note(tensor: Tensor) -> Tensor:
+            again.note(tensor)
+            return tensor.detach()
+
+        skip_in_compiler(note)
+        try:
+            with (
+                self._inputs.again(self._module, weights, tensors) as (args, kwargs),
+                self._inputs.untouched(self._module, weights, tensors),
+                saved_tensors_hooks(note, _same),
+            ):
+                self._forward(*args, **kwargs)
+            again.finish()
+        except torch.OutOfMemoryError:
+            return  # the next call is verified
+        except SavedTensorModifiedError:
+            account.refuse_changed(layer)
+            return
+        except Exception as error:  # whatever it raises, the gradients of this step are right
+            reason = f"raises {type(error).__name__} when it runs again"
+            account.verifications.refuse(layer, reason)
+            return
+        account.verifications.compare(layer, self._kind, self._digests, again)
+
+
+@final
+class _VerifyingHooks:
+    """Hands what a verified layer saves to ebbtide's hooks, and notices the begin of its backward.
+
+    Attributes:
+        number: the node that saved a number under the checkpoint.
+    """
+
+    def __init__(self, recomputing: Recomputing, digests: SavedDigests) -> None:
+        self._hooks = recomputing.hooks
+        self._digests = digests
+        self._recomputing = recomputing
+        self.number: Any = None
+        self._is_awaiting = False  # whether the first forward has ended, and backward is to begin
+
+    def await_backward(self, *, verifies: bool) -> None:
+        """Note that the first forward has ended.
+
+        Args:
+            verifies: whether the forward runs again in backward.
+        """
+        if not verifies:
+            self.number = None
+        self._is_awaiting = verifies
+
+    def pack(self, tensor: Tensor) -> Any:
+        self._digests.note(tensor, is_weight=self._hooks.is_weight(tensor))
+        return self._hooks.pack(tensor)
+
+    def unpack(self, saved: Any) -> Tensor:
+        if self._is_awaiting and torch._C._current_graph_task_id() != -1:
+            self._is_awaiting = False
+            number, self.number = self.number, None
+            if number is not None:  # else another thread has been faster
+                with _alone:
+                    self._verify(number)
+        return restore(saved)
+
+    def _verify(self, number: Any) -> None:
+        """Have the checkpoint run the forward again."""
+        try:
+            number._saved_result  # noqa: B018
+        except SavedTensorModifiedError:  # an input was changed: backward may not need it
+            self._recomputing.account.refuse_changed(self._recomputing.layer)
+
+
+def _save_number() -> Any:
+    """Have autograd save a number. Returns the node that has saved it."""
+    return torch.ones((), requires_grad=True, device="cpu", dtype=torch.float32).exp().grad_fn
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+# Autograd calls these while a compiled layer runs, and the compiler would trace them, too.
+for _hook in (
+    _SavedCounter.pack,
+    _SavedCounter.unpack,
+    _SavedAgain.pack,
+    _VerifyingHooks.pack,
+    _VerifyingHooks.unpack,
+    _same,
+):
+    skip_in_compiler(_hook)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import TreeSpec, tree_flatten
 
-from ebbtide.recomputation.module_attributes import ModuleAttributes
+from ebbtide.recomputation.module_state import ModuleNote
 from ebbtide.tensors.caches import is_cache
 from ebbtide.tensors.memory_parts import parts_of
 from ebbtide.tensors.random_numbers import note_random_numbers
@@ -35,7 +35,7 @@ class ForwardState:
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._arguments = args, kwargs
         self._leaves, self._structure = _flatten(args, kwargs)
-        self._attributes = [ModuleAttributes(module) for module in model.modules()]
+        self._attributes = [ModuleNote(module) for module in model.modules()]
         self._buffers: list[tuple[nn.Module, str, Tensor, Tensor]] = []
         constants = [each for each in self._leaves if isinstance(each, Tensor)]
         # Offloaded and sharded weights are of other types; each forward gets them anew.

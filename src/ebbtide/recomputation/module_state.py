@@ -1,113 +1,537 @@
-"""What else than its arguments the forward of a module depends on, and how it is put back."""
+"""What the forward of a module finds besides its arguments, and how a second one finds it again.
+
+[Note: what a second forward finds] A forward that runs again must find what the first one found,
+and leave no other traces than the first one did. So all attributes of the module and of its
+submodules are noted when the first forward begins: parameters, buffers, submodules, hooks, modes
+and whatever the program has set, and with them the settings of torch that kernels depend on. The
+second forward finds all of that as it was, and afterwards the present is put back.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Final, final
+import functools
+import operator
+import random
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, Final, final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.nn.utils import parametrize
 
-from ebbtide.errors import PolicyError, SavedTensorModifiedError
-from ebbtide.recomputation.module_attributes import ModuleAttributes
-from ebbtide.tensors.memory_parts import parts_of
-from ebbtide.tensors.random_numbers import note_numbers_of_python
+from ebbtide.coexistence.compiler import ModuleHook
+from ebbtide.errors import SavedTensorModifiedError
+from ebbtide.parameters.parameters import DeviceParameter
+from ebbtide.tensors.memory_parts import modules_of, parts_of
+from ebbtide.tensors.random_numbers import NumbersOfPython
 from ebbtide.units import format_size
 
+# Long: whatever a forward can depend on besides its arguments is here.
+
 _MOST_COPIED_BYTES: Final = 64 * 2**10
+_PLAIN: Final = frozenset({bool, int, float, str, type(None), tuple})
+_CONTAINERS: Final = frozenset({dict, OrderedDict, list, set})
+_OF_TORCH: Final = frozenset(vars(nn.Module())) - {"training"}
+"""The attributes of every module that hold its parameters, buffers, submodules and hooks."""
+
+
+@final
+class ModuleNote:
+    """All attributes of one module, which may be put back as they are now.
+
+    Lists, sets and dicts among them, and those that hold the module's parameters, buffers,
+    submodules and hooks, are noted with their content. Of generators of random numbers the states
+    are noted. What other objects are changed to is not known.
+
+    Args:
+        module: the module.
+        lasting: whether the note outlives the forward that runs. Tensors are then noted without
+            their graphs, which may hold the note.
+
+    Attributes:
+        module: as given.
+        tensors: tensors among the attributes.
+    """
+
+    __slots__ = ("_attributes", "_contents", "_empty", "_generators", "module", "tensors")
+
+    def __init__(self, module: nn.Module, *, lasting: bool = False) -> None:
+        self.module = module
+        self.tensors: list[tuple[str, Tensor]] = []
+        self._generators: list[Callable[[], object]] = []
+        self._contents: list[tuple[str, Any, Any]] = []
+        self._empty: dict[str, Any] = {}
+        self._attributes = attributes = vars(module).copy()
+        for name, value in attributes.items():
+            kind = type(value)
+            if kind in _PLAIN:
+                continue
+            if kind in _CONTAINERS or name in _OF_TORCH:
+                if value:
+                    self._contents.append((name, value, _content_of(value, lasting=lasting)))
+                else:
+                    self._empty[name] = value
+            elif isinstance(value, Tensor):
+                self.tensors.append((name, value))
+                if lasting:
+                    attributes[name] = _without_graph(value)
+            elif (put_back := _note_generator(value)) is not None:
+                self._generators.append(put_back)
+
+    @property
+    def num_attributes(self) -> int:
+        """How many attributes the module has."""
+        return len(self._attributes)
+
+    def is_present(self) -> bool:
+        """Whether the module is surely as it was, so that there is nothing to put back."""
+        now, noted = vars(self.module), self._attributes
+        return (
+            len(now) == len(noted)
+            and all(map(operator.is_, now, noted))
+            and all(map(operator.is_, now.values(), noted.values()))
+            and not any(self._empty.values())
+            and not self._generators
+            and all(_holds(container, content) for _, container, content in self._contents)
+        )
+
+    def put_back(self) -> None:
+        """Give the module its attributes back."""
+        if self.is_present():
+            return
+        now, noted = vars(self.module), self._attributes
+        for name in now.keys() - noted.keys() - {"forward"}:
+            del now[name]
+        for name, value in noted.items():
+            if name != "forward" and name not in _OF_TORCH and now.get(name, now) is not value:
+                now[name] = value
+        for name in self._empty:
+            if now[name]:
+                _refill(now[name], ())
+        for name, _, content in self._contents:
+            if not _holds(now[name], content):
+                _refill(now[name], content)
+        for put_back in self._generators:
+            put_back()
+
+
+def _content_of(container: Any, *, lasting: bool) -> Any:
+    """Return what a list, set or dict holds, without what is read through it instead."""
+    if isinstance(container, set):
+        return container.copy()
+    if isinstance(container, dict):
+        held = dict.copy(container)
+        if lasting:
+            for key, value in dict.items(held):
+                if isinstance(value, Tensor) and value.grad_fn is not None:
+                    held[key] = _without_graph(value)
+        return held
+    return (
+        [_without_graph(e) if isinstance(e, Tensor) else e for e in container]
+        if lasting
+        else [*container]
+    )
+
+
+def _without_graph(tensor: Tensor) -> Tensor:
+    """Return a tensor with the same memory and version that refers to no graph."""
+    if tensor.grad_fn is None or isinstance(tensor, DeviceParameter):
+        return tensor
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _holds(container: Any, content: Any) -> bool:
+    if len(container) != len(content):
+        return False
+    if isinstance(container, dict):
+        return dict.keys(container) == content.keys() and all(
+            map(operator.is_, dict.values(container), content.values())
+        )
+    if isinstance(container, set):
+        return bool(container == content)
+    return all(map(operator.is_, container, content))
+
+
+def _refill(container: Any, content: Any) -> None:
+    """Give a list, set or dict its content back, but for what is exchanged for each call."""
+    if isinstance(container, list):
+        present = container[:]
+        container[:] = [
+            present[place] if place < len(present) and _is_exchanged(each, present[place]) else each
+            for place, each in enumerate(content)
+        ]
+        return
+    if isinstance(container, set):
+        container.clear()
+        container.update(content)
+        return
+    now, noted = dict.copy(container), dict(content)
+    container.clear()
+    for key, value in noted.items():
+        if not _is_exchanged(value, now.get(key)):
+            container[key] = value
+        elif key in now:
+            container[key] = now[key]
+    for key, value in now.items():
+        if key not in noted and _is_exchanged(value):
+            container[key] = value
+
+
+def _is_exchanged(*values: object) -> bool:
+    """Whether values are ebbtide's own hooks, or offloaded or sharded weights."""
+    return any(
+        isinstance(value, DeviceParameter | ModuleHook)
+        or hasattr(type(value), "__tensor_flatten__")
+        for value in values
+    )
+
+
+def _note_generator(value: Any) -> Callable[[], object] | None:
+    """Note the state of a generator of random numbers; return what puts it back."""
+    if isinstance(value, torch.Generator):
+        return functools.partial(value.set_state, value.get_state())
+    if isinstance(value, random.Random):
+        return functools.partial(value.setstate, value.getstate())
+    numpy_random = sys.modules.get("numpy.random")
+    if numpy_random is None:
+        return None
+    if isinstance(value, numpy_random.RandomState):
+        return functools.partial(value.set_state, value.get_state(legacy=False))
+    if isinstance(value, numpy_random.Generator):
+        source = value.bit_generator
+        return functools.partial(setattr, source, "state", source.state)
+    return None
+
+
+# ---- settings of torch ------------------------------------------------------------------------
+
+
+def _settings() -> list[tuple[Callable[[], Any], Callable[[Any], Any]]]:
+    """The settings that kernels depend on: what reads each of them, and what sets it."""
+    found: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
+        (torch.get_default_dtype, torch.set_default_dtype),
+        (torch.get_num_threads, torch.set_num_threads),
+    ]
+    core: Any = torch._C
+    names = {
+        **{name: name for name in (
+            "mkldnn_enabled", "mkldnn_deterministic", "cudnn_enabled", "cudnn_benchmark",
+            "cudnn_deterministic", "nnpack_enabled", "sdp_priority_order",
+            "cublas_allow_fp16_accumulation", "cpu_allow_fp16_reduced_precision_reduction",
+            "math_sdp_allow_fp16_bf16_reduction",
+        )},
+        **{f"{name}_sdp_enabled": f"sdp_use_{name}" for name in (
+            "flash", "mem_efficient", "math", "cudnn", "overrideable", "fa3",
+        )},
+    }  # fmt: skip
+    for read, write in names.items():
+        if hasattr(core, f"_get_{read}") and hasattr(core, f"_set_{write}"):
+            found.append((getattr(core, f"_get_{read}"), getattr(core, f"_set_{write}")))
+    for name in ("bf16", "fp16"):
+        name = f"cublas_allow_{name}_reduced_precision_reduction"
+        found.append((getattr(core, f"_get_{name}"), _spread(getattr(core, f"_set_{name}"))))
+    for place in (("cuda", "matmul"), ("cuda", "conv"), ("mkldnn", "matmul")):
+        read_precision = functools.partial(core._get_fp32_precision_getter, *place)
+        found.append((read_precision, functools.partial(core._set_fp32_precision_setter, *place)))
+    found.append((_deterministic, _spread(_set_deterministic)))
+    return found
+
+
+def _spread(function: Callable[..., Any]) -> Callable[[Any], Any]:
+    return lambda value: function(*value) if isinstance(value, tuple) else function(value)
+
+
+def _deterministic() -> tuple[bool, bool]:
+    core: Any = torch._C
+    return core._get_deterministic_algorithms(), core._get_deterministic_algorithms_warn_only()
+
+
+def _set_deterministic(mode: bool, warn_only: bool) -> None:
+    torch.use_deterministic_algorithms(mode, warn_only=warn_only)
+
+
+_SETTINGS: Final = _settings()
+
+
+@final
+class TorchSettings:
+    """The settings of torch that kernels depend on, and what parametrizations have cached.
+
+    Args:
+        lasting: see `ModuleNote`.
+    """
+
+    __slots__ = ("_cached", "_values")
+
+    def __init__(self, *, lasting: bool = False) -> None:
+        self._values = [read() for read, _ in _SETTINGS]
+        enabled: int = parametrize._cache_enabled
+        cached = _content_of(parametrize._cache, lasting=lasting) if enabled else {}
+        self._cached = enabled, cached
+
+    def put_back(self) -> None:
+        """Set them as they were."""
+        present = [read() for read, _ in _SETTINGS]
+        if present != self._values:
+            for (_, write), now, value in zip(_SETTINGS, present, self._values, strict=True):
+                if now != value:
+                    write(value)
+        enabled, cached = self._cached
+        if enabled or parametrize._cache_enabled:
+            parametrize._cache_enabled = enabled
+            parametrize._cache = dict(cached)
+
+
+# ---- all of it --------------------------------------------------------------------------------
 
 
 @final
 class ModuleState:
-    """The state of a module and its submodules when a forward begins.
+    """What a forward of a module finds; see [Note: what a second forward finds].
 
-    A forward that runs again must find the module as the first forward found it, and leave no other
-    traces than the first one did:
-
-    - Buffers of up to 64 KiB are copied before the first forward, and the second one works on a
-      copy of the copy. So the running statistics of a batch norm are updated once.
-    - The module and its submodules are in the same mode again, training or evaluation. What the
-      second forward does to their attributes is undone: a counter counts once.
-    - Python and NumPy give the same random numbers again; torch's checkpoint sees to torch's.
-    - Parameters and larger buffers must be unchanged. Their version counters tell.
+    Buffers of up to 64 KiB, and other tensors among the attributes, are copied if need be, so that
+    the running statistics of a batch norm are updated once. Parameters and larger buffers must be
+    unchanged, which their version counters tell. Python and NumPy give the same random numbers
+    again; torch's checkpoint sees to torch's.
 
     Args:
         module: the module.
         where: names it in errors.
+        weight_versions: returns the versions of its weights that rest on the host.
+
+    Attributes:
+        is_lazy: whether a parameter or buffer has no shape yet.
+        kind: what tells calls apart that may save other tensors: modes, the number of attributes,
+            which parameters are trained, and whether they are the module's own.
     """
 
-    def __init__(self, module: nn.Module, where: str) -> None:
+    def __init__(
+        self, module: nn.Module, where: str, weight_versions: Callable[[nn.Module], Hashable]
+    ) -> None:
+        self._module = module
         self._where = where
-        self._put_back_numbers = note_numbers_of_python()
-        self._modes: list[tuple[nn.Module, bool]] = []
-        self._copies: list[tuple[nn.Module, str, Tensor]] = []
-        self._constants: list[tuple[str, Tensor, int]] = []
-        for prefix, each in module.named_modules():
-            self._modes.append((each, each.training))
-            for name, buffer in each._buffers.items():
-                if buffer is None:
-                    continue
-                if _size_bytes(buffer) <= _MOST_COPIED_BYTES:
-                    self._copies.append((each, name, buffer.detach().clone()))
-                else:
-                    self._note_constant(f"{prefix}.{name}".lstrip("."), buffer)
-            for name, parameter in each._parameters.items():
-                # Weights that ebbtide offloads are replaced for each call, and so are sharded ones.
-                if type(parameter) is nn.Parameter:
-                    self._note_constant(f"{prefix}.{name}".lstrip("."), parameter)
+        self._numbers = NumbersOfPython.now()
+        self._settings = TorchSettings(lasting=True)
+        self._weight_versions = weight_versions
+        self._weights = weight_versions(module)
+        self._notes: list[ModuleNote] = []
+        self._copies: list[_CopiedTensor] = []
+        self._constants: list[_UnchangedTensor] = []
+        self._exchanged: list[tuple[Tensor, int]] = []
+        self._trained: list[tuple[Tensor, bool]] = []
+        self.is_lazy = False
+        kind: list[Hashable] = []
+        for each in modules_of(module):
+            note = ModuleNote(each, lasting=True)
+            self._notes.append(note)
+            kind += (each.training, note.num_attributes)
+            parameters, buffers = each._parameters, each._buffers
+            if parameters:
+                for parameter in dict.values(parameters):
+                    if parameter is not None:
+                        kind += (parameter.requires_grad, self._note_parameter(parameter))
+            if buffers:
+                for name, buffer in buffers.items():
+                    if buffer is not None:
+                        self._note_tensor(buffers, name, buffer)
+            for name, tensor in note.tensors:
+                self._note_tensor(vars(each), name, tensor)
+        self.kind = tuple(kind)
 
-    def _note_constant(self, name: str, tensor: Tensor) -> None:
-        self._constants.append((name, tensor, tensor._version))
+    def _note_parameter(self, parameter: Tensor) -> bool:
+        """Note a parameter. Returns whether it is the module's own."""
+        if type(parameter) is nn.Parameter:
+            self._constants.append(_UnchangedTensor(parameter))
+            self._trained.append((parameter, parameter.requires_grad))
+            return True
+        if is_lazy(parameter):
+            self.is_lazy = True
+        elif type(parameter) is Tensor:  # of `functional_call`
+            self._constants.append(_UnchangedTensor(_without_graph(parameter)))
+            return False
+        elif type(parameter) is DeviceParameter:
+            self._exchanged.append((parameter, parameter._version))
+        return True  # sharded and offloaded weights are exchanged for each call
 
-    def check_after_forward(self) -> None:
-        """Check that the forward has changed no parameter and no large buffer.
+    def _note_tensor(self, holder: dict[str, Any], name: str, tensor: Tensor) -> None:
+        if is_lazy(tensor):
+            self.is_lazy = True
+        elif not isinstance(tensor, nn.Parameter | DeviceParameter):
+            if _size_bytes(tensor) <= _MOST_COPIED_BYTES:
+                self._copies.append(_CopiedTensor(holder, name, tensor))
+            elif not tensor.is_inference():
+                self._constants.append(_UnchangedTensor(_without_graph(tensor)))
 
-        Raises:
-            PolicyError: it has, so running it again would give something else.
-        """
-        for name, tensor, version in self._constants:
-            if tensor._version != version:
-                raise PolicyError(
-                    f"{self._where} cannot be recomputed, because its forward changes {name} "
-                    f"({format_size(_size_bytes(tensor))}) in place, and only buffers of up to "
-                    f"{format_size(_MOST_COPIED_BYTES)} are put back; leave the layer out: name "
-                    f"the others with layers=[...]"
-                )
+    def find_change(self) -> str:
+        """Say what the first forward, which has ended, has changed that is not put back."""
+        changed = [each.tensor for each in self._constants if each.is_modified()]
+        changed += [tensor for tensor, version in self._exchanged if tensor._version != version]
+        self._exchanged.clear()
+        return self._describe(changed[0]) if changed else ""
+
+    def _describe(self, tensor: Tensor) -> str:
+        return f"{self._name_of(tensor)} ({format_size(_size_bytes(tensor))})"
+
+    def _name_of(self, tensor: Tensor) -> str:
+        for prefix, module in self._module.named_modules():
+            held = dict.items(module._parameters), module._buffers.items(), vars(module).items()
+            for pairs in held:
+                for name, value in pairs:
+                    if value is tensor:
+                        return f"{prefix}.{name}".lstrip(".")
+        return f"a tensor of shape {tuple(tensor.shape)}"
+
+    def unchanged(self) -> list[Tensor]:
+        """The tensors that a second forward must not change."""
+        return [each.tensor for each in self._constants]
 
     @contextlib.contextmanager
     def put_back(self) -> Iterator[None]:
-        """Within the block the module is as it was before the first forward.
+        """Within the block all is as it was before the first forward.
 
         Raises:
-            SavedTensorModifiedError: a parameter or a large buffer has been modified since.
+            SavedTensorModifiedError: a parameter or a large buffer has been modified since, or has
+                other memory.
         """
         self._check_before_recomputation()
-        attributes = [ModuleAttributes(module) for module, _ in self._modes]
-        buffers = [(module, name, module._buffers.get(name)) for module, name, _ in self._copies]
-        put_back_numbers = note_numbers_of_python()
+        present: list[ModuleNote | TorchSettings] = [
+            note if note.is_present() else ModuleNote(note.module) for note in self._notes
+        ]
+        present.append(TorchSettings())
+        trained = [(weight, weight.requires_grad) for weight, _ in self._trained]
+        numbers = NumbersOfPython.now()
         try:
-            self._put_back_numbers()
-            for module, training in self._modes:
-                module.training = training
-            for module, name, copied in self._copies:
-                module._buffers[name] = copied.clone()
+            self._numbers.put_back()
+            self._settings.put_back()
+            for note, now in zip(self._notes, present, strict=False):
+                if note is not now:
+                    note.put_back()
+            copied: dict[int, Tensor] = {}
+            for each in self._copies:
+                each.put_back(copied)
+            _set_trained(self._trained)
             yield
         finally:
-            for module, name, buffer in buffers:
-                module._buffers[name] = buffer
-            for each in attributes:
-                each.put_back()
-            put_back_numbers()
+            _set_trained(trained)
+            for part in present:
+                part.put_back()
+            numbers.put_back()
+
+    def finds_changes(self) -> bool:
+        """Whether a parameter or a large buffer is not as the first forward has used it."""
+        changed = any(each.is_modified() or each.is_elsewhere() for each in self._constants)
+        return changed or self._weight_versions(self._module) != self._weights
 
     def _check_before_recomputation(self) -> None:
-        for name, tensor, version in self._constants:
-            if tensor._version != version:
+        # A layer is recomputed with the weights that its forward has used.
+        # A weight that was written since would give gradients of neither the old nor the new one.
+        for each in self._constants:
+            tensor = each.tensor
+            if each.is_modified():
                 raise SavedTensorModifiedError(
-                    f"{name} of {self._where} was modified in place after the layer's forward had "
-                    f"used it at version {version}; it is at version {tensor._version} when "
-                    f"backward runs the forward again. Call backward before optimizer.step()"
+                    f"{self._name_of(tensor)} of {self._where} was modified in place after the "
+                    f"layer's forward had used it at version {each.version}; it is at version "
+                    f"{tensor._version} when backward runs the forward again. Call backward "
+                    f"before optimizer.step()"
                 )
+            if each.is_elsewhere():
+                raise SavedTensorModifiedError(
+                    f"{self._name_of(tensor)} of {self._where} was given other memory "
+                    f"(`parameter.data = ...`) after the layer's forward had used it, and backward "
+                    f"runs the forward again. Assign weights after backward"
+                )
+        if self._weight_versions(self._module) != self._weights:
+            raise SavedTensorModifiedError(
+                f"a weight of {self._where}, whose values are offloaded, was modified after the "
+                f"layer's forward had used it, and backward runs the forward again. Call backward "
+                f"before optimizer.step()"
+            )
+
+
+def _set_trained(weights: list[tuple[Tensor, bool]]) -> None:
+    for weight, trained in weights:
+        if weight.requires_grad is not trained:
+            weight.requires_grad_(trained)
+
+
+@final
+class _UnchangedTensor:
+    """A parameter or a large buffer, with which a second forward computes as it is then.
+
+    Args:
+        tensor: the tensor, without a graph.
+
+    Attributes:
+        tensor: as given.
+        version: its version.
+    """
+
+    __slots__ = ("_memory", "tensor", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self.version = tensor, tensor._version
+        # Refers to the memory, so that the allocator gives the same address to nothing else.
+        self._memory = tensor.data if _has_address(tensor) else None
+
+    def is_modified(self) -> bool:
+        """Whether it was modified in place."""
+        return self.tensor._version != self.version
+
+    def is_elsewhere(self) -> bool:
+        """Whether the program has given it other memory, which no version tells.
+
+        FSDP1 and DeepSpeed do so themselves when they gather a parameter and when they let it go.
+        FSDP2 empties the storage and fills it again, so that it is the same one.
+        """
+        tensor, memory = self.tensor, self._memory
+        if memory is None or (
+            tensor.data_ptr() == memory.data_ptr()
+            and tensor.stride() == memory.stride()
+            and tensor.shape == memory.shape
+        ):
+            return False
+        return not hasattr(tensor, "_fsdp_flattened") and not hasattr(tensor, "ds_id")
+
+
+def _has_address(tensor: Tensor) -> bool:
+    if type(tensor) is not nn.Parameter and type(tensor) is not Tensor:
+        return False
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
+@final
+class _CopiedTensor:
+    """A small tensor among a module's attributes, and its content.
+
+    The second forward works on a copy: kernels such as that of a batch norm change their buffers
+    without a change of version.
+
+    Args:
+        holder: the dict that holds it.
+        name: its name there.
+        tensor: the tensor.
+    """
+
+    __slots__ = ("_content", "_holder", "_key", "_name", "_trained")
+
+    def __init__(self, holder: dict[str, Any], name: str, tensor: Tensor) -> None:
+        self._holder, self._name, self._key = holder, name, id(tensor)
+        self._content = tensor.detach().clone()
+        self._trained = tensor.requires_grad
+
+    def put_back(self, copied: dict[int, Tensor]) -> None:
+        """Put a copy of what it was into its place.
+
+        Args:
+            copied: the copies so far, by the tensors' `id`.
+        """
+        if self._key not in copied:
+            copied[self._key] = self._content.clone().requires_grad_(self._trained)
+        self._holder[self._name] = copied[self._key]
 
 
 def _size_bytes(tensor: Tensor) -> int:

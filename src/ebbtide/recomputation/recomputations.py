@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import final
+from typing import Any, Final, Protocol, final
 
 from ebbtide.activations.activations import Activations
 from ebbtide.activations.handles import Hold
 from ebbtide.devices.device import AbstractEvent
 from ebbtide.memory.freed_memory import FreedMemory, return_freed_memory
+from ebbtide.recomputation.verification import Verifications
 from ebbtide.tracing.step_memory import Owner
 from ebbtide.transfers.account import Account
 from ebbtide.transfers.layer import Layer
@@ -17,6 +18,15 @@ from ebbtide.transfers.prefetch import ForwardLog
 from ebbtide.transfers.recorder import Subject
 from ebbtide.transfers.transfers import Transfers
 from ebbtide.units import format_size
+
+_CHANGED: Final = "finds weights, buffers or inputs that were changed before backward"
+
+
+class AbstractCall(Protocol):
+    """A call of a recomputed layer whose forward may run again."""
+
+    def finds_changes(self) -> bool:
+        """Whether a parameter or a large buffer is not as the first forward has used it."""
 
 
 @final
@@ -72,13 +82,16 @@ class Recomputations:
 
     Args:
         activations: the model's activations.
+        verifications: which layers give the same bits again.
 
     Attributes:
+        verifications: as given.
         freed: says when freed memory is returned to the system; None on an accelerator.
     """
 
-    def __init__(self, activations: Activations) -> None:
+    def __init__(self, activations: Activations, verifications: Verifications) -> None:
         self._activations = activations
+        self.verifications = verifications
         self._account: Account = activations.transfers.account
         self._gate = activations.transfers.gate
         on_host = activations.transfers.device.computes_on_host
@@ -86,8 +99,36 @@ class Recomputations:
         self._step = 0  # number of the step that `_calls` is of
         self._calls: list[RecomputedLayer] = []
         self._calls_before: list[RecomputedLayer] = []  # of the last finished step
+        self._verifying = self._verifying_before = 0  # calls that are verified, likewise
 
-    def add(self, owner: object, call: RecomputedLayer, forward: ForwardLog) -> RecomputedHold:
+    @property
+    def num_verifying(self) -> int:
+        """Number of calls verified in the running step, or in the last one if none runs."""
+        self._note_step()
+        return self._verifying_before if self._account.origin is None else self._verifying
+
+    def note_verifying(self) -> None:
+        """Count a call that would be recomputed and is not, because it is verified."""
+        self._note_step()
+        self._verifying += 1
+
+    def refuse_changed(self, layer: Layer) -> None:
+        """Recompute no layer again in which the program changes what torch may not need.
+
+        Args:
+            layer: the layer that cannot run again, because something in it was changed. Others
+                whose forward has run, and whose weights or buffers were changed, are refused with
+                it, so that they do not end a step each.
+        """
+        self.verifications.refuse(layer, _CHANGED)
+        for hold in list(self._activations.deaths.awaited):
+            call: Any = hold() if isinstance(hold, RecomputedHold) else None
+            if call is not None and call.finds_changes():
+                self.verifications.refuse(hold.call.layer, _CHANGED)  # type: ignore[attr-defined]
+
+    def add(
+        self, owner: AbstractCall, call: RecomputedLayer, forward: ForwardLog
+    ) -> RecomputedHold:
         """Count a call whose first forward has ended.
 
         Args:
@@ -145,6 +186,7 @@ class Recomputations:
         if self._step != self._account.num_steps:
             self._step = self._account.num_steps
             self._calls, self._calls_before = [], self._calls
+            self._verifying, self._verifying_before = 0, self._verifying
 
 
 def recomputed_lines(calls: Iterable[RecomputedLayer]) -> Iterator[str]:

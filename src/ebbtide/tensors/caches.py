@@ -15,8 +15,6 @@ from typing import Any, final
 
 from torch import Tensor
 
-from ebbtide.errors import PolicyError
-
 _MODULE = "transformers.cache_utils"
 
 
@@ -33,28 +31,22 @@ class CopiedCache:
 
     Args:
         cache: the cache.
-        where: names the layer in errors.
     """
 
-    def __init__(self, cache: Any, where: str) -> None:
+    def __init__(self, cache: Any) -> None:
         self._copy = _copied(cache)
-        self._where = where
         self._filled = [(tensor, tensor._version) for tensor in _tensors_in(cache)]
 
-    def check_after_forward(self, cache: Any) -> None:
-        """Check that the layer has read and changed nothing that the cache had before.
-
-        Raises:
-            PolicyError: it has.
-        """
+    def find_change(self, cache: Any) -> str:
+        """Say what the layer has read or changed that the cache had before."""
         filled, self._filled = self._filled, []
         now = {id(tensor) for tensor in _tensors_in(cache)}
         if any(id(tensor) not in now or tensor._version != version for tensor, version in filled):
-            raise PolicyError(
-                f"{self._where} cannot be recomputed, because it extends keys and values that its "
-                f"{type(cache).__name__} had before; train without a filled cache: call the model "
-                f"with use_cache=False"
+            return (
+                f"extends keys and values that its {type(cache).__name__} had before (call the "
+                f"model with use_cache=False)"
             )
+        return ""
 
     def fresh(self) -> Any:
         """Return a cache that the layer can fill again."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any, NamedTuple, final
 
 from torch import Tensor
@@ -32,6 +33,8 @@ class Arguments:
 
     Attributes:
         tensors: the tensors. The caller takes the list, so that they are not held twice.
+        kind: what tells calls apart that may compute something else: the structure of the
+            arguments, what is true, false or None among them, and the types of tensors.
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], where: str) -> None:
@@ -39,23 +42,21 @@ class Arguments:
         self._where = where
         self._caches: list[tuple[CopiedCache, Any]] = []
         places: dict[int, _Place] = {}
+        self._kind: list[Hashable] = []
         self._args = self._take_apart(args, places)
         self._kwargs = self._take_apart(kwargs, places)
+        self.kind = tuple(self._kind)
 
     def take_tensors(self) -> list[Tensor]:
         """Return the tensors and forget them."""
         tensors, self.tensors = self.tensors, []
         return tensors
 
-    def check_after_forward(self) -> None:
-        """Check that the first call has changed nothing that the second call needs.
-
-        Raises:
-            PolicyError: it has.
-        """
+    def find_change(self) -> str:
+        """Say what the first call has changed that the second call needs."""
         caches, self._caches = self._caches, []
-        for copied, cache in caches:
-            copied.check_after_forward(cache)
+        changes = [copied.find_change(cache) for copied, cache in caches]
+        return next(filter(None, changes), "")
 
     def put_together(self, tensors: tuple[Tensor, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments, with other tensors in the places of those that were taken."""
@@ -67,16 +68,21 @@ class Arguments:
             if place is None:
                 place = places[id(value)] = _Place(len(self.tensors))
                 self.tensors.append(value)
+            self._kind += (place.place, value.dtype, value.requires_grad)
             return place
         kind = type(value)
+        told: Any = value if value is None or kind is bool else kind
+        self._kind.append(told)
         if kind is dict:
+            self._kind += map(str, value)
             return {key: self._take_apart(each, places) for key, each in value.items()}
         if kind is list or kind is tuple:
+            self._kind.append(len(value))
             return kind([self._take_apart(each, places) for each in value])
         if isinstance(value, tuple) and hasattr(kind, "_fields"):
             return kind(*[self._take_apart(each, places) for each in value])
         if is_cache(value):
-            copied = CopiedCache(value, self._where)
+            copied = CopiedCache(value)
             self._caches.append((copied, value))
             return copied
         return value

@@ -1,0 +1,141 @@
+"""Recomputed layers on an accelerator: digests and samples stay there, and the host waits later."""
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ebbtide
+from ebbtide import ActivationPolicy, SavedTensorModifiedError, WeightPolicy
+
+WIDTH = 64
+SETTING = {"shift": 1.0}
+
+
+class Block(nn.Module):
+    t = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = nn.functional.dropout(self.norm(self.linear(x)), 0.2, self.training)
+        return (x + SETTING["shift"]).sin() * self.t
+
+
+class Data(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        self.linear.weight.data.mul_(0.99)
+        return super().forward(x)
+
+
+class Model(nn.Module):
+    def __init__(self, layers: list[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, layer in enumerate([*self.layers, *self.layers]):
+            layer.t = 1 + number / 8
+            x = layer(x)
+        return x
+
+
+def train(model: nn.Module, device: torch.device, num_steps: int = 4) -> list[Tensor]:
+    torch.manual_seed(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = []
+    for _ in range(num_steps):
+        optimizer.zero_grad()
+        loss = model(torch.randn(32, WIDTH, device=device)).square().mean()
+        loss.backward()
+        found += [loss.detach().cpu(), *[p.grad.cpu() for p in model.parameters()]]
+        optimizer.step()
+    return [*found, *[each.detach().cpu() for each in model.state_dict().values()]]
+
+
+@pytest.mark.parametrize("weights", [None, WeightPolicy()], ids=["", "weights at rest"])
+@pytest.mark.parametrize("mode", ["recompute", "recompute+offload"])
+def test_what_is_recomputed_is_right(
+    device: torch.device, mode: str, weights: WeightPolicy | None
+) -> None:
+    """A shared layer with an attribute for each call; and one that changes its own weight."""
+    torch.manual_seed(0)
+    for kind in (Block, Data):
+        model = Model([Block(), kind(), Block()]).to(device)
+        again = copy.deepcopy(model)
+        expected = train(model, device)
+        policy: Any = ActivationPolicy(mode=mode, min_bytes=1)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            with ebbtide.offload(
+                again, activations=policy, weights=weights, layers=["layers.?"]
+            ) as handle:
+                found = train(again, device)
+                assert handle.stats.recomputed_bytes > 0
+                names = {each.layer.name for each in handle.inspect().recomputed}
+        said = [str(each.message) for each in caught if "not-recomputed" in str(each.message)]
+        assert len(said) == (kind is Data)
+        assert ("layers.1" in names) == (kind is Block)
+        assert all(map(torch.equal, expected, found))
+
+
+def test_what_differs_later_is_said(device: torch.device) -> None:
+    """The host does not wait for the sample: the next forwards say it."""
+    model = Model([Block(), Block()]).to(device)
+    x = torch.randn(32, WIDTH, device=device)
+    policy = ActivationPolicy(mode="recompute", min_bytes=1)
+    with ebbtide.offload(model, activations=policy, layers=["layers.?"]) as handle:
+        for _ in range(3):
+            model(x).sum().backward()
+        assert handle.stats.recomputed_bytes > 0
+        loss = model(x).sum()
+        SETTING["shift"] = 1.5
+        loss.backward()
+        SETTING["shift"] = 1.0
+        torch.accelerator.synchronize()
+        model(x).sum().backward()  # begins to ask
+        torch.accelerator.synchronize()
+        with pytest.raises(SavedTensorModifiedError, match="has given other values"):
+            model(x)
+        with pytest.warns(RuntimeWarning, match="gives other values.*not-recomputed"):
+            model(x).sum().backward()
+
+
+@pytest.mark.parametrize("which", ["weight", "bias"])
+def test_a_weight_that_is_replaced_before_backward(device: torch.device, which: str) -> None:
+    """No version tells, and the host does not wait for samples: the memory itself is compared."""
+    model = Model([Block(), Block()]).to(device)
+    x = torch.randn(32, WIDTH, device=device)
+    policy = ActivationPolicy(mode="recompute", min_bytes=1, rebuild=False)
+    with ebbtide.offload(model, activations=policy, layers=["layers.?"]) as handle:
+        for _ in range(2):
+            model(x).sum().backward()
+        assert handle.stats.recomputed_bytes > 0
+        loss = model(x).sum()
+        parameter = getattr(model.layers[1].linear, which)
+        parameter.data = parameter.data * 1.01
+        with pytest.raises(SavedTensorModifiedError, match="other memory"):
+            loss.backward()
+
+
+def test_a_weight_at_rest_that_is_written_before_backward(device: torch.device) -> None:
+    model = Model([Block(), Block()]).to(device)
+    x = torch.randn(32, WIDTH, device=device)
+    policy = ActivationPolicy(mode="recompute", min_bytes=1)
+    with ebbtide.offload(
+        model, activations=policy, weights=WeightPolicy(), layers=["layers.?"]
+    ) as handle:
+        for _ in range(2):
+            model(x).sum().backward()
+        assert handle.stats.recomputed_bytes > 0
+        loss = model(x).sum()
+        with torch.no_grad():
+            model.layers[1].linear.bias.mul_(2)
+        with pytest.raises(SavedTensorModifiedError, match=r"layer \d \(layers.1\)"):
+            loss.backward()

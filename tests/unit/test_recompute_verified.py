@@ -1,0 +1,919 @@
+"""Recomputed layers whose forward depends on more than its arguments: put back, or not recomputed.
+
+Each test trains a model plainly and with recomputed layers for several steps: the first one
+verifies, and the others recompute. Losses, gradients, weights and buffers are the same to the bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import random
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.utils import parametrizations, parametrize
+
+import ebbtide
+from ebbtide import ActivationPolicy, SavedTensorModifiedError, WeightPolicy
+from recompute_bench import (
+    MODES,
+    ROWS,
+    WIDTH,
+    Block,
+    Dropout,
+    S,
+    Stack,
+    compare,
+    draw,
+    policy,
+    squares,
+    stack,
+    step,
+)
+
+LAYERS = ["layers.*"]
+
+
+def build(make: Callable[[], nn.Module], count: int = 2, run: Any = None) -> Callable[[], Stack]:
+    return lambda: Stack(nn.ModuleList(make() for _ in range(count)), run)
+
+
+def recomputed(make: Callable[[], nn.Module], mode: str = "recompute", **options: Any) -> None:
+    """The layers train as plainly, and all steps but the first recompute them."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        stats = compare(make, policy(mode), draw, 3, layers=LAYERS, **options)
+    assert stats.recomputed_bytes > 0
+
+
+def refused(
+    make: Callable[[], nn.Module], why: str, mode: str = "recompute", **options: Any
+) -> None:
+    """The layers train as plainly, and are not recomputed, of which one warning tells."""
+    with pytest.warns(RuntimeWarning, match=why) as caught:
+        stats = compare(make, policy(mode), draw, 3, layers=LAYERS, **options)
+    assert len([each for each in caught if "not-recomputed" in str(each.message)]) == 1
+    assert stats.recomputed_bytes == 0
+    assert stats.offloaded_bytes > 0
+
+
+# ---- the second forward finds what the first one found ------------------------------------------
+
+
+class Timed(Block):
+    t = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).sin() * self.t + x
+
+
+class CallCounter(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return (self.linear(x) / self.calls).sin()
+
+
+class Queue(Block):
+    """Replaces a small buffer, and a large one."""
+
+    def __init__(self, size: int = 4) -> None:
+        super().__init__()
+        self.register_buffer("queue", torch.ones(size, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = (self.linear(x) * self.queue.mean(0)).sin()
+        self.queue = torch.cat([self.queue[1:], x.detach()[:1]])
+        return x
+
+
+class Widths(nn.Module):
+    """A slimmable layer, whose width the outer loop sets."""
+
+    width = WIDTH
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = F.linear(x, self.linear.weight[: self.width], self.linear.bias[: self.width])
+        return F.linear(inner.sin(), self.linear.weight[:, : self.width])
+
+
+class Adapted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.adapters = nn.ModuleDict({name: nn.Linear(WIDTH, WIDTH) for name in "ab"})
+        self.active = ["a"]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for name in self.active:
+            x = self.adapters[name](x).sin()
+        return x
+
+
+class Swapped(Block):
+    """Its submodule is exchanged by the loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.others = [nn.Linear(WIDTH, WIDTH) for _ in range(2)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).sin()
+
+
+class Generators(Block):
+    """Draws from generators of its own, and from all global ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of_torch = torch.Generator().manual_seed(1)
+        self.of_numpy = np.random.default_rng(1)
+        self.of_old_numpy = np.random.RandomState(1)
+        self.of_python = random.Random(1)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Generators:
+        made = Generators()
+        made.load_state_dict(self.state_dict())
+        return made
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)[torch.randperm(ROWS)].sin()
+        x = x * torch.rand(WIDTH, generator=self.of_torch) + torch.rand(WIDTH)
+        drawn = self.of_numpy.random() + self.of_old_numpy.rand() + self.of_python.random()
+        return (x * drawn).cos()
+
+
+def each_call_of(name: str, values: list[Any]) -> Any:
+    """Run a layer once for each value of one of its attributes."""
+
+    def run(layer: nn.Module, x: Tensor) -> Tensor:
+        for value in values:
+            setattr(layer, name, value)
+            x = layer(x)
+        return x
+
+    return run
+
+
+def swapping(layer: nn.Module, x: Tensor) -> Tensor:
+    first = layer.linear
+    for other in layer.others:
+        layer.linear = other
+        x = layer(x)
+    layer.linear = first
+    return layer(x)
+
+
+def two_before_one_backward(
+    model: nn.Module, inputs: Any, loss: Any, *, name: str, values: list[Any]
+) -> Tensor:
+    losses = []
+    for value in values:
+        for layer in model.layers:
+            setattr(layer, name, value)
+        losses.append(loss(model, inputs))
+    torch.stack(losses).sum().backward()
+    return losses[-1]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("make", "run", "backward"),
+    [
+        (Timed, each_call_of("t", [0.1, 0.5, 2.0]), None),
+        (Timed, None, functools.partial(two_before_one_backward, name="t", values=[0.3, 3.0])),
+        (CallCounter, lambda layer, x: layer(layer(x)), None),
+        (Queue, lambda layer, x: layer(layer(x)), None),
+        (functools.partial(Queue, 200), lambda layer, x: layer(layer(x)), None),
+        (Widths, each_call_of("width", [8, 256, 16]), None),
+        (Widths, None, functools.partial(two_before_one_backward, name="width", values=[4, 9])),
+        (Adapted, each_call_of("active", [["a"], ["b", "a"], []]), None),
+        (Swapped, swapping, None),
+        (Generators, lambda layer, x: layer(layer(x)), None),
+    ],
+    ids=[
+        "attribute",
+        "attribute_two",
+        "counter",
+        "queue",
+        "large_queue",
+        "widths",
+        "widths_two",
+        "adapters",
+        "swapped",
+        "generators",
+    ],
+)
+def test_what_a_module_has_is_as_the_forward_found_it(
+    make: Any, run: Any, backward: Any, mode: str
+) -> None:
+    recomputed(build(make, run=run), mode, backward=backward)
+
+
+# Weights that are not the module's own
+
+
+def on_fast_weights(model: nn.Module, inputs: Any, _: Any, *, second_order: bool) -> Tensor:
+    """Two steps of an inner loop, and the loss after it (MAML)."""
+    weights = dict(model.named_parameters())
+    for _ in range(2):
+        value = functional_call(model, weights, tuple(inputs)).square().mean()
+        slopes = torch.autograd.grad(value, [*weights.values()], create_graph=second_order)
+        pairs = zip(weights.items(), slopes, strict=True)
+        weights = {name: weight - 0.1 * slope for (name, weight), slope in pairs}
+    value = functional_call(model, weights, tuple(inputs)).square().mean()
+    value.backward()
+    return value
+
+
+class Hyper(nn.Module):
+    """A network that makes the weights of a shared block for each of its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Block2()])
+        self.made = nn.Parameter(torch.randn(3, WIDTH) / 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        own = dict(self.layers[0].named_parameters())
+        for row in self.made:
+            scaled = {name: weight * row for name, weight in own.items()}
+            x = functional_call(self.layers[0], scaled, (x,))
+        return x
+
+
+class Block2(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).sin()
+
+
+class Teacher(nn.Module):
+    """The same layers called with their own weights, and with others that are no parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block2() for _ in range(2))
+        others = {n: torch.randn_like(p) / 8 for n, p in self.layers.named_parameters()}
+        self.others = others
+
+    def forward(self, x: Tensor) -> Tensor:
+        own = others = x
+        for number, layer in enumerate(self.layers):
+            given = {n: self.others[f"{number}.{n}"] for n, _ in layer.named_parameters()}
+            others = functional_call(layer, given, (others,))
+            own = layer(own)
+        return (own - others).square()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("second_order", [False, True])
+def test_weights_of_an_inner_loop(second_order: bool, mode: str) -> None:
+    backward = functools.partial(on_fast_weights, second_order=second_order)
+    with warnings.catch_warnings():  # create_graph=True with offloading is warned of
+        warnings.filterwarnings("ignore", "a backward with create_graph=True", RuntimeWarning)
+        make = build(Dropout)
+        stats = compare(make, policy(mode), draw, 3, layers=LAYERS, backward=backward)
+    assert stats.recomputed_bytes > 0
+
+
+@pytest.mark.parametrize("make", [Hyper, Teacher])
+def test_weights_of_a_call(make: Any) -> None:
+    recomputed(make)
+
+
+# Settings of torch, and what surrounds the forward only
+
+
+@contextlib.contextmanager
+def default_dtype() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3 - min(before, 2))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+class Sensitive(nn.Module):
+    """What it computes depends on the settings of torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x) * torch.ones(WIDTH).sum().sin().item()
+        x = F.gelu(x, approximate="tanh") + self.linear(x)
+        heads = x.view(4, ROWS // 4, 4, WIDTH // 4).transpose(1, 2)
+        heads = F.scaled_dot_product_attention(heads, heads, heads)
+        return x + heads.transpose(1, 2).reshape(x.shape)
+
+
+CONTEXTS: dict[str, Any] = {
+    "mkldnn": lambda: torch.backends.mkldnn.flags(enabled=False),
+    "sdpa": lambda: torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
+    "cached": parametrize.cached,
+    "dtype": default_dtype,
+    "threads": one_thread,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_contexts_around_the_forward_only(context: str) -> None:
+    def backward(model: nn.Module, inputs: Any, loss: Any) -> Tensor:
+        with CONTEXTS[context]():
+            value = loss(model, inputs)
+        value.backward()
+        return value
+
+    recomputed(build(Sensitive), backward=backward)
+
+
+def test_a_hook_that_is_there_in_the_forward_only() -> None:
+    def backward(model: nn.Module, inputs: Any, loss: Any) -> Tensor:
+        inner = [layer.linear for layer in model.layers]
+        hooks = [each.register_forward_hook(lambda _m, _i, y: y.cos() * 2) for each in inner]
+        value = loss(model, inputs)
+        for hook in hooks:
+            hook.remove()
+        late = [each.register_forward_hook(lambda _m, _i, y: y * 3) for each in inner]
+        value.backward()
+        for hook in late:
+            hook.remove()
+        assert not any(each._forward_hooks for each in inner)
+        return value
+
+    recomputed(build(Block2), backward=backward)
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_weights_that_are_frozen_or_thawed_before_backward(first: bool) -> None:
+    def backward(model: nn.Module, inputs: Any, loss: Any) -> Tensor:
+        weights = [layer.linear.weight for layer in model.layers]
+        for weight in weights:
+            weight.requires_grad_(first)
+        value = loss(model, inputs)
+        for weight in weights:
+            weight.requires_grad_(not first)
+        value.backward()
+        assert all(weight.requires_grad is not first for weight in weights)
+        return value
+
+    recomputed(build(Block2), backward=backward)
+
+
+# Layers of torch
+
+
+class Noisy(Block):
+    def __init__(self, last: nn.Module) -> None:
+        super().__init__()
+        self.last = last
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.linear(x).sin())
+
+
+class ChannelDropout(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout1d(x[None], 0.5, self.training)[0]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "last",
+    [
+        ChannelDropout,
+        lambda: nn.BatchNorm1d(WIDTH),
+        lambda: nn.BatchNorm1d(WIDTH, momentum=None),
+        lambda: parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)),
+        lambda: torch.nn.utils.spectral_norm(nn.Linear(WIDTH, WIDTH)),
+        lambda: parametrizations.orthogonal(nn.Linear(8, WIDTH // 8).double().float()),
+        lambda: nn.LazyLinear(WIDTH),
+        nn.LazyBatchNorm1d,
+    ],
+    ids=[
+        "dropout", "batch_norm", "cumulative", "spectral", "old_spectral", "orthogonal",
+        "lazy", "lazy_batch_norm",
+    ],
+)  # fmt: skip
+def test_layers_of_torch(last: Any, mode: str) -> None:
+    def make() -> Stack:
+        layers = [Noisy(last()) for _ in range(2)]
+        if isinstance(layers[0].last, nn.Linear) and layers[0].last.in_features == 8:
+            for layer in layers:
+                layer.last = nn.Sequential(nn.Linear(WIDTH, 8), layer.last, nn.LazyLinear(WIDTH))
+        return Stack(nn.ModuleList(layers))
+
+    built = make()
+    if any(nn.parameter.is_lazy(each) for each in [*built.parameters(), *built.buffers()]):
+        lazily(make, mode)
+    else:
+        recomputed(make, mode)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_noise_that_is_saved_before_it_is_drawn(mode: str) -> None:
+    """Nothing here reaches 1 MiB. The noise is the last tensor saved, and its kernel must run."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        warnings.filterwarnings("ignore", ".*nothing-offloaded", RuntimeWarning)
+        make = build(lambda: Noisy(nn.RReLU()))
+        stats = compare(make, ActivationPolicy(mode=mode), draw, 3, layers=LAYERS)
+    assert stats.recomputed_bytes > 0
+
+
+def lazily(make: Callable[[], Stack], mode: str) -> None:
+    models = []
+    for _ in range(2):  # lazy modules cannot be copied
+        torch.manual_seed(0)
+        models.append(make())
+    plain, again = models
+    losses = []
+    for model in (plain, again):
+        torch.manual_seed(1)
+        offloaded = contextlib.nullcontext()
+        if model is again:
+            offloaded = ebbtide.offload(model, activations=policy(mode), layers=LAYERS)
+        with offloaded as handle:
+            for _ in range(3):
+                model.zero_grad()
+                loss = squares(model, draw())
+                loss.backward()
+                losses.append(loss.detach())
+        if handle is not None:
+            assert handle.stats.recomputed_bytes > 0
+    assert losses[:3] == losses[3:]
+    for one, other in zip(plain.parameters(), again.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
+    assert all(map(torch.equal, plain.buffers(), again.buffers()))
+
+
+# ---- what would not do the same again is not recomputed ------------------------------------------
+
+SETTING = {"scale": 1.0, "calls": 0}
+
+
+class OfGlobal(Block):
+    """The loop changes a global between forward and backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.linear(x) * SETTING["scale"]).sin()
+
+
+class OfIterator(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = Numbers()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.linear(x) * next(self.numbers)).sin()
+
+
+class Numbers:
+    """An iterator, which nothing can set back."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def __next__(self) -> int:
+        self.number += 1
+        return self.number
+
+
+class Branches(Block):
+    """Computes something else every second time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = Numbers()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x).sin()
+        return x.cos().tanh() if next(self.numbers) % 2 else x
+
+
+class Raises(Branches):
+    def forward(self, x: Tensor) -> Tensor:
+        if next(self.numbers) % 2 == 0 and torch._C._current_graph_task_id() != -1:
+            raise ValueError("not again")
+        return self.linear(x).sin()
+
+
+class InPlace(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x.relu_()).sin()
+
+
+class LargeBuffer(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(2**14 + 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 1
+        return self.linear(x + self.seen[0]).sin()
+
+
+class LargeQueue(Block):
+    """A queue of 1 MiB that is written in place, as in contrastive learning."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("queue", torch.zeros(1024, WIDTH))
+        self.at = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x).sin()
+        similar = x @ self.queue.clone().T
+        self.queue[self.at : self.at + ROWS] = x.detach()
+        self.at = (self.at + ROWS) % len(self.queue)
+        return x + similar.mean()
+
+
+class OwnWeight(Block):
+    """Changes its weight in its forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.linear.weight.clamp_(-0.05, 0.05).mul_(0.99)
+        return self.linear(x).sin()
+
+
+class OwnData(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        self.linear.weight.data.mul_(0.99)
+        return self.linear(x).sin()
+
+
+class OwnDataAfter(Block):
+    """Changes its weight after it was used: backward reads the new one, as plain backward does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x).sin()
+        self.linear.weight.data.mul_(0.9)
+        return x
+
+
+class LargeNorm(nn.Module):
+    """The running statistics are larger than what is copied, and change without a version."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(2**14 + WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.linear(x).repeat(1, 65))[:, :WIDTH].sin()
+
+
+def global_changes(model: nn.Module, inputs: Any, loss: Any) -> Tensor:
+    SETTING["scale"] = 1.5
+    value = loss(model, inputs)
+    SETTING["scale"] = 2.5
+    value.backward()
+    return value
+
+
+def numbers_begin(model: nn.Module, inputs: Any, loss: Any) -> Tensor:
+    """Each step begins with one number: the verification itself advances the iterator."""
+    for layer in model.layers:
+        layer.numbers.number = 0
+    value = loss(model, inputs)
+    value.backward()
+    return value
+
+
+def weights_change(model: nn.Module, inputs: Any, loss: Any) -> Tensor:
+    """Plain autograd does not need the biases."""
+    value = loss(model, inputs)
+    with torch.no_grad():
+        for layer in model.layers:
+            layer.linear.bias.mul_(0.5)
+    value.backward()
+    return value
+
+
+def weights_are_replaced(model: nn.Module, inputs: Any, loss: Any) -> Tensor:
+    value = loss(model, inputs)
+    for layer in model.layers:
+        layer.linear.bias.data = layer.linear.bias.data * 0.5
+    value.backward()
+    return value
+
+
+def inputs_change(model: nn.Module, inputs: Any, loss: Any) -> Tensor:
+    """Plain autograd does not need what a layer only adds to."""
+    value = loss(model, inputs)
+    inputs[0].mul_(0.5)
+    value.backward()
+    return value
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("make", "why", "backward"),
+    [
+        (OfGlobal, "gives other values", global_changes),
+        (OfIterator, "gives other values", numbers_begin),
+        (Branches, "saves other tensors", numbers_begin),
+        (Raises, "raises ValueError", numbers_begin),
+        (LargeBuffer, r"changes seen \(64.0 KiB\) in place", None),
+        (LargeQueue, r"changes queue \(1.0 MiB\) in place", None),
+        (OwnWeight, "changes linear.weight .* in place", None),
+        (OwnData, "gives other values", None),
+        (OwnDataAfter, "gives other values", None),
+        (LargeNorm, "gives other values", None),
+        (Block2, "finds weights, buffers or inputs", weights_change),
+        (Block2, "finds weights, buffers or inputs", weights_are_replaced),
+    ],
+    ids=[
+        "global",
+        "iterator",
+        "branches",
+        "raises",
+        "buffer",
+        "queue",
+        "weight",
+        "data",
+        "data_after",
+        "norm",
+        "bias",
+        "bias_replaced",
+    ],
+)
+def test_what_differs_is_not_recomputed(make: Any, why: str, backward: Any, mode: str) -> None:
+    refused(build(make), f"layers.1 {why}", mode, backward=backward)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_layer_whose_input_is_changed_before_backward_is_not_recomputed(mode: str) -> None:
+    why = "layers.0 finds weights, buffers or inputs"
+    refused(build(Shifted, count=1), why, mode, backward=inputs_change)
+
+
+def test_a_layer_that_changes_its_input_is_not_recomputed() -> None:
+    def make() -> Stack:
+        return Stack(nn.ModuleList([Dropout(), InPlace(), Dropout()]))
+
+    with pytest.warns(
+        RuntimeWarning, match=r"layers.1 changes its input .*not-recomputed"
+    ) as caught:
+        stats = compare(make, policy("recompute"), draw, 3, layers=LAYERS)
+    assert len(caught) == 1
+    assert stats.recomputed_bytes > 0, "the other two are"
+
+
+def test_what_a_budget_is_told() -> None:
+    model = Stack(nn.ModuleList([Dropout(), OfIterator(), Dropout()]))
+    with ebbtide.offload(model, activations=policy("recompute"), layers=LAYERS) as handle:
+        engine = handle._engine
+        assert engine.num_verifying == 0
+        loss = squares(model, draw())
+        assert engine.num_verifying == 3
+        loss.backward()
+        del loss
+        assert engine.num_verifying == 3
+        with pytest.warns(RuntimeWarning, match="not-recomputed"):
+            assert engine.refused_layers == {"layers.1"}
+        for _ in range(2):
+            step(handle, model)
+            assert engine.num_verifying == 0
+        recomputed = {each.layer.name for each in handle.inspect().recomputed}
+        assert recomputed == {"layers.0", "layers.2"}
+        model.eval()  # another kind
+        step(handle, model)
+        assert engine.num_verifying == 2
+        model.train()
+        step(handle, model)
+        assert engine.num_verifying == 0
+
+
+# ---- later recomputations are checked ------------------------------------------------------------
+
+
+class Scaled(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x * SETTING["scale"]).sin()
+
+
+class Shifted(Block):
+    """No number is saved."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x + SETTING["scale"]).sin()
+
+
+class Longer(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        for _ in range(int(SETTING["scale"])):
+            x = x.sin()
+        return x
+
+
+@pytest.mark.parametrize(("make", "later"), [(Scaled, 1.001), (Shifted, 1.001), (Longer, 2.0)])
+def test_a_recomputation_that_gives_something_else_raises(make: Any, later: float) -> None:
+    """It was verified, and a global is changed between forward and backward afterwards."""
+    model = build(make)()
+    SETTING["scale"] = 1.0 if make is not Longer else 3.0
+    with ebbtide.offload(model, activations=policy("recompute"), layers=LAYERS) as handle:
+        for _ in range(2):
+            step(handle, model)
+        loss = squares(model, draw())
+        SETTING["scale"] = later
+        with pytest.raises(SavedTensorModifiedError, match=r"layer 1 \(layers.1\) has given other"):
+            loss.backward()
+    SETTING["scale"] = 1.0
+
+
+CHANGES = {
+    "bias": (Block2, weights_change, "layers.[01] finds weights"),
+    "bias replaced": (Block2, weights_are_replaced, "layers.[01] finds weights"),
+    "input": (Shifted, inputs_change, "layers.0 finds weights, buffers or inputs"),
+    "global": (OfGlobal, global_changes, "layers.[01] gives other values"),
+}
+
+
+def num_errors(model: nn.Module, plain: nn.Module, backward: Any, num_steps: int) -> int:
+    """Run the same step several times. Returns how many raise; the others are as plain ones."""
+    errors = 0
+    for _ in range(num_steps):
+        model.load_state_dict(plain.state_dict())
+        model.zero_grad()
+        again, inputs = copy.deepcopy(plain), draw()
+        try:
+            backward(model, (inputs[0].clone(),), squares)
+        except SavedTensorModifiedError:
+            errors += 1
+            continue
+        backward(again, inputs, squares)
+        for one, other in zip(model.parameters(), again.parameters(), strict=True):
+            assert torch.equal(one.grad, other.grad)
+    return errors
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_layer_that_could_not_run_again_is_not_recomputed_any_more(name: str, mode: str) -> None:
+    """It was verified, and torch trains with what the program does later: one step raises."""
+    make, backward, why = CHANGES[name]
+    model = build(make)()
+    plain = copy.deepcopy(model)
+    with ebbtide.offload(model, activations=policy(mode), layers=LAYERS) as handle:
+        for _ in range(2):
+            step(handle, model)
+        assert handle.stats.recomputed_bytes > 0
+        with pytest.warns(RuntimeWarning, match=f"{why}.*not-recomputed"):
+            errors = num_errors(model, plain, backward, 4)
+        assert errors == (2 if name == "global" else 1), "both layers read the global"
+
+
+class ChangesInside(Block):
+    """torch refuses this: the sine's argument is changed after it was saved."""
+
+    refuses = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        y = x.sin()
+        if self.refuses:
+            x.mul_(2)
+        return (y + x).cos()
+
+
+def test_an_activation_changed_in_place_is_refused_as_torch_does() -> None:
+    model = build(ChangesInside)()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        squares(model, draw()).backward()
+    with (
+        ebbtide.offload(model, activations=policy("recompute"), layers=LAYERS) as handle,
+        pytest.raises(SavedTensorModifiedError),
+    ):
+        step(handle, model)
+    model = build(ChangesInside)()
+    for layer in model.layers:
+        layer.refuses = False
+    with ebbtide.offload(model, activations=policy("recompute"), layers=LAYERS) as handle:
+        for _ in range(2):
+            step(handle, model)
+        for layer in model.layers:
+            layer.refuses = True
+        with pytest.raises(SavedTensorModifiedError, match="is at version"):
+            step(handle, model)
+
+
+@pytest.mark.parametrize("which", ["weight", "bias"])
+def test_a_weight_at_rest_that_is_written_before_backward_is_noticed(which: str) -> None:
+    model = stack(2)
+    with ebbtide.offload(
+        model, activations=policy("recompute"), weights=WeightPolicy(), layers=LAYERS
+    ) as handle:
+        for _ in range(2):
+            step(handle, model)
+        assert handle.stats.recomputed_bytes == 2 * S
+        loss = squares(model, draw())
+        with torch.no_grad():
+            getattr(model.layers[1].linear, which).mul_(2)
+        with pytest.raises(SavedTensorModifiedError, match=r"layer 1 \(layers.1\)"):
+            loss.backward()
+
+
+# ---- graphs and threads --------------------------------------------------------------------------
+
+
+def test_dropped_graphs_leave_nothing() -> None:
+    """A layer that is never verified, because its graph is dropped, holds no memory."""
+    import gc
+    import weakref
+
+    model = build(Dropout)()
+    with ebbtide.offload(model, activations=policy("recompute"), layers=LAYERS) as handle:
+        alive = []
+        for _ in range(3):
+            x = torch.randn(ROWS, WIDTH)
+            alive.append(weakref.ref(x))
+            gc.disable()
+            try:
+                model(x)
+                del x
+                assert alive[-1]() is None, "at once, without the garbage collector"
+            finally:
+                gc.enable()
+        handle._engine.transfers.device.finish_copies()
+        assert handle.inspect().in_flight.is_idle
+        assert handle._engine.refused_layers == frozenset()
+
+
+def test_a_layer_that_remembers_its_output_holds_one_graph() -> None:
+    import weakref
+
+    class Remembers(Block):
+        last: Tensor | None = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.linear(x).sin()
+            if self.last is not None:
+                y = y + self.last.detach()
+            self.last = y
+            return y
+
+    model = build(Remembers)()
+    with ebbtide.offload(model, activations=policy("recompute"), layers=LAYERS) as handle:
+        step(handle, model)
+        seen = []
+        for _ in range(4):
+            x = torch.randn(ROWS, WIDTH)
+            seen.append(weakref.ref(x))
+            model(x)
+            del x
+        assert [each() is not None for each in seen[:-2]] == [False, False]
+    recomputed(build(Remembers))
+
+
+def test_a_graph_whose_backward_two_threads_share() -> None:
+    def backward(model: nn.Module, inputs: Any, loss: Any) -> Tensor:
+        value = loss(model, inputs)
+        weights = list(model.parameters())
+        results: list[Any] = []
+
+        def run() -> None:
+            results.append(torch.autograd.grad(value, weights, retain_graph=True))
+
+        threads = [threading.Thread(target=run) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert all(map(torch.equal, *results))
+        for weight, slope in zip(weights, results[0], strict=True):
+            weight.grad = slope
+        return value
+
+    recomputed(build(Dropout), backward=backward)
