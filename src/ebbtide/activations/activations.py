@@ -14,26 +14,38 @@ from ebbtide.activations.records import (
     OFFLOAD,
     REBUILD,
     Call,
-    Decision,
     RecordHold,
     StorageRecord,
     UnitRecords,
+    Unwritten,
+    UnwrittenCopy,
 )
-from ebbtide.activations.scope import Scopes
+from ebbtide.activations.scope import Scope, Scopes
 from ebbtide.devices.device import AbstractEvent, AbstractStream
-from ebbtide.tensors.packing import pack
+from ebbtide.schedule import Verb
+from ebbtide.tensors.packing import bytes_of, find_packing, gather, pack
 from ebbtide.transfers.prefetch import ForwardLog
-from ebbtide.transfers.record import DROPPED, REBUILT
+from ebbtide.transfers.record import DROPPED, PENDING, REBUILT
 from ebbtide.transfers.recorder import Subject
 from ebbtide.transfers.transfers import Transfers
 
+_sequence_number = torch._C._autograd._get_sequence_nr
+
 _MOST_ENDED = 100  # backwards remembered without a look at which still matter
 _MOST_LISTED = 100_000  # records of a step that `saved` gives
+_MOST_FORWARDS = 64  # of a step in which there is no moment without a graph
 
 
 @final
 class Activations:
     """Keeps a record of each saved storage from its first save until no graph holds it any more.
+
+    [Note: tensors saved before they are written] Some operators write into a tensor that they are
+    given, and save it before they do: `rrelu` its noise, `batch_norm` its running statistics.
+    Nothing tells such a tensor from an input, except that no operation of the graph has made it. So
+    the copy of a tensor without `grad_fn` begins later: when autograd saves something for another
+    operator, which it tells by the sequence number of the operators' nodes, or when the layer or
+    the forward ends. The copies of all other tensors begin at once.
 
     Args:
         transfers: moves the bytes.
@@ -67,6 +79,8 @@ class Activations:
         self._records: dict[int, StorageRecord] = {}  # by the address of their storage
         self._saved: list[StorageRecord] = []  # of the step that runs
         self._saved_before: list[StorageRecord] = []  # of the last finished step
+        self._carried: list[StorageRecord] = []  # of earlier steps, held by graphs when they ended
+        self._overlaps = False  # whether a backward was to come when the last step was ended
         self._step = 0  # its number
         self._backwards: dict[int, bool] = {}  # autograd's running graph tasks; see `_note_task`
         self._ended: set[int] = set()  # graph tasks that have ended, without making a graph
@@ -98,7 +112,7 @@ class Activations:
         found: StorageRecord | None = first
         while found is not None and found.form is not None and found.form != form:
             found = found.sibling
-        if found is not None and self.scopes.current.must_stay and not found.is_on_device:
+        if found is not None and self.scopes.here.must_stay and not found.is_on_device:
             return None
         return found
 
@@ -107,12 +121,13 @@ class Activations:
         with self._gate:
             if record.ordinal >= 0:
                 record.forward.note_save(record.ordinal)
-            layer = self.scopes.current.layer
+            scope = self.scopes.current  # None if another model shares it at their border
+            layer = record.layer if scope is None else scope.layer
             if layer is not record.layer and layer not in record.shared:
                 record.shared += (layer,)
             if record.buffer is not None:
                 record.unread += 1
-            self._count_handle(record)
+            self._count_handle(record, scope)
 
     def keep(self, address: int, version: int, number: int, size_bytes: int) -> StorageRecord:
         """Record a storage that stays on the device. Its saved tensors keep it alive.
@@ -128,9 +143,11 @@ class Activations:
         """
         with self._gate:
             self._offloads.retire_finished()
-            record = self._make(address, version, number, size_bytes, KEEP)
+            scope = self.scopes.here
+            layer, log = scope.layer, scope.forward
+            record = StorageRecord(address, version, layer, number, size_bytes, KEEP, log)
             self._account.take_kept(size_bytes, record.layer, record)
-            self._register(record)
+            self._register(record, scope)
             return record
 
     def leave_out(
@@ -142,39 +159,42 @@ class Activations:
             The storage's record, with one handle.
         """
         with self._gate:
-            address = storage._cdata
-            record = self._make(address, version, number, storage.nbytes(), REBUILD)
+            scope, address, size_bytes = self.scopes.here, storage._cdata, storage.nbytes()
+            layer, log = scope.layer, scope.forward
+            record = StorageRecord(address, version, layer, number, size_bytes, REBUILD, log)
             # Guard rebuilt-identity: the record of a storage that is rebuilt pins the identity of
             # the storage. A freed GELU output's address comes back at once, for another tensor: it
             # would be taken for the first.
             record.pin_identity(storage)
             record.call = call
+            inputs = (getattr(saved, "record", None) for saved in call.inputs)
+            record.rebuilt_from = tuple(each for each in inputs if isinstance(each, StorageRecord))
             self._account.meter.rebuilt_bytes += record.size_bytes
             if self._account.memory is not None:
                 self._account.memory.note_reference(storage)
-            self._register(record)
+            self._register(record, scope)
             return record
 
     def offload(
         self,
+        tensor: torch.Tensor,
         storage: torch.UntypedStorage,
         version: int,
         number: int,
-        source: torch.Tensor,
         *,
         form: Hashable = None,
-        packing: torch.dtype | None = None,
+        packs: bool = False,
         view_size: tuple[int, ...] | None = None,
     ) -> StorageRecord:
         """Offload a storage, or a view gathered from it, now or when a schedule says so.
 
         Args:
-            storage: the storage that was saved.
-            version: version of the saved tensor.
+            tensor: the saved tensor.
+            storage: its storage.
+            version: its version.
             number: number of the storage in its layer's call.
-            source: the bytes to copy, (size_bytes,) uint8.
-            form: which bytes of the storage `source` has; None means all of them.
-            packing: type that the bytes are packed to before the copy; None if they are not.
+            form: which bytes of the storage are copied; None means all of them.
+            packs: whether the bytes are packed before the copy if they can be.
             view_size: the shape of a gathered view; None for a whole storage.
 
         Returns:
@@ -184,46 +204,88 @@ class Activations:
             StoreFullError: the store has no room. The saved tensor was not taken.
         """
         with self._gate:
-            scope = self.scopes.current
-            unit = scope.unit
-            scheduled = unit is not None and unit.followed
-            waits = scheduled and unit is not None and not unit.immediate
-            size_bytes = unpacked_bytes = source.numel()
-            if packing is not None and not waits:
-                source = pack(source, packing)
-                size_bytes = source.numel()
+            scope = self.scopes.here
             address, layer, log = storage._cdata, scope.layer, scope.forward
-            record = StorageRecord(address, version, layer, number, size_bytes, OFFLOAD, log)
+            record = StorageRecord(address, version, layer, number, storage.nbytes(), OFFLOAD, log)
             record.form, record.view_size = form, view_size
-            record.source, record.home = source, self._device.compute_stream()
-            if size_bytes != unpacked_bytes:
-                record.packing, record.unpacked_bytes = packing, unpacked_bytes
-            if waits:
-                self._offloads.pend(record)
-            else:
-                self._offloads.offload(record, retain=scheduled)
-                self._account.meter.packed_bytes += unpacked_bytes - size_bytes
+            record.source = bytes_of(storage, self.empty[torch.uint8])
+            record.home = self._device.compute_stream()
+            # Guard written-before-copy: what no operation of the graph has made is copied only when
+            # the operator that saves it has returned. See [Note: tensors saved before they are
+            # written]: the copy would have the bytes from before the operator wrote them.
+            if tensor.grad_fn is None:
+                record.unwritten = True
+                sequence = _sequence_number()
+                scope.unwritten.append(UnwrittenCopy(sequence, record, tensor, packs, scope.unit))
+            elif packs or view_size is not None or scope.unit is not None:
+                self._begin_copy(record, tensor, packs=packs, unit=scope.unit)
+            else:  # most copies: all that there is to do is this
+                self._offloads.offload(record, retain=False)
             # Guard offloaded-identity: a record pins the identity of its source. A freed storage's
             # address comes back at once, for another tensor: it would find the record of the first
             # and get its bytes.
             record.pin_identity(storage)
             record.ordinal = log.add(record)
-            self._register(record)
+            self._register(record, scope)
             return record
 
-    def _make(
-        self, address: int, version: int, number: int, size_bytes: int, decision: Decision
-    ) -> StorageRecord:
-        scope = self.scopes.current
-        return StorageRecord(
-            address, version, scope.layer, number, size_bytes, decision, scope.forward
-        )
+    def begin_copies(self, unwritten: Unwritten) -> None:
+        """Begin the copies that waited for the operator that saved last. It must have returned.
 
-    def _register(self, record: StorageRecord) -> None:
+        Raises:
+            StoreFullError: the store has no room. What has no copy stays on the device.
+        """
+        while unwritten:
+            with self._gate:
+                copy = unwritten.pop()
+                record = copy.record
+                if record.state is not DROPPED:
+                    self._begin_copy(record, copy.tensor, packs=copy.packs, unit=copy.unit)
+                    record.unwritten = False
+                    if record.unit is not None and Verb.OFFLOAD in record.unit.done:
+                        self._start_pending(record)
+
+    def _begin_copy(
+        self, record: StorageRecord, tensor: torch.Tensor, *, packs: bool, unit: UnitRecords | None
+    ) -> None:
+        """Begin the copy of a record whose source is the whole storage, or leave it to a schedule.
+
+        Args:
+            record: the record.
+            tensor: the saved tensor.
+            packs: whether the bytes are packed if they can be.
+            unit: the unit of a schedule that saved the tensor; None without a schedule.
+        """
+        scheduled = unit is not None and unit.followed
+        waits = scheduled and unit is not None and not unit.immediate
+        source, packing, view = record.source, None, record.view_size
+        assert source is not None
+        if view is not None or (packs and not waits):
+            current = self._device.compute_stream()
+            if not self._device.note_use(source, record.home, current) and record.unwritten:
+                current.wait(record.home.record())  # it runs behind the operator that saved
+                record.home = current
+            if view is not None:
+                source = gather(tensor, view)
+            else:
+                packing = find_packing(tensor, tensor.untyped_storage())
+        record.unpacked_bytes = source.numel()
+        if packing is not None:
+            source = pack(source, packing)
+            record.packing = packing
+        record.source, record.size_bytes = source, source.numel()
+        if waits:
+            self._offloads.pend(record)
+        else:
+            self._offloads.offload(record, retain=scheduled)
+            self._account.meter.packed_bytes += record.unpacked_bytes - record.size_bytes
+
+    def _register(self, record: StorageRecord, scope: Scope) -> None:
         """Make a new record known, and count its first handle."""
         first = self._records.setdefault(record.address, record)
         if first is not record:
-            if first.version == record.version and record.decision is OFFLOAD:
+            same = first.version == record.version and first.forward is record.forward
+            if same and first.decision is record.decision is OFFLOAD:
                 record.sibling, first.sibling = first.sibling, record
             else:
                 self._records[record.address] = record
@@ -231,12 +293,11 @@ class Activations:
             self._note_step()
         if len(self._saved) < _MOST_LISTED:
             self._saved.append(record)
-        self._count_handle(record)
+        self._count_handle(record, scope)
 
-    def _count_handle(self, record: StorageRecord) -> None:
-        unit = self.scopes.current.unit
-        if unit is not None:
-            self._claim(record, unit)
+    def _count_handle(self, record: StorageRecord, scope: Scope | None) -> None:
+        if scope is not None and scope.unit is not None:
+            self._claim(record, scope.unit)
         record.saves += 1
         record.handles += 1
         self.transfers.live += 1
@@ -248,7 +309,11 @@ class Activations:
                 source = getattr(saved, "record", None)
                 if isinstance(source, StorageRecord):
                     self._claim(source, unit)
-        elif unit.claim(record):  # the unit that saved it first is in no hurry
+        elif unit.claim(record) and not record.unwritten:
+            self._start_pending(record)  # the unit that saved it first is in no hurry
+
+    def _start_pending(self, record: StorageRecord) -> None:
+        if record.state is PENDING:
             try:
                 self._offloads.start(record)
             except OSError as error:  # no room below: it stays where it is
@@ -267,6 +332,8 @@ class Activations:
         """
         record = hold.record
         log = record.forward
+        if record.unwritten:
+            self._begin_copies_of_forward()
         task = log.task = torch._C._current_graph_task_id()
         creates_graph = self._backwards.get(task)
         if creates_graph is None:  # it has just begun
@@ -297,6 +364,12 @@ class Activations:
             self._wait_for_reload(record, flat, event, current)
         self._device.note_use(flat, home, current, event)
         return flat
+
+    def _begin_copies_of_forward(self) -> None:
+        """Begin the copies of the forward that runs, because a backward inside it reads them."""
+        scope = self.scopes.current
+        if scope is not None:
+            self.begin_copies(scope.unwritten)
 
     def _note_wanted_again(self, record: StorageRecord) -> None:
         """Note that a backward with ``create_graph=True`` reads a record.
@@ -337,19 +410,29 @@ class Activations:
             self._ended.add(task)
         self.transfers.settle()
 
-    def end_read_step(self) -> None:
-        """End the step if all that graphs still hold was read by a backward that has ended.
+    def end_step_with_graphs(self) -> None:
+        """End the step, although graphs are alive, if this is where a training step is over.
 
-        A training loop may keep its loss, and a part of the graph, until the next step's forward.
+        Called before a forward, where `Transfers` finds no moment without graphs. See [Note: steps
+        with graphs].
         """
         self.transfers.settle()
         if not self.transfers.live:
             self._ended.clear()
+            self._overlaps = False
+            return
+        if torch._C._current_graph_task_id() != -1:
             return
         with self._gate:
             alive = self.alive()
-            if alive and all(record.forward.task in self._ended for record in reversed(alive)):
-                self.transfers.finish_read_step()
+            # The last saves come first: in most loops they tell that a backward is to come.
+            unread = any(record.forward.task not in self._ended for record in reversed(alive))
+            had_backward = self._account.meter.had_backward
+            many = self.scopes.num_forwards >= _MOST_FORWARDS
+            over = (self._overlaps or many) and had_backward
+            over |= many if not alive else not unread  # small tensors tell of no backward
+            if over and self.transfers.finish_step_with_graphs():
+                self._overlaps = unread or not alive
 
     def _wait_for_reload(
         self,
@@ -436,6 +519,8 @@ class Activations:
         Shape:
             (size_bytes,), uint8.
         """
+        if record.unwritten:
+            self._begin_copies_of_forward()
         with self._gate:
             if record.source is not None:
                 return record.source
@@ -480,7 +565,9 @@ class Activations:
         if record.unit is not None:
             record.unit.forget(record)
         # A source whose copy is under way stays until that is complete: the copy reads it.
-        if record.source is not None:
+        if record.unwritten:
+            record.source = None
+        elif record.source is not None:
             self._offloads.stop_retaining(record)
         if record.expected:
             self._reloads.expect(record, False)
@@ -524,10 +611,13 @@ class Activations:
 
     def alive(self) -> list[StorageRecord]:
         """Return the records that graphs hold now."""
-        return [r for r in (*self._saved_before, *self._saved) if r.state is not DROPPED]
+        records = (*self._carried, *self._saved_before, *self._saved)
+        return [record for record in records if record.state is not DROPPED]
 
     def _note_step(self) -> None:
         """Begin another list of records if a step has ended."""
         if self._step != self._account.num_steps:
             self._step = self._account.num_steps
+            older = (*self._carried, *self._saved_before) if self.transfers.live else ()
+            self._carried = [record for record in older if record.state is not DROPPED]
             self._saved_before, self._saved = self._saved, []

@@ -97,3 +97,18 @@ class QuantizedTensor(AbstractSaved):
 def is_quantized(tensor: torch.Tensor) -> bool:
     """Whether a tensor has the methods of Transformer Engine's protocol."""
     return hasattr(tensor, "prepare_for_saving") and hasattr(tensor, "restore_from_saved")
+
+
+def is_plain_subclass(tensor: torch.Tensor, plain_types: frozenset[type]) -> bool:
+    """Whether a tensor is a plain one, to which its class only adds Python, as MONAI's MetaTensor.
+
+    Args:
+        tensor: a saved tensor.
+        plain_types: the classes of tensors that are packed without this question.
+    """
+    kind: Any = type(tensor)
+    if kind in plain_types or isinstance(tensor, torch.nn.Parameter):
+        return False
+    if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ or is_quantized(tensor):
+        return False
+    return tensor.layout is torch.strided and not hasattr(tensor, "__tensor_flatten__")

@@ -175,7 +175,12 @@ def are_hooked() -> bool:
 
 def is_of_checkpoint(pack: Any) -> bool:
     """Whether a pack hook belongs to a checkpoint, the user's or that of a recomputed layer."""
-    return pack.__module__ in ("torch.utils.checkpoint", "ebbtide.recomputation.call")
+    return pack.__module__ == "torch.utils.checkpoint" or is_of_recomputed(pack)
+
+
+def is_of_recomputed(pack: Any) -> bool:
+    """Whether a pack hook belongs to the checkpoint of a recomputed layer."""
+    return bool(pack.__module__ == "ebbtide.recomputation.call")
 
 
 class AbstractAway(AbstractSaved):
@@ -239,8 +244,13 @@ class AbstractAway(AbstractSaved):
         raise_modified(self._probe, self.version, self._size)
 
     def _tensor_in(self, storage: torch.UntypedStorage) -> Tensor:
-        tensor = self._probe.data  # an empty tensor with a version of its own
-        tensor.set_(storage, self._offset, self._size, self._stride)
+        values = self._probe.data  # an empty tensor, whose storage may be set
+        values.set_(storage, self._offset, self._size, self._stride)
+        # Guard one-version: what backward is given has the version of what was saved. A custom
+        # backward may change it in place: all other saved tensors that share the memory, and the
+        # next backward of a retained graph, would get the changed values without a word.
+        tensor = self._probe.detach()
+        tensor.data = values
         if self._conj:
             tensor = tensor.conj()
         return torch._neg_view(tensor) if self._neg else tensor

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Container, Mapping, Set
 from typing import NamedTuple, final
 
 import torch
@@ -14,6 +14,7 @@ from ebbtide.activations.scope import Scope
 from ebbtide.activations.windowed_passes import PassWindows
 from ebbtide.policy import ActivationPolicy
 from ebbtide.tensors.marks import is_marked
+from ebbtide.tensors.memory_parts import may_change_unseen
 from ebbtide.transfers.layer import Layer
 
 Plan = Mapping[tuple[int | None, int], Decision]
@@ -32,6 +33,7 @@ class PlannedLayers(NamedTuple):
         kept_inputs: those of them whose inputs stay on the device.
         keeps_outside: whether what is saved outside layers stays unless a decision names it.
         windows: what may be in flight in each pass; None: the bound on bytes in flight says.
+        rebuilds: whether storages that no decision names are rebuilt where they can be.
     """
 
     decisions: Plan
@@ -39,15 +41,16 @@ class PlannedLayers(NamedTuple):
     kept_inputs: Set[int]
     keeps_outside: bool = False
     windows: PassWindows | None = None
+    rebuilds: bool = False
 
 
 @final
 class Placement:
     """Decides once for each storage, when it is first saved, to keep, offload or rebuild it.
 
-    The first of these that applies decides: a mark on the tensor (`mark_not_offload`), the plan, a
-    recipe that rebuilds the storage, and last the policy or the schedule, which say whether the
-    storages of a layer are offloaded.
+    The first of these that applies decides: a mark on the tensor (`mark_not_offload`) or memory
+    that other code than torch's can write, the plan, a recipe that rebuilds the storage, and last
+    the policy or the schedule, which say whether the storages of a layer are offloaded.
 
     Args:
         policy: which layers are offloaded, and from what size.
@@ -59,6 +62,7 @@ class Placement:
         min_bytes: smaller storages are kept.
         num_calls: number of layer calls in a forward, once that is known.
         finder: finds the calls that rebuild storages; None if nothing is rebuilt.
+        refused: names of layers that cannot be recomputed. What they save is offloaded instead.
         wanted_again: layer and number of storages that stay on the device because a second
             backward needs them: see `Activations.wanted_again`. The plan can say otherwise.
     """
@@ -70,9 +74,11 @@ class Placement:
         self.min_bytes = max(int(policy.min_bytes), 1)  # no bytes, no copy
         self.num_calls: int | None = None
         self.wanted_again: Set[tuple[int | None, int]] = frozenset()
+        self.refused: Container[str] = ()
         self._policy = policy
         self._plan: Plan = {} if plan is None else plan
         self._layers: PlannedLayers | None = None
+        self._rebuilds = policy.rebuild
         rebuilds = policy.rebuild or REBUILD in self._plan.values()
         self.finder = RebuildFinder() if rebuilds else None
 
@@ -87,13 +93,19 @@ class Placement:
         """
         self._layers = layers
         self._plan = {} if layers is None else layers.decisions
-        if self.finder is None and REBUILD in self._plan.values():
+        self._rebuilds = self._policy.rebuild if layers is None else layers.rebuilds
+        if self.finder is None and (self._rebuilds or REBUILD in self._plan.values()):
             self.finder = RebuildFinder()
 
     @property
     def packs(self) -> bool:
         """Whether masks and indices are packed before they leave."""
         return self._policy.rebuild
+
+    @property
+    def verifies_first(self) -> bool:
+        """Whether the policy recomputes layers, which are verified before that."""
+        return self._policy.recomputes
 
     @property
     def wants_any(self) -> bool:
@@ -111,6 +123,8 @@ class Placement:
             layer: the layer; None for what is saved outside layers.
         """
         policy, planned = self._policy, self._layers
+        if layer is not None and layer.name in self.refused and self._wants_recomputed(layer):
+            return True
         if planned is not None:
             if layer is None:
                 return not planned.keeps_outside
@@ -123,6 +137,9 @@ class Placement:
 
     def recomputes(self, layer: Layer) -> bool:
         """Whether only the inputs of a layer are saved, and backward runs its forward again."""
+        return layer.name not in self.refused and self._wants_recomputed(layer)
+
+    def _wants_recomputed(self, layer: Layer) -> bool:
         if self._layers is not None:
             return layer.index in self._layers.recomputed
         return self._policy.recomputes and self._chooses(layer)
@@ -148,7 +165,9 @@ class Placement:
         Returns:
             The decision, and the call that rebuilds the storage if that is the decision.
         """
-        if is_marked(storage):
+        # What other code may refill is kept in that code's memory: so does autograd, and backward
+        # reads what is there then.
+        if is_marked(storage) or may_change_unseen(storage):
             return KEEP, None
         planned = None
         if self._plan or self.wanted_again:
@@ -159,11 +178,13 @@ class Placement:
         size_bytes = storage.nbytes()
         if planned is None or planned is REBUILD:
             leaves = scope.offloads and size_bytes >= self.min_bytes
-            rebuilds = planned is not None or self._policy.rebuild
+            rebuilds = planned is not None or self._rebuilds
             if rebuilds and self.finder is not None and size_bytes >= self.min_bytes:
-                call = None if tensor.grad_fn is None else self.finder.find(tensor, storage)
-                if call is not None:
-                    return REBUILD, call
+                log = scope.forward
+                if tensor.grad_fn is not None and not log.is_mixed:
+                    call = self.finder.find(tensor, storage, log.settings)
+                    if call is not None:
+                        return REBUILD, call
         else:
             leaves = planned is OFFLOAD and size_bytes > 0
         # torch's own quantized tensors have scales beside their storage.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Hashable
 from typing import Any, final
 
@@ -12,11 +11,11 @@ from torch import Tensor
 
 from ebbtide.activations.handles import AbstractAway, Saved, restore
 from ebbtide.activations.records import Call
-from ebbtide.activations.saved import RecordedTensor, is_modified, peek, share
-from ebbtide.tensors.recipes import MOST_STEPS, RECIPES
+from ebbtide.activations.saved import RecordedTensor, can_restore, held_tensor, peek, share
+from ebbtide.tensors.memory_parts import may_change_unseen
+from ebbtide.tensors.recipes import MOST_STEPS, RECIPES, KernelSettings
 
 _LOG = logging.getLogger(__name__)
-_NOTE = "ebbtide.saved"  # key in a node's metadata, together with the number of the output
 
 
 @final
@@ -26,23 +25,15 @@ class RebuildFinder:
     def __init__(self) -> None:
         self._proven: dict[Hashable, bool] = {}
 
-    def note(self, tensor: Tensor, saved: Saved) -> None:
-        """Note which handle holds an operation's output, for operations that take it as an input.
-
-        The note is stored in the autograd node and refers to the handle weakly, so it keeps nothing
-        alive.
-        """
-        node = tensor.grad_fn
-        if node is not None and type(saved) is RecordedTensor:
-            metadata: Any = node.metadata
-            metadata[_NOTE, tensor.output_nr] = weakref.ref(saved)
-
-    def find(self, tensor: Tensor, storage: torch.UntypedStorage) -> Call | None:
+    def find(
+        self, tensor: Tensor, storage: torch.UntypedStorage, settings: KernelSettings
+    ) -> Call | None:
         """Return the call that recomputes the storage of a saved tensor; None if there is none.
 
         Args:
             tensor: the saved tensor, which is an operation's output or a view of one.
             storage: its storage.
+            settings: what the kernels of this forward have depended on.
         """
         output = tensor if tensor._base is None else tensor._base
         node = output.grad_fn
@@ -59,17 +50,20 @@ class RebuildFinder:
         if len(inputs) < len(found) or depth > MOST_STEPS:
             return None
         constants = {name: getattr(node, f"_saved_{name}") for name in recipe.constants}
-        if not self._is_proven(Call(recipe, inputs, constants, output.dtype, depth), output):
+        call = Call(recipe, inputs, constants, output.dtype, depth, settings)
+        if not self._is_proven(call, output):
             return None
         # Inputs are shared only now, so that an unused recipe adds no handle to their records.
-        return Call(recipe, [share(saved) for saved in inputs], constants, output.dtype, depth)
+        shared = [share(saved) for saved in inputs]
+        return Call(recipe, shared, constants, output.dtype, depth, settings)
 
     def _is_proven(self, call: Call, output: Tensor) -> bool:
         """Whether the recipe's first run for this shape and type gave the same bits."""
         inputs = call.inputs
         shapes = tuple(_shape_of(saved) for saved in inputs)
         constants = tuple(sorted((name, str(value)) for name, value in call.constants.items()))
-        key = (call.recipe, constants, shapes, output.shape, output.stride(), output.dtype)
+        layout = output.shape, output.stride(), output.dtype, output.device
+        key = (call.recipe, constants, shapes, layout, call.settings)
         if key not in self._proven:
             again = call.run([peek(saved) for saved in inputs])
             self._proven[key] = same = _same_bits(again, output)
@@ -85,19 +79,27 @@ class RebuildFinder:
 
 
 def _find_input(node: Any, name: str, place: int) -> Saved | None:
-    """Return what holds an operation's input: saved by its own node, or by another operation.
+    """Return what holds an operation's input: saved by its own node, or by the one before.
+
+    [Note: inputs of recipes] Only what the graph of the output itself has saved is used. Autograd
+    holds it as long as the output, and its own backward refuses to run if it was changed. What
+    another operation has saved, such as a metric that is only logged, may be freed before, and the
+    program may change it from then on.
 
     Returns None if neither saved the input, or if it was saved in a form that cannot be shared.
     """
     saved = _saved_by(node, name)
     if saved is None and place < len(node.next_functions):
         producer, number = node.next_functions[place]
-        if producer is not None:
-            saved = _noted(producer, number)
-    if saved is None or not (type(saved) is tuple or isinstance(saved, AbstractAway)):
+        if producer is not None and not number:
+            saved = _saved_by(producer, "result")
+    if saved is None or not can_restore(saved):
         return None
-    # Modified since: the output cannot be computed from it, and perhaps nobody needs it any more.
-    return None if is_modified(saved) else saved
+    held = held_tensor(saved)
+    if held is not None and may_change_unseen(held.untyped_storage()):
+        return None
+    # Not a parameter itself: `parameter.data = ...` would give it other values.
+    return (saved[0].detach(), saved[1], None) if type(saved) is tuple else saved
 
 
 def _saved_by(node: Any, name: str) -> Saved | None:
@@ -111,17 +113,6 @@ def _saved_by(node: Any, name: str) -> Saved | None:
         return raw.data  # type: ignore[no-any-return]
     except (AttributeError, RuntimeError):  # nothing was saved, or no hook was active
         return None
-
-
-def _noted(node: Any, number: int) -> Saved | None:
-    """Return the handle of another operation that saved this output of ``node``, if any.
-
-    An output that was changed in place is refused: nothing tells which of its versions was read by
-    the operation that is to run again.
-    """
-    note = node.metadata.get((_NOTE, number))
-    holder: RecordedTensor | None = None if note is None else note()
-    return None if holder is None or holder.version else holder
 
 
 def _depth(saved: Saved) -> int:
@@ -140,6 +131,8 @@ def _shape_of(saved: Saved) -> Hashable:
 
 def _same_bits(again: Tensor, output: Tensor) -> bool:
     output = output.detach()
+    if again.device != output.device:  # a copy from another device
+        return False
     if (again.shape, again.dtype, again.stride()) != (output.shape, output.dtype, output.stride()):
         return False
     if again.untyped_storage().nbytes() != output.untyped_storage().nbytes():

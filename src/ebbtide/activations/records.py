@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 from enum import Enum
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -14,7 +13,13 @@ from ebbtide.activations.handles import Hold, Saved
 from ebbtide.devices.device import AbstractEvent
 from ebbtide.schedule import Unit, Verb
 from ebbtide.tensors.packing import unpack
-from ebbtide.tensors.recipes import Constants, RebuildRecipe
+from ebbtide.tensors.recipes import (
+    Constants,
+    KernelSettings,
+    RebuildRecipe,
+    in_force,
+    kernel_settings,
+)
 from ebbtide.transfers.layer import Layer
 from ebbtide.transfers.prefetch import ForwardLog
 from ebbtide.transfers.record import DROPPED, KEPT, PENDING, REBUILDABLE, REBUILT, Record, State
@@ -34,17 +39,16 @@ KEEP, OFFLOAD, REBUILD = Decision
 KEEP.state, OFFLOAD.state, REBUILD.state = KEPT, PENDING, REBUILDABLE
 
 
-@final
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """One operation of the forward, ready to run again.
 
-    Args:
+    Attributes:
         recipe: the recipe of the operation.
         inputs: saved handles of the operation's input tensors.
         constants: the operation's other arguments.
         dtype: type of the output.
         depth: number of operations in a row to run if inputs are rebuilt too, this one included.
+        settings: what the operation's kernels depended on beside their arguments.
     """
 
     recipe: RebuildRecipe
@@ -52,11 +56,18 @@ class Call:
     constants: Constants
     dtype: torch.dtype
     depth: int
+    settings: KernelSettings
 
     def run(self, inputs: Sequence[Tensor]) -> Tensor:
         """Compute the output again. Its kernels are queued on the current stream."""
-        device_type = inputs[0].device.type
-        with torch.no_grad(), torch.autocast(device_type, enabled=False):
+        settings = self.settings
+        if settings is None or settings == kernel_settings():
+            return self._run(inputs)
+        with in_force(settings):
+            return self._run(inputs)
+
+    def _run(self, inputs: Sequence[Tensor]) -> Tensor:
+        with torch.no_grad(), torch.autocast(inputs[0].device.type, enabled=False):
             return self.recipe.rebuild(inputs, self.constants, self.dtype)
 
 
@@ -95,9 +106,12 @@ class StorageRecord(Record):
         packing: packing of the source, slot and buffer; see `ebbtide.tensors.packing`. None if
             they are not packed.
         call: the operation that rebuilds the storage; None unless the decision is to rebuild it.
+        rebuilt_from: the records of the call's inputs, which are known when the call is gone, too.
         begun: event before the rebuild on the compute stream; set only if steps are traced.
         tier: tier that the bytes were offloaded to; empty if they were not.
         unit: records of the schedule's unit with which this record moves; None if there is none.
+        unwritten: whether the operator that saved the storage may still write it, so that its copy
+            has not begun.
         shared: layers other than `layer` that also saved the storage.
         saves: number of saved tensors that ever shared the record; `handles` counts the live ones.
     """
@@ -113,12 +127,14 @@ class StorageRecord(Record):
         "number",
         "ordinal",
         "packing",
+        "rebuilt_from",
         "saves",
         "shared",
         "sibling",
         "tier",
         "unit",
         "unpacked_bytes",
+        "unwritten",
         "version",
         "view_size",
     )
@@ -148,9 +164,11 @@ class StorageRecord(Record):
         self.ordinal = -1
         self.packing: torch.dtype | None = None
         self.call: Call | None = None
+        self.rebuilt_from: tuple[StorageRecord, ...] = ()
         self.begun: AbstractEvent | None = None
         self.unit: UnitRecords | None = None
         self.tier = ""
+        self.unwritten = False
         self.shared: tuple[Layer | None, ...] = ()
         self.saves = 0
 
@@ -286,3 +304,26 @@ class UnitRecords:
         """Remove a record that nothing can read any more."""
         del self.records[record]
         record.unit = None
+
+
+class UnwrittenCopy(NamedTuple):
+    """A copy that begins once the operator that saved the tensor has returned.
+
+    Attributes:
+        sequence: autograd's sequence number when the tensor was saved. Each operator that autograd
+            records takes one before it saves anything.
+        record: the record of the tensor's storage.
+        tensor: the tensor. It refers to no graph.
+        packs: whether the bytes are packed if they can be.
+        unit: records of the unit of a schedule that saved it; None without a schedule.
+    """
+
+    sequence: int
+    record: StorageRecord
+    tensor: Tensor
+    packs: bool
+    unit: UnitRecords | None
+
+
+Unwritten = list[UnwrittenCopy]
+"""The copies of one forward that have not begun, all for the operator that saved last."""

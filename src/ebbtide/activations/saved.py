@@ -120,7 +120,8 @@ class RecordedTensor(AbstractAway):
 
 def _run(call: Call) -> Tensor:
     for saved in call.inputs:
-        if is_modified(saved):
+        changed = saved[0]._version != saved[1] if type(saved) is tuple else saved.is_modified()  # type: ignore[union-attr]
+        if changed:
             _raise_input_modified(call, saved)
     return call.run([restore(saved) for saved in call.inputs])
 
@@ -157,9 +158,27 @@ def peek(saved: Saved) -> Tensor:
     return saved.peek()
 
 
-def is_modified(saved: Saved) -> bool:
-    """Whether a saved tensor, which is no composite one, was changed in place since."""
+def can_restore(saved: Saved) -> bool:
+    """Whether a saved tensor and all that it is rebuilt from are as they were when saved.
+
+    The answer for a composite tensor is no.
+    """
     if type(saved) is tuple:
-        return bool(saved[0]._version != saved[1])
-    assert isinstance(saved, AbstractAway)
-    return saved.is_modified()
+        return bool(saved[0]._version == saved[1])
+    if not isinstance(saved, AbstractAway) or saved.is_modified():
+        return False
+    call = saved.record.call if type(saved) is RecordedTensor else None
+    if call is not None:
+        for each in call.inputs:  # not by `all`: this runs for every tensor that is rebuilt
+            if not can_restore(each):
+                return False
+    return True
+
+
+def held_tensor(saved: Saved) -> Tensor | None:
+    """Return the tensor that a handle holds in its own memory; None if it is elsewhere."""
+    if type(saved) is tuple:
+        return saved[0]
+    if type(saved) is RecordedTensor and saved.record.decision is KEEP:
+        return saved._probe
+    return None

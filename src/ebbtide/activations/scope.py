@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from typing import final
 
+import torch
+
 from ebbtide.activations.handles import Deaths, SmallTally, SmallTensors
-from ebbtide.activations.records import UnitRecords
+from ebbtide.activations.records import UnitRecords, Unwritten
 from ebbtide.ownership.memory_log import LOSS
 from ebbtide.transfers.layer import Layer
 from ebbtide.transfers.order import AccessOrder
@@ -22,18 +25,21 @@ class Scope:
         layer: the layer; None outside layers.
         forward: the log of the forward that runs.
         small: counts the saved tensors of the forward that are too small for a record.
+        unwritten: the records of the forward whose copies have not begun; see
+            [Note: tensors saved before they are written] in `ebbtide.activations.activations`.
         offloads: whether storages are offloaded by default; see `ebbtide.activations.placement`.
         unit: the records of the layer's unit in a schedule; None without a schedule.
         count: number of storages first saved in this scope, which is the number of the next one.
     """
 
-    __slots__ = ("count", "forward", "layer", "offloads", "small", "unit")
+    __slots__ = ("count", "forward", "layer", "offloads", "small", "unit", "unwritten")
 
     def __init__(
         self,
         layer: Layer | None,
         forward: ForwardLog,
         small: SmallTensors,
+        unwritten: Unwritten,
         *,
         offloads: bool,
         unit: UnitRecords | None = None,
@@ -41,6 +47,7 @@ class Scope:
         self.layer = layer
         self.forward = forward
         self.small = small
+        self.unwritten = unwritten
         self.offloads = offloads
         self.unit = unit
         self.count = 0
@@ -53,21 +60,33 @@ class Scope:
 
 
 @final
+class _Running(threading.local):
+    """What runs on one thread.
+
+    Attributes:
+        scopes: the forwards and layers, innermost last.
+        forwards: the forwards among them.
+    """
+
+    def __init__(self) -> None:
+        self.scopes: list[Scope] = []
+        self.forwards: list[Scope] = []
+
+
+@final
 class Scopes:
-    """The stack of forwards and layers that run now, innermost last.
+    """The forwards and layers that run now. Each thread has its own.
 
     Args:
         transfers: the model's transfers, which are notified of the forwards.
         deaths: where the deaths of saved tensors are noted.
 
     Attributes:
-        current: scope of the tensors that are saved now. It exists only during a forward.
+        running: the forwards and layers of the calling thread.
         learned: the order in which the last backward read records; None before the first backward.
         prefetches: whether backward prefetches the records that are expected next. It does not
             while a schedule starts the reloads.
     """
-
-    current: Scope
 
     def __init__(self, transfers: Transfers, deaths: Deaths) -> None:
         self.learned: AccessOrder | None = None
@@ -75,9 +94,48 @@ class Scopes:
         self._transfers = transfers
         self._deaths = deaths
         self._account = transfers.account
-        self._stack: list[Scope] = []
+        self.running = _Running()
+        self._threads: list[list[Scope]] = []  # the scopes of each thread that runs a forward
         self._step = 0  # number of the step that `_num_forwards` counts for
-        self._num_forwards = 0  # forwards begun in this step
+        self._num_forwards = 0
+
+    @property
+    def num_forwards(self) -> int:
+        """Number of forwards that have begun in this step."""
+        return self._num_forwards if self._step == self._account.num_steps else 0
+
+    @property
+    def current(self) -> Scope | None:
+        """The scope of what the calling thread saves now; None if it runs no forward of the model.
+
+        A backward inside a forward, as for a gradient penalty, may save tensors on one of
+        autograd's own threads. They belong to a forward that waits for that backward.
+        """
+        scopes = self.running.scopes
+        if scopes:
+            return scopes[-1]
+        if torch._C._current_graph_task_id() == -1:
+            return None
+        for other in reversed(self._threads.copy()):
+            inner = other[-1:]  # the other thread may end its forward meanwhile
+            if inner:
+                return inner[0]
+        return None
+
+    @property
+    def here(self) -> Scope:
+        """The scope of what is saved now. It must exist."""
+        scope = self.current
+        assert scope is not None, "no forward of the model runs"
+        return scope
+
+    def is_of(self, log: ForwardLog, scope: Scope) -> bool:
+        """Whether a log is of the forward that a scope of the calling thread belongs to.
+
+        Where a schedule is followed, a layer has the log of its microbatch.
+        """
+        forwards = self.running.forwards
+        return log is scope.forward or (bool(forwards) and log is forwards[-1].forward)
 
     def begin_forward(self, *, offloads: bool) -> Scope:
         """Note that a forward begins.
@@ -100,16 +158,23 @@ class Scopes:
             log.prefetches = self.prefetches
             self._num_forwards += 1
         small = SmallTensors(self._deaths)
-        return self._push(Scope(None, log, small, offloads=offloads))
+        scope = Scope(None, log, small, [], offloads=offloads)
+        running = self.running
+        if not running.scopes:
+            self._threads.append(running.scopes)
+        running.scopes.append(scope)
+        running.forwards.append(scope)  # last: from then on an interrupted forward is ended
+        return scope
 
     def end_forward(self, scope: Scope) -> None:
         """Note that a forward and all layers in it have ended, normally or by an exception."""
-        while self._stack.pop() is not scope:
+        running = self.running
+        while running.scopes.pop() is not scope:
             pass
-        if self._stack:
-            self.current = self._stack[-1]
-        else:
-            del self.current  # the scope would keep `small` alive
+        while running.forwards.pop() is not scope:
+            pass
+        if not running.scopes:
+            self._threads = [each for each in self._threads if each is not running.scopes]
             if self._account.memory is not None:
                 self._account.memory.enter(LOSS)
         with self._transfers.gate:
@@ -136,22 +201,19 @@ class Scopes:
             forward: the log of the layer's microbatch in a schedule; None means the log of the
                 forward that runs.
         """
-        around = self._stack[-1]
+        around = self.here
         log = around.forward if forward is None else forward
         if self._account.recorder is not None:
             self._account.recorder.begin_forward(Subject(layer, log.number))
-        return self._push(Scope(layer, log, around.small, offloads=offloads, unit=unit))
+        scope = Scope(layer, log, around.small, around.unwritten, offloads=offloads, unit=unit)
+        self.running.scopes.append(scope)
+        return scope
 
-    def end_layer(self) -> None:
-        """Note that the innermost layer's forward has ended."""
-        self._stack.pop()
-        self.current = self._stack[-1]
+    def end_layer(self) -> Scope:
+        """Note that the innermost layer's forward has ended. Returns its scope."""
+        scope = self.running.scopes.pop()
         if self._account.recorder is not None:
             self._account.recorder.end_forward()
-
-    def _push(self, scope: Scope) -> Scope:
-        self._stack.append(scope)
-        self.current = scope
         return scope
 
     def forget(self, tally: SmallTally) -> None:

@@ -14,12 +14,13 @@ from ebbtide.activations.activations import Activations
 from ebbtide.activations.composite import (
     CompositeTensor,
     QuantizedTensor,
+    is_plain_subclass,
     is_quantized,
 )
 from ebbtide.activations.handles import Saved, pass_through, restore
 from ebbtide.activations.placement import Placement
 from ebbtide.activations.records import OFFLOAD, StorageRecord
-from ebbtide.activations.saved import RecordedTensor
+from ebbtide.activations.saved import RecordedTensor, can_restore
 from ebbtide.activations.scope import Scope
 from ebbtide.coexistence.compiler import skip_in_compiler
 from ebbtide.coexistence.other_hooks import hooks_are_wanted
@@ -28,8 +29,11 @@ from ebbtide.hooks.advice import Advice
 from ebbtide.tensors.memory_parts import parts_of
 from ebbtide.tensors.packing import PACKED, find_packing
 from ebbtide.tensors.parameter_index import ParameterIndex
+from ebbtide.tensors.recipes import kernel_settings
 from ebbtide.tracing.step_memory import Owner
 from ebbtide.transfers.prefetch import ForwardLog
+
+_sequence_number = torch._C._autograd._get_sequence_nr
 
 PackWeight = Callable[[torch.Tensor, torch.Tensor], Saved | None]
 """Returns the handle of a saved tensor that is a view, or a cast, of an offloaded weight."""
@@ -49,7 +53,6 @@ class SavedTensorHooks:
     Attributes:
         pack_weight: called first where weights are offloaded; None where none are.
         plain_types: types of tensors that are packed as plain tensors.
-        running: scopes of the forwards that run now, innermost last.
     """
 
     # Long: what runs for every saved tensor is in one place, and calls as little as it can.
@@ -69,12 +72,17 @@ class SavedTensorHooks:
         self._unsharded = UnshardedParameters([]) if unsharded is None else unsharded
         self._account = activations.transfers.account
         self._device = activations.transfers.device.torch_device
-        self._no_bytes = activations.empty[torch.uint8]
         self._min_bytes = placement.min_bytes
-        self._finder = placement.finder  # of the forward that runs
+        self._finds_settings = self._device.type == "cpu"
+        self._scopes = activations.scopes
+        self._running = activations.scopes.running
         self._advice = Advice(activations, placement)
         placement.wanted_again = activations.wanted_again
-        self.running: list[Scope] = []
+
+    @property
+    def running(self) -> list[Scope]:
+        """The scopes of the forwards that run now on the calling thread, innermost last."""
+        return self._running.forwards
 
     def begin(self, held: Iterable[torch.Tensor] = ()) -> bool:
         """Hook what autograd saves from now on.
@@ -92,12 +100,11 @@ class SavedTensorHooks:
             return False
         self._parameters.refresh(held)
         self._advice.give()
-        self._activations.end_read_step()
+        self._activations.end_step_with_graphs()
         self._unsharded.refresh()
-        self._finder = self._placement.finder
         offloads = self._placement.offloads(None)
         try:
-            self.running.append(self._activations.scopes.begin_forward(offloads=offloads))
+            self._scopes.begin_forward(offloads=offloads)
             torch._C._autograd._push_saved_tensors_default_hooks(self.pack, restore)
         except BaseException as error:
             self._activations.transfers.note_error(error)
@@ -107,8 +114,12 @@ class SavedTensorHooks:
     def end(self) -> None:
         """End what the last `begin` began."""
         self.pop()
-        self._activations.scopes.end_forward(self.running.pop())
-        self._activations.transfers.settle()
+        scope = self._running.forwards[-1]
+        try:
+            self._activations.begin_copies(scope.unwritten)
+        finally:
+            self._scopes.end_forward(scope)
+            self._activations.transfers.settle()
 
     def note_values(self, owner: Owner, values: Any) -> None:
         """Note whose the tensors are that a forward was given or returned, for the trace."""
@@ -134,7 +145,9 @@ class SavedTensorHooks:
             or tensor.layout is not torch.strided
         ):
             return self._pack_unusual(tensor)
-        if not self.running:  # an interrupt has left the hooks behind
+        scopes = self._running.scopes
+        scope = scopes[-1] if scopes else self._scopes.current
+        if scope is None:  # an interrupt has left the hooks behind
             return pass_through(tensor)
         size_bytes = tensor.nbytes
         meter = self._account.meter
@@ -155,7 +168,7 @@ class SavedTensorHooks:
             meter.parameter_bytes += size_bytes
             return pass_through(tensor)
         if size_bytes < self._min_bytes and whole.nbytes < self._min_bytes:
-            small = self._activations.scopes.current.small
+            small = scope.small
             tally = small.tally
             if pointer not in tally.pointers:
                 tally.pointers.add(pointer)
@@ -172,13 +185,10 @@ class SavedTensorHooks:
             meter.parameter_bytes += size_bytes
             return pass_through(tensor)
         try:
-            saved = self._pack_large(tensor, storage)
+            return self._pack_large(tensor, storage, scope)
         except BaseException as error:
             self._activations.transfers.note_error(error)
             raise
-        if self._finder is not None and tensor.grad_fn is not None:
-            self._finder.note(tensor, saved)  # other tensors may be rebuilt from it
-        return saved
 
     @property
     def device(self) -> torch.device:
@@ -188,7 +198,7 @@ class SavedTensorHooks:
     @property
     def log(self) -> ForwardLog:
         """The log of the forward that runs."""
-        return self._activations.scopes.current.forward
+        return self._scopes.here.forward
 
     def are_on_top(self) -> bool:
         """Whether what autograd saves now is packed by these hooks."""
@@ -196,6 +206,21 @@ class SavedTensorHooks:
             return False
         top = torch._C._autograd._top_saved_tensors_default_hooks(True)
         return top is not None and bool(top[0] == self.pack)
+
+    def offload_here(self) -> None:
+        """Offload what the layer that runs saves from now on, whatever the policy says."""
+        self._activations.scopes.here.offloads = True
+
+    def is_weight(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is a parameter, or a part of one."""
+        for part in parts_of(tensor):
+            try:
+                begin = part.untyped_storage().data_ptr()
+            except (RuntimeError, NotImplementedError):  # it has no memory of its own
+                return False
+            if self._is_parameter(part, part if part._base is None else part._base, begin):
+                return True
+        return False
 
     def look_at(
         self, tensor: torch.Tensor
@@ -207,7 +232,7 @@ class SavedTensorHooks:
         Yields:
             A storage, and its record. It has one if it is an input of the layer.
         """
-        meter, small = self._account.meter, self._activations.scopes.current.small.tally.pointers
+        meter, small = self._account.meter, self._scopes.here.small.tally.pointers
         for part in parts_of(tensor):
             meter.num_saved += 1
             try:
@@ -226,18 +251,25 @@ class SavedTensorHooks:
             return True
         if self._unsharded.is_sharded and self._unsharded.own(tensor.untyped_storage()):
             return True
-        owns = self._parameters.owns
-        return owns(tensor, whole.data_ptr()) or owns(tensor, begin)
+        owns, pointer = self._parameters.owns, whole.data_ptr()
+        return owns(tensor, pointer) or (pointer != begin and owns(tensor, begin))
 
-    def _pack_large(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> Saved:
+    def _pack_large(
+        self, tensor: torch.Tensor, storage: torch.UntypedStorage, scope: Scope
+    ) -> Saved:
         """Share the record of a storage, or place the storage and make one."""
         activations, version = self._activations, tensor._version
+        if scope.unwritten and scope.unwritten[0].sequence != _sequence_number():
+            activations.begin_copies(scope.unwritten)
+        if self._finds_settings and self._placement.finder is not None:
+            scope.forward.note_settings(kernel_settings())
         first = activations.find(storage._cdata, version)
+        if first is not None and not self._may_share(first, tensor, scope):
+            first = None
         if first is None:
             if self._unsharded.is_sharded and self._unsharded.own(storage):
                 self._account.meter.parameter_bytes += tensor.nbytes
                 return pass_through(tensor)
-            scope = activations.scopes.current
             number = scope.count
             scope.count += 1
             decision, call = self._placement.decide(scope, number, tensor, storage)
@@ -251,6 +283,25 @@ class SavedTensorHooks:
             return self._offload(tensor, version, storage, first.number, first)
         activations.share(first)
         return RecordedTensor(activations, first, tensor)
+
+    def _may_share(self, record: StorageRecord, tensor: torch.Tensor, scope: Scope) -> bool:
+        """Whether a record of a tensor's storage has the bytes that the tensor has now."""
+        # Guard inputs-of-one-forward: the record of a tensor that no operation of the graph has
+        # made is not shared across forwards. Other code may have filled the memory anew without a
+        # word to torch: backward would get the bytes of the forward before.
+        if tensor.grad_fn is None and not self._scopes.is_of(record.forward, scope):
+            return False
+        call = record.call
+        if call is None:
+            return True
+        # A tensor that its own graph would not rebuild, such as `output.detach()`, may outlive the
+        # graph that holds what the record is rebuilt from, and the program may then change that.
+        whole = tensor if tensor._base is None else tensor._base
+        made_by = None if tensor.grad_fn is None else whole.grad_fn
+        if made_by is None or made_by.name() != call.recipe.node:
+            return False
+        # What it is rebuilt from may have changed. The bytes are still here.
+        return all(can_restore(saved) for saved in call.inputs)
 
     def _keep(
         self, tensor: torch.Tensor, version: int, storage: torch.UntypedStorage, number: int
@@ -278,30 +329,34 @@ class SavedTensorHooks:
         """
         activations = self._activations
         form: Hashable = None
-        view = packing = None
+        view, packs = None, False
         if first is None or first.form is not None:  # else the first record has all bytes
             if not tensor.is_contiguous() or 2 * tensor.nbytes < storage.nbytes():
                 view = _find_view(tensor, storage)
             if view is not None:
                 form = tensor.dtype, view, tensor.stride(), int(tensor.storage_offset())
             elif tensor.dtype in PACKED and self._placement.packs:
-                packing = find_packing(tensor, storage)
+                packs = True
                 # Only other masks can share packed bits. Numbers in the same bytes cannot.
-                form = torch.bool if packing is torch.bool else None
+                if tensor.dtype is torch.bool:
+                    form = find_packing(tensor, storage)
         if first is not None:
             record = activations.find_form(first, form)
             if record is not None:
                 activations.share(record)
                 return RecordedTensor(activations, record, tensor)
-            if activations.scopes.current.must_stay:
+            if self._scopes.here.must_stay:
                 return self._keep(tensor, version, storage, number)
-        source = _bytes_of(storage, self._no_bytes) if view is None else _gather(tensor, view)
         record = activations.offload(
-            storage, version, number, source, form=form, packing=packing, view_size=view
+            tensor, storage, version, number, form=form, packs=packs, view_size=view
         )
         return RecordedTensor(activations, record, tensor)
 
     def _pack_unusual(self, tensor: torch.Tensor) -> Saved:
+        if is_plain_subclass(tensor, self.plain_types):
+            # From hooks, torch itself gives backward no tensors of other classes.
+            with torch._C.DisableTorchFunctionSubclass():
+                return self.pack(tensor.as_subclass(torch.Tensor))
         if tensor.device == self._device and hasattr(tensor, "__tensor_flatten__"):
             if not self._parameters.owns_outer(tensor):
                 return CompositeTensor(tensor, self.pack)  # its inner tensors count
@@ -331,27 +386,6 @@ def _find_view(tensor: torch.Tensor, storage: torch.UntypedStorage) -> tuple[int
     if 2 * math.prod(distinct) * tensor.itemsize >= storage.nbytes():
         return None
     return None if _may_overlap(distinct, stride) else distinct
-
-
-def _bytes_of(storage: torch.UntypedStorage, no_bytes: torch.Tensor) -> torch.Tensor:
-    """Return a storage's bytes as a tensor, which keeps the storage alive.
-
-    Args:
-        storage: any storage.
-        no_bytes: an empty uint8 tensor on the storage's device.
-
-    Shape:
-        (size_bytes,), uint8.
-    """
-    return no_bytes.new(storage)  # the fastest way, and the oldest
-
-
-def _gather(tensor: torch.Tensor, size: tuple[int, ...]) -> torch.Tensor:
-    """Return a view's elements, packed, as bytes. The handle keeps the conj and neg bits."""
-    plain = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    plain.set_(tensor.untyped_storage(), tensor.storage_offset(), size, tensor.stride())
-    packed = plain.clone(memory_format=torch.contiguous_format)
-    return packed.view(-1).view(torch.uint8)
 
 
 def _may_overlap(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:

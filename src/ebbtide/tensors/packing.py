@@ -41,6 +41,27 @@ def find_packing(tensor: Tensor, storage: torch.UntypedStorage) -> torch.dtype |
     return None
 
 
+def bytes_of(storage: torch.UntypedStorage, no_bytes: Tensor) -> Tensor:
+    """Return a storage's bytes as a tensor, which keeps the storage alive.
+
+    Args:
+        storage: any storage.
+        no_bytes: an empty uint8 tensor on the storage's device.
+
+    Shape:
+        (size_bytes,), uint8.
+    """
+    return no_bytes.new(storage)  # the fastest way, and the oldest
+
+
+def gather(tensor: Tensor, size: tuple[int, ...]) -> Tensor:
+    """Return a view's elements, packed, as bytes. The handle keeps the conj and neg bits."""
+    plain = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    plain.set_(tensor.untyped_storage(), tensor.storage_offset(), size, tensor.stride())
+    packed = plain.clone(memory_format=torch.contiguous_format)
+    return packed.view(-1).view(torch.uint8)
+
+
 def pack(flat: Tensor, packing: torch.dtype) -> Tensor:
     """Pack the bytes of a storage.
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import weakref
 from collections.abc import Callable, Container, Iterable
 from typing import final
 
 import torch
 from torch import nn
 
-from ebbtide.tensors.memory_parts import addresses_of
+from ebbtide.tensors.memory_parts import addresses_of, modules_of
 
 _AUTOCAST_TYPES = frozenset({torch.bfloat16, torch.float16})
 
@@ -34,7 +36,7 @@ class ParameterIndex:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self.resting: Container[nn.Parameter] = ()
-        self._modules = list(modules)
+        self._modules = [weakref.ref(module) for module in modules]
         self._pointers: set[int] = set()
         self._frozen_shapes: set[torch.Size] = set()
         self._copying = _copying_nodes()
@@ -50,16 +52,20 @@ class ParameterIndex:
         for tensor in held:
             _add(pointers, tensor)
         frozen_shapes: set[torch.Size] = set()
-        for module in self._modules:
-            for parameter in module.parameters():
+        roots = [module for known in self._modules if (module := known()) is not None]
+        for each in itertools.chain.from_iterable(map(modules_of, roots)):
+            for _, parameter in each._parameters.items():
+                if parameter is None:
+                    continue
                 _add(pointers, parameter)
                 if parameter.requires_grad or parameter in self.resting:
                     continue
                 if parameter.dtype not in _AUTOCAST_TYPES and parameter.layout is torch.strided:
                     frozen_shapes.add(parameter.shape)
                     frozen_shapes.add(parameter.shape[::-1])
-            for buffer in module.buffers():
-                _add(pointers, buffer)
+            for buffer in each._buffers.values():
+                if buffer is not None:
+                    _add(pointers, buffer)
         pointers.discard(0)  # the pointer of empty tensors
         self._pointers, self._frozen_shapes = pointers, frozen_shapes
 

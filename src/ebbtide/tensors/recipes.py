@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, final
 
@@ -12,6 +13,17 @@ from torch import Tensor
 
 from ebbtide.errors import PolicyError
 from ebbtide.interface.arguments import refuse
+
+KernelSettings = tuple[int, bool, bool] | None
+"""What kernels depend on beside their arguments: the number of threads, whether oneDNN is used, and
+whether subnormal numbers become zero. None on an accelerator, whose kernels depend on none of them.
+
+A kernel on a CPU gives each thread a part of a tensor. It computes the end of a part, which does
+not fill a vector register, by other code than the rest: the last bit of a tanh or an exp may differ
+between the two. So these bits depend on the number of threads.
+"""
+
+_SMALLEST_NORMAL = 2.0**-1022
 
 Constants = Mapping[str, Any]
 Rebuild = Callable[[Sequence[Tensor], Constants, torch.dtype], Tensor]
@@ -29,8 +41,9 @@ class RebuildRecipe:
     Args:
         node: the name of the operation's backward node, ``tensor.grad_fn.name()``.
         inputs: names of the operation's tensor arguments, in the order of the node's
-            ``next_functions``. An input can be used if the node saved it (``_saved_<name>``) or
-            another operation saved the same tensor; if one is missing, the output is not rebuilt.
+            ``next_functions``. An input can be used if the node saved it (``_saved_<name>``) or if
+            it is the result that the operation before saved (``_saved_result``); if one is missing,
+            the output is not rebuilt.
         rebuild: computes the output, called with the inputs, the constants and the type of the
             output while autograd and autocast are off. It must not change its inputs.
         constants: names of other values that the node saved, such as ``approximate``.
@@ -54,6 +67,35 @@ class RebuildRecipe:
     def traffic_bytes(self, inputs_bytes: Sequence[int], output_bytes: int) -> int:
         """Return the cost of running the recipe: bytes read from and written to device memory."""
         return sum(inputs_bytes) + output_bytes
+
+
+def kernel_settings() -> KernelSettings:
+    """Return the settings that kernels on the CPU depend on now, on the calling thread."""
+    # Python multiplies by the same unit of the processor, which is told to flush or not.
+    flushes = _SMALLEST_NORMAL * 0.5 == 0.0
+    return torch.get_num_threads(), torch._C._get_mkldnn_enabled(), flushes
+
+
+@contextlib.contextmanager
+def in_force(settings: KernelSettings) -> Iterator[None]:
+    """Have kernels depend on these settings, as they did in forward."""
+    present = kernel_settings()
+    _put_in_force(settings, present)
+    try:
+        yield
+    finally:
+        _put_in_force(present, settings)
+
+
+def _put_in_force(settings: KernelSettings, present: KernelSettings) -> None:
+    assert settings is not None and present is not None
+    num_threads, uses_onednn, flushes = settings
+    if num_threads != present[0]:
+        torch.set_num_threads(num_threads)
+    if uses_onednn != present[1]:
+        torch._C._set_mkldnn_enabled(uses_onednn)
+    if flushes != present[2]:
+        torch.set_flush_denormal(flushes)
 
 
 MOST_STEPS: Final = 4

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterable
 from typing import final
+
+import torch
 
 from ebbtide.devices.device import AbstractDevice, AbstractEvent, AbstractStream, Origin
 from ebbtide.ownership.memory_log import BETWEEN, MemoryLog
@@ -11,7 +15,7 @@ from ebbtide.tracing.step_memory import Owner
 from ebbtide.tracing.trace import Trace
 from ebbtide.transfers.layer import Layer, in_range, is_profiling
 from ebbtide.transfers.record import ACTIVATION, GRADIENT, WEIGHT, Record
-from ebbtide.transfers.recorder import StepRecorder, Subject
+from ebbtide.transfers.recorder import StepRecorder, Subject, watch_nodes
 from ebbtide.transfers.stats import StepMeter, StepStats
 
 
@@ -108,6 +112,22 @@ class Account:
                 _ = self.trace  # its record of memory ends now
             self.memory = self.watch.begin_step(lambda: self._device.compute_stream().record())
         self.recorder = StepRecorder(self._device, origin, self.memory)
+
+    def watch_backward(self, subject: Subject, outputs: Iterable[torch.Tensor]) -> None:
+        """Have the begin of a layer's backward recorded, in the step that runs by then.
+
+        Args:
+            subject: the layer.
+            outputs: the outputs of its forward. Backward begins with their operations.
+        """
+        known = weakref.ref(self)  # a graph may outlive the model
+
+        def begin(_: object) -> None:
+            account = known()
+            if account is not None and account.recorder is not None:
+                account.recorder.begin_backward(subject)
+
+        watch_nodes(outputs, begin)
 
     def finish(self, host_capacity_bytes: int) -> None:
         """Close the account of the step."""

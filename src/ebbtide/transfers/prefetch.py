@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import final
 
+from ebbtide.tensors.recipes import KernelSettings
 from ebbtide.transfers.order import AccessLog, AccessOrder
 from ebbtide.transfers.record import Record
 
@@ -32,6 +33,9 @@ class ForwardLog:
         live: number of records that are not dropped.
         in_backward: whether backward has begun, so that the expected order is set.
         task: id of autograd's graph task that last read one of the forward's saved tensors.
+        settings: what the kernels of the forward depended on when it saved tensors, such as the
+            number of threads; None before, and on an accelerator.
+        is_mixed: whether they have depended on different settings.
     """
 
     def __init__(self, learned: AccessOrder | None, number: int = 0) -> None:
@@ -41,11 +45,19 @@ class ForwardLog:
         self.live = 0
         self.in_backward = False
         self.task = -1
+        self.settings: KernelSettings = None
+        self.is_mixed = False
         self._learned = learned
         self._log = AccessLog()
         self._saves: list[int] = []
         self._reloaded = 0  # records before this place: reloaded, or still on the device
         self._announced = 0  # records before this place: announced to the store
+
+    def note_settings(self, settings: KernelSettings) -> None:
+        """Note what the kernels depend on now."""
+        if settings != self.settings:
+            self.is_mixed = self.settings is not None
+            self.settings = settings
 
     def add(self, record: Record) -> int:
         """Add a record that autograd has just saved. Returns its ordinal."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable
 from typing import NamedTuple, final
 
@@ -95,22 +94,6 @@ class StepRecorder:
         self._backward = None if subject is None else (subject, self.mark())
         if self._backward is not None and self._memory is not None:
             self._memory.enter(_name_pass("B", self._backward[0]), self._backward[1])
-
-    def watch_backward(self, subject: Subject, outputs: Iterable[torch.Tensor]) -> None:
-        """Have the begin of a layer's backward noted, which is the backward of its outputs.
-
-        Args:
-            subject: the layer.
-            outputs: the outputs of its forward.
-        """
-        known = weakref.ref(self)  # a graph may outlive the step
-
-        def begin(_: object) -> None:
-            alive = known()
-            if alive is not None:
-                alive.begin_backward(subject)
-
-        watch_nodes(outputs, begin)
 
     def trace(self) -> Trace:
         """Return the events with their times. The host waits until the device has run them all."""

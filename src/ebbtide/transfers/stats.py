@@ -167,19 +167,18 @@ class StepMeter:
         self.had_backward = False
         self.waits: list[tuple[Origin, AbstractEvent, bool]] = []
 
+    @property
+    def unique_bytes(self) -> int:
+        """Bytes of the saved storages, each counted once; see `StepStats`."""
+        moved_bytes = self.offloaded_bytes + self.packed_bytes
+        return self.kept_bytes + moved_bytes + self.rebuilt_bytes + self.recomputed_bytes
+
     def freeze(self) -> StepStats:
         """Return the statistics. The host waits until the device has finished the step."""
         late_s = [(event.since(before), is_reload) for before, event, is_reload in self.waits]
-        unique = (
-            self.kept_bytes,
-            self.offloaded_bytes,
-            self.rebuilt_bytes,
-            self.packed_bytes,
-            self.recomputed_bytes,
-        )
         return StepStats(
             **{name: getattr(self, name) for name in _COUNTED},
-            unique_bytes=sum(unique),
+            unique_bytes=self.unique_bytes,
             late_reloads=sum(is_reload for seconds, is_reload in late_s if seconds > 0),
             stall_s=sum(seconds for seconds, _ in late_s if seconds > 0),
         )

@@ -33,6 +33,15 @@ class Transfers:
 
     A step lasts from its first forward until no graph holds one of its saved tensors; see `live`.
 
+    [Note: steps with graphs] A loop may have a graph at any moment. If all that graphs hold was
+    read by backwards that have ended, such as the graph of a loss that the loop keeps, the step is
+    over when the next forward begins. If a backward is to come, that forward may belong to the same
+    step, as in a pipeline (F F B F B B), or to the next one, in a loop that begins each forward
+    before the backward of the one before (F F B F B F B, without end). So many forwards are waited
+    for: more than pipelines make in a step. From then on, until there is a moment without graphs, a
+    step is over when a forward begins after a backward. What the graphs hold goes on to the next
+    step, which counts and records what is done with it from then on.
+
     Args:
         device: device that the model computes on.
         store: store for the offloaded bytes. `close` closes it.
@@ -54,6 +63,8 @@ class Transfers:
         is_broken: whether an interrupt may have left the records half changed. The engine is built
             anew then, before the next forward.
     """
+
+    # Long: the begin and the end of a step are in one place, and each method is short.
 
     def __init__(
         self,
@@ -190,10 +201,17 @@ class Transfers:
         if has_more is None or not has_more():
             self.account.finish(self.store.host_capacity_bytes)
 
-    def finish_read_step(self) -> None:
-        """End the step although graphs are alive. A schedule says itself when a step is over."""
-        if self._has_more() is None and not self.running and self.account.meter.num_saved:
-            self.account.finish(self.store.host_capacity_bytes)
+    def finish_step_with_graphs(self) -> bool:
+        """End the step although graphs are alive, unless a schedule says that it goes on.
+
+        Returns:
+            Whether it has ended.
+        """
+        has_more = self._has_more()
+        if self.running or not self.account.meter.num_saved or (has_more and has_more()):
+            return False
+        self.account.finish(self.store.host_capacity_bytes)
+        return True
 
     def _tidy(self) -> None:
         """Clean up after saved tensors died or copies ended. Called with the lock held."""
