@@ -14,6 +14,13 @@ from torch import Tensor, nn
 import ebbtide
 import softdevice
 from soft_bench import PORTFOLIO, on
+from weight_swaps import (
+    SWAPS,
+    differentiate_in_threads,
+    make,
+    swap_while_a_graph_is_alive,
+    train_and_swap,
+)
 
 WIDTH = 64
 
@@ -318,3 +325,93 @@ def test_a_recomputed_layer_finds_its_weights_in_a_list(device: torch.device, mo
         policy = ebbtide.ActivationPolicy(min_bytes=1, mode=mode)
         with ebbtide.offload(mine, activations=policy, weights=ebbtide.WeightPolicy()):
             assert all(map(torch.equal, train(mine, x), expected)), order
+
+
+@pytest.mark.parametrize("double_buffering", [True, False])
+@pytest.mark.parametrize("name", SWAPS)
+def test_weights_are_swapped_by_pointer(
+    device: torch.device, name: str, double_buffering: bool
+) -> None:
+    """Plain training has its average on the device; at rest, it is on the host like the weights."""
+    policy = ebbtide.WeightPolicy(double_buffering=double_buffering)
+    for order in ("threads", "compute-first", "random:1"):
+        softdevice.choose_order(order)
+        for run in (train_and_swap, swap_while_a_graph_is_alive):
+            if run is swap_while_a_graph_is_alive and name in ("copies", "vector", "load"):
+                continue  # torch raises, or a graph has lost its parameters
+            plain, mine = make(device), make(device)
+            expected = [value.cpu() for value in run(plain, SWAPS[name], device)]
+            with ebbtide.offload(mine, weights=policy):
+                found = run(mine, SWAPS[name], device)
+                right = [torch.equal(v.cpu(), e) for v, e in zip(found, expected, strict=True)]
+            assert all(right), f"{run.__name__} {order}: {right}"
+            assert all(p.device == device for p in mine.parameters())
+
+
+def test_an_average_on_the_device_is_used_where_it_is(device: torch.device) -> None:
+    """It was made before `offload`, so the parameters are on the device while it is swapped in."""
+    for order in ("threads", "compute-first", "random:1"):
+        softdevice.choose_order(order)
+
+        def run(model: nn.Module, average: list[Tensor]) -> list[Tensor]:
+            found = []
+            x = torch.ones(4, 16, device=device)
+            for step in range(3):
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+                model(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                held = [p.data for p in model.parameters()]
+                for p, value in zip(model.parameters(), average, strict=True):
+                    p.data = value
+                found.append(model(x).detach())
+                if step == 1:  # an average is trained, too
+                    model(x).square().mean().backward()
+                    found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+                    model.zero_grad()
+                for p, value in zip(model.parameters(), held, strict=True):
+                    p.data = value
+            return [*found, *average, *(p.detach().clone() for p in model.parameters())]
+
+        plain, mine = make(device), make(device)
+        averages = [[p.detach() * 0.5 for p in model.parameters()] for model in (plain, mine)]
+        expected = [value.cpu() for value in run(plain, averages[0])]
+        with ebbtide.offload(mine, weights=ebbtide.WeightPolicy()):
+            found = run(mine, averages[1])
+            right = [torch.equal(v.cpu(), e) for v, e in zip(found, expected, strict=True)]
+        assert all(right), f"{order}: {right}"
+
+
+def test_threads_differentiate_one_graph(device: torch.device) -> None:
+    for order in PORTFOLIO:
+        softdevice.choose_order(order)
+        model = make(device)
+        with ebbtide.offload(model, weights=ebbtide.WeightPolicy()):
+            found = differentiate_in_threads(model, device)
+            first, *others = ([gradient.cpu() for gradient in each] for each in found)
+            assert len(others) == 3 * 6, order
+            assert all(all(map(torch.equal, each, first)) for each in others), order
+
+
+def test_a_model_says_the_device_that_it_computes_on(device: torch.device) -> None:
+    """Programs place what they make beside the model's first parameter, as Transformers does."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(vocab_size=32, n_positions=32, n_embd=16, n_layer=3, n_head=2)
+    torch.manual_seed(0)
+    plain = transformers.GPT2LMHeadModel(config).to(device).eval()
+    mine = copy.deepcopy(plain)
+    mine.tie_weights()
+    tokens = torch.arange(8, device=device).reshape(2, 4)
+    how = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    expected = plain.generate(tokens, **how).cpu()
+    layers = [mine.transformer.wte, mine.transformer.wpe, *mine.transformer.h]
+    with ebbtide.offload(mine, layers=layers, weights=ebbtide.WeightPolicy()) as handle:
+        assert mine.device == next(mine.parameters()).device == device
+        rest = {parameter.name for parameter in handle.inspect().parameters}
+        assert "transformer.wpe.weight" in rest
+        assert "transformer.wte.weight" not in rest
+        for _ in range(2):
+            assert torch.equal(mine.generate(tokens, **how).cpu(), expected)
+            mine(tokens, labels=tokens).loss.backward()
+            mine.zero_grad()
+    assert torch.equal(mine.generate(tokens, **how).cpu(), expected)

@@ -83,7 +83,8 @@ def test_ten_steps_are_the_same(kind: str, double_buffering: bool, tmp_path: Pat
     ],
 )
 def test_which_layers(policy: ebbtide.WeightPolicy, names: list[str]) -> None:
-    with ebbtide.offload(make(), weights=policy) as handle:
+    model = make()
+    with ebbtide.offload(model, weights=policy) as handle:
         resting = [parameter.name for parameter in handle.inspect().parameters]
         assert resting == [f"{name}.0.{kind}" for name in names for kind in ("weight", "bias")]
 
@@ -132,6 +133,7 @@ def test_parameters_that_take_the_place_of_others(tmp_path: Path) -> None:
             train(model, "adamw")
             values = {name: value * 0.5 for name, value in model.state_dict().items()}
             model.load_state_dict(values, assign=True)
+        del values  # while it holds the memory, that is not moved
         expected, optimizer = train(plain, "adamw"), train(mine, "adamw")
         assert_same(mine, plain, optimizer, expected)
         addresses = {parameter.address for parameter in handle.inspect().parameters}

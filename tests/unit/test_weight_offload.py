@@ -1062,6 +1062,9 @@ def test_given_parameters_rest_from_the_next_step_on() -> None:
         model.load_state_dict(values, assign=True)
         assert not _resting(model, handle)
         steps(model, count=1)
+        assert not _resting(model, handle), "their memory is the program's, too"
+        del values
+        steps(model, count=1)
         assert _resting(model, handle) == expected
 
 
@@ -1103,9 +1106,12 @@ def test_given_parameters_of_the_host_rest_at_once(bad: bool) -> None:
                 model(batch(0))
             model.blocks[2].scale = nn.Parameter(torch.rand(WIDTH))
         model(batch(0)).backward()
-        assert _resting(model, handle) == expected
         assert given.grad is not None
         assert before.grad is None
+        assert set(expected) - set(_resting(model, handle)) >= {"blocks.0.first.weight"}
+        del before  # who holds it still has its memory
+        model(batch(0))
+        assert _resting(model, handle) == expected
 
 
 def test_a_weight_replaced_in_forward_is_seen() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import nn
@@ -10,6 +10,9 @@ from torch.nn.parameter import is_lazy
 
 from ebbtide.errors import PolicyError
 from ebbtide.hooks.layers import LayerModules, lists_by_index
+from ebbtide.interface.display import few
+from ebbtide.interface.warning import warn_user
+from ebbtide.parameters.sharing import find_shared, is_foreign
 from ebbtide.policy import WeightPolicy, is_in_share
 
 Unit = tuple[list[nn.Module], str, list[tuple[str, nn.Parameter]]]
@@ -109,3 +112,66 @@ def check_units(units: Sequence[Unit]) -> None:
                     f"{name} was made under torch.inference_mode and can never be trained; make "
                     f"the model outside of it"
                 )
+
+
+def leave_first(units: Sequence[Unit], model: nn.Module) -> list[Unit]:
+    """Leave out the model's first parameter if its layer is one module, such as an embedding.
+
+    It stays on the device. Programs ask it for the device of the model, as ``model.device`` of
+    Transformers and Diffusers does, and get the device that the model computes on.
+
+    Not modelled: a model that begins with a block, whose first parameter rests.
+
+    Raises:
+        PolicyError: there is no other parameter.
+    """
+    first = next(model.parameters())
+    alone = any(
+        not any(module.children()) and any(p is first for _, p in named)
+        for modules, _, named in units
+        for module in modules
+    )
+    left = _without(units, {id(first)} if alone else ())
+    if not left:
+        raise PolicyError(
+            "the only weight that could be offloaded is the model's first parameter, which stays "
+            "on the device because programs ask it for the model's device; leave weights out"
+        )
+    return left
+
+
+def leave_shared(units: Sequence[Unit]) -> list[Unit]:
+    """Leave out parameters whose memory something else refers to, and say so.
+
+    Raises:
+        PolicyError: there are no others.
+    """
+    named = {id(p): (name, p) for *_, own in units for name, p in own}
+    parameters = [p for _, p in named.values()]
+    shared = {id(parameters[position]) for position in find_shared(parameters, but_graphs=True)}
+    shared |= {id(p) for p in parameters if is_foreign(p)}
+    if not shared:
+        return list(units)
+    said = (
+        f"{few([name for key, (name, _) in named.items() if key in shared])} share their memory "
+        f"with other tensors or processes, or with NumPy, and would not share it on the host any "
+        f"more"
+    )
+    left = _without(units, shared)
+    advice = (
+        "drop what shares it, such as a state_dict or a flat vector, or give each parameter memory "
+        "of its own (parameter.data = parameter.data.clone()) before ebbtide.offload"
+    )
+    if not left:
+        raise PolicyError(f"no weights can be offloaded: {said}; {advice}")
+    warn_user("shared-weights", f"{said}, so these weights stay where they are; {advice}")
+    return left
+
+
+def _without(units: Sequence[Unit], left_out: Collection[int]) -> list[Unit]:
+    """Units without these parameters, by identity. A unit that has no others goes."""
+    smaller = [
+        (modules, name, [(each, p) for each, p in named if id(p) not in left_out])
+        for modules, name, named in units
+    ]
+    return [unit for unit in smaller if unit[2]]

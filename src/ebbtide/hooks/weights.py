@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -13,14 +13,24 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
+from ebbtide.coexistence.compiler import ModuleHook
 from ebbtide.coexistence.other_hooks import is_traced, refuse_moving_weights
 from ebbtide.coexistence.unsharded import find_sharded_parameters
 from ebbtide.errors import ForkedProcessError, PolicyError
 from ebbtide.forks import watch_forks
-from ebbtide.hooks.layers import LayerModules, ModuleHook
-from ebbtide.hooks.weight_units import Unit, check_units, choose_units, find_units, refuse_lazy
+from ebbtide.hooks.layers import LayerModules
+from ebbtide.hooks.weight_units import (
+    Unit,
+    check_units,
+    choose_units,
+    find_units,
+    leave_first,
+    leave_shared,
+    refuse_lazy,
+)
 from ebbtide.optimizers.grad_scaler import bring_scales, wait_for_scales
 from ebbtide.optimizers.mapped_state import MappedOptimizerState
+from ebbtide.parameters.parameters import OffloadedParameter
 from ebbtide.parameters.places import (
     find_places,
     running_modules,
@@ -73,6 +83,9 @@ class WeightHooks:
             )
         _refuse_sharded(model, (each for *_, named in units for each in named))
         check_units(units)
+        if device.torch_device.type != "cpu":
+            units = leave_first(units, model)
+        units = leave_shared(units)
         groups, used = _make_groups(units, store, device.torch_device)
         self._device = device
         self._store = store
@@ -86,12 +99,20 @@ class WeightHooks:
         find_places(model, (member for _, member in self.parameters.members()))
         holds: dict[nn.Module, dict[WeightGroup, None]] = {}
         for group, member in self.parameters.members():
-            for module, *_ in member.places:
+            for known, *_ in member.places:
+                module = known()
+                assert module is not None, "it is a part of the model"
                 holds.setdefault(module, {})[group] = None
-        self._holders = [] if device.computes_on_host else list(holds)
+        holders = [] if device.computes_on_host else list(holds)
         substitute = functools.partial(_substitute, weakref.ref(self))
-        start_substituting(self._holders, substitute, call_weakly(self._leave_ended))
-        self._used = [*used, *_find_others(holds, used)]
+        start_substituting(holders, substitute, call_weakly(self._leave_ended))
+        # See [Note: what a model owns].
+        self._holders = [weakref.ref(module) for module in holders]
+        self._uses = [(weakref.ref(module), own) for module, own in used]
+        self._uses += [(weakref.ref(module), own) for module, own in _find_others(holds, used)]
+        self._members_of: weakref.WeakKeyDictionary[nn.Module, tuple[OffloadedParameter, ...]] = (
+            weakref.WeakKeyDictionary()
+        )
         self._state: MappedOptimizerState | None = None
         if any(group.resting.is_mapped for group in groups):
             most_bytes = 2 * max(group.size_bytes for group in groups)
@@ -102,10 +123,18 @@ class WeightHooks:
         watch = register_optimizer_step_pre_hook(call_weakly(self.before_step))
         self._hooks: list[Any] = [watch]
         weakref.finalize(self, self._hooks[0].remove).atexit = False
-        for module, needed in self._used:
-            self._hook(module, needed)
+        for used_module, needed in self._used:
+            self._hook(used_module, needed)
         if not device.computes_on_host:
             watch_forks(self)
+
+    @property
+    def _used(self) -> Iterator[tuple[nn.Module, Sequence[WeightGroup]]]:
+        """The modules that use offloaded weights, and the groups that each needs."""
+        for known, groups in self._uses:
+            module = known()
+            if module is not None:
+                yield module, groups
 
     def note_fork(self) -> None:
         """Take the memory of the weights from the parameters, in a forked child.
@@ -152,11 +181,11 @@ class WeightHooks:
         for group in groups:
             self.weights.enter(group)
 
-    def _end(self, groups: Sequence[WeightGroup], output: Any) -> None:
+    def _end(self, groups: Sequence[WeightGroup], values: Any) -> None:
         """Note that a module has ended, and watch for its backward on its outputs' nodes."""
         for group in groups:
             self.weights.leave(group)
-        outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+        outputs = [leaf for leaf in tree_leaves(values[-1]) if isinstance(leaf, torch.Tensor)]
         for node in {tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None}:
             node.register_prehook(lambda _: self.weights.begin_backward(groups))
 
@@ -184,6 +213,20 @@ class WeightHooks:
         finally:
             for group in groups:
                 self.weights.leave(group)
+
+    def versions_of(self, module: nn.Module) -> Hashable:
+        """Return the versions of the host values of the weights that a module is called with."""
+        members = self._members_of.get(module)
+        if members is None:
+            inside = {id(each) for each in module.modules()}
+            used = dict.fromkeys(g for m, groups in self._used if id(m) in inside for g in groups)
+            members = tuple(member for group in used for member in group.members)
+            self._members_of[module] = members
+        return tuple((each.parameter._version, each.replacements) for each in members)
+
+    def rests(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is the host value of a weight, with which nothing computes."""
+        return not self._device.computes_on_host and tensor in self.parameters
 
     @contextlib.contextmanager
     def in_forward(self) -> Iterator[None]:
@@ -250,13 +293,17 @@ class WeightHooks:
         """Remove all hooks and move the parameters and their gradients back to the device."""
         while self._hooks:
             self._hooks.pop().remove()
-        stop_substituting(self._holders)
+        stop_substituting(module for known in self._holders if (module := known()) is not None)
         home = self._device.torch_device
         self.parameters.put_back()  # an interrupt may have come after the last forward
         if self._is_lost():
             return  # the parameters have no values here, and the memory is the parent's
+        self.parameters.adopt_all()
+        # On an accelerator, the host's memory cannot remain that of the parameter.
+        on_host = self._device.computes_on_host
+        staying = self.parameters.find_staying() if on_host else frozenset[OffloadedParameter]()
         for _, member in self.parameters.members():
-            member.restore_to(home)
+            member.restore_to(home, stays=member in staying)
         self.weights.close()
         if self._state is not None:
             self._state.close()

@@ -16,6 +16,7 @@ from ebbtide.errors import StoreFullError
 from ebbtide.interface.warning import warn_user
 from ebbtide.memory.freed_memory import FreedMemory, return_freed_memory
 from ebbtide.optimizers.pager import Pager
+from ebbtide.parameters.sharing import ALONE, count_users
 from ebbtide.stores.store import AbstractStore
 from ebbtide.weak import call_weakly
 from ebbtide.weights.groups import OffloadedParameters
@@ -194,14 +195,4 @@ def _can_move(value: torch.Tensor) -> bool:
         return False
     if value.requires_grad or value.is_inference() or value.is_conj() or value.is_neg():
         return False
-    return value.untyped_storage().nbytes() == value.nbytes and _count_users(value) == _ALONE
-
-
-def _count_users(value: torch.Tensor) -> int:
-    """The reference count of a tensor's storage."""
-    storage = value.untyped_storage()
-    return int(torch._C._storage_Use_Count(storage._cdata))
-
-
-_ALONE = _count_users(torch.empty(1, device="cpu"))
-"""What `_count_users` returns for a tensor that shares its memory with no other."""
+    return value.untyped_storage().nbytes() == value.nbytes and count_users(value) == ALONE

@@ -6,11 +6,20 @@ device, which autograd treats as computed from the parameter. (Moving the parame
 device and back would disconnect it from graphs: when a leaf changes its device, autograd replaces
 the node that accumulates its gradient, so `torch.autograd.grad` and `backward(inputs=...)` would
 not find the leaf in the graph.)
+
+[Note: values stay where the program puts them] A program may give a parameter other memory
+(`parameter.data = average`), refer to the memory that it had (`old = parameter.data`), and put it
+back later. Both then belong to the program: it changes the one and sees it in the other. So the
+values of a parameter are always those in the memory that it has now (`find_values`), and neither
+that memory nor the parameter's part of its group's memory is written by anybody else. A layer
+reads its weights from wherever they are. They move back into the group's memory, from which one
+copy brings them all, when nobody else refers to either (`OffloadedParameters.move_in`).
 """
 
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, final
 
@@ -19,8 +28,9 @@ from torch import nn
 
 from ebbtide.errors import PolicyError
 from ebbtide.parameters.leaves import become, is_in_graph, make_leaf
+from ebbtide.parameters.sharing import ALONE, count_users, is_foreign
 
-Place = tuple[nn.Module, str, Any]
+Place = tuple[weakref.ref[nn.Module], str, Any]
 """A module, its list or dict that holds a parameter, and the index or key there."""
 
 PARAMETERS = "_parameters"
@@ -121,8 +131,12 @@ class OffloadedParameter:
         name: as given.
         parameter: as given, until the program installs another one, see `replace_by`.
         offset_bytes: as given; the same on the host and on the device.
+        shape: the shape of its values.
+        stride: the strides of its values, or of a packed copy if they are not dense.
         size_bytes: the size of its values.
-        host: its values on the host, in a storage of their own.
+        host: its part of its group's memory, where it rests, in a storage of its own.
+        values: where its values are, see [Note: values stay where the program puts them].
+        loaded: `values` when the values in the group's device buffer were read from there.
         places: where modules hold the parameter: in their parameters, lists and dicts.
         installed: the device parameter that running modules hold; None while none runs.
         substitutes: device parameters that code still refers to although no module holds them.
@@ -145,8 +159,10 @@ class OffloadedParameter:
         self.parameter = parameter
         self.offset_bytes = offset_bytes
         self.size_bytes = parameter.numel() * parameter.element_size()
-        self._size, self._stride = parameter.shape, _dense_stride(parameter)
-        self.host = parameter.data
+        self.shape, self.stride = parameter.shape, _dense_stride(parameter)
+        self.host = self.values = parameter.data
+        self._place = self._rests_at = _place_of(parameter)
+        self.loaded: torch.Tensor | None = None
         self.places: list[Place] = []
         self.installed: DeviceParameter | None = None
         self.substitutes: list[DeviceParameter] = []
@@ -164,7 +180,7 @@ class OffloadedParameter:
         dtype = self.host.dtype
         view = torch.empty(0, dtype=dtype, device=memory.device)
         offset = self.offset_bytes // dtype.itemsize
-        return view.set_(memory.untyped_storage(), offset, self._size, self._stride)
+        return view.set_(memory.untyped_storage(), offset, self.shape, self.stride)
 
     def own_view_of(self, memory: torch.Tensor, offset_bytes: int | None = None) -> torch.Tensor:
         """View host memory as a tensor like the parameter, in a storage of its own.
@@ -178,7 +194,7 @@ class OffloadedParameter:
         begin = self.offset_bytes if offset_bytes is None else offset_bytes
         part = memory.numpy()[begin : begin + self.size_bytes]
         flat = torch.from_numpy(part).view(self.host.dtype)
-        return flat.as_strided(self._size, self._stride)
+        return flat.as_strided(self.shape, self.stride).data  # without a base, which counts as user
 
     def rest_in(self, memory: torch.Tensor) -> None:
         """Move the values to the group's host memory, and the gradient to the host."""
@@ -198,7 +214,8 @@ class OffloadedParameter:
         parameter = self.parameter
         gradient, parameter.grad = parameter.grad, None
         self.host.copy_(parameter.data)
-        parameter.data = self.host
+        parameter.data = self.values = self.host
+        self._place = self._rests_at = _place_of(parameter)
         if gradient is not None:
             parameter.grad = gradient.to(self.host.device)
 
@@ -206,30 +223,39 @@ class OffloadedParameter:
         """Move the parameter to the meta device, because this process has not got its memory."""
         self.parameter.grad = None
         become(self.parameter, torch.empty_like(self.parameter, device="meta").detach())
-        self.host = self.parameter.data
+        self.host = self.values = self.parameter.data
+        self._place = _place_of(self.parameter)
 
-    def restore_to(self, home: torch.device) -> None:
-        """Move the parameter and its gradient back to the device."""
+    def restore_to(self, home: torch.device, *, stays: bool = False) -> None:
+        """Move the parameter and its gradient back to the device.
+
+        Args:
+            home: the device.
+            stays: leave the values where they are, because others refer to that memory, too.
+        """
         parameter = self.parameter
         gradient, parameter.grad = parameter.grad, None
-        shared = parameter.is_shared()  # type: ignore[no-untyped-call]
-        if home.type != "cpu" or not shared:
-            self.host = parameter.data.to(home, copy=True)
-            self._become_leaf(home)
-        # else torch has moved it to memory that it shares with another process, where it must stay
+        if not stays:
+            values = parameter.data.to(home, copy=parameter.device.type == "cpu")
+            self._become_leaf(home, values)
         if gradient is not None:
             parameter.grad = gradient.to(home, copy=True)
         self.has_left = True
 
-    def _become_leaf(self, home: torch.device) -> None:
-        """Make the parameter a leaf on the device that has the values `host`."""
+    def forget_memory(self) -> None:
+        """Let go of the memory that graphs could still need after `restore_to`; none is alive."""
+        self.host = self.values = torch.empty(0, dtype=self.host.dtype)
+        self.loaded = None
+
+    def _become_leaf(self, home: torch.device, values: torch.Tensor) -> None:
+        """Make the parameter a leaf on the device that has these values."""
         parameter, leaf = self.parameter, self.device_leaf
         if leaf is None and home.type != "cpu" and is_in_graph(parameter):
             leaf = make_leaf(parameter, home)  # a graph uses it outside the model's forward only
         if leaf is None or not (is_in_graph(leaf) or is_in_graph(parameter)):
-            parameter.data = self.host
+            parameter.data = values
             return
-        leaf.data = self.host
+        leaf.data = values
         # Guard leaf-of-live-graphs: after detach, a parameter is the leaf that graphs from before
         # have on the device. They would accumulate their gradients in a leaf that is no parameter.
         become(parameter, leaf)
@@ -242,39 +268,78 @@ class OffloadedParameter:
 
     # ---- what the program puts in its place ---------------------------------------------------
 
-    def adopt_values(self) -> None:
-        """Adopt values that the program has assigned (`parameter.data = ...`, `model.to(...)`).
+    def find_values(self) -> torch.Tensor:
+        """Find where the values are now; see [Note: values stay where the program puts them].
+
+        Returns:
+            `host`, or a tensor in the memory that the program has given the parameter
+            (`parameter.data = ...`, `model.to(...)`), as long as it is the same one each time.
+            After `restore_to`, where graphs from before find them.
 
         Raises:
             PolicyError: the values have another shape or dtype.
         """
-        if self.is_replaced():
+        # Guard values-where-they-are: each use of a weight finds out where its values are. It would
+        # use those in the memory that the parameter had before the program gave it other memory.
+        if _place_of(self.parameter) != self._place and not self.has_left:
             given = self.parameter.data
             if not self._fits(given):
                 raise self._misfit(given)
-            self.replacements += 1
-            self._rest()
+            self._place, self.stride = _place_of(given), _dense_stride(given)
+            self.values = self.host if self._place == self._rests_at else given
+        return self.values
 
-    def is_replaced(self) -> bool:
-        """Whether the program has assigned values that have not been adopted yet."""
-        return self.parameter.data_ptr() != self.host.data_ptr()
+    def has_values_in(self, memory: torch.Tensor | None) -> bool:
+        """Whether the values are still in the memory in which `find_values` has found them."""
+        values = self.find_values()
+        return values is memory or (memory is not None and _place_of(memory) == self._place)
+
+    def is_given(self) -> bool:
+        """Whether the program has given it other memory since the values were last looked for."""
+        return _place_of(self.parameter) not in (self._place, self._rests_at)
+
+    @property
+    def is_on_device(self) -> bool:
+        """Whether the program has given it memory on the device. It is used where it is, then."""
+        return self.values.device != self.host.device
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether the parameter's values are in its part of its group's memory."""
+        return _place_of(self.parameter) == self._rests_at
+
+    def can_move_in(self) -> bool:
+        """Whether the values, which are elsewhere, may move to `host`: nobody else refers to it.
+
+        Who refers to the memory that they are in is not looked at.
+        """
+        if self.host.data_ptr() != self._rests_at[0]:
+            return False  # torch has moved `host` to memory that it shares with another process
+        # A leaf that moves to another device would leave the graphs that it is in.
+        stays = self.is_on_device and is_in_graph(self.parameter)
+        return not stays and count_users(self.host) == ALONE and not is_foreign(self.parameter)
+
+    def move_in(self) -> None:
+        """Move the values, which are elsewhere, to `host`; see `can_move_in`."""
+        self.host = self.host.as_strided(self.shape, self.stride).data
+        self._rest()
 
     def find_given(self) -> list[nn.Parameter]:
         """Other parameters that the program has installed in its places."""
-        held = [held_at(vars(m).get(name), key) for m, name, key in self.places]
+        held = [held_at(container, key) for _, container, key in self._containers()]
         given = {id(p): p for p in held if isinstance(p, nn.Parameter) and p is not self.parameter}
         return list(given.values())
 
     def replace_by(self, given: nn.Parameter) -> None:
-        """Offload another parameter in its place.
+        """Stand for another parameter in its place, whose values stay where they are.
 
         Raises:
             PolicyError: the parameter has another shape or dtype, or the modules that share the
                 old one hold different parameters now.
         """
         if len(self.find_given()) > 1 or any(
-            held_at(vars(module).get(name), key) is self.parameter
-            for module, name, key in self.places
+            held_at(container, key) is self.parameter
+            for name, container, key in self._containers()
             if name == PARAMETERS
         ):
             raise PolicyError(
@@ -284,22 +349,18 @@ class OffloadedParameter:
             )
         if not self._fits(given.data):
             raise self._misfit(given.data)
-        # The old parameter is no longer offloaded: it gets memory of its own.
-        self.parameter.data = self.parameter.data.clone()
-        self.parameter = given
+        self.parameter = given  # the old one, which is no longer offloaded, keeps its memory
         self.device_leaf = None
-        self.replacements += 1
-        self._rest()
 
     def _misfit(self, given: torch.Tensor) -> PolicyError:
         return PolicyError(
-            f"{self.name} is offloaded as {self.host.dtype} of shape {tuple(self._size)}, and "
+            f"{self.name} is offloaded as {self.host.dtype} of shape {tuple(self.shape)}, and "
             f"was given {given.dtype} of shape {tuple(given.shape)}; call detach() on the "
             f"offload's handle first, change the model, and offload it again"
         )
 
     def _fits(self, values: torch.Tensor) -> bool:
-        return values.shape == self._size and values.dtype == self.host.dtype
+        return values.shape == self.shape and values.dtype == self.host.dtype
 
     # ---- device parameters --------------------------------------------------------------------
 
@@ -318,8 +379,7 @@ class OffloadedParameter:
 
     def put_back(self) -> None:
         """Put the parameter back into its modules even if an interrupt came into `install`."""
-        for module, name, key in self.places:
-            container: Any = vars(module).get(name)
+        for _, container, key in self._containers():
             if isinstance(held_at(container, key), DeviceParameter):
                 container[key] = self.parameter
         self.installed = self.reused = None
@@ -349,7 +409,7 @@ class OffloadedParameter:
         if not self._fits(values):
             self.parameter.data = values  # the next forward raises the error
             return
-        self.host.copy_(values)
+        self.values.copy_(values)
         present = None if buffer is None else self.view_of(buffer)
         if present is not None and present.data_ptr() != values.data_ptr():
             present.copy_(values)
@@ -411,10 +471,16 @@ class OffloadedParameter:
             self._keep_changes(self.view_of(source), buffer)
 
     def _exchange(self, present: torch.Tensor, following: torch.Tensor) -> None:
-        for module, name, key in self.places:
-            container = vars(module).get(name)  # the model may have replaced the container
+        for _, container, key in self._containers():
             if container is not None and held_at(container, key) is present:
                 container[key] = following
+
+    def _containers(self) -> Iterator[tuple[str, Any, Any]]:
+        """Yield what is in each place now, which the model may have replaced, and the key there."""
+        for known, name, key in self.places:
+            module = known()
+            if module is not None:
+                yield name, vars(module).get(name), key
 
 
 def held_at(container: Any, key: Any) -> Any:
@@ -422,6 +488,11 @@ def held_at(container: Any, key: Any) -> Any:
     if isinstance(container, dict):
         return dict.get(container, key)
     return container[key] if isinstance(container, list) and key < len(container) else None
+
+
+def _place_of(tensor: torch.Tensor) -> tuple[int, tuple[int, ...], torch.Size]:
+    """Where a tensor's values are, and in which order."""
+    return tensor.data_ptr(), tensor.stride(), tensor.shape
 
 
 def _dense_stride(parameter: torch.Tensor) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping
 from types import FrameType
 from typing import Any, final
@@ -101,8 +102,9 @@ def find_places(model: nn.Module, members: Iterable[OffloadedParameter]) -> None
 
 
 def _places_in(module: nn.Module) -> Iterator[Place]:
+    known = weakref.ref(module)
     for name, value in vars(module).items():
         if isinstance(value, list):
-            yield from ((module, name, index) for index in range(len(value)))
+            yield from ((known, name, index) for index in range(len(value)))
         elif isinstance(value, dict) and (name == PARAMETERS or not name.startswith("_")):
-            yield from ((module, name, key) for key in value)
+            yield from ((known, name, key) for key in value)

@@ -240,8 +240,7 @@ class DeviceWeights(AbstractWeights):
             self._start_over()  # the module was called directly, outside the model's forward
         if not group.open:
             self._reclaim()
-            if _in_backward():
-                self._note_writes(group)
+            self._note_writes(group)
             for member, tensor in self._make(group, group.members):
                 member.install(tensor)
         else:
@@ -251,15 +250,15 @@ class DeviceWeights(AbstractWeights):
         group.open += 1
 
     def _note_writes(self, group: WeightGroup) -> None:
-        """Have a layer that is recomputed see what the program has written since the forward."""
-        self._resident.release_if_outdated(group)
-        for member in group.members:
-            if member.is_replaced():
+        """Have a layer see what the program has written since its weights were loaded."""
+        for member in group.members if _in_backward() else ():
+            if member.is_given():
                 raise SavedTensorModifiedError(
                     f"{member.name}, whose values are offloaded, was given other memory between a "
                     f"forward and its recomputation (`parameter.data = ...`); assign weights after "
                     f"backward, or change them in place"
                 )
+        self._resident.release_if_outdated(group)
 
     def leave(self, group: WeightGroup) -> None:
         self._wait_for_copies(self._leave_and_reclaim(group))
@@ -306,8 +305,10 @@ class DeviceWeights(AbstractWeights):
         if not (recomputed or (not _in_backward() and self.is_working())):
             return member.parameter
         self._reclaim()
-        if recomputed and not group.open:
+        if not group.open:
             self._note_writes(group)
+        if member.is_on_device:
+            return member.parameter
         if member.substitutes:
             self._point(group, self._bring(group))
         else:
@@ -334,6 +335,8 @@ class DeviceWeights(AbstractWeights):
         made = []
         fresh = []
         for member in members:
+            if member.is_on_device:
+                continue
             if not member.parameter.requires_grad:
                 made.append((member, DeviceParameter.of(member.view_of(buffer))))
             elif reuse and member.reused is not None:
@@ -470,8 +473,17 @@ class DeviceWeights(AbstractWeights):
         return WeightTensor(self, *found, tensor, is_cast=True)
 
     @_with_the_lock
-    def bring(self, group: WeightGroup) -> torch.Tensor:
+    def adopt_given(self, group: WeightGroup, member: OffloadedParameter) -> None:
+        """Adopt a parameter that the program has put back into its module."""
+        self.parameters.adopt_given(group, member)
+
+    @_with_the_lock
+    def bring(self, group: WeightGroup, member: OffloadedParameter) -> torch.Tensor:
         """Return the group's buffer, ready for the kernels that the calling thread queues next.
+
+        Args:
+            group: the group.
+            member: the parameter of the group whose values are read.
 
         Shape:
             (size_bytes,), uint8.
@@ -479,6 +491,8 @@ class DeviceWeights(AbstractWeights):
         task = torch._C._current_graph_task_id()
         if task != -1:
             self._note_backward(task)
+        if group.buffer is not None and member.loaded is not member.find_values():
+            self._resident.release(group)
         return self._bring(group)
 
     def _bring(self, group: WeightGroup) -> torch.Tensor:
@@ -519,6 +533,7 @@ class DeviceWeights(AbstractWeights):
         group.handles -= 1
         if self._closed and not group.handles:
             self._resident.close()
+            group.forget_memory()
             self._device.defer(functools.partial(self._give_back_later, group.resting))
 
     # ---- ends ---------------------------------------------------------------------------------
@@ -578,6 +593,7 @@ class DeviceWeights(AbstractWeights):
             self._closed = True
             for group in self.groups:
                 if not group.handles:
+                    group.forget_memory()
                     self._transfers.store.drop(group.resting)
 
     def _give_back_later(self, slot: RestingSlot) -> None:

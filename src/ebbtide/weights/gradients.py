@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, final
 
 import torch
@@ -71,14 +71,15 @@ class _Move:
     """The state that the two autograd nodes of one parameter's move to the device share.
 
     Attributes:
-        readable: reached when the gradient that the last backward sent is on the host. A backward
-            that failed half-way leaves the event behind; the next one must not raise its error.
+        readable: reached when the gradient that a backward has sent is on the host, by the id of
+            autograd's graph task: several threads may differentiate one graph at once. A backward
+            that failed half-way leaves its event behind.
         leaf: the leaf on the device that the graph has beside the parameter.
     """
 
     member: OffloadedParameter
     gradients: Gradients
-    readable: AbstractEvent | None = None
+    readable: dict[int, AbstractEvent] = field(default_factory=dict)
     leaf: torch.Tensor | None = None
 
     def has_left(self) -> bool:
@@ -97,7 +98,7 @@ class _HostParameter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        readable, ctx.move.readable = ctx.move.readable, None
+        readable = ctx.move.readable.pop(torch._C._current_graph_task_id(), None)
         # Guard gradient-before-accumulation: the host waits for a gradient's copy before autograd
         # accumulates it. The optimizer would step with a gradient that has not arrived yet.
         if readable is not None:
@@ -208,7 +209,7 @@ class Gradients:
             # A gradient that is part of a graph, sparse or empty, or that anomaly detection reads
             # as soon as it is returned: torch's own copy, which blocks.
             return gradient.to(member.host.device)
-        source = _packed_bytes(gradient, member.host.stride())
+        source = _packed_bytes(gradient, member.stride)
         try:
             with self._transfers.gate:
                 return self._copy_down(move, source)
@@ -233,7 +234,7 @@ class Gradients:
         # is complete. The allocator would hand the memory out again, and it would be overwritten
         # while the copy reads it.
         offloads.enqueue(record)
-        move.readable = landing.readable
+        move.readable[torch._C._current_graph_task_id()] = landing.readable
         self._landing.append(landing.readable)
         while self._landing[0].query() and len(self._landing) > 1:
             self._landing.popleft()
@@ -300,9 +301,9 @@ def cast_parameter(tensor: torch.Tensor) -> OffloadedParameter | None:
     if type(source) not in _MOVES or move is None:
         return None
     member = move.member
-    if tensor.shape != member.host.shape or tensor._version:
+    if tensor.shape != member.shape or tensor._version:
         return None
-    return member if tensor.stride() == member.host.stride() else None
+    return member if tensor.stride() == member.stride else None
 
 
 _MOVES = frozenset({_MoveToDevice._backward_cls, _MoveAgain._backward_cls})

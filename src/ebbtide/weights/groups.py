@@ -12,6 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ebbtide.errors import PolicyError
 from ebbtide.parameters.parameters import OffloadedParameter
+from ebbtide.parameters.sharing import find_shared
 from ebbtide.stores.store import AbstractStore, RestingSlot
 from ebbtide.transfers.layer import Layer
 from ebbtide.transfers.record import STORED, WEIGHT, Record
@@ -38,7 +39,7 @@ class WeightGroup(Record):
         used_elsewhere: whether kernels on other streams than `home` use the buffer.
         open: how many running modules use the group.
         num_backwards: how many modules that use the group are in their backward.
-        loaded_version: `version` when the values in the buffer were read from the host.
+        loaded_version: versions of the parameters when the values in the buffer were read.
 
     Raises:
         StoreFullError: the store has no room for the group.
@@ -78,7 +79,28 @@ class WeightGroup(Record):
         """Whether the forward or the backward of a module that uses the group is running."""
         return bool(self.open or self.num_backwards)
 
-    def version(self) -> int:
+    def note_loaded(self) -> None:
+        """Note which values the group's new buffer gets: those that the parameters have now.
+
+        Raises:
+            PolicyError: the program has given a parameter another shape or dtype.
+        """
+        self.loaded_version = self._version()
+        for member in self.members:
+            member.loaded = member.find_values()
+
+    def is_outdated(self) -> bool:
+        """Whether the program has changed or assigned values since the buffer was filled."""
+        return self._version() != self.loaded_version or any(
+            member.loaded is not member.find_values() for member in self.members
+        )
+
+    def forget_memory(self) -> None:
+        """Let go of the memory that its parameters had; they are back on the device."""
+        for member in self.members:
+            member.forget_memory()
+
+    def _version(self) -> int:
         """A number that grows when the program changes a parameter of the group in place."""
         return sum(member.parameter._version for member in self.members)
 
@@ -129,21 +151,39 @@ class OffloadedParameters:
             member.put_back()
 
     def begin_forward(self) -> None:
-        """Adopt values and parameters that the program has assigned since the last forward.
+        """Find values and parameters that the program has assigned since the last forward.
 
         A new parameter on the model's device is not adopted yet, because it works as it is and
         `torch.func.functional_call` installs such parameters for one call only. A new parameter on
-        the host cannot be computed with, so it is adopted and offloaded.
+        the host cannot be computed with, so it is adopted.
 
         Raises:
             PolicyError: the new values have another shape or dtype, or only some of the modules
                 that share the parameter got the new one.
         """
+        elsewhere = []
         for group, member in self.members():
-            member.adopt_values()
-            for given in member.find_given():
-                if given.device.type != self._home.type:
-                    self._replace(group, member, given)
+            self.adopt_given(group, member)
+            if member.find_values() is not member.host:
+                elsewhere.append((group, member))
+        if elsewhere:
+            self._move_in(elsewhere)
+
+    def adopt_given(self, group: WeightGroup, member: OffloadedParameter) -> None:
+        """Adopt a new parameter on the host that a module holds now.
+
+        Raises:
+            PolicyError: see `begin_forward`.
+        """
+        for given in member.find_given():
+            if given.device.type != self._home.type:
+                self._replace(member, given, group)
+
+    def adopt_all(self) -> None:
+        """Adopt the parameters that modules hold now, which are moved back by `restore_to`."""
+        for group, member in self.members():
+            with contextlib.suppress(PolicyError):  # what does not fit stays where it is
+                self.adopt_given(group, member)
 
     def begin_step(self, parameters: Sequence[nn.Parameter]) -> None:
         """Adopt the new parameters that an optimizer steps with, which are there to stay.
@@ -154,13 +194,38 @@ class OffloadedParameters:
             parameters: the parameters of the optimizer.
         """
         strangers = {id(p) for p in parameters if p not in self}
-        for group, member in self.members() if strangers else ():
-            for given in member.find_given():
-                if id(given) in strangers:
-                    with contextlib.suppress(PolicyError):
-                        self._replace(group, member, given)
+        elsewhere = []
+        for group, member in self.members():
+            with contextlib.suppress(PolicyError):
+                for given in member.find_given() if strangers else ():
+                    if id(given) in strangers:
+                        self._replace(member, given, group)
+                if member.find_values() is not member.host:
+                    elsewhere.append((group, member))
+        if elsewhere:
+            self._move_in(elsewhere)
 
-    def _replace(self, group: WeightGroup, member: OffloadedParameter, given: nn.Parameter) -> None:
+    def find_staying(self) -> set[OffloadedParameter]:
+        """Find parameters in memory that others refer to, which are to stay there after detach.
+
+        It is either memory that the program has given them, or that in which they rest.
+        """
+        members = [m for _, m in self.members() if m.is_at_rest]
+        shared = find_shared([m.parameter for m in members], aliases=1, but_graphs=True)
+        return {m for _, m in self.members() if not m.is_at_rest} | {members[n] for n in shared}
+
+    def _move_in(self, elsewhere: Sequence[tuple[WeightGroup, OffloadedParameter]]) -> None:
+        """Move values that are elsewhere into their groups' memory where nobody could notice."""
+        # Guard memory-of-others: values move only if nothing else refers to their memory or to
+        # where they rest. A program that holds the one would not see changes any more, and what it
+        # holds of the other would be overwritten.
+        members = [m for group, m in elsewhere if not group.handles and m.can_move_in()]
+        shared = find_shared([m.parameter for m in members], aliases=1)
+        for position, member in enumerate(members):
+            if position not in shared:
+                member.move_in()
+
+    def _replace(self, member: OffloadedParameter, given: nn.Parameter, group: WeightGroup) -> None:
         before = id(member.parameter)
         member.replace_by(given)
         del self._found[before]

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, final
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ebbtide.memory.freed_memory import return_freed_memory
 from ebbtide.stores.mapped_memory import FileSlot, page_in, page_out
@@ -52,7 +53,8 @@ class MappedWeights(AbstractWeights):
         self._recent: list[WeightGroup] = []  # groups whose pages may be in RAM, oldest first
         self._gradients = {group: GradientBuffers(group, transfers.store) for group in groups}
         self._handles: list[Any] = []
-        self._watched: set[torch.Tensor] = set()
+        # The program decides how long a parameter lives that another one has replaced.
+        self._watched = WeakIdKeyDictionary()
         for group in groups:
             self._page_out(group)
         return_freed_memory()  # the RAM that the parameters occupied before
@@ -62,7 +64,7 @@ class MappedWeights(AbstractWeights):
         for _, member in self.parameters.members():
             if member.parameter not in self._watched and member.parameter.requires_grad:
                 self._watch(member.parameter)
-                self._watched.add(member.parameter)
+                self._watched[member.parameter] = None
 
     def end_forward(self) -> None:
         """See the base class. Nothing to do: `enter` reads pages and pages them out."""
@@ -108,6 +110,7 @@ class MappedWeights(AbstractWeights):
             self._handles.pop().remove()
         self._reader.close()
         for group in self.groups:
+            group.forget_memory()
             self._transfers.store.drop(group.resting)
             self._gradients[group].give_back()
 

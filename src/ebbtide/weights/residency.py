@@ -10,6 +10,7 @@ import torch
 
 from ebbtide.devices.device import AbstractEvent, AbstractStream
 from ebbtide.parameters.parameters import DeviceParameter, OffloadedParameter
+from ebbtide.parameters.sharing import count_users
 from ebbtide.stores.store import Target
 from ebbtide.transfers.order import AccessLog
 from ebbtide.transfers.record import STORED
@@ -74,6 +75,8 @@ class ResidentGroups:
             graphs still refer.
     """
 
+    # Long: a buffer is found, filled, waited for, watched and given up under one lock.
+
     def __init__(
         self, transfers: Transfers, groups: Sequence[WeightGroup], *, double_buffering: bool
     ) -> None:
@@ -88,7 +91,7 @@ class ResidentGroups:
         self._at: dict[int, WeightGroup] = {}  # by the identity of the buffer's storage
         self._spare: list[tuple[torch.Tensor, AbstractStream]] = []  # unused buffers
         self._prefetches = True
-        self._alone = 0  # the result of `_count_users` for an unused buffer
+        self._alone = 0  # the result of `count_users` for an unused buffer
         self._log = AccessLog()  # uses of groups since the forward began
         self._reading: list[AbstractEvent] = []  # copies not known to have read the host values
 
@@ -137,9 +140,23 @@ class ResidentGroups:
         # Guard compute-waits-for-weights: the compute stream waits for the reload of the weights. A
         # layer would compute with a buffer that the copy has not filled.
         self._transfers.wait_for_reload(group, group.ready, current)
+        if not group.awaited:
+            self._fill(group)
         group.awaited = True
         at_home = self._device.note_use(group.buffer, group.home, current, group.ready)
         group.used_elsewhere |= not at_home
+
+    @staticmethod
+    def _fill(group: WeightGroup) -> None:
+        """Copy the values into a buffer that are not in the group's memory, one by one.
+
+        Streams:
+            The host waits for each copy, so that all streams find them.
+        """
+        for member in group.members:
+            if member.loaded is not member.host and not member.is_on_device:
+                assert group.buffer is not None and member.loaded is not None
+                member.view_of(group.buffer).copy_(member.loaded)
 
     def release(self, group: WeightGroup) -> None:
         """Release a group's buffer."""
@@ -164,13 +181,14 @@ class ResidentGroups:
     def release_if_outdated(self, group: WeightGroup) -> None:
         """Release a group's buffer if the program has changed the host values since."""
         # Guard weights-of-recomputation: a layer that is recomputed reloads its weights if the
-        # program has changed them since the forward. It would compute with the values from before.
-        if group.buffer is not None and group.version() != group.loaded_version:
+        # program has changed them since the forward, and so does one that was prefetched before a
+        # forward changed them. It would compute with the values from before.
+        if group.buffer is not None and group.is_outdated():
             self.release(group)
 
     def is_viewed(self, buffer: torch.Tensor) -> bool:
         """Whether tensors refer to the memory of a buffer: of a graph, of the model, of nodes."""
-        return _count_users(buffer) != self._alone
+        return count_users(buffer) != self._alone
 
     def _watch_views(self, group: WeightGroup, buffer: torch.Tensor, *, unread: bool) -> None:
         """Keep what was changed through views of a group that is released, and watch the views."""
@@ -224,7 +242,7 @@ class ResidentGroups:
         assert group.ready is not None
         self._reading.append(group.ready)
         group.used_elsewhere = False
-        group.loaded_version = group.version()
+        group.note_loaded()
         self._there[group] = None
         self._at[buffer.untyped_storage()._cdata] = group
         self._transfers.account.take_weights(group.size_bytes, group.layer)
@@ -238,7 +256,7 @@ class ResidentGroups:
         while self._spare and len(self._there) + len(self._spare) >= self._most:
             self._spare.pop(0)
         buffer = self._device.allocate(size_bytes)
-        self._alone = _count_users(buffer)
+        self._alone = count_users(buffer)
         return buffer, self._device.compute_stream()
 
     def _next(self) -> WeightGroup | None:
@@ -252,8 +270,3 @@ class ResidentGroups:
             return self._groups[last + 1] if last + 1 < len(self._groups) else None
         # The first backward: assume the model's order, reversed.
         return self._groups[last - 1] if last else None
-
-
-def _count_users(buffer: torch.Tensor) -> int:
-    """The reference count of a buffer's storage: the buffer, and views in graphs or the model."""
-    return int(torch._C._storage_Use_Count(buffer.untyped_storage()._cdata))

@@ -17,7 +17,10 @@ class BringsWeights(Protocol):
 
     empty: EmptyTensors
 
-    def bring(self, group: WeightGroup) -> torch.Tensor:
+    def adopt_given(self, group: WeightGroup, member: OffloadedParameter) -> None:
+        """Adopt a parameter that the program has put back into its module."""
+
+    def bring(self, group: WeightGroup, member: OffloadedParameter) -> torch.Tensor:
         """Return the group's buffer, ready for the kernels that the calling thread queues next."""
 
     def add_handle(self, handle: WeightTensor, group: WeightGroup) -> None:
@@ -44,8 +47,10 @@ class WeightTensor(AbstractAway):
         "_group",
         "_is_cast",
         "_member",
+        "_parameter",
         "_parameter_version",
         "_replacements",
+        "_values",
         "_weights",
     )
 
@@ -63,8 +68,10 @@ class WeightTensor(AbstractAway):
         self._member = member
         self._is_cast = is_cast
         self._changes = member.changes
+        self._parameter = member.parameter
         self._parameter_version = member.parameter._version
         self._replacements = member.replacements
+        self._values = member.loaded
         super().__init__(tensor, tensor._version, weights.empty)
         weights.add_handle(self, group)
 
@@ -75,10 +82,14 @@ class WeightTensor(AbstractAway):
         # A change during the forward raises the device parameter's version (checked by the base
         # class); a change after it raises the version of the parameter.
         member = self._member
+        if member.parameter is not self._parameter:
+            self._weights.adopt_given(self._group, member)
         return (
             super().is_modified()
+            or member.parameter is not self._parameter
             or member.parameter._version != self._parameter_version
             or member.replacements != self._replacements
+            or not member.has_values_in(self._values)
             # Stricter than autograd: it would still have its own cast copy and use that.
             or (self._is_cast and member.changes != self._changes)
         )
@@ -90,7 +101,7 @@ class WeightTensor(AbstractAway):
                 f"forward that used it and its backward; modify weights after backward, or run "
                 f"the forward again"
             )
-        buffer = self._weights.bring(self._group)
+        buffer = self._weights.bring(self._group, self._member)
         if self._is_cast:
             buffer = self._member.view_of(buffer).to(self._dtype)
         return self._tensor_in(buffer.untyped_storage())
