@@ -193,9 +193,8 @@ def test_a_budget_found_too_small_by_measuring_names_a_price(memory: LiveMemory)
         (output + waste.sum()).backward()
 
     step()
-    step()
     with pytest.raises(BudgetError, match="longer than one that keeps all") as caught:
-        repeat(step, 6)  # other plans that might need less are measured first
+        repeat(step, 7)
     assert caught.value.smallest_bytes > 40 * SHEET
     assert caught.value.price is not None
     handle.detach()
@@ -214,29 +213,54 @@ def test_the_most_frugal_plan_is_followed_where_no_other_fits() -> None:
     model.zero_grad()
     handle = ebbtide.offload(model, budget=budget, activations=SMALL)
     waste: list[Tensor] = []
-    for _ in range(24):
+
+    def step(number: int) -> None:
+        if number == 24:
+            waste.append(torch.zeros(SHEET // 2))  # many times as much as there is room for
         model(batch).square().mean().backward()
-    waste.append(torch.zeros(SHEET // 2))  # many times as much as there is room for
-    model(batch).square().mean().backward()  # what is over is noticed afterwards
-    with pytest.warns(UserWarning, match="A plan that needs less is followed"):
-        repeat(lambda: model(batch).square().mean().backward(), 4)
+
+    with pytest.warns(UserWarning, match="over-budget") as warned:  # of which step, is chance
+        list(map(step, range(29)))
+    assert len(warned) == 1
     assert handle.plan is not None and handle.plan.settled
     assert modes(handle.plan) != {"as is", "keep"}
     handle.detach()
 
 
-def test_each_shape_has_a_plan_of_its_own(memory: LiveMemory) -> None:
+def test_smaller_tensors_follow_the_plan_of_larger_ones_until_they_come_often(
+    memory: LiveMemory,
+) -> None:
     model = Model()
     handle = settle(model, 2**30, memory)
     first = handle.plan
-    model(torch.randn(BATCH // 2, WIDTH)).sum().backward()
+    assert first is not None and first.settled
+
+    def halve(times: int) -> None:
+        for _ in range(times):
+            model(torch.randn(BATCH // 2, WIDTH)).sum().backward()
+
+    halve(7)
+    assert handle.plan is not None and handle.plan.plan.layers == first.plan.layers
+    halve(2)
     half = handle.plan
-    assert first is not None and half is not None
-    assert first.settled and not half.settled
-    assert half.profile.layers[1].storages[0].size_bytes == SHEET // 2
+    assert half is not None and not half.settled
+    sizes = [each.storages[0].size_bytes for each in half.profile.layers if not each.between]
+    assert sizes[1] == SHEET // 2
     train(model, 1)
     assert handle.plan is not None and handle.plan.settled
     handle.detach()
+
+
+@pytest.mark.usefixtures("memory")
+def test_larger_tensors_are_planned_for_at_once() -> None:
+    model = Model()
+    with ebbtide.offload(model, budget="1GiB", activations=SMALL) as handle:
+        train(model, 6)
+        model(torch.randn(2 * BATCH, WIDTH)).sum().backward()
+        assert handle.plan is None  # everything leaves in the step that is recorded
+        model(torch.randn(2 * BATCH, WIDTH)).sum().backward()
+        assert handle.plan is not None
+        assert handle.plan.profile.layers[1].storages[0].size_bytes == 2 * SHEET
 
 
 @pytest.mark.usefixtures("memory")
@@ -295,11 +319,6 @@ def test_a_model_whose_code_looks_at_values_is_planned_from_its_first_step(
         memory.reset_peak()
         peaks += train(model, 1, memory)
     assert_kept(budget, peaks)
-    assert modes(handle.plan) <= {
-        "as is",
-        "keep",
-        "offload",
-    }  # a busy machine may have it keep none
     assert any("after layers.5" in line for line in str(handle.plan).splitlines())
     handle.detach()
 
@@ -449,7 +468,7 @@ def test_the_printed_plan_fits_a_terminal(memory: LiveMemory) -> None:
 def test_a_share_of_all_memory() -> None:
     model = Model()
     with ebbtide.offload(model, budget="50%", activations=SMALL) as handle:
-        train(model, 1)
+        train(model, 2)
         assert handle.plan is not None
         assert handle.plan.budget_bytes == 2**29
 

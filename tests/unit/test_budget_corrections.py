@@ -12,7 +12,6 @@ from ebbtide.budgeting.budget_study import BudgetStudy, Phase, Stage
 from ebbtide.budgeting.corrections import Corrections
 from ebbtide.budgeting.pass_watch import PassGuard, PassWatch
 from ebbtide.budgeting.placed_plan import place
-from ebbtide.budgeting.plan_estimates import plan_by_estimate
 from ebbtide.memory.measured_memory import AbstractMemory
 from ebbtide.planning.measured_times import copied_bytes
 from ebbtide.planning.plan import LayerMode, LayerPlan, Plan
@@ -21,6 +20,7 @@ from ebbtide.planning.searching.simple_plans import keep_all, offload_first
 from ebbtide.planning.step_profile import LayerProfile, StepProfile
 from ebbtide.tracing.events import TraceEvent
 from ebbtide.tracing.trace import Trace
+from ebbtide.transfers.layer import Layer
 from ebbtide.units import format_size
 from plan_cases import MB, make_layer, make_link, make_profile
 
@@ -59,10 +59,10 @@ class ScriptedMemory(AbstractMemory):
 def watched(*peaks_mb: int) -> PassWatch:
     """A step of `PROFILE` with these peaks: F0, F1, F2, the loss, B2, B0."""
     watch = PassWatch(ScriptedMemory(0, *peaks_mb), PROFILE)
-    watch.begin_forward_of(0)
-    watch.end_forward_of(0)
-    watch.begin_forward_of(1)
-    watch.end_forward_of(1)
+    watch.begin_forward_of(Layer(0, ""), ((), {}))
+    watch.end_forward_of(Layer(0, ""))
+    watch.begin_forward_of(Layer(1, ""), ((), {}))
+    watch.end_forward_of(Layer(1, ""))
     watch.end_forward()
     watch.begin_backward_of(1)
     watch.begin_backward_of(0)
@@ -89,8 +89,8 @@ def test_a_backward_stands_for_the_work_before_its_layer() -> None:
 def test_a_step_without_backward_is_not_whole() -> None:
     watch = PassWatch(ScriptedMemory(0, 1, 2, 3, 4, 5), PROFILE)
     for layer in (0, 1):
-        watch.begin_forward_of(layer)
-        watch.end_forward_of(layer)
+        watch.begin_forward_of(Layer(layer, ""), ((), {}))
+        watch.end_forward_of(Layer(layer, ""))
     watch.end_forward()
     assert not watch.is_whole
 
@@ -175,7 +175,9 @@ def test_an_accelerator_has_a_larger_margin(on_host: bool, free_mb: int) -> None
     hardware = make_link(1000.0, computes_on_host=on_host)
     needed_mb = StepTiming(PROFILE, hardware).predict(keep_all(PROFILE)).peak_bytes / MB
     budgets_mb = [needed_mb / (1 - free_mb / 100) + more_mb for more_mb in (-0.1, 0.1)]
-    tight, roomy = (plan_by_estimate(PROFILE, hardware, int(each * MB), 0) for each in budgets_mb)
+    tight, roomy = (
+        BudgetStudy(PROFILE, hardware, int(each * MB)).estimate() for each in budgets_mb
+    )
     assert roomy.plan.layers == keep_all(PROFILE).layers != tight.plan.layers
 
 
@@ -576,10 +578,11 @@ def test_freed_memory_is_returned_only_before_passes_that_need_its_room() -> Non
     growth = {0: 25 * MB, 2: 26 * MB, 6: 30 * MB}
     guard = PassGuard(memory, PROFILE, 100 * MB, growth, 2.0)
     assert memory.num_returned == 0
-    guard.begin_forward_of(0)  # 50 + 2 * 25 fit: what a pass frees may not be reused by it
+    # 50 + 2 * 25 fit: what a pass frees may not be reused by it.
+    guard.begin_forward_of(Layer(0, ""), ((), {}))
     assert memory.num_returned == 0
     assert memory.reuses
-    guard.begin_forward_of(1)  # 50 + 2 * 26 do not; its position is 2
+    guard.begin_forward_of(Layer(1, ""), ((), {}))  # 50 + 2 * 26 do not; its position is 2
     assert memory.num_returned == 1
     assert not memory.reuses
     memory.now_mb = 20

@@ -283,7 +283,8 @@ def test_a_saved_plan_is_followed(tmp_path: Path) -> None:
     assert run(TOWER, "--budget", "130MiB", "--quick", "--save", str(path)).exit_code == 0
     model, batch = tower()
     with ebbtide.offload(model, plan=path) as handle:
-        model(batch).sum().backward()
+        for _ in range(2):  # in the first step, layers are verified before they are recomputed
+            model(batch).sum().backward()
         assert handle.plan is not None
         plan = handle.plan.plan
         assert handle.layers == tuple(layer.name for layer in handle.plan.profile.layers)

@@ -73,7 +73,7 @@ def test_what_is_wrong_is_named(build: Any, message: str) -> None:
     ("change", "message"),
     [
         (lambda content: content.update(format="other"), '"format" is not'),
-        (lambda content: content.update(version=2), "has version 2"),
+        (lambda content: content.update(version=1), "has version 1"),
         (lambda content: content.update(version=True), "has version True"),
         (lambda content: content.update(profile=[]), "must be an object"),
         (lambda content: content["profile"].pop("layers"), "cannot be read"),

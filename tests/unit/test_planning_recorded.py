@@ -9,17 +9,15 @@ import torch
 from torch import Tensor, nn
 
 import ebbtide
-from ebbtide import ActivationPolicy, PolicyError
+from ebbtide import ActivationPolicy, OffloadHandle, PolicyError
 from ebbtide.activations import records
 from ebbtide.budgeting.placed_plan import place
 from ebbtide.planning.hardware import Hardware
 from ebbtide.planning.plan import Decision, LayerPlan, Plan
 from ebbtide.planning.profiling.fake_profile import profile_with_fake_tensors
-from ebbtide.planning.profiling.recorded_profile import profile_recorded_step
+from ebbtide.planning.profiling.recorded_profile import RecordedCall, profile_recorded_step
 from ebbtide.planning.step_profile import StepProfile, StorageId
 from ebbtide.tensors.marks import mark_not_offload
-from ebbtide.tracing.events import TraceEvent
-from ebbtide.tracing.trace import Trace
 
 WIDTH, ROWS = 16, 32
 
@@ -49,6 +47,14 @@ class Quiet(Branches):
         self.blocks[1] = nn.Sequential(nn.Identity(), nn.Identity())
 
 
+def recorded_profile(handle: OffloadHandle) -> StepProfile:
+    """The profile of the last step, whose layers had inputs that nobody noted."""
+    names = {event.layer: event.name for event in handle.trace.events if event.what == "forward"}
+    calls = [RecordedCall(names[index]) for index in range(len(names))]
+    storages = handle.inspect().storages
+    return profile_recorded_step(storages, calls, Hardware.named("cpu"), min_bytes=1)
+
+
 def profiles(model: Branches) -> Iterator[StepProfile]:
     """From fake tensors, and from a record."""
     layers = list(model.blocks)
@@ -60,7 +66,7 @@ def profiles(model: Branches) -> Iterator[StepProfile]:
     with ebbtide.offload(model, activations=policy, layers=layers, trace=True) as handle:
         mark_not_offload(x)  # as the budget does with a batch, which the loop holds
         model(x).sum().backward()
-        yield profile_recorded_step(handle.inspect().storages, handle.trace)
+        yield recorded_profile(handle)
 
 
 def firsts(profile: StepProfile) -> list[tuple[str, int, bool]]:
@@ -77,7 +83,9 @@ def test_a_recorded_step_has_the_storages_of_a_profiled_one() -> None:
     fake, recorded = profiles(Branches())
     assert firsts(recorded) == firsts(fake)
     assert [layer.between for layer in recorded.layers] == [layer.between for layer in fake.layers]
-    assert not any(layer.may_recompute for layer in recorded.layers)
+    assert [layer.may_recompute for layer in recorded.layers] == [
+        layer.may_recompute for layer in fake.layers
+    ]
 
 
 def test_work_after_a_layer_that_saves_nothing_counts_with_what_comes_before() -> None:
@@ -135,7 +143,7 @@ def test_what_layers_share_is_known_of_the_later_one() -> None:
     layers = list(model.blocks)
     with ebbtide.offload(model, activations=policy, layers=layers, trace=True) as handle:
         model(torch.randn(ROWS, WIDTH, requires_grad=True)).sum().backward()
-        profile = profile_recorded_step(handle.inspect().storages, handle.trace)
+        profile = recorded_profile(handle)
     (before, first, second) = profile.layers
     assert before.between and len(before.storages) == 1
     assert [each.same_as for each in first.storages] == [None]
@@ -143,11 +151,11 @@ def test_what_layers_share_is_known_of_the_later_one() -> None:
 
 
 def test_a_step_that_saved_nothing_large_has_layers_that_save_nothing() -> None:
-    event = TraceEvent(what="forward", lane="compute", begin_s=0.0, end_s=1.0, layer=0, name="a")
-    (layer,) = profile_recorded_step([], Trace([event])).layers
-    assert (layer.name, layer.storages) == ("a", ())
+    calls = [RecordedCall("a", changes_input=True)]
+    (layer,) = profile_recorded_step([], calls, Hardware.named("cpu"), min_bytes=7).layers
+    assert (layer.name, layer.storages, layer.may_recompute) == ("a", (), False)
 
 
 def test_a_step_without_layers_is_refused() -> None:
     with pytest.raises(PolicyError, match="none of its layers"):
-        profile_recorded_step([], Trace())
+        profile_recorded_step([], [], Hardware.named("cpu"), min_bytes=1)

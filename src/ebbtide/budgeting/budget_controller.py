@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 import weakref
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple, final
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple, final
 
 import torch
 from torch import nn
@@ -17,42 +18,48 @@ from ebbtide.budgeting.budget_size import parse_budget_bytes
 from ebbtide.budgeting.budget_study import BudgetStudy, Phase, Stage
 from ebbtide.budgeting.pass_watch import PassGuard, PassWatch
 from ebbtide.budgeting.placed_plan import place
+from ebbtide.budgeting.plan_estimates import is_same
 from ebbtide.budgeting.planned_step import PlannedStep, describe_briefly
-from ebbtide.budgeting.step_signature import signature
+from ebbtide.budgeting.step_kinds import Kind, StudiesByKind
 from ebbtide.engine import Engine
 from ebbtide.errors import PolicyError
 from ebbtide.interface.warning import warn_user
 from ebbtide.memory.measured_memory import AbstractMemory, memory_of
 from ebbtide.planning.hardware import Hardware
-from ebbtide.planning.measured_times import measured_profile
 from ebbtide.planning.plan import Plan
-from ebbtide.planning.profiling.fake_profile import profile_activations
-from ebbtide.planning.profiling.fake_step import CallArguments
 from ebbtide.planning.profiling.recorded_profile import profile_recorded_step
-from ebbtide.planning.searching.simple_plans import offload_first
 from ebbtide.planning.searching.solver import load_solver
 from ebbtide.tensors.marks import mark_not_offload
 from ebbtide.units import format_size
 
 _LOG = logging.getLogger(__name__)
 
-
-class _Unprofiled(NamedTuple):
-    """A kind of step that could not be profiled with fake tensors; its first step is recorded."""
-
-    reason: str
+_MOST_VERIFYING: Final = 4  # steps in a row that verify what a plan recomputes
+_ALIKE: Final = 0.05  # difference of what two steps save that is none, as recomputed layers count
 
 
 class _Running(NamedTuple):
-    """The step that runs, if it is to be learned from."""
+    """The step that runs, if it is to be learned from.
 
-    kind: Hashable
-    study: BudgetStudy | _Unprofiled
+    Attributes:
+        kind: its kind.
+        study: its study; None if the step is recorded, so that there will be one.
+        watch: measures its passes; None if they are not measured.
+        stage: what the step is for; None if it only follows the plan.
+        begin_s: when it began.
+        number: number of steps that had finished by then.
+        failures: how often memory had been short by then.
+        is_own: whether the study is of this kind, and not of one with larger tensors.
+    """
+
+    kind: Kind
+    study: BudgetStudy | None
     watch: PassWatch | None
     stage: Stage | None
     begin_s: float
     number: int
     failures: int
+    is_own: bool = True
 
 
 @final
@@ -74,8 +81,7 @@ class BudgetController:
     """Plans the steps of one model to a budget.
 
     Args:
-        model: the model.
-        layers: the modules whose calls are its layers.
+        model: the model. It is not kept alive.
         engine: the engine of the model.
         budget: bytes, text such as ``"24GiB"``, or a share of all memory such as ``"90%"``.
         min_bytes: smaller storages stay where they are.
@@ -90,23 +96,24 @@ class BudgetController:
     def __init__(
         self,
         model: nn.Module,
-        layers: Sequence[nn.Module],
         engine: Engine,
         budget: int | str,
         min_bytes: int,
         memory: AbstractMemory | None = None,
     ) -> None:
-        self._model = model
-        self._layers = layers
+        self._model = weakref.ref(model)
+        self._lock = threading.Lock()  # several threads may run the model
         self._engine = engine
         self._traced = engine.is_traced
         self._budget = budget
         self._min_bytes = min_bytes
         self._given = memory
-        self._studies: dict[Hashable, BudgetStudy | _Unprofiled | None] = {}
+        self._studies: StudiesByKind[BudgetStudy | None] = StudiesByKind()  # None: has no plan
         self._running: _Running | None = None
         self._last = _LastStudy()
-        self._followed: Plan | None = None  # the plan that the engine follows
+        self._is_short = False  # whether a recorded step has run out of memory
+        self._num_verifying = 0  # steps in a row that have verified layers
+        self._followed: tuple[BudgetStudy, Plan] | None = None  # what the engine follows
         self._several = False  # whether the step has had more than one forward
         self._was_exceeded = False  # whether the user knows of a step that was over the budget
         self._was_short = False  # whether the user knows of a step that ran out of memory
@@ -139,26 +146,30 @@ class BudgetController:
         """
         if torch._C._current_graph_task_id() != -1:
             return False  # other code computes the forward again
-        if self._engine.is_in_step():
-            self._several = True
-            return False
-        self._learn()
-        if not _needs_gradients(self._model, args, kwargs):
-            return False  # autograd saves nothing
-        if self._engine.torch_device != self._device:
-            self._begin_on(self._engine.torch_device)
-        self._begin(signature(self._model, args, kwargs), args, kwargs)
-        learns = self._running is not None and self._running.stage is not None
-        return learns and self._device.type != "cpu"
+        with self._lock:
+            if self._engine.is_in_step():
+                self._several = True
+                return False
+            self._learn()
+            model = self._model()
+            if model is None or not _needs_gradients(model, args, kwargs):
+                return False  # autograd saves nothing
+            if self._engine.torch_device != self._device:
+                self._begin_on(self._engine.torch_device)
+            self._begin(Kind.of(model, args, kwargs), args, kwargs)
+            learns = self._running is not None and self._running.stage is not None
+            return learns and self._device.type != "cpu"
 
     def learn_failed_forward(self) -> bool:
         """Learn from a forward that ran out of memory; return whether another plan needs less."""
-        running = self._running
-        if running is None or not isinstance(running.study, BudgetStudy):
-            return False
-        failed = running.study.plan
-        self._learn()
-        return running.study.plan is not failed
+        with self._lock:
+            running, was_short = self._running, self._is_short
+            if running is None:
+                return False
+            failed = None if running.study is None else running.study.plan
+            self._learn()
+            # With nothing else in flight than one copy, a recorded step needs the least.
+            return not was_short if running.study is None else running.study.plan is not failed
 
     def detach(self) -> None:
         """Let the policy decide again, and measure nothing any more."""
@@ -175,42 +186,36 @@ class BudgetController:
         self._studies.clear()
         self._running = None
 
-    def _begin(self, kind: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if kind not in self._studies:
-            _LOG.info("a new kind of step is profiled: budget %s", format_size(self._budget_bytes))
-            self._studies[kind] = self._study(args, kwargs)
-        study, self._several = self._studies[kind], False
-        self._last.study = study if isinstance(study, BudgetStudy) else None
-        if not isinstance(study, BudgetStudy):
-            if study is not None:  # the loop holds the batch, so offloading it would save nothing
-                leaves = tree_leaves((args, kwargs))
-                mark_not_offload(*(each for each in leaves if isinstance(each, torch.Tensor)))
-            self._offload_all(kind, study)
+    def _begin(self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        found = self._studies.find(kind)
+        self._several = False
+        self._last.study = None if found is None else found[1]
+        if found is None:
+            _LOG.info("a new kind of step is recorded, with everything offloaded")
+            self._record(kind, args, kwargs)
             return
-        if study.phase is not Phase.SETTLED:
+        known, study = found
+        if study is None:
+            self._offload_all()
+            return
+        # Smaller tensors than those that were planned for say nothing of the plan.
+        is_own = known == self._studies.key_of(kind)
+        stage = study.stage if is_own and study.phase is not Phase.SETTLED else None
+        if stage is not None:
             self._memory.return_freed()
-        plan = study.choose(self._memory.now_bytes())
-        if study.exceeded_bytes and not self._was_exceeded:
-            self._was_exceeded = True
-            warn_user(
-                "over-budget",
-                f"a step needed {format_size(study.exceeded_bytes)} under a budget of "
-                f"{format_size(self._budget_bytes)}. A plan that needs less is followed from now "
-                f"on; give a larger budget or a smaller batch",
-                UserWarning,
-            )
-        if plan is not self._followed:
+        plan = study.choose(self._memory.now_bytes()) if is_own else study.plan
+        if study.exceeded_bytes:
+            self._warn_of_excess(study.exceeded_bytes)
+        followed, self._followed = self._followed, (study, plan)
+        if followed is None or followed[0] is not study or not is_same(plan, followed[1]):
             self._memory.return_cached()  # blocks in sizes that another plan's step needed
             self._engine.follow(place(study.profile, plan), plan.max_inflight_bytes)
-            self._followed = plan
             if _LOG.isEnabledFor(logging.INFO):
                 _LOG.info("the next step follows another plan: %s", describe_briefly(study.step))
-        stage = None if study.phase is Phase.SETTLED else study.stage
+        stage = None if study.phase is Phase.SETTLED or not is_own else study.stage
         watch = guard = None
         if stage is Stage.WARM_UP or stage is Stage.MEMORY:
-            ahead = self._device.type != "cpu"  # [Note: a host that runs ahead]
-            finish_copies = self._finish_copies if ahead else None
-            watch = PassWatch(self._memory, study.profile, finish_copies)
+            watch = PassWatch(self._memory, study.profile, self._finish_copies)
         elif self._device.type == "cpu":
             guard = PassGuard(
                 self._memory, study.profile, study.limit_bytes, study.growth, study.regrowth
@@ -220,54 +225,70 @@ class BudgetController:
         if stage is Stage.REFILL or stage is Stage.SECONDS:
             self._memory.reset_peak()
         self._engine.record_steps(traced=self._traced or stage is Stage.SECONDS)
-        number = self._engine.num_steps
-        failures = self._memory.num_failures()
-        self._running = _Running(kind, study, watch, stage, time.perf_counter(), number, failures)
+        self._running = self._begun(kind, study, watch, stage)._replace(is_own=is_own)
 
-    def _offload_all(self, kind: Hashable, study: _Unprofiled | None) -> None:
-        """Offload everything in the step that begins now, and record it if it is to be learned."""
-        self._engine.follow(PlannedLayers({}, frozenset(), frozenset()), None)
-        self._engine.record_steps(traced=self._traced or study is not None)
+    def _begun(
+        self, kind: Kind, study: BudgetStudy | None, watch: PassWatch | None, stage: Stage | None
+    ) -> _Running:
+        """Return what there is to know of a step that begins now."""
+        number, failures = self._engine.num_steps, self._memory.num_failures()
+        return _Running(kind, study, watch, stage, time.perf_counter(), number, failures)
+
+    def _record(self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Record the step that begins now, which offloads all that can leave."""
+        leaves = tree_leaves((args, kwargs))
+        held = [each for each in leaves if isinstance(each, torch.Tensor)]
+        mark_not_offload(*held)  # the loop holds the batch, so that would save nothing
+        self._offload_all()
+        self._memory.return_cached()  # what others have left there is not this step's
+        watch = PassWatch(self._memory, None, self._finish_copies, self._engine.find_record, held)
+        self._engine.passes = watch
+        self._engine.keep_freed_memory(_has_no_room)
+        self._engine.record_steps(traced=True)
+        self._running = self._begun(kind, None, watch, Stage.WARM_UP)
+
+    def _offload_all(self) -> None:
+        """Offload all that can leave in the step that begins now."""
+        nothing: frozenset[int] = frozenset()
+        bound_bytes = 0 if self._is_short else None
+        self._engine.follow(PlannedLayers({}, nothing, nothing, rebuilds=True), bound_bytes)
+        self._engine.record_steps(traced=self._traced)
         self._engine.keep_freed_memory(None)
         self._followed = None
-        if study is not None:
-            number, failures = self._engine.num_steps, self._memory.num_failures()
-            begin_s = time.perf_counter()
-            self._running = _Running(kind, study, None, None, begin_s, number, failures)
 
     def _finish_copies(self) -> None:
-        """Wait for the copies under way, and free what they needed."""
-        self._engine.transfers.device.finish_copies()
-        self._engine.transfers.poll()
+        """Wait for the copies under way, and free what they needed.
 
-    def _study(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BudgetStudy | _Unprofiled:
-        call = CallArguments(args, kwargs)
-        try:
-            profile = profile_activations(
-                self._model, self._layers, call, self._hardware, self._min_bytes
-            )
-        except PolicyError as error:
-            _LOG.info("the first step is recorded with everything offloaded: %s", error)
-            return _Unprofiled(str(error))
-        return BudgetStudy(profile, self._hardware, self._budget_bytes)
+        See [Note: a host that runs ahead]. On a CPU the host sees how far copies are.
+        """
+        if self._device.type != "cpu":
+            self._engine.transfers.device.finish_copies()
+            self._engine.transfers.poll()
 
-    def _study_recorded(self, step_s: float, reason: str) -> BudgetStudy | None:
+    def _study_recorded(self, watch: PassWatch, step_s: float) -> BudgetStudy | None:
         """Return the study of the step that was recorded last; None if it cannot be planned."""
-        trace = self._engine.trace
         try:
-            profile = profile_recorded_step(self._engine.inspect().storages, trace)
+            profile = profile_recorded_step(
+                self._engine.inspect().storages,
+                watch.calls,
+                self._hardware,
+                min_bytes=self._min_bytes,
+            )
         except PolicyError as error:
             if not self._was_refused:
                 warn_user(
                     "budget-not-planned",
-                    f"the budget cannot be planned, so everything is offloaded: {error}. {reason}",
+                    f"the budget cannot be planned, so everything is offloaded: {error}",
                     UserWarning,
                 )
             self._was_refused = True
             return None
-        plan = offload_first(profile, len(profile.layers))
-        profile = measured_profile(profile, plan, trace, step_s, 0.0)
-        return BudgetStudy(profile, self._hardware, self._budget_bytes)
+        study = BudgetStudy(profile, self._hardware, self._budget_bytes, watch.begin_bytes)
+        study.refuse(self._engine.refused_layers)
+        study.saved_bytes = self._engine.transfers.account.last_counts.unique_bytes
+        if not self._several:
+            study.learn_record(watch, self._engine.trace, step_s)
+        return study
 
     def _learn(self) -> None:
         """Learn from the step that has ended."""
@@ -276,39 +297,82 @@ class BudgetController:
         self._memory.reuse_freed(True)
         if running is None:
             return
-        study, step_s = running.study, time.perf_counter() - running.begin_s
-        if isinstance(study, _Unprofiled):
+        study, watch, step_s = running.study, running.watch, time.perf_counter() - running.begin_s
+        if watch is not None:
+            watch.finish()
+        peak_bytes = self._memory.reserved_peak_bytes()
+        if watch is not None:
+            peak_bytes = watch.reserved_peak_bytes
+        if study is None:
             ended = self._engine.num_steps > running.number and self._engine.had_backward
-            if ended and self._memory.num_failures() == running.failures:
-                self._studies[running.kind] = self._study_recorded(step_s, study.reason)
+            if self._memory.num_failures() > running.failures:
+                self._is_short = True
+                self._memory.reset_peak()
+                self._warn_of_shortage(self._budget_bytes)
+            elif watch is not None and ended:
+                if peak_bytes > self._budget_bytes:
+                    self._warn_of_excess(peak_bytes)
+                self._studies.add(running.kind, self._study_recorded(watch, step_s))
             return
         if self._memory.num_failures() > running.failures:
             self._learn_shortage(study)
             return
         if self._engine.num_steps == running.number:
             return
-        if running.watch is not None:
-            running.watch.finish()
-            peak_bytes = running.watch.reserved_peak_bytes
-            if study.has_all_passes(running.watch) and not self._several:
-                study.learn_memory(running.watch, step_s)
-                return
+        study.refuse(self._engine.refused_layers)
+        if self._engine.num_verifying:
+            self._num_verifying += 1
+            if self._num_verifying <= _MOST_VERIFYING:
+                return  # what the plan recomputes was offloaded: the step says nothing of the plan
         else:
-            peak_bytes = self._memory.reserved_peak_bytes()
-            if running.stage is Stage.REFILL and not self._several:
-                study.learn_refill(step_s, peak_bytes)
-            if running.stage is Stage.SECONDS and not self._several:
-                study.learn_seconds(self._engine.trace, step_s, peak_bytes)
-                if study.phase is Phase.FRUGAL:
-                    return  # what is more frugal is searched for
+            self._num_verifying = 0
+        self._check_numbers(running, study)
+        if watch is not None:
+            if study.has_all_passes(watch) and not self._several:
+                study.learn_memory(watch, step_s)
+                return
+        elif running.stage is Stage.REFILL and not self._several:
+            study.learn_refill(step_s, peak_bytes)
+        elif running.stage is Stage.SECONDS and not self._several:
+            study.learn_seconds(self._engine.trace, step_s, peak_bytes)
+            if study.phase is Phase.FRUGAL:
+                return  # what is more frugal is searched for
         study.note_peak(peak_bytes)
         if peak_bytes > self._budget_bytes:
             self._memory.reset_peak()
+
+    def _check_numbers(self, running: _Running, study: BudgetStudy) -> None:
+        """Check whether the last step saved what the one did that its study is of."""
+        saved_bytes = self._engine.transfers.account.last_counts.unique_bytes
+        is_alike = abs(saved_bytes - study.saved_bytes) <= _ALIKE * study.saved_bytes
+        if running.is_own and not self._several and not is_alike:
+            self._studies.note_numbers_count(running.kind)
+
+    def _warn_of_excess(self, peak_bytes: int) -> None:
+        """Warn once of a step that was over the budget."""
+        if self._was_exceeded:
+            return
+        self._was_exceeded = True
+        warn_user(
+            "over-budget",
+            f"a step needed {format_size(peak_bytes)} under a budget of "
+            f"{format_size(self._budget_bytes)}. A plan that needs less is followed from now "
+            f"on; give a larger budget or a smaller batch",
+            UserWarning,
+        )
 
     def _learn_shortage(self, study: BudgetStudy) -> None:
         """Learn that the device had not enough memory for the last step."""
         study.learn_shortage()
         self._memory.reset_peak()
+        self._warn_of_shortage(study.budget_bytes)
+
+    def _warn_of_shortage(self, budget_bytes: int) -> None:
+        """Warn once that the device had not enough memory.
+
+        Args:
+            budget_bytes: what is planned for from now on.
+        """
         if not self._was_short:
             self._was_short = True
             warn_user(
@@ -316,7 +380,7 @@ class BudgetController:
                 f"the device ran out of memory in a step under a budget of "
                 f"{format_size(self._budget_bytes)}: other programs, or other parts of this one, "
                 f"use the rest. The next steps follow the plan that needs least, and then one for "
-                f"{format_size(study.budget_bytes)}. No parameter has changed. Where the step has "
+                f"{format_size(budget_bytes)}. No parameter has changed. Where the step has "
                 f"raised torch.OutOfMemoryError, repeat it; give a smaller budget to be spared "
                 f"this",
                 UserWarning,

@@ -1,13 +1,15 @@
 """Plans one kind of step to a budget, and corrects the plan by what was measured.
 
-[Note: settling] The first steps run the most frugal plan, so that no budget is broken to find out.
-Each plan warms up for one step: files grow, memory is cold, and the first step of all makes the
-optimizer's state. The next step measures its memory, pass by pass. If that is as predicted and
-within the budget, its seconds are measured without the returning of freed memory that measuring
-memory needs: on a CPU once such steps get no shorter any more, as the first ones take from the
-system what was returned to it. Then a plan is searched for with what was learned. After a few
-plans, or as soon as one costs what was predicted, the fastest plan that was measured to fit stays.
-On a CPU it is timed once more if another plan was followed since.
+[Note: settling] The first steps offload everything, so that no budget is broken to find out. The
+first one is recorded, which gives the profile. Each plan warms up for one step: files grow, memory
+is cold, and the first step of all makes the optimizer's state. The next step measures its memory,
+pass by pass. If offloading everything is not enough, a plan that needs less is searched for.
+If a plan's memory is as predicted and within the budget, its seconds are measured without the
+returning of freed memory that measuring memory needs: on a CPU once such steps get no shorter any
+more, as the first ones take from the system what was returned to it. Then a plan is searched for
+with what was learned. After a few plans, or as soon as one costs what was predicted, the fastest
+plan that was measured to fit stays. On a CPU it is timed once more if another plan was followed
+since.
 
 What is predicted of the plan that stays is corrected by its own steps, freed memory that stays in
 the process included. What was predicted before it ran is kept beside that.
@@ -47,7 +49,7 @@ from ebbtide.planning.plan import LayerMode, Plan
 from ebbtide.planning.prediction.cautious_timing import CautiousTiming, predict_awaited
 from ebbtide.planning.prediction.step_timing import Prediction
 from ebbtide.planning.searching.plan_search import find_frugal, search
-from ebbtide.planning.searching.simple_plans import keep_all
+from ebbtide.planning.searching.simple_plans import keep_all, offload_first
 from ebbtide.planning.step_profile import StepProfile
 from ebbtide.tracing.trace import Trace
 
@@ -62,7 +64,6 @@ _GUARDED: Final = 0.03  # share of the budget that freed memory leaves free
 _REGROWTH: Final = 2.0  # how many times as much passes could grow in which that stays,
 _ROOMY: Final = 0.9  # unless the plan needs no more than this share of the budget without that
 _STEP: Final = 4.0  # by which `SLOWER` changes where more or less memory waited for its copies
-_FRUGAL_SHARE: Final = 0.9  # of the budget, that the first plan may be predicted to need
 _MOST_FRUGAL: Final = 3  # plans that are tried because they need little
 _LESS: Final = 0.9  # share of the budget that is left after the device ran out of memory
 _ANY_BYTES: Final = 2**62
@@ -70,9 +71,12 @@ _TIMED: Final = 3  # steps that measure the seconds of a plan before another one
 _FASTER: Final = 0.02  # by how much a plan must be faster to be followed instead of the last one
 _STEADY: Final = 0.05  # by how much a step must be shorter than the last one to take memory still
 _MOST_REFILLS: Final = 4  # steps that may take memory again before one is timed
+_SEARCH_STEPS: Final = 2.0  # that a search may take, as it is repeated up to five times,
+_QUICK_S: Final = 2.0  # or this long,
+_LONG: Final = 256  # in steps of more layers than this
+_SURE: Final = 1.5  # how far over the budget a first step, or a prediction, leaves nothing to try
 _APART: Final = 0.1  # how different steps must be to tell what copies cost
 _MOST_COST_S: Final = 1e-8  # that a copied byte can cost; more is something else
-_SURE: Final = 1.5  # how far over the budget the first prediction must be to try nothing at all
 
 
 class Phase(enum.Enum):
@@ -132,29 +136,40 @@ class BudgetStudy:
     """The plan of one kind of step. See [Note: settling].
 
     Args:
-        profile: the step, without its parameters: they count as in use when the step begins.
+        profile: the record of a step that offloaded everything, without its parameters: they count
+            as in use when the step begins.
         hardware: the bandwidths, until copies have been measured.
         budget_bytes: the budget.
+        begin_bytes: memory that was in use when the step began.
+        plan: the plan that the step followed; None: everything was offloaded.
 
     Attributes:
         phase: how far the planning is.
         stage: what the next step is for, if the plan has not settled.
         plan: the plan of the next step.
         budget_bytes: the budget; less than was asked for where the device did not have that.
+        saved_bytes: unique bytes that the recorded step saved.
         exceeded_bytes: the peak of a step that was over the budget, after which no better plan was
             found; 0 if there was none.
     """
 
     # Long: it is the state of one plan, and each of its methods is short.
 
-    def __init__(self, profile: StepProfile, hardware: Hardware, budget_bytes: int) -> None:
+    def __init__(
+        self,
+        profile: StepProfile,
+        hardware: Hardware,
+        budget_bytes: int,
+        begin_bytes: int = 0,
+        plan: Plan | None = None,
+    ) -> None:
         self.phase = Phase.FRUGAL
         self.stage = Stage.WARM_UP
         self._profile = profile
         self._hardware = hardware
         self.budget_bytes = self._asked_bytes = budget_bytes
         self._corrections = Corrections()
-        self._begin_bytes = 0
+        self._begin_bytes = begin_bytes
         self._slack_bytes = 0  # what an allocator holds beside what is in use
         self._freed_bytes = 0  # freed memory that stays in the process in steps with the plan
         self._over_bytes = 0  # how far plans were over the budget that should not have been
@@ -173,8 +188,9 @@ class BudgetStudy:
         self._refills_s: list[float] = []  # seconds of the steps that took memory again
         self._timed_peak_bytes = 0  # of these, and of the step before them; 0 if there was none
         self._num_timed = 0  # steps that have measured the seconds of the plan
-        self.plan = Plan(layers=())
-        self.exceeded_bytes = 0
+        self.exceeded_bytes = self.saved_bytes = 0
+        self.plan = plan or offload_first(profile, len(profile.layers))
+        self.plan = predicted_now(self.plan, self._predict(begin_bytes), 0)
 
     @property
     def profile(self) -> StepProfile:
@@ -236,10 +252,7 @@ class BudgetStudy:
         Raises:
             BudgetError: no plan fits into the budget.
         """
-        if not self.plan.layers:
-            self._begin_bytes = begin_bytes
-            self._choose_frugal()
-        elif self._searches:
+        if self._searches:
             self._begin_bytes = begin_bytes  # a process holds more than when it was last measured
             self._search()
         return self.plan
@@ -251,6 +264,58 @@ class BudgetStudy:
         """
         seen, self._seen = self._seen, frozenset(watch.peaks)
         return watch.is_whole or seen == self._seen
+
+    def learn_record(self, watch: PassWatch, trace: Trace, step_s: float) -> None:
+        """Learn from the step that was recorded: its memory, and roughly its seconds.
+
+        Args:
+            watch: its memory.
+            trace: its seconds, with those that measuring memory took.
+            step_s: seconds from its begin to the begin of the next step.
+        """
+        self._profile = measured_profile(self._profile, self.plan, trace, step_s, 0.0)
+        self._hardware = measured_hardware(self._hardware, trace)
+        watch.bind(self._profile)
+        if self.has_all_passes(watch):
+            self.learn_memory(watch, step_s)
+
+    def refuse(self, names: Set[str]) -> None:
+        """Recompute no layer of these names any more: it would not do the same again."""
+        if not any(each.may_recompute and each.name in names for each in self._profile.layers):
+            return
+        self._profile = _without_recomputing(self._profile, names)
+
+        def is_possible(plan: Plan) -> bool:
+            pairs = zip(plan.layers, self._profile.layers, strict=True)
+            return all(one.mode is LayerMode.AS_IS or two.may_recompute for one, two in pairs)
+
+        self._frugal = [each for each in self._frugal if is_possible(each.plan)]
+        self._tried = [
+            each._replace(learned=(_without_recomputing(each.learned[0], names), each.learned[1]))
+            for each in self._tried
+            if is_possible(each.plan)
+        ]
+        if not is_possible(self.plan):
+            self._searches = True
+            if self.phase is Phase.SETTLED:
+                self.phase, self._num_plans = Phase.PLANNED, 0
+
+    def estimate(self) -> PlannedStep:
+        """Return the plan that would be followed if no more were to be learned.
+
+        Raises:
+            BudgetError: no plan fits into the budget.
+        """
+        free_bytes = margin_bytes(self._hardware, self.budget_bytes)
+        try:
+            plan = self._find(free_bytes)
+        except BudgetError as error:
+            smallest_bytes = error.smallest_bytes + free_bytes
+            raise too_small(self.budget_bytes, smallest_bytes, error.price) from None
+        profile = self._corrected(self._begin_bytes)
+        return PlannedStep(
+            plan=plan, profile=profile, hardware=self._hardware, budget_bytes=self.budget_bytes
+        )
 
     def learn_memory(self, watch: PassWatch, step_s: float) -> None:
         """Learn from a step that followed the plan and was watched.
@@ -277,7 +342,8 @@ class BudgetStudy:
             measured = _Frugal(peak_bytes, self.plan, self._at_first or predicted_cost(self.plan))
             self._frugal = sorted([*others, measured], key=lambda each: each.peak_bytes)
             self.stage = Stage.MEMORY if warm_up else self._first_timed_stage
-            self._searches = not warm_up and peak_bytes > self.budget_bytes
+            enough_bytes = _SURE * self.budget_bytes if warm_up else self.budget_bytes
+            self._searches = peak_bytes > enough_bytes
         else:
             self._judge(watched.peak_bytes + self._slack_bytes, peak_bytes)
 
@@ -483,17 +549,6 @@ class BudgetStudy:
         profile = dataclasses.replace(self._corrected(begin_bytes), fixed_bytes=begin_bytes)
         return predict_awaited(profile, self._hardware, self.plan)
 
-    def _choose_frugal(self) -> None:
-        """Choose the first plan: it offloads everything, if that is predicted to be enough.
-
-        What layers need that run again is less certain before it was measured.
-        """
-        plan = self._find_frugal(int(_FRUGAL_SHARE * self.budget_bytes))
-        peak_bytes = plan.peak_bytes or 0
-        if peak_bytes > _SURE * self.budget_bytes:
-            raise too_small(self.budget_bytes, peak_bytes, None)
-        self._begin(plan)
-
     def _find_frugal(self, enough_bytes: int) -> Plan:
         profile = self._corrected(self._begin_bytes)
         timing = CautiousTiming(profile, self._hardware, self._slower)
@@ -518,7 +573,8 @@ class BudgetStudy:
             if self._frugal_fits:
                 self._follow_what_fits()
                 return
-            if self._try_another_frugal():
+            is_near = error.smallest_bytes <= _SURE * self.budget_bytes
+            if is_near and self._try_another_frugal():
                 return
             measured_bytes = self._frugal[0].peak_bytes if self._frugal else error.smallest_bytes
             smallest_bytes = min(error.smallest_bytes, measured_bytes) + free_bytes
@@ -535,6 +591,14 @@ class BudgetStudy:
         self._begin(plan)
         self.stage = Stage.WARM_UP
 
+    @property
+    def _limit_s(self) -> float | None:
+        """How long a search may take, so that all together take about ten steps; None: any time."""
+        if len(self._profile.layers) <= _LONG:
+            return None  # it is quick, and the same step always has the same plan
+        step_s = 0.0 if self._measured is None else self._measured.step_s
+        return max(_QUICK_S, _SEARCH_STEPS * step_s)
+
     def _find(self, free_bytes: int) -> Plan:
         """Search for a plan that leaves this much of the budget free.
 
@@ -546,7 +610,7 @@ class BudgetStudy:
         def find(*, cautious: bool) -> Plan:
             profile = self._corrected(self._begin_bytes, cautious=cautious)
             timing = CautiousTiming(profile, self._hardware, self._slower)
-            return search(profile, self._hardware, budget, timing)
+            return search(profile, self._hardware, budget, timing, limit_s=self._limit_s)
 
         try:
             return find(cautious=True)
@@ -564,3 +628,11 @@ class BudgetStudy:
             self._begin(self._frugal[0].plan, self._frugal[0].at_first)
             self._measured = None  # it was, of another plan
         self._end_search()
+
+
+def _without_recomputing(profile: StepProfile, names: Set[str]) -> StepProfile:
+    layers = (
+        dataclasses.replace(each, may_recompute=each.may_recompute and each.name not in names)
+        for each in profile.layers
+    )
+    return dataclasses.replace(profile, layers=tuple(layers))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from ebbtide.engine import Engine
 from ebbtide.errors import PolicyError
 from ebbtide.interface.arguments import refuse
 from ebbtide.interface.display import few
+from ebbtide.policy import ActivationPolicy
 
 _LOG = logging.getLogger(__name__)
 
@@ -51,6 +53,28 @@ def layers_of(plan: PlannedStep, model: nn.Module) -> list[str]:
             f"{few(sorted(missing))}; plan again with budget=..."
         )
     return names
+
+
+def policy_of(
+    plan: PlannedStep, policy: ActivationPolicy, given: ActivationPolicy | None
+) -> ActivationPolicy:
+    """Return the policy that a plan is followed with: its storages are numbered from its min_bytes.
+
+    Args:
+        plan: the plan.
+        policy: the policy otherwise.
+        given: what the user has given.
+
+    Raises:
+        PolicyError: the user has given another min_bytes.
+    """
+    wanted = plan.profile.min_bytes
+    if given is not None and max(1, int(given.min_bytes)) != wanted:
+        raise PolicyError(
+            f"the plan was made with min_bytes={wanted}, and the policy for activations has "
+            f"{given.min_bytes}; leave activations out, or plan again with budget=..."
+        )
+    return dataclasses.replace(policy, min_bytes=wanted)
 
 
 def resting_layers_of(plan: PlannedStep) -> list[str]:

@@ -5,15 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Final
 
-from ebbtide.budgeting.planned_step import PlannedStep, StepCost
+from ebbtide.budgeting.planned_step import StepCost
 from ebbtide.errors import BudgetError
-from ebbtide.planning.budgets import PlanBudget
 from ebbtide.planning.hardware import Hardware
 from ebbtide.planning.plan import Plan
-from ebbtide.planning.prediction.cautious_timing import CautiousTiming
 from ebbtide.planning.prediction.step_timing import Prediction
-from ebbtide.planning.searching.plan_search import search
-from ebbtide.planning.step_profile import StepProfile
 from ebbtide.units import format_size
 
 _MARGIN: Final = 0.05  # share of the budget that stays free, as no two steps are alike,
@@ -35,37 +31,12 @@ def predicted_cost(plan: Plan) -> StepCost:
 
 def is_same(plan: Plan, other: Plan) -> bool:
     """Whether two plans do the same with each storage."""
-    return _cut(plan) == _cut(other)
+    return plan is other or _cut(plan) == _cut(other)
 
 
 def _cut(plan: Plan) -> Plan:
     """Return a plan without what is predicted of it."""
     return dataclasses.replace(plan, step_s=None, peak_bytes=None, bound_s=None)
-
-
-def plan_by_estimate(
-    profile: StepProfile, hardware: Hardware, budget_bytes: int, begin_bytes: int
-) -> PlannedStep:
-    """Plan a step as a budget would, if all estimates were right and nothing were measured.
-
-    Args:
-        profile: the step, without its parameters.
-        hardware: the bandwidths.
-        budget_bytes: the budget.
-        begin_bytes: memory in use when the step begins.
-
-    Raises:
-        BudgetError: no plan fits into the budget.
-    """
-    profile = dataclasses.replace(profile, fixed_bytes=begin_bytes)
-    free_bytes = margin_bytes(hardware, budget_bytes)
-    budget = PlanBudget(device_bytes=budget_bytes - free_bytes)
-    try:
-        plan = search(profile, hardware, budget, CautiousTiming(profile, hardware, SLOWER))
-    except BudgetError as error:
-        smallest_bytes = error.smallest_bytes + free_bytes
-        raise too_small(budget_bytes, smallest_bytes, error.price) from None
-    return PlannedStep(plan=plan, profile=profile, hardware=hardware, budget_bytes=budget_bytes)
 
 
 def predicted_now(plan: Plan, prediction: Prediction, slack_bytes: int) -> Plan:

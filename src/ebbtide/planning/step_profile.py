@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, final
 
 from ebbtide.errors import PolicyError
+from ebbtide.policy import DEFAULT_MIN_BYTES
 
 FORMAT: Final = "ebbtide-step-profile"
-VERSION: Final = 1
+VERSION: Final = 2
 
 
 class StorageId(NamedTuple):
@@ -141,6 +142,7 @@ class StepProfile:
         before_working_bytes: device memory that the work before the first layer needs.
         loss_working_bytes: device memory that the work between the passes needs.
         after_working_bytes: device memory that the work after the last pass needs.
+        min_bytes: smaller storages are not numbered, because they stay where they are.
 
     Raises:
         PolicyError: a figure is negative or not a number, or a storage refers to one that does not
@@ -155,6 +157,7 @@ class StepProfile:
     before_working_bytes: int = 0
     loss_working_bytes: int = 0
     after_working_bytes: int = 0
+    min_bytes: int = DEFAULT_MIN_BYTES
 
     def __post_init__(self) -> None:
         if not isinstance(self.layers, tuple) or not self.layers:

@@ -42,6 +42,6 @@ class BudgetTurns:
 
 
 def _is_settled(model: FoundModel) -> bool:
-    """Whether a model keeps its plan, or has none after its first step."""
+    """Whether a model keeps its plan, or could not be planned from its first step."""
     plan = model.plan
-    return model.num_steps > 0 if plan is None else plan.settled
+    return model.num_steps > 1 if plan is None else plan.settled

@@ -1,22 +1,25 @@
-"""Plans a call of a model without offloading it, for `ebbtide run --dry`."""
+"""Plans a model from its first step, in which nothing leaves, for `ebbtide run --dry`."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import time
+from typing import Any, NamedTuple, final
 
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
+from ebbtide.api import offload
 from ebbtide.budgeting.budget_controller import assumed_hardware
 from ebbtide.budgeting.budget_size import parse_budget_bytes
+from ebbtide.budgeting.budget_study import BudgetStudy
 from ebbtide.budgeting.fixed_plan import layers_of, load_plan
-from ebbtide.budgeting.plan_estimates import plan_by_estimate
+from ebbtide.budgeting.pass_watch import PassWatch
 from ebbtide.budgeting.planned_step import PlannedStep
-from ebbtide.hooks.layers import LayerModules, match_layers
 from ebbtide.layers.covering import covering_layers
 from ebbtide.memory.measured_memory import memory_of
-from ebbtide.parameters.homes import find_device
-from ebbtide.planning.profiling.fake_profile import profile_activations
-from ebbtide.planning.profiling.fake_step import CallArguments
+from ebbtide.planning.profiling.recorded_profile import profile_recorded_step
+from ebbtide.planning.searching.simple_plans import keep_all
+from ebbtide.policy import ActivationPolicy
 from ebbtide.running.run_options import RunOptions
 
 
@@ -34,43 +37,75 @@ class DryPlan(NamedTuple):
     planned: PlannedStep | None
 
 
-def plan_call(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], options: RunOptions
-) -> DryPlan:
-    """Say what would be done with a model that is called with these arguments.
+@final
+class DryStep:
+    """The first training step of a model, in which nothing leaves the device.
 
-    Gradients that the first backward will make count as in use. The state of an optimizer counts
-    only if it is there already.
+    Args:
+        model: the model, whose first training forward is about to begin.
+        args: the positional arguments of the forward.
+        kwargs: its keyword arguments.
+        options: how the model would be offloaded.
 
     Raises:
-        PolicyError: the model could not be offloaded, or it cannot run with fake tensors.
-        BudgetError: no plan fits into the budget.
+        PolicyError: it could not be.
         OSError: the file of the plan cannot be read.
     """
-    device = find_device([model])
-    assert device is not None, "the model has parameters"
-    found = _find_layers(model, options)
-    hardware = assumed_hardware(device)
-    call = CallArguments(args, kwargs)
-    profile = profile_activations(model, found.modules, call, hardware, options.min_bytes)
-    first = [each for layer in profile.layers for each in layer.storages if each.same_as is None]
-    saved_bytes = sum(each.size_bytes for each in first)
-    names = tuple(found.names)
-    if options.plan is not None:
-        return DryPlan(names, saved_bytes, load_plan(options.plan))
-    if options.budget is None:
-        return DryPlan(names, saved_bytes, None)
-    memory = memory_of(device)
-    missing_bytes = sum(p.nbytes for p in model.parameters() if p.requires_grad and p.grad is None)
-    budget_bytes = parse_budget_bytes(options.budget, memory.total_bytes)
-    begin_bytes = memory.now_bytes() + missing_bytes
-    planned = plan_by_estimate(profile, hardware, budget_bytes, begin_bytes)
-    return DryPlan(names, saved_bytes, planned)
 
+    def __init__(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], options: RunOptions
+    ) -> None:
+        self._options = options
+        self._given = None if options.plan is None else load_plan(options.plan)
+        layers = options.layers or covering_layers(model)  # only what layers save is planned
+        if self._given is not None:
+            layers = layers_of(self._given, model)
+        policy = ActivationPolicy(num_layers=0, min_bytes=options.min_bytes)
+        self._handle = offload(model, activations=policy, layers=layers, trace=True)
+        self._engine = self._handle._engine
+        self._memory = memory_of(self._engine.torch_device)
+        held = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        self._watch = PassWatch(self._memory, None, None, self._engine.find_record, held)
+        self._engine.passes = self._watch
+        self._begin_s = time.perf_counter()
 
-def _find_layers(model: nn.Module, options: RunOptions) -> LayerModules:
-    if options.plan is not None:
-        return match_layers(model, layers_of(load_plan(options.plan), model))
-    if options.layers:
-        return match_layers(model, options.layers)
-    return match_layers(model, covering_layers(model))  # only what layers save is profiled
+    def result(self) -> DryPlan | None:
+        """Return what would be done, and leave the model alone from now on.
+
+        Returns:
+            None while the step has not ended.
+
+        Raises:
+            PolicyError: the model cannot be planned.
+            BudgetError: no plan fits into the budget.
+        """
+        engine = self._engine
+        if engine.is_in_step() or not engine.num_steps or not engine.had_backward:
+            return None
+        step_s = time.perf_counter() - self._begin_s
+        self._watch.finish()
+        storages, trace = engine.inspect().storages, engine.trace
+        names = self._handle.layers
+        self.end()
+        saved_bytes = sum(each.size_bytes for each in storages)
+        if self._options.budget is None:
+            return DryPlan(names, saved_bytes, self._given)
+        hardware = assumed_hardware(engine.torch_device)
+        profile = profile_recorded_step(
+            storages,
+            self._watch.calls,
+            hardware,
+            min_bytes=engine.placement.min_bytes,
+            keeps_all=True,
+        )
+        budget_bytes = parse_budget_bytes(self._options.budget, self._memory.total_bytes)
+        begin_bytes = self._watch.begin_bytes
+        study = BudgetStudy(profile, hardware, budget_bytes, begin_bytes, keep_all(profile))
+        study.learn_record(self._watch, trace, step_s)
+        return DryPlan(names, saved_bytes, study.estimate())
+
+    def end(self) -> None:
+        """Put the model back as it was."""
+        self._engine.passes = None
+        self._memory.reuse_freed(True)
+        self._handle.detach()

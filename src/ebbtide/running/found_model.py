@@ -17,7 +17,7 @@ from ebbtide.hooks.layers import class_of
 from ebbtide.pages.collect_record import RunSources, collect_record
 from ebbtide.pages.run_record import RunRecord
 from ebbtide.parameters.homes import home_of
-from ebbtide.running.dry_plan import DryPlan
+from ebbtide.running.dry_plan import DryPlan, DryStep
 from ebbtide.tracing.trace import Trace
 from ebbtide.transfers.account import Account
 from ebbtide.transfers.stats import StepStats
@@ -42,6 +42,7 @@ class FoundModel:
         waits_for_turn: whether other models are planned first.
         notes: what else is to be known.
         budget_error: the last one that its calls have raised; None if none has.
+        dry_step: its first step with `--dry`, until that has ended.
         dry: what `--dry` found that would be done.
         last_call: number of its last call among those of all models.
     """
@@ -58,6 +59,7 @@ class FoundModel:
         self.waits_for_turn = False
         self.notes: list[str] = []
         self.budget_error: BudgetError | None = None
+        self.dry_step: DryStep | None = None
         self.dry: DryPlan | None = None
         self.last_call = 0
         self._handle: weakref.ref[OffloadHandle] | None = None

@@ -25,7 +25,7 @@ from ebbtide.errors import BudgetError, EbbtideError
 from ebbtide.forks import watch_forks
 from ebbtide.memory.measured_memory import AbstractMemory, memory_of
 from ebbtide.running.budget_turns import BudgetTurns
-from ebbtide.running.dry_plan import plan_call
+from ebbtide.running.dry_plan import DryStep
 from ebbtide.running.found_model import FoundModel
 from ebbtide.running.known_modules import KnownModules, NoteError
 from ebbtide.running.passing_reasons import (
@@ -104,6 +104,8 @@ class ModelFinder:
         self._num_calls += 1
         model.last_call = self._num_calls
         model.refresh()
+        if model.dry_step is not None:
+            self._end_dry(model)
         if model.waits_for_turn and self._turns.is_next(model):
             self._plan_now(model)
 
@@ -152,11 +154,12 @@ class ModelFinder:
         others = [each.model() for each in self.found if each.handle is not None]
         model.left_alone = find_obstacle(chosen, [each for each in others if each is not None])
         if model.left_alone is None and self._is_dry:
-            self._plan_dry(model, chosen, args, kwargs)
+            self._begin_dry(model, chosen, args, kwargs)
         elif model.left_alone is None:
             self._attach(model, chosen, by_parts=owner is not None)
         if self._is_dry:
-            self._show(model)
+            if model.dry_step is None:
+                self._show(model)
         elif model.left_alone is not None and model.left_alone != OWN_OFFLOAD:
             self._say(f"{model.name} is left alone: {model.left_alone}")
         return model
@@ -190,16 +193,39 @@ class ModelFinder:
             model.detach("it could not be offloaded again")
             self._attach(model, module)
 
-    def _plan_dry(
+    def _begin_dry(
         self, model: FoundModel, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
+        """Record the training step of a model that begins now."""
+        self._is_attaching = True
         try:
-            model.dry = plan_call(module, args, kwargs, self._options)
+            model.dry_step = DryStep(module, args, kwargs, self._options)
+        except (EbbtideError, OSError) as error:
+            model.left_alone = str(error)
+        finally:
+            self._is_attaching = False
+
+    def _end_dry(self, model: FoundModel) -> None:
+        """Plan a model whose recorded step has ended, and say what would be done with it."""
+        step = model.dry_step
+        assert step is not None
+        try:
+            model.dry = step.result()
+            if model.dry is None:
+                return
             model.layers = model.dry.layers
         except BudgetError as error:
             model.note_budget_error(error)
         except (EbbtideError, OSError) as error:
             model.left_alone = str(error)
+        model.dry_step = None
+        self._show(model)
+
+    def end_dry_steps(self) -> None:
+        """Plan the models whose recorded step was the last one of the script."""
+        for model in self.found:
+            if model.dry_step is not None:
+                self._end_dry(model)
 
     # ---- other code that wants a model as it was ----------------------------------------------
 

@@ -135,6 +135,7 @@ class RunSession:
     def make_report(self) -> RunReport:
         """Return the report on what was found until now. The device is waited for."""
         finder = self.finder
+        finder.end_dry_steps()
         for model in finder.found:
             model.freeze()
         memory = finder.memory
@@ -150,6 +151,7 @@ class RunSession:
 
     def is_over_budget(self) -> bool:
         """Whether the last call of a model found no plan within the budget."""
+        self.finder.end_dry_steps()
         return any(
             model.budget_error is not None and not model.has_recovered
             for model in self.finder.found

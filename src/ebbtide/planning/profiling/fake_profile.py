@@ -23,7 +23,7 @@ counts with what comes before it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
@@ -32,7 +32,7 @@ from ebbtide.errors import PolicyError
 from ebbtide.interface.arguments import check_model, check_modules, parse_number, refuse
 from ebbtide.planning.hardware import Hardware
 from ebbtide.planning.profiling.fake_recomputation import recompute_calls
-from ebbtide.planning.profiling.fake_step import Batch, CallArguments, FakeStep, Loss
+from ebbtide.planning.profiling.fake_step import Batch, FakeStep, Loss
 from ebbtide.planning.profiling.profile_assembly import StepAssembly, StepFindings
 from ebbtide.planning.profiling.recomputed_passes import with_recomputation, without_recomputation
 from ebbtide.planning.profiling.saved_storages import SavedStorages, unpack, without_graph
@@ -58,8 +58,8 @@ def profile_with_fake_tensors(
 
     Args:
         model: the model, in training mode if its training is meant.
-        batch: what the model is called with: one tensor, a sequence of positional arguments, a
-            mapping of arguments by name, or `CallArguments`. Only shapes and types matter.
+        batch: what the model is called with: one tensor, a sequence of positional arguments, or a
+            mapping of arguments by name. Only shapes and types matter.
         hardware: the machine whose seconds are estimated.
         layers: the modules whose calls are layers, such as
             ``ebbtide.layers.search.find_layers(model).modules``.
@@ -105,7 +105,7 @@ def profile_with_fake_tensors(
         between=between,
     )
     assembly = StepAssembly(found, hardware, optimizer_states)
-    profile = assembly.profile()
+    profile = dataclasses.replace(assembly.profile(), min_bytes=saved.min_bytes)
     again = FakeStep(model, batch, hardware)
     again.calls.hook(again.model, names)
     recompute_calls(again.model, names, again.calls, assembly.recomputable)
@@ -142,38 +142,3 @@ def _layer_names(model: nn.Module, hardware: Hardware, layers: Iterable[nn.Modul
             f"part of it"
         )
     return names
-
-
-def profile_activations(
-    model: nn.Module,
-    layers: Sequence[nn.Module],
-    call: CallArguments,
-    hardware: Hardware,
-    min_bytes: int,
-) -> StepProfile:
-    """Profile a step without its parameters, which are in use whatever the plan is.
-
-    Args:
-        model: the model.
-        layers: the modules whose calls are its layers.
-        call: what the model is called with.
-        hardware: the machine whose seconds are estimated.
-        min_bytes: smaller storages stay where they are.
-
-    Raises:
-        PolicyError: the model cannot run with fake tensors.
-    """
-    profile = profile_with_fake_tensors(
-        model,
-        call,
-        hardware,
-        layers=layers,
-        min_bytes=min_bytes,
-        optimizer_states=0,
-        between=True,
-    )
-    without = tuple(
-        dataclasses.replace(each, weight_bytes=0, gradient_bytes=0, host_update_s=0.0)
-        for each in profile.layers
-    )
-    return dataclasses.replace(profile, layers=without)

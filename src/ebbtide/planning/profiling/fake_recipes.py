@@ -7,14 +7,12 @@ or offloads it.
 
 from __future__ import annotations
 
-from typing import Any, Final, NamedTuple, final
+from typing import Any, NamedTuple, final
 
 from torch import Tensor
 
 from ebbtide.planning.profiling.storage_ledger import StorageLedger
 from ebbtide.tensors.recipes import MOST_STEPS, RECIPES
-
-_NOTE: Final = "ebbtide.profiled"  # key in a node's metadata, with the number of the output
 
 
 class FakeRecipe(NamedTuple):
@@ -66,9 +64,6 @@ class FakeRecipes:
         if key not in self._versions:
             self._find(tensor, key)
         self._versions[key] = tensor._version
-        node: Any = tensor.grad_fn
-        if node is not None:
-            node.metadata[_NOTE, tensor.output_nr] = key, tensor._version, tensor.nbytes
 
     def _find(self, tensor: Tensor, key: int) -> None:
         output = tensor if tensor._base is None else tensor._base
@@ -81,7 +76,7 @@ class FakeRecipes:
             return
         inputs: list[_Input] = []
         for place, name in enumerate(recipe.inputs):
-            found = self._saved_by(node, name) or self._noted(node, place)
+            found = self._saved_by(node, name) or self._saved_before(node, place)
             if found is None:
                 return
             inputs.append(found)
@@ -107,11 +102,9 @@ class FakeRecipes:
             return _Input(None, tensor.nbytes)
         return _Input(key, tensor.nbytes) if tensor._version == self._versions[key] else None
 
-    @staticmethod
-    def _noted(node: Any, place: int) -> _Input | None:
-        """Return an operation's input that another operation has saved."""
+    def _saved_before(self, node: Any, place: int) -> _Input | None:
+        """Return an operation's input that the operation before has saved as its result."""
         if place >= len(node.next_functions):
             return None
         producer, number = node.next_functions[place]
-        note = None if producer is None else producer.metadata.get((_NOTE, number))
-        return None if note is None or note[1] else _Input(note[0], note[2])
+        return None if producer is None or number else self._saved_by(producer, "result")

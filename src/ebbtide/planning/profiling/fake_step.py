@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -21,15 +21,7 @@ from ebbtide.planning.profiling.operator_watch import OperatorWatch
 from ebbtide.planning.profiling.storage_ledger import StorageLedger
 from ebbtide.tensors.random_numbers import note_random_numbers
 
-
-class CallArguments(NamedTuple):
-    """All arguments of one call of a model."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-
-Batch = Sequence[Any] | Mapping[str, Any] | Tensor | CallArguments
+Batch = Sequence[Any] | Mapping[str, Any] | Tensor
 """What a model is called with."""
 
 Loss = Callable[[Any], Tensor]
@@ -150,8 +142,6 @@ def explained(model: nn.Module) -> Iterator[None]:
 
 
 def _call(model: nn.Module, arguments: Any) -> Any:
-    if isinstance(arguments, CallArguments):
-        return model(*arguments.args, **arguments.kwargs)
     if isinstance(arguments, Mapping):
         return model(**arguments)
     return model(arguments) if isinstance(arguments, Tensor) else model(*arguments)

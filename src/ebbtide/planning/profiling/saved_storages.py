@@ -56,6 +56,7 @@ class SavedStorages:
         firsts: the part of the forward that saved each storage first, by key.
         saves: for each part of the forward, the keys of the storages that it saved, in order.
         recipes: finds the storages that can be rebuilt.
+        min_bytes: as given, and at least 1.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class SavedStorages:
         self._ledger = ledger
         self._device = device
         self._parameters = parameters
-        self._min_bytes = max(min_bytes, 1)
+        self.min_bytes = max(min_bytes, 1)
         self._frozen_shapes: set[torch.Size] = set()
         self.recipes = FakeRecipes(ledger, unpack)
 
@@ -101,7 +102,7 @@ class SavedStorages:
         if tensor.device != self._device or tensor.layout is not torch.strided:
             return False
         whole = tensor if tensor._base is None else tensor._base
-        if max(tensor.nbytes, whole.nbytes) < self._min_bytes or not tensor.nbytes:
+        if max(tensor.nbytes, whole.nbytes) < self.min_bytes or not tensor.nbytes:
             return False
         return not self._is_parameter(tensor)
 

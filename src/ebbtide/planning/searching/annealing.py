@@ -36,6 +36,8 @@ def anneal(contest: Contest, most_work: int = MOST_WORK) -> None:
     tries = most_work // len(contest.profile.layers) if first_s else 0
     known = list(changes(contest))
     for done in range(tries):
+        if contest.is_late:
+            return
         temperature = _HOT * (_COLD / _HOT) ** (done / tries)
         changed = current.choices.copy()
         if not apply_change(choose.choice(known), changed):

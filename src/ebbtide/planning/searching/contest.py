@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import NamedTuple, final
 
@@ -48,6 +49,7 @@ class Contest:
         budget: what plans may use.
         resting: whose weights rest on the host; empty: nobody's.
         by_pass: whether each pass may have a window of its own. See [Note: windows].
+        limit_s: seconds after which no more plans should be predicted; None: there is no hurry.
 
     Attributes:
         profile: as given.
@@ -68,6 +70,7 @@ class Contest:
         resting: Resting = (),
         *,
         by_pass: bool = False,
+        limit_s: float | None = None,
     ) -> None:
         self.profile = profile
         self.budget = budget
@@ -76,6 +79,7 @@ class Contest:
         self.bounds = inflight_choices(profile)
         if by_pass and not any(self.resting):
             self.bounds = (*self.bounds, BY_PASS)
+        self._ends_s = None if limit_s is None else time.monotonic() + limit_s
         self.best: Contestant | None = None
         self.num_predictions = 0
         self.predictor = predictor
@@ -128,6 +132,16 @@ class Contest:
             changed = choices.copy()
             changed.inflight_bytes = inflight_bytes
             self.enter(changed)
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds that are left for predictions; None: there is no hurry."""
+        return None if self._ends_s is None else max(0.0, self._ends_s - time.monotonic())
+
+    @property
+    def is_late(self) -> bool:
+        """Whether no more plans should be predicted."""
+        return self.left_s == 0.0
 
     @property
     def resident_bytes(self) -> int:

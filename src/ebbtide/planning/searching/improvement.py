@@ -28,7 +28,7 @@ def improve(contest: Contest, most_work: int = MOST_WORK) -> None:
         improved = False
         assert contest.best is not None
         for change in list(changes(contest)):
-            if contest.num_predictions >= most:
+            if contest.num_predictions >= most or contest.is_late:
                 return
             before = contest.best
             changed = before.choices.copy()

@@ -60,6 +60,7 @@ def search(
     predictor: Predictor,
     *,
     weights: bool = False,
+    limit_s: float | None = None,
 ) -> Plan:
     """Find the fastest plan within a budget. See [Note: search].
 
@@ -69,6 +70,9 @@ def search(
         budget: the device, host and pinned memory that the plan may use.
         predictor: predicts plans.
         weights: whether weights may rest on the host if that is faster, or if nothing else fits.
+        limit_s: about how long the search may take, for plans without weights on the host. What is
+            found by then is taken, and if the programme takes longer, the plans made by hand. None:
+            as long as it takes.
 
     Returns:
         The plan, with its prediction and the bound.
@@ -79,8 +83,12 @@ def search(
     """
     if weights:
         return _search_placements(profile, hardware, budget, predictor)
-    contest = Contest(profile, predictor, budget, by_pass=_has_windows(profile, hardware))
-    relaxation = _relax(contest, hardware, contest.resting)
+    by_pass = _has_windows(profile, hardware)
+    contest = Contest(profile, predictor, budget, by_pass=by_pass, limit_s=limit_s)
+    try:
+        relaxation = _relax(contest, hardware, contest.resting)
+    except TimeoutError:
+        return _search_by_hand(contest, hardware)
     if relaxation is None:
         raise _over([contest])
     _enter_plans(contest, hardware, relaxation)
@@ -88,6 +96,21 @@ def search(
     if not contest.has_fitting:
         raise _over([contest])
     return _finished(contest, None if proved else relaxation.bound_s)
+
+
+def _search_by_hand(contest: Contest, hardware: Hardware) -> Plan:
+    """Return the best plan that people make by hand, for steps too long for the programme.
+
+    Raises:
+        BudgetError: none of them is within the budget.
+    """
+    contest.enter(choices_of(keep_all(contest.profile), contest.uses))
+    _enter_simple(contest, hardware)
+    if not contest.has_fitting:
+        contest.enter(_most_frugal(contest).choices)
+    if not contest.has_fitting:
+        raise _over([contest])
+    return _finished(contest, busy_s(contest.profile))
 
 
 def _search_placements(
@@ -149,6 +172,7 @@ def _relax(contest: Contest, hardware: Hardware, resting: Resting | None) -> Rel
         resting=resting,
         whole_layers=_is_quick_in_whole_numbers(contest.profile),
         guides=_is_long(contest.profile),
+        limit_s=contest.left_s,
     )
 
 
@@ -184,7 +208,7 @@ def _enter_plans(contest: Contest, hardware: Hardware, relaxation: Relaxation) -
         entered = contest.enter(rounded(relaxation, contest.uses, bound_bytes))
         if entered.score.excess_bytes:
             relieve(contest, entered)
-    if not _is_close(contest, bound_s):
+    if not _is_close(contest, bound_s) and not contest.is_late:
         _enter_guided(contest, hardware, bound_s)
     if contest.fitting_s > bound_s * (1 + _SAME):
         _enter_simple(contest, hardware)
@@ -201,6 +225,8 @@ def _improve(contest: Contest, bound_s: float) -> bool:
     if len(contest.profile.layers) <= _SHORT and not _is_close(contest, bound_s):
         anneal(contest)
         improve(contest)
+    if contest.is_late:
+        return False
     if contest.fitting_s > bound_s and count_plans(contest) <= MOST_PLANS:
         enumerate_plans(contest)
         return True
@@ -246,9 +272,12 @@ def _enter_guided(contest: Contest, hardware: Hardware, bound_s: float) -> None:
         less_bytes = max(0, inflight_bytes)
         for _ in range(_GUIDES):
             is_near = count > _SHORT and contest.fitting_s <= bound_s * (1 + _NEAR)
-            if solved >= (enough if is_near else most):
+            if solved >= (enough if is_near else most) or contest.is_late:
                 return
-            guide = _guide(contest, hardware, inflight_bytes, less_bytes)
+            try:
+                guide = _guide(contest, hardware, inflight_bytes, less_bytes)
+            except TimeoutError:
+                return
             solved += 1
             if guide is None or guide.bound_s > contest.fitting_s:
                 break
@@ -298,6 +327,7 @@ def _guide(
         resting=contest.resting,
         whole_layers=_is_quick_in_whole_numbers(contest.profile),
         guides=True,
+        limit_s=None if contest.left_s is None else max(contest.left_s, 0.1),
     )
 
 
@@ -310,6 +340,8 @@ def _enter_simple(contest: Contest, hardware: Hardware) -> None:
     stride = 1 if count <= _ALL_COUNTS else -(-count // _SOME_COUNTS)
     plans += [offload_first(profile, k) for k in range(1, count, stride)]
     for plan in dict.fromkeys(plans):
+        if contest.is_late and contest.has_fitting:
+            return
         choices, bounds = choices_of(plan, contest.uses), contest.bounds
         contest.enter_if_promising(choices, bounds, copy_s_per_byte)
 
@@ -322,7 +354,7 @@ def _enter_chain(contest: Contest, hardware: Hardware) -> None:
         return
     most = contest.num_predictions + MOST_WORK // len(profile.layers)
     for plan in chain_plans(profile, hardware, room_bytes):
-        if contest.num_predictions >= most:
+        if contest.num_predictions >= most or contest.is_late:
             return
         contest.enter_if_promising(choices_of(plan, contest.uses), contest.bounds)
 
@@ -331,7 +363,14 @@ def _most_frugal(contest: Contest) -> Contestant:
     """Return the plan that needs the least device memory of those that are looked at."""
     nothing = dataclasses.replace(contest.budget, device_bytes=0)
     by_pass = BY_PASS in contest.bounds
-    frugal = Contest(contest.profile, contest.predictor, nothing, contest.resting, by_pass=by_pass)
+    frugal = Contest(
+        contest.profile,
+        contest.predictor,
+        nothing,
+        contest.resting,
+        by_pass=by_pass,
+        limit_s=contest.left_s,
+    )
     for _, plan in rule_plans(contest.profile):
         frugal.enter(choices_of(plan, contest.uses))
     improve(frugal)

@@ -93,6 +93,7 @@ def relax(
     resting: Resting | None = (),
     whole_layers: bool = False,
     guides: bool = False,
+    limit_s: float | None = None,
 ) -> Relaxation | None:
     """Solve the linear programme.
 
@@ -110,13 +111,17 @@ def relax(
         guides: whether a plan will be rounded from the optimum. Then it is one that copies little,
             if there are several, and the bound is lower by up to 1e-5 of the time of all copies.
             With ``inflight_bytes`` it is always such a one.
+        limit_s: how long the solver may take; None: as long as it takes.
 
     Returns:
         The optimum; None if no plan is within the budget.
+
+    Raises:
+        TimeoutError: the solver would take longer.
     """
     guides = guides or inflight_bytes is not None
     programme = _Programme(profile, hardware, budget, inflight_bytes, resting, guides)
-    return programme.solve(whole_layers=whole_layers)
+    return programme.solve(whole_layers=whole_layers, limit_s=limit_s)
 
 
 def _plus(*parts: Mapping[int, float]) -> Terms:
@@ -436,7 +441,7 @@ class _Programme:
 
     # ---- the optimum --------------------------------------------------------------------------
 
-    def solve(self, *, whole_layers: bool) -> Relaxation | None:
+    def solve(self, *, whole_layers: bool, limit_s: float | None) -> Relaxation | None:
         """Build the programme and solve it."""
         self._choices()
         self._place_weights()
@@ -451,7 +456,7 @@ class _Programme:
         whole: list[int] = []
         if whole_layers:
             whole = [each for each in self._c if self._upper[each]] + [h for h, _ in self._h]
-        optimum = minimize(self._costs, self._upper, self._rows, whole)
+        optimum = minimize(self._costs, self._upper, self._rows, whole, limit_s)
         return None if optimum is None else self._read(*optimum)
 
     def _read(self, cost: float, values: Sequence[float]) -> Relaxation:
