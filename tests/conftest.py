@@ -1,8 +1,10 @@
 """What holds for all tests. pytest reads it before any test file, and so before torch."""
 
 import contextlib
+import gc
 import os
 import signal
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -29,6 +31,13 @@ with contextlib.suppress(ImportError):
     settings.load_profile("ebbtide")
 
 _dead_workers: list[str] = []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _nothing_stays_frozen() -> Iterator[None]:
+    """Some test files freeze what they have imported. An offload cannot look at what is frozen."""
+    yield
+    gc.unfreeze()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from os import PathLike
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ebbtide.coexistence.compiler import ModuleHook
 from ebbtide.engine import Engine
 from ebbtide.errors import PolicyError
 from ebbtide.execution.executor import ScheduleMode
@@ -20,7 +22,6 @@ from ebbtide.hooks.forward import OffloadedForward
 from ebbtide.hooks.layers import (
     LayerModules,
     LayerTracker,
-    ModuleHook,
     match_layers,
 )
 from ebbtide.hooks.recompute import replace_forwards
@@ -39,6 +40,7 @@ from ebbtide.layers.covering import covering_layers
 from ebbtide.layers.search import find_layers
 from ebbtide.policy import ActivationPolicy, WeightPolicy
 from ebbtide.schedule import Schedule
+from ebbtide.weak import call_weakly
 
 if TYPE_CHECKING:
     from ebbtide.budgeting.budget_controller import BudgetController
@@ -117,11 +119,10 @@ def offload(
     check_activations(activations)
     check_weights(weights)
     check_trace(trace)
-    policy = activations
+    policy, planned = activations, None
     if budget is not None or plan is not None:
-        policy = check_budgeted(
-            policy, schedule, given_twice=budget is not None and plan is not None
-        )
+        given_twice = budget is not None and plan is not None
+        policy = check_budgeted(policy, schedule, given_twice=given_twice)
     elif policy is None:
         none = ActivationPolicy(num_layers=0, rebuild=False)
         policy = ActivationPolicy() if weights is None or schedule is not None else none
@@ -132,13 +133,20 @@ def offload(
             f"{type(model).__name__} has no parameters that tell which device it is on; wrap "
             f"its forward with ebbtide.wrap_forward_with_offload(model.forward, device=...)"
         )
-    planned, resting_names = None, list[str]()
+    resting_names = list[str]()
     if plan is not None:
-        from ebbtide.budgeting.fixed_plan import FixedPlan, layers_of, load_plan, resting_layers_of
+        from ebbtide.budgeting.fixed_plan import (
+            FixedPlan,
+            layers_of,
+            load_plan,
+            policy_of,
+            resting_layers_of,
+        )
 
         if layers is not None:
             raise PolicyError("a plan names the layers that it was made for; leave layers out")
         planned = load_plan(plan)
+        policy = policy_of(planned, policy, activations)
         layers = layers_of(planned, model)
         if weights is None:
             resting_names = resting_layers_of(planned)
@@ -161,7 +169,7 @@ def offload(
         # Here, because it needs SciPy, which takes long to import.
         from ebbtide.budgeting.budget_controller import BudgetController
 
-        planner = BudgetController(model, found.modules, engine, budget, int(policy.min_bytes))
+        planner = BudgetController(model, engine, budget, engine.placement.min_bytes)
     elif planned is not None:
         planner = FixedPlan(engine, planned)
     replace = replace_forwards(engine.find_recomputing) if policy.recomputes else None
@@ -171,18 +179,19 @@ def offload(
     wrapped.needs_less = getattr(planner, "learn_failed_forward", None)
     tracker.attach(model)
     tracker.warned = one_region
-    undo: list[Callable[[], None]] = [
-        functools.partial(_restore_forward, model, wrapped, model.__dict__.get("forward")),
-    ]
+    wrapped.replaced = model.__dict__.get("forward")
+    known = weakref.ref(model)  # see [Note: what a model owns]
+    undo: list[Callable[[], None]] = [functools.partial(_restore_forward, known, wrapped)]
     model.forward = wrapped
     bypass = BypassHooks(model, found, wrapped, tracker, follows_schedule=schedule is not None)
-    wrapped.was_bypass_interrupted = bypass.was_interrupted
+    wrapped.was_bypass_interrupted = call_weakly(bypass.was_interrupted)
     undo.append(bypass.detach)
     if resting is not None:
         undo.append(resting.detach)
     if planner is not None:
         undo.append(planner.detach)
-    handle = OffloadHandle(engine, tracker, [*undo, tracker.detach], planner, wrapped)
+    undo.append(tracker.detach)
+    handle = OffloadHandle(engine, tracker, undo, planner, lambda: wrapped, owner=model)
     _LOG.info("offload: %r; activations: %s; weights: %s", handle, policy, weights)
     return handle
 
@@ -238,7 +247,10 @@ def wrap_forward_with_offload(
     home = parse_device(device)
     engine = Engine(modules, policy, store, home, host_budget=host_budget, traced=trace)
     wrapped = OffloadedForward(forward, engine.hooks, None)
-    wrapped.handle = OffloadHandle(engine, (), [wrapped.deactivate], forward=wrapped)
+    wrapped.kept = forward
+    undo = [call_weakly(wrapped.deactivate)]  # the forward owns its handle
+    known = weakref.ref(wrapped)
+    wrapped.handle = OffloadHandle(engine, (), undo, forward=known, owner=wrapped)
     _LOG.info("wrap_forward_with_offload: %r; activations: %s", wrapped.handle, policy)
     return wrapped
 
@@ -294,14 +306,15 @@ def _check_schedule(
         )
 
 
-def _restore_forward(model: nn.Module, wrapped: OffloadedForward, before: object) -> None:
+def _restore_forward(known: weakref.ref[nn.Module], wrapped: OffloadedForward) -> None:
     wrapped.deactivate()
-    if model.__dict__.get("forward") is not wrapped:
+    model = known()
+    if model is None or model.__dict__.get("forward") is not wrapped:
         return  # other code has wrapped `wrapped`, which now only forwards calls
-    if before is None:
+    if wrapped.replaced is None:
         del model.forward
     else:
-        model.__dict__["forward"] = before
+        model.__dict__["forward"] = wrapped.replaced
 
 
 def _modules_of(forward: Callable[..., Any]) -> Iterator[nn.Module]:

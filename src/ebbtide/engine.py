@@ -14,14 +14,14 @@ from torch.utils._pytree import tree_leaves
 
 from ebbtide.activations.activations import Activations
 from ebbtide.activations.placement import Placement, Plan, PlannedLayers
-from ebbtide.activations.records import UnitRecords
+from ebbtide.activations.records import StorageRecord, UnitRecords
 from ebbtide.activations.windowed_passes import PassWindows
 from ebbtide.coexistence.other_hooks import hooks_are_wanted, let_others_disable
 from ebbtide.coexistence.unsharded import UnshardedParameters
 from ebbtide.devices.accelerator import AcceleratorDevice
 from ebbtide.devices.cpu import CpuDevice
 from ebbtide.devices.device import AbstractDevice
-from ebbtide.devices.lanes import watch
+from ebbtide.devices.lanes import defer, watch
 from ebbtide.errors import PolicyError
 from ebbtide.execution.executor import ScheduleExecutor, ScheduleMode
 from ebbtide.hooks.layers import LayerModules
@@ -37,8 +37,9 @@ from ebbtide.ownership.tensor_owners import TensorOwners
 from ebbtide.parameters.homes import find_device, home_of
 from ebbtide.parameters.parameters import DeviceParameter
 from ebbtide.policy import ActivationPolicy, WeightPolicy
-from ebbtide.recomputation.call import Recomputing, find_recomputing
+from ebbtide.recomputation.call import NoRestingWeights, Recomputing, find_recomputing
 from ebbtide.recomputation.recomputations import Recomputations
+from ebbtide.recomputation.verification import Verifications
 from ebbtide.reports.inspection import Inspection, inspect
 from ebbtide.schedule import Action, Direction, Schedule, Unit
 from ebbtide.stores.build import build_store, parse_store
@@ -61,10 +62,10 @@ _CLOSING_S = 0.05  # between two looks at an engine that graphs still need after
 class PassListener(Protocol):
     """Is notified of the passes of a step, in the order in which the host queues their work."""
 
-    def begin_forward_of(self, layer: int) -> None:
-        """Called when a layer's forward begins."""
+    def begin_forward_of(self, layer: Layer, inputs: Any) -> None:
+        """Called when a layer's forward begins with these arguments, in nested containers."""
 
-    def end_forward_of(self, layer: int) -> None:
+    def end_forward_of(self, layer: Layer) -> None:
         """Called when it has ended."""
 
     def end_forward(self) -> None:
@@ -129,7 +130,9 @@ class Engine:
         let_others_disable()
         self.mode = mode
         self.placement = Placement(policy, plan, layers_only=mode is not None)
-        self._modules = modules
+        self._modules = [weakref.ref(module) for module in modules]
+        kinds = [type(module).__name__ for module in modules]
+        self._subject = kinds[0] if len(kinds) == 1 else count(len(kinds), "module")
         self._host_limit = None if host_budget is None else parse_host_budget(host_budget)
         self._traced = traced
         self._policy = policy
@@ -141,8 +144,20 @@ class Engine:
         self._bound_bytes: int | None = None
         self._windows: PassWindows | None = None
         self._has_room: Callable[[], bool] | None = None
-        self._units: list[UnitRecords | None] = []  # one for each open layer, innermost last
+        self._verifications = Verifications()
+        self._no_weights = NoRestingWeights()
+        self.placement.refused = self._verifications.refused
         self._build(find_device(modules) or self._default_device())
+
+    def let_go(self) -> None:
+        """Free what the offload holds of a model that is gone. Graphs keep what they need.
+
+        It may be called in a finalizer, so the store, whose closing can block, is closed later.
+        """
+        # The weights refer to the parameters, and own the memory in which these rest.
+        self.weights = self._hooks.pack_weight = None
+        self._parameters.resting = ()
+        defer(self.close)
 
     @property
     def stats(self) -> StepStats:
@@ -218,9 +233,9 @@ class Engine:
         return self._policy
 
     @property
-    def modules(self) -> Sequence[nn.Module]:
-        """The modules whose parameters are not treated as activations."""
-        return self._modules
+    def modules(self) -> list[nn.Module]:
+        """The modules whose parameters are not treated as activations, unless they are gone."""
+        return [module for known in self._modules if (module := known()) is not None]
 
     @property
     def is_traced(self) -> bool:
@@ -240,9 +255,24 @@ class Engine:
             return True
         return self._traced and any(event.what == "backward" for event in self.trace.events)
 
+    @property
+    def num_verifying(self) -> int:
+        """Number of layer calls that were verified, in the step that runs or else the last one.
+
+        They were chosen to be recomputed, and were offloaded instead: see
+        [Note: verified recomputation].
+        """
+        return self._recomputations.num_verifying
+
+    @property
+    def refused_layers(self) -> frozenset[str]:
+        """Names of the layers that are not recomputed, because they would not do the same again."""
+        self._verifications.settle()
+        return frozenset(self._verifications.refused)
+
     def is_in_step(self) -> bool:
         """Whether the step of the last forward has not ended. To be asked between forwards."""
-        self.activations.end_read_step()
+        self.activations.end_step_with_graphs()
         return bool(self.transfers.live) and self.transfers.account.origin is not None
 
     def record_steps(self, *, traced: bool) -> None:
@@ -255,8 +285,6 @@ class Engine:
         kind, directory = parse_store(self._store)
         if kind == "auto":
             kind = "disk" if self.torch_device.type == "cpu" else "host"
-        modules = count(len(self._modules), "module")
-        name = type(self._modules[0]).__name__ if len(self._modules) == 1 else modules
         last = self.transfers.account.last_counts
         moved = {
             "kept": last.kept_bytes,
@@ -268,7 +296,9 @@ class Engine:
         done = ", ".join(f"{format_size(size)} {what}" for what, size in moved.items() if size)
         under_way = self.transfers.live or self.transfers.running
         return {
-            "model": f"{name} on {self.torch_device}" if self._modules else str(self.torch_device),
+            "model": f"{self._subject} on {self.torch_device}"
+            if self._modules
+            else str(self.torch_device),
             "store": kind if directory is None else f"{kind}:{directory}",
             "last step": (done or "nothing offloaded") if last.num_saved else "none yet",
             "now": "a step is under way" if under_way else "no step is under way",
@@ -284,6 +314,15 @@ class Engine:
         if self.mode is not None:
             settings["schedule"] = f"of {count(self.mode.schedule.num_layers, 'layer')}"
         return settings
+
+    def find_record(self, address: int, version: int) -> StorageRecord | None:
+        """Return the live record of a storage at this version; None if autograd has not saved it.
+
+        Args:
+            address: address of the storage.
+            version: version of the tensor.
+        """
+        return self.activations.find(address, version)
 
     def inspect(self) -> Inspection:
         """Report each storage's fate in the last step, and what is in flight now."""
@@ -309,10 +348,10 @@ class Engine:
             self._build_after_interrupt()
         if self.weights is not None:
             return self._hooks  # offloaded parameters are on the host: they do not tell the device
-        first = next((p for module in self._modules for p in module.parameters()), None)
+        first = next((p for module in self.modules for p in module.parameters()), None)
         # On the meta device nothing is computed, as with `functional_call` and meta parameters.
         if first is not None and home_of(first) not in (self.torch_device, _META):
-            device = find_device(self._modules)
+            device = find_device(self.modules)
             assert device is not None
             before = self.transfers
             self._build(device)
@@ -324,7 +363,6 @@ class Engine:
         if self.transfers.gate.is_inherited:
             if self.weights is not None:
                 self.weights.check_process()
-            self._units.clear()
             self._build(self.torch_device)
 
     def offload_weights(
@@ -348,8 +386,14 @@ class Engine:
     # ---- called by the hooks on a model's layers ----------------------------------------------
 
     def begin_forward(self) -> None:
-        """Note that a forward of the model begins."""
-        self._units.clear()
+        """Note that a forward of the model begins.
+
+        Raises:
+            SavedTensorModifiedError: a layer was recomputed on an accelerator in a step before and
+                has given something else.
+        """
+        self._verifications.settle()
+        self._verifications.check_samples(self.transfers.device)
         if self._windows is not None:
             self._windows.begin_forward(self.activations)
         if self.executor is not None:
@@ -371,35 +415,34 @@ class Engine:
             completed = num_layers is not None
             self.executor.end_microbatch(self._microbatch, completed=completed)
 
-    def begin_layer(self, layer: Layer) -> None:
-        """Note that a layer's forward begins."""
+    def begin_layer(self, layer: Layer, inputs: Any) -> None:
+        """Note that a layer's forward begins with these arguments."""
+        self.activations.begin_copies(self.activations.scopes.here.unwritten)
         if self.passes is not None:
-            self.passes.begin_forward_of(layer.index)
+            self.passes.begin_forward_of(layer, inputs)
         if self._windows is not None:
             self._windows.begin_forward_of(layer.index, self.activations)
         if self.executor is None:
             self.activations.scopes.begin_layer(layer, offloads=self.placement.offloads(layer))
-            self._units.append(None)
         else:
             unit = Unit(layer.index, self._microbatch)
-            self._units.append(self._begin_layer(layer, *self.executor.begin_unit(unit)))
+            self._begin_layer(layer, *self.executor.begin_unit(unit))
 
     def find_recomputing(self, find_layer: Callable[[], Layer | None]) -> Recomputing | None:
         """Say whether the call of a layer that begins now is recomputed; `None` if it is not."""
         layer = find_layer()
         if layer is None or not self.placement.recomputes(layer):
             return None
-        weights = self.weights
-        with_weights = _without_weights if weights is None else weights.open
-        return find_recomputing(layer, self._hooks, self._recomputations, with_weights)
+        weights = self._no_weights if self.weights is None else self.weights
+        return find_recomputing(layer, self._hooks, self._recomputations, weights)
 
     def end_layer(self, layer: Layer, output: Any) -> None:
         """Note that a layer's forward has ended."""
-        log = self.activations.scopes.current.forward
-        self.activations.scopes.end_layer()
-        unit = self._units.pop()
+        scope = self.activations.scopes.end_layer()
+        self.activations.begin_copies(scope.unwritten)
+        log, unit = scope.forward, scope.unit
         if self.passes is not None:
-            self.passes.end_forward_of(layer.index)
+            self.passes.end_forward_of(layer)
         if self._windows is not None:
             self._windows.end_forward_of(layer.index, self.activations)
         if self._traced or any(each is not None for each in (unit, self.passes, self._windows)):
@@ -408,9 +451,8 @@ class Engine:
             self._watch_outputs(layer, log.number, unit, outputs)
             self._watch_windows(layer.index, log, outputs)
 
-    def _begin_layer(self, layer: Layer, unit: UnitRecords, log: ForwardLog) -> UnitRecords:
+    def _begin_layer(self, layer: Layer, unit: UnitRecords, log: ForwardLog) -> None:
         self.activations.scopes.begin_layer(layer, offloads=unit.leaves, unit=unit, forward=log)
-        return unit
 
     def _watch_outputs(
         self,
@@ -426,7 +468,7 @@ class Engine:
         if passes is not None:
             watch_nodes(outputs, lambda _: passes.begin_backward_of(layer.index))
         if recorder is not None:
-            recorder.watch_backward(Subject(layer, microbatch), outputs)
+            self.transfers.account.watch_backward(Subject(layer, microbatch), outputs)
 
     def _watch_windows(self, call: int, log: ForwardLog, outputs: Sequence[torch.Tensor]) -> None:
         """Watch for it to open the window of the backward; after what measures the backward."""
@@ -531,7 +573,7 @@ class Engine:
         """Have the memory of each recorded step recorded, too."""
         device = transfers.device
         at_rest = functools.partial(_find_at_rest, weakref.ref(self))
-        owners = TensorOwners(self._modules, device.torch_device, at_rest)
+        owners = TensorOwners(self.modules, device.torch_device, at_rest)
         read = functools.partial(memory_of, device.torch_device) if device.has_memory else None
         return MemoryWatch(read, owners, transfers.weak_poll())
 
@@ -555,21 +597,17 @@ class Engine:
         transfers.account.watch = self._watch_memory(transfers)
         self._bound_transfers()
         self.activations = Activations(self.transfers)
-        self._recomputations = Recomputations(self.activations)
+        self._recomputations = Recomputations(self.activations, self._verifications)
         self.keep_freed_memory(self._has_room)
         self.executor = None
         if self.mode is not None:
             self.executor = ScheduleExecutor(self.mode, self.activations)
-        self._parameters = ParameterIndex(self._modules)
-        unsharded = UnshardedParameters(self._modules)
+        self._parameters = ParameterIndex(self.modules)
+        unsharded = UnshardedParameters(self.modules)
         self._hooks = SavedTensorHooks(
             self.activations, self.placement, self._parameters, unsharded
         )
         transfers.is_broken = not is_whole
-
-
-def _without_weights(_: nn.Module) -> contextlib.AbstractContextManager[None]:
-    return contextlib.nullcontext()
 
 
 def _find_at_rest(engine: weakref.ref[Engine]) -> frozenset[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Sequence
 from os import PathLike
 from types import TracebackType
@@ -22,6 +23,7 @@ from ebbtide.tracing.trace import Trace
 from ebbtide.transfers.account import Account
 from ebbtide.transfers.stats import StepStats, fate_bar
 from ebbtide.units import format_size
+from ebbtide.weak import call_weakly
 
 if TYPE_CHECKING:
     from ebbtide.budgeting.budget_controller import BudgetController
@@ -48,7 +50,9 @@ class LastingFigures(NamedTuple):
 class OffloadHandle:
     """Gives the statistics of an offloaded model's last step, and undoes the offload.
 
-    Used as a context manager, it detaches on exit.
+    Used as a context manager, it detaches on exit. It does not keep the model alive, and the model
+    stays offloaded without it. When the model is gone, the handle still tells of its last step,
+    while the memory, the files and the threads of the offload are freed.
     """
 
     # Long: it is all that users call on an offload, and each of its methods is short.
@@ -59,9 +63,12 @@ class OffloadHandle:
         layers: Sequence[str] | LayerTracker,
         undo: Sequence[Callable[[], None]],
         planner: BudgetController | FixedPlan | None = None,
-        forward: OffloadedForward | None = None,
+        forward: Callable[[], OffloadedForward | None] | None = None,
+        owner: object = None,
     ) -> None:
-        self._forward = forward
+        self._find_forward = forward
+        gone = call_weakly(self._note_gone)
+        self._owner = None if owner is None else weakref.ref(owner, gone)
         self._planner = planner
         self._layers = layers
         self._engine = engine
@@ -201,7 +208,8 @@ class OffloadHandle:
         has finished that step.
         """
         plan = self.plan
-        evidence = collect_evidence(self._engine, self._forward, self.layers, plan)
+        forward = None if self._find_forward is None else self._find_forward()
+        evidence = collect_evidence(self._engine, forward, self.layers, plan)
         return explain(evidence)
 
     def detach(self) -> None:
@@ -216,6 +224,15 @@ class OffloadHandle:
         while self._undo:
             self._undo.pop()()
         self._engine.close()
+
+    def _note_gone(self, _: object) -> None:
+        """Note that what the offload was for is gone."""
+        if self._undo:
+            self._undo.clear()
+            forward = None if self._find_forward is None else self._find_forward()
+            if forward is not None:
+                forward.let_go()
+            self._engine.let_go()
 
     def __reduce__(self) -> NoReturn:
         raise PolicyError(

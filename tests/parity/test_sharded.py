@@ -94,7 +94,8 @@ def test_bfloat16_leaves(runs: Runs) -> None:
 def test_shards_of_activations_leave(world: int, name: str, runs: Runs) -> None:
     for seen in seen_by_ranks(runs, world, name):
         offloaded, parameters = seen["offloaded_bytes"], seen["parameter_bytes"]
-        assert 0 < offloaded[0] == offloaded[-1]
+        # In the first step, layers are verified before they are recomputed.
+        assert offloaded[0] >= offloaded[1] == offloaded[-1] > 0
         assert 0 < parameters[0] == parameters[-1]
         if world > 1:
             assert offloaded[0] < seen["whole_offloaded_bytes"][0]

@@ -28,8 +28,9 @@ from ebbtide.hooks import saved_tensors
 from ebbtide.hooks.saved_tensors import SavedTensorHooks
 from ebbtide.memory import disk_file
 from ebbtide.policy import ActivationPolicy
-from ebbtide.recomputation.call import find_recomputing, recompute_later
+from ebbtide.recomputation.call import NoRestingWeights, find_recomputing, recompute_later
 from ebbtide.recomputation.recomputations import Recomputations
+from ebbtide.recomputation.verification import Verifications, Verified
 from ebbtide.stores.pinned import PinnedStore
 from ebbtide.stores.staged import StagedDiskStore
 from ebbtide.stores.store import AbstractStore, Slot
@@ -149,9 +150,14 @@ class Simulation:
         self.take(Activations(Transfers(self.device, self.store, bound_bytes)))
         policy = ActivationPolicy(min_bytes=512, rebuild=self.knobs.rebuild)
         self.hooks = SavedTensorHooks(self.activations, Placement(policy), ParameterIndex([]))
-        self.recomputations = Recomputations(self.activations)
+        verifications = Verifications()
+        # Most of the calls are recomputed, as if verified before; the others are verified.
+        verified = Verified(stops_early=True, sampled=-1)
+        choices = random.Random(seed)  # not `self`: nothing in the engine may refer to the bench
+        verifications.find = lambda _: verified if choices.random() < 0.7 else None
+        self.recomputations = Recomputations(self.activations, verifications)
         self.recomputed = 0
-        self._choices = random.Random(seed)
+        self._choices = choices
 
     def make_device(self) -> AbstractDevice:
         """Make the device. A bench on another one makes another."""
@@ -186,7 +192,7 @@ class Simulation:
         if self._choices.random() < self.knobs.recompute:
             layer = Layer(self.recomputed, "recomputed")
             recomputing = find_recomputing(
-                layer, self.hooks, self.recomputations, lambda _: contextlib.nullcontext()
+                layer, self.hooks, self.recomputations, NoRestingWeights()
             )
             if recomputing is not None:
                 self.recomputed += 1

@@ -77,6 +77,9 @@ MUTATIONS = (
     Mutation("in-place-changes", instead("return False")),
     Mutation("unchanged-output", put("node is None or output._version", "node is None")),
     Mutation("rebuilt-elsewhere", remove),
+    Mutation("written-before-copy", never),
+    Mutation("inputs-of-one-forward", never),
+    Mutation("one-version", instead("tensor = values.detach()")),
     # ---- disk ---------------------------------------------------------------------------------
     Mutation("write-after-copy", remove),
     Mutation("chunk-after-write", remove),
@@ -108,13 +111,15 @@ MUTATIONS = (
     Mutation("held-weights-are-tracked", instead("self.substitutes = []"), WEIGHTS),
     Mutation("one-memory", remove, WEIGHTS),
     Mutation("data-changes-count", instead("return self._version != self.known"), WEIGHTS),
-    Mutation("leaf-of-live-graphs", instead("parameter.data = self.host"), WEIGHTS),
+    Mutation("leaf-of-live-graphs", instead("parameter.data = values"), WEIGHTS),
     Mutation("views-count", never, WEIGHTS),
     Mutation("buffer-without-readers", instead("unread = True"), WEIGHTS),
     Mutation("buffer-of-one-stream", instead("ordered = True"), WEIGHTS),
     # ---- anything between two statements -------------------------------------------------------
     Mutation("weights-of-recomputation", never, STATEMENTS),
     Mutation("copies-outlive-engine", remove, STATEMENTS),
+    Mutation("values-where-they-are", never, STATEMENTS),
+    Mutation("memory-of-others", instead("members = [m for _, m in elsewhere]"), STATEMENTS),
     # ---- what needs late kernels ---------------------------------------------------------------
     Mutation("close-after-streams", instead("self._device.finish_copies()"), LATE_READS),
     Mutation("gradient-under-lock", instead(_UNLOCKED), TWO_GRADIENTS),

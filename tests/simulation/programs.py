@@ -24,6 +24,7 @@ Apply = Callable[..., Tensor]
 Run = Callable[[Callable[[], Any]], Any]
 """Runs one forward, with hooks or without."""
 
+WRITING = "written in backward"
 UNARY: dict[str, Callable[[Tensor], Tensor]] = {
     "sin": torch.sin,
     "tanh": torch.tanh,
@@ -44,6 +45,8 @@ UNARY: dict[str, Callable[[Tensor], Tensor]] = {
     ).view_as(x),
     "spectrum": lambda x: torch.fft.irfft(torch.fft.rfft(x)[:, :9].square(), n=WIDTH),
     "windows": lambda x: x * x.flatten().unfold(0, 8, 4).sum(),
+    "rrelu": lambda x: torch.ops.aten.rrelu(x, 0.1, 0.3, True, torch.Generator()),
+    WRITING: lambda x: _WritesInBackward.apply(x),
     "double": lambda x: x.double().sin().float(),
     "checkpoint": lambda x: checkpoint(lambda y: y.sin() * y, x, use_reentrant=False),
     "reentrant checkpoint": lambda x: checkpoint(lambda y: y.sin() * y, x, use_reentrant=True),
@@ -70,6 +73,22 @@ class _FailInBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):  # noqa: ARG004
         raise InterruptedStepError
+
+
+class _WritesInBackward(torch.autograd.Function):
+    """Changes its saved tensor in place when backward has given it the tensor."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        with torch.no_grad():
+            x.mul_(0.5)
+        return gradient * x.detach()
 
 
 @dataclass
@@ -170,8 +189,9 @@ class Program:
             place is asked for all of them. Where inputs are read for a rebuild, it raises earlier,
             and also where plain autograd would not have needed that input (docs/guides/rebuild.md).
         apply: called with a function and tensors; applies the one to the others.
-        changes: tensors are changed in place. A recomputed layer needs its input where plain
-            autograd does not, so it would raise where that does not.
+        changes: tensors are changed in place, in forward or in backward. A recomputed layer needs
+            its input where plain autograd does not, so it would raise where that does not; and it
+            does not need its output where plain autograd does.
         after_error: called when a backward has raised.
     """
 
@@ -188,7 +208,7 @@ class Program:
     ) -> None:
         self._how = _How(switch, apply, starts_over, changes, after_error)
         self._source = source
-        self._unary = unary
+        self._unary = [name for name in unary if changes or name != WRITING]
 
     def run(self, run: Run, after_step: Callable[[Outcome], None] = lambda _: None) -> Outcome:
         """Run it.
@@ -251,7 +271,9 @@ class _Step:
         for action, number in self._schedule():
             if action == "forward":
                 x = self._input(x)
+                before = self._refill_unseen(x) if self.draw.random() > 0.8 else None
                 microbatch = self._try_forward(x)
+                del before
                 if microbatch is not None:
                     waiting[number] = microbatch
                 del microbatch
@@ -278,6 +300,15 @@ class _Step:
         size = self.draw.choice((8, 16, 48))
         return torch.randn(size, WIDTH, requires_grad=self.draw.random() >= 0.5)
 
+    def _refill_unseen(self, x: Tensor) -> _Microbatch | None:
+        """Refill the input so that no version tells, while a graph that nobody needs is alive."""
+        if x.requires_grad:
+            return None
+        self.outcome.content["input refilled unseen"] += 1
+        before = self._try_forward(x)
+        x.data.mul_(0.7)
+        return before
+
     def _try_forward(self, x: Tensor) -> _Microbatch | None:
         layers = list(self.networks[self.draw.random() > 0.8])
         exits = self.draw.random()
@@ -301,16 +332,23 @@ class _Step:
     def _forward(
         self, x: Tensor, layers: Network, accident: float, at: int, keeps_output: bool
     ) -> _Microbatch:
+        unneeded = None
+        if 0.7 < accident <= 0.79 and self.how.changes and not x.requires_grad:
+            x = x.clone()  # the caller's stays as it is if the store fails
+            unneeded = x @ self.weights[1]  # saves x as it was before
+            x.mul_(0.9)
         pool = [x, x @ self.weights[0] / WIDTH**0.5]
         for place, layer in enumerate(layers):
             self.how.switch(layer.offloaded)
             self._apply(layer, pool)
             if place == at:
                 self._meet(accident, pool)
+        del unneeded
         self.how.switch(True)
         loss = torch.stack([t.square().mean() for t in pool]).sum()
         output = pool[-1].detach() if keeps_output else None
-        return _Microbatch(loss, output, changed=0.79 < accident <= 0.91)
+        writes = any(layer.name == WRITING for layer in layers)
+        return _Microbatch(loss, output, changed=writes or 0.79 < accident <= 0.91)
 
     def _apply(self, layer: Layer, pool: list[Tensor]) -> None:
         a = pool[layer.first % len(pool)]

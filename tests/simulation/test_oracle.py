@@ -63,9 +63,9 @@ SEEN = {
 }
 """The mutations that the sanitizer reports; docs/internals/softdevice.md names the others."""
 RARE = {
-    "chunk-up-after-copy-down": 73,
-    "chunk-after-readers": 74,
-    "rebuilt-elsewhere": 151,
+    "chunk-up-after-copy-down": 6,
+    "chunk-after-readers": 111,
+    "rebuilt-elsewhere": 525,
 }
 """Mutations that it reports in few programs, of activations: the seed of one."""
 

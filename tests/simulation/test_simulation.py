@@ -83,6 +83,7 @@ CONTENT = {
     "dropped",
     "early exit",
     "input refilled",
+    "input refilled unseen",
     "layer absent",
     "output changed",
     "retained",

@@ -199,6 +199,18 @@ class Loop:
         if draw.random() < 0.5:
             self.evaluate(draw)
 
+    def swap_by_pointer(self, draw: random.Random) -> None:
+        """The program keeps the memory of the weights, and gives it back."""
+        self.graphs.clear()  # a layer may change a weight in the evaluation, which is refused then
+        parameters = list(self.net.parameters())
+        held = [p.data for p in parameters]
+        keeps = draw.random() < 0.5
+        for p, average in zip(parameters, self.average, strict=True):
+            p.data = average if keeps else average.clone()
+        self.evaluate(draw)
+        for p, values in zip(parameters, held, strict=True):
+            p.data = values
+
     def follow_average(self, draw: random.Random) -> None:
         for n, p in enumerate(self.net.parameters()):
             by = draw.choice((0.1, 0.2))
@@ -292,7 +304,15 @@ STATEMENTS: dict[str, Callable[[Loop, random.Random], None]] = {
     for name in (
         *("forward", "backward", "ask for gradients", "drop", "step", "evaluate"),
         *("evaluate in a thread", "search by evolution", "write", "write too late"),
-        *("swap average", "follow average", "interrupt", "copy", "detach", "offload again"),
+        *(
+            "swap average",
+            "swap by pointer",
+            "follow average",
+            "interrupt",
+            "copy",
+            "detach",
+            "offload again",
+        ),
     )
 }
 WEIGHTS = {"forward": 6, "backward": 5, "step": 3, "evaluate": 2}

@@ -197,8 +197,10 @@ def test_the_peak_is_the_loss() -> None:
             nn.functional.cross_entropy(model(batch(2048)), target).backward()
             model.zero_grad()
         explanation = handle.explain()
-    assert causes(explanation)[0] in ("loss", "one operation")
-    assert "loss" in causes(explanation)
+    # What earlier tests of this process have had freed is not always returned to the system.
+    found = [cause for cause in causes(explanation) if cause != "allocator"]
+    assert found[0] in ("loss", "one operation")
+    assert "loss" in found
 
 
 def test_the_peak_is_what_one_operation_works_on() -> None:

@@ -160,7 +160,8 @@ def test_a_budget_without_room_has_it_returned_eight_times_as_often() -> None:
 def test_what_a_budget_has_no_room_for_is_returned_by_the_thread_that_frees_it(
     trims: list[int],
 ) -> None:
-    with ebbtide.offload(nn.Linear(2, 2)) as handle:
+    model = nn.Linear(2, 2)
+    with ebbtide.offload(model) as handle:
         store = handle._engine.transfers.store
         store.freed.has_room = lambda: False
         blocked = threading.Event()

@@ -117,6 +117,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "activations": ActivationPolicy(min_bytes=1, rebuild=False),
         "schedule": ebbtide.schedule.default(1, 2),
     },
+    "recompute": {"activations": ActivationPolicy(min_bytes=1, mode="recompute")},
     "weights": {"weights": WeightPolicy()},
     "both": {
         "activations": ActivationPolicy(min_bytes=1, rebuild=False),
@@ -140,7 +141,9 @@ def any_store(kind: str) -> Iterator[Callable[[], None]]:
         yield device.finish_copies
 
 
-def check_nothing_is_left(handle: ebbtide.OffloadHandle, wait: Callable[[], None]) -> None:
+def check_nothing_is_left(
+    model: nn.Module, handle: ebbtide.OffloadHandle, wait: Callable[[], None]
+) -> None:
     for attempt in range(2000):
         if handle.inspect().in_flight.is_idle:
             break
@@ -150,7 +153,7 @@ def check_nothing_is_left(handle: ebbtide.OffloadHandle, wait: Callable[[], None
     assert handle.inspect().in_flight.is_idle, str(handle.inspect())
     assert handle.stats.num_saved > 0, "the step has not ended"
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None, "hooks are left"
-    held = {type(p) for model in handle._engine._modules for p in model.parameters()}
+    held = {type(p) for p in model.parameters()}
     assert held == {nn.Parameter}
 
 
@@ -180,7 +183,7 @@ def test_an_interrupt_at_any_line_leaves_nothing(
                 found = gradients(model, x)
                 assert all(map(torch.equal, found, expected)), interrupter.where
                 try:
-                    check_nothing_is_left(handle, wait)
+                    check_nothing_is_left(model, handle, wait)
                 except AssertionError as error:
                     raise AssertionError(f"after an interrupt at {interrupter.where}") from error
             at += STRIDE
@@ -197,6 +200,46 @@ def test_an_interrupt_at_any_line_leaves_nothing(
         time.sleep(0.02)
     assert threading.active_count() <= threads, threading.enumerate()
     assert num_files() <= files
+
+
+@pytest.mark.parametrize("kind", ["disk", "simulated"])
+def test_an_interrupt_while_a_layer_is_verified_leaves_nothing(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the first step of an offloaded model verifies that layers can be recomputed."""
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
+    x = torch.randn(8, 16)
+    expected = gradients(build(), x)
+    at = 0
+    with any_store(kind) as wait:
+        while True:
+            model = build()
+            with ebbtide.offload(model, **SETTINGS["recompute"]) as handle, patience():
+                with Interrupter(at) as interrupter, contextlib.suppress(Interrupt):
+                    step(model, x)
+                if not interrupter.where:
+                    break
+                assert torch.is_grad_enabled(), interrupter.where
+                for _ in range(2):
+                    found = gradients(model, x)
+                    assert all(map(torch.equal, found, expected)), interrupter.where
+                assert handle.stats.recomputed_bytes > 0, interrupter.where
+                check_nothing_is_left(model, handle, wait)
+            at += STRIDE
+    assert at > 1000, "the trace saw too little of the hot path"
+
+
+def test_no_other_error_hides_an_interrupt_of_the_begin_of_a_forward() -> None:
+    x = torch.randn(8, 16)
+    expected = gradients(build(), x)
+    model = build()
+    with ebbtide.offload(model, **SETTINGS["offload"]) as handle:
+        gradients(model, x)
+        for at in range(500):
+            with Interrupter(at), contextlib.suppress(Interrupt):
+                step(model, x)
+            assert all(map(torch.equal, gradients(model, x), expected))
+        check_nothing_is_left(model, handle, lambda: time.sleep(0.001))
 
 
 def test_interrupts_from_a_timer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,7 +267,7 @@ def test_interrupts_from_a_timer(monkeypatch: pytest.MonkeyPatch) -> None:
                 finally:
                     signal.setitimer(signal.ITIMER_REAL, 0)
                 assert all(map(torch.equal, gradients(model, x), expected))
-                check_nothing_is_left(handle, wait)
+                check_nothing_is_left(model, handle, wait)
             handle.detach()
     finally:
         signal.signal(signal.SIGALRM, before)
@@ -273,7 +316,7 @@ def test_a_graph_that_outlives_an_interrupt_can_be_used() -> None:
     assert all(torch.equal(p.grad, e) for p, e in zip(model.parameters(), expected, strict=True))
     del before
     gradients(model, x)
-    check_nothing_is_left(handle, lambda: time.sleep(0.001))
+    check_nothing_is_left(model, handle, lambda: time.sleep(0.001))
     handle.detach()
 
 
@@ -295,7 +338,7 @@ def test_a_saved_tensor_that_dies_in_a_cycle_is_noted() -> None:
         cycle += saved
         del loss, saved, cycle
         gc.collect()
-        check_nothing_is_left(handle, lambda: time.sleep(0.001))
+        check_nothing_is_left(model, handle, lambda: time.sleep(0.001))
 
 
 def _nodes_below(node: Any) -> list[Any]:
@@ -346,7 +389,7 @@ def test_after_ctrl_c_in_a_layer_the_model_holds_its_parameters(where: str) -> N
             assert {type(p) for p in model.parameters()} == {nn.Parameter}
         again = True
         assert all(map(torch.equal, gradients(model, x), expected))
-        check_nothing_is_left(handle, wait)
+        check_nothing_is_left(model, handle, wait)
         handle.detach()
     assert {type(p) for p in model.parameters()} == {nn.Parameter}
 

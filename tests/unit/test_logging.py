@@ -41,8 +41,9 @@ def logged(caplog: pytest.LogCaptureFixture, level: int = logging.INFO) -> list[
 def test_decisions_are_logged_by_the_module_that_makes_them(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    net = model()
     policy = ebbtide.ActivationPolicy(min_bytes=1, rebuild=False)
-    with caplog.at_level(logging.INFO, "ebbtide"), ebbtide.offload(model(), activations=policy):
+    with caplog.at_level(logging.INFO, "ebbtide"), ebbtide.offload(net, activations=policy):
         pass
     assert logged(caplog) == [
         ("stores.build", "store for a model on cpu"),
@@ -76,7 +77,7 @@ def test_a_budget_logs_each_plan_and_that_it_settled(caplog: pytest.LogCaptureFi
         train(net, 2)
     handle.detach()
     texts = [text for _, text in logged(caplog)]
-    assert texts[0] == "a new kind of step is profiled"
+    assert texts[0] == "a new kind of step is recorded, with everything offloaded"
     assert texts.count("the plan has settled") == 1
     assert "the next step follows another plan" in texts
     assert "budget 16.00 GiB, predicted peak" in caplog.records[-1].getMessage()

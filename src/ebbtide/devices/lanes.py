@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import _thread
 import atexit
+import errno
 import functools
 import logging
 import os
 import queue
+import sys
 import threading
 import time
 import weakref
@@ -23,6 +25,7 @@ from collections.abc import Callable
 from typing import Any, final
 
 from ebbtide.devices.device import AbstractEvent, AbstractLane, Origin, Span, raise_again
+from ebbtide.errors import StoreFullError
 
 _LOG = logging.getLogger(__name__)
 
@@ -88,7 +91,7 @@ _End = weakref.ref[Any] | None
 """After it no job comes: the lane was closed, or has been collected."""
 
 
-_LANES: weakref.WeakSet[WorkLane] = weakref.WeakSet()
+_WORKERS: dict[LaneEvent, weakref.ref[WorkLane]] = {}  # ends of the workers, and their lanes
 _LONGEST_END_S = 60.0
 _DEFERRED: set[LaneEvent] = set()  # work of `defer` and `watch` that has not ended
 _ENDING = threading.Event()  # the process is about to end
@@ -115,7 +118,6 @@ class WorkLane(AbstractLane):
         self._lane = lane
         self._queue: queue.SimpleQueue[_Job | _End] = queue.SimpleQueue()
         self._workers: list[threading.Thread] = []
-        _LANES.add(self)
 
     def submit(self, work: Callable[[], None], then: Callable[[], None] | None = None) -> LaneEvent:
         """Queue ``work`` and return an event that is reached when the work has ended or failed.
@@ -123,6 +125,9 @@ class WorkLane(AbstractLane):
         Args:
             work: runs in the lane's thread.
             then: runs in that thread right after the event is reached, even if the work failed.
+
+        Raises:
+            StoreFullError: the system has no thread for the lane. Nothing was queued.
         """
         event = LaneEvent(self._lane)
         if not self._workers:
@@ -132,9 +137,21 @@ class WorkLane(AbstractLane):
 
     def _start(self) -> None:
         collected = weakref.ref(self, self._queue.put)
-        arguments = self._queue, self._workers, collected
+        ended = LaneEvent()
+        arguments = self._queue, self._workers, collected, ended
         thread = threading.Thread(target=_run_lane, args=arguments, name=self._name, daemon=True)
-        thread.start()
+        _WORKERS[ended] = weakref.ref(self)
+        try:
+            thread.start()
+        except BaseException as error:
+            del _WORKERS[ended]
+            if not isinstance(error, RuntimeError):
+                raise
+            raise StoreFullError(
+                errno.EAGAIN,
+                f"the system has no thread to spare for copies ({error}). End other threads or "
+                f"processes, or raise their limit: `ulimit -u`, or the pids limit of the container",
+            ) from error
         while not self._workers:
             time.sleep(0)
 
@@ -155,10 +172,18 @@ def _run_lane(
     jobs: queue.SimpleQueue[_Job | _End],
     workers: list[threading.Thread],
     collected: weakref.ref[Any],  # noqa: ARG001  # it must live as long as the thread
+    ended: LaneEvent,
 ) -> None:
-    workers.append(threading.current_thread())
-    if workers[0] is not threading.current_thread():
-        return
+    try:
+        workers.append(threading.current_thread())
+        if workers[0] is threading.current_thread():
+            _run_jobs(jobs)
+    finally:
+        _WORKERS.pop(ended, None)
+        ended.finish()
+
+
+def _run_jobs(jobs: queue.SimpleQueue[_Job | _End]) -> None:
     while isinstance(job := jobs.get(), tuple):
         work, event, then = job
         failure: BaseException | None = None
@@ -185,18 +210,29 @@ def defer(work: Callable[[], None]) -> None:
     It does not use `threading.Thread`, which takes locks that the code interrupted by a finalizer
     may hold.
     """
-    # During interpreter shutdown no thread can start; the operating system then frees everything.
+    # During interpreter shutdown no thread may start; the operating system then frees everything.
+    if sys.is_finalizing():
+        return
     ended = LaneEvent()
     _DEFERRED.add(ended)
     try:
-        _thread.start_new_thread(_run_deferred, (work, ended))
+        _thread.start_new_thread(_run_deferred, ([work], ended))
     except RuntimeError:
         _DEFERRED.discard(ended)
 
 
-def _run_deferred(work: Callable[[], None], ended: LaneEvent) -> None:
+def _run_deferred(given: list[Callable[[], None]], ended: LaneEvent) -> None:
+    """Run work in a thread, and let go of it before its end is told.
+
+    What the work refers to may own tensors. A thread that freed them while the interpreter ends
+    would take the process down; see [Note: end of the process].
+
+    Args:
+        given: the work, which is taken from the list.
+        ended: reached when the work has ended and is gone.
+    """
     try:
-        work()
+        given.pop()()
     except Exception:
         _LOG.exception("deferred work failed")
     finally:
@@ -222,7 +258,7 @@ def watch(look: Callable[[], bool], every_s: float, name: str) -> None:
     ended = LaneEvent()
     _DEFERRED.add(ended)
     try:
-        arguments = functools.partial(run, _ENDING), ended
+        arguments = [functools.partial(run, _ENDING)], ended
         threading.Thread(target=_run_deferred, args=arguments, name=name, daemon=True).start()
     except BaseException:
         _DEFERRED.discard(ended)
@@ -238,6 +274,7 @@ def _forget_threads() -> None:
     global _ENDING
     _ENDING = threading.Event()  # a thread of the parent may hold the lock of the other one
     _DEFERRED.clear()
+    _WORKERS.clear()
 
 
 if hasattr(os, "register_at_fork"):
@@ -252,7 +289,12 @@ def _drain_all() -> None:
     """
     end_s = time.perf_counter() + _LONGEST_END_S
     _ENDING.set()
-    for lane in list(_LANES):
-        lane.drain(end_s)
-    for ended in list(_DEFERRED):
-        ended.wait_until(end_s)
+    while _DEFERRED and time.perf_counter() < end_s:  # what was deferred can defer more
+        for ended in list(_DEFERRED):
+            ended.wait_until(end_s)
+    for ended, known in list(_WORKERS.items()):
+        lane = known()
+        if lane is not None:
+            lane.drain(end_s)
+        else:  # the worker of a lane that is gone finishes its work, and ends
+            ended.wait_until(end_s)

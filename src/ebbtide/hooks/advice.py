@@ -43,9 +43,12 @@ class Advice:
             )
 
     def _warn_if_nothing_left(self) -> None:
-        """Say after the first step why it has offloaded nothing, if so."""
-        meter = self._account.last_meter
-        if self._has_looked or meter is None:
+        """Say after the first step why it has offloaded nothing, if so.
+
+        Layers that a policy recomputes are verified in the first step, so the second one tells.
+        """
+        meter, first = self._account.last_meter, 1 + self._placement.verifies_first
+        if self._has_looked or meter is None or self._account.num_steps < first:
             return
         self._has_looked = True
         left = meter.offloaded_bytes + meter.rebuilt_bytes + meter.packed_bytes

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import threading
 import types
+import weakref
 from collections.abc import Iterable
 from typing import Any, final
 
@@ -13,9 +15,30 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from ebbtide.coexistence.compiler import CompiledCall, HookedLayer
 from ebbtide.hooks.forward import OffloadedForward
-from ebbtide.hooks.layers import LayerModules, LayerTracker, ModuleHook, is_script
+from ebbtide.hooks.layers import LayerModules, LayerTracker, is_script, register_hooks
 from ebbtide.interface.warning import warn_user
+from ebbtide.weak import call_weakly
+
+
+@final
+class _BypassedForward(threading.local):
+    """The bypassed forward that runs on one thread.
+
+    Attributes:
+        last: the module whose call it is; None if none runs.
+        end: ends it.
+    """
+
+    def __init__(self) -> None:
+        self.last: weakref.ref[nn.Module] | None = None
+        self.end = contextlib.ExitStack()
+
+    @property
+    def opened(self) -> nn.Module | None:
+        """The module whose call it is; None if none runs."""
+        return None if self.last is None else self.last()
 
 
 @final
@@ -48,53 +71,62 @@ class BypassHooks:
         self._forward = forward
         self._tracker = tracker
         self._numbers = {id(module): number for number, module in enumerate(layers.modules)}
-        self._opened: nn.Module | None = None  # the module whose call is the forward that runs
-        self._end = contextlib.ExitStack()
-        self._handles: list[RemovableHandle] = []
+        self._running = _BypassedForward()
+        self._hooked = tracker.others
         for module in _openers(model, layers.names):
             if follows_schedule and id(module) in self._numbers:
                 continue
-            is_model = module is model
-            begin = ModuleHook(module, functools.partial(self._begin_call, module, is_model))
-            end = ModuleHook(module, functools.partial(self._end_call, module))
-            self._handles.append(module.register_forward_pre_hook(begin, prepend=True))
-            self._handles.append(module.register_forward_hook(end, always_call=True))
+            known, is_model = weakref.ref(module), module is model
+            begin = functools.partial(call_weakly(self._begin_call), known, is_model)
+            end = functools.partial(call_weakly(self._end_call), known)
+            register = functools.partial(call_weakly(self._register), known, is_model)
+            self._hooked.append(HookedLayer(None, "", module, register, begin, end, None))
+
+    def _register(
+        self, known: weakref.ref[nn.Module], is_model: bool, module: nn.Module
+    ) -> list[RemovableHandle]:
+        # The modules own this object by these hooks, so that it lives without `model.forward`.
+        begin = functools.partial(self._begin_call, known, is_model)
+        return register_hooks(begin, functools.partial(self._end_call, known), module)
 
     def detach(self) -> None:
         """Remove the hooks."""
-        self._forward.was_bypass_interrupted = None  # it refers to this object
-        while self._handles:
-            self._handles.pop().remove()
+        self._forward.was_bypass_interrupted = None
+        while self._hooked:
+            self._hooked.pop().remove()
 
-    def _begin_call(self, module: nn.Module, is_model: bool, _: Any) -> None:
+    def _begin_call(self, known: weakref.ref[nn.Module], is_model: bool, _: Any) -> None:
+        module = known()
+        assert module is not None, "it is called"
         if is_model and module.__dict__.get("forward") is self._forward:
             return  # it is not bypassed
-        again = module is self._opened and self.was_interrupted()
+        again = module is self._running.opened and self.was_interrupted()
         if not again and (self._tracker.is_active or torch._C._current_graph_task_id() != -1):
             return  # it belongs to the forward that runs, or recomputes a checkpointed part
         if not again and self._forward.is_running():
             return  # that forward runs without grad mode
         end = self._forward.begin_bypassed(self._numbers.get(id(module), 0), interrupted=again)
-        self._opened = module
-        self._end.callback(end)
+        self._running.last = known
+        self._running.end.callback(end)
 
     def was_interrupted(self) -> bool:
         """Whether the last bypassed forward ended without its clean-up; it is forgotten then.
 
         torch calls no hooks after Ctrl-C.
         """
-        opened = self._opened
+        opened = self._running.opened
         # A call whose hooks are only about to run is another one.
         if opened is None or _count_calls(opened) > _is_beginning(opened):
             return False
-        self._opened = None
-        self._end.pop_all()
+        self._running.last = None
+        self._running.end.pop_all()
         return True
 
-    def _end_call(self, module: nn.Module, _: Any) -> None:
-        if module is self._opened and _count_calls(module) < 2:
-            self._opened = None
-            self._end.close()
+    def _end_call(self, known: weakref.ref[nn.Module], _: Any) -> None:
+        module, running = known(), self._running
+        if module is not None and module is running.opened and _count_calls(module) < 2:
+            running.last = None
+            running.end.close()
             self._warn_of_no_plan()
 
     def _warn_of_no_plan(self) -> None:
@@ -130,7 +162,7 @@ def _is_beginning(module: nn.Module) -> bool:
     frame: types.FrameType | None = sys._getframe()
     while frame is not None and frame.f_code is not nn.Module._call_impl.__code__:
         if frame.f_code is BypassHooks._begin_call.__code__:
-            return frame.f_locals["module"] is module
+            return frame.f_locals.get("module") is module
         frame = frame.f_back
     return False
 
@@ -140,7 +172,10 @@ def _count_calls(module: nn.Module) -> int:
     count = 0
     frame: types.FrameType | None = sys._getframe()
     while frame is not None:
-        if frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals["self"] is module:
-            count += 1
+        code = frame.f_code
+        if code is nn.Module._call_impl.__code__:
+            count += frame.f_locals["self"] is module
+        elif code is CompiledCall.__call__.__code__:
+            count += frame.f_locals["self"] is module._compiled_call_impl
         frame = frame.f_back
     return count

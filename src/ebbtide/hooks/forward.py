@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import sys
+import threading
 import types
 from collections.abc import Callable
 from typing import Any, Protocol, final
@@ -13,17 +13,20 @@ from typing import Any, Protocol, final
 import torch
 from torch import nn
 
-from ebbtide.coexistence.compiler import skip_in_compiler
+from ebbtide.coexistence.compiler import ModuleHook, skip_in_compiler
 from ebbtide.coexistence.other_hooks import hooks_are_wanted
+from ebbtide.coexistence.stand_in import WrappedForward, hold_forward, itself, pass_for
 from ebbtide.errors import PolicyError
 from ebbtide.frames import visit_frames
-from ebbtide.hooks.layers import LayerTracker, ModuleHook
+from ebbtide.hooks.layers import LayerTracker
 from ebbtide.hooks.saved_tensors import SavedTensorHooks
 from ebbtide.hooks.weights import WeightHooks
 from ebbtide.interface.display import brief
+from ebbtide.interface.warning import warn_user
 from ebbtide.recomputation.forward_state import ForwardState
 from ebbtide.tracing.step_memory import Owner
 
+_LATER = types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType
 _call_numbers = itertools.count()
 
 
@@ -59,11 +62,15 @@ class OffloadedForward:
         num_unrecorded: number of calls in which autograd did not record, or other code decided what
             becomes of saved tensors.
         handle: the `OffloadHandle`; set only by `wrap_forward_with_offload`.
+        kept: the wrapped forward as long as its module is not known to own this object; None if the
+            module owns it. See [Note: what a model owns].
+        replaced: the module's own attribute ``forward`` before this object; None if it had none.
     """
 
     # Long: it must pass for a bound method, to Python, to torch, and to other code that wraps it.
 
     handle: Any
+    __wrapped__ = WrappedForward()
 
     def __init__(
         self,
@@ -73,13 +80,14 @@ class OffloadedForward:
         weights: WeightHooks | None = None,
     ) -> None:
         self._weights = weights
-        functools.update_wrapper(self, forward)
-        self._forward = forward
-        self._owner = getattr(forward, "__self__", self)
+        pass_for(self, forward)
+        self._find_forward = hold_forward(forward)
+        self.kept: Callable[..., Any] | None = None
+        self.replaced: Any = None
         self._hooks = hooks
         self._tracker = tracker
         self._active = True
-        self._calls: list[int] = []  # numbers of the calls that run, innermost last
+        self._calls: dict[int, int] = {}  # the calls that run, and the thread of each
         self._interrupted = False
         self.was_bypass_interrupted: Callable[[], bool] | None = None
         self.prepare: Callable[[tuple[Any, ...], dict[str, Any]], bool] | None = None
@@ -87,7 +95,27 @@ class OffloadedForward:
         self.needs_less: Callable[[], bool] | None = None
         self._state: ForwardState | None = None
         self.num_unrecorded = 0
-        self._is_preparing = False
+        self._has_warned = False
+
+    @property
+    def _forward(self) -> Callable[..., Any]:
+        """The wrapped forward.
+
+        Raises:
+            PolicyError: its module is gone.
+        """
+        forward = self._find_forward()
+        if forward is None:
+            raise PolicyError(
+                "the model of this offloaded forward is gone: keep a reference to the model, and "
+                "not only to its forward"
+            )
+        return forward
+
+    @property
+    def _owner(self) -> Any:
+        """What the wrapped forward is bound to; this object if it is not bound, or that is gone."""
+        return getattr(self._find_forward(), "__self__", self)
 
     @property
     def replaced_by(self) -> str:
@@ -101,6 +129,10 @@ class OffloadedForward:
     def deactivate(self) -> None:
         """Make every later call a plain call of the wrapped forward."""
         self._active = False
+
+    def let_go(self) -> None:
+        """Let go of what the offload holds for a model that is gone."""
+        self._weights = self.prepare = self.needs_less = None
 
     @property
     def __code__(self) -> types.CodeType:
@@ -135,11 +167,14 @@ class OffloadedForward:
         return getattr(self._forward, "__func__", self._forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        owner = self._owner
         # Accelerate binds what it finds in `model.forward` to the model again.
-        if args and type(args[0]) is type(self._owner) and isinstance(args[0], nn.Module):
-            if args[0] is not self._owner:
+        if args and type(args[0]) is type(owner) and isinstance(args[0], nn.Module):
+            if args[0] is not owner:
                 return self._function(*args, **kwargs)  # it is bound to a copy of the model
             args = args[1:]
+        if self.kept is not None and vars(owner).get("forward") is self:
+            self.kept = None
         if not self._active:
             return self._forward(*args, **kwargs)
         if torch.compiler.is_exporting():
@@ -160,7 +195,7 @@ class OffloadedForward:
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         # An interrupt can come between any two of these lines: see [Note: interrupts].
         call = next(_call_numbers)
-        self._calls.append(call)
+        self._calls[call] = threading.get_ident()
         weights = hooks = None
         depth, completed = 0, False
         try:
@@ -175,40 +210,37 @@ class OffloadedForward:
                 self._begin(hooks)
                 hooks.note_values(Owner.INPUTS, (args, kwargs))
             result = self._forward(*args, **kwargs)
-            completed = True
+            completed = not isinstance(result, _LATER)
             if hooks is not None:
                 hooks.note_values(Owner.OUTPUTS, result)
+                if not completed:
+                    self._warn_of_later()
         finally:
             if hooks is not None:
                 self._end(hooks, depth, completed)
             if weights is not None:
                 self._end_weights(weights)
-            self._calls.remove(call)  # last: a call that has ended and is still here was cut short
+            # Last: a call that has ended and is still here was cut short.
+            self._calls.pop(call, None)
         return result
+
+    def _warn_of_later(self) -> None:
+        """Say once that the forward has not run when its call returns."""
+        if not self._has_warned:
+            self._has_warned = True
+            warn_user(
+                "forward-yields",
+                "the model's forward is a generator or a coroutine, which runs when its call has "
+                "returned: only its layers are offloaded, each as a forward of its own. To offload "
+                "all of it, put what it does into a forward that returns its result",
+            )
 
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._state = None
-        if self.prepare is None:
+        if self.prepare is None or len(self._calls) > 1:
             return
-        if self._is_preparing:
-            raise PolicyError(
-                "other code has replaced the model's forward by a function that a copy of the "
-                "model shares, so the copy cannot be profiled; offload the model after that code "
-                "has run"
-            )
-        if len(self._calls) > 1:
-            return
-        # What other code has put around this forward is running already, and may not be entered
-        # twice, as one object of torch.autocast: a copy of the model is given none of it.
-        attributes = vars(self._owner)
-        around = attributes.get("forward", self)
-        self.was_prepared = self._is_preparing = True
-        attributes["forward"] = self
-        try:
-            may_repeat = self.prepare(args, kwargs)
-        finally:
-            attributes["forward"] = around
-            self._is_preparing = False
+        self.was_prepared = True
+        may_repeat = self.prepare(args, kwargs)
         if may_repeat and isinstance(self._owner, nn.Module):
             self._state = ForwardState(self._owner, args, kwargs)
 
@@ -238,9 +270,9 @@ class OffloadedForward:
         """Have the engine put right what an interrupt has left of an earlier forward.
 
         Args:
-            num_beginning: how many of the calls in `_calls` are about to begin.
+            num_beginning: how many calls of this thread are about to begin.
         """
-        if len(self._calls) > num_beginning:
+        if self._count_calls_here() > num_beginning:
             self._note_interrupted()
         if self.was_bypass_interrupted is not None and self.was_bypass_interrupted():
             self._interrupted = True
@@ -282,17 +314,22 @@ class OffloadedForward:
             self._tracker.end_forward(completed=completed)
 
     def is_running(self) -> bool:
-        """Whether a forward of the model runs now, on any thread, with or without grad mode."""
-        if self._calls:
+        """Whether a forward of the model runs now on this thread, with or without grad mode."""
+        if self._count_calls_here():
             self._note_interrupted()
-        return bool(self._calls)
+        return bool(self._count_calls_here())
 
     def _note_interrupted(self) -> None:
         """Note whether a call has ended without its clean-up, because an interrupt came into it."""
+        begun = list(self._calls)  # before the look at the stacks: other threads begin calls
         running = _running_calls()
-        begun, self._calls = self._calls, [call for call in self._calls if call in running]
-        if begun != self._calls:
-            self._interrupted = True
+        for call in begun:
+            if call not in running and self._calls.pop(call, None) is not None:
+                self._interrupted = True
+
+    def _count_calls_here(self) -> int:
+        here = threading.get_ident()
+        return list(self._calls.values()).count(here)
 
     def __repr__(self) -> str:
         name = getattr(self._forward, "__qualname__", None) or type(self._forward).__name__
@@ -325,6 +362,8 @@ def _running_calls() -> set[int]:
 
 
 # The compiler would break the graph at the hooks. It skips them, and compiles `forward` as a whole.
+for _name in ("_forward", "_owner"):
+    skip_in_compiler(vars(OffloadedForward)[_name].fget)
 skip_in_compiler(OffloadedForward.__call__, with_callees=False)
 skip_in_compiler(OffloadedForward._call, with_callees=False)
 skip_in_compiler(OffloadedForward._mend)
@@ -335,13 +374,3 @@ skip_in_compiler(OffloadedForward._prepare)
 skip_in_compiler(OffloadedForward._begin)
 skip_in_compiler(OffloadedForward._end)
 skip_in_compiler(ModuleHook.__call__)
-
-
-def plain_forward(module: nn.Module) -> Callable[..., Any]:
-    """Return the forward of a module's class; what a pickled replacement of it becomes."""
-    return types.MethodType(type(module).forward, module)
-
-
-def itself(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a forward; what a pickled replacement of it becomes."""
-    return forward

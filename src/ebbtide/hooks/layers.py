@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import fnmatch
 import functools
 import inspect
 import sys
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -17,12 +17,18 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ebbtide.coexistence.compiler import HookedLayer, Replacement, compiler_is_loaded, is_traced
+from ebbtide.coexistence.compiler import (
+    HookedLayer,
+    ModuleHook,
+    Replacement,
+    compiler_is_loaded,
+)
 from ebbtide.errors import PolicyError
 from ebbtide.interface.arguments import check_layers, refuse
 from ebbtide.interface.display import few
 from ebbtide.interface.warning import warn_user
 from ebbtide.transfers.layer import Layer
+from ebbtide.weak import call_weakly
 
 
 @final
@@ -156,36 +162,6 @@ def warn_of_one_region(*, recomputes: bool = False) -> None:
     )
 
 
-@final
-class ModuleHook:
-    """A forward hook of one module that does nothing on copies of the module.
-
-    `copy.deepcopy` and pickle copy a module's hooks with the module. A copy must behave like a
-    plain model, so a copied hook is replaced by `inert_hook`.
-    """
-
-    def __init__(self, module: nn.Module, action: Callable[[Any], None]) -> None:
-        self._module = weakref.ref(module)
-        self._action = action
-
-    def __call__(self, module: nn.Module, *values: Any) -> None:
-        if torch.compiler.is_exporting() or is_traced():
-            return
-        if self._module() is module:
-            self._action(values[-1])
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
-        return inert_hook
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        # A function of Python's own that does nothing: the file can be read without ebbtide.
-        return getattr, (contextlib.nullcontext(), "__exit__")
-
-
-def inert_hook(*_: Any) -> None:
-    """Do nothing; stands in for a `ModuleHook` on a copy of the model."""
-
-
 class LayerListener(Protocol):
     """Is notified when forwards and layers begin and end."""
 
@@ -195,8 +171,8 @@ class LayerListener(Protocol):
     def end_forward(self, num_layers: int | None) -> None:
         """Called when it has ended after ``num_layers`` layers, or None if it was interrupted."""
 
-    def begin_layer(self, layer: Layer) -> None:
-        """Called when a layer's forward begins."""
+    def begin_layer(self, layer: Layer, inputs: Any) -> None:
+        """Called when a layer's forward begins with these arguments, in nested containers."""
 
     def end_layer(self, layer: Layer, output: Any) -> None:
         """Called when a layer's forward has returned ``output``, which is None if it raised."""
@@ -219,6 +195,27 @@ class ReplaceForward(Protocol):
 
 
 @final
+class _RunningForward(threading.local):
+    """The forward that runs on one thread, or the last one.
+
+    Attributes:
+        active: whether it runs.
+        num_calls: number of layers that it has called.
+        called: the name of each of them.
+        open: those that run now, innermost last.
+        entered: the last one whose replaced forward was called.
+    """
+
+    active = False
+    num_calls = 0
+    entered: Layer | None = None
+
+    def __init__(self) -> None:
+        self.called: list[str] = []
+        self.open: list[Layer] = []
+
+
+@final
 class LayerTracker:
     """Numbers the layers of each forward.
 
@@ -230,7 +227,10 @@ class LayerTracker:
 
     Attributes:
         warned: whether the user knows that the model is compiled as one region.
+        others: hooked modules that are no layers, and that follow what is compiled like layers.
     """
+
+    # Long: it is notified, and tells others, of all that happens to a layer.
 
     def __init__(
         self,
@@ -240,18 +240,16 @@ class LayerTracker:
         replace: ReplaceForward | None = None,
     ) -> None:
         self._replace = replace
-        self._entered: Layer | None = None  # the last one whose replaced forward was called
-        self._layers = layers
+        self._modules = [weakref.ref(module) for module in layers.modules]
+        self._names = list(layers.names)
         self._wanted = wanted or 0
         self._listener = listener
         self._num_calls = layers.num_calls
-        self._next = 0
-        self._open: list[Layer] = []
+        self._running = _RunningForward()
         self._hooked: list[HookedLayer] = []
-        self._active = False
+        self.others: list[HookedLayer] = []
         self.warned = False
         self._is_short = False  # whether the user knows that a forward has fewer layers than wanted
-        self._called: list[str] = []  # name of each layer of this forward
         self._order: list[str] = []  # and of the last one that was completed
         self._lost: dict[str, bool] = {}  # layers that are not recomputed; whether the user knows
 
@@ -261,7 +259,7 @@ class LayerTracker:
 
         Before the first one: in model order. Modules that it did not call come last.
         """
-        return tuple(dict.fromkeys([*self._order, *self._layers.names]))
+        return tuple(dict.fromkeys([*self._order, *self._names]))
 
     def attach(self, model: nn.Module) -> None:
         """Hook the layers of a model, until `detach`."""
@@ -271,32 +269,28 @@ class LayerTracker:
             for key, child in parent.named_children()
             for name in (f"{prefix}.{key}" if prefix else key,)
         }
-        for name, module in zip(self._layers.names, self._layers.modules, strict=True):
-            begin = functools.partial(self._begin_layer, name)
+        # This object owns the `HookedLayer`s, and so they refer to it weakly.
+        end = call_weakly(self._end_layer)
+        for name, known in zip(self._names, self._modules, strict=True):
+            module = known()
+            assert module is not None, "it is a part of the model"
+            begin = functools.partial(call_weakly(self._begin_layer), name)
             parent = parents.get((id(module), name))
-            register = functools.partial(self._register, begin)
+            register = functools.partial(register_hooks, begin, end)
             key = name.rpartition(".")[2]
             replace = None
             if self._replace is not None:
-                replace = functools.partial(self._replace, self._find_begun)
-            end = self._end_layer
+                replace = functools.partial(self._replace, call_weakly(self._find_begun))
             self._hooked.append(HookedLayer(parent, key, module, register, begin, end, replace))
 
     def detach(self) -> None:
         while self._hooked:
             self._hooked.pop().remove()
 
-    def _register(self, begin: Callable[[Any], None], module: nn.Module) -> list[RemovableHandle]:
-        before, after = ModuleHook(module, begin), ModuleHook(module, self._end_layer)
-        return [
-            module.register_forward_pre_hook(before, prepend=True),
-            module.register_forward_hook(after, always_call=True),
-        ]
-
     @property
     def is_active(self) -> bool:
-        """Whether a forward runs."""
-        return self._active
+        """Whether a forward runs on the calling thread."""
+        return self._running.active
 
     def begin_forward(self, first: int = 0) -> None:
         """Begin a forward.
@@ -304,59 +298,64 @@ class LayerTracker:
         Args:
             first: number of its first layer.
         """
-        self._next = first
-        self._called = []
-        self._open.clear()
-        self._active = True
+        running = self._running
+        running.num_calls, running.called, running.active = first, [], True
+        running.open.clear()
         if compiler_is_loaded():
-            for layer in self._hooked:
+            for layer in (*self._hooked, *self.others):
                 layer.follow()
         self._listener.begin_forward()
 
     def end_forward(self, *, completed: bool) -> None:
         """Report the forward's number of layers, so that the next one knows which come last."""
-        self._active = False
-        self._listener.end_forward(self._next if completed else None)
+        running = self._running
+        running.active, num_calls = False, running.num_calls
+        self._listener.end_forward(num_calls if completed else None)
         self._warn_of_lost_forwards()
         if not completed or _in_backward():  # a recomputation, whose layers are not counted
             return
-        self._order = self._called
-        if not self._next and self._hooked and compiler_is_loaded() and not self.warned:
+        self._order = running.called
+        if not num_calls and self._hooked and compiler_is_loaded() and not self.warned:
             self.warned = True
             warn_of_one_region(recomputes=self._replace is not None)
         wanted = self._wanted
-        if wanted > self._next and self._num_calls != self._next and not self._is_short:
+        if wanted > num_calls and self._num_calls != num_calls and not self._is_short:
             self._is_short = True
             warn_user(
                 "fewer-layers",
-                f"num_layers={wanted}, but this forward called only {self._next} layers "
-                f"({', '.join(self._layers.names[:3])}, ...); all of them are offloaded. Name the "
+                f"num_layers={wanted}, but this forward called only {num_calls} layers "
+                f"({', '.join(self._names[:3])}, ...); all of them are offloaded. Name the "
                 f"layers with layers=..., or ask for fewer",
                 UserWarning,
             )
-        self._num_calls = self._next
+        self._num_calls = num_calls
 
-    def _begin_layer(self, name: str, _: Any) -> None:
+    def _begin_layer(self, name: str, inputs: Any) -> None:
         if self._counts():
-            layer = Layer(self._next, name)
-            self._open.append(layer)
-            self._called.append(name)
-            self._next += 1
-            self._listener.begin_layer(layer)
+            running = self._running
+            layer = Layer(running.num_calls, name)
+            running.open.append(layer)
+            running.called.append(name)
+            running.num_calls += 1
+            self._listener.begin_layer(layer, inputs)
 
-    def _end_layer(self, output: Any) -> None:
-        if self._counts() and self._open:
-            layer = self._open.pop()
+    def _end_layer(self, values: Any) -> None:
+        running = self._running
+        if self._counts() and running.open:
+            output = values[-1]
+            layer = running.open.pop()
             self._listener.end_layer(layer, output)
-            if self._replace is not None and output is not None and self._entered != layer:
+            if self._replace is not None and output is not None and running.entered != layer:
                 self._lost.setdefault(layer.name, False)
 
     def _find_begun(self) -> Layer | None:
         """Return the layer whose forward is called now; None if the call is not counted."""
-        if not self._counts() or not self._open:
+        running = self._running
+        running = self._running
+        if not self._counts() or not running.open:
             return None
-        self._entered = self._open[-1]
-        return self._entered
+        running.entered = running.open[-1]
+        return running.entered
 
     def _warn_of_lost_forwards(self) -> None:
         """Warn of the layers that were not recomputed in this forward and were in all others."""
@@ -375,7 +374,17 @@ class LayerTracker:
 
         A recomputation runs inside a backward, even if that backward runs inside the forward.
         """
-        return self._active and not _in_backward()
+        return self._running.active and not _in_backward()
+
+
+def register_hooks(
+    begin: Callable[[Any], None], end: Callable[[Any], None], module: nn.Module
+) -> list[RemovableHandle]:
+    """Register hooks of a module that are called before its other hooks, and after its forward."""
+    return [
+        module.register_forward_pre_hook(ModuleHook(module, begin), prepend=True, with_kwargs=True),
+        module.register_forward_hook(ModuleHook(module, end), always_call=True),
+    ]
 
 
 def _in_backward() -> bool:

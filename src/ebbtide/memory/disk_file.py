@@ -30,6 +30,7 @@ _LOG = logging.getLogger(__name__)
 
 GROWTH_BYTES = 64 * 2**20
 _NO_ROOM = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC), errno.EFBIG)
+_NO_FILES = (errno.EMFILE, errno.ENFILE)
 _NOT_SUPPORTED = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 _CALL_BYTES = 2**30  # macOS refuses to move 2 GiB or more in one call
 _CHUNK_BYTES = 2**20  # for zeros that are written, and for bytes that are read to have them cached
@@ -72,9 +73,16 @@ class OpenFile(AbstractFile):
                 prefix="ebbtide-", dir=directory, buffering=0
             )
         except OSError as error:
+            if error.errno in _NO_FILES:
+                advice = "close files, or raise the limit of open files: `ulimit -n`"
+            elif error.errno in _NO_ROOM:
+                advice = 'free some space, or name another directory: store="disk:/some/dir"'
+            else:
+                advice = (
+                    'name a directory that exists and is writable, such as store="disk:/some/dir"'
+                )
             raise PolicyError(
-                f"cannot create a file in {directory}: {error.strerror}; name a directory that "
-                f'exists and is writable, such as store="disk:/some/dir"'
+                f"cannot create a file in {directory}: {error.strerror}; {advice}"
             ) from error
         self.fd = self._file.fileno()
 

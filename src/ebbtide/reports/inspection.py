@@ -37,6 +37,7 @@ class InspectedStorage:
         decision: ``"keep"``, ``"offload"`` or ``"rebuild"``.
         tier: tier that the bytes were offloaded to, ``"host"`` or ``"disk"``; ``"device"`` if they
             stayed, ``"-"`` if they were rebuilt.
+        rebuilt_from: layer and number of the storages that it was rebuilt from.
         saves: number of saved tensors that shared the storage.
         shared_by: indices of the other layers that saved it; None stands for code outside layers.
         offloaded_s: seconds from the start of the step until its copy to the store was complete.
@@ -52,6 +53,7 @@ class InspectedStorage:
     moved_bytes: int
     decision: str
     tier: str
+    rebuilt_from: tuple[tuple[int | None, int], ...]
     saves: int
     shared_by: tuple[int | None, ...]
     offloaded_s: float | None
@@ -222,6 +224,7 @@ def _inspect_storage(record: StorageRecord, origin: Origin | None) -> InspectedS
         moved_bytes=record.size_bytes if record.tier else 0,
         decision=record.decision.value,
         tier=record.tier or ("device" if record.decision.value == "keep" else "-"),
+        rebuilt_from=tuple((_index(each.layer), each.number) for each in record.rebuilt_from),
         saves=record.saves,
         shared_by=tuple(_index(other) for other in record.shared),
         offloaded_s=times.get("offload"),

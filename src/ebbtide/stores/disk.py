@@ -86,7 +86,11 @@ class DiskStore(AbstractStore):
             ready.synchronize()
             file.write(_view_of(source), extent.offset_bytes)
 
-        written = self._writer.submit(write, then=self.on_progress)
+        try:
+            written = self._writer.submit(write, then=self.on_progress)
+        except BaseException:  # there is no thread
+            self._file.free(extent)
+            raise
         self._return_freed_memory(self._writer, size_bytes)
         return _MappedSlot(extent, size_bytes, written, "disk")
 
