@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo test versions clients clients-page clients-science dry-gpu soft-quick soft soft-soak soft-mutants
+.PHONY: demo test versions clients clients-page clients-science dry-gpu soft-quick soft soft-soak soft-mutants programs soft-programs
 .PHONY: check dist site pictures races soak bench gpu clean
 
 # What make installs, and how long that takes, is said before pip begins, which is quiet.
@@ -66,6 +66,17 @@ soft-quick: $(VENV)/.dev  ## one order of it, and the quick tests of the softwar
 soft: $(VENV)/.dev  ## the GPU suite's tests on an accelerator in software, in each order of execution
 	$(SOFT) $(SOFT_FLAGS) tests/softdevice
 	set -e; for order in $(SOFT_ORDERS); do $(SOFT) --order $$order $(SOFT_FLAGS) tests/gpu; done
+
+EBBTIDE_PROGRAMS ?= 2000
+PROGRAMS_FLAGS ?=
+PROGRAMS = $(BIN)/python tests/programs/program_runs.py --count $(EBBTIDE_PROGRAMS)
+
+programs: $(VENV)/.dev  ## generated training programs on a CPU, plainly and offloaded
+	OMP_NUM_THREADS=1 $(PROGRAMS) $(PROGRAMS_FLAGS)
+
+soft-programs: $(VENV)/.dev  ## the same on the accelerator in software, in each order of execution
+	set -e; for order in threads compute-first copies-first random:N; do \
+		OMP_NUM_THREADS=1 $(PROGRAMS) --order $$order $(PROGRAMS_FLAGS); done
 
 SOFT_PROGRAMS ?= 1000
 
