@@ -29,9 +29,8 @@ from torch import Tensor, nn
 
 import ebbtide
 from benchmarks import record
-from ebbtide.memory.huge_pages import VARIABLE
-from ebbtide.memory.measured_memory import AbstractMemory, ProcessMemory
-from ebbtide.problems.fields import gaussian_field
+from ebbtide.stores.measured_memory import VARIABLE, AbstractMemory, ProcessMemory
+from ebbtide.tools.darcy import gaussian_field
 
 _MIB = 2**20
 _SHARES = (0.3, 0.5, 0.7)

@@ -132,7 +132,7 @@ def _pinning_costs(device: torch.device, size_bytes: int) -> dict[str, float]:
     if device.type == "cpu":
         return {}
     from ebbtide.devices.accelerator import AcceleratorDevice
-    from ebbtide.memory.host_memory import map_exactly
+    from ebbtide.stores.host_memory import map_exactly
 
     accelerator = AcceleratorDevice(device)
 

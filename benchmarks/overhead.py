@@ -24,13 +24,13 @@ from torch import Tensor, nn
 import ebbtide
 from benchmarks import record
 from benchmarks.instant import InstantDevice
-from ebbtide.activations.activations import Activations
-from ebbtide.activations.placement import Placement
-from ebbtide.hooks.saved_tensors import SavedTensorHooks
 from ebbtide.policy import ActivationPolicy
+from ebbtide.runtime.activations import Activations
+from ebbtide.runtime.parameter_index import ParameterIndex
+from ebbtide.runtime.rebuild import Placement
+from ebbtide.runtime.saved_tensors import SavedTensorHooks
+from ebbtide.runtime.transfers import Transfers
 from ebbtide.stores.pinned import PinnedStore
-from ebbtide.tensors.parameter_index import ParameterIndex
-from ebbtide.transfers.transfers import Transfers
 
 Context = Callable[[], contextlib.AbstractContextManager[object]]
 

@@ -21,19 +21,19 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import record
-from ebbtide.activations.activations import Activations
-from ebbtide.activations.placement import Placement
-from ebbtide.demo.config import DemoConfig
-from ebbtide.demo.darcy_fno import build_model
 from ebbtide.devices.cpu import CpuDevice
 from ebbtide.devices.device import AbstractEvent
 from ebbtide.devices.lanes import LaneEvent
-from ebbtide.hooks.saved_tensors import SavedTensorHooks
 from ebbtide.policy import ActivationPolicy
+from ebbtide.runtime.activations import Activations
+from ebbtide.runtime.parameter_index import ParameterIndex
+from ebbtide.runtime.rebuild import Placement
+from ebbtide.runtime.saved_tensors import SavedTensorHooks
+from ebbtide.runtime.transfers import Transfers
 from ebbtide.stores.pinned import PinnedStore
 from ebbtide.stores.store import AbstractStore, Landing, RestingSlot, Slot, Target
-from ebbtide.tensors.parameter_index import ParameterIndex
-from ebbtide.transfers.transfers import Transfers
+from ebbtide.tools.darcy_fno import build_model
+from ebbtide.tools.demo_config import DemoConfig
 from ebbtide.units import format_size
 
 _BOUND_BYTES = 64 * 2**20

@@ -24,16 +24,14 @@ from typing import Any
 
 from benchmarks import record
 from ebbtide.errors import BudgetError
-from ebbtide.planning.budgets import PlanBudget
+from ebbtide.planning.contest import inflight_choices, offload_first, rule_plans
 from ebbtide.planning.hardware import Hardware, Kind, Source
 from ebbtide.planning.plan import Plan
-from ebbtide.planning.prediction.step_timing import StepTiming
-from ebbtide.planning.searching.choices import inflight_choices
-from ebbtide.planning.searching.plan_search import search
-from ebbtide.planning.searching.simple_plans import offload_first, rule_plans
-from ebbtide.planning.step_profile import StepProfile
-from ebbtide.studies.models.built_in_models import ModelOptions, build_family
-from ebbtide.studies.study import Study
+from ebbtide.planning.prediction import PlanBudget, StepTiming
+from ebbtide.planning.profile import StepProfile
+from ebbtide.planning.search import search
+from ebbtide.tools.models import ModelOptions, build_family
+from ebbtide.tools.plan_tables import Study
 
 _LINKS_GB_PER_S = (2, 8, 25, 55, 200, 450, 900)
 _SHARES = (0.15, 0.4, 0.7)

@@ -26,12 +26,9 @@ from typing import Any
 from benchmarks import record
 from ebbtide.errors import BudgetError
 from ebbtide.planning.hardware import Hardware
-from ebbtide.planning.profiling.saved_on_cpu import SavedOnCpu, profile_saved_on_cpu
-from ebbtide.studies.granularities import Granularities
-from ebbtide.studies.models.built_in_models import ModelOptions, build_family
-from ebbtide.studies.size_limits import METHODS, find_limits
-from ebbtide.studies.study import Study
-from ebbtide.studies.tasks import Size
+from ebbtide.tools.fake_profile import SavedOnCpu, profile_saved_on_cpu
+from ebbtide.tools.models import ModelOptions, Size, build_family
+from ebbtide.tools.plan_tables import METHODS, Granularities, Study, find_limits
 from ebbtide.units import format_size
 
 _CASES = {"fno2d": (512, 8), "fno3d": (128, 1)}  # resolution to begin with, and batch

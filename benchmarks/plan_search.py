@@ -25,13 +25,11 @@ import scipy
 
 from benchmarks import record
 from ebbtide.errors import BudgetError
-from ebbtide.planning.budgets import PlanBudget
+from ebbtide.planning.contest import inflight_choices, keep_all, offload_first, rule_plans
 from ebbtide.planning.hardware import Hardware
-from ebbtide.planning.prediction.step_timing import StepTiming
-from ebbtide.planning.searching.choices import inflight_choices
-from ebbtide.planning.searching.plan_search import search
-from ebbtide.planning.searching.simple_plans import keep_all, offload_first, rule_plans
-from ebbtide.planning.step_profile import StepProfile, StorageId
+from ebbtide.planning.prediction import PlanBudget, StepTiming
+from ebbtide.planning.profile import StepProfile, StorageId
+from ebbtide.planning.search import search
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "unit"))
 

@@ -31,9 +31,8 @@ from torch import Tensor, nn
 
 import ebbtide
 from benchmarks import record
-from ebbtide.memory import freed_memory
-from ebbtide.memory.huge_pages import VARIABLE
-from ebbtide.memory.measured_memory import ProcessMemory
+from ebbtide.stores import measured_memory as freed_memory
+from ebbtide.stores.measured_memory import VARIABLE, ProcessMemory
 
 Loss = Callable[[], Tensor]
 

@@ -24,10 +24,10 @@ exclude_patterns = ["_site"]
 default_role = "py:obj"  # single backticks in docstrings: a link if the site has the name
 nitpicky = True
 nitpick_ignore = [  # types that a reader of the reference need not know
-    ("py:class", "ebbtide.hooks.forward.OffloadedForward"),
-    ("py:class", "ebbtide.loops.T"),
-    ("py:class", "ebbtide.planning.step_profile.StepProfile"),
-    ("py:class", "ebbtide.transfers.layer.Layer"),
+    ("py:class", "ebbtide.runtime.forward.OffloadedForward"),
+    ("py:class", "ebbtide.session.T"),
+    ("py:class", "ebbtide.planning.profile.StepProfile"),
+    ("py:class", "ebbtide.devices.device.Layer"),
 ]
 
 myst_enable_extensions = ["attrs_block", "colon_fence"]

@@ -12,7 +12,7 @@ from neuralop.models import FNO
 from neuralop.training import AdamW
 
 import ebbtide
-from ebbtide.problems.darcy import load_darcy_flow_small
+from ebbtide.tools.darcy import load_darcy_flow_small
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--resolution", type=int, default=64, help="nodes along each side of the grid")

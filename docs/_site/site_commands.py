@@ -48,7 +48,7 @@ class CommandList(SphinxDirective):
     def run(self) -> list[nodes.Node]:
         from typer.main import get_command
 
-        from ebbtide.cli.main import app
+        from ebbtide.tools.main import app
 
         group = get_command(app)
         sections: list[nodes.Node] = []

@@ -14,14 +14,14 @@ from ebbtide.errors import (
     StoreFullError,
 )
 from ebbtide.handle import OffloadHandle
-from ebbtide.loops import OffloadSession
+from ebbtide.observe.trace import Trace
+from ebbtide.planning.rehearsal import rehearse
 from ebbtide.policy import ActivationPolicy, WeightPolicy
-from ebbtide.rehearsal import rehearse
+from ebbtide.runtime.events import TraceEvent
+from ebbtide.runtime.record import RebuildRecipe, register_rebuild
+from ebbtide.runtime.stats import StepStats
 from ebbtide.schedule import Schedule
-from ebbtide.tensors.recipes import RebuildRecipe, register_rebuild
-from ebbtide.tracing.events import TraceEvent
-from ebbtide.tracing.trace import Trace
-from ebbtide.transfers.stats import StepStats
+from ebbtide.session import OffloadSession
 from ebbtide.version import __version__
 
 __all__ = [

@@ -12,20 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ebbtide.coexistence.compiler import ModuleHook
-from ebbtide.engine import Engine
+from ebbtide.devices.process import call_weakly
 from ebbtide.errors import PolicyError
-from ebbtide.execution.executor import ScheduleMode
 from ebbtide.handle import OffloadHandle
-from ebbtide.hooks.bypass import BypassHooks
-from ebbtide.hooks.forward import OffloadedForward
-from ebbtide.hooks.layers import (
-    LayerModules,
-    LayerTracker,
-    match_layers,
-)
-from ebbtide.hooks.recompute import replace_forwards
-from ebbtide.interface.arguments import (
+from ebbtide.policy import (
+    ActivationPolicy,
+    WeightPolicy,
     check_activations,
     check_budgeted,
     check_model,
@@ -35,17 +27,27 @@ from ebbtide.interface.arguments import (
     refuse,
     refuse_recomputing,
 )
-from ebbtide.layers.checks import check_layer_counts, check_regions
-from ebbtide.layers.covering import covering_layers
-from ebbtide.layers.search import find_layers
-from ebbtide.policy import ActivationPolicy, WeightPolicy
+from ebbtide.runtime.engine import Engine
+from ebbtide.runtime.executor import ScheduleMode
+from ebbtide.runtime.forward import BypassHooks, OffloadedForward
+from ebbtide.runtime.layers import (
+    LayerModules,
+    LayerTracker,
+    check_layer_counts,
+    check_regions,
+    covering_layers,
+    find_layers,
+    match_layers,
+)
+from ebbtide.runtime.recompute import replace_forwards
+from ebbtide.runtime.torch_internals import ModuleHook
 from ebbtide.schedule import Schedule
-from ebbtide.weak import call_weakly
 
 if TYPE_CHECKING:
-    from ebbtide.budgeting.budget_controller import BudgetController
-    from ebbtide.budgeting.fixed_plan import FixedPlan
-    from ebbtide.budgeting.planned_step import PlannedStep
+    from ebbtide.planning.budget import BudgetController
+    from ebbtide.planning.follow import FixedPlan
+    from ebbtide.planning.planned_step import PlannedStep
+
 
 _LOG = logging.getLogger(__name__)
 
@@ -135,7 +137,7 @@ def offload(
         )
     resting_names = list[str]()
     if plan is not None:
-        from ebbtide.budgeting.fixed_plan import (
+        from ebbtide.planning.follow import (
             FixedPlan,
             layers_of,
             load_plan,
@@ -167,7 +169,7 @@ def offload(
     planner: BudgetController | FixedPlan | None = None
     if budget is not None:
         # Here, because it needs SciPy, which takes long to import.
-        from ebbtide.budgeting.budget_controller import BudgetController
+        from ebbtide.planning.budget import BudgetController
 
         planner = BudgetController(model, engine, budget, engine.placement.min_bytes)
     elif planned is not None:

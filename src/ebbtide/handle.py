@@ -9,27 +9,24 @@ from os import PathLike
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, NoReturn, final
 
-from ebbtide.engine import Engine
+from ebbtide.devices.process import call_weakly
 from ebbtide.errors import PolicyError
-from ebbtide.explaining.collect import collect_evidence
-from ebbtide.explaining.explanation import Explanation, explain
-from ebbtide.hooks.forward import OffloadedForward
-from ebbtide.hooks.layers import LayerTracker
-from ebbtide.interface.display import brief, count, few, labelled
-from ebbtide.interface.notebook import card, facts
-from ebbtide.reports.inspection import Inspection
+from ebbtide.observe.explain import Explanation, collect_evidence, explain
+from ebbtide.observe.inspection import Inspection
+from ebbtide.observe.trace import Trace
+from ebbtide.runtime.engine import Engine
+from ebbtide.runtime.forward import OffloadedForward
+from ebbtide.runtime.layers import LayerTracker
+from ebbtide.runtime.stats import Account, StepStats, fate_bar
 from ebbtide.schedule import Schedule
-from ebbtide.tracing.trace import Trace
-from ebbtide.transfers.account import Account
-from ebbtide.transfers.stats import StepStats, fate_bar
-from ebbtide.units import format_size
-from ebbtide.weak import call_weakly
+from ebbtide.units import brief, card, count, facts, few, format_size, labelled
 
 if TYPE_CHECKING:
-    from ebbtide.budgeting.budget_controller import BudgetController
-    from ebbtide.budgeting.fixed_plan import FixedPlan
-    from ebbtide.budgeting.planned_step import PlannedStep
-    from ebbtide.pages.run_record import RunRecord
+    from ebbtide.observe.run_record import RunRecord
+    from ebbtide.planning.budget import BudgetController
+    from ebbtide.planning.follow import FixedPlan
+    from ebbtide.planning.planned_step import PlannedStep
+
 
 _LOG = logging.getLogger(__name__)
 
@@ -155,7 +152,7 @@ class OffloadHandle:
         Raises:
             OSError: the file cannot be written.
         """
-        from ebbtide.pages.page import write_page
+        from ebbtide.observe.page import write_page
 
         write_page(path, [self.record(title)])
 
@@ -171,7 +168,7 @@ class OffloadHandle:
         Raises:
             OSError: the file cannot be written.
         """
-        from ebbtide.pages.record_file import save_record
+        from ebbtide.observe.run_record import save_record
 
         save_record(path, self.record(title))
 
@@ -181,7 +178,7 @@ class OffloadHandle:
         Args:
             title: what tells the run from others; None: the model and its device.
         """
-        from ebbtide.pages.collect_record import RunSources, collect_record
+        from ebbtide.observe.run_record import RunSources, collect_record
 
         engine, plan = self._engine, self.plan
         settings = engine.settings()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import html
 import re
+from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
+from typing import Final, NamedTuple, final
 
 from ebbtide.errors import PolicyError
 
@@ -61,3 +64,180 @@ def format_size(size_bytes: int) -> str:
             return f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.2f} GiB"
+
+
+# ---- Short texts for objects that a console shows; `ebbtide.units` has the HTML ----
+
+_LONGEST = 4
+
+
+def brief(name: str, facts: Iterable[str]) -> str:
+    """Format an object's state for its `repr`, such as ``<OffloadHandle: attached, 4 layers>``."""
+    return f"<{name}: {', '.join(facts)}>"
+
+
+def labelled(facts: Mapping[str, str]) -> list[str]:
+    """Format facts for `brief`, such as ``"store: disk"``."""
+    return [f"{what}: {text}" for what, text in facts.items()]
+
+
+def few(names: Sequence[str]) -> str:
+    """List names, or the first few of many."""
+    more = len(names) - _LONGEST
+    return ", ".join(names[:_LONGEST]) + (f" and {more} more" if more > 0 else "")
+
+
+def count(number: int, what: str) -> str:
+    """Format a count, such as ``"1 layer"`` and ``"2 layers"``."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+# ---- HTML for notebooks: cards with facts, tables and bars ----
+#
+# A card takes its colours from the page around it, so it is right on light and on dark pages. It
+# loads nothing, runs no script, and scrolls its own tables on narrow screens.
+
+# The palette of Okabe and Ito, whose colours colour-blind readers can tell apart. What becomes of
+# a storage has the colour of the event that does it in `ebbtide.observe.plots`.
+COLOURS: Final = {
+    "forward": "#56B4E9",
+    "backward": "#0072B2",
+    "rebuild": "#CC79A7",
+    "recompute": "#F0E442",
+    "wait": "#D55E00",
+    "offload": "#E69F00",
+    "reload": "#009E73",
+    "keep": "#56B4E9",
+    "other": "#999999",
+}
+
+# JupyterLab aligns and stripes tables by rules with two classes, which three classes outrank.
+_SCOPE: Final = ".ebbtide.ebbtide.ebbtide"
+_RULES: Final = """<style>
+SCOPE{font-family:system-ui,sans-serif;font-size:13px;line-height:1.45;color:inherit;
+max-width:64em;border:1px solid rgba(128,128,128,.45);border-radius:6px;padding:8px 12px;
+margin:4px 0}
+SCOPE .ebbtide-title{font-weight:600;margin:0 0 4px}
+SCOPE .ebbtide-note,SCOPE .ebbtide-zero{opacity:.65}
+SCOPE .ebbtide-wide{overflow-x:auto;margin:4px 0}
+SCOPE table{border-collapse:collapse;border:0;margin:0;font-size:inherit;color:inherit;
+table-layout:auto}
+SCOPE tr,SCOPE tr:nth-child(even),SCOPE tr:hover{background:none}
+SCOPE th,SCOPE td{text-align:left;vertical-align:top;padding:1px 12px 1px 0;border:0;
+max-width:40em;white-space:normal;background:none;color:inherit}
+SCOPE th{font-weight:600;border-bottom:1px solid rgba(128,128,128,.45);white-space:nowrap}
+SCOPE .ebbtide-number{text-align:right;white-space:nowrap;font-variant-numeric:tabular-nums}
+SCOPE .ebbtide-key{white-space:nowrap;opacity:.75}
+SCOPE .ebbtide-bar{display:flex;height:12px;border-radius:3px;overflow:hidden;margin:6px 0 2px;
+background:rgba(128,128,128,.25)}
+SCOPE .ebbtide-legend{display:flex;flex-wrap:wrap;gap:0 14px;margin:0 0 4px}
+SCOPE .ebbtide-dot{display:inline-block;width:9px;height:9px;border-radius:2px;
+margin-right:5px}
+SCOPE summary{cursor:pointer;margin:4px 0}
+SCOPE pre{margin:0;font-size:12px;line-height:1.35;color:inherit;background:none;white-space:pre}
+SCOPE svg{display:block;width:100%;min-width:46em;height:auto}
+SCOPE svg text{fill:currentColor;font-size:12px;font-family:inherit}
+</style>"""
+_STYLE: Final = _RULES.replace("SCOPE", _SCOPE)
+
+_NUMBER: Final = ' class="ebbtide-number"'
+_NOTHING: Final = ("", "-", "0", "0 B", "0.000 s")  # a row of these alone is pale
+
+
+@final
+class Share(NamedTuple):
+    """A part of a bar.
+
+    Attributes:
+        kind: key in `COLOURS`.
+        label: what it is, with its size.
+        size: its length beside the other parts.
+    """
+
+    kind: str
+    label: str
+    size: float
+
+
+def card(title: str, *parts: str) -> str:
+    """Return a card with a title and its parts, which are HTML."""
+    heading = f'<div class="ebbtide-title">{html.escape(title)}</div>'
+    inside = "\n".join([heading, *(part for part in parts if part)])
+    return f'{_STYLE}\n<div class="ebbtide">\n{inside}\n</div>'
+
+
+def facts(entries: Mapping[str, str]) -> str:
+    """Return a table of names and values."""
+    lines = [
+        f'<tr><td class="ebbtide-key">{html.escape(name)}</td><td>{html.escape(text)}</td></tr>'
+        for name, text in entries.items()
+    ]
+    return _table(lines)
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: Sequence[int]) -> str:
+    """Return a table with a head.
+
+    Args:
+        heads: heads of the columns; none: no head.
+        rows: the text of each cell.
+        numbers: columns that are flush right.
+    """
+    right = set(numbers)
+    lines = [_row("th", heads, right)] if heads else []
+    return _table([*lines, *(_row("td", row, right) for row in rows)])
+
+
+def _row(tag: str, row: Sequence[str], right: set[int]) -> str:
+    cells = [
+        f"<{tag}{_NUMBER if column in right else ''}>{html.escape(text)}</{tag}>"
+        for column, text in enumerate(row)
+    ]
+    nothing = tag == "td" and right and all(row[column] in _NOTHING for column in right)
+    kind = ' class="ebbtide-zero"' if nothing else ""
+    return f"<tr{kind}>{''.join(cells)}</tr>"
+
+
+def _table(lines: Iterable[str]) -> str:
+    body = "\n".join(lines)
+    return f'<div class="ebbtide-wide"><table>\n{body}\n</table></div>'
+
+
+def bar(shares: Iterable[Share]) -> str:
+    """Return a bar with its legend; nothing if there is nothing to show."""
+    shown = [share for share in shares if share.size > 0]
+    whole = sum(share.size for share in shown)
+    if not whole:
+        return ""
+    parts = "".join(
+        f'<span style="width:{share.size / whole:.2%};background:{COLOURS[share.kind]}" '
+        f'title="{html.escape(share.label)}"></span>'
+        for share in shown
+    )
+    return f'<div class="ebbtide-bar">{parts}</div>{legend(shown)}'
+
+
+def legend(shares: Iterable[Share]) -> str:
+    """Return the names of the colours."""
+    names = "".join(
+        f'<span><span class="ebbtide-dot" style="background:{COLOURS[share.kind]}"></span>'
+        f"{html.escape(share.label)}</span>"
+        for share in shares
+    )
+    return f'<div class="ebbtide-legend">{names}</div>'
+
+
+def note(text: str) -> str:
+    """Return a sentence."""
+    return f'<div class="ebbtide-note">{html.escape(text)}</div>'
+
+
+def folded(summary: str, inside: str, *, is_open: bool = False) -> str:
+    """Return HTML that a click unfolds."""
+    state = " open" if is_open else ""
+    return f"<details{state}><summary>{html.escape(summary)}</summary>{inside}</details>"
+
+
+def text_block(text: str) -> str:
+    """Return text that is laid out in columns."""
+    return f'<div class="ebbtide-wide"><pre>{html.escape(text)}</pre></div>'

@@ -232,7 +232,7 @@ AUTOENCODER = Published(
 
 def _write_darcy(at: Path) -> None:
     """Write samples in the layout of neuraloperator's archive of Darcy flow."""
-    from ebbtide.problems.darcy import DarcySpec, Split, generate_darcy
+    from ebbtide.tools.darcy import DarcySpec, Split, generate_darcy
 
     for resolution in (16, 32):
         for split, count in ((Split.TRAIN, 256), (Split.TEST, 16)):

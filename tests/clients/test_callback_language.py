@@ -23,7 +23,7 @@ from transformers import ByT5Tokenizer, LlamaConfig, LlamaForCausalLM, TrainerCa
 
 import ebbtide
 from callback_bench import SMALL, assert_is_plain, gpt2, losses_of, results, trainer_for
-from ebbtide.integrations.transformers import OffloadCallback
+from ebbtide.interop.transformers import OffloadCallback
 from run_program import weights_digest
 
 RUN_ALL = os.environ.get("EBBTIDE_CLIENTS") == "all"
@@ -146,7 +146,7 @@ import torch.distributed as dist
 if importlib.util.find_spec("torchvision") is not None and torch.version.cuda is None:
     declare_torchvision_operators()
 from callback_bench import *
-from ebbtide.integrations.transformers import OffloadCallback
+from ebbtide.interop.transformers import OffloadCallback
 
 mode, wrapper, folder = sys.argv[1:]
 callbacks = []

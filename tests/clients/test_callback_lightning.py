@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint, TQDMProgressB
 from lightning.pytorch.loggers import CSVLogger
 
 import ebbtide
-from ebbtide.integrations.lightning import OffloadCallback
+from ebbtide.interop.lightning import OffloadCallback
 from lightning_bench import (
     SMALL,
     BuiltLate,
@@ -198,7 +198,7 @@ def test_pytorch_lightning(tmp_path: Path) -> None:
 import pytorch_lightning as pl, torch
 from torch import nn
 import ebbtide
-from ebbtide.integrations.lightning import OffloadCallback
+from ebbtide.interop.lightning import OffloadCallback
 class Module(pl.LightningModule):
     def __init__(self):
         super().__init__()

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import ebbtide
-from ebbtide.integrations.lightning import OffloadCallback
+from ebbtide.interop.lightning import OffloadCallback
 from lightning_bench import (
     SMALL,
     Plain,
@@ -139,7 +139,7 @@ import torch.distributed as dist
 from pathlib import Path
 from torch.distributed.fsdp import fully_shard
 from lightning.pytorch.strategies import ModelParallelStrategy
-from ebbtide.integrations.lightning import OffloadCallback
+from ebbtide.interop.lightning import OffloadCallback
 from lightning_bench import *
 
 kind, mode, folder = sys.argv[1:]

@@ -22,7 +22,7 @@ RUN = """
 import json, sys
 from pathlib import Path
 import ebbtide
-from ebbtide.integrations.{framework} import OffloadCallback
+from ebbtide.interop.{framework} import OffloadCallback
 from run_program import Measurement, _record_warnings, weights_digest
 
 mode, folder = sys.argv[1:]

@@ -35,7 +35,7 @@ from callback_bench import (
     results,
     trainer_for,
 )
-from ebbtide.integrations.transformers import OffloadCallback
+from ebbtide.interop.transformers import OffloadCallback
 from run_program import weights_digest
 
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -33,8 +33,8 @@ from callback_bench import (
     results,
     trainer_for,
 )
-from ebbtide.integrations.training_offload import OffloadArguments, TrainingOffload
-from ebbtide.integrations.transformers import OffloadCallback
+from ebbtide.interop.training_offload import OffloadArguments, TrainingOffload
+from ebbtide.interop.transformers import OffloadCallback
 from run_program import weights_digest
 
 
@@ -215,9 +215,7 @@ def test_a_copy_of_the_callback_offloads_nothing_yet(tmp_path: Path) -> None:
 
 
 def test_missing_transformers_is_named() -> None:
-    code = (
-        "import sys; sys.modules['transformers'] = None\nimport ebbtide.integrations.transformers"
-    )
+    code = "import sys; sys.modules['transformers'] = None\nimport ebbtide.interop.transformers"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert run.returncode == 1
     assert 'pip install "ebbtide[transformers]"' in run.stderr.splitlines()[-1]

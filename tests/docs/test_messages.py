@@ -13,7 +13,7 @@ from test_docs import ROOT
 
 SOURCE = ROOT / "src" / "ebbtide"
 PAGE = (ROOT / "docs" / "guides" / "messages.md").read_text()
-_WARNING_FILE = SOURCE / "interface" / "warning.py"
+_WARNING_FILE = SOURCE / "errors.py"
 _FEW_WORDS = 24  # characters that tell one message from another
 
 

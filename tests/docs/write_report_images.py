@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 from browsers import open_browser
-from ebbtide.pages.page import write_page
+from ebbtide.observe.page import write_page
 from report_cases import make_record
 
 IMAGES = Path(__file__).parents[2] / "docs" / "images"

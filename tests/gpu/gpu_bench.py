@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import ebbtide
 from ebbtide import ActivationPolicy
-from ebbtide.transfers.transfers import Transfers
+from ebbtide.runtime.transfers import Transfers
 from zoo import Snapshot, assert_bitwise_equal, gradients
 
 KIB, MIB = 2**10, 2**20

@@ -5,10 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from ebbtide.doctor.doctor_report import build_report
-from ebbtide.doctor.examination import QUICK, Examination, examine
-from ebbtide.doctor.recommendations import advise
 from ebbtide.planning.hardware import Hardware
+from ebbtide.tools.doctor import advise, build_report
+from ebbtide.tools.examination import QUICK, Examination, examine
 
 
 def _is_in_software(device: torch.device) -> bool:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import ebbtide
-from ebbtide.tracing.step_memory import Owner, StepMemory
+from ebbtide.runtime.events import Owner, StepMemory
 from gpu_bench import needs_accelerator, settle, tower
 
 ROWS, WIDTH, LAYERS = 1024, 512, 6

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import ebbtide
 from ebbtide import schedule
-from ebbtide.compat.transformer_engine import get_cpu_offload_context
+from ebbtide.interop.transformer_engine import get_cpu_offload_context
 from gpu_bench import (
     SIZE_BYTES,
     STORES,

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import ebbtide
-from ebbtide.tracing.trace import Trace
+from ebbtide.observe.trace import Trace
 from gpu_bench import (
     DRY_RUN,
     INFLIGHT,

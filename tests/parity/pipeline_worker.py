@@ -26,7 +26,7 @@ from torch.distributed.pipelining import (
 )
 
 import ebbtide
-from ebbtide.integrations.pipelining import offload_stages
+from ebbtide.interop.pipelining import offload_stages
 
 ROWS, WIDTH, WIDE = 64, 32, 256
 # A stage computes GELU(x A) B. Saved for backward: x, which the pipeline keeps; x A, for the GELU;

@@ -32,7 +32,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import ebbtide
-from ebbtide.integrations.pipelining import offload_stages
+from ebbtide.interop.pipelining import offload_stages
 
 WIDTH, ROWS, MICROBATCHES, STEPS = 64, 16, 4, 3
 EVERYTHING = ebbtide.ActivationPolicy(min_bytes=1)

@@ -49,7 +49,7 @@ from torch.utils.checkpoint import checkpoint as recompute
 
 import ebbtide
 from ebbtide.planning.plan import Decision, LayerPlan, Plan
-from ebbtide.planning.step_profile import LayerProfile
+from ebbtide.planning.profile import LayerProfile
 
 BATCH, LENGTH, WIDTH, HEADS, BLOCKS = 2, 32, 32, 4, 2
 STEPS = 3

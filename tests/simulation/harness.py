@@ -17,27 +17,28 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ebbtide.activations import rebuild
-from ebbtide.activations.activations import Activations
-from ebbtide.activations.handles import Saved, restore
-from ebbtide.activations.placement import Placement
-from ebbtide.activations.records import RecordHold
-from ebbtide.devices.device import AbstractDevice, AbstractEvent
+from ebbtide.devices.device import AbstractDevice, AbstractEvent, Layer
 from ebbtide.devices.simulated import SimulatedDevice
-from ebbtide.hooks import saved_tensors
-from ebbtide.hooks.saved_tensors import SavedTensorHooks
-from ebbtide.memory import disk_file
 from ebbtide.policy import ActivationPolicy
-from ebbtide.recomputation.call import NoRestingWeights, find_recomputing, recompute_later
-from ebbtide.recomputation.recomputations import Recomputations
-from ebbtide.recomputation.verification import Verifications, Verified
+from ebbtide.runtime import rebuild, saved_tensors
+from ebbtide.runtime.activations import Activations
+from ebbtide.runtime.handles import RecordHold, Saved, restore
+from ebbtide.runtime.parameter_index import ParameterIndex
+from ebbtide.runtime.rebuild import Placement
+from ebbtide.runtime.recompute import (
+    NoRestingWeights,
+    Recomputations,
+    find_recomputing,
+    recompute_later,
+)
+from ebbtide.runtime.saved_tensors import SavedTensorHooks
+from ebbtide.runtime.transfers import Transfers
+from ebbtide.runtime.verification import Verifications, Verified
+from ebbtide.stores import disk_file
+from ebbtide.stores.build import TieredStore
 from ebbtide.stores.pinned import PinnedStore
 from ebbtide.stores.staged import StagedDiskStore
 from ebbtide.stores.store import AbstractStore, Slot
-from ebbtide.stores.tiered import TieredStore
-from ebbtide.tensors.parameter_index import ParameterIndex
-from ebbtide.transfers.layer import Layer
-from ebbtide.transfers.transfers import Transfers
 from programs import WIDTH, Outcome, Program, Run, Source
 
 KIB = 1024

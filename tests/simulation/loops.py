@@ -11,8 +11,8 @@ from torch import Tensor
 import ebbtide
 from ebbtide.devices.device import AbstractDevice
 from ebbtide.devices.simulated import SimulatedDevice
+from ebbtide.runtime.transfers import Transfers
 from ebbtide.stores.store import AbstractStore
-from ebbtide.transfers.transfers import Transfers
 
 SIZE_BYTES = 64 * 1024  # what one layer saves
 FORWARD_S = 1e-3
@@ -53,7 +53,7 @@ def on_device(
         built.append(Transfers(device, make_store(), bound_bytes, traced=traced))
         return built[-1]
 
-    with mock.patch("ebbtide.engine.build_transfers", build_transfers):
+    with mock.patch("ebbtide.runtime.engine.build_transfers", build_transfers):
         yield built
 
 

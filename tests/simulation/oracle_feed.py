@@ -20,7 +20,7 @@ import weight_programs
 import weight_statements
 from ebbtide.devices import simulated
 from ebbtide.devices.simulated import SimulatedDevice
-from ebbtide.memory import disk_file
+from ebbtide.stores import disk_file
 from oracle import DOWN, UP, Oracle, point_of
 
 _NO_ACCESS = {"set_", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}

@@ -18,10 +18,10 @@ from torch import Tensor
 
 import ebbtide
 from ebbtide import schedule
-from ebbtide.activations.records import UnitRecords
-from ebbtide.execution.executor import ScheduleExecutor
+from ebbtide.runtime.executor import ScheduleExecutor
+from ebbtide.runtime.handles import UnitRecords
+from ebbtide.runtime.record import State
 from ebbtide.schedule import Action, Pass, Schedule, Unit, Verb, parse_pass
-from ebbtide.transfers.record import State
 from harness import Knobs, Simulation, drain_autograd, without_collector
 from loops import on_device
 from programs import BINARY, UNARY, WIDTH, InterruptedStepError, any_order

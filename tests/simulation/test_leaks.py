@@ -13,18 +13,17 @@ import psutil
 import pytest
 
 from ebbtide import ActivationPolicy
-from ebbtide.activations.handles import SmallTensors
-from ebbtide.activations.records import StorageRecord
-from ebbtide.activations.saved import RecordedTensor
 from ebbtide.devices.cpu import CpuDevice
 from ebbtide.devices.device import AbstractDevice
+from ebbtide.runtime.handles import SmallTensors, StorageRecord
+from ebbtide.runtime.rebuild import RecordedTensor
+from ebbtide.runtime.record import ForwardLog
+from ebbtide.runtime.transfers import Transfers
+from ebbtide.stores.build import TieredStore
 from ebbtide.stores.disk import DiskStore
 from ebbtide.stores.pinned import PinnedStore
 from ebbtide.stores.staged import StagedDiskStore
 from ebbtide.stores.store import AbstractStore, Slot
-from ebbtide.stores.tiered import TieredStore
-from ebbtide.transfers.prefetch import ForwardLog
-from ebbtide.transfers.transfers import Transfers
 from engine_bench import EngineBench
 from harness import KIB, Simulation, drain_autograd, without_collector
 from programs import Program

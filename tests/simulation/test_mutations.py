@@ -33,10 +33,11 @@ def runs(
     # Forked from a process that has imported what takes longer than most mutations live.
     forks = multiprocessing.get_context("forkserver")
     forks.set_forkserver_preload(["torch._dynamo", "hypothesis", "psutil"])
+    # Parsed here, because Python 3.11 cannot parse in two threads at once: "SystemError: AST
+    # constructor recursion depth mismatch".
+    folders = {m.name: _mutate(m, tmp_path_factory.mktemp("m")) for m in chosen}
     pool = ThreadPoolExecutor(os.cpu_count())
-    yield {
-        m.name: pool.submit(_run_mutated, forks, m, tmp_path_factory.mktemp("m")) for m in chosen
-    }
+    yield {m.name: pool.submit(_run_mutated, forks, m, folders[m.name]) for m in chosen}
     pool.shutdown(cancel_futures=True)
 
 
@@ -69,16 +70,21 @@ def test_the_page_of_races_is_written_from_the_tags() -> None:
     assert PAGE.read_text() == page(), "write it again: make races"
 
 
+def _mutate(mutation: Mutation, directory: Path) -> Path:
+    """Copy the package into a folder, without the guard of a mutation."""
+    shutil.copytree(SOURCE, directory / "ebbtide", ignore=shutil.ignore_patterns("__pycache__"))
+    guard = find_guards(SOURCE)[mutation.guard]
+    file = directory / "ebbtide" / guard.file
+    file.write_text(without(file.read_text(), guard, mutation.edit))
+    return directory
+
+
 def _run_mutated(
     forks: ForkServerContext,
     mutation: Mutation,
     directory: Path,
     seeds: Sequence[int] = range(SEEDS),
 ) -> str:
-    shutil.copytree(SOURCE, directory / "ebbtide", ignore=shutil.ignore_patterns("__pycache__"))
-    guard = find_guards(SOURCE)[mutation.guard]
-    file = directory / "ebbtide" / guard.file
-    file.write_text(without(file.read_text(), guard, mutation.edit))
     output = directory / "output"
     arguments = (str(directory), mutation.check, seeds, str(output), STUCK_S)
     process = forks.Process(target=try_mutant, args=arguments, daemon=True)

@@ -9,15 +9,14 @@ import pytest
 from torch import Tensor
 
 from ebbtide import ActivationPolicy
-from ebbtide.budgeting.placed_plan import place
+from ebbtide.planning.contest import offload_first
+from ebbtide.planning.follow import place
 from ebbtide.planning.hardware import FIGURES, Hardware, Kind, Source
 from ebbtide.planning.plan import Decision, LayerPlan, Plan
-from ebbtide.planning.prediction.pass_windows import open_windows
-from ebbtide.planning.prediction.step_timing import StepTiming
-from ebbtide.planning.prediction.storage_uses import StorageUses
-from ebbtide.planning.searching.simple_plans import offload_first
-from ebbtide.planning.step_profile import LayerProfile, SavedStorage, StepProfile
-from ebbtide.transfers.recorder import watch_nodes
+from ebbtide.planning.prediction import StepTiming, StorageUses
+from ebbtide.planning.profile import LayerProfile, SavedStorage, StepProfile
+from ebbtide.planning.windows import open_windows
+from ebbtide.runtime.stats import watch_nodes
 from engine_bench import EngineBench
 from loops import BACKWARD_S, FORWARD_S, SIZE_BYTES
 from test_timing import FAST, Run

@@ -6,10 +6,10 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from ebbtide import ActivationPolicy
+from ebbtide.devices.device import Layer
 from ebbtide.devices.simulated import SimulatedDevice
+from ebbtide.runtime.stats import StepStats
 from ebbtide.stores.pinned import PinnedStore
-from ebbtide.transfers.layer import Layer
-from ebbtide.transfers.stats import StepStats
 from engine_bench import EngineBench
 from loops import BACKWARD_S, FORWARD_S, SIZE_BYTES, Work
 

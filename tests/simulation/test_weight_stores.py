@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import ebbtide
 from ebbtide.devices.simulated import SimulatedDevice
-from ebbtide.memory import disk_file
+from ebbtide.stores import disk_file
 from ebbtide.stores.build import build_store
 from ebbtide.stores.store import AbstractStore
 from harness import FaultyOs, Knobs, drain_autograd, without_collector

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ebbtide
 from ebbtide.devices.simulated import SimulatedDevice
-from ebbtide.hooks.weights import WeightHooks
+from ebbtide.weights.hooks import WeightHooks
 from harness import drain_autograd, make_store, without_collector
 from loops import on_device
 from programs import InterruptedStepError, any_order

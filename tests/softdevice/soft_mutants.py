@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -33,6 +34,7 @@ from mutations import (
 from softdevice import build
 
 RESULTS = Path(__file__).with_name("soft_mutants.json")
+_PARSING = threading.Lock()
 SOURCE = Path(__file__).parents[2] / "src" / "ebbtide"
 ORDERS = ("compute-first", "copies-first", "random", "threads")
 SEEDS = 60
@@ -98,7 +100,8 @@ def try_one(mutation: Mutation, *, mutated: bool = True) -> dict[str, object]:
         if mutated:
             guard = find_guards(SOURCE)[mutation.guard]
             file = copy / guard.file
-            file.write_text(without(file.read_text(), guard, mutation.edit))
+            with _PARSING:  # Python 3.11 cannot parse in two threads at once
+                file.write_text(without(file.read_text(), guard, mutation.edit))
         output = Path(directory) / "output"
         command = [sys.executable, __file__, "--child", directory, mutation.check]
         finished = subprocess.run([*command, str(output)], check=False, capture_output=True)

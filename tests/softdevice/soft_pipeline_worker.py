@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 import ebbtide
 import softdevice
-from ebbtide.integrations.pipelining import offload_stages
+from ebbtide.interop.pipelining import offload_stages
 from softdevice import process_group
 
 WIDTH, ROWS, COUNT, STEPS = 32, 32, 4, 3

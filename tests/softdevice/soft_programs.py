@@ -25,7 +25,7 @@ from torch import Tensor
 
 import softdevice
 from ebbtide.devices.accelerator import AcceleratorDevice
-from ebbtide.memory import disk_file
+from ebbtide.stores import disk_file
 from harness import (
     FaultyOs,
     Knobs,

@@ -10,13 +10,12 @@ from torch import Tensor, nn
 import ebbtide
 import softdevice
 from ebbtide import ActivationPolicy
-from ebbtide.budgeting.planned_step import PlannedStep
-from ebbtide.planning.budgets import PlanBudget
+from ebbtide.planning.contest import rule_plans
 from ebbtide.planning.hardware import Hardware
-from ebbtide.planning.prediction.cautious_timing import CautiousTiming
-from ebbtide.planning.profiling.fake_profile import profile_with_fake_tensors
-from ebbtide.planning.searching.plan_search import find_frugal, search
-from ebbtide.planning.searching.simple_plans import rule_plans
+from ebbtide.planning.planned_step import PlannedStep
+from ebbtide.planning.prediction import CautiousTiming, PlanBudget
+from ebbtide.planning.search import find_frugal, search
+from ebbtide.tools.fake_profile import profile_with_fake_tensors
 from gpu_bench import assert_at_rest
 from test_placed_plan import CPU, profile_of, random_plan
 from test_planning_profiling_bytes import CASES

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ebbtide
 import softdevice
-from ebbtide.integrations.pipelining import offload_stages
+from ebbtide.interop.pipelining import offload_stages
 from ebbtide.weights import device_weights
 from soft_bench import PORTFOLIO
 from test_soft_processes import _code, _run

@@ -6,11 +6,8 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from ebbtide.doctor.disk_speed import DiskFigures
-from ebbtide.doctor.examination import Examination
-from ebbtide.doctor.link_speed import LinkFigures, Pinning
-from ebbtide.doctor.machine_facts import Accelerator, Directory, MachineFacts
-from ebbtide.doctor.sampling import Sample
+from ebbtide.tools.examination import DiskFigures, Examination, LinkFigures, Pinning
+from ebbtide.tools.machine import Accelerator, Directory, MachineFacts, Sample
 
 MIB, GIB = 2**20, 2**30
 

@@ -7,14 +7,14 @@ from typing import Any
 
 import ebbtide
 from ebbtide import ActivationPolicy
-from ebbtide.activations.activations import Activations
-from ebbtide.activations.placement import Placement, Plan
 from ebbtide.devices.device import AbstractDevice
-from ebbtide.hooks.saved_tensors import SavedTensorHooks
-from ebbtide.reports.inspection import InFlight, Inspection, inspect
+from ebbtide.observe.inspection import InFlight, Inspection, inspect
+from ebbtide.runtime.activations import Activations
+from ebbtide.runtime.parameter_index import ParameterIndex
+from ebbtide.runtime.rebuild import Placement, Plan
+from ebbtide.runtime.saved_tensors import SavedTensorHooks
+from ebbtide.runtime.transfers import Transfers
 from ebbtide.stores.store import AbstractStore
-from ebbtide.tensors.parameter_index import ParameterIndex
-from ebbtide.transfers.transfers import Transfers
 
 
 class EngineBench:

@@ -85,7 +85,7 @@ class Rank:
             self.locks.append(PageLocks(device))
             return device
 
-        with mock.patch("ebbtide.engine.CpuDevice", make_device):
+        with mock.patch("ebbtide.runtime.engine.CpuDevice", make_device):
             yield
 
     def step(self) -> None:

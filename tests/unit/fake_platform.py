@@ -150,7 +150,7 @@ def import_everything() -> int:
             importlib.import_module(module.name)
         except ModuleNotFoundError as error:
             # A framework that is there may need what the faked system lacks, such as `msvcrt`.
-            foreign = module.name.startswith("ebbtide.integrations.")
+            foreign = module.name.startswith("ebbtide.interop.")
             if str(error.name).partition(".")[0] not in OPTIONAL and not foreign:
                 raise
         count += 1
@@ -173,7 +173,7 @@ def losses_of(model: nn.Module, steps: int = 3) -> list[float]:
 def train(directory: Path) -> None:
     """Activations and weights on a CPU: they rest in files."""
     import ebbtide
-    from ebbtide.memory.extents import Extent
+    from ebbtide.stores.store import Extent
 
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Sequential(nn.Linear(128, 128), nn.GELU()) for _ in range(4)])
@@ -198,7 +198,7 @@ def train(directory: Path) -> None:
 def stage(directory: Path) -> None:
     """A device whose bytes go through page-locked chunks to a file, and one with pinned memory."""
     from ebbtide.devices.simulated import SimulatedDevice
-    from ebbtide.memory.host_memory import map_exactly
+    from ebbtide.stores.host_memory import map_exactly
     from ebbtide.stores.staged import StagedDiskStore
 
     device = SimulatedDevice(0)
@@ -221,9 +221,8 @@ def stage(directory: Path) -> None:
 
 def examine(directory: Path) -> None:
     """The doctor, whose report says what the system does not tell."""
-    from ebbtide.doctor.doctor_report import build_report
-    from ebbtide.doctor.examination import QUICK, examine
-    from ebbtide.doctor.recommendations import advise
+    from ebbtide.tools.doctor import advise, build_report
+    from ebbtide.tools.examination import QUICK, examine
 
     effort = QUICK._replace(links_s=0.1, disk_s=0.1, room_bytes=2**26, disk_bytes=2**23)
     found = examine(torch.device("cpu"), directory, effort)

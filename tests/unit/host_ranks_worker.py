@@ -154,7 +154,7 @@ def train(machine: Machine, offload: Callable[[nn.Module], Any] | None) -> tuple
     net = Net()
     handle = None
     if offload is not None:
-        with mock.patch("ebbtide.engine.CpuDevice", machine.device):
+        with mock.patch("ebbtide.runtime.engine.CpuDevice", machine.device):
             handle = offload(net)
     model = DistributedDataParallel(net)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)

@@ -10,12 +10,12 @@ from collections.abc import Iterator
 
 from hypothesis import strategies as st
 
+from ebbtide.planning.contest import inflight_choices
 from ebbtide.planning.hardware import FIGURES, Hardware, Kind, Source
 from ebbtide.planning.plan import Decision, LayerMode, LayerPlan, Plan
-from ebbtide.planning.prediction.step_timing import StepTiming
-from ebbtide.planning.searching.chain_programme import chain_plans
-from ebbtide.planning.searching.choices import inflight_choices
-from ebbtide.planning.step_profile import LayerProfile, SavedStorage, StepProfile, StorageId
+from ebbtide.planning.prediction import StepTiming
+from ebbtide.planning.profile import LayerProfile, SavedStorage, StepProfile, StorageId
+from ebbtide.planning.search import chain_plans
 
 MB = 10**6
 

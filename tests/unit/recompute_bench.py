@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 import ebbtide
 from ebbtide import ActivationPolicy, StepStats
-from ebbtide.hooks.recompute import RecomputedForward
+from ebbtide.runtime.recompute import RecomputedForward
 
 MODES = ("recompute", "recompute+offload")
 ROWS, WIDTH = 64, 256

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from ebbtide.pages.run_record import LayerFigures, PredictedPhase, PredictedStep, RunRecord
-from ebbtide.tracing.events import TraceEvent
-from ebbtide.tracing.finding import Finding
-from ebbtide.tracing.step_memory import MemorySample, OwnedBytes, Owner, StepMemory
-from ebbtide.tracing.trace import Trace
-from ebbtide.transfers.stats import StepStats
+from ebbtide.observe.explain import Finding
+from ebbtide.observe.run_record import LayerFigures, PredictedPhase, PredictedStep, RunRecord
+from ebbtide.observe.trace import Trace
+from ebbtide.runtime.events import MemorySample, OwnedBytes, Owner, StepMemory, TraceEvent
+from ebbtide.runtime.stats import StepStats
 
 MIB = 2**20
 FORWARD_S, BACKWARD_S, COPY_S = 0.010, 0.020, 0.024

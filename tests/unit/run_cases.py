@@ -12,10 +12,9 @@ from torch import Tensor, nn
 
 from ebbtide import ActivationPolicy
 from ebbtide.handle import OffloadHandle
-from ebbtide.hooks.forward import OffloadedForward
-from ebbtide.running.main_script import MainScript
-from ebbtide.running.run_options import RunOptions
-from ebbtide.running.run_session import RunRequest, RunSession
+from ebbtide.runtime.forward import OffloadedForward
+from ebbtide.tools.found_models import RunOptions
+from ebbtide.tools.run import MainScript, RunRequest, RunSession
 
 SMALL = ActivationPolicy(min_bytes=1, rebuild=False)
 WIDTH = 32

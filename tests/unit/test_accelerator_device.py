@@ -13,8 +13,8 @@ import torch
 from ebbtide.devices import accelerator
 from ebbtide.devices.accelerator import AcceleratorDevice
 from ebbtide.devices.device import Span
-from ebbtide.doctor.link_speed import measure_links
 from ebbtide.stores.pinned import PinnedStore
+from ebbtide.tools.examination import measure_links
 from engine_bench import EngineBench
 
 KIB = 2**10

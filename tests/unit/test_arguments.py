@@ -12,8 +12,8 @@ from torch import nn
 
 import ebbtide
 from ebbtide import ActivationPolicy, OffloadSession, PolicyError, WeightPolicy
-from ebbtide.compat.megatron import CPUOffloadingConfig
-from ebbtide.compat.transformer_engine import get_cpu_offload_context, mark_not_offload
+from ebbtide.interop.megatron import CPUOffloadingConfig
+from ebbtide.interop.transformer_engine import get_cpu_offload_context, mark_not_offload
 from ebbtide.stores.build import parse_store
 
 

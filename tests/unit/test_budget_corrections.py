@@ -8,19 +8,17 @@ from typing import Any
 
 import pytest
 
-from ebbtide.budgeting.budget_study import BudgetStudy, Phase, Stage
-from ebbtide.budgeting.corrections import Corrections
-from ebbtide.budgeting.pass_watch import PassGuard, PassWatch
-from ebbtide.budgeting.placed_plan import place
-from ebbtide.memory.measured_memory import AbstractMemory
-from ebbtide.planning.measured_times import copied_bytes
+from ebbtide.devices.device import Layer
+from ebbtide.observe.trace import Trace
+from ebbtide.planning.budget_study import BudgetStudy, Corrections, Phase, Stage
+from ebbtide.planning.contest import keep_all, offload_first
+from ebbtide.planning.follow import place
 from ebbtide.planning.plan import LayerMode, LayerPlan, Plan
-from ebbtide.planning.prediction.step_timing import StepTiming
-from ebbtide.planning.searching.simple_plans import keep_all, offload_first
-from ebbtide.planning.step_profile import LayerProfile, StepProfile
-from ebbtide.tracing.events import TraceEvent
-from ebbtide.tracing.trace import Trace
-from ebbtide.transfers.layer import Layer
+from ebbtide.planning.prediction import StepTiming
+from ebbtide.planning.profile import LayerProfile, StepProfile
+from ebbtide.planning.recorded import PassGuard, PassWatch, copied_bytes
+from ebbtide.runtime.events import TraceEvent
+from ebbtide.stores.measured_memory import AbstractMemory
 from ebbtide.units import format_size
 from plan_cases import MB, make_layer, make_link, make_profile
 

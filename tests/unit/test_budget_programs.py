@@ -21,11 +21,10 @@ from torch._subclasses import FakeTensor
 
 import ebbtide
 from ebbtide import ActivationPolicy, PolicyError
-from ebbtide.budgeting import budget_controller
-from ebbtide.planning.budgets import PlanBudget
+from ebbtide.planning import budget as budget_controller
 from ebbtide.planning.plan import Plan
-from ebbtide.planning.prediction.step_timing import Prediction, StepTiming
-from ebbtide.planning.searching.plan_search import search
+from ebbtide.planning.prediction import PlanBudget, Prediction, StepTiming
+from ebbtide.planning.search import search
 from live_memory import LiveMemory
 from plan_cases import MB, make_layer, make_link, make_profile
 
@@ -259,7 +258,7 @@ def test_a_long_step_is_planned_in_about_the_time_that_it_may_take() -> None:
 
     counting = Counting()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ebbtide.planning.searching.contest.time.monotonic", lambda: now_s[0])
+        patch.setattr("ebbtide.planning.contest.time.monotonic", lambda: now_s[0])
         plan = search(profile, link, budget, counting, limit_s=6.0)
         assert plan.peak_bytes is not None and plan.peak_bytes <= budget.device_bytes
     assert counting.num_predictions <= 16

@@ -9,8 +9,9 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from ebbtide.memory import budget, cgroups
-from ebbtide.memory.cgroups import MemoryLimit, cpu_limit, memory_limit
+from ebbtide.stores import host_memory as budget
+from ebbtide.stores import host_memory as cgroups
+from ebbtide.stores.host_memory import MemoryLimit, cpu_limit, memory_limit
 
 GIB = 2**30
 V2_MOUNT = "30 23 0:26 {inside} /sys/fs/cgroup rw,nosuid - cgroup2 cgroup rw,nsdelegate\n"

@@ -17,13 +17,14 @@ import torch
 from typer.testing import CliRunner
 
 from ebbtide import __version__
-from ebbtide.cli.main import app
-from ebbtide.demo import darcy_fno, worker
-from ebbtide.demo import run as demo_module
-from ebbtide.demo.config import DemoConfig, Mode
-from ebbtide.demo.memory_timeline import Timeline
-from ebbtide.demo.team import Team, WorkerError
-from ebbtide.memory.measured_memory import ProcessMemory
+from ebbtide.stores.measured_memory import ProcessMemory
+from ebbtide.tools import darcy_fno
+from ebbtide.tools import demo as demo_module
+from ebbtide.tools import demo_worker as worker
+from ebbtide.tools.demo import Team, WorkerError
+from ebbtide.tools.demo_config import DemoConfig, Mode
+from ebbtide.tools.demo_worker import Timeline
+from ebbtide.tools.main import app
 
 # 4 samples x 32 channels x 64 x 64 nodes x 4 B = 2 MiB: the smallest size that is offloaded.
 TINY = ["--resolution", "64", "--batch-size", "4", "--steps", "3", "--warm-steps", "2"]
@@ -50,7 +51,7 @@ class Run(NamedTuple):
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     pytest.importorskip("neuralop")
     out = tmp_path_factory.mktemp("demo")
-    command = [sys.executable, "-m", "ebbtide.cli.main", "demo", "--device", "cpu", *TINY]
+    command = [sys.executable, "-m", "ebbtide.tools.main", "demo", "--device", "cpu", *TINY]
     done = subprocess.run(
         [*command, "--out", out, "--data", out / "data"],
         capture_output=True,
@@ -320,9 +321,10 @@ def test_help_imports_nothing_heavy() -> None:
     code = (
         "import sys\n"
         "from typer.testing import CliRunner\n"
-        "from ebbtide.cli.main import app\n"
+        "from ebbtide.tools.main import app\n"
         "assert CliRunner().invoke(app, ['demo', '--help']).exit_code == 0\n"
-        "heavy = {'neuralop', 'matplotlib', 'scipy', 'ebbtide.demo.worker'} & set(sys.modules)\n"
+        "heavy = {'neuralop', 'matplotlib', 'scipy', 'ebbtide.tools.demo_worker'}\n"
+        "heavy &= set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -18,17 +18,27 @@ from torch import nn
 from typer.testing import CliRunner
 
 import ebbtide
-from ebbtide.budgeting.planned_step import PlannedStep
-from ebbtide.cli.main import app
 from ebbtide.planning.hardware import Hardware
 from ebbtide.planning.plan import Decision, Plan
-from ebbtide.studies.budget_table import BudgetRow, _without_misses
-from ebbtide.studies.granularities import Granularities
-from ebbtide.studies.models.built_in_models import ModelOptions, build_family
-from ebbtide.studies.plan_options import read_budget_bytes
-from ebbtide.studies.size_limits import METHODS, find_limits
-from ebbtide.studies.study import RULES, Study
-from ebbtide.studies.tasks import Size, Task, TaskFamily
+from ebbtide.planning.planned_step import PlannedStep
+from ebbtide.tools.main import app
+from ebbtide.tools.models import (
+    ModelOptions,
+    Size,
+    Task,
+    TaskFamily,
+    build_family,
+    read_budget_bytes,
+)
+from ebbtide.tools.plan_tables import (
+    METHODS,
+    RULES,
+    BudgetRow,
+    Granularities,
+    Study,
+    _without_misses,
+    find_limits,
+)
 
 H100 = Hardware.named("h100", achievable=True)
 GIB = 2**30

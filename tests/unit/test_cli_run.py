@@ -15,8 +15,8 @@ import pytest
 from typer.testing import CliRunner
 
 import ebbtide
-from ebbtide.cli.main import app
-from ebbtide.cli.run_command import ScriptRequest
+from ebbtide.tools.main import app
+from ebbtide.tools.run_command import ScriptRequest
 
 TRAIN = """
 import hashlib, sys

@@ -16,12 +16,12 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-import ebbtide.cli.main
-from ebbtide.cli import status_line
-from ebbtide.cli.exit_codes import ExitCode, describe_codes, ends_by_code
-from ebbtide.cli.main import app
+import ebbtide.tools.main
 from ebbtide.errors import BudgetError, PolicyError, StoreFullError
-from ebbtide.running.run_session import BUDGET_EXIT_CODE
+from ebbtide.tools import exit_codes as status_line
+from ebbtide.tools.exit_codes import ExitCode, describe_codes, ends_by_code
+from ebbtide.tools.main import app
+from ebbtide.tools.run import BUDGET_EXIT_CODE
 
 ROOT = Path(__file__).parents[2]
 GUIDES = ROOT / "docs" / "guides"
@@ -167,10 +167,10 @@ def test_other_errors_are_not_hidden(error: Exception) -> None:
 @pytest.mark.parametrize(
     ("line", "place"),
     [
-        (["demo", "--device", "cpu"], "ebbtide.demo.run.run_demo"),
-        (["doctor", "--device", "cpu"], "ebbtide.doctor.examination.examine"),
-        (["plan", "gpt"], "ebbtide.studies.plan_study.run_plan"),
-        (["schedule", "--layers", "1/2"], "ebbtide.cli.schedule_command.rehearse"),
+        (["demo", "--device", "cpu"], "ebbtide.tools.demo.run_demo"),
+        (["doctor", "--device", "cpu"], "ebbtide.tools.examination.examine"),
+        (["plan", "gpt"], "ebbtide.tools.plan_study.run_plan"),
+        (["schedule", "--layers", "1/2"], "ebbtide.tools.schedule_command.rehearse"),
     ],
 )
 def test_ctrl_c_is_130_in_every_command(
@@ -207,11 +207,10 @@ def test_every_command_takes_json(command: str) -> None:
 
 
 def test_the_page_names_the_formats() -> None:
-    from ebbtide.cli import schedule_command
-    from ebbtide.demo import run as demo_run
     from ebbtide.planning import hardware
-    from ebbtide.running import run_report
-    from ebbtide.studies import plan_study
+    from ebbtide.tools import demo as demo_run
+    from ebbtide.tools import plan_study, schedule_command
+    from ebbtide.tools import run as run_report
 
     formats = {
         "demo": demo_run.FORMAT,

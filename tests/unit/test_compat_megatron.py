@@ -7,8 +7,8 @@ from torch.utils.checkpoint import checkpoint
 
 import ebbtide
 from ebbtide import PolicyError
-from ebbtide.compat.megatron import CPUOffloadingConfig
 from ebbtide.devices.simulated import SimulatedDevice
+from ebbtide.interop.megatron import CPUOffloadingConfig
 from ebbtide.stores.pinned import PinnedStore
 from loops import on_device
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import ebbtide
 from ebbtide import PolicyError, ScheduleError
-from ebbtide.compat.transformer_engine import get_cpu_offload_context, mark_not_offload
+from ebbtide.interop.transformer_engine import get_cpu_offload_context, mark_not_offload
 from schedule_orders import PIPELINE_ORDER, TABLE
 
 SMALL = {"min_tensor_size_to_offload": 256, "device": "cpu"}
@@ -191,9 +191,19 @@ def test_deprecated_arguments_warn() -> None:
 
 
 def test_nothing_of_transformer_engine_is_imported() -> None:
-    code = "import ebbtide.compat.transformer_engine, sys; print(*sys.modules)"
+    code = "import ebbtide.interop.transformer_engine, sys; print(*sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "transformer_engine" not in run.stdout.split()
+
+
+def test_the_name_in_compat_is_the_same_module() -> None:
+    import ebbtide.compat.megatron
+    import ebbtide.compat.transformer_engine
+
+    import ebbtide.interop
+
+    assert ebbtide.compat.transformer_engine is ebbtide.interop.transformer_engine
+    assert ebbtide.compat.megatron is ebbtide.interop.megatron
 
 
 # ---- marks, and quantized tensors ---------------------------------------------------------------
@@ -214,7 +224,7 @@ def test_marked_tensors_stay() -> None:
 
 
 def test_a_mark_ends_with_its_storage() -> None:
-    from ebbtide.tensors import marks
+    from ebbtide.runtime import rebuild as marks
 
     for _ in range(300):
         mark_not_offload(torch.empty(3))

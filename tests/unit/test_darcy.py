@@ -14,19 +14,20 @@ import scipy.sparse
 import scipy.sparse.linalg
 import torch
 
-from ebbtide.problems import samples as samples_module
-from ebbtide.problems.cache import cache_directory, write_cached
-from ebbtide.problems.darcy import (
+from ebbtide.tools import darcy as samples_module
+from ebbtide.tools.darcy import (
     DarcySamples,
     DarcySpec,
     Split,
     apply_elliptic,
+    cache_directory,
     gaussian_field,
     generate_darcy,
     load_darcy,
     load_darcy_flow_small,
     load_darcy_pt,
     solve_elliptic,
+    write_cached,
 )
 
 SPEC = DarcySpec(16)
@@ -184,7 +185,7 @@ def test_solver_refuses_what_it_cannot_solve(a: np.ndarray, f: object, message: 
 
 
 def test_solver_says_when_it_does_not_converge(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ebbtide.problems.fields.MAX_ITERATIONS", 3)
+    monkeypatch.setattr("ebbtide.tools.darcy.MAX_ITERATIONS", 3)
     with pytest.raises(ArithmeticError, match="contrast"):
         solve_elliptic(np.where(gaussian_field(16, np.random.default_rng(0)) > 0, 1e6, 1.0))
 
@@ -213,7 +214,7 @@ def test_a_sample_depends_on_its_index_alone() -> None:
 def test_bits_do_not_depend_on_the_thread_count() -> None:
     # In float64, before rounding hides a last bit, and large enough for BLAS to use its threads.
     code = (
-        "import hashlib, numpy as np; from ebbtide.problems.darcy import solve_elliptic;"
+        "import hashlib, numpy as np; from ebbtide.tools.darcy import solve_elliptic;"
         "u = solve_elliptic(np.random.default_rng(0).uniform(3, 12, (257, 257)));"
         "print(hashlib.sha256(u.tobytes()).hexdigest())"
     )
@@ -519,7 +520,7 @@ def test_without_neuraloperator_the_loader_says_what_to_install(
 
 
 def test_importing_the_problem_imports_no_neuraloperator() -> None:
-    code = "import sys, ebbtide.problems.darcy; sys.exit('neuralop' in sys.modules)"
+    code = "import sys, ebbtide.tools.darcy; sys.exit('neuralop' in sys.modules)"
     subprocess.run(
         [sys.executable, "-c", code], env={"PYTHONPATH": os.pathsep.join(sys.path)}, check=True
     )

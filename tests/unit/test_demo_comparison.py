@@ -10,13 +10,26 @@ import torch
 from rich.console import Console
 
 from ebbtide import StepStats
-from ebbtide.demo import run as demo_module
-from ebbtide.demo import worker
-from ebbtide.demo.comparison import build_table, compare, limits
-from ebbtide.demo.config import DemoConfig, Mode
-from ebbtide.demo.progress import TimeLeft, activity, format_left, training
-from ebbtide.demo.results import FinalResult, ModeResult, StepResult, first_difference
-from ebbtide.demo.run import Outputs
+from ebbtide.tools import demo as demo_module
+from ebbtide.tools import demo_worker as worker
+from ebbtide.tools.demo import (
+    Outputs,
+    TimeLeft,
+    activity,
+    build_table,
+    compare,
+    format_left,
+    limits,
+    training,
+)
+from ebbtide.tools.demo_config import (
+    DemoConfig,
+    FinalResult,
+    Mode,
+    ModeResult,
+    StepResult,
+    first_difference,
+)
 
 GIB = 2**30
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import ebbtide
-from ebbtide.tracing.events import TraceEvent
+from ebbtide.runtime.events import TraceEvent
 
 POLICY = ebbtide.ActivationPolicy(min_bytes=1, rebuild=False)
 
@@ -82,7 +82,7 @@ def test_a_repr_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         def refuse(*_: object) -> None:
             raise AssertionError("waited for the device")
 
-        monkeypatch.setattr("ebbtide.transfers.stats.StepMeter.freeze", refuse)
+        monkeypatch.setattr("ebbtide.runtime.stats.StepMeter.freeze", refuse)
         assert "448.0 KiB" in repr(handle)
         assert "448.0 KiB" in handle._repr_html_()
 

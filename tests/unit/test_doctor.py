@@ -22,28 +22,31 @@ from typer.testing import CliRunner
 
 import ebbtide
 from doctor_cases import GPU, HEALTHY
-from ebbtide.cli.main import app
 from ebbtide.devices.cpu import CpuDevice
 from ebbtide.devices.simulated import SimulatedDevice
-from ebbtide.doctor import (
-    compute_speed,
-    disk_speed,
-    examination,
-    link_speed,
-    machine_facts,
-    sampling,
-)
-from ebbtide.doctor.disk_speed import measure_disk
-from ebbtide.doctor.doctor_report import build_report
-from ebbtide.doctor.examination import QUICK, Examination, Examiner, examine
-from ebbtide.doctor.link_speed import measure_links, measure_pinning
-from ebbtide.doctor.recommendations import advise
-from ebbtide.doctor.sampling import Sample, sample
 from ebbtide.planning.hardware import Hardware
 from ebbtide.stores.build import build_store
 from ebbtide.stores.disk import DiskStore
 from ebbtide.stores.pinned import PinnedStore
 from ebbtide.stores.store import AbstractStore
+from ebbtide.tools import examination
+from ebbtide.tools import examination as compute_speed
+from ebbtide.tools import examination as disk_speed
+from ebbtide.tools import examination as link_speed
+from ebbtide.tools import machine as machine_facts
+from ebbtide.tools import machine as sampling
+from ebbtide.tools.doctor import advise, build_report
+from ebbtide.tools.examination import (
+    QUICK,
+    Examination,
+    Examiner,
+    examine,
+    measure_disk,
+    measure_links,
+    measure_pinning,
+)
+from ebbtide.tools.machine import Sample, sample
+from ebbtide.tools.main import app
 from page_locks import PageLocks
 
 KIB, MIB = 2**10, 2**20
@@ -246,7 +249,7 @@ def test_the_latency_is_what_small_copies_cost_besides() -> None:
     """10 GB/s and 20 us: 64 KiB take 26.6 us, 64 MiB take 6.73 ms."""
     times = {size: 20e-6 + size / 10e9 for size in (64 * KIB, 64 * MIB)}
     way = {size: Sample(size, (seconds,)) for size, seconds in times.items()}
-    figures = ebbtide.doctor.link_speed.LinkFigures(way, way, way[64 * KIB])
+    figures = ebbtide.tools.examination.LinkFigures(way, way, way[64 * KIB])
     assert figures.latency_s == pytest.approx(20e-6, rel=0.01)
 
 
@@ -487,7 +490,7 @@ def test_wrong_options_are_named(arguments: list[str], message: str) -> None:
 
 
 def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
-    code = "import sys; from ebbtide.cli.main import app; sys.argv[0] = 'ebbtide'; app()"
+    code = "import sys; from ebbtide.tools.main import app; sys.argv[0] = 'ebbtide'; app()"
     process = subprocess.Popen(
         [sys.executable, "-c", code, "doctor", "--device", "cpu", "--store", f"disk:{tmp_path}"],
         stdout=subprocess.PIPE,

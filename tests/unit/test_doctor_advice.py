@@ -10,14 +10,11 @@ from typing import Any
 import pytest
 
 from doctor_cases import GIB, GPU, HEALTHY_STORE, MIB, links, on_cpu, on_gpu, rate
-from ebbtide.doctor import recommendations
-from ebbtide.doctor.disk_speed import DiskFigures
-from ebbtide.doctor.doctor_report import build_report
-from ebbtide.doctor.examination import Examination
-from ebbtide.doctor.link_speed import Pinning
-from ebbtide.doctor.recommendations import advise
-from ebbtide.memory.cgroups import MemoryLimit
 from ebbtide.planning.hardware import Hardware, Kind
+from ebbtide.stores.host_memory import MemoryLimit
+from ebbtide.tools import doctor as recommendations
+from ebbtide.tools.doctor import advise, build_report
+from ebbtide.tools.examination import DiskFigures, Examination, Pinning
 
 
 @pytest.fixture(autouse=True)

@@ -11,12 +11,11 @@ import torch
 from torch import nn
 
 import ebbtide
-from ebbtide.explaining.evidence import Evidence
-from ebbtide.explaining.explanation import Explanation, explain
-from ebbtide.ownership.memory_log import OPTIMIZER
-from ebbtide.reports.inspection import InFlight, Inspection
-from ebbtide.tracing.step_memory import MemorySample, OwnedBytes, Owner, StepMemory
-from ebbtide.transfers.stats import StepStats
+from ebbtide.observe.explain import Evidence, Explanation, explain
+from ebbtide.observe.inspection import InFlight, Inspection
+from ebbtide.observe.memory import OPTIMIZER
+from ebbtide.runtime.events import MemorySample, OwnedBytes, Owner, StepMemory
+from ebbtide.runtime.stats import StepStats
 
 MIB = 2**20
 WIDTH = 256

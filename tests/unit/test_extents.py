@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbtide.memory.extents import Extent, ExtentAllocator
+from ebbtide.stores.store import Extent, ExtentAllocator
 
 ALIGNMENTS = st.sampled_from([1, 8, 512, 4096])
 # Positive: so many bytes to allocate. Zero or less: which of the live extents to free.

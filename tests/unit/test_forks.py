@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import ebbtide
-from ebbtide import forks
+from ebbtide.devices import process as forks
 from forked import LIMIT_S, SMALL, Child, assert_same, batch, make, train, trained
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="the system cannot fork")

@@ -10,8 +10,8 @@ from torch import nn
 
 import ebbtide
 from ebbtide.devices.cpu import CpuDevice
+from ebbtide.runtime.record import AccessOrder, ForwardLog
 from ebbtide.stores.pinned import PinnedStore
-from ebbtide.transfers.prefetch import AccessOrder, ForwardLog
 from engine_bench import EngineBench
 
 
@@ -155,8 +155,8 @@ def test_the_second_step_of_a_model_knows_its_order() -> None:
 def test_backwards_through_a_retained_graph_leave_nothing_behind(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("ebbtide.transfers.order.MOST_USES", 50)
-    monkeypatch.setattr("ebbtide.activations.activations._MOST_ENDED", 10)
+    monkeypatch.setattr("ebbtide.runtime.record.MOST_USES", 50)
+    monkeypatch.setattr("ebbtide.runtime.activations._MOST_ENDED", 10)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(3)))
     policy = ebbtide.ActivationPolicy(min_bytes=1)
     with ebbtide.offload(model, activations=policy) as handle:

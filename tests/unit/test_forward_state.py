@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ebbtide.recomputation import forward_state
-from ebbtide.recomputation.forward_state import ForwardState
+from ebbtide.runtime import module_state as forward_state
+from ebbtide.runtime.module_state import ForwardState
 
 
 class Model(nn.Module):
@@ -159,7 +159,7 @@ def test_lazy_and_inference_tensors_do_no_harm() -> None:
 def test_the_first_numbers_that_numpy_draws_are_drawn_again() -> None:
     """NumPy seeds its generator where it is first used."""
     code = """
-from ebbtide.tensors.random_numbers import note_random_numbers
+from ebbtide.runtime.module_state import note_random_numbers
 put_back = note_random_numbers(())
 import numpy
 first = numpy.random.rand()

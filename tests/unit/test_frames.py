@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 import ebbtide
-from ebbtide.frames import variables_of, visit_frames
-from ebbtide.hooks import forward
-from ebbtide.ownership.holders import find_holders
-from ebbtide.parameters.places import running_modules
+from ebbtide.devices.process import variables_of, visit_frames
+from ebbtide.observe.owners import find_holders
+from ebbtide.runtime import forward
+from ebbtide.weights.parameters import running_modules
 
 
 @contextlib.contextmanager

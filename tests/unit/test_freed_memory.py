@@ -13,10 +13,10 @@ from torch import nn
 
 import ebbtide
 from ebbtide.devices.simulated import SimulatedDevice
-from ebbtide.memory import freed_memory
-from ebbtide.memory.freed_memory import LEAST_BYTES, FreedMemory, chosen_settings, describe
 from ebbtide.stores import disk
+from ebbtide.stores import measured_memory as freed_memory
 from ebbtide.stores.build import build_store
+from ebbtide.stores.measured_memory import LEAST_BYTES, FreedMemory, chosen_settings, describe
 from waiting import await_copies
 
 MIB = 2**20
@@ -58,7 +58,7 @@ PROGRAM = """
 import json, sys, torch
 from torch import nn
 import ebbtide
-from ebbtide.memory.measured_memory import ProcessMemory
+from ebbtide.stores.measured_memory import ProcessMemory
 
 torch.set_num_threads(1)
 torch.manual_seed(0)

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from ebbtide.memory import growth_lock
-from ebbtide.memory.growth_lock import GrowthLock
+from ebbtide.stores import host_memory as growth_lock
+from ebbtide.stores.host_memory import GrowthLock
 from forked import LIMIT_S
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="the system cannot fork")

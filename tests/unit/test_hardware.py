@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbtide import PolicyError
-from ebbtide.planning import presets
+from ebbtide.planning import hardware as presets
 from ebbtide.planning.hardware import FIGURES, Hardware, Kind, Source, document
 
 ALL = Hardware.names()

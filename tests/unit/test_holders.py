@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from ebbtide.ownership.holders import HeldTensor, find_holders
+from ebbtide.observe.owners import HeldTensor, find_holders
 
 
 def address(tensor: torch.Tensor) -> int:

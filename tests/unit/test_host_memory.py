@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from ebbtide.devices.cpu import CpuDevice
-from ebbtide.memory import host_memory
-from ebbtide.memory.host_memory import HostMemory, allocate_by_torch, map_exactly, whole_pages
+from ebbtide.stores import host_memory
+from ebbtide.stores.host_memory import HostMemory, allocate_by_torch, map_exactly, whole_pages
 from page_locks import PageLocks, is_mapped, kernel_flags, resident_bytes, wait_until_unmapped
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

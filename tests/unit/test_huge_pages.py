@@ -9,14 +9,13 @@ import sys
 
 import pytest
 
-from ebbtide.memory.freed_memory import decides_when_to_return
-from ebbtide.memory.huge_pages import VARIABLE
+from ebbtide.stores.measured_memory import VARIABLE, decides_when_to_return
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="huge pages are asked for on Linux")
 
 LOOK = """
 import os
-from ebbtide.memory.huge_pages import describe_pages, has_huge_pages
+from ebbtide.stores.measured_memory import describe_pages, has_huge_pages
 print(has_huge_pages(), os.environ.get("THP_MEM_ALLOC_ENABLE"), describe_pages(), sep="|")
 """
 
@@ -110,7 +109,8 @@ def test_with_huge_pages_an_offload_has_blocks_reused() -> None:
 )
 def test_only_what_nobody_has_set_is_set(variables: dict[str, str], expected: int) -> None:
     code = """
-import ebbtide.memory.huge_pages as pages
+import ebbtide.stores.measured_memory as pages
+pages.decides_when_to_return()
 called = []
 class Library:
     def __getattr__(self, name):
@@ -133,8 +133,8 @@ print(called)
 
 BLOCKS = """
 import psutil, torch
-from ebbtide.memory.freed_memory import return_freed_memory
-from ebbtide.memory.huge_pages import large_blocks, reuse_blocks
+from ebbtide.stores.measured_memory import return_freed_memory
+from ebbtide.stores.measured_memory import large_blocks, reuse_blocks
 reuse_blocks()
 process, found = psutil.Process(), []
 def resident():
@@ -175,8 +175,8 @@ def test_blocks_of_their_own_are_returned_when_they_are_freed(variables: dict[st
 @pytest.mark.skipif(not decides_when_to_return(), reason="another allocator, or the user decides")
 def test_the_heap_grows_by_much_again_once_blocks_are_reused() -> None:
     code = """
-import ebbtide.memory.huge_pages as pages
-pages.has_huge_pages()
+import ebbtide.stores.measured_memory as pages
+pages.decides_when_to_return(), pages.has_huge_pages()
 called = []
 library = type("L", (), {"mallopt": lambda _, setting, value: called.append((setting, value))})()
 pages.ctypes = type("C", (), {"CDLL": lambda _: library})
@@ -197,7 +197,7 @@ print(called)
 @LINUX
 def test_blocks_are_left_alone_where_the_user_decides() -> None:
     code = """
-from ebbtide.memory.huge_pages import large_blocks
+from ebbtide.stores.measured_memory import large_blocks
 large_blocks.map(True)
 print(large_blocks.are_mapped)
 """

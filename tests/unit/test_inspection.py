@@ -8,11 +8,10 @@ from torch import nn
 
 import ebbtide
 from ebbtide import ActivationPolicy, WeightPolicy
-from ebbtide.activations.records import Decision, StorageRecord
 from ebbtide.devices.simulated import SimulatedDevice
+from ebbtide.runtime.handles import Decision, StorageRecord
+from ebbtide.runtime.record import CONTENTS, TRANSITIONS, ForwardLog, State
 from ebbtide.stores.pinned import PinnedStore
-from ebbtide.transfers.prefetch import ForwardLog
-from ebbtide.transfers.record import CONTENTS, TRANSITIONS, State
 from loops import on_device
 
 ROWS, WIDTH = 256, 64

@@ -22,13 +22,13 @@ from torch.utils.checkpoint import checkpoint
 
 import ebbtide
 from ebbtide import ActivationPolicy, WeightPolicy
-from ebbtide.activations.handles import Deaths, Hold
-from ebbtide.activations.saved import RecordedTensor
 from ebbtide.devices import simulated
 from ebbtide.devices.simulated import SimulatedDevice
-from ebbtide.hooks.forward import _running_calls
+from ebbtide.runtime.forward import _running_calls
+from ebbtide.runtime.handles import Deaths, Hold
+from ebbtide.runtime.rebuild import RecordedTensor
+from ebbtide.runtime.transfers import Gate
 from ebbtide.stores.pinned import PinnedStore
-from ebbtide.transfers.gate import Gate
 from loops import on_device
 
 SOURCE = str(Path(ebbtide.__file__).parent)

@@ -27,7 +27,7 @@ from architectures import (
     UNetOfLists,
     convnext,
 )
-from ebbtide.layers.search import find_layers
+from ebbtide.runtime.layers import find_layers
 from zoo import ENTRIES
 
 BY_NAME = {entry.name: entry for entry in ENTRIES}

@@ -14,8 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ebbtide
 from ebbtide import ActivationPolicy, PolicyError, StepStats
-from ebbtide.hooks.layers import match_layers
-from ebbtide.layers.search import find_layers
+from ebbtide.runtime.layers import find_layers, match_layers
 from zoo import ENTRIES
 
 BY_NAME = {entry.name: entry for entry in ENTRIES}

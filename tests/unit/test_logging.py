@@ -13,8 +13,8 @@ from torch import nn
 
 import ebbtide
 from ebbtide.devices.cpu import CpuDevice
-from ebbtide.interface.warning import warn_user
-from ebbtide.memory.host_memory import warn_of_pageable
+from ebbtide.errors import warn_user
+from ebbtide.stores.host_memory import warn_of_pageable
 
 
 def model() -> nn.Module:
@@ -34,7 +34,7 @@ def logged(caplog: pytest.LogCaptureFixture, level: int = logging.INFO) -> list[
     return [
         (record.name.removeprefix("ebbtide."), record.getMessage().partition(":")[0])
         for record in caplog.records
-        if record.levelno >= level and record.name != "ebbtide.memory.freed_memory"
+        if record.levelno >= level and record.name != "ebbtide.stores.measured_memory"
     ]
 
 
@@ -60,7 +60,7 @@ def test_a_step_logs_nothing_but_that_its_file_grows(caplog: pytest.LogCaptureFi
     with ebbtide.offload(net, activations=ebbtide.ActivationPolicy(min_bytes=1)):
         with caplog.at_level(logging.DEBUG, "ebbtide"):
             train(net, 1)
-            assert [name for name, _ in logged(caplog, logging.DEBUG)] == ["memory.disk_file"]
+            assert [name for name, _ in logged(caplog, logging.DEBUG)] == ["stores.disk_file"]
             caplog.clear()
             train(net, 3)
         assert caplog.records == []
@@ -69,7 +69,7 @@ def test_a_step_logs_nothing_but_that_its_file_grows(caplog: pytest.LogCaptureFi
 def test_a_budget_logs_each_plan_and_that_it_settled(caplog: pytest.LogCaptureFixture) -> None:
     net = model()
     handle = ebbtide.offload(net, budget="16GiB")
-    with caplog.at_level(logging.INFO, "ebbtide.budgeting"):
+    with caplog.at_level(logging.INFO, "ebbtide.planning"):
         for _ in range(30):
             train(net, 1)
             if handle.plan is not None and handle.plan.settled:

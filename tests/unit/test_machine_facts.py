@@ -12,8 +12,10 @@ import psutil
 import pytest
 import torch
 
-from ebbtide.doctor import machine_facts
-from ebbtide.doctor.machine_facts import (
+from ebbtide.stores import host_memory
+from ebbtide.stores import host_memory as cgroups
+from ebbtide.tools import machine as machine_facts
+from ebbtide.tools.machine import (
     OtherPrograms,
     another_disk,
     cpu_name,
@@ -21,7 +23,6 @@ from ebbtide.doctor.machine_facts import (
     read_lanes,
     read_machine,
 )
-from ebbtide.memory import cgroups, host_memory
 
 GIB = 2**30
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import ebbtide
-from ebbtide.interface.notebook import COLOURS, Share, bar, card, facts, folded, note, table
-from ebbtide.tracing.events import TraceEvent
+from ebbtide.runtime.events import TraceEvent
+from ebbtide.units import COLOURS, Share, bar, card, facts, folded, note, table
 
 POLICY = ebbtide.ActivationPolicy(min_bytes=1)
 EVIL = '<script>alert("&")</script>'

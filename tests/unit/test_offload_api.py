@@ -97,7 +97,7 @@ def test_directory_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mo
     def refuse(**_: object) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
-    monkeypatch.setattr("ebbtide.memory.disk_file.tempfile.TemporaryFile", refuse)
+    monkeypatch.setattr("ebbtide.stores.disk_file.tempfile.TemporaryFile", refuse)
     _refused(Model(), "cannot create a file in .*: Permission denied", store=f"disk:{tmp_path}")
 
 

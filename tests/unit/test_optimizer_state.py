@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 import ebbtide
-from ebbtide.optimizers import pager
 from ebbtide.stores.mapped_memory import MappedFiles
+from ebbtide.weights import mapped_weights as pager
 from waiting import wait_until
 
 WIDTH = 64

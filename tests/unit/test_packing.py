@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import ebbtide
-from ebbtide.activations.handles import restore
-from ebbtide.tensors.packing import find_packing, pack, unpack
+from ebbtide.runtime.handles import find_packing, pack, restore, unpack
 
 POLICY = ebbtide.ActivationPolicy(min_bytes=256)
 

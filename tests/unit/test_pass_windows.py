@@ -13,21 +13,25 @@ from torch import Tensor, nn
 
 import ebbtide
 from ebbtide import ActivationPolicy
-from ebbtide.activations.windowed_passes import PassWindows, Window
-from ebbtide.budgeting.placed_plan import place
-from ebbtide.budgeting.planned_step import PlannedStep
 from ebbtide.devices.simulated import SimulatedDevice
 from ebbtide.errors import PolicyError
+from ebbtide.planning.follow import place
 from ebbtide.planning.hardware import Hardware
 from ebbtide.planning.plan import Decision, LayerMode, LayerPlan, Plan
-from ebbtide.planning.prediction.cautious_timing import CautiousTiming
-from ebbtide.planning.prediction.pass_windows import backward_groups, open_windows
-from ebbtide.planning.prediction.step_timing import Prediction, Predictor, StepTiming
-from ebbtide.planning.prediction.storage_uses import StorageUses
-from ebbtide.planning.profiling.fake_profile import profile_with_fake_tensors
-from ebbtide.planning.step_profile import SavedStorage, StepProfile, StorageId
+from ebbtide.planning.planned_step import PlannedStep
+from ebbtide.planning.prediction import (
+    CautiousTiming,
+    Prediction,
+    Predictor,
+    StepTiming,
+    StorageUses,
+)
+from ebbtide.planning.profile import SavedStorage, StepProfile, StorageId
+from ebbtide.planning.windows import backward_groups, open_windows
+from ebbtide.runtime.activations import PassWindows, Window
+from ebbtide.runtime.transfers import Offloads
 from ebbtide.stores.pinned import PinnedStore
-from ebbtide.transfers.offloads import Offloads
+from ebbtide.tools.fake_profile import profile_with_fake_tensors
 from loops import on_device
 from plan_cases import MB, links, make_layer, make_link, make_profile, profiles
 from test_planning_search import MANY

@@ -30,7 +30,7 @@ import ebbtide
 import loopback
 from ebbtide import ActivationPolicy, PolicyError, Schedule, ScheduleError
 from ebbtide.devices.simulated import SimulatedDevice
-from ebbtide.integrations.pipelining import offload_stages
+from ebbtide.interop.pipelining import offload_stages
 from ebbtide.stores.pinned import PinnedStore
 from loops import on_device
 

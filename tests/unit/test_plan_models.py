@@ -11,16 +11,23 @@ import torch
 from torch import nn
 
 from ebbtide.errors import BudgetError, PolicyError
-from ebbtide.layers.covering import covering_layers, parts_of
 from ebbtide.planning.hardware import Hardware
-from ebbtide.planning.profiling.fake_profile import profile_with_fake_tensors
-from ebbtide.studies.granularities import Granularities
-from ebbtide.studies.models.built_in_models import NAMES, OPERATORS, ModelOptions, build_family
-from ebbtide.studies.models.language_models import LLAMA_SHAPES, LanguageModel, LanguageModelShape
-from ebbtide.studies.models.user_models import load_family
-from ebbtide.studies.profiled_layers import stretch
-from ebbtide.studies.study import Study
-from ebbtide.studies.tasks import Size, Task, TaskFamily
+from ebbtide.runtime.layers import covering_layers, parts_of
+from ebbtide.tools.fake_profile import profile_with_fake_tensors
+from ebbtide.tools.models import (
+    LLAMA_SHAPES,
+    NAMES,
+    OPERATORS,
+    LanguageModel,
+    LanguageModelShape,
+    ModelOptions,
+    Size,
+    Task,
+    TaskFamily,
+    build_family,
+    load_family,
+)
+from ebbtide.tools.plan_tables import Granularities, Study, stretch
 
 H100 = Hardware.named("h100", achievable=True)
 SMALL = LanguageModelShape(

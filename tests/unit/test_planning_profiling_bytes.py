@@ -16,16 +16,15 @@ from torch import Tensor, nn
 import ebbtide
 from architectures import UNet
 from ebbtide import ActivationPolicy
-from ebbtide.budgeting.placed_plan import engine_names
 from ebbtide.errors import PolicyError
-from ebbtide.layers.search import find_layers
-from ebbtide.planning.budgets import PlanBudget
+from ebbtide.planning.contest import keep_all
+from ebbtide.planning.follow import engine_names
 from ebbtide.planning.hardware import Hardware
-from ebbtide.planning.prediction.step_timing import StepTiming
-from ebbtide.planning.profiling.fake_profile import profile_with_fake_tensors
-from ebbtide.planning.searching.plan_search import search
-from ebbtide.planning.searching.simple_plans import keep_all
-from ebbtide.planning.step_profile import StepProfile, StorageId
+from ebbtide.planning.prediction import PlanBudget, StepTiming
+from ebbtide.planning.profile import StepProfile, StorageId
+from ebbtide.planning.search import search
+from ebbtide.runtime.layers import find_layers
+from ebbtide.tools.fake_profile import profile_with_fake_tensors
 
 H100 = Hardware.named("h100")
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ebbtide.planning.hardware import Hardware, Kind, Source
-from ebbtide.planning.profiling.fake_profile import profile_with_fake_tensors
-from ebbtide.planning.profiling.operator_costs import OperatorCosts, count_flops, count_traffic
+from ebbtide.tools.fake_profile import profile_with_fake_tensors
+from ebbtide.tools.fake_step import OperatorCosts, count_flops, count_traffic
 
 # Round figures: a byte takes a microsecond, a product's FLOP a nanosecond, an FFT's 10 ns.
 SLOW = dataclasses.replace(

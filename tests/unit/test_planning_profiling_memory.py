@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import ebbtide
+from ebbtide.planning.contest import keep_all, rule_plans
 from ebbtide.planning.hardware import Hardware
-from ebbtide.planning.prediction.step_timing import StepTiming
-from ebbtide.planning.profiling.fake_profile import profile_with_fake_tensors
-from ebbtide.planning.searching.simple_plans import keep_all, rule_plans
-from ebbtide.planning.step_profile import StepProfile
+from ebbtide.planning.prediction import StepTiming
+from ebbtide.planning.profile import StepProfile
+from ebbtide.tools.fake_profile import profile_with_fake_tensors
 from live_memory import LiveMemory
 from waiting import await_copies
 

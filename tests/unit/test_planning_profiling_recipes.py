@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 import ebbtide
 from ebbtide import ActivationPolicy
-from ebbtide.budgeting.placed_plan import engine_names
-from ebbtide.layers.search import find_layers
+from ebbtide.planning.contest import keep_all
+from ebbtide.planning.follow import engine_names
 from ebbtide.planning.hardware import Hardware
-from ebbtide.planning.profiling.fake_profile import profile_with_fake_tensors
-from ebbtide.planning.searching.simple_plans import keep_all
-from ebbtide.planning.step_profile import StepProfile
+from ebbtide.planning.profile import StepProfile
+from ebbtide.runtime.layers import find_layers
+from ebbtide.tools.fake_profile import profile_with_fake_tensors
 from test_planning_profiling_bytes import CASES
 
 CPU = Hardware.named("cpu")

@@ -10,14 +10,14 @@ from torch import Tensor, nn
 
 import ebbtide
 from ebbtide import ActivationPolicy, OffloadHandle, PolicyError
-from ebbtide.activations import records
-from ebbtide.budgeting.placed_plan import place
+from ebbtide.planning.follow import place
 from ebbtide.planning.hardware import Hardware
 from ebbtide.planning.plan import Decision, LayerPlan, Plan
-from ebbtide.planning.profiling.fake_profile import profile_with_fake_tensors
-from ebbtide.planning.profiling.recorded_profile import RecordedCall, profile_recorded_step
-from ebbtide.planning.step_profile import StepProfile, StorageId
-from ebbtide.tensors.marks import mark_not_offload
+from ebbtide.planning.profile import StepProfile, StorageId
+from ebbtide.planning.recorded import RecordedCall, profile_recorded_step
+from ebbtide.runtime import handles as records
+from ebbtide.runtime.rebuild import mark_not_offload
+from ebbtide.tools.fake_profile import profile_with_fake_tensors
 
 WIDTH, ROWS = 16, 32
 

@@ -6,11 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from ebbtide.planning.contest import keep_all
 from ebbtide.planning.hardware import Hardware
-from ebbtide.planning.prediction.step_timing import StepTiming
-from ebbtide.planning.profiling.fake_profile import profile_with_fake_tensors
-from ebbtide.planning.profiling.saved_on_cpu import profile_saved_on_cpu
-from ebbtide.planning.searching.simple_plans import keep_all
+from ebbtide.planning.prediction import StepTiming
+from ebbtide.tools.fake_profile import profile_saved_on_cpu, profile_with_fake_tensors
 
 H100 = Hardware.named("h100", achievable=True)
 

@@ -16,21 +16,22 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from ebbtide.errors import BudgetError, PolicyError
-from ebbtide.planning.budgets import PlanBudget
+from ebbtide.planning.contest import (
+    Contest,
+    choices_of,
+    inflight_choices,
+    keep_all,
+    offload_first,
+    rule_plans,
+    spare,
+)
 from ebbtide.planning.hardware import Hardware
 from ebbtide.planning.plan import Decision, Plan
-from ebbtide.planning.prediction.pass_windows import open_windows
-from ebbtide.planning.prediction.step_timing import Prediction, StepTiming
-from ebbtide.planning.prediction.storage_uses import StorageUses
-from ebbtide.planning.searching.chain_programme import chain_plans
-from ebbtide.planning.searching.choices import choices_of, inflight_choices
-from ebbtide.planning.searching.contest import Contest
-from ebbtide.planning.searching.plan_search import find_frugal, search
-from ebbtide.planning.searching.relaxation import relax
-from ebbtide.planning.searching.resting import everywhere, resting_choices
-from ebbtide.planning.searching.simple_plans import keep_all, offload_first, rule_plans
-from ebbtide.planning.searching.sparing import spare
-from ebbtide.planning.step_profile import StepProfile, StorageId
+from ebbtide.planning.prediction import PlanBudget, Prediction, StepTiming, StorageUses
+from ebbtide.planning.profile import StepProfile, StorageId
+from ebbtide.planning.relaxation import everywhere, relax, resting_choices
+from ebbtide.planning.search import chain_plans, find_frugal, search
+from ebbtide.planning.windows import open_windows
 from plan_cases import (
     MB,
     all_plans,
@@ -602,6 +603,6 @@ def test_the_same_search_gives_the_same_plan() -> None:
 
 
 def test_the_modules_import_no_scipy() -> None:
-    code = "import sys, ebbtide.planning.searching.plan_search; print('scipy' in sys.modules)"
+    code = "import sys, ebbtide.planning.search; print('scipy' in sys.modules)"
     got = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert got.stdout.strip() == "False"

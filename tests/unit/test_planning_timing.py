@@ -8,12 +8,10 @@ from typing import Any
 import pytest
 
 from ebbtide.errors import PolicyError
+from ebbtide.planning.contest import keep_all, offload_first
 from ebbtide.planning.plan import Decision, LayerMode, LayerPlan, Plan
-from ebbtide.planning.prediction.cautious_timing import CautiousTiming
-from ebbtide.planning.prediction.copy_queues import CopyQueues
-from ebbtide.planning.prediction.step_timing import Prediction, StepTiming
-from ebbtide.planning.searching.simple_plans import keep_all, offload_first
-from ebbtide.planning.step_profile import SavedStorage, StepProfile, StorageId
+from ebbtide.planning.prediction import CautiousTiming, CopyQueues, Prediction, StepTiming
+from ebbtide.planning.profile import SavedStorage, StepProfile, StorageId
 from plan_cases import MB, make_layer, make_link, make_profile
 
 KEEP, OFFLOAD, REBUILD = Decision

@@ -17,13 +17,13 @@ from torch import nn
 
 import ebbtide
 from ebbtide import PolicyError, StoreFullError
-from ebbtide.demo import team
-from ebbtide.demo.config import Mode
-from ebbtide.engine import Engine
-from ebbtide.memory import measured_memory
-from ebbtide.memory.disk_file import DiskFile, OpenFile
-from ebbtide.memory.extents import Extent
 from ebbtide.policy import ActivationPolicy
+from ebbtide.runtime.engine import Engine
+from ebbtide.stores import measured_memory
+from ebbtide.stores.disk_file import DiskFile, OpenFile
+from ebbtide.stores.store import Extent
+from ebbtide.tools import demo as team
+from ebbtide.tools.demo_config import Mode
 
 HERE = Path(__file__).parent
 

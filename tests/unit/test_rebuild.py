@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import ebbtide
 from ebbtide.devices.cpu import CpuDevice
+from ebbtide.runtime.record import RECIPES
 from ebbtide.stores.pinned import PinnedStore
-from ebbtide.tensors.recipes import RECIPES
 from engine_bench import EngineBench
 
 SIZE = (64, 32)
@@ -345,7 +345,7 @@ def test_the_policy_turns_it_on_and_off() -> None:
 
 
 def test_a_users_recipe_is_used(monkeypatch: pytest.MonkeyPatch, bench: Bench) -> None:
-    monkeypatch.setattr("ebbtide.tensors.recipes.RECIPES", RECIPES)
+    monkeypatch.setattr("ebbtide.runtime.record.RECIPES", RECIPES)
     before = dict(RECIPES)
 
     def function(x: Tensor, w: Tensor) -> Tensor:

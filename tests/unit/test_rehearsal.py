@@ -6,8 +6,8 @@ import pytest
 from typer.testing import CliRunner
 
 from ebbtide import PolicyError, ScheduleError, rehearse, schedule
-from ebbtide.cli.main import app
-from ebbtide.tracing.trace import Trace
+from ebbtide.observe.trace import Trace
+from ebbtide.tools.main import app
 
 MIB = 2**20
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from browsers import open_browser
-from ebbtide.pages.page import write_page
-from ebbtide.pages.run_record import RunRecord
+from ebbtide.observe.page import write_page
+from ebbtide.observe.run_record import RunRecord
 from report_cases import make_record
 
 BEFORE, AFTER = "nothing offloaded", "6 of 8 layers offloaded"

@@ -16,12 +16,10 @@ from torch import nn
 
 import ebbtide
 from ebbtide.errors import PolicyError
-from ebbtide.pages.comparison_rows import comparison_rows
-from ebbtide.pages.page import render_page
-from ebbtide.pages.run_record import RunRecord
-from ebbtide.pages.verdicts import verdict_of, write_seconds
-from ebbtide.tracing.palette import EVENT_COLOURS, OWNER_COLOURS
-from ebbtide.tracing.step_memory import Owner
+from ebbtide.observe.page import comparison_rows, render_page, verdict_of, write_seconds
+from ebbtide.observe.plots import EVENT_COLOURS, OWNER_COLOURS
+from ebbtide.observe.run_record import RunRecord
+from ebbtide.runtime.events import Owner
 from report_cases import MIB, SAVED_BYTES, make_record
 
 

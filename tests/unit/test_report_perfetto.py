@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from browsers import open_browser
-from ebbtide.pages.record_file import save_record
+from ebbtide.observe.run_record import save_record
 from report_cases import make_record
 from trace_processor import TraceProcessor, load_trace
 

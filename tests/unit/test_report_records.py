@@ -12,17 +12,18 @@ from torch import nn
 from typer.testing import CliRunner
 
 import ebbtide
-from ebbtide.cli.main import app
 from ebbtide.errors import PolicyError
-from ebbtide.pages.layer_figures import layer_figures
-from ebbtide.pages.predicted_step import predict_step
-from ebbtide.pages.record_file import load_record, save_record
-from ebbtide.pages.run_record import RunRecord
+from ebbtide.observe.run_record import (
+    RunRecord,
+    layer_figures,
+    load_record,
+    predict_step,
+    save_record,
+)
+from ebbtide.observe.trace import MEMORY_COUNTER, Trace
 from ebbtide.planning.plan import Decision, LayerPlan, Plan
-from ebbtide.tracing.chrome import MEMORY_COUNTER
-from ebbtide.tracing.events import TraceEvent
-from ebbtide.tracing.step_memory import Owner
-from ebbtide.tracing.trace import Trace
+from ebbtide.runtime.events import Owner, TraceEvent
+from ebbtide.tools.main import app
 from plan_cases import make_layer, make_link, make_profile
 from report_cases import MIB, make_record
 

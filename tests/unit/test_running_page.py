@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ebbtide.running.main_script import MainScript
-from ebbtide.running.run_options import RunOptions
-from ebbtide.running.run_session import RunRequest, RunSession
+from ebbtide.tools.found_models import RunOptions
+from ebbtide.tools.run import MainScript, RunRequest, RunSession
 from run_cases import SMALL, make, step
 from test_cli_run import TRAIN, run, script
 

@@ -8,8 +8,8 @@ import threading
 
 import pytest
 
-from ebbtide.planning.searching import solver
-from ebbtide.planning.solver_output import without_stray_lines
+from ebbtide.planning import relaxation as solver
+from ebbtide.planning.relaxation import without_stray_lines
 
 STRAY = b"HighsMipSolverData::transformNewIntegerFeasibleSolution tmpSolver.run();"
 

@@ -20,11 +20,10 @@ from ebbtide.devices.lanes import LaneEvent
 from ebbtide.devices.simulated import SimulatedDevice
 from ebbtide.errors import PolicyError, StoreFullError
 from ebbtide.policy import ActivationPolicy
-from ebbtide.stores.build import build_store
+from ebbtide.stores.build import TieredStore, build_store
 from ebbtide.stores.pinned import PinnedStore
 from ebbtide.stores.staged import StagedDiskStore
 from ebbtide.stores.store import AbstractStore, Slot
-from ebbtide.stores.tiered import TieredStore
 from engine_bench import EngineBench
 from open_files import num_open
 from page_locks import PageLocks
@@ -72,7 +71,7 @@ def count_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         sizes.append(sum(map(len, views)))
         return read(fd, views, offset)
 
-    monkeypatch.setattr("ebbtide.memory.disk_file.os.preadv", counted)
+    monkeypatch.setattr("ebbtide.stores.disk_file.os.preadv", counted)
     return sizes
 
 
@@ -80,7 +79,7 @@ def fail_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> int:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr("ebbtide.memory.disk_file.os.pwrite", refuse)
+    monkeypatch.setattr("ebbtide.stores.disk_file.os.pwrite", refuse)
 
 
 def finish_writes(store: StagedDiskStore) -> None:
@@ -171,10 +170,10 @@ def test_short_writes_and_reads_go_on(
 ) -> None:
     write, read = os.pwrite, os.preadv
     monkeypatch.setattr(
-        "ebbtide.memory.disk_file.os.pwrite", lambda fd, view, at: write(fd, view[:5000], at)
+        "ebbtide.stores.disk_file.os.pwrite", lambda fd, view, at: write(fd, view[:5000], at)
     )
     monkeypatch.setattr(
-        "ebbtide.memory.disk_file.os.preadv", lambda fd, views, at: read(fd, [views[0][:777]], at)
+        "ebbtide.stores.disk_file.os.preadv", lambda fd, views, at: read(fd, [views[0][:777]], at)
     )
     source = random_bytes(2 * CHUNK + 5)
     slot = down(store, source)
@@ -221,7 +220,7 @@ def test_a_failed_read_fails_whoever_waits_for_it(
     slot = down(store, random_bytes(2 * CHUNK))
     push_out(store)
     with monkeypatch.context() as broken:
-        broken.setattr("ebbtide.memory.disk_file.os.preadv", lambda *_: 0)
+        broken.setattr("ebbtide.stores.disk_file.os.preadv", lambda *_: 0)
         _, reloaded = store.reload(slot)
         with pytest.raises(OSError, match="ended early"):
             reloaded.settled()
@@ -237,7 +236,7 @@ def test_a_full_disk_says_so_before_anything_is_copied(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as full:
-        full.setattr("ebbtide.memory.disk_file.os.posix_fallocate", refuse)
+        full.setattr("ebbtide.stores.disk_file.os.posix_fallocate", refuse)
         with pytest.raises(StoreFullError, match="choose another directory"):
             store.offload(random_bytes(CHUNK), now())
     assert torch.equal(up(store, down(store, random_bytes(CHUNK))), random_bytes(CHUNK))
@@ -343,7 +342,7 @@ def test_a_full_disk_leaves_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyP
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("ebbtide.memory.disk_file.os.posix_fallocate", refuse)
+    monkeypatch.setattr("ebbtide.stores.disk_file.os.posix_fallocate", refuse)
     slots = [down(store, random_bytes(CHUNK)) for _ in range(10)]  # four extents are there
     with pytest.raises(StoreFullError, match=r"no room for 64\.0 KiB more"):
         store.offload(random_bytes(CHUNK), now())

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import ebbtide
-from ebbtide.tracing.step_memory import Owner, StepMemory
+from ebbtide.runtime.events import Owner, StepMemory
 from live_memory import LiveMemory
 
 KIB = 1024
@@ -26,7 +26,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveMemory]:
     """Counts the bytes of all live tensors, in the place of resident memory."""
     gc.collect()
     with LiveMemory() as live:
-        monkeypatch.setattr("ebbtide.engine.memory_of", lambda _: live)
+        monkeypatch.setattr("ebbtide.runtime.engine.memory_of", lambda _: live)
         yield live
 
 

@@ -8,9 +8,9 @@ from torch import nn
 
 import ebbtide
 from ebbtide.devices.simulated import SimulatedDevice
-from ebbtide.ownership.memory_log import Layer, MemoryLog
+from ebbtide.observe.memory import Layer, MemoryLog
+from ebbtide.runtime.events import Owner
 from ebbtide.stores.pinned import PinnedStore
-from ebbtide.tracing.step_memory import Owner
 from loops import on_device
 
 SAVED = {

@@ -15,7 +15,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import ebbtide
 from ebbtide import ActivationPolicy
-from ebbtide.tensors.memory_parts import parts_of
+from ebbtide.runtime.torch_internals import parts_of
 
 EVERYTHING = ActivationPolicy(min_bytes=1)
 

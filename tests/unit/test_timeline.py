@@ -13,10 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbtide.errors import PolicyError
-from ebbtide.tracing.events import LANES, TraceEvent
-from ebbtide.tracing.figure_file import SUFFIXES
-from ebbtide.tracing.timeline import segments
-from ebbtide.tracing.trace import Trace
+from ebbtide.observe.plots import SUFFIXES, segments
+from ebbtide.observe.trace import Trace
+from ebbtide.runtime.events import LANES, TraceEvent
 
 MS = 1e-3
 

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import ebbtide
-from ebbtide.tracing.chrome import chrome_events
-from ebbtide.tracing.events import LANES, TraceEvent
-from ebbtide.tracing.trace import Trace
+from ebbtide.observe.trace import Trace, chrome_events
+from ebbtide.runtime.events import LANES, TraceEvent
 
 KIB = 1024
 ROWS, WIDTH = 256, 64  # one activation is 64 KiB

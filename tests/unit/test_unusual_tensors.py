@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import ebbtide
 from ebbtide import PolicyError, WeightPolicy
-from ebbtide.tensors.marks import mark_not_offload
+from ebbtide.runtime.rebuild import mark_not_offload
 from plainly import (
     ACTIVATIONS,
     DEVICE_WEIGHTS,

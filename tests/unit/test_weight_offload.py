@@ -21,8 +21,8 @@ import ebbtide
 from ebbtide import ActivationPolicy, OffloadHandle, PolicyError, WeightPolicy
 from ebbtide.devices.simulated import SimulatedDevice
 from ebbtide.errors import SavedTensorModifiedError
-from ebbtide.hooks.weights import WeightHooks
 from ebbtide.stores.pinned import PinnedStore
+from ebbtide.weights.hooks import WeightHooks
 from loops import on_device
 from zoo import assert_bitwise_equal
 

@@ -1,1 +1,1 @@
-"""Devices: the only code that uses torch's streams and events directly."""
+"""Streams, events and copies: of an accelerator, of a CPU, and simulated."""

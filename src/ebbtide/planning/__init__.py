@@ -1,1 +1,1 @@
-"""Predicts training steps and chooses what to offload: machines, profiles, plans."""
+"""From the record of a step to a plan within a budget, and the budget that follows it."""

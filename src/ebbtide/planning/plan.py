@@ -11,7 +11,7 @@ from itertools import groupby
 from typing import Any, Final, final
 
 from ebbtide.errors import PolicyError
-from ebbtide.planning.step_profile import read_document
+from ebbtide.planning.profile import read_document
 from ebbtide.units import format_size
 
 FORMAT: Final = "ebbtide-plan"
@@ -63,7 +63,7 @@ class Plan:
             because their copy is in flight; see `ActivationPolicy.max_inflight_bytes`.
         windows: such a bound for each pass F0, F1, ..., the loss, ..., B1, B0 alone; empty: all
             passes have the same one. See [Note: windows] in
-            `ebbtide.planning.prediction.pass_windows`.
+            `ebbtide.planning.windows`.
         step_s: predicted seconds of a step; None: not predicted.
         peak_bytes: predicted peak of device memory; None: not predicted.
         bound_s: no plan within the budget has a shorter step than this many seconds; None: not

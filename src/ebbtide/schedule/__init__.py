@@ -1,10 +1,18 @@
 """Schedules, which say what moves when: their text form, builders and checks. Pure Python."""
 
 from ebbtide.schedule.builders import default, find_order, from_table, manual
-from ebbtide.schedule.check import first_use
-from ebbtide.schedule.passes import Action, Direction, Pass, Unit, Verb, parse_action, parse_pass
 from ebbtide.schedule.pipeline import from_pipeline
-from ebbtide.schedule.schedule import Schedule
+from ebbtide.schedule.schedule import (
+    Action,
+    Direction,
+    Pass,
+    Schedule,
+    Unit,
+    Verb,
+    first_use,
+    parse_action,
+    parse_pass,
+)
 
 __all__ = [
     "Action",

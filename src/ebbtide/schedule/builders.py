@@ -6,17 +6,17 @@ import graphlib
 from collections.abc import Iterable, Mapping, Sequence
 
 from ebbtide.errors import ScheduleError
-from ebbtide.schedule.passes import (
+from ebbtide.schedule.schedule import (
     Action,
     Direction,
     Pass,
+    Schedule,
     Unit,
     Verb,
     parse_action,
     parse_pass,
     read_order,
 )
-from ebbtide.schedule.schedule import Schedule
 
 TableRow = tuple[bool, int, bool, int]
 """``(offload_fwd, offload_num, reload_fwd, reload_num)``: the layer is released before layer

@@ -8,8 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NoReturn, final
 
 from ebbtide.errors import ScheduleError
-from ebbtide.schedule.passes import Action, Direction, Pass, Unit, Verb, parse_pass
-from ebbtide.schedule.schedule import Schedule
+from ebbtide.schedule.schedule import Action, Direction, Pass, Schedule, Unit, Verb, parse_pass
 
 # The notation of `torch.distributed.pipelining`: 2F5 is the forward of microbatch 5 on stage 2, and
 # (2F5;3B1)OVERLAP_F_B is two passes that run side by side.

@@ -1,1 +1,1 @@
-"""Stores: where bytes rest in a lower tier, and how they get there and back."""
+"""Where bytes rest in a lower tier: page-locked memory, disk, or both."""

@@ -20,11 +20,10 @@ import torch
 
 from ebbtide.devices.device import AbstractEvent
 from ebbtide.devices.lanes import WorkLane
-from ebbtide.memory.disk_file import DiskFile
-from ebbtide.memory.freed_memory import FreedMemory, return_freed_memory
-from ebbtide.memory.host_memory import advise
-from ebbtide.memory.huge_pages import reuse_blocks
+from ebbtide.stores.disk_file import DiskFile
+from ebbtide.stores.host_memory import advise
 from ebbtide.stores.mapped_memory import MappedFiles
+from ebbtide.stores.measured_memory import FreedMemory, return_freed_memory, reuse_blocks
 from ebbtide.stores.store import AbstractStore, Landing, RestingSlot, Slot, Target
 
 _MADV_POPULATE_READ = 22  # Linux 5.14 and later
@@ -210,7 +209,7 @@ def _view_of(source: torch.Tensor) -> memoryview:
     if source.untyped_storage().nbytes() < size_bytes:
         raise OSError(
             "the storage of a saved tensor was resized before its bytes were copied; keep it "
-            "where it is with ebbtide.compat.transformer_engine.mark_not_offload(tensor)"
+            "where it is with ebbtide.interop.transformer_engine.mark_not_offload(tensor)"
         )
     return memoryview((ctypes.c_ubyte * size_bytes).from_address(source.data_ptr())).cast("B")
 

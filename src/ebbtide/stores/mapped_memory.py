@@ -27,13 +27,12 @@ from typing import final
 
 import torch
 
+from ebbtide.devices.process import watch_forks
 from ebbtide.errors import StoreFullError
-from ebbtide.forks import watch_forks
-from ebbtide.memory import host_memory
-from ebbtide.memory.disk_file import AbstractFile, OpenFile
-from ebbtide.memory.extents import Extent, ExtentAllocator
-from ebbtide.memory.host_memory import HostMemory, advise, make_private, whole_pages
-from ebbtide.stores.store import ALREADY_REACHED, RestingSlot
+from ebbtide.stores import host_memory
+from ebbtide.stores.disk_file import AbstractFile, OpenFile
+from ebbtide.stores.host_memory import HostMemory, advise, make_private, whole_pages
+from ebbtide.stores.store import ALREADY_REACHED, Extent, ExtentAllocator, RestingSlot
 from ebbtide.units import format_size
 
 _MADV_REMOVE = 9

@@ -1,1 +1,1 @@
-"""Offloaded weights: parameters that are in fast memory only while their layer runs."""
+"""Parameters, gradients and optimizer state that rest on the host between uses."""

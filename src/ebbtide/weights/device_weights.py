@@ -1,12 +1,4 @@
-"""Offloaded weights of a model on an accelerator, copied to the device one group at a time.
-
-The parameters stay on the host ([Note: a parameter never moves]). When a module is entered, each
-of its offloaded parameters is replaced by a device parameter: a view of a device buffer into which
-the whole group has been copied. `ebbtide.weights.residency` decides which groups are on the device.
-
-When autograd saves a weight, it saves a view of such a buffer, or a cast of one. The graph gets a
-`WeightTensor` instead, which finds the values in the buffer that the group has during backward.
-"""
+"""Decides which weight groups are on the device, in which buffers, and which is prefetched next."""
 
 from __future__ import annotations
 
@@ -14,28 +6,499 @@ import contextlib
 import functools
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from typing import Concatenate, ParamSpec, TypeVar, final
+from dataclasses import dataclass
+from typing import Concatenate, ParamSpec, Protocol, TypeVar, final
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from ebbtide.activations.handles import (
-    Deaths,
-    EmptyTensors,
-    Hold,
-    Saved,
-    are_hooked,
-)
-from ebbtide.devices.device import AbstractEvent
-from ebbtide.errors import SavedTensorModifiedError
-from ebbtide.parameters.parameters import DeviceParameter, OffloadedParameter
-from ebbtide.stores.store import RestingSlot
-from ebbtide.transfers.transfers import Transfers
-from ebbtide.weights.abstract_weights import AbstractWeights
+from ebbtide.devices.device import AbstractEvent, AbstractStream
+from ebbtide.errors import PolicyError, SavedTensorModifiedError
+from ebbtide.runtime.handles import AbstractAway, Deaths, EmptyTensors, Hold, Saved, are_hooked
+from ebbtide.runtime.record import STORED, AccessLog
+from ebbtide.runtime.transfers import Transfers
+from ebbtide.stores.store import RestingSlot, Target
 from ebbtide.weights.gradients import Gradients, cast_parameter
-from ebbtide.weights.groups import OffloadedParameters, WeightGroup
-from ebbtide.weights.residency import ResidentGroups
-from ebbtide.weights.view_changes import ChangesThroughViews
-from ebbtide.weights.weight_tensor import WeightTensor
+from ebbtide.weights.groups import AbstractWeights, OffloadedParameters, WeightGroup
+from ebbtide.weights.parameters import DeviceParameter, OffloadedParameter, count_users
+
+
+@final
+@dataclass
+class WeightView:
+    """What may be changed through views of a weight whose group is not on the device any more.
+
+    Attributes:
+        member: the weight.
+        counters: device parameters without memory. They share version counters with the views.
+        changes: the weight's `changes` when the views' memory last had its values.
+    """
+
+    member: OffloadedParameter
+    counters: Sequence[DeviceParameter]
+    changes: int
+
+    def is_changed(self) -> bool:
+        """Whether a view has changed values that the host has not got."""
+        return any(tensor.is_changed() for tensor in self.counters)
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class ViewedBuffer:
+    """The memory of a group that is not on the device any more, to which tensors still refer.
+
+    Attributes:
+        group: the group.
+        buffer: the memory.
+        views: what may be changed through the tensors.
+    """
+
+    group: WeightGroup
+    buffer: torch.Tensor
+    views: Sequence[WeightView]
+
+
+@final
+class ResidentGroups:
+    """The weight groups that are on the device. Callers hold the gate's lock.
+
+    At most two groups are on the device at once, the one in use and the next one, plus the groups
+    of modules that are still running around them. When a group is released, the next group of the
+    same size takes over its buffer. Equal layers therefore alternate between the same two buffers,
+    and other allocations of the model cannot fragment them.
+
+    Args:
+        transfers: queues the copies.
+        groups: the weight groups, in the order of the model's layers.
+        double_buffering: prefetch the next group while one is in use; otherwise only one group is
+            on the device at a time.
+
+    Attributes:
+        peak_groups: the most groups that were on the device at once.
+        viewed: buffers of groups that are not on the device any more, to which views of weights or
+            graphs still refer.
+    """
+
+    # Long: a buffer is found, filled, waited for, watched and given up under one lock.
+
+    def __init__(
+        self, transfers: Transfers, groups: Sequence[WeightGroup], *, double_buffering: bool
+    ) -> None:
+        self.peak_groups = 0
+        self.viewed: list[ViewedBuffer] = []
+        self._groups = groups
+        self._most = 2 if double_buffering else 1  # not counting the groups of running modules
+        self._transfers = transfers
+        self._device = transfers.device
+        self._reloads = transfers.reloads
+        self._there: dict[WeightGroup, None] = {}  # least recently used first
+        self._at: dict[int, WeightGroup] = {}  # by the identity of the buffer's storage
+        self._spare: list[tuple[torch.Tensor, AbstractStream]] = []  # unused buffers
+        self._prefetches = True
+        self._alone = 0  # the result of `count_users` for an unused buffer
+        self._log = AccessLog()  # uses of groups since the forward began
+        self._reading: list[AbstractEvent] = []  # copies not known to have read the host values
+
+    def any_open(self, *, or_in_backward: bool) -> bool:
+        """Whether a module that uses one of the groups runs, or perhaps its backward."""
+        return any(group.open or (or_in_backward and group.num_backwards) for group in self._there)
+
+    def at(self, storage: torch.UntypedStorage) -> WeightGroup | None:
+        """The group whose buffer has this storage; None if there is none."""
+        return self._at.get(storage._cdata)
+
+    def start_over(self) -> None:
+        """Release all groups, because the host values may have changed since they were loaded.
+
+        The order of uses that was recorded since the last call becomes the prefetch order.
+        """
+        learned = self._log.learned(len(self._groups))
+        self._log = AccessLog(learned or self._log.expected)
+        # Guard weights-anew: every forward pass reloads the weights. A layer would compute with the
+        # values from before the optimizer's step.
+        self.release_all()
+
+    def bring(self, group: WeightGroup) -> torch.Tensor:
+        """Return the group's buffer, ready for the kernels that the calling thread queues next.
+
+        This also starts to prefetch the group that is expected next.
+
+        Shape:
+            (size_bytes,), uint8.
+        """
+        self._log.use(group.number, from_start=True)
+        if group.buffer is None:
+            self._load(group, keep=None)
+        self._there[group] = self._there.pop(group)  # the most recently used
+        self.wait_for(group)
+        following = self._next() if self._prefetches else None
+        if following is not None and following is not group and following.buffer is None:
+            self._load(following, keep=group)
+        assert group.buffer is not None
+        return group.buffer
+
+    def wait_for(self, group: WeightGroup) -> None:
+        """Make the current compute stream wait for a group that is on the device."""
+        assert group.buffer is not None and group.ready is not None
+        current = self._device.compute_stream()
+        # Guard compute-waits-for-weights: the compute stream waits for the reload of the weights. A
+        # layer would compute with a buffer that the copy has not filled.
+        self._transfers.wait_for_reload(group, group.ready, current)
+        if not group.awaited:
+            self._fill(group)
+        group.awaited = True
+        at_home = self._device.note_use(group.buffer, group.home, current, group.ready)
+        group.used_elsewhere |= not at_home
+
+    @staticmethod
+    def _fill(group: WeightGroup) -> None:
+        """Copy the values into a buffer that are not in the group's memory, one by one.
+
+        Streams:
+            The host waits for each copy, so that all streams find them.
+        """
+        for member in group.members:
+            if member.loaded is not member.host and not member.is_on_device:
+                assert group.buffer is not None and member.loaded is not None
+                member.view_of(group.buffer).copy_(member.loaded)
+
+    def release(self, group: WeightGroup) -> None:
+        """Release a group's buffer."""
+        assert group.buffer is not None
+        buffer, home = group.buffer, group.home
+        del self._there[group]
+        del self._at[buffer.untyped_storage()._cdata]
+        # Guard buffer-without-readers: a buffer is taken over only when no tensor refers to it any
+        # more. A forward or a backward node that still uses the old weights would find the weights
+        # of another layer.
+        unread = not self.is_viewed(buffer)
+        # Guard buffer-of-one-stream: a buffer is taken over only if no stream but its own used it.
+        # The next copy waits only for the stream on which the buffer was allocated; kernels on
+        # another stream, such as a backward on a stream of its own, could still read the buffer.
+        ordered = not group.used_elsewhere
+        self._watch_views(group, buffer, unread=unread)
+        if group.awaited and unread and ordered:
+            self._spare.append((buffer, home))
+        self._reloads.free(group, STORED)
+        self._transfers.account.take_weights(-group.size_bytes, group.layer)
+
+    def release_if_outdated(self, group: WeightGroup) -> None:
+        """Release a group's buffer if the program has changed the host values since."""
+        # Guard weights-of-recomputation: a layer that is recomputed reloads its weights if the
+        # program has changed them since the forward, and so does one that was prefetched before a
+        # forward changed them. It would compute with the values from before.
+        if group.buffer is not None and group.is_outdated():
+            self.release(group)
+
+    def is_viewed(self, buffer: torch.Tensor) -> bool:
+        """Whether tensors refer to the memory of a buffer: of a graph, of the model, of nodes."""
+        return count_users(buffer) != self._alone
+
+    def _watch_views(self, group: WeightGroup, buffer: torch.Tensor, *, unread: bool) -> None:
+        """Keep what was changed through views of a group that is released, and watch the views."""
+        views = []
+        for member in group.members:
+            unused = member.unused()
+            if unused:
+                member.keep_view_changes(unused, buffer, None)
+                views.append(WeightView(member, unused, member.changes))
+                member.stop_watching(viewed=not unread)
+        if views and not unread:
+            self.viewed.append(ViewedBuffer(group, buffer, views))
+
+    def on_device(self) -> list[WeightGroup]:
+        """The groups that are on the device."""
+        return list(self._there)
+
+    def release_all(self) -> None:
+        """Release the buffers of all groups."""
+        for group in list(self._there):
+            self.release(group)
+
+    def close(self) -> None:
+        """Release all groups and free all buffers. Nothing is prefetched: most memory is gone."""
+        self._prefetches = False
+        self.release_all()
+        self._spare.clear()
+
+    def forget_read(self) -> None:
+        """Forget the copies that have read the host values. Their events hold memory."""
+        if self._reading:
+            self._reading = [event for event in self._reading if not event.query()]
+
+    def reading(self) -> list[AbstractEvent]:
+        """The copies that may still read host values; the caller waits for them."""
+        self._reading, reading = [], self._reading
+        return [event for event in reading if not event.query()]
+
+    def _load(self, group: WeightGroup, keep: WeightGroup | None) -> None:
+        for other in list(self._there):
+            if len(self._there) < self._most:
+                break
+            if not other.is_in_use and other is not keep:
+                self.release(other)
+        if keep is not None and len(self._there) >= self._most:
+            return  # running modules need all groups on the device, so there is no prefetch
+        self._reloads.free_abandoned()
+        buffer, home = self._find_buffer(group.size_bytes)
+        # Queued kernels may still read the memory, whether it is new or another group's buffer.
+        self._reloads.start(group, Target(buffer, home.record(), home))
+        assert group.ready is not None
+        self._reading.append(group.ready)
+        group.used_elsewhere = False
+        group.note_loaded()
+        self._there[group] = None
+        self._at[buffer.untyped_storage()._cdata] = group
+        self._transfers.account.take_weights(group.size_bytes, group.layer)
+        self.peak_groups = max(self.peak_groups, len(self._there))
+
+    def _find_buffer(self, size_bytes: int) -> tuple[torch.Tensor, AbstractStream]:
+        """Return an unused or new buffer of this size, and the stream that owns its memory."""
+        for place, (buffer, _) in enumerate(self._spare):
+            if buffer.numel() == size_bytes:
+                return self._spare.pop(place)
+        while self._spare and len(self._there) + len(self._spare) >= self._most:
+            self._spare.pop(0)
+        buffer = self._device.allocate(size_bytes)
+        self._alone = count_users(buffer)
+        return buffer, self._device.compute_stream()
+
+    def _next(self) -> WeightGroup | None:
+        """Predict the next group from the order of the last forward and backward passes."""
+        order = self._log.expected
+        if order is not None:
+            place = self._log.place
+            return self._groups[order.items[place]] if place < len(order) else None
+        last = self._log.last
+        if torch._C._current_graph_task_id() == -1:  # the first forward: assume the model's order
+            return self._groups[last + 1] if last + 1 < len(self._groups) else None
+        # The first backward: assume the model's order, reversed.
+        return self._groups[last - 1] if last else None
+
+
+# ---- Changes of offloaded weights through views that code has taken of them in a forward ----
+
+
+@final
+class ChangesThroughViews:
+    """Writes changes through views to the host, and notices those that come too late for that.
+
+    Its methods are called with the gate's lock held.
+
+    Args:
+        resident: the groups on the device, whose buffers are viewed.
+    """
+
+    def __init__(self, resident: ResidentGroups) -> None:
+        self._resident = resident
+        # What views that a forward has left behind may share version counters with, by the weight's
+        # name and the identity of the views' memory.
+        self._viewed_after: dict[
+            tuple[str, int], tuple[StorageWeakRef, Sequence[DeviceParameter]]
+        ] = {}
+
+    def keep(self, group: WeightGroup | None = None) -> None:
+        """Keep what was changed through views of groups that are not on the device any more.
+
+        Args:
+            group: look at this group's views and at views that have died. None: at all of them.
+
+        Raises:
+            PolicyError: a weight was changed through a view and in another way, too.
+        """
+        viewed = self._resident.viewed
+        for each in list(viewed):
+            is_gone = not self._resident.is_viewed(each.buffer)
+            if is_gone:
+                viewed.remove(each)
+            if is_gone or group is None or each.group is group:
+                for view in each.views:
+                    self._keep_change(view, each)
+
+    def _keep_change(self, view: WeightView, viewed: ViewedBuffer) -> None:
+        group = viewed.group
+        if not view.is_changed():
+            return
+        if view.changes != view.member.changes:
+            raise PolicyError(
+                f"{view.member.name} is offloaded, and was changed in place through a view and, "
+                f"since its layer ran, in another way, too. One of the changes would be lost. "
+                f"Change the parameter itself, or copy the view: view.clone()"
+            )
+        if group.buffer is not None and not group.awaited:
+            self._resident.release(group)  # a new reload of the group lacks the change
+        view.member.keep_view_changes(view.counters, viewed.buffer, group.buffer)
+        view.changes = view.member.changes
+
+    def end(self) -> None:
+        """Keep what was changed through views; what they change from now on raises an error.
+
+        The program may write the host values from now on, so that changes of both could not be put
+        in order.
+        """
+        for group in self._resident.on_device():
+            for member in group.members if group.buffer is not None else ():
+                unused = member.unused()
+                if unused and group.buffer is not None:
+                    member.keep_view_changes(unused, group.buffer, None)
+                    if self._resident.is_viewed(group.buffer):
+                        self.watch_after(member, unused, group.buffer)
+                    member.stop_watching(viewed=True)
+        viewed = self._resident.viewed
+        if viewed:
+            self.keep()
+        while viewed:
+            each = viewed.pop()
+            for view in each.views:
+                self.watch_after(view.member, view.counters, each.buffer)
+
+    def watch_after(
+        self,
+        member: OffloadedParameter,
+        counters: Sequence[DeviceParameter],
+        memory: torch.Tensor,
+    ) -> None:
+        """Watch views that a forward has left behind.
+
+        Args:
+            member: the weight.
+            counters: device parameters that may share the version counter of a view.
+            memory: what the views are of.
+        """
+        alive = StorageWeakRef(memory.untyped_storage())  # type: ignore[no-untyped-call]
+        free = [each.counter() for each in counters]  # with neither a graph nor memory
+        self._viewed_after[member.name, alive.cdata] = (alive, free)
+
+    def check(self) -> None:
+        """Check that no view has changed a weight since the forward that it was taken in.
+
+        Raises:
+            PolicyError: one has.
+        """
+        for place, (alive, counters) in list(self._viewed_after.items()):
+            is_changed = any(counter.is_changed() for counter in counters)
+            if is_changed or alive.expired():  # type: ignore[no-untyped-call]
+                del self._viewed_after[place]
+            if is_changed:
+                name = place[0]
+                raise PolicyError(
+                    f"{name} is offloaded, and was changed in place through a view that a forward "
+                    f"had taken of it, after that forward; the change is lost. Change the "
+                    f"parameter itself, or copy the view in the forward: view.clone()"
+                )
+
+
+# ---- What autograd's graph holds instead of a weight: it finds the values on the device again ----
+
+
+class BringsWeights(Protocol):
+    """The weights of a model, as a handle on one of them needs them."""
+
+    empty: EmptyTensors
+
+    def adopt_given(self, group: WeightGroup, member: OffloadedParameter) -> None:
+        """Adopt a parameter that the program has put back into its module."""
+
+    def bring(self, group: WeightGroup, member: OffloadedParameter) -> torch.Tensor:
+        """Return the group's buffer, ready for the kernels that the calling thread queues next."""
+
+    def add_handle(self, handle: WeightTensor, group: WeightGroup) -> None:
+        """Count one more saved tensor that needs the values of a group, as long as it lives."""
+
+
+@final
+class WeightTensor(AbstractAway):
+    """Stands for a weight that autograd saved: a view of it, or a cast copy made by autocast.
+
+    A cast copy is not stored but cast again in backward, because keeping it would occupy device
+    memory from forward to backward.
+
+    Args:
+        weights: reloads the group.
+        group: the group of the weight.
+        member: the weight.
+        tensor: the tensor that autograd saved.
+        is_cast: whether `tensor` is a copy in another dtype.
+    """
+
+    __slots__ = (
+        "_changes",
+        "_group",
+        "_is_cast",
+        "_member",
+        "_parameter",
+        "_parameter_version",
+        "_replacements",
+        "_values",
+        "_weights",
+    )
+
+    def __init__(
+        self,
+        weights: BringsWeights,
+        group: WeightGroup,
+        member: OffloadedParameter,
+        tensor: torch.Tensor,
+        *,
+        is_cast: bool,
+    ) -> None:
+        self._weights = weights
+        self._group = group
+        self._member = member
+        self._is_cast = is_cast
+        self._changes = member.changes
+        self._parameter = member.parameter
+        self._parameter_version = member.parameter._version
+        self._replacements = member.replacements
+        self._values = member.loaded
+        super().__init__(tensor, tensor._version, weights.empty)
+        weights.add_handle(self, group)
+
+    def share(self) -> WeightTensor:
+        return self  # it holds no memory that sharing could duplicate
+
+    def is_modified(self) -> bool:
+        # A change during the forward raises the device parameter's version (checked by the base
+        # class); a change after it raises the version of the parameter.
+        member = self._member
+        if member.parameter is not self._parameter:
+            self._weights.adopt_given(self._group, member)
+        return (
+            super().is_modified()
+            or member.parameter is not self._parameter
+            or member.parameter._version != self._parameter_version
+            or member.replacements != self._replacements
+            or not member.has_values_in(self._values)
+            # Stricter than autograd: it would still have its own cast copy and use that.
+            or (self._is_cast and member.changes != self._changes)
+        )
+
+    def restore(self) -> torch.Tensor:
+        if self.is_modified():
+            raise SavedTensorModifiedError(
+                f"{self._member.name}, whose values are offloaded, was modified between the "
+                f"forward that used it and its backward; modify weights after backward, or run "
+                f"the forward again"
+            )
+        buffer = self._weights.bring(self._group, self._member)
+        if self._is_cast:
+            buffer = self._member.view_of(buffer).to(self._dtype)
+        return self._tensor_in(buffer.untyped_storage())
+
+    def peek(self) -> torch.Tensor:
+        return self.restore()
+
+
+# ---- Offloaded weights of a model on an accelerator, copied to the device one group at a time ----
+#
+# The parameters stay on the host ([Note: a parameter never moves]). When a module is entered,
+# each of its offloaded parameters is replaced by a device parameter: a view of a device buffer
+# into which the whole group has been copied. `ebbtide.weights.device_weights` decides which
+# groups are on the device.
+#
+# When autograd saves a weight, it saves a view of such a buffer, or a cast of one. The graph gets a
+# `WeightTensor` instead, which finds the values in the buffer that the group has during backward.
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")

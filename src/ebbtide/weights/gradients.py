@@ -1,30 +1,68 @@
-"""Gradients of offloaded weights: each is copied to the host when made, and accumulates there.
+"""Makes torch's `GradScaler` right for gradients on the host whose scale is on an accelerator.
 
-[Note: gradients on their way] In the autograd graph, a device parameter is the result of moving its
-parameter to the device. The backward of that move receives the gradient, summed over all uses. It
-queues a copy to host memory and returns that memory at once, so the device continues during the
-copy. The next node of the backward pass, `_HostParameter`, waits for the copy. Everything after it
-works as for a parameter on the host: hooks, accumulation in `param.grad`, other uses of the
-parameter by the loss, and the result of `torch.autograd.grad`.
+The scaler copies its scale, and a flag for infinite gradients, to the device of the gradients, with
+``non_blocking=True``, and uses the copies at once. A copy to the host comes later: the host would
+multiply the gradients by whatever was there, and the flag's first value would overwrite what the
+host has found.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
 import torch
+from torch.amp import grad_scaler
 
-from ebbtide.devices.device import AbstractEvent, AbstractStream
-from ebbtide.parameters.parameters import DeviceParameter, OffloadedParameter
+from ebbtide.devices.device import AbstractEvent, AbstractStream, in_range
+from ebbtide.runtime.record import DROPPED, GRADIENT, OFFLOADING, Record
+from ebbtide.runtime.transfers import Transfers
 from ebbtide.stores.store import Landing, RestingSlot
-from ebbtide.transfers.layer import in_range
-from ebbtide.transfers.record import DROPPED, GRADIENT, OFFLOADING, Record
-from ebbtide.transfers.transfers import Transfers
 from ebbtide.weights.groups import GradientBuffers, WeightGroup
+from ebbtide.weights.parameters import DeviceParameter, OffloadedParameter
+
+_COPIES: Any = getattr(grad_scaler, "_MultiDeviceReplicator", None)
+_SCALES = ("grad_scale", "found_inf")  # what a scaler gives to a fused optimizer
+
+
+def wait_for_scales() -> None:
+    """Let the host wait for what a scaler copies to it, from now on, in the whole process."""
+    if _COPIES is not None and not hasattr(_COPIES.get, "__wrapped__"):
+        _COPIES.get = _waiting(_COPIES.get)
+
+
+def _waiting(get: Callable[[Any, torch.device], torch.Tensor]) -> Any:
+    @functools.wraps(get)
+    def waiting(copies: Any, device: torch.device) -> torch.Tensor:
+        known = set(copies._per_device_tensors)
+        copy = get(copies, device)
+        if device not in known and copy.device.type == "cpu" != copies.master.device.type:
+            copy.copy_(copies.master)  # which the host waits for
+        return copy
+
+    return waiting
+
+
+def bring_scales(optimizer: torch.optim.Optimizer) -> None:
+    """Copy the scales that a scaler gives to a fused optimizer to the host, and wait for them."""
+    for name in _SCALES:
+        scale = getattr(optimizer, name, None)
+        if isinstance(scale, torch.Tensor) and scale.device.type != "cpu":
+            setattr(optimizer, name, scale.cpu())
+
+
+# ---- Gradients of offloaded weights: each is copied to the host when made, and accumulates there
+#
+# [Note: gradients on their way] In the autograd graph, a device parameter is the result of moving
+# its parameter to the device. The backward of that move receives the gradient, summed over all
+# uses. It queues a copy to host memory and returns that memory at once, so the device continues
+# during the copy. The next node of the backward pass, `_HostParameter`, waits for the copy.
+# Everything after it works as for a parameter on the host: hooks, accumulation in `param.grad`,
+# other uses of the parameter by the loss, and the result of `torch.autograd.grad`.
 
 _CAST = "ToCopyBackward0"
 

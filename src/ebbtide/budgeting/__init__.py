@@ -1,1 +1,0 @@
-"""Trains within a byte budget: profiles the step, plans it, measures it and corrects the plan."""

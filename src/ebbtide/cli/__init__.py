@@ -1,1 +1,0 @@
-"""The command line. Commands import heavy modules only when they run, so that `--help` is fast."""

@@ -1,1 +1,0 @@
-"""Drop-in replacements for other projects' offloading interfaces."""

@@ -1,1 +1,0 @@
-"""The demo: a Fourier neural operator trained on Darcy flow, with and without offload."""

@@ -1,1 +1,0 @@
-"""`ebbtide doctor`: measures this machine, says what ebbtide can do on it and what slows it."""

@@ -1,1 +1,0 @@
-"""Executes a schedule on the activations of a model, pass by pass."""

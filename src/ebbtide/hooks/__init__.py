@@ -1,1 +1,0 @@
-"""Where torch calls us: saved-tensor hooks, and hooks on the layers of a model."""

@@ -1,1 +1,0 @@
-"""What users see of every part: checks of their arguments, and texts for consoles and notebooks."""

@@ -1,0 +1,1 @@
+"""Other projects' ways in: drop-in replacements, callbacks and pipelines."""

@@ -1,0 +1,182 @@
+"""Offload while a `Trainer` of Transformers trains: a callback for it."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Sequence
+from os import PathLike
+from types import TracebackType
+from typing import Any
+
+from torch import nn
+
+from ebbtide.devices.process import variables_of
+from ebbtide.errors import PolicyError, warn_user
+from ebbtide.handle import OffloadHandle
+from ebbtide.interop.training_offload import OffloadArguments, TrainingOffload, refuse_missing
+from ebbtide.planning.planned_step import PlannedStep
+from ebbtide.policy import ActivationPolicy, WeightPolicy
+from ebbtide.schedule import Schedule
+
+try:
+    from transformers import TrainerCallback
+    from transformers.trainer_callback import CallbackHandler
+except ModuleNotFoundError as error:
+    refuse_missing(error, package="transformers", extra="transformers")
+
+
+class OffloadCallback(TrainerCallback):
+    """Offloads a `Trainer`'s model from the begin of training to its end.
+
+    ::
+
+        trainer = Trainer(model, args, train_dataset=data, callbacks=[OffloadCallback()])
+
+    Losses, weights and saved files are those of training without it. The model is offloaded when
+    training begins and put back when it ends. If training raises, Transformers tells no callback:
+    the model stays offloaded, and works, until the next `train`, or until you call `detach`. Used
+    as a context manager, the callback detaches on exit.
+
+    Every log of the training loss also has ``ebbtide/peak_device_bytes``,
+    ``ebbtide/offloaded_bytes`` and ``ebbtide/stall_s``; see `ebbtide.StepStats`. The peak is the
+    highest since the last log, the others are means over its optimizer steps.
+
+    All arguments are those of `ebbtide.offload`.
+
+    Raises:
+        PolicyError: the arguments contradict each other; when training begins also, if they do not
+            fit the model.
+    """
+
+    def __init__(
+        self,
+        *,
+        activations: ActivationPolicy | None = None,
+        weights: WeightPolicy | None = None,
+        layers: Sequence[nn.Module | str] | None = None,
+        store: str = "auto",
+        host_budget: int | str | None = None,
+        trace: bool = False,
+        schedule: Schedule | None = None,
+        budget: int | str | None = None,
+        plan: PlannedStep | str | PathLike[str] | None = None,
+    ) -> None:
+        self._arguments = OffloadArguments(
+            activations=activations,
+            weights=weights,
+            layers=layers,
+            store=store,
+            host_budget=host_budget,
+            trace=trace,
+            schedule=schedule,
+            budget=budget,
+            plan=plan,
+        )
+        self._offload = TrainingOffload(self._arguments)
+        self._num_updates = 0
+        self._has_warned = False  # that all layers are recomputed anyway
+
+    @property
+    def handle(self) -> OffloadHandle | None:
+        """The handle of the last training run, also after its end; None before the first one."""
+        return self._offload.handle
+
+    def detach(self) -> None:
+        """Put the model back as it was, where training has raised. A second call does nothing."""
+        self._offload.end()
+
+    def __enter__(self) -> OffloadCallback:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.detach()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy of the callback offloads nothing yet."""
+        return {"_arguments": self._arguments}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._arguments = state["_arguments"]
+        self._offload = TrainingOffload(self._arguments)
+        self._num_updates = 0
+        self._has_warned = False
+
+    # ---- events, called by the Trainer --------------------------------------------------------
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        """Offload the model: the one that was given to the Trainer, or its sharded form."""
+        if args.n_gpu > 1:
+            raise PolicyError(
+                f"the Trainer copies its model to {args.n_gpu} GPUs in one process "
+                f"(nn.DataParallel), and a copy cannot be offloaded; start one process for each "
+                f"GPU with torchrun, or choose a GPU with CUDA_VISIBLE_DEVICES"
+            )
+        if self._arguments.budget is not None and _recomputes_all(args) and not self._has_warned:
+            self._has_warned = True
+            warn_user(
+                "checkpointed-anyway",
+                "with gradient checkpointing on, every layer is recomputed, whatever the budget "
+                "allows; turn it off, and the plan recomputes layers where that pays",
+                UserWarning,
+            )
+        self._num_updates = 0
+        self._offload.begin(kwargs["model"], run=state)
+        _put_first(self)
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        """Count the step of a microbatch."""
+        self._offload.count_step()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        """Count the step, after the optimizer."""
+        self._offload.count_step()
+        self._num_updates += 1
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        """Add the figures to a log of the training loss, and to the Trainer's history of logs."""
+        logs = kwargs.get("logs")
+        if logs is None or "loss" not in logs or not self._offload.is_attached:
+            return
+        metrics = self._offload.take_metrics(self._num_updates)
+        self._num_updates = 0
+        logs.update(metrics)
+        if state.log_history and state.log_history[-1].get("step") == state.global_step:
+            state.log_history[-1].update(metrics)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        """Put the model back as it was."""
+        self._offload.end()
+
+
+def _recomputes_all(args: Any) -> bool:
+    # The second name is the one of Transformers before 5.
+    names = ("activation_checkpointing", "gradient_checkpointing")
+    return any(getattr(args, name, False) for name in names)
+
+
+def _put_first(callback: TrainerCallback) -> None:
+    """Put a callback before all others of its Trainer.
+
+    A Trainer calls those of TensorBoard, Weights & Biases and so on before its user's. So they
+    would not see what a user's callback adds to a log. A callback is given no reference to its
+    Trainer; the list of callbacks is that of the handler that is calling it now.
+    """
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        handler = variables_of(frame).get("self")
+        if isinstance(handler, CallbackHandler) and any(
+            each is callback for each in handler.callbacks
+        ):
+            # In place, and of the callbacks before it: the loop that runs over them skips none.
+            handler.callbacks[:] = [
+                callback,
+                *(each for each in handler.callbacks if each is not callback),
+            ]
+            return
+        frame = frame.f_back

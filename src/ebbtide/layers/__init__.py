@@ -1,1 +1,0 @@
-"""Finds the layers of a model."""

@@ -1,1 +1,0 @@
-"""Host memory and files on disk: their allocation, and the budget that limits it."""

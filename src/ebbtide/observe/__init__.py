@@ -1,0 +1,1 @@
+"""Reads what a step recorded and changes nothing: traces, memory, reports."""

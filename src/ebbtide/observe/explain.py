@@ -1,0 +1,736 @@
+"""One thing that a report has found out about a step."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol, final
+
+import torch
+from torch import nn
+
+from ebbtide.observe.inspection import Inspection
+from ebbtide.observe.memory import LOSS, OPTIMIZER
+from ebbtide.observe.owners import HeldTensor
+from ebbtide.planning.plan import Plan
+from ebbtide.policy import ActivationPolicy
+from ebbtide.runtime.engine import Engine
+from ebbtide.runtime.events import MemorySample, Owner, StepMemory
+from ebbtide.runtime.forward import OffloadedForward
+from ebbtide.runtime.stats import StepStats
+from ebbtide.stores.measured_memory import LEAST_BYTES, memory_of
+from ebbtide.units import card, count, facts, folded, format_size, note
+
+
+@final
+@dataclass(frozen=True)
+class Finding:
+    """A reason why memory is as high as it is.
+
+    Attributes:
+        cause: short name of the reason, the same in all versions, such as ``"small tensors"``.
+        sentence: what was found, in a sentence.
+        evidence: the figures that it was found by.
+        setting: what to change; empty if there is nothing to change.
+        size_bytes: bytes of the peak that it accounts for.
+    """
+
+    cause: str
+    sentence: str
+    evidence: str
+    setting: str
+    size_bytes: int = 0
+
+
+# ---- The figures of a step that its explanation rests on ----
+
+ACTIVATIONS = frozenset(
+    {
+        *(Owner.KEPT, Owner.LEAVING, Owner.REFERENCED),
+        *(Owner.RELOADED, Owner.REBUILT, Owner.RECOMPUTED),
+    }
+)
+"""Owners of bytes that an offloader could have somewhere else."""
+
+TRAINED = frozenset({Owner.PARAMETERS, Owner.GRADIENTS, Owner.OPTIMIZER, Owner.WEIGHTS})
+"""Owners of bytes that rest on the host with `WeightPolicy`."""
+
+
+@final
+@dataclass(frozen=True)
+class Evidence:
+    """What is known of the last finished step, and of the offload.
+
+    Attributes:
+        stats: its statistics.
+        num_steps: number of finished steps.
+        inspection: what became of each storage.
+        memory: memory by owner; None if the step was not recorded.
+        policy: what was to be offloaded.
+        min_bytes: the smallest storage that leaves.
+        follows_schedule: whether a schedule says what leaves.
+        wanted_again: number of storages that a second backward needs.
+        num_unrecorded: number of forwards without grad mode since the offload began.
+        replaced_by: what has taken the place of the model's forward; empty if nothing has.
+        compiled: names of compiled modules that contain layers.
+        on_cpu: whether the model computes in host memory.
+        total_bytes: all memory of the device.
+        held: tensors that were offloaded and that the program held when backward began.
+        offloads_weights: whether weights rest elsewhere.
+        plan_keeps_all: whether there is a plan, and it keeps everything.
+        plan_peak_bytes: the peak that the plan predicts, if there is one.
+    """
+
+    stats: StepStats
+    num_steps: int
+    inspection: Inspection
+    memory: StepMemory | None
+    policy: ActivationPolicy
+    min_bytes: int
+    follows_schedule: bool = False
+    wanted_again: int = 0
+    num_unrecorded: int = 0
+    replaced_by: str = ""
+    compiled: tuple[str, ...] = ()
+    on_cpu: bool = False
+    total_bytes: int = 0
+    held: tuple[HeldTensor, ...] = ()
+    offloads_weights: bool = False
+    plan_keeps_all: bool = False
+    plan_peak_bytes: int | None = None
+
+    @property
+    def peak(self) -> MemorySample | None:
+        """The phase in which memory was highest."""
+        return None if self.memory is None else self.memory.samples[self.memory.peak]
+
+    @property
+    def own_bytes(self) -> int:
+        """The peak without what was there before the step and is none of training's business."""
+        peak = self.peak
+        return 0 if peak is None else peak.peak_bytes - peak.owned.get(Owner.OTHER, 0)
+
+    def at_peak(self, *owners: Owner) -> int:
+        """Return the bytes of some owners at the peak; 0 where it was not recorded."""
+        return 0 if self.peak is None else total(self.peak, owners)
+
+    @property
+    def small_bytes(self) -> int:
+        """Bytes of saved tensors that stay because they are small."""
+        kept = (each for each in self.inspection.storages if each.decision == "keep")
+        return max(0, self.stats.kept_bytes - sum(each.size_bytes for each in kept))
+
+
+def total(sample: MemorySample, owners: Iterable[Owner]) -> int:
+    """Return the bytes of some owners in a phase."""
+    return sum(sample.owned.get(owner, 0) for owner in owners)
+
+
+def find_limit(evidence: Evidence) -> tuple[int, str] | None:
+    """Return the smallest peak that moving activations could reach, and the phase that has it.
+
+    In no phase can memory be lower than all that is not activations. In a layer's backward the
+    largest storage that this layer saved must be there, too. Where memory that was freed counts,
+    it could have been returned.
+
+    Returns:
+        Bytes and the name of the phase; None if the step was not recorded.
+    """
+    if evidence.memory is None:
+        return None
+    largest: dict[str, int] = {}
+    for each in evidence.inspection.storages:
+        name = f"B{each.layer}.m{each.microbatch}" if each.microbatch else f"B{each.layer}"
+        largest[name] = max(largest.get(name, 0), each.size_bytes)
+    found = []
+    for sample in evidence.memory.samples:
+        activation_bytes = total(sample, ACTIVATIONS)
+        needed_bytes = min(activation_bytes, largest.get(sample.phase, 0))
+        movable_bytes = activation_bytes - needed_bytes
+        if evidence.memory.counts_freed:
+            movable_bytes += sample.owned.get(Owner.PASSED, 0)
+        found.append((sample.peak_bytes - movable_bytes, sample.phase))
+    return max(found)
+
+
+# ---- The reasons why memory is as high as it is. Each looks for its own evidence ----
+
+_SHARE: Final = 0.1  # of the peak: less than this does not explain it
+_MOST: Final = 0.4  # of the peak: more than this dominates it
+_LISTED: Final = 3
+
+Cause = Callable[[Evidence], Iterator[Finding]]
+
+
+# ---- nothing happened: if one of these applies, the others do not matter ------------------------
+
+
+def no_step(evidence: Evidence) -> Iterator[Finding]:
+    """No training step has ended yet."""
+    if evidence.num_steps:
+        return
+    if evidence.replaced_by:
+        yield Finding(
+            "forward replaced",
+            "No training step has come through ebbtide: other code has replaced the forward.",
+            f"the forward that is called now is {evidence.replaced_by}",
+            "offload after that code has run, or with ebbtide.offload(model), which follows calls "
+            "by hooks of the module",
+        )
+    elif evidence.inspection.in_flight.saved_tensors:
+        yield Finding(
+            "step not over",
+            "A forward has run and its backward has not, so there is no finished step to explain.",
+            f"autograd holds {count(evidence.inspection.in_flight.saved_tensors, 'saved tensor')}",
+            "call explain() after backward; if backward has run, delete the loss and all else that "
+            "refers to the graph",
+        )
+    elif evidence.num_unrecorded:
+        yield Finding(
+            "no gradients",
+            "The model has only run where autograd does not record, so nothing was saved.",
+            f"{count(evidence.num_unrecorded, 'forward')} ran under no_grad or inference_mode",
+            "nothing: evaluation keeps no activations; train with grad mode on",
+        )
+    else:
+        yield Finding(
+            "model not called",
+            "The model that was offloaded has not been called.",
+            "no forward of it has begun",
+            "offload the module whose forward your training loop calls",
+        )
+
+
+def nothing_saved(evidence: Evidence) -> Iterator[Finding]:
+    """Autograd saved nothing that could leave."""
+    stats = evidence.stats
+    if not evidence.num_steps:
+        return
+    if stats.num_saved and stats.parameter_bytes == stats.saved_bytes:
+        yield Finding(
+            "only parameters",
+            "All that autograd saved are parameters, buffers, or casts of them.",
+            f"{format_size(stats.parameter_bytes)} of parameters were saved and nothing else",
+            "weights=ebbtide.WeightPolicy() moves weights",
+        )
+
+
+def compiled_as_one(evidence: Evidence) -> Iterator[Finding]:
+    """The layers are inside one compiled region."""
+    if evidence.compiled and evidence.num_steps:
+        yield Finding(
+            "compiled as one region",
+            "The model is compiled as a whole, so ebbtide cannot tell one layer from another.",
+            f"compiled: {', '.join(evidence.compiled[:_LISTED])}; no layer was seen to begin",
+            "compile the layers one by one: for layer in model.layers: layer.compile()",
+        )
+
+
+# ---- what the peak consists of, largest first ---------------------------------------------------
+
+
+def small_tensors(evidence: Evidence) -> Iterator[Finding]:
+    """Saved tensors are below `min_bytes`."""
+    small_bytes, unique_bytes = evidence.small_bytes, evidence.stats.unique_bytes
+    whole_bytes = evidence.own_bytes or unique_bytes
+    if small_bytes > _SHARE * whole_bytes and small_bytes > _MOST * unique_bytes:
+        yield Finding(
+            "small tensors",
+            f"Most of what autograd saves is in tensors smaller than "
+            f"{format_size(evidence.min_bytes)}, which stay.",
+            f"{format_size(small_bytes)} of {format_size(unique_bytes)} that was saved",
+            "activations=ebbtide.ActivationPolicy(min_bytes=...) with a smaller size, or a larger "
+            "batch",
+            small_bytes,
+        )
+
+
+def kept_by_choice(evidence: Evidence) -> Iterator[Finding]:
+    """The policy, a schedule or a plan keeps layers on the device."""
+    kept = [each for each in evidence.inspection.storages if each.decision == "keep"]
+    size_bytes = sum(each.size_bytes for each in kept)
+    whole_bytes = evidence.own_bytes or evidence.stats.unique_bytes
+    if evidence.wanted_again or size_bytes <= _SHARE * whole_bytes or evidence.plan_keeps_all:
+        return
+    layers = sorted({each.layer for each in kept if each.layer is not None})
+    policy = evidence.policy
+    if evidence.plan_peak_bytes is not None:
+        setting = "a smaller budget: the plan keeps what fits"
+    elif evidence.follows_schedule:
+        setting = "offload these layers in the schedule, too"
+    elif policy.num_layers is not None or policy.keep_last or policy.fraction < 1:
+        setting = "raise num_layers or fraction, or lower keep_last, in ActivationPolicy"
+    else:
+        setting = "give layers= the modules that save them, or remove marks (mark_not_offload)"
+    where = f"layers {_ranges(layers)}" if layers else "code outside layers"
+    yield Finding(
+        "kept by choice",
+        f"The activations of {where} stay on the device because they were chosen to.",
+        f"{format_size(size_bytes)} in {count(len(kept), 'storage')}",
+        setting,
+        size_bytes,
+    )
+
+
+def double_backward(evidence: Evidence) -> Iterator[Finding]:
+    """A backward with ``create_graph=True`` needs activations twice."""
+    if evidence.wanted_again:
+        yield Finding(
+            "double backward",
+            "A backward with create_graph=True makes a graph that holds what it has read, so that "
+            "stays on the device until the second backward.",
+            f"{count(evidence.wanted_again, 'storage')} of each step",
+            "if no second derivative is needed, drop create_graph=True",
+            max(1, evidence.at_peak(Owner.KEPT)),
+        )
+
+
+def held_by_program(evidence: Evidence) -> Iterator[Finding]:
+    """Variables of the program refer to activations that were offloaded."""
+    size_bytes = evidence.at_peak(Owner.REFERENCED)
+    held_bytes = sum(each.size_bytes for each in evidence.held)
+    if max(size_bytes, held_bytes) <= _SHARE * evidence.own_bytes or not evidence.own_bytes:
+        return
+    names = [
+        f"{each.holder} {list(each.shape)} {format_size(each.size_bytes)}"
+        for each in evidence.held[:_LISTED]
+    ]
+    more = len(evidence.held) - _LISTED
+    names += [f"{more} more"] if more > 0 else []
+    yield Finding(
+        "held by the program",
+        "Variables of your program still refer to activations that were offloaded, so their memory "
+        "is not freed.",
+        "; ".join(names) or f"{format_size(size_bytes)} were alive at the peak",
+        "drop them before backward, keep only what you need of them (.item(), .cpu()), or delete "
+        "the hooks that collect them",
+        max(size_bytes, held_bytes),
+    )
+
+
+def late_copies(evidence: Evidence) -> Iterator[Finding]:
+    """Copies had not ended at the peak."""
+    size_bytes = evidence.at_peak(Owner.LEAVING)
+    if size_bytes <= 2 * _SHARE * evidence.own_bytes or not evidence.own_bytes:
+        return
+    if evidence.follows_schedule:
+        yield Finding(
+            "released late",
+            "The schedule releases activations after the peak.",
+            f"{format_size(size_bytes)} were on their way out or retained",
+            "move the release of these layers to an earlier pass",
+            size_bytes,
+        )
+    else:
+        yield Finding(
+            "late copies",
+            "Copies are slower than compute here, so activations were still on the device.",
+            f"{format_size(size_bytes)} were on their way out at the peak",
+            "lower ActivationPolicy(max_inflight_bytes=...), which makes compute wait, or "
+            'recompute: ActivationPolicy(mode="recompute")',
+            size_bytes,
+        )
+
+
+def reloaded_early(evidence: Evidence) -> Iterator[Finding]:
+    """Prefetching fills memory."""
+    size_bytes = evidence.at_peak(Owner.RELOADED)
+    if size_bytes > 0.25 * evidence.own_bytes > 0:
+        yield Finding(
+            "reloaded early",
+            "Activations that were brought back ahead of their use are a large part of the peak.",
+            f"{format_size(size_bytes)} had been reloaded",
+            "lower ActivationPolicy(max_inflight_bytes=...)",
+            size_bytes,
+        )
+
+
+def optimizer_step(evidence: Evidence) -> Iterator[Finding]:
+    """The peak is in the optimizer's step."""
+    peak = evidence.peak
+    if peak is None or peak.phase != OPTIMIZER:
+        return
+    size_bytes = evidence.at_peak(Owner.RUNNING, Owner.OPTIMIZER)
+    yield Finding(
+        "optimizer step",
+        "Memory is highest while the optimizer steps, not while the model runs.",
+        f"{format_size(peak.peak_bytes)} then, of which {_parts(evidence)}",
+        "give the optimizer foreach=False or fused=True, which need fewer temporaries, or let "
+        "weights and state rest elsewhere: weights=ebbtide.WeightPolicy()",
+        max(size_bytes, evidence.own_bytes),
+    )
+
+
+def loss(evidence: Evidence) -> Iterator[Finding]:
+    """The peak is in the loss, such as of logits."""
+    peak = evidence.peak
+    if peak is None or peak.phase != LOSS:
+        return
+    output_bytes = evidence.at_peak(Owner.OUTPUTS)
+    size_bytes = output_bytes + evidence.at_peak(Owner.RUNNING)
+    if size_bytes > _SHARE * evidence.own_bytes:
+        yield Finding(
+            "loss",
+            "Memory is highest while the loss is computed from the model's outputs.",
+            f"the outputs have {format_size(output_bytes)}, computing with them takes "
+            f"{format_size(evidence.at_peak(Owner.RUNNING))}",
+            "compute the loss in parts of the batch or sequence, or inside the model",
+            size_bytes,
+        )
+
+
+def one_operation(evidence: Evidence) -> Iterator[Finding]:
+    """What the running operation needs is most of the peak."""
+    size_bytes, peak = evidence.at_peak(Owner.RUNNING), evidence.peak
+    if peak is None or peak.phase in (OPTIMIZER, LOSS) or evidence.own_bytes <= 0:
+        return
+    if size_bytes > _MOST * evidence.own_bytes:
+        yield Finding(
+            "one operation",
+            f"Most of the peak is what the operations of {_phase(evidence)} work on at once. No "
+            f"offloader can move that.",
+            f"{format_size(size_bytes)} of {format_size(evidence.own_bytes)}",
+            "a smaller batch, or an operation that works in parts",
+            size_bytes,
+        )
+
+
+def weights_and_state(evidence: Evidence) -> Iterator[Finding]:
+    """Parameters, gradients and optimizer state are most of the peak."""
+    if evidence.peak is None or evidence.peak.phase == OPTIMIZER:
+        return
+    size_bytes = evidence.at_peak(*TRAINED)
+    if size_bytes > _MOST * evidence.own_bytes > 0 and not evidence.offloads_weights:
+        parts = [
+            f"{format_size(evidence.at_peak(owner))} {owner.value}"
+            for owner in (Owner.PARAMETERS, Owner.GRADIENTS, Owner.OPTIMIZER)
+            if evidence.at_peak(owner)
+        ]
+        yield Finding(
+            "weights and state",
+            "Weights, gradients and optimizer state are a large part of the peak, and activations "
+            "are not.",
+            ", ".join(parts),
+            "weights=ebbtide.WeightPolicy()",
+            size_bytes,
+        )
+
+
+def allocator(evidence: Evidence) -> Iterator[Finding]:
+    """The allocator keeps blocks that were freed."""
+    memory = evidence.memory
+    if memory is None:
+        return
+    if memory.counts_freed:
+        yield from _freed_memory(evidence)
+        return
+    size_bytes = memory.reserved_peak_bytes - memory.peak_bytes
+    if size_bytes > 2 * _SHARE * memory.peak_bytes:
+        yield Finding(
+            "allocator",
+            "torch's allocator keeps blocks that were freed, and other programs see them as used.",
+            f"{format_size(memory.reserved_peak_bytes)} were reserved for a peak of "
+            f"{format_size(memory.peak_bytes)}",
+            "PYTORCH_ALLOC_CONF=expandable_segments:True",
+            size_bytes,
+        )
+
+
+def _freed_memory(evidence: Evidence) -> Iterator[Finding]:
+    size_bytes = evidence.at_peak(Owner.PASSED)
+    if size_bytes > max(_MOST * evidence.own_bytes, 4 * LEAST_BYTES) and evidence.own_bytes:
+        yield Finding(
+            "allocator",
+            "Memory that was freed is not returned to the system, or layers pass much to each "
+            "other.",
+            f"{format_size(size_bytes)} of {format_size(evidence.own_bytes)} belonged to nobody "
+            f"when {_phase(evidence)} began",
+            "look at handle.notes, which says how freed memory is returned here",
+            size_bytes,
+        )
+
+
+def graph_held(evidence: Evidence) -> Iterator[Finding]:
+    """A graph is alive although its backward has run."""
+    now = evidence.inspection.in_flight
+    size_bytes = now.kept_bytes + now.reload_bytes + now.offload_bytes
+    if evidence.num_steps and now.saved_tensors and not now.forwards:
+        yield Finding(
+            "graph held",
+            "The program holds a graph from an earlier forward, and with it what it saved.",
+            f"{count(now.saved_tensors, 'saved tensor')}, {format_size(size_bytes)} on the device, "
+            f"{format_size(now.stored_bytes)} in the store",
+            "del loss after backward, and collect loss.item() or loss.detach() instead of loss",
+            max(1, size_bytes),
+        )
+
+
+def it_fits(evidence: Evidence) -> Iterator[Finding]:
+    """Nothing has to leave."""
+    memory = evidence.memory
+    if evidence.plan_keeps_all:
+        yield Finding(
+            "it fits",
+            "The whole step fits into the budget, so everything stays.",
+            f"the plan predicts {format_size(evidence.plan_peak_bytes or 0)}",
+            "nothing; a smaller budget would make something leave",
+        )
+        return
+    if memory is None or evidence.on_cpu or not evidence.total_bytes:
+        return
+    if memory.reserved_peak_bytes < evidence.total_bytes / 4:
+        yield Finding(
+            "it fits",
+            "The step takes a small part of the device, and would do so without offload.",
+            f"{format_size(memory.reserved_peak_bytes)} of {format_size(evidence.total_bytes)}",
+            "nothing; offloading costs time that this model need not spend",
+        )
+
+
+FIRST: Final[tuple[Cause, ...]] = (no_step, nothing_saved, compiled_as_one, double_backward)
+"""If one of these applies, it comes first."""
+
+PARTS: Final[tuple[Cause, ...]] = (
+    graph_held,
+    held_by_program,
+    optimizer_step,
+    loss,
+    small_tensors,
+    kept_by_choice,
+    late_copies,
+    reloaded_early,
+    one_operation,
+    weights_and_state,
+    allocator,
+)
+"""Parts of the peak. The one that accounts for most bytes comes first."""
+
+LAST: Final[tuple[Cause, ...]] = (it_fits,)
+
+
+def _phase(evidence: Evidence) -> str:
+    """Name the phase of the peak with its module."""
+    assert evidence.peak is not None and evidence.memory is not None
+    phase = evidence.peak.phase
+    number = phase[1:].partition(".")[0]
+    for each in evidence.inspection.storages:
+        if phase[0] in "FB" and str(each.layer) == number and each.name:
+            return f"{phase} ({each.name})"
+    return phase
+
+
+def _parts(evidence: Evidence) -> str:
+    peak = evidence.peak
+    assert peak is not None
+    owned = sorted(peak.owned.items(), key=lambda part: -part[1])
+    named = [(owner, size) for owner, size in owned if owner is not Owner.OTHER]
+    return ", ".join(f"{format_size(size)} {owner.value}" for owner, size in named[:_LISTED])
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Write sorted numbers briefly, such as ``"0 to 5 and 7"``."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    texts = [str(low) if low == high else f"{low} to {high}" for low, high in runs[:_LISTED]]
+    if len(runs) > _LISTED:
+        texts.append("others")
+    return " and ".join(texts)
+
+
+# ---- What a step's memory consists of, in words ----
+
+_WIDTH = 80
+_NEAR = 1.15  # a peak below this many times the limit is as low as offloading can make it
+
+
+@final
+@dataclass(frozen=True)
+class Explanation:
+    """Why memory is as high as it is; it prints as text of 80 columns.
+
+    Attributes:
+        verdict: the answer in a sentence or two.
+        findings: what was found, the most important first; empty if there is nothing to change.
+        memory: what memory held, by owner; None if the step was not recorded (``trace=True``).
+        limit_bytes: the smallest peak that moving activations could reach; None if the step was not
+            recorded.
+        limit_why: why it cannot be lower.
+    """
+
+    verdict: str
+    findings: tuple[Finding, ...]
+    memory: StepMemory | None
+    limit_bytes: int | None
+    limit_why: str
+
+    def _repr_html_(self) -> str:
+        parts = [note(self.verdict)]
+        for number, finding in enumerate(self.findings, 1):
+            told = {"Evidence": finding.evidence, "Change": finding.setting}
+            parts += [note(f"{number}. {finding.sentence}"), facts(told)]
+        if self.memory is not None:
+            parts.append(folded("What memory held at the peak", self.memory._repr_html_()))
+        return card("Why the peak is where it is", *parts, note(self.limit_why))
+
+    def __str__(self) -> str:
+        return "\n".join(line.rstrip() for line in self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        yield from textwrap.wrap(self.verdict, _WIDTH)
+        for number, finding in enumerate(self.findings, 1):
+            yield ""
+            yield from textwrap.wrap(
+                f"{number}. {finding.sentence}", _WIDTH, subsequent_indent="   "
+            )
+            for what, text in (("Evidence", finding.evidence), ("Change", finding.setting)):
+                if text:
+                    yield from textwrap.wrap(
+                        f"{what}: {text}.",
+                        _WIDTH,
+                        initial_indent="   ",
+                        subsequent_indent="      ",
+                        break_on_hyphens=False,
+                    )
+        if self.memory is not None:
+            yield ""
+            first, *rows = str(self.memory).splitlines()
+            yield from textwrap.wrap(f"{first[0].upper()}{first[1:]}:", _WIDTH)
+            yield from rows
+        if self.limit_why:
+            yield ""
+            yield from textwrap.wrap(self.limit_why, _WIDTH)
+
+
+def explain(evidence: Evidence) -> Explanation:
+    """Explain a step.
+
+    Args:
+        evidence: what is known of it.
+    """
+    first = [finding for cause in FIRST for finding in cause(evidence)]
+    parts = [finding for cause in PARTS for finding in cause(evidence)]
+    parts.sort(key=lambda finding: -finding.size_bytes)
+    last = [finding for cause in LAST for finding in cause(evidence)]
+    if not evidence.num_steps:
+        parts = last = []
+    findings = (*first, *(last if evidence.plan_keeps_all else []), *parts)
+    if not evidence.plan_keeps_all:
+        findings += tuple(last)
+    limit = find_limit(evidence)
+    return Explanation(
+        verdict=_verdict(evidence, findings, limit),
+        findings=findings,
+        memory=evidence.memory,
+        limit_bytes=None if limit is None else limit[0],
+        limit_why="" if limit is None else _why(evidence, *limit),
+    )
+
+
+def _verdict(
+    evidence: Evidence, findings: tuple[Finding, ...], limit: tuple[int, str] | None
+) -> str:
+    if not evidence.num_steps:
+        return findings[0].sentence
+    stats = evidence.stats
+    moved = {
+        "offloaded": stats.offloaded_bytes,
+        "rebuilt": stats.rebuilt_bytes + stats.packed_bytes,
+        "recomputed": stats.recomputed_bytes,
+    }
+    done = ", ".join(f"{format_size(size)} {what}" for what, size in moved.items() if size)
+    saved = f"Of {format_size(stats.unique_bytes)} of activations, {done or 'nothing'} left memory."
+    if not done:
+        saved = f"None of {format_size(stats.unique_bytes)} of activations left memory."
+    if evidence.memory is None:
+        return f"{saved} Record a step with trace=True to see what the peak consists of."
+    peak = evidence.memory
+    where = f"The peak is {format_size(peak.peak_bytes)}, in {peak.peak_phase}."
+    if not findings and limit is not None and peak.peak_bytes <= _NEAR * limit[0]:
+        return f"{where} {saved} It is as low as offloading can make it."
+    return f"{where} {saved}"
+
+
+def _why(evidence: Evidence, limit_bytes: int, phase: str) -> str:
+    assert evidence.memory is not None
+    above = evidence.memory.peak_bytes - limit_bytes
+    return (
+        f"No offloader of activations can get below {format_size(limit_bytes)}: that much is in "
+        f"memory in {phase} without any activation that could be elsewhere. This step is "
+        f"{format_size(max(0, above))} above it."
+    )
+
+
+# ---- Collects the evidence for an explanation from an offload ----
+
+
+class AbstractPlanned(Protocol):
+    """A plan that an offload follows."""
+
+    @property
+    def plan(self) -> Plan:
+        """What becomes of each layer, and the predicted peak."""
+
+
+def collect_evidence(
+    engine: Engine,
+    forward: OffloadedForward | None,
+    layers: Sequence[str],
+    planned: AbstractPlanned | None,
+) -> Evidence:
+    """Collect what is known of the last finished step.
+
+    Args:
+        engine: the parts of the offload.
+        forward: the offloaded forward.
+        layers: names of the layers.
+        planned: the plan that is followed, if there is one.
+    """
+    stats = engine.stats
+    memory = engine.trace.memory if engine.is_traced else None
+    account = engine.transfers.account
+    held = account.watch.owners.held if account.watch is not None else None
+    seen = memory is not None and any(Owner.REFERENCED in each.owned for each in memory.samples)
+    on_cpu = engine.torch_device.type == "cpu"
+    counts = engine.transfers.device.has_memory
+    moved = stats.offloaded_bytes + stats.rebuilt_bytes + stats.recomputed_bytes
+    return Evidence(
+        stats=stats,
+        num_steps=engine.num_steps,
+        inspection=engine.inspect(),
+        memory=memory,
+        policy=engine.policy,
+        min_bytes=engine.placement.min_bytes,
+        follows_schedule=engine.schedule is not None,
+        wanted_again=len(engine.activations.wanted_again),
+        num_unrecorded=0 if forward is None else forward.num_unrecorded,
+        replaced_by="" if forward is None else forward.replaced_by,
+        compiled=tuple(_compiled_around(engine.modules, layers)),
+        on_cpu=on_cpu,
+        total_bytes=memory_of(engine.torch_device).total_bytes if counts else 0,
+        held=held if held is not None and seen else (),
+        offloads_weights=engine.weights is not None,
+        plan_keeps_all=planned is not None and not moved,
+        plan_peak_bytes=None if planned is None else planned.plan.peak_bytes,
+    )
+
+
+def _compiled_around(modules: Sequence[nn.Module], layers: Sequence[str]) -> Iterator[str]:
+    """Yield the names of compiled modules that contain layers, and are none themselves."""
+    for model in modules:
+        for name, module in model.named_modules():
+            compiled = getattr(module, "_compiled_call_impl", None) is not None
+            inside = [layer for layer in layers if layer.startswith(f"{name}." if name else "")]
+            if (compiled or _is_optimized(module)) and any(layer != name for layer in inside):
+                yield name or "the model"
+
+
+def _is_optimized(module: nn.Module) -> bool:
+    """Whether ``torch.compile(module)`` has returned a module."""
+    return type(module).__name__ == "OptimizedModule" and isinstance(
+        getattr(module, "_orig_mod", None), torch.nn.Module
+    )

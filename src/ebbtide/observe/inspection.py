@@ -1,0 +1,314 @@
+"""Reports each storage's fate in the last step, and what an offload holds or copies now."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import final
+
+from ebbtide.devices.device import Layer, Origin
+from ebbtide.runtime.activations import Activations
+from ebbtide.runtime.handles import StorageRecord
+from ebbtide.runtime.recompute import RecomputedLayer, recomputed_lines
+from ebbtide.units import Share, bar, card, folded, format_size, note, table, text_block
+from ebbtide.weights.groups import AbstractWeights
+
+_WIDTH = 80
+_MOST_ROWS = 40  # that a notebook shows before a click unfolds the rest
+
+
+@final
+@dataclass(frozen=True)
+class InspectedStorage:
+    """One storage, or one view gathered from it, that autograd saved in the last step.
+
+    Attributes:
+        layer: index, in forward order, of the layer that saved the storage first; None outside
+            layers.
+        name: qualified name of that layer's module.
+        microbatch: number of the forward within the step, from 0.
+        number: number of the storage among those that the layer's call saved first, from 0. Layer
+            and number together identify the storage in every step of the same model.
+        size_bytes: size of the storage or view.
+        moved_bytes: number of bytes in each copy of it; less than `size_bytes` if the bytes are
+            packed, 0 if the storage is not copied.
+        decision: ``"keep"``, ``"offload"`` or ``"rebuild"``.
+        tier: tier that the bytes were offloaded to, ``"host"`` or ``"disk"``; ``"device"`` if they
+            stayed, ``"-"`` if they were rebuilt.
+        rebuilt_from: layer and number of the storages that it was rebuilt from.
+        saves: number of saved tensors that shared the storage.
+        shared_by: indices of the other layers that saved it; None stands for code outside layers.
+        offloaded_s: seconds from the start of the step until its copy to the store was complete.
+            None if there was no copy, or the step was not traced (``trace=True``).
+        reloaded_s: the same for its last copy back to the device.
+    """
+
+    layer: int | None
+    name: str
+    microbatch: int
+    number: int
+    size_bytes: int
+    moved_bytes: int
+    decision: str
+    tier: str
+    rebuilt_from: tuple[tuple[int | None, int], ...]
+    saves: int
+    shared_by: tuple[int | None, ...]
+    offloaded_s: float | None
+    reloaded_s: float | None
+
+
+@final
+@dataclass(frozen=True)
+class InspectedParameter:
+    """One offloaded parameter.
+
+    Attributes:
+        name: qualified name in the model.
+        group: number of its weight group, in model order. A group is copied as one; it holds the
+            parameters of one layer.
+        size_bytes: size of its values.
+        tier: where its values are stored, ``"host"`` or ``"disk"``.
+        address: address of the stored values, as `torch.Tensor.data_ptr` gives it.
+        on_device: whether the group's device buffer exists now, filled or with its copy in flight.
+    """
+
+    name: str
+    group: int
+    size_bytes: int
+    tier: str
+    address: int
+    on_device: bool
+
+
+@final
+@dataclass(frozen=True)
+class InFlight:
+    """What an offload holds or copies at this moment.
+
+    Attributes:
+        saved_tensors: number of saved tensors that autograd graphs hold. Those too small to offload
+            count as one per forward.
+        forwards: number of forwards that run now, and of backwards that reload weights now.
+        records: number of storages that graphs hold.
+        offload_bytes: device bytes whose copy to the store is in flight, or that wait for a
+            schedule to release them.
+        reload_bytes: device bytes that were reloaded or rebuilt and are still held for backward.
+        abandoned_buffers: number of device buffers that an unfinished copy writes to although
+            nothing will read them.
+        kept_bytes: bytes of saved tensors that stay on the device.
+        stored_bytes: bytes of activations in the tiers below the device.
+        weight_bytes: bytes of offloaded weights that are on the device now.
+        peak_weight_groups: most groups of offloaded weights that were ever on the device at once.
+        host_capacity_bytes: host memory taken, whether in use now or kept for the next step.
+    """
+
+    saved_tensors: int
+    forwards: int
+    records: int
+    offload_bytes: int
+    reload_bytes: int
+    abandoned_buffers: int
+    kept_bytes: int
+    stored_bytes: int
+    weight_bytes: int
+    peak_weight_groups: int
+    host_capacity_bytes: int
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no step holds, stores or copies anything. Weights may still be on the device."""
+        return not any(
+            (
+                self.saved_tensors,
+                self.forwards,
+                self.records,
+                self.offload_bytes,
+                self.reload_bytes,
+                self.abandoned_buffers,
+                self.kept_bytes,
+                self.stored_bytes,
+            )
+        )
+
+
+@final
+@dataclass(frozen=True)
+class Inspection:
+    """The report that `OffloadHandle.inspect` returns; it prints as a table.
+
+    Attributes:
+        storages: storages of the last finished step, in the order in which they were first saved.
+        parameters: the offloaded parameters, in model order.
+        in_flight: what is held or copied now.
+        recomputed: the recomputed layers of the last finished step, in the order of their calls.
+    """
+
+    storages: tuple[InspectedStorage, ...]
+    parameters: tuple[InspectedParameter, ...]
+    in_flight: InFlight
+    recomputed: tuple[RecomputedLayer, ...] = ()
+
+    def _repr_html_(self) -> str:
+        return card("What became of each storage", *_cards(self))
+
+    def __str__(self) -> str:
+        lines = [*_storage_lines(self.storages), ""]
+        if self.recomputed:
+            lines += [*recomputed_lines(self.recomputed), ""]
+        if self.parameters:
+            lines += [*_parameter_lines(self.parameters), ""]
+        lines += _in_flight_lines(self.in_flight)
+        return "\n".join(line.rstrip() for line in lines)
+
+
+def _cards(inspection: Inspection) -> Iterable[str]:
+    """Yield the parts of the card that a notebook shows."""
+    storages = inspection.storages
+    if not storages:
+        yield note("No step has finished, or autograd saved nothing large in the last one.")
+    else:
+        sizes: dict[str, int] = {}
+        for each in storages:
+            sizes[each.decision] = sizes.get(each.decision, 0) + each.size_bytes
+        yield bar(Share(what, f"{format_size(size)} {what}", size) for what, size in sizes.items())
+        heads = ("layer", "no", "size", "decision", "tier", "saves", "also by")
+        rows = [_storage_cells(each) for each in storages]
+        yield table(heads, rows[:_MOST_ROWS], numbers=(1, 2, 5))
+        if rest := rows[_MOST_ROWS:]:
+            yield folded(f"{len(rest)} more", table(heads, rest, numbers=(1, 2, 5)))
+    if inspection.recomputed:
+        lines = "\n".join(recomputed_lines(inspection.recomputed))
+        yield folded("Recomputed layers", text_block(lines), is_open=True)
+    if inspection.parameters:
+        lines = "\n".join(_parameter_lines(inspection.parameters))
+        yield folded(f"{len(inspection.parameters)} parameters at rest", text_block(lines))
+    yield text_block("\n".join(_in_flight_lines(inspection.in_flight)))
+
+
+def inspect(
+    activations: Activations,
+    weights: AbstractWeights | None = None,
+    recomputed: Callable[[], Iterable[RecomputedLayer]] = tuple,
+) -> Inspection:
+    """Report what is offloaded from a model.
+
+    Args:
+        activations: the model's activations.
+        weights: the model's offloaded weights, if any.
+        recomputed: returns the recomputed layers of the last finished step.
+
+    Returns:
+        The report on the last finished step. If steps are traced, its times are the device's, and
+        reading them waits until the device has finished the step.
+    """
+    transfers = activations.transfers
+    transfers.settle()
+    origin = transfers.account.last_origin
+    storages = tuple(_inspect_storage(record, origin) for record in activations.saved())
+    in_flight = _look_at_flight(activations, weights)
+    return Inspection(storages, _inspect_parameters(weights), in_flight, tuple(recomputed()))
+
+
+def _inspect_storage(record: StorageRecord, origin: Origin | None) -> InspectedStorage:
+    layer = record.layer
+    times = {what: event.since(origin) for what, event in record.copies if origin is not None}
+    return InspectedStorage(
+        layer=None if layer is None else layer.index,
+        name="" if layer is None else layer.name,
+        microbatch=record.microbatch,
+        number=record.number,
+        size_bytes=record.unpacked_bytes,
+        moved_bytes=record.size_bytes if record.tier else 0,
+        decision=record.decision.value,
+        tier=record.tier or ("device" if record.decision.value == "keep" else "-"),
+        rebuilt_from=tuple((_index(each.layer), each.number) for each in record.rebuilt_from),
+        saves=record.saves,
+        shared_by=tuple(_index(other) for other in record.shared),
+        offloaded_s=times.get("offload"),
+        reloaded_s=times.get("reload"),
+    )
+
+
+def _index(layer: Layer | None) -> int | None:
+    return None if layer is None else layer.index
+
+
+def _inspect_parameters(weights: AbstractWeights | None) -> tuple[InspectedParameter, ...]:
+    if weights is None:
+        return ()
+    return tuple(
+        InspectedParameter(
+            name=member.name,
+            group=group.number,
+            size_bytes=member.size_bytes,
+            tier=group.resting.tier,
+            address=member.host.data_ptr(),
+            on_device=group.buffer is not None,
+        )
+        for group, member in weights.parameters.members()
+    )
+
+
+def _look_at_flight(activations: Activations, weights: AbstractWeights | None) -> InFlight:
+    transfers = activations.transfers
+    offloads, reloads, account = transfers.offloads, transfers.reloads, transfers.account
+    return InFlight(
+        saved_tensors=transfers.live,
+        forwards=transfers.running,
+        records=len(activations.alive()),
+        offload_bytes=offloads.queued_bytes + offloads.retained_bytes,
+        reload_bytes=reloads.buffered_bytes,
+        abandoned_buffers=len(reloads.abandoned),
+        kept_bytes=account.kept_bytes,
+        stored_bytes=sum(account.stored_bytes.values()),
+        weight_bytes=account.weight_bytes,
+        peak_weight_groups=0 if weights is None else weights.peak_groups,
+        host_capacity_bytes=transfers.store.host_capacity_bytes,
+    )
+
+
+def _storage_lines(storages: Sequence[InspectedStorage]) -> Iterable[str]:
+    if not storages:
+        yield "no step has finished, or autograd saved nothing large in the last one"
+        return
+    yield f"{'layer':<24} {'no':>3} {'size':>10}  {'decision':<8} {'tier':<6} {'saves':>5}  also by"
+    for each in storages:
+        place, number, size, decision, tier, saves, also = _storage_cells(each)
+        line = (
+            f"{place[:24]:<24} {number:>3} {size:>10}  {decision:<8} {tier:<6} {saves:>5}  {also}"
+        )
+        yield line if len(line) <= _WIDTH else f"{line[: _WIDTH - 3]}..."
+
+
+def _storage_cells(each: InspectedStorage) -> tuple[str, ...]:
+    """Return the texts of a storage's row."""
+    place = "outside layers" if each.layer is None else f"{each.layer} {each.name}".rstrip()
+    if each.microbatch:
+        place = f"{place}.m{each.microbatch}"
+    also = ", ".join("-" if other is None else str(other) for other in each.shared_by)
+    size = format_size(each.size_bytes)
+    return place, str(each.number), size, each.decision, each.tier, str(each.saves), also
+
+
+def _parameter_lines(parameters: Sequence[InspectedParameter]) -> Iterable[str]:
+    yield f"{'parameter at rest':<48} {'group':>5} {'size':>10}  {'tier':<5} now"
+    for each in parameters:
+        now = "device" if each.on_device else each.tier
+        size = format_size(each.size_bytes)
+        yield f"{each.name[-48:]:<48} {each.group:>5} {size:>10}  {each.tier:<5} {now}"
+
+
+def _in_flight_lines(now: InFlight) -> Iterable[str]:
+    if now.is_idle:
+        yield "now: nothing is held or moved for a step"
+    else:
+        yield (
+            f"now: {now.saved_tensors} saved tensors, {format_size(now.kept_bytes)} kept, "
+            f"{format_size(now.offload_bytes)} on their way down,"
+        )
+        yield (
+            f"     {format_size(now.reload_bytes)} brought back, "
+            f"{format_size(now.stored_bytes)} in the tiers below"
+        )
+    yield f"     {format_size(now.host_capacity_bytes)} of host memory taken"

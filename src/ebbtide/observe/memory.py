@@ -1,0 +1,425 @@
+"""Tells when an optimizer steps: torch calls two hooks around the step of every optimizer."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, final
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from ebbtide.devices.device import AbstractEvent, Origin
+from ebbtide.observe.owners import TensorOwners
+from ebbtide.runtime.events import MemorySample, OwnedBytes, Owner, StepMemory
+from ebbtide.stores.measured_memory import AbstractMemory
+
+
+class OptimizerListener(Protocol):
+    """Is told of the steps of all optimizers in the process."""
+
+    def begin_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Called before the step."""
+
+    def end_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Called after it."""
+
+
+_listeners: weakref.WeakSet[OptimizerListener] = weakref.WeakSet()
+_registered: list[Any] = []
+
+
+def listen_to_optimizers(listener: OptimizerListener) -> None:
+    """Tell an object of each optimizer's steps for as long as it lives."""
+    _listeners.add(listener)
+    if not _registered:
+        _registered.append(register_optimizer_step_pre_hook(_begin))
+        _registered.append(register_optimizer_step_post_hook(_end))
+
+
+def _begin(optimizer: Optimizer, *_: Any) -> None:
+    for listener in list(_listeners):
+        listener.begin_optimizer_step(optimizer)
+
+
+def _end(optimizer: Optimizer, *_: Any) -> None:
+    for listener in list(_listeners):
+        listener.end_optimizer_step(optimizer)
+
+
+# ---- Records what memory holds in each phase of a step, by owner ----
+#
+# A phase is a pass of a layer, or what lies between two passes. Its peak comes from the allocator
+# or the kernel. What the peak consists of is put together from three sources:
+#
+# - Saved tensors come and go through the account, which notes each change here.
+# - Parameters, gradients, optimizer state, inputs and outputs are counted at the begin of each
+#   phase.
+# - What is left is either there when the phase begins, such as what one layer passes to the next,
+# or it comes with the running operation: its temporaries, and what it makes.
+#
+# [Note: the moment of the peak] Nobody tells when within a phase memory was highest. The saved
+# tensors of the phase are taken as they were when they were most.
+
+BEGIN = "forward outside layers"
+LOSS = "loss"
+BACKWARD = "backward outside layers"
+OPTIMIZER = "optimizer step"
+BETWEEN = "between steps"
+_COUNTED = frozenset({Owner.INPUTS, Owner.OUTPUTS, Owner.REFERENCED})
+_AFTER_FORWARD = (LOSS, OPTIMIZER, BETWEEN)
+
+
+class Layer(Protocol):
+    """What is said about a layer; `ebbtide.devices.device.Layer` is one."""
+
+    @property
+    def index(self) -> int:
+        """Its number in forward order."""
+
+    @property
+    def name(self) -> str:
+        """The name of its module."""
+
+
+class _Change(NamedTuple):
+    """Bytes of an owner that came, or went."""
+
+    owner: Owner
+    layer: Layer | None
+    size_bytes: int
+
+
+@final
+class _Phase:
+    __slots__ = (
+        "begin_bytes",
+        "changes",
+        "end",
+        "mark",
+        "name",
+        "peak_bytes",
+        "reserved_bytes",
+        "standing",
+    )
+
+    def __init__(
+        self, name: str, mark: AbstractEvent, begin_bytes: int, standing: Mapping[Owner, int]
+    ) -> None:
+        self.name = name
+        self.mark = mark
+        self.begin_bytes = begin_bytes
+        self.standing = standing
+        self.changes: list[_Change] = []
+        self.peak_bytes = self.reserved_bytes = 0
+        self.end: AbstractEvent | None = None
+
+
+@final
+class MemoryLog:
+    """Records the phases of one step.
+
+    Args:
+        memory: the memory that is measured. Its peak is reset at each begin of a phase. None: only
+            saved tensors are counted.
+        owners: counts what is not a saved tensor.
+        before: the saved tensors of earlier steps that are still there, by owner and layer.
+        clock: records an event on the compute stream.
+    """
+
+    def __init__(
+        self,
+        memory: AbstractMemory | None,
+        owners: TensorOwners,
+        before: Mapping[tuple[Owner, Layer | None], int],
+        clock: Callable[[], AbstractEvent],
+    ) -> None:
+        self._memory = memory
+        self._owners = owners
+        self._before = before
+        self._clock = clock
+        begin_bytes = 0
+        if memory is not None:
+            memory.return_freed()  # or a CPU's resident memory would hide what the step takes
+            begin_bytes = memory.now_bytes()
+            memory.reset_peak()
+        self._phase = _Phase(BEGIN, clock(), begin_bytes, owners.count())
+        self._phases = [self._phase]
+
+    @property
+    def num_phases(self) -> int:
+        """Number of phases that have begun."""
+        return len(self._phases)
+
+    @property
+    def phase(self) -> str:
+        """Name of the phase that runs."""
+        return self._phase.name
+
+    def change(
+        self, owner: Owner, layer: Layer | None, size_bytes: int, address: int | None = None
+    ) -> None:
+        """Note that bytes of saved tensors came to the device; a negative number of them left it.
+
+        Args:
+            owner: what they are.
+            layer: the layer that they belong to.
+            size_bytes: how many they are.
+            address: address of the storage, if it is the one that was saved and no copy of it.
+        """
+        changes = self._phase.changes
+        changes.append(_Change(owner, layer, size_bytes))
+        if address is None:
+            return
+        if size_bytes < 0:
+            self._owners.disown(address)
+            return
+        claimed = self._owners.claim(address)
+        if claimed is not None:
+            changes.append(_Change(claimed[0], None, -claimed[1]))
+
+    def note_reference(self, storage: torch.UntypedStorage) -> None:
+        """Note a storage that has no reader left within ebbtide; the program may hold it still."""
+        self._owners.note_storage(Owner.REFERENCED, storage)
+
+    def enter_forward(self) -> None:
+        """Note that a forward begins, perhaps within another one or in the middle of a step."""
+        name = self._phase.name
+        if name in (*_AFTER_FORWARD, BACKWARD) or name.startswith("B"):
+            self.enter(BEGIN)
+
+    def enter_backward(self) -> None:
+        """Note that a backward begins to read saved tensors, perhaps those of a layer."""
+        if self._phase.name in _AFTER_FORWARD:
+            self.enter(BACKWARD)
+
+    def note_values(self, owner: Owner, values: Any) -> None:
+        """Note whose the tensors in some values are, from the begin of this phase on."""
+        self._owners.note(owner, values)
+        self._phase.standing = self._owners.count()
+
+    def enter(self, name: str, mark: AbstractEvent | None = None) -> None:
+        """Note that a phase begins, and that the one before it has ended.
+
+        Args:
+            name: its name.
+            mark: event on the compute stream at its begin; None records one.
+        """
+        mark = self._clock() if mark is None else mark
+        self._close(mark)
+        if self._phase.name == LOSS:
+            self._owners.recount_gradients()  # the program may have freed them before backward
+            if self._memory is not None:
+                self._owners.look_for_holders(self._phase.peak_bytes)
+        begin_bytes = 0 if self._memory is None else self._memory.now_bytes()
+        self._phase = _Phase(name, mark, begin_bytes, self._owners.count())
+        self._phases.append(self._phase)
+
+    def close(self) -> None:
+        """Note that the step has ended, with all that follows it."""
+        if self._phase.end is None:
+            self._close(self._clock())
+
+    def _close(self, mark: AbstractEvent) -> None:
+        phase, memory = self._phase, self._memory
+        phase.end = mark
+        if memory is not None:
+            phase.peak_bytes = memory.peak_bytes()
+            phase.reserved_bytes = memory.reserved_peak_bytes()
+            memory.reset_peak()
+
+    def saved_after(self) -> dict[tuple[Owner, Layer | None], int]:
+        """Return the saved tensors that are there at the end, by owner and layer."""
+        owned = Counter(self._before)
+        for phase in self._phases:
+            _carry_over(owned, phase)
+        return {key: size_bytes for key, size_bytes in owned.items() if size_bytes}
+
+    def freeze(self, origin: Origin, counted: str) -> StepMemory:
+        """Return what was recorded. The host waits until the device has finished the step.
+
+        Args:
+            origin: the begin of the step, from which times are counted.
+            counted: what was counted, in words.
+        """
+        # What memory held before the step, and nobody says what it is.
+        known_bytes = sum(self._phases[0].standing.values()) + sum(self._before.values())
+        other_bytes = max(0, self._phases[0].begin_bytes - known_bytes)
+        owned = Counter(self._before)
+        samples: list[MemorySample] = []
+        mosts: list[Counter[tuple[Owner, Layer | None]]] = []
+        for phase in self._phases:
+            if phase.end is None:
+                break
+            most = _most(owned, phase)
+            known_bytes = sum(phase.standing.values()) + sum(owned.values()) + other_bytes
+            passed_bytes = max(0, phase.begin_bytes - known_bytes)
+            measured = self._memory is not None
+            sample = _sample(phase, most, other_bytes, passed_bytes, origin, measured=measured)
+            samples.append(sample)
+            mosts.append(most)
+            _carry_over(owned, phase)
+        counts_freed = self._memory is not None and self._memory.keeps_freed
+        peak = _find_peak(samples, counts_freed=counts_freed)
+        return StepMemory(
+            counted=counted,
+            samples=tuple(samples),
+            peak=peak,
+            peak_owned=tuple(_by_layer(samples[peak].owned, mosts[peak])),
+            reserved_peak_bytes=max(phase.reserved_bytes for phase in self._phases),
+            counts_freed=counts_freed,
+        )
+
+
+def _find_peak(samples: Sequence[MemorySample], *, counts_freed: bool) -> int:
+    """Return the index of the phase with the highest peak.
+
+    Args:
+        samples: the phases.
+        counts_freed: whether memory that was freed still counts. Then it stays as high as it was in
+            the phase before, or seems to rise a little, so the first of nearly equal phases counts.
+    """
+    most_bytes = max(sample.peak_bytes for sample in samples)
+    enough_bytes = 0.99 * most_bytes if counts_freed else most_bytes
+    return next(i for i, sample in enumerate(samples) if sample.peak_bytes >= enough_bytes)
+
+
+def _carry_over(owned: Counter[tuple[Owner, Layer | None]], phase: _Phase) -> None:
+    """Apply the changes of a phase, but for those of owners that are counted in each phase."""
+    for owner, layer, size_bytes in phase.changes:
+        if owner not in _COUNTED:
+            owned[owner, layer] += size_bytes
+
+
+def _most(
+    before: Counter[tuple[Owner, Layer | None]], phase: _Phase
+) -> Counter[tuple[Owner, Layer | None]]:
+    """Return the saved tensors of a phase when they were most; [Note: the moment of the peak]."""
+    size_bytes = most_bytes = 0
+    at = 0
+    for number, change in enumerate(phase.changes):
+        if change.owner not in _COUNTED:
+            size_bytes += change.size_bytes
+        if size_bytes >= most_bytes:
+            most_bytes, at = size_bytes, number + 1
+    owned = Counter(before)
+    for change in phase.changes[:at]:
+        owned[change.owner, change.layer] += change.size_bytes
+    return owned
+
+
+def _sample(
+    phase: _Phase,
+    saved: Mapping[tuple[Owner, Layer | None], int],
+    other_bytes: int,
+    passed_bytes: int,
+    origin: Origin,
+    *,
+    measured: bool,
+) -> MemorySample:
+    assert phase.end is not None
+    owned = Counter(phase.standing)
+    for (owner, _), size_bytes in saved.items():
+        owned[owner] += size_bytes
+    owned[Owner.OTHER] += other_bytes
+    known_bytes = sum(owned.values())
+    peak_bytes = phase.peak_bytes if measured else known_bytes
+    rest_bytes = max(0, peak_bytes - known_bytes)
+    owned[Owner.PASSED] = min(passed_bytes, rest_bytes)
+    owned[Owner.RUNNING] = rest_bytes - owned[Owner.PASSED]
+    # On a CPU pages that were never written are not resident, so less may be there than is known.
+    missing_bytes = min(max(0, known_bytes - peak_bytes), owned[Owner.OTHER])
+    owned[Owner.OTHER] -= missing_bytes
+    begin_s = phase.mark.since(origin)
+    return MemorySample(
+        phase=phase.name,
+        begin_s=begin_s,
+        end_s=max(begin_s, phase.end.since(origin)),
+        owned={owner: owned[owner] for owner in Owner if owned[owner]},
+        peak_bytes=peak_bytes,
+    )
+
+
+def _by_layer(
+    owned: Mapping[Owner, int], saved: Mapping[tuple[Owner, Layer | None], int]
+) -> Iterator[OwnedBytes]:
+    """Yield what the peak consists of, largest first; activations for each layer."""
+    left = Counter(owned)
+    parts = []
+    for (owner, layer), size_bytes in saved.items():
+        if layer is not None and size_bytes:
+            left[owner] -= size_bytes
+            parts.append(OwnedBytes(owner, size_bytes, layer.index, layer.name))
+    parts += [OwnedBytes(owner, size_bytes) for owner, size_bytes in left.items() if size_bytes]
+    merged: Counter[tuple[Owner, int | None, str]] = Counter()
+    for part in parts:
+        merged[part.owner, part.layer, part.name] += part.size_bytes
+    whole = [OwnedBytes(owner, size, layer, name) for (owner, layer, name), size in merged.items()]
+    yield from sorted(whole, key=lambda part: -part.size_bytes)
+
+
+# ---- Starts a record of memory with each step, and tells it of optimizers ----
+
+
+@final
+class MemoryWatch:
+    """Records the memory of one step after another.
+
+    Args:
+        make_memory: returns the memory to measure. None: only saved tensors are counted.
+        owners: counts what is not a saved tensor.
+        settle: notes which saved tensors have died, without waiting.
+
+    Attributes:
+        log: the record of the step that runs, or ran last; None before the first.
+    """
+
+    def __init__(
+        self,
+        make_memory: Callable[[], AbstractMemory] | None,
+        owners: TensorOwners,
+        settle: Callable[[], None],
+    ) -> None:
+        self._settle = settle
+        self._make_memory = make_memory
+        self._memory: AbstractMemory | None = None
+        self.owners = owners
+        self.log: MemoryLog | None = None
+
+    def begin_step(self, clock: Callable[[], AbstractEvent]) -> MemoryLog:
+        """Begin the record of a step, and end that of the step before.
+
+        Args:
+            clock: records an event on the compute stream.
+        """
+        before = {}
+        if self.log is None:
+            self._memory = None if self._make_memory is None else self._make_memory()
+            listen_to_optimizers(self)
+        else:
+            self.log.close()
+            before = self.log.saved_after()
+        self.owners.begin_step()
+        self.log = MemoryLog(self._memory, self.owners, before, clock)
+        return self.log
+
+    def freeze(self, log: MemoryLog, origin: Origin) -> StepMemory:
+        """Return what a record says. The host waits until the device has finished the step."""
+        counted = "saved tensors" if self._memory is None else self._memory.name
+        return log.freeze(origin, counted)
+
+    def begin_optimizer_step(self, optimizer: Optimizer) -> None:
+        if self.log is not None and self.owners.note_optimizer(optimizer):
+            self._settle()
+            self.log.enter(OPTIMIZER)
+
+    def end_optimizer_step(self, optimizer: Optimizer) -> None:
+        if self.log is not None and self.owners.note_optimizer(optimizer):
+            self.owners.count_optimizers()
+            self.owners.recount_gradients()
+            self.log.enter(BETWEEN)

@@ -1,0 +1,455 @@
+"""Finds what refers to objects: for many of them at once, in one reading of the heap."""
+
+from __future__ import annotations
+
+import gc
+import os
+import weakref
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from types import CellType, FrameType, TracebackType
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
+
+from ebbtide.devices.process import variables_of, visit_frames
+from ebbtide.runtime.events import Owner
+from ebbtide.runtime.torch_internals import parts_of
+
+_AT_ONCE = 256  # objects that are asked together whether they refer to anything wanted
+
+
+class Heap:
+    """The objects that Python's garbage collector knows, which are those that refer to others.
+
+    `gc.get_referrers` reads all of them for each call, and compares each of their references with
+    each object that it was asked for; this compares with a set.
+
+    Use it as a context manager: what it has found stays alive until its end, and no longer.
+    """
+
+    def __init__(self) -> None:
+        self.objects: list[Any] = gc.get_objects()
+
+    def __enter__(self) -> Heap:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: object, trace: TracebackType | None
+    ) -> None:
+        # A debugger's frames of this search are in the list, and they would hold the list.
+        self.objects.clear()
+
+    def referrers(self, values: Iterable[Any]) -> dict[int, list[Any]]:
+        """Return the objects that refer to each of some values, by the value's `id`.
+
+        Objects that were made after this heap was read, such as the lists of a search, are not
+        among them.
+        """
+        wanted = {id(each) for each in values}
+        found: dict[int, list[Any]] = {}
+        for begin in range(0, len(self.objects) if wanted else 0, _AT_ONCE):
+            some = self.objects[begin : begin + _AT_ONCE]
+            if wanted.isdisjoint(map(id, gc.get_referents(*some))):
+                continue
+            for each in some:
+                for number in wanted.intersection(map(id, gc.get_referents(each))):
+                    found.setdefault(number, []).append(each)
+        return found
+
+
+# ---- Finds the variables through which a program holds tensors ----
+
+_PACKAGE = __name__.partition(".")[0]
+
+
+class HeldTensor(NamedTuple):
+    """A tensor that the program holds.
+
+    Attributes:
+        holder: where, such as ``"the variable outputs in train() (train.py)"``.
+        shape: its shape; (elements,) for a nested tensor with the strided layout.
+        size_bytes: size of its storages.
+    """
+
+    holder: str
+    shape: tuple[int, ...]
+    size_bytes: int
+
+
+def find_holders(addresses: Container[int]) -> list[HeldTensor]:
+    """Return the tensors with certain storages and who holds them, largest first.
+
+    It reads all objects of the process up to four times, which takes up to a second.
+
+    Args:
+        addresses: addresses of the storages.
+    """
+    found = []
+    with Heap() as heap:
+        tensors = _tensors_with(addresses, heap.objects)
+        on_stacks = _names_on_stacks({id(tensor) for tensor, _ in tensors})
+        named = {address for tensor, held in tensors if id(tensor) in on_stacks for address in held}
+        others = [tensor for tensor, held in tensors if not named.issuperset(held)]
+        names = {**_names_in_containers(others, heap), **on_stacks}
+        seen: set[int] = set()
+        for tensor, held in tensors:
+            name, new = names.get(id(tensor)), held.keys() - seen
+            if name and new:
+                seen |= new
+                size_bytes = sum(held[address] for address in new)
+                found.append(HeldTensor(name, _shape_of(tensor), size_bytes))
+    return sorted(found, key=lambda each: -each.size_bytes)
+
+
+def _tensors_with(
+    addresses: Container[int], objects: Sequence[Any]
+) -> list[tuple[torch.Tensor, dict[int, int]]]:
+    """Return the tensors with certain storages, and the bytes of these by their addresses."""
+    found = []
+    for each in objects:
+        if issubclass(type(each), torch.Tensor) and (held := _held_storages(each, addresses)):
+            found.append((each, held))
+    return found
+
+
+def _held_storages(tensor: torch.Tensor, addresses: Container[int]) -> dict[int, int]:
+    try:
+        storages = [part.untyped_storage() for part in parts_of(tensor)]
+    except Exception:  # a tensor that is half made, or that raises whatever it is asked
+        return {}
+    return {each._cdata: each.nbytes() for each in storages if each._cdata in addresses}
+
+
+def _shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    if tensor.is_nested and tensor.layout is torch.strided:  # its rows have shapes of their own
+        return (tensor.numel(),)
+    return tuple(tensor.shape)
+
+
+def _names_on_stacks(wanted: set[int]) -> dict[int, str]:
+    """Return what local and global variables of running functions hold, by `id`."""
+    names: dict[int, str] = {}
+
+    def look(frame: FrameType) -> None:
+        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        if package in (_PACKAGE, "torch", "threading"):
+            return
+        code = frame.f_code
+        place = f"{code.co_name}() ({os.path.basename(code.co_filename)})"
+        if code.co_name == "<module>":
+            place = os.path.basename(code.co_filename)
+        for variables in (variables_of(frame), frame.f_globals):
+            for what, found in _find_in(variables, wanted):
+                names.setdefault(found, f"the variable {what} in {place}")
+
+    visit_frames(look)
+    return names
+
+
+def _find_in(variables: Mapping[str, Any], wanted: set[int]) -> Iterator[tuple[str, int]]:
+    """Yield the names under which variables hold what is wanted, also in a list or a dict."""
+    for name, value in list(variables.items()):
+        if id(value) in wanted:
+            yield name, id(value)
+        elif type(value) in (list, tuple):
+            yield from ((f"{name}[{i}]", id(v)) for i, v in enumerate(value) if id(v) in wanted)
+        elif type(value) is dict:
+            yield from ((f"{name}[{k!r}]", id(v)) for k, v in value.items() if id(v) in wanted)
+
+
+def _names_in_containers(tensors: Sequence[torch.Tensor], heap: Heap) -> dict[int, str]:
+    """Return the attributes, lists, dicts and objects that refer to tensors, by the tensor's `id`.
+
+    Args:
+        tensors: the tensors.
+        heap: what may refer to them.
+    """
+    direct = heap.referrers(tensors)
+    containers = [
+        each for some in direct.values() for each in some if type(each) in (dict, list, tuple)
+    ]
+    outer = heap.referrers(containers)
+    dicts = [each for some in outer.values() for each in some if type(each) is dict]
+    search = _Search({**heap.referrers(dicts), **outer, **direct}, {})
+    return {id(tensor): search.name(tensor) for tensor in tensors}
+
+
+class _Search(NamedTuple):
+    """What refers to tensors, and to what refers to them.
+
+    Attributes:
+        referrers: what refers to an object, by the object's `id`.
+        keys: dicts, lists and tuples by their `id`, and the keys or indices of their values by the
+            values' `id`.
+    """
+
+    referrers: dict[int, list[Any]]
+    keys: dict[int, tuple[Any, dict[int, Any]]]
+
+    def name(self, tensor: torch.Tensor) -> str:
+        """Return what refers to a tensor; empty if nothing does.
+
+        The order of what refers to it changes with each garbage collection, so the one that says
+        most is named.
+        """
+        referrers = self.referrers.get(id(tensor), [])
+        for each in referrers:
+            if name := self._name_of_attribute(each, tensor):
+                return name
+        containers = [each for each in referrers if type(each) in (dict, list, tuple)]
+        for container in containers:
+            for outer in self.referrers.get(id(container), []):
+                if name := self._name_of_attribute(outer, container, self._key(tensor, container)):
+                    return name
+        for container in containers:
+            if type(container) is dict:
+                return f"a dict under {self._key(tensor, container)!r}"
+            return f"a {type(container).__name__} of {len(container)}"
+        for each in referrers:
+            if not isinstance(each, (FrameType, CellType)) and not _is_of_package(each):
+                return f"an object of the type {type(each).__name__}"
+        if any(isinstance(each, CellType) for each in referrers):
+            return "a variable that an inner function uses"
+        return ""
+
+    def _name_of_attribute(self, referrer: Any, value: Any, key: Any = None) -> str:
+        """Return the name of an attribute that holds a value; empty if there is none.
+
+        Args:
+            referrer: what refers to the value: an object, or the dict of its attributes.
+            value: the value.
+            key: where in the value the tensor is, if the value is a container.
+        """
+        owner, attributes = referrer, _attributes_of(referrer)
+        if type(referrer) is dict:
+            holders = self.referrers.get(id(referrer), [])
+            owner = next((each for each in holders if _attributes_of(each) is referrer), None)
+            attributes = referrer
+        name = self._key(value, attributes) if attributes else None
+        if name is None or owner is None or _is_of_package(owner):
+            return ""
+        if isinstance(owner, torch.nn.Module) and name in ("_buffers", "_parameters"):
+            name, key = key, None
+        place = "" if key is None else f"[{key!r}]"
+        return f"the attribute {name}{place} of a {type(owner).__name__}"
+
+    def _key(self, value: Any, container: Any) -> Any:
+        """Return the first key or index of a value in a container; None if it is not there."""
+        if id(container) not in self.keys:
+            items = container.items() if type(container) is dict else enumerate(container)
+            keys = {id(each): key for key, each in reversed(list(items))}
+            self.keys[id(container)] = (container, keys)  # an `id` is another's once it is gone
+        return self.keys[id(container)][1].get(id(value))
+
+
+def _attributes_of(owner: Any) -> dict[str, Any] | None:
+    try:
+        attributes = getattr(owner, "__dict__", None)
+    except Exception:  # whatever an object raises when it is asked
+        return None
+    return attributes if type(attributes) is dict else None
+
+
+def _is_of_package(owner: Any) -> bool:
+    return str(type(owner).__module__).partition(".")[0] == _PACKAGE
+
+
+# ---- Counts the memory of parameters, gradients, optimizer state, inputs and outputs ----
+
+_MANY = 0.05  # of the memory in use
+
+
+class _Known(NamedTuple):
+    """A storage that belongs to somebody; the reference does not keep it alive."""
+
+    owner: Owner
+    reference: StorageWeakRef
+    size_bytes: int
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the storage was freed."""
+        return bool(self.reference.expired())  # type: ignore[no-untyped-call]
+
+
+@final
+class TensorOwners:
+    """Counts the tensors of one model's training that are not saved tensors.
+
+    It keeps no tensor alive. Each storage is counted once.
+
+    Attributes:
+        held: offloaded activations that the program held when a backward began, and by which
+            variables. They are looked for once.
+
+    Args:
+        modules: the modules.
+        device: the device whose memory is counted.
+        at_rest: returns the parameters whose values rest elsewhere, by `id`.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        device: torch.device,
+        at_rest: Callable[[], Container[int]] = frozenset,
+    ) -> None:
+        self._modules = [weakref.ref(module) for module in modules]
+        self._device = device
+        self._at_rest = at_rest
+        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._parameter_bytes = self._gradient_bytes = self._optimizer_bytes = 0
+        self._without_gradient: list[weakref.ref[torch.Tensor]] = []
+        self._gradients: set[int] = set()  # addresses of the storages that were counted
+        self._known: dict[int, _Known] = {}  # by the address of the storage
+        self.held: tuple[HeldTensor, ...] | None = None
+        self._claimed: set[int] = set()  # addresses of storages that count as activations now
+
+    def begin_step(self) -> None:
+        """Count everything anew: parameters and optimizers may have changed between two steps."""
+        self._known.clear()
+        at_rest = self._at_rest()
+        parameters = [each for each in self._parameters() if id(each) not in at_rest]
+        buffers = [buffer for module in self._alive() for buffer in module.buffers()]
+        found: set[int] = set()
+        self._parameter_bytes = self._sum([*parameters, *buffers], found)
+        self._gradients = set(found)  # a gradient may be a parameter's own memory, in odd programs
+        self._gradient_bytes = 0
+        self._without_gradient = [weakref.ref(each) for each in parameters if each.requires_grad]
+        self.count_optimizers()
+
+    def count_optimizers(self) -> None:
+        """Count the optimizers' state anew, which grows in the first step."""
+        found: set[int] = set()
+        self._optimizer_bytes = sum(
+            self._sum(_tensors_of(optimizer.state.values()), found)
+            for optimizer in self._optimizers
+        )
+
+    def note_optimizer(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Note that an optimizer steps. Returns whether it trains one of these modules."""
+        if optimizer in self._optimizers:
+            return True
+        own = {id(parameter) for parameter in self._parameters()}
+        for group in optimizer.param_groups:
+            if any(id(parameter) in own for parameter in group["params"]):
+                self._optimizers.add(optimizer)
+                return True
+        return False
+
+    def note(self, owner: Owner, values: Any) -> None:
+        """Note the owner of the tensors in some values, unless another owner has them already."""
+        for storage in self._storages(_tensors_of([values])):
+            self._know(owner, storage)
+
+    def note_storage(self, owner: Owner, storage: torch.UntypedStorage) -> None:
+        """Note the owner of a storage, unless another owner has it already."""
+        self._know(owner, storage)
+
+    def _know(self, owner: Owner, storage: torch.UntypedStorage) -> None:
+        address = storage._cdata
+        known = self._known.get(address)
+        if known is None or known.is_gone:
+            reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+            self._known[address] = _Known(owner, reference, storage.nbytes())
+
+    def count(self) -> dict[Owner, int]:
+        """Return the bytes of each owner now."""
+        self._count_gradients()
+        counted = {
+            Owner.PARAMETERS: self._parameter_bytes,
+            Owner.GRADIENTS: self._gradient_bytes,
+            Owner.OPTIMIZER: self._optimizer_bytes,
+        }
+        gone = [address for address, known in self._known.items() if known.is_gone]
+        for address in gone:
+            del self._known[address]
+        for address, known in self._known.items():
+            if address not in self._claimed:
+                counted[known.owner] = counted.get(known.owner, 0) + known.size_bytes
+        return counted
+
+    def look_for_holders(self, whole_bytes: int) -> None:
+        """Look for the variables that hold offloaded activations, if these are many.
+
+        Args:
+            whole_bytes: the memory in use.
+        """
+        if self.held is None and self.count().get(Owner.REFERENCED, 0) > _MANY * whole_bytes:
+            referenced = {
+                address
+                for address, known in self._known.items()
+                if known.owner is Owner.REFERENCED and address not in self._claimed
+            }
+            self.held = tuple(find_holders(referenced))
+
+    def claim(self, address: int) -> tuple[Owner, int] | None:
+        """Note that a storage counts as an activation from now on.
+
+        Returns:
+            The owner and the bytes that the last `count` gave for it; None if it gave none.
+        """
+        known = self._known.get(address)
+        counted = known is not None and address not in self._claimed
+        self._claimed.add(address)
+        if known is None or not counted or known.is_gone:
+            return None
+        return known.owner, known.size_bytes
+
+    def disown(self, address: int) -> None:
+        """Note that a storage counts as an activation no more."""
+        self._claimed.discard(address)
+
+    def recount_gradients(self) -> None:
+        """Count the gradients anew: an optimizer's step may free or replace them."""
+        self._gradients.clear()
+        self._gradient_bytes = 0
+        self._without_gradient = [
+            weakref.ref(each) for each in self._parameters() if each.requires_grad
+        ]
+
+    def _count_gradients(self) -> None:
+        waiting = []
+        for reference in self._without_gradient:
+            parameter = reference()
+            if parameter is None:
+                continue
+            if parameter.grad is None:
+                waiting.append(reference)
+            else:
+                self._gradient_bytes += self._sum([parameter.grad], self._gradients)
+        self._without_gradient = waiting
+
+    def _sum(self, tensors: Iterable[torch.Tensor], found: set[int]) -> int:
+        """Add up the storages of tensors, without those found before."""
+        size_bytes = 0
+        for storage in self._storages(tensors):
+            if storage._cdata not in found:
+                found.add(storage._cdata)
+                size_bytes += storage.nbytes()
+        return size_bytes
+
+    def _storages(self, tensors: Iterable[torch.Tensor]) -> Iterator[torch.UntypedStorage]:
+        for tensor in tensors:
+            for part in parts_of(tensor):
+                if part.device == self._device:
+                    try:
+                        yield part.untyped_storage()
+                    except (RuntimeError, NotImplementedError):  # it has no memory of its own
+                        continue
+
+    def _alive(self) -> Iterator[nn.Module]:
+        yield from (module for module in (known() for known in self._modules) if module is not None)
+
+    def _parameters(self) -> Iterator[nn.Parameter]:
+        for module in self._alive():
+            yield from module.parameters()
+
+
+def _tensors_of(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Yield the tensors in nested containers."""
+    for value in values:
+        yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))

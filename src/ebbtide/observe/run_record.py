@@ -1,0 +1,633 @@
+"""What is recorded of a run: its last step, what it was asked for, and where it ran."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import platform
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from os import PathLike
+from pathlib import Path
+from typing import Any, Final, Protocol, final
+
+import torch
+
+from ebbtide.errors import PolicyError
+from ebbtide.observe.explain import Finding
+from ebbtide.observe.inspection import Inspection
+from ebbtide.observe.trace import Trace, chrome_document, write_chrome
+from ebbtide.planning.hardware import Hardware
+from ebbtide.planning.plan import Plan
+from ebbtide.planning.prediction import StepRecord, StepTiming
+from ebbtide.planning.profile import LayerProfile, StepProfile
+from ebbtide.runtime.events import LANES, MemorySample, OwnedBytes, Owner, StepMemory, TraceEvent
+from ebbtide.runtime.stats import StepStats
+from ebbtide.version import __version__
+
+
+@final
+@dataclass(frozen=True)
+class LayerFigures:
+    """The figures of one call of a layer.
+
+    Attributes:
+        index: number of the layer in forward order; None for what belongs to no layer.
+        name: name of the layer's module.
+        microbatch: number of the forward within the step, from 0.
+        forward_s: seconds of its forward; None where the step was not traced.
+        backward_s: seconds of its backward; None where the step was not traced.
+        wait_s: seconds that compute waited for its copies; None where the step was not traced.
+        kept_bytes: bytes of the storages that it was the first to save and that stayed.
+        offloaded_bytes: those that were copied to a lower tier.
+        rebuilt_bytes: those that backward computed again.
+        recomputed_bytes: those that backward had by running the layer's forward again.
+    """
+
+    index: int | None
+    name: str
+    microbatch: int = 0
+    forward_s: float | None = None
+    backward_s: float | None = None
+    wait_s: float | None = None
+    kept_bytes: int = 0
+    offloaded_bytes: int = 0
+    rebuilt_bytes: int = 0
+    recomputed_bytes: int = 0
+
+
+@final
+@dataclass(frozen=True)
+class PredictedPhase:
+    """The predicted peak of memory in one phase of a step.
+
+    Attributes:
+        phase: named as in `MemorySample.phase`.
+        begin_s: its predicted begin, in seconds since the step began.
+        end_s: its predicted end.
+        peak_bytes: the peak of memory in it.
+    """
+
+    phase: str
+    begin_s: float
+    end_s: float
+    peak_bytes: int
+
+
+@final
+@dataclass(frozen=True)
+class PredictedStep:
+    """What was predicted of a step.
+
+    Attributes:
+        step_s: seconds that it takes.
+        peak_bytes: the peak of memory.
+        phases: memory by phase, in order.
+        events: what each lane does.
+    """
+
+    step_s: float
+    peak_bytes: int
+    phases: tuple[PredictedPhase, ...] = ()
+    events: tuple[TraceEvent, ...] = ()
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """All that a page shows of a run. Everything but the title may be missing.
+
+    Attributes:
+        title: what tells the run from others, such as ``"FNO, budget 2 GiB"``.
+        settings: what the offload was asked for, by name.
+        versions: of ebbtide, torch and Python, and the device.
+        stats: statistics of the last finished step.
+        layers: figures of its layers, in forward order.
+        events: its trace, in the order in which events began.
+        memory: what memory held in it.
+        verdict: a sentence that sums up why its peak is as high as it is.
+        findings: the reasons, the most important one first.
+        limit_bytes: the smallest peak that any offloader could reach.
+        limit_why: why that is the smallest.
+        budget_bytes: the most memory that the run was to take.
+        prediction: what the planner has predicted.
+        measured_step_s: seconds from the begin of a step to the begin of the next.
+        measured_peak_bytes: its peak, as the planner has measured it.
+        notes: what else is to be known, in sentences.
+    """
+
+    title: str
+    settings: Mapping[str, str] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+    stats: StepStats | None = None
+    layers: tuple[LayerFigures, ...] = ()
+    events: tuple[TraceEvent, ...] = ()
+    memory: StepMemory | None = None
+    verdict: str = ""
+    findings: tuple[Finding, ...] = ()
+    limit_bytes: int | None = None
+    limit_why: str = ""
+    budget_bytes: int | None = None
+    prediction: PredictedStep | None = None
+    measured_step_s: float | None = None
+    measured_peak_bytes: int | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """The measured peak of memory; None if nobody has measured it."""
+        return self.measured_peak_bytes if self.memory is None else self.memory.peak_bytes
+
+    @property
+    def step_s(self) -> float | None:
+        """Seconds that the step took; None if nobody has measured it.
+
+        Memory is recorded to the end of the step, events only as long as layers run.
+        """
+        if self.memory is not None and self.memory.samples:
+            return self.memory.samples[-1].end_s - self.memory.samples[0].begin_s
+        if self.events:
+            return max(each.end_s for each in self.events) - self.events[0].begin_s
+        return self.measured_step_s
+
+
+# ---- Adds up the figures of each layer of a step from its storages and its trace ----
+
+_Call = tuple[int | None, int]  # layer and microbatch
+
+_SECONDS = {"forward": "forward_s", "backward": "backward_s", "wait": "wait_s"}
+_BYTES = {"keep": "kept_bytes", "offload": "offloaded_bytes", "rebuild": "rebuilt_bytes"}
+
+
+def layer_figures(
+    inspection: Inspection | None, events: Iterable[TraceEvent]
+) -> tuple[LayerFigures, ...]:
+    """Return the figures of each call of a layer, microbatch by microbatch in forward order.
+
+    Args:
+        inspection: what became of the storages of the step; None if nobody knows.
+        events: the trace of the step; empty if it was not traced.
+    """
+    names: dict[_Call, str] = {}
+    figures: dict[_Call, dict[str, float]] = {}
+
+    def add(call: _Call, name: str, what: str, amount: float) -> None:
+        names[call] = name or names.get(call, "")
+        sums = figures.setdefault(call, {})
+        sums[what] = sums.get(what, 0) + amount
+
+    for event in events:
+        if event.what in _SECONDS and not event.kind:
+            call = event.layer, event.microbatch
+            add(call, event.name, _SECONDS[event.what], event.duration_s)
+    if inspection is not None:
+        for storage in inspection.storages:
+            call = storage.layer, storage.microbatch
+            add(call, storage.name, _BYTES[storage.decision], storage.size_bytes)
+        for each in inspection.recomputed:
+            call = each.layer.index, each.microbatch
+            add(call, each.layer.name, "recomputed_bytes", each.size_bytes)
+    # What belongs to no layer comes last.
+    calls = sorted(figures, key=lambda call: (call[1], call[0] is None, call[0] or 0))
+    return tuple(_figures(call, names[call], figures[call]) for call in calls)
+
+
+def _figures(call: _Call, name: str, sums: dict[str, float]) -> LayerFigures:
+    layer, microbatch = call
+    figures = LayerFigures(layer, name, microbatch)
+    whole = {what: int(sum_) if what.endswith("_bytes") else sum_ for what, sum_ in sums.items()}
+    return dataclasses.replace(figures, **whole)  # type: ignore[arg-type]
+
+
+# ---- Runs a plan through the model of a step, for a page that shows prediction over measurement
+
+_BETWEEN = {"forward": "forward outside layers", "backward": "backward outside layers"}
+
+
+def predict_step(plan: Plan, profile: StepProfile, hardware: Hardware) -> PredictedStep:
+    """Return what a step under a plan is predicted to do.
+
+    The profile is the one that was measured last, so these figures may differ from those that the
+    plan was chosen by, which are in the plan.
+
+    Raises:
+        PolicyError: the plan is not one for this profile.
+    """
+    timing = StepTiming(profile, hardware)
+    prediction, record = timing.predict(plan), timing.record(plan)
+    numbers = _number_calls(profile.layers)
+    return PredictedStep(
+        step_s=prediction.step_s,
+        peak_bytes=prediction.peak_bytes,
+        phases=tuple(_phases(record, prediction.peak_by_position, numbers)),
+        events=tuple(_events(record, profile.layers, numbers)),
+    )
+
+
+def _number_calls(layers: Sequence[LayerProfile]) -> list[int | None]:
+    """Return the number that a trace gives each layer; None for what runs between layers."""
+    numbers: list[int | None] = []
+    calls = 0
+    for layer in layers:
+        numbers.append(None if layer.between else calls)
+        calls += not layer.between
+    return numbers
+
+
+def _phases(
+    record: StepRecord, peaks: Sequence[int], numbers: Sequence[int | None]
+) -> Iterator[PredictedPhase]:
+    for each, peak_bytes in zip(record.passes, peaks, strict=True):
+        phase = each.what
+        if each.layer is not None:
+            number = numbers[each.layer]
+            phase = _BETWEEN[each.what] if number is None else f"{each.what[0].upper()}{number}"
+        yield PredictedPhase(phase, each.begin_s, each.end_s, peak_bytes)
+
+
+def _events(
+    record: StepRecord, layers: Sequence[LayerProfile], numbers: Sequence[int | None]
+) -> Iterator[TraceEvent]:
+    for event in sorted(record.events(), key=lambda event: (event.begin_s, event.end_s)):
+        if event.layer is None:
+            yield event
+            continue
+        number = numbers[event.layer]
+        if number is None and event.what in _BETWEEN:
+            continue  # traces have no passes of what runs between layers
+        yield dataclasses.replace(event, layer=number, name=layers[event.layer].name)
+
+
+# ---- Makes the record of a run from what its handle knows ----
+
+
+class Explained(Protocol):
+    """Why memory is as high as it is; the attributes are those of `RunRecord`."""
+
+    @property
+    def verdict(self) -> str:
+        """The verdict."""
+
+    @property
+    def findings(self) -> Sequence[Finding]:
+        """The reasons."""
+
+    @property
+    def limit_bytes(self) -> int | None:
+        """The smallest peak that any offloader could reach."""
+
+    @property
+    def limit_why(self) -> str:
+        """Why that is the smallest."""
+
+
+class Measured(Protocol):
+    """What a step was measured to cost."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """The peak of memory."""
+
+    @property
+    def step_s(self) -> float:
+        """Seconds from the begin of the step to the begin of the next."""
+
+
+class Planned(Protocol):
+    """A plan, and what it was made from."""
+
+    @property
+    def plan(self) -> Plan:
+        """The plan."""
+
+    @property
+    def profile(self) -> StepProfile:
+        """The step that it is for."""
+
+    @property
+    def hardware(self) -> Hardware:
+        """The machine that it is for."""
+
+    @property
+    def budget_bytes(self) -> int:
+        """The most memory to take."""
+
+    @property
+    def measured(self) -> Measured | None:
+        """What the last step under the plan was measured to cost."""
+
+
+@final
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunSources:
+    """What the record of a run is made from. What is None is not known.
+
+    Attributes:
+        title: the title of the record.
+        device: the device that the model computes on.
+        settings: what the offload was asked for.
+        stats: statistics of the last step.
+        trace: its trace.
+        inspection: what became of its storages.
+        planned: the plan that it followed.
+        explained: why its memory is as high as it is.
+        notes: what else is to be known, in sentences.
+    """
+
+    title: str
+    device: torch.device
+    settings: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    stats: StepStats | None = None
+    trace: Trace | None = None
+    inspection: Inspection | None = None
+    planned: Planned | None = None
+    explained: Explained | None = None
+    notes: Sequence[str] = ()
+
+
+def collect_record(sources: RunSources) -> RunRecord:
+    """Return the record."""
+    planned, explained = sources.planned, sources.explained
+    trace = Trace() if sources.trace is None else sources.trace
+    measured = None if planned is None else planned.measured
+    record = RunRecord(
+        title=sources.title,
+        settings=sources.settings,
+        versions=_versions(sources.device),
+        stats=sources.stats,
+        layers=layer_figures(sources.inspection, trace.events),
+        events=trace.events,
+        memory=trace.memory,
+        budget_bytes=None if planned is None else planned.budget_bytes,
+        prediction=None
+        if planned is None
+        else predict_step(planned.plan, planned.profile, planned.hardware),
+        measured_step_s=None if measured is None else measured.step_s,
+        measured_peak_bytes=None if measured is None else measured.peak_bytes,
+        notes=tuple(sources.notes),
+    )
+    if explained is None:
+        return record
+    return dataclasses.replace(
+        record,
+        verdict=explained.verdict,
+        findings=tuple(explained.findings),
+        limit_bytes=explained.limit_bytes,
+        limit_why=explained.limit_why,
+    )
+
+
+def _versions(device: torch.device) -> dict[str, str]:
+    return {
+        "ebbtide": __version__,
+        "torch": str(torch.__version__),
+        "Python": platform.python_version(),
+        "device": _describe_device(device),
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+
+
+def _describe_device(device: torch.device) -> str:
+    if device.type == "cuda" and torch.cuda.is_available():
+        return f"{device}, {torch.cuda.get_device_name(device)}"
+    if device.type == "cpu":
+        return f"cpu, {torch.get_num_threads()} threads"
+    return str(device)
+
+
+# ---- Records of runs as JSON: exact, and compact enough for steps of thousands of layers ----
+
+FORMAT: Final = "ebbtide-record"
+VERSION: Final = 1
+
+_PLAIN: Final = (
+    *("title", "verdict", "limit_bytes", "limit_why", "budget_bytes"),
+    *("measured_step_s", "measured_peak_bytes"),
+)
+
+
+def to_entry(record: RunRecord) -> dict[str, Any]:
+    """Return a record as an object for JSON, from which `from_entry` makes an equal record."""
+    prediction = record.prediction
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        **{name: getattr(record, name) for name in _PLAIN},
+        "settings": dict(record.settings),
+        "versions": dict(record.versions),
+        "stats": None if record.stats is None else dataclasses.asdict(record.stats),
+        "layers": _table(record.layers, LayerFigures),
+        "events": _table(record.events, TraceEvent),
+        "memory": None if record.memory is None else _memory_entry(record.memory),
+        "findings": [dataclasses.asdict(finding) for finding in record.findings],
+        "prediction": None
+        if prediction is None
+        else {
+            "step_s": prediction.step_s,
+            "peak_bytes": prediction.peak_bytes,
+            "phases": _table(prediction.phases, PredictedPhase),
+            "events": _table(prediction.events, TraceEvent),
+        },
+        "notes": list(record.notes),
+    }
+
+
+def from_entry(entry: Any) -> RunRecord:
+    """Return the record that `to_entry` has made an object of.
+
+    Raises:
+        PolicyError: it is something else, or of a newer version.
+    """
+    if not isinstance(entry, dict) or entry.get("format") != FORMAT:
+        raise PolicyError('its part "ebbtide" is not a record of a run')
+    if entry.get("version") != VERSION:
+        raise PolicyError(
+            f"its record has version {entry.get('version')}, and this ebbtide reads version "
+            f"{VERSION}; install the ebbtide that wrote it, or record the run again"
+        )
+    try:
+        return _read(entry)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        message = f"its record is damaged ({type(error).__name__}: {error}); record the run again"
+        raise PolicyError(message) from None
+
+
+def _read(entry: Mapping[str, Any]) -> RunRecord:
+    memory, predicted, stats = entry["memory"], entry["prediction"], entry["stats"]
+    return RunRecord(
+        **{name: entry[name] for name in _PLAIN},
+        settings=dict(entry["settings"]),
+        versions=dict(entry["versions"]),
+        stats=None if stats is None else StepStats(**stats),
+        layers=_rows(entry["layers"], LayerFigures),
+        events=_rows(entry["events"], TraceEvent),
+        memory=None if memory is None else _read_memory(memory),
+        findings=tuple(Finding(**finding) for finding in entry["findings"]),
+        prediction=None
+        if predicted is None
+        else PredictedStep(
+            predicted["step_s"],
+            predicted["peak_bytes"],
+            _rows(predicted["phases"], PredictedPhase),
+            _rows(predicted["events"], TraceEvent),
+        ),
+        notes=tuple(entry["notes"]),
+    )
+
+
+def _table(items: Iterable[Any], kind: type[Any]) -> dict[str, Any]:
+    """Return dataclasses of one kind as rows, with the names of their columns.
+
+    Texts, of which there are few different ones, are replaced by their number in a list.
+    """
+    fields = dataclasses.fields(kind)
+    # Annotations are text, because the files of these classes import them from __future__.
+    of_text = [each.name for each in fields if each.type == "str"]
+    texts: dict[str, int] = {}
+    rows = [
+        [
+            texts.setdefault(value, len(texts)) if name in of_text else value
+            for name, value in ((each.name, getattr(item, each.name)) for each in fields)
+        ]
+        for item in items
+    ]
+    columns = [each.name for each in fields]
+    return {"columns": columns, "of_text": of_text, "texts": list(texts), "rows": rows}
+
+
+def _rows(table: Mapping[str, Any], kind: type[Any]) -> tuple[Any, ...]:
+    texts, of_text = table["texts"], set(table["of_text"])
+    columns: Sequence[str] = table["columns"]
+    return tuple(
+        kind(
+            **{
+                name: texts[value] if name in of_text else value
+                for name, value in zip(columns, row, strict=True)
+            }
+        )
+        for row in table["rows"]
+    )
+
+
+def _memory_entry(memory: StepMemory) -> dict[str, Any]:
+    owners = [each for each in Owner if any(each in sample.owned for sample in memory.samples)]
+    return {
+        "counted": memory.counted,
+        "owners": [owner.name for owner in owners],
+        # Phase, begin, end, peak, and the bytes of each owner; None if a sample lacks the owner.
+        "samples": [
+            [
+                *(sample.phase, sample.begin_s, sample.end_s, sample.peak_bytes),
+                *(sample.owned.get(owner) for owner in owners),
+            ]
+            for sample in memory.samples
+        ],
+        "peak": memory.peak,
+        "peak_owned": [
+            [each.owner.name, each.size_bytes, each.layer, each.name] for each in memory.peak_owned
+        ],
+        "reserved_peak_bytes": memory.reserved_peak_bytes,
+        "counts_freed": memory.counts_freed,
+    }
+
+
+def _read_memory(entry: Mapping[str, Any]) -> StepMemory:
+    owners = [Owner[name] for name in entry["owners"]]
+    samples = []
+    for phase, begin_s, end_s, peak_bytes, *sizes in entry["samples"]:
+        pairs = zip(owners, sizes, strict=True)
+        owned = {owner: size for owner, size in pairs if size is not None}
+        samples.append(MemorySample(phase, begin_s, end_s, owned, peak_bytes))
+    memory = StepMemory(
+        counted=entry["counted"],
+        samples=tuple(samples),
+        peak=entry["peak"],
+        peak_owned=tuple(
+            OwnedBytes(Owner[owner], size_bytes, layer, name)
+            for owner, size_bytes, layer, name in entry["peak_owned"]
+        ),
+        reserved_peak_bytes=entry["reserved_peak_bytes"],
+        counts_freed=entry["counts_freed"],
+    )
+    _ = memory.peak_bytes  # an IndexError if there is no such sample
+    return memory
+
+
+# ---- Files of records: Chrome traces, which Perfetto opens, with the record beside the events ----
+
+_KEY: Final = "ebbtide"  # viewers of Chrome traces pass over keys that they do not know
+_HOW: Final = 'handle.save_run("run.json") and handle.trace.save("trace.json") write such files'
+
+
+def save_record(path: str | PathLike[str], record: RunRecord) -> None:
+    """Write a file that `load_record` reads and Perfetto opens.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    document = chrome_document(record.events, LANES, record.memory)
+    write_chrome(path, {**document, _KEY: to_entry(record)})
+
+
+def load_record(path: str | PathLike[str]) -> RunRecord:
+    """Read what `save_record` has written, or a trace that `Trace.save` has.
+
+    A trace gives a record of its events, with the name of the file as title.
+
+    Raises:
+        OSError: the file cannot be read.
+        PolicyError: it is something else.
+    """
+    try:
+        document = json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:  # a UnicodeDecodeError, too
+        raise PolicyError(f"{path} is not JSON: {error}. {_HOW}") from None
+    kind = document.get("format") if isinstance(document, dict) else None
+    if isinstance(kind, str):
+        raise PolicyError(f"{path} is a file of the format {kind}, not a record of a run. {_HOW}")
+    try:
+        if isinstance(document, dict) and _KEY in document:
+            return from_entry(document[_KEY])
+        return RunRecord(title=Path(path).stem, events=_read_events(document))
+    except PolicyError as error:
+        raise PolicyError(f"{path} cannot be read: {error}") from None
+
+
+def _read_events(document: Any) -> tuple[TraceEvent, ...]:
+    """Return the events of a file of `Trace.save`; their times are rounded to what it holds."""
+    rows = document.get("traceEvents") if isinstance(document, dict) else None
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise PolicyError(f"it is not a trace of ebbtide. {_HOW}")
+    try:
+        threads = {row["tid"]: row for row in rows if row.get("name") == "thread_name"}
+        lanes = {tid: _lane(row["args"]["name"]) for tid, row in threads.items()}
+        events = [_read_event(row, lanes) for row in rows if row.get("ph") in ("X", "i")]
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise PolicyError(f"it is a trace, but none that ebbtide has written. {_HOW}") from None
+    return Trace(events).events
+
+
+def _lane(thread: str) -> str:
+    """Return the lane of a thread: the threads of a lane are "disk", "disk 2" and so on."""
+    lane = thread.partition(" ")[0]
+    if lane not in LANES:
+        raise ValueError(thread)
+    return lane
+
+
+def _read_event(row: dict[str, Any], lanes: dict[int, str]) -> TraceEvent:
+    about = row["args"]
+    begin_s = row["ts"] / 1e6
+    # The file names weights and gradients only in the label: "reload w3", "offload g3".
+    sign = row["name"].partition(" ")[2][:1]
+    return TraceEvent(
+        what=row["cat"],
+        lane=lanes[row["tid"]],
+        begin_s=begin_s,
+        end_s=begin_s + row.get("dur", 0.0) / 1e6,
+        layer=about["layer"],
+        microbatch=about["microbatch"],
+        name=about["module"],
+        size_bytes=about["size_bytes"],
+        kind={"w": "weights", "g": "gradients"}.get(sign, ""),
+    )

@@ -1,1 +1,0 @@
-"""Optimizer steps over weights at rest."""

@@ -1,1 +1,0 @@
-"""Whose the memory of a training step is that is not saved tensors."""

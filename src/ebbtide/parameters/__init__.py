@@ -1,1 +1,0 @@
-"""Parameters that rest in host memory, and the device parameters that replace them."""

@@ -1,0 +1,553 @@
+"""Reads a budget, which is a number of bytes or a share of all memory."""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+import time
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable
+from typing import Any, Final, Generic, NamedTuple, TypeVar, final
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves
+
+from ebbtide.errors import PolicyError, warn_user
+from ebbtide.planning.budget_study import BudgetStudy, Phase, Stage, is_same
+from ebbtide.planning.follow import place
+from ebbtide.planning.hardware import Hardware
+from ebbtide.planning.plan import Plan
+from ebbtide.planning.planned_step import PlannedStep, describe_briefly
+from ebbtide.planning.recorded import PassGuard, PassWatch, profile_recorded_step
+from ebbtide.planning.relaxation import load_solver
+from ebbtide.runtime.engine import Engine
+from ebbtide.runtime.rebuild import PlannedLayers, mark_not_offload
+from ebbtide.stores.measured_memory import AbstractMemory, memory_of
+from ebbtide.units import format_size, parse_size_bytes
+
+_SHARE: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
+
+
+def parse_budget_bytes(budget: int | str, total_bytes: int) -> int:
+    """Return a budget in bytes.
+
+    Args:
+        budget: bytes, text such as ``"24GiB"``, or a share of all memory such as ``"90%"``.
+        total_bytes: all the memory that there is.
+
+    Raises:
+        PolicyError: it cannot be read, is 0, or is more than there is.
+    """
+    match = _SHARE.fullmatch(budget) if isinstance(budget, str) else None
+    if match is not None:
+        share = float(match[1]) / 100
+        if not 0 < share <= 1:
+            raise PolicyError(f"budget={budget!r} is no share of the memory; write 1% to 100%")
+        return int(share * total_bytes)
+    if not isinstance(budget, int | str) or isinstance(budget, bool):
+        raise PolicyError(
+            f'budget must be a number of bytes or text like "24GiB" or "90%", got {budget!r}'
+        )
+    size_bytes = parse_size_bytes(budget, name="budget")
+    if not size_bytes:
+        raise PolicyError("budget must be more than 0 bytes")
+    return size_bytes
+
+
+# ---- Tells steps apart that need plans of their own, and remembers the plans of a few of them ----
+#
+# [Note: kinds of steps] Two forwards are of one kind if autograd saves the same tensors in them,
+# as far as their arguments tell: types and shapes of tensors, truth values and text, the modes of
+# the modules, which parameters are trained, autocast. A number, such as the step or an annealing
+# factor, is taken to change nothing until a step shows that it does.
+#
+# Shapes that change from step to step share what they can. A step with smaller tensors than a
+# planned one follows that one's plan and needs less, until its shapes have come so often that a
+# plan of their own pays. Larger tensors are always planned for. Only the kinds that came last are
+# remembered.
+
+_MOST_KINDS: Final = 8  # that are remembered; each has up to a few hundred KiB
+_LAST_STEPS: Final = 64  # among which shapes that have no plan yet must come
+_OFTEN: Final = 8  # this many times to get one
+
+Study = TypeVar("Study")
+
+
+class Kind(NamedTuple):
+    """A kind of step. See [Note: kinds of steps].
+
+    Attributes:
+        structure: all but the sizes of the arguments' tensors.
+        sizes: number of elements of each tensor.
+        shapes: their shapes.
+        numbers: the numbers among the arguments.
+    """
+
+    structure: Hashable
+    sizes: tuple[int, ...]
+    shapes: tuple[Hashable, ...]
+    numbers: tuple[float, ...]
+
+    @classmethod
+    def of(cls, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Kind:
+        """Return the kind of a forward.
+
+        Args:
+            model: the model.
+            args: the positional arguments of the forward.
+            kwargs: its keyword arguments.
+        """
+        leaves, structure = tree_flatten((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        numbers = tuple(leaf for leaf in leaves if type(leaf) in (int, float))
+        modes = hash(tuple(module.training for module in model.modules()))
+        trained = hash(tuple(each.requires_grad for each in model.parameters()))
+        device = next(model.parameters()).device.type
+        autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
+        kinds = tuple(map(_describe, leaves))
+        return cls(
+            (kinds, str(structure), modes, trained, autocast),
+            tuple(each.numel() for each in tensors),
+            tuple(each.shape for each in tensors),
+            numbers,
+        )
+
+    def covers(self, other: Kind) -> bool:
+        """Whether each tensor of another kind, alike in all else, is no larger."""
+        pairs = zip(self.sizes, other.sizes, strict=True)
+        return self.structure == other.structure and all(one >= two for one, two in pairs)
+
+
+def _describe(leaf: Any) -> Hashable:
+    if isinstance(leaf, Tensor):
+        return leaf.dim(), leaf.dtype, leaf.device, leaf.requires_grad
+    if isinstance(leaf, bool | str | None):
+        return leaf
+    return f"{type(leaf).__module__}.{type(leaf).__qualname__}"
+
+
+@final
+class StudiesByKind(Generic[Study]):
+    """The studies of the kinds of steps that came last."""
+
+    def __init__(self) -> None:
+        self._studies: OrderedDict[Kind, Study] = OrderedDict()  # the last one used comes last
+        self._latest: deque[Kind] = deque(maxlen=_LAST_STEPS)
+        self._numbers_count = False
+
+    def key_of(self, kind: Kind) -> Kind:
+        """Return a kind without the numbers, if these change nothing as far as is known."""
+        return kind if self._numbers_count else kind._replace(numbers=())
+
+    def find(self, kind: Kind) -> tuple[Kind, Study] | None:
+        """Return the study that a step is to follow, with its kind; None if it needs a new one.
+
+        Args:
+            kind: the kind of the step.
+        """
+        key = self.key_of(kind)
+        self._latest.append(key)
+        found = key
+        if key not in self._studies:
+            covering = [
+                each for each in self._studies if each.covers(key) and each.numbers == key.numbers
+            ]
+            if not covering or self._latest.count(key) >= _OFTEN:
+                return None
+            found = min(covering, key=lambda each: sum(each.sizes))
+        self._studies.move_to_end(found)
+        return found, self._studies[found]
+
+    def add(self, kind: Kind, study: Study) -> None:
+        """Remember a study, and forget the one that was used longest ago if there are many."""
+        self._studies[self.key_of(kind)] = study
+        if len(self._studies) > _MOST_KINDS:
+            self._studies.popitem(last=False)
+
+    def note_numbers_count(self, kind: Kind) -> None:
+        """Note that the numbers among the arguments do change what is saved."""
+        if kind.numbers and not self._numbers_count:
+            self._numbers_count = True
+            self.clear()
+
+    def clear(self) -> None:
+        """Forget all studies."""
+        self._studies.clear()
+        self._latest.clear()
+
+
+# ---- Follows a budget from step to step: says which plan each forward follows, and measures ----
+
+_LOG = logging.getLogger(__name__)
+
+_MOST_VERIFYING: Final = 4  # steps in a row that verify what a plan recomputes
+_ALIKE: Final = 0.05  # difference of what two steps save that is none, as recomputed layers count
+
+
+class _Running(NamedTuple):
+    """The step that runs, if it is to be learned from.
+
+    Attributes:
+        kind: its kind.
+        study: its study; None if the step is recorded, so that there will be one.
+        watch: measures its passes; None if they are not measured.
+        stage: what the step is for; None if it only follows the plan.
+        begin_s: when it began.
+        number: number of steps that had finished by then.
+        failures: how often memory had been short by then.
+        is_own: whether the study is of this kind, and not of one with larger tensors.
+    """
+
+    kind: Kind
+    study: BudgetStudy | None
+    watch: PassWatch | None
+    stage: Stage | None
+    begin_s: float
+    number: int
+    failures: int
+    is_own: bool = True
+
+
+@final
+class _LastStudy:
+    """What is known of the last step. It does not keep the model alive.
+
+    Attributes:
+        study: its study; None before the first step, and if it could not be planned.
+    """
+
+    study: BudgetStudy | None = None
+
+    def plan(self) -> PlannedStep | None:
+        return None if self.study is None else self.study.step
+
+
+@final
+class BudgetController:
+    """Plans the steps of one model to a budget.
+
+    Args:
+        model: the model. It is not kept alive.
+        engine: the engine of the model.
+        budget: bytes, text such as ``"24GiB"``, or a share of all memory such as ``"90%"``.
+        min_bytes: smaller storages stay where they are.
+        memory: what is measured; None means the process on a CPU, else the device.
+
+    Raises:
+        PolicyError: the budget cannot be read.
+    """
+
+    # Long: it follows a step from its begin to its end, and each of its methods is short.
+
+    def __init__(
+        self,
+        model: nn.Module,
+        engine: Engine,
+        budget: int | str,
+        min_bytes: int,
+        memory: AbstractMemory | None = None,
+    ) -> None:
+        self._model = weakref.ref(model)
+        self._lock = threading.Lock()  # several threads may run the model
+        self._engine = engine
+        self._traced = engine.is_traced
+        self._budget = budget
+        self._min_bytes = min_bytes
+        self._given = memory
+        self._studies: StudiesByKind[BudgetStudy | None] = StudiesByKind()  # None: has no plan
+        self._running: _Running | None = None
+        self._last = _LastStudy()
+        self._is_short = False  # whether a recorded step has run out of memory
+        self._num_verifying = 0  # steps in a row that have verified layers
+        self._followed: tuple[BudgetStudy, Plan] | None = None  # what the engine follows
+        self._several = False  # whether the step has had more than one forward
+        self._was_exceeded = False  # whether the user knows of a step that was over the budget
+        self._was_short = False  # whether the user knows of a step that ran out of memory
+        self._was_refused = False  # whether the user knows of a step that could not be planned
+        self._begin_on(engine.torch_device)
+        weakref.finalize(self, self._memory.reuse_freed, True)
+        load_solver()
+
+    @property
+    def plan(self) -> PlannedStep | None:
+        """The plan of the last step; None before the first, or if it could not be planned."""
+        return self._last.plan()
+
+    def lasting_plan(self) -> Callable[[], PlannedStep | None]:
+        """Return a function that gives the plan of the last step, also when the model is gone."""
+        return self._last.plan
+
+    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Choose the plan of a forward that begins now.
+
+        Args:
+            args: its positional arguments.
+            kwargs: its keyword arguments.
+
+        Returns:
+            Whether the forward is to be repeated if it runs out of memory.
+
+        Raises:
+            BudgetError: no plan fits into the budget.
+        """
+        if torch._C._current_graph_task_id() != -1:
+            return False  # other code computes the forward again
+        with self._lock:
+            if self._engine.is_in_step():
+                self._several = True
+                return False
+            self._learn()
+            model = self._model()
+            if model is None or not _needs_gradients(model, args, kwargs):
+                return False  # autograd saves nothing
+            if self._engine.torch_device != self._device:
+                self._begin_on(self._engine.torch_device)
+            self._begin(Kind.of(model, args, kwargs), args, kwargs)
+            learns = self._running is not None and self._running.stage is not None
+            return learns and self._device.type != "cpu"
+
+    def learn_failed_forward(self) -> bool:
+        """Learn from a forward that ran out of memory; return whether another plan needs less."""
+        with self._lock:
+            running, was_short = self._running, self._is_short
+            if running is None:
+                return False
+            failed = None if running.study is None else running.study.plan
+            self._learn()
+            # With nothing else in flight than one copy, a recorded step needs the least.
+            return not was_short if running.study is None else running.study.plan is not failed
+
+    def detach(self) -> None:
+        """Let the policy decide again, and measure nothing any more."""
+        self._running = self._engine.passes = None
+        self._memory.reuse_freed(True)
+        self._engine.keep_freed_memory(None)
+        self._engine.follow(None, None)
+
+    def _begin_on(self, device: torch.device) -> None:
+        self._device = device
+        self._memory = self._given or memory_of(device)
+        self._hardware = assumed_hardware(device)
+        self._budget_bytes = parse_budget_bytes(self._budget, self._memory.total_bytes)
+        self._studies.clear()
+        self._running = None
+
+    def _begin(self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        found = self._studies.find(kind)
+        self._several = False
+        self._last.study = None if found is None else found[1]
+        if found is None:
+            _LOG.info("a new kind of step is recorded, with everything offloaded")
+            self._record(kind, args, kwargs)
+            return
+        known, study = found
+        if study is None:
+            self._offload_all()
+            return
+        # Smaller tensors than those that were planned for say nothing of the plan.
+        is_own = known == self._studies.key_of(kind)
+        stage = study.stage if is_own and study.phase is not Phase.SETTLED else None
+        if stage is not None:
+            self._memory.return_freed()
+        plan = study.choose(self._memory.now_bytes()) if is_own else study.plan
+        if study.exceeded_bytes:
+            self._warn_of_excess(study.exceeded_bytes)
+        followed, self._followed = self._followed, (study, plan)
+        if followed is None or followed[0] is not study or not is_same(plan, followed[1]):
+            self._memory.return_cached()  # blocks in sizes that another plan's step needed
+            self._engine.follow(place(study.profile, plan), plan.max_inflight_bytes)
+            if _LOG.isEnabledFor(logging.INFO):
+                _LOG.info("the next step follows another plan: %s", describe_briefly(study.step))
+        stage = None if study.phase is Phase.SETTLED or not is_own else study.stage
+        watch = guard = None
+        if stage is Stage.WARM_UP or stage is Stage.MEMORY:
+            watch = PassWatch(self._memory, study.profile, self._finish_copies)
+        elif self._device.type == "cpu":
+            guard = PassGuard(
+                self._memory, study.profile, study.limit_bytes, study.growth, study.regrowth
+            )
+        self._engine.passes = watch or guard
+        self._engine.keep_freed_memory(_has_no_room if guard is None else guard.has_room)
+        if stage is Stage.REFILL or stage is Stage.SECONDS:
+            self._memory.reset_peak()
+        self._engine.record_steps(traced=self._traced or stage is Stage.SECONDS)
+        self._running = self._begun(kind, study, watch, stage)._replace(is_own=is_own)
+
+    def _begun(
+        self, kind: Kind, study: BudgetStudy | None, watch: PassWatch | None, stage: Stage | None
+    ) -> _Running:
+        """Return what there is to know of a step that begins now."""
+        number, failures = self._engine.num_steps, self._memory.num_failures()
+        return _Running(kind, study, watch, stage, time.perf_counter(), number, failures)
+
+    def _record(self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Record the step that begins now, which offloads all that can leave."""
+        leaves = tree_leaves((args, kwargs))
+        held = [each for each in leaves if isinstance(each, torch.Tensor)]
+        mark_not_offload(*held)  # the loop holds the batch, so that would save nothing
+        self._offload_all()
+        self._memory.return_cached()  # what others have left there is not this step's
+        watch = PassWatch(self._memory, None, self._finish_copies, self._engine.find_record, held)
+        self._engine.passes = watch
+        self._engine.keep_freed_memory(_has_no_room)
+        self._engine.record_steps(traced=True)
+        self._running = self._begun(kind, None, watch, Stage.WARM_UP)
+
+    def _offload_all(self) -> None:
+        """Offload all that can leave in the step that begins now."""
+        nothing: frozenset[int] = frozenset()
+        bound_bytes = 0 if self._is_short else None
+        self._engine.follow(PlannedLayers({}, nothing, nothing, rebuilds=True), bound_bytes)
+        self._engine.record_steps(traced=self._traced)
+        self._engine.keep_freed_memory(None)
+        self._followed = None
+
+    def _finish_copies(self) -> None:
+        """Wait for the copies under way, and free what they needed.
+
+        See [Note: a host that runs ahead]. On a CPU the host sees how far copies are.
+        """
+        if self._device.type != "cpu":
+            self._engine.transfers.device.finish_copies()
+            self._engine.transfers.poll()
+
+    def _study_recorded(self, watch: PassWatch, step_s: float) -> BudgetStudy | None:
+        """Return the study of the step that was recorded last; None if it cannot be planned."""
+        try:
+            profile = profile_recorded_step(
+                self._engine.inspect().storages,
+                watch.calls,
+                self._hardware,
+                min_bytes=self._min_bytes,
+            )
+        except PolicyError as error:
+            if not self._was_refused:
+                warn_user(
+                    "budget-not-planned",
+                    f"the budget cannot be planned, so everything is offloaded: {error}",
+                    UserWarning,
+                )
+            self._was_refused = True
+            return None
+        study = BudgetStudy(profile, self._hardware, self._budget_bytes, watch.begin_bytes)
+        study.refuse(self._engine.refused_layers)
+        study.saved_bytes = self._engine.transfers.account.last_counts.unique_bytes
+        if not self._several:
+            study.learn_record(watch, self._engine.trace, step_s)
+        return study
+
+    def _learn(self) -> None:
+        """Learn from the step that has ended."""
+        running, self._running = self._running, None
+        self._engine.passes = None
+        self._memory.reuse_freed(True)
+        if running is None:
+            return
+        study, watch, step_s = running.study, running.watch, time.perf_counter() - running.begin_s
+        if watch is not None:
+            watch.finish()
+        peak_bytes = self._memory.reserved_peak_bytes()
+        if watch is not None:
+            peak_bytes = watch.reserved_peak_bytes
+        if study is None:
+            ended = self._engine.num_steps > running.number and self._engine.had_backward
+            if self._memory.num_failures() > running.failures:
+                self._is_short = True
+                self._memory.reset_peak()
+                self._warn_of_shortage(self._budget_bytes)
+            elif watch is not None and ended:
+                if peak_bytes > self._budget_bytes:
+                    self._warn_of_excess(peak_bytes)
+                self._studies.add(running.kind, self._study_recorded(watch, step_s))
+            return
+        if self._memory.num_failures() > running.failures:
+            self._learn_shortage(study)
+            return
+        if self._engine.num_steps == running.number:
+            return
+        study.refuse(self._engine.refused_layers)
+        if self._engine.num_verifying:
+            self._num_verifying += 1
+            if self._num_verifying <= _MOST_VERIFYING:
+                return  # what the plan recomputes was offloaded: the step says nothing of the plan
+        else:
+            self._num_verifying = 0
+        self._check_numbers(running, study)
+        if watch is not None:
+            if study.has_all_passes(watch) and not self._several:
+                study.learn_memory(watch, step_s)
+                return
+        elif running.stage is Stage.REFILL and not self._several:
+            study.learn_refill(step_s, peak_bytes)
+        elif running.stage is Stage.SECONDS and not self._several:
+            study.learn_seconds(self._engine.trace, step_s, peak_bytes)
+            if study.phase is Phase.FRUGAL:
+                return  # what is more frugal is searched for
+        study.note_peak(peak_bytes)
+        if peak_bytes > self._budget_bytes:
+            self._memory.reset_peak()
+
+    def _check_numbers(self, running: _Running, study: BudgetStudy) -> None:
+        """Check whether the last step saved what the one did that its study is of."""
+        saved_bytes = self._engine.transfers.account.last_counts.unique_bytes
+        is_alike = abs(saved_bytes - study.saved_bytes) <= _ALIKE * study.saved_bytes
+        if running.is_own and not self._several and not is_alike:
+            self._studies.note_numbers_count(running.kind)
+
+    def _warn_of_excess(self, peak_bytes: int) -> None:
+        """Warn once of a step that was over the budget."""
+        if self._was_exceeded:
+            return
+        self._was_exceeded = True
+        warn_user(
+            "over-budget",
+            f"a step needed {format_size(peak_bytes)} under a budget of "
+            f"{format_size(self._budget_bytes)}. A plan that needs less is followed from now "
+            f"on; give a larger budget or a smaller batch",
+            UserWarning,
+        )
+
+    def _learn_shortage(self, study: BudgetStudy) -> None:
+        """Learn that the device had not enough memory for the last step."""
+        study.learn_shortage()
+        self._memory.reset_peak()
+        self._warn_of_shortage(study.budget_bytes)
+
+    def _warn_of_shortage(self, budget_bytes: int) -> None:
+        """Warn once that the device had not enough memory.
+
+        Args:
+            budget_bytes: what is planned for from now on.
+        """
+        if not self._was_short:
+            self._was_short = True
+            warn_user(
+                "out-of-memory",
+                f"the device ran out of memory in a step under a budget of "
+                f"{format_size(self._budget_bytes)}: other programs, or other parts of this one, "
+                f"use the rest. The next steps follow the plan that needs least, and then one for "
+                f"{format_size(budget_bytes)}. No parameter has changed. Where the step has "
+                f"raised torch.OutOfMemoryError, repeat it; give a smaller budget to be spared "
+                f"this",
+                UserWarning,
+            )
+
+
+def _has_no_room() -> bool:
+    """Say that no freed memory may stay, as in a step whose memory is measured."""
+    return False
+
+
+def _needs_gradients(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a parameter is trained, or a gradient of an argument is wanted."""
+    if any(parameter.requires_grad for parameter in model.parameters()):
+        return True
+    return any(getattr(leaf, "requires_grad", False) for leaf in tree_leaves((args, kwargs)))
+
+
+def assumed_hardware(device: torch.device) -> Hardware:
+    """Return the bandwidths that are assumed of a device until copies have been measured."""
+    return Hardware.named("cpu" if device.type == "cpu" else "a100-80gb", achievable=True)

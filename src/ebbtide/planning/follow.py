@@ -1,0 +1,236 @@
+"""Translates a plan into what the engine's placement follows.
+
+[Note: numbers under a plan] The engine numbers the storages that a layer's call is the first to
+save. A layer that is recomputed saves its input alone, so a later layer may be the first to save
+what it shares with it, and has other numbers than under another plan.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple, final
+
+from torch import nn
+
+from ebbtide.errors import PolicyError
+from ebbtide.planning.plan import Decision, LayerMode, Plan
+from ebbtide.planning.planned_step import PlannedStep, describe_briefly
+from ebbtide.planning.prediction import StorageUses
+from ebbtide.planning.profile import StepProfile, StorageId
+from ebbtide.planning.windows import backward_groups
+from ebbtide.policy import ActivationPolicy, refuse
+from ebbtide.runtime import handles as records
+from ebbtide.runtime.activations import PassWindows, Window
+from ebbtide.runtime.engine import Engine
+from ebbtide.runtime.rebuild import PlannedLayers
+from ebbtide.units import few
+
+_DECISIONS = {
+    Decision.KEEP: records.KEEP,
+    Decision.OFFLOAD: records.OFFLOAD,
+    Decision.REBUILD: records.REBUILD,
+}
+
+
+class EngineName(NamedTuple):
+    """What the engine calls a storage.
+
+    Attributes:
+        layer: number of the layer's call in the forward; None outside layers.
+        number: number of the storage among those that the call is the first to save.
+    """
+
+    layer: int | None
+    number: int
+
+
+def place(profile: StepProfile, plan: Plan) -> PlannedLayers:
+    """Return what the engine is to do with each layer and storage.
+
+    Args:
+        profile: the step that the plan is for.
+        plan: what is to become of it.
+    """
+    uses = StorageUses(profile)
+    chosen = uses.under(plan).decisions
+    decisions: dict[tuple[int | None, int], records.Decision] = {}
+    for name, engine_name in _first_saves(profile, plan):
+        decisions[engine_name] = _DECISIONS[chosen[uses.pieces[name]]]
+    layers = zip(plan.layers, profile.layers, uses.inputs, strict=True)
+    calls = [(layer.mode, source) for layer, known, source in layers if not known.between]
+    recomputed, kept_inputs = set(), set()
+    for index, (mode, source) in enumerate(calls):
+        if mode is not LayerMode.AS_IS:
+            recomputed.add(index)
+            # The loop holds its batch, so that would only be there twice after a copy.
+            if mode is LayerMode.RECOMPUTE or source is None or chosen[source] is Decision.KEEP:
+                kept_inputs.add(index)
+    knows_outside = any(layer.between for layer in profile.layers)
+    return PlannedLayers(
+        decisions,
+        frozenset(recomputed),
+        frozenset(kept_inputs),
+        keeps_outside=not knows_outside,
+        windows=_windows(profile, plan, uses) if plan.windows else None,
+    )
+
+
+def _windows(profile: StepProfile, plan: Plan, uses: StorageUses) -> PassWindows:
+    """Return a plan's windows by the numbers of the layers' calls."""
+    under, count = uses.under(plan), len(profile.layers)
+
+    def bytes_of(pieces: Iterable[int]) -> int:
+        return uses.offloaded_bytes(under, pieces)
+
+    forward = [Window(plan.windows[i], bytes_of(under.saved[i])) for i in range(count)]
+    backward: list[Window] = []
+    between: list[Window | None] = [None]
+    for group in reversed(backward_groups(profile)[1:]):
+        own_bytes = sum(bytes_of(under.needed[2 * count - position]) for position in group)
+        backward.append(Window(plan.windows[group[0]], own_bytes))
+    for index, layer in enumerate(profile.layers):
+        if layer.between:
+            between[-1] = forward[index]
+        else:
+            between.append(None)
+    pairs = zip(forward, profile.layers, strict=True)
+    calls = [window for window, layer in pairs if not layer.between]
+    return PassWindows(calls, between, Window(plan.windows[count], 0), backward)
+
+
+def engine_names(profile: StepProfile, plan: Plan) -> dict[StorageId, EngineName]:
+    """Return the engine's name of each storage that is saved under a plan, by its first save."""
+    return dict(_first_saves(profile, plan))
+
+
+def _first_saves(profile: StepProfile, plan: Plan) -> Iterator[tuple[StorageId, EngineName]]:
+    """Yield what is saved outside of recomputed layers, as the engine meets it."""
+    known: set[StorageId] = set()
+    calls = outside = 0
+    for index, (layer, chosen) in enumerate(zip(profile.layers, plan.layers, strict=True)):
+        number, call = (outside, None) if layer.between else (0, calls)
+        calls += not layer.between
+        if chosen.mode is not LayerMode.AS_IS:
+            if layer.input_same_as is not None:
+                known.add(layer.input_same_as)
+            continue
+        for storage in layer.storages:
+            name = storage.same_as or StorageId(index, storage.number)
+            if name not in known:
+                known.add(name)
+                yield name, EngineName(call, number)
+                number += 1
+        if layer.between:
+            outside = number
+
+
+# ---- Follows a plan that was made before ----
+
+_LOG = logging.getLogger(__name__)
+
+
+def load_plan(given: object) -> PlannedStep:
+    """Return a plan that was made before.
+
+    Args:
+        given: what `OffloadHandle.plan` gave, or the path of the file that it was saved to.
+
+    Raises:
+        OSError: the file cannot be read.
+        PolicyError: it is no plan.
+    """
+    if isinstance(given, str | os.PathLike):
+        given = PlannedStep.load(given)
+    if not isinstance(given, PlannedStep):
+        advice = "save one with handle.plan.save(path)"
+        refuse("plan", "a path, or what handle.plan gives", given, advice)
+    return given
+
+
+def layers_of(plan: PlannedStep, model: nn.Module) -> list[str]:
+    """Return the names of the layers that a plan was made for.
+
+    Raises:
+        PolicyError: the model has no modules of these names.
+    """
+    names = list(dict.fromkeys(each.name for each in plan.profile.layers if not each.between))
+    missing = set(names) - {name for name, _ in model.named_modules()}
+    if missing:
+        raise PolicyError(
+            f"the plan is for a model with the layers {few(names)}, and this one has no "
+            f"{few(sorted(missing))}; plan again with budget=..."
+        )
+    return names
+
+
+def policy_of(
+    plan: PlannedStep, policy: ActivationPolicy, given: ActivationPolicy | None
+) -> ActivationPolicy:
+    """Return the policy that a plan is followed with: its storages are numbered from its min_bytes.
+
+    Args:
+        plan: the plan.
+        policy: the policy otherwise.
+        given: what the user has given.
+
+    Raises:
+        PolicyError: the user has given another min_bytes.
+    """
+    wanted = plan.profile.min_bytes
+    if given is not None and max(1, int(given.min_bytes)) != wanted:
+        raise PolicyError(
+            f"the plan was made with min_bytes={wanted}, and the policy for activations has "
+            f"{given.min_bytes}; leave activations out, or plan again with budget=..."
+        )
+    return dataclasses.replace(policy, min_bytes=wanted)
+
+
+def resting_layers_of(plan: PlannedStep) -> list[str]:
+    """Return the names of the layers whose weights a plan has on the host.
+
+    Raises:
+        PolicyError: the weights of a layer are in two places.
+    """
+    resting = []
+    for name, calls in plan.profile.weight_owners().items():
+        places = {plan.plan.layers[call].weights_on_host for call in calls}
+        if len(places) > 1:
+            raise PolicyError(
+                f"the plan has the weights of {name} on the host for some of its calls, and on the "
+                f"device for others; say which weights rest there: "
+                f"weights=ebbtide.WeightPolicy(...)"
+            )
+        if places == {True}:
+            resting.append(name)
+    return resting
+
+
+@final
+class FixedPlan:
+    """Has an engine follow one plan, whatever is measured.
+
+    Args:
+        engine: the engine.
+        plan: the plan.
+
+    Attributes:
+        plan: as given.
+    """
+
+    def __init__(self, engine: Engine, plan: PlannedStep) -> None:
+        self.plan = plan
+        self._engine = engine
+        engine.follow(place(plan.profile, plan.plan), plan.plan.max_inflight_bytes)
+        _LOG.info("a plan made before is followed: %s", describe_briefly(plan))
+
+    def lasting_plan(self) -> Callable[[], PlannedStep]:
+        """Return a function that gives the plan, and does not keep the model alive."""
+        plan = self.plan
+        return lambda: plan
+
+    def detach(self) -> None:
+        """Let the policy decide again."""
+        self._engine.follow(None, None)

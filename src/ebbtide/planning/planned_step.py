@@ -1,0 +1,260 @@
+"""What `handle.plan` gives: the plan of a step, why it is so, and what was measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import Counter
+from collections.abc import Iterator
+from itertools import groupby
+from os import PathLike
+from pathlib import Path
+from typing import Final, NamedTuple, final
+
+from ebbtide.errors import PolicyError
+from ebbtide.planning.hardware import Hardware
+from ebbtide.planning.plan import Decision, LayerMode, LayerPlan, Plan
+from ebbtide.planning.profile import LayerProfile, StepProfile, read_document
+from ebbtide.units import Share, bar, card, format_size, note, table
+
+FORMAT: Final = "ebbtide-planned-step"
+VERSION: Final = 1
+
+
+_WIDTH: Final = 14  # columns of the names of layers,
+_SIZE_WIDTH: Final = 10  # and of a size
+
+
+class StepCost(NamedTuple):
+    """What a step under a plan costs.
+
+    Attributes:
+        peak_bytes: the peak of memory: what the allocator reserved, or the process's RSS on a CPU.
+        step_s: seconds from the begin of the step to the begin of the next.
+    """
+
+    peak_bytes: int
+    step_s: float
+
+
+@final
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlannedStep:
+    """The plan of a training step, with what it was made from; printing it gives a table.
+
+    Attributes:
+        plan: what becomes of each layer and storage, with the predicted time and peak.
+        profile: the step that it is for.
+        hardware: the bandwidths that it was made for.
+        budget_bytes: the budget, in bytes.
+        settled: whether the plan stays as it is from now on.
+        at_first: what was predicted before the plan ran, while `plan` has what is predicted now;
+            None if the plan was not made from measured steps.
+        measured: what the last measured step under the plan cost; None before the first one.
+    """
+
+    plan: Plan
+    profile: StepProfile
+    hardware: Hardware
+    budget_bytes: int
+    settled: bool = False
+    at_first: StepCost | None = None
+    measured: StepCost | None = None
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write the plan to a file that `load` reads.
+
+        Args:
+            path: path of the file, such as ``"plan.json"``.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        parts = {"plan": self.plan, "profile": self.profile, "hardware": self.hardware}
+        entry: dict[str, object] = {
+            name: json.loads(part.to_json())  # type: ignore[attr-defined]
+            for name, part in parts.items()
+        }
+        entry["budget_bytes"] = self.budget_bytes
+        content = {"format": FORMAT, "version": VERSION, "step": entry}
+        Path(path).write_text(json.dumps(content))
+
+    @classmethod
+    def load(cls, path: str | PathLike[str]) -> PlannedStep:
+        """Read what `save` wrote.
+
+        Raises:
+            OSError: the file cannot be read.
+            PolicyError: the file is something else.
+        """
+        entry = read_document(Path(path).read_text(), FORMAT, VERSION, "step")
+        try:
+            parts = {name: json.dumps(entry[name]) for name in ("plan", "profile", "hardware")}
+            budget_bytes = entry["budget_bytes"]
+        except KeyError as error:
+            raise PolicyError(f"the plan in {path} lacks {error}; plan again") from None
+        if not isinstance(budget_bytes, int) or isinstance(budget_bytes, bool):
+            raise PolicyError(f"budget_bytes in {path} must be a whole number; plan again")
+        return cls(
+            plan=Plan.from_json(parts["plan"]),
+            profile=StepProfile.from_json(parts["profile"]),
+            hardware=Hardware.from_json(parts["hardware"]),
+            budget_bytes=budget_bytes,
+        )
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _repr_html_(self) -> str:
+        sizes: Counter[str] = Counter()
+        for layer, chosen in zip(self.profile.layers, self.plan.layers, strict=True):
+            again = chosen.mode is not LayerMode.AS_IS
+            for decision, size in _sizes(layer, chosen).items():
+                sizes["recompute" if again else decision.value] += size
+        heads = ("layers", "how", *(each.value for each in Decision), "why")
+        rows = [
+            (name, *cells, "", "", "", why) if len(cells) == 1 else (name, "as is", *cells, why)
+            for name, cells, why in self._rows()
+        ]
+        return card(
+            f"Plan of a step: {self._state}",
+            bar(Share(what, f"{format_size(size)} {what}", size) for what, size in sizes.items()),
+            table(("", "peak", "step"), self._costs(), numbers=(1, 2)),
+            table(heads, rows, numbers=(2, 3, 4)),
+            note(self._gap()),
+            *([note(self._weights())] if self.plan.has_weights_on_host else []),
+        )
+
+    def _lines(self) -> Iterator[str]:
+        yield self._state
+        for name, size, step in (("", "peak", "step"), *self._costs()):
+            yield f"{name:<12} {size:>11} {step:>12}"
+        if self.plan.gap is not None:
+            yield self._gap()
+        if self.plan.has_weights_on_host:
+            yield self._weights()
+        yield from self._table()
+
+    def _weights(self) -> str:
+        """Say whose weights rest on the host."""
+        owners = self.profile.weight_owners().values()
+        resting = sum(self.plan.layers[calls[0]].weights_on_host for calls in owners)
+        whose = "" if resting == len(owners) else f" of {resting} of {len(owners)} modules"
+        return f"Weights, gradients and the optimizer's state{whose} rest on the host."
+
+    @property
+    def _state(self) -> str:
+        state = "settled" if self.settled else "not settled yet"
+        return f"budget {format_size(self.budget_bytes)}, {state}"
+
+    def _costs(self) -> list[tuple[str, str, str]]:
+        """Return what was predicted at first and now, and measured, each as name, peak, step."""
+        found = {
+            "at first": self.at_first,
+            "predicted": (self.plan.peak_bytes, self.plan.step_s),
+            "measured": self.measured,
+        }
+        return [
+            (name, _size(cost[0]), _seconds(cost[1]))
+            for name, cost in found.items()
+            if cost is not None
+        ]
+
+    def _gap(self) -> str:
+        """Say how far the plan may be from the best one; nothing if that is not known."""
+        if self.plan.gap is None:
+            return ""
+        bound = _seconds(self.plan.bound_s)
+        return f"No plan within the budget has a step below {bound}: a gap of {self.plan.gap:.1%}."
+
+    def _table(self) -> Iterator[str]:
+        heads = "".join(f"{each.value:>{_SIZE_WIDTH}}" for each in Decision)
+        yield f"{'layers':<{_WIDTH}}{heads}  why"
+        for name, cells, why in self._rows():
+            name = name if len(name) <= _WIDTH else f"...{name[3 - _WIDTH :]}"
+            done = f"  {cells[0]}"
+            if len(cells) > 1:
+                done = "".join(f"{each:>{_SIZE_WIDTH}}" for each in cells)
+            yield f"{name:<{_WIDTH}}{done:<{len(Decision) * _SIZE_WIDTH}}  {why}"
+
+    def _rows(self) -> Iterator[tuple[str, tuple[str, ...], str]]:
+        """Yield each run of equal layers: its name, what is done with it, and why.
+
+        What is done is the mode of layers that are recomputed, and else a size for each decision.
+        """
+        entries = list(zip(self.profile.layers, self.plan.layers, strict=True))
+        number = 0
+        for (done, why), run in groupby(entries, key=self._key):
+            layers = [layer for layer, _ in run]
+            calls = sum(not layer.between for layer in layers)
+            name = layers[0].name
+            if calls:
+                last = number + calls - 1
+                place = str(number) if calls == 1 else f"{number} to {last}"
+                name = f"{place} {name}"
+            number += calls
+            yield name, done, why
+
+    def _key(self, entry: tuple[LayerProfile, LayerPlan]) -> tuple[tuple[str, ...], str]:
+        layer, chosen = entry
+        return _what_is_done(layer, chosen), self._why(layer, chosen)
+
+    def _why(self, layer: LayerProfile, chosen: LayerPlan) -> str:
+        """Say in a few words what the choice costs beside the other one."""
+        sizes = _sizes(layer, chosen)
+        if not sizes:
+            return "saves nothing of its own"
+        recomputed = chosen.mode is not LayerMode.AS_IS
+        moved_bytes = sizes.total() if recomputed else sizes[Decision.OFFLOAD]
+        copy_s = self.hardware.offload_s(moved_bytes) + self.hardware.reload_s(moved_bytes)
+        copies, again = f"copies {_seconds(copy_s)}", f"again {_seconds(layer.second_forward_s)}"
+        if recomputed:
+            return f"{again}, {copies}"
+        costs = [copies] if moved_bytes else []
+        if sizes[Decision.REBUILD]:
+            costs.append(f"rebuild {_seconds(_rebuild_s(layer, chosen))}")
+        elif moved_bytes and layer.may_recompute:
+            costs.append(again)
+        return ", ".join(costs) or "there is room"
+
+
+def describe_briefly(step: PlannedStep) -> str:
+    """Say in a line what a plan is predicted to cost, and what it was measured to cost."""
+    plan, measured = step.plan, step.measured
+    words = f"predicted peak {_size(plan.peak_bytes)}, step {_seconds(plan.step_s)}"
+    if measured is not None:
+        size, seconds = format_size(measured.peak_bytes), _seconds(measured.step_s)
+        words += f"; last measured peak {size}, step {seconds}"
+    return f"budget {format_size(step.budget_bytes)}, {words}"
+
+
+def _sizes(layer: LayerProfile, chosen: LayerPlan) -> Counter[Decision]:
+    """Return the bytes that a layer is the first to save, by what becomes of them."""
+    sizes: Counter[Decision] = Counter()
+    for storage, decision in zip(layer.storages, chosen.decisions, strict=True):
+        if storage.same_as is None:
+            sizes[decision] += storage.size_bytes
+    return sizes
+
+
+def _rebuild_s(layer: LayerProfile, chosen: LayerPlan) -> float:
+    """Return the seconds of rebuilding what a layer saves first."""
+    pairs = zip(layer.storages, chosen.decisions, strict=True)
+    return sum(each.rebuild_s or 0.0 for each, done in pairs if done is Decision.REBUILD)
+
+
+def _what_is_done(layer: LayerProfile, chosen: LayerPlan) -> tuple[str, ...]:
+    if chosen.mode is not LayerMode.AS_IS:
+        return (chosen.mode.value,)
+    sizes = _sizes(layer, chosen)
+    return tuple(format_size(sizes[each]) if sizes[each] else "-" for each in Decision)
+
+
+def _size(size_bytes: int | None) -> str:
+    return "unknown" if size_bytes is None else format_size(size_bytes)
+
+
+def _seconds(seconds: float | None) -> str:
+    if seconds is None:
+        return "unknown"
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"

@@ -1,0 +1,970 @@
+"""Which storages a plan puts into memory, from which pass until which pass."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Final, NamedTuple, Protocol, final
+
+from ebbtide.errors import PolicyError
+from ebbtide.planning.hardware import Hardware
+from ebbtide.planning.plan import Decision, LayerMode, Plan
+from ebbtide.planning.profile import LayerProfile, StepProfile, StorageId
+from ebbtide.runtime.events import TraceEvent
+
+NOBODY: Final = -1
+"""Index of the layer that saves a storage which no layer saves."""
+
+
+class Memory(NamedTuple):
+    """One piece of memory that layers save: once, however many layers save it.
+
+    Attributes:
+        size_bytes: its size.
+        may_leave: whether it may be offloaded.
+        sources: numbers of the pieces it can be rebuilt from.
+        rebuild_s: seconds of rebuilding; None if it cannot be rebuilt.
+    """
+
+    size_bytes: int
+    may_leave: bool
+    sources: tuple[int, ...]
+    rebuild_s: float | None
+
+
+class Uses(NamedTuple):
+    """What becomes of each piece of memory under one plan; the lists are by its number.
+
+    Attributes:
+        decisions: what becomes of it. What cannot leave, or cannot be rebuilt because a source is
+            not saved, is kept.
+        first: index of the layer that saves it first; `NOBODY` if none does. It is in use until
+            that layer's backward has ended.
+        last: index of the layer whose backward needs it first, or rebuilds something from it.
+        saved: the pieces that each layer saves first.
+        needed: the pieces that each layer's backward is the first to need, sources before what is
+            rebuilt from them.
+    """
+
+    decisions: list[Decision]
+    first: list[int]
+    last: list[int]
+    saved: list[list[int]]
+    needed: list[list[int]]
+
+
+@final
+class StorageUses:
+    """Finds the uses of memory in a step, for any plan.
+
+    Args:
+        profile: the step.
+
+    Attributes:
+        memories: all pieces of memory that layers save. What layers save as storages comes first.
+        saves: the pieces that each layer saves if it runs as it is: number in the layer and piece.
+        inputs: the piece that is each layer's input; None if it has no bytes.
+        inside_bytes: size of what each layer saves beside its input.
+    """
+
+    def __init__(self, profile: StepProfile) -> None:
+        self.memories: list[Memory] = []
+        self.saves: list[list[tuple[int, int]]] = []
+        self.inputs: list[int | None] = []
+        self.pieces: dict[StorageId, int] = {}
+        for name in profile.storage_ids():
+            storage = profile.storage(name)
+            if storage.same_as is not None:
+                self.pieces[name] = self.pieces[storage.same_as]
+                continue
+            sources = tuple(self.pieces[source] for source in storage.sources)
+            self.pieces[name] = len(self.memories)
+            self.memories.append(
+                Memory(storage.size_bytes, storage.may_leave, sources, storage.rebuild_s)
+            )
+        for index, layer in enumerate(profile.layers):
+            self.saves.append(
+                [
+                    (each.number, self.pieces[StorageId(index, each.number)])
+                    for each in layer.storages
+                ]
+            )
+            if layer.input_same_as is not None:
+                self.inputs.append(self.pieces[layer.input_same_as])
+            elif layer.input_bytes:
+                self.inputs.append(len(self.memories))
+                self.memories.append(Memory(layer.input_bytes, True, (), None))
+            else:
+                self.inputs.append(None)
+        self.inside_bytes = [profile.inside_bytes(index) for index in range(len(profile.layers))]
+        self._may_recompute = [layer.may_recompute for layer in profile.layers]
+
+    def under(self, plan: Plan) -> Uses:
+        """Return the uses under a plan.
+
+        Raises:
+            PolicyError: the plan is not one for this profile.
+        """
+        self._check(plan)
+        count, layers = len(self.memories), len(self.saves)
+        decisions = [Decision.KEEP] * count
+        first, last = [NOBODY] * count, [NOBODY] * count
+        saved: list[list[int]] = [[] for _ in range(layers)]
+        for index in range(layers):
+            for piece, decision in self._saved_by(index, plan):
+                last[piece] = index
+                if first[piece] == NOBODY:
+                    first[piece] = index
+                    saved[index].append(piece)
+                    decisions[piece] = self._possible(piece, decision, first)
+        needed: list[list[int]] = [[] for _ in range(layers)]
+        for piece in range(count - 1, -1, -1):  # sources have lower numbers
+            if decisions[piece] is Decision.REBUILD:
+                for source in self.memories[piece].sources:
+                    last[source] = max(last[source], last[piece])
+        for piece in range(count):
+            if first[piece] != NOBODY and decisions[piece] is not Decision.KEEP:
+                needed[last[piece]].append(piece)
+        return Uses(decisions, first, last, saved, needed)
+
+    def offloaded_bytes(self, uses: Uses, pieces: Iterable[int]) -> int:
+        """Return the size of those of the pieces that are offloaded."""
+        offloaded = (each for each in pieces if uses.decisions[each] is Decision.OFFLOAD)
+        return sum(self.memories[each].size_bytes for each in offloaded)
+
+    def _saved_by(self, index: int, plan: Plan) -> list[tuple[int, Decision]]:
+        layer, source = plan.layers[index], self.inputs[index]
+        if layer.mode is LayerMode.AS_IS:
+            return [(piece, layer.decisions[number]) for number, piece in self.saves[index]]
+        if source is None:
+            return []
+        leaves = layer.mode is LayerMode.RECOMPUTE_OFFLOAD
+        return [(source, Decision.OFFLOAD if leaves else Decision.KEEP)]
+
+    def _possible(self, piece: int, decision: Decision, first: list[int]) -> Decision:
+        memory = self.memories[piece]
+        if decision is Decision.OFFLOAD and not (memory.may_leave and memory.size_bytes):
+            return Decision.KEEP
+        if decision is Decision.REBUILD:
+            there = all(first[source] != NOBODY for source in memory.sources)
+            if memory.rebuild_s is None or not there:
+                return Decision.KEEP
+        return decision
+
+    def _check(self, plan: Plan) -> None:
+        if len(plan.layers) != len(self.saves):
+            raise PolicyError(
+                f"the plan has {len(plan.layers)} layers and the profile {len(self.saves)}; plan "
+                f"again for this profile"
+            )
+        num_passes = 2 * len(self.saves) + 1
+        if plan.windows and len(plan.windows) != num_passes:
+            raise PolicyError(
+                f"the plan has windows for {len(plan.windows)} passes, and the profile has "
+                f"{num_passes}; plan again for this profile"
+            )
+        for index, layer in enumerate(plan.layers):
+            if layer.mode is not LayerMode.AS_IS:
+                if not self._may_recompute[index]:
+                    raise PolicyError(
+                        f"the plan recomputes layer {index}, which may not be recomputed; plan "
+                        f"again for this profile"
+                    )
+            elif len(layer.decisions) != len(self.saves[index]):
+                raise PolicyError(
+                    f"the plan decides on {len(layer.decisions)} storages of layer {index}, which "
+                    f"saves {len(self.saves[index])}; plan again for this profile"
+                )
+
+
+# ---- The link between the device and the tier below, in virtual time ----
+
+_NO_TIME_S: Final = 1e-15  # what rounding leaves over of a time
+_NO_BYTES: Final = 1e-3
+
+
+@final
+class Copy:
+    """One copy on the link.
+
+    Args:
+        ready_s: when it may start.
+        latency_s: seconds that it takes beside its bytes.
+        size_bytes: its bytes.
+
+    Attributes:
+        end_s: when it has ended; infinity until that is known.
+    """
+
+    __slots__ = ("bytes_left", "end_s", "latency_left_s", "ready_s")
+
+    def __init__(self, ready_s: float, latency_s: float, size_bytes: int) -> None:
+        self.ready_s = ready_s
+        self.latency_left_s = latency_s
+        self.bytes_left = float(size_bytes)
+        self.end_s = math.inf
+
+    def left_s(self, rate: float) -> float:
+        """Return how long it takes until the bytes begin to move, or else until they have."""
+        return self.latency_left_s if self.latency_left_s > 0 else self.bytes_left / rate
+
+    def run(self, run_s: float, rate: float) -> bool:
+        """Run for no longer than `left_s`. Returns whether the copy has ended."""
+        if self.latency_left_s > 0:
+            self.latency_left_s -= run_s
+            if self.latency_left_s > _NO_TIME_S:
+                return False
+            self.latency_left_s = 0.0
+        else:
+            self.bytes_left -= rate * run_s
+        return self.bytes_left < _NO_BYTES
+
+
+@final
+class CopyQueues:
+    """Two queues of copies, one for each direction, which share the bandwidth of both ways.
+
+    Each queue runs in order. While copies run in both directions and the link cannot give each its
+    own bandwidth, both are slowed down by the same factor.
+
+    Args:
+        hardware: has the bandwidths and the latency.
+    """
+
+    def __init__(self, hardware: Hardware) -> None:
+        self._latency_s = hardware.link_latency_s
+        self._alone = (hardware.d2h_bytes_per_s, hardware.h2d_bytes_per_s)
+        shared = min(1.0, hardware.duplex_bytes_per_s / sum(self._alone))
+        self._together = (self._alone[0] * shared, self._alone[1] * shared)
+        self._queues: tuple[deque[Copy], deque[Copy]] = (deque(), deque())
+        self._now_s = 0.0
+
+    def offload(self, now_s: float, size_bytes: int) -> Copy:
+        """Queue a copy down that may start now."""
+        return self._enqueue(0, now_s, size_bytes)
+
+    def reload(self, now_s: float, size_bytes: int) -> Copy:
+        """Queue a copy up that may start now."""
+        return self._enqueue(1, now_s, size_bytes)
+
+    def has_ended(self, copy: Copy, now_s: float) -> bool:
+        """Whether a copy has ended by now, which must not be earlier than in any call before."""
+        self._run_until(now_s)
+        return copy.end_s <= now_s
+
+    def wait(self, copy: Copy, now_s: float) -> float:
+        """Return when a copy has ended, or now if it has. Nothing else is queued until then."""
+        self._run_until(now_s)
+        while copy.end_s == math.inf:
+            self._run_once(math.inf)
+        return max(now_s, copy.end_s)
+
+    def _enqueue(self, way: int, now_s: float, size_bytes: int) -> Copy:
+        self._run_until(now_s)
+        copy = Copy(now_s, self._latency_s, size_bytes)
+        self._queues[way].append(copy)
+        return copy
+
+    def _run_until(self, time_s: float) -> None:
+        down, up = self._queues
+        while self._now_s < time_s and (down or up):
+            self._run_once(time_s)
+        self._now_s = max(self._now_s, time_s)
+
+    def _run_once(self, limit_s: float) -> None:
+        """Run to the next moment at which a copy ends or its bytes begin to move."""
+        down, up = self._queues
+        if not up:
+            self._run_alone(down, self._alone[0], limit_s)
+        elif not down:
+            self._run_alone(up, self._alone[1], limit_s)
+        else:
+            both = down[0].latency_left_s <= 0 and up[0].latency_left_s <= 0
+            rates = self._together if both else self._alone
+            run_s = min(down[0].left_s(rates[0]), up[0].left_s(rates[1]), limit_s - self._now_s)
+            self._now_s += run_s
+            for queue, rate in zip(self._queues, rates, strict=True):
+                if queue[0].run(run_s, rate):
+                    queue.popleft().end_s = self._now_s
+
+    def _run_alone(self, queue: deque[Copy], rate: float, limit_s: float) -> None:
+        """Run the first copy of a queue while the other queue is empty."""
+        head = queue[0]
+        end_s = self._now_s + head.latency_left_s + head.bytes_left / rate
+        if end_s <= limit_s:
+            head.end_s = self._now_s = end_s
+            queue.popleft()
+            return
+        run_s = limit_s - self._now_s
+        latency_s = min(head.latency_left_s, run_s)
+        head.latency_left_s -= latency_s
+        head.bytes_left = max(0.0, head.bytes_left - rate * (run_s - latency_s))
+        self._now_s = limit_s
+
+
+# ---- A record of a predicted step: its passes, its copies, and what memory is used for ----
+
+DOWN: Final = "d2h"
+UP: Final = "h2d"
+
+
+class MemoryParts(NamedTuple):
+    """What device memory is used for during a pass, in bytes. The parts add up to all of it.
+
+    Attributes:
+        parameters_bytes: weights, gradients and optimizer state of layers, as far as they are on
+            the device; gradients under way to the host included.
+        fixed_bytes: what is there throughout the step and belongs to no layer.
+        saved_bytes: what layers saved and is there.
+        leaving_bytes: that part of what layers saved which is there because its copy down has not
+            been completed.
+        returning_bytes: that part which was reloaded, or is being reloaded.
+        working_bytes: what the pass needs beside that, at its peak.
+    """
+
+    parameters_bytes: int
+    fixed_bytes: int
+    saved_bytes: int
+    leaving_bytes: int
+    returning_bytes: int
+    working_bytes: int
+
+
+class PassRecord(NamedTuple):
+    """One pass of the step.
+
+    Attributes:
+        what: ``"forward"``, ``"loss"`` or ``"backward"``.
+        layer: index of the layer; None for the loss.
+        begin_s: when it begins, after its waits.
+        end_s: when it ends.
+        recompute_s: how long, at its begin, the layer's forward runs again.
+        memory: what memory is used for.
+    """
+
+    what: str
+    layer: int | None
+    begin_s: float
+    end_s: float
+    recompute_s: float
+    memory: MemoryParts
+
+
+class _CopyRecord(NamedTuple):
+    lane: str
+    layer: int
+    size_bytes: int
+    copy: Copy
+
+
+@final
+class StepRecord:
+    """What happens in a predicted step, in order.
+
+    Attributes:
+        passes: the passes, the loss between them.
+    """
+
+    def __init__(self) -> None:
+        self.passes: list[PassRecord] = []
+        self._copies: list[_CopyRecord] = []
+        self._waits: list[tuple[float, float]] = []
+        self._rebuilds: list[tuple[float, float, int]] = []
+
+    def note_copy(self, lane: str, layer: int, size_bytes: int, copy: Copy) -> None:
+        """Note that a copy was queued in a lane."""
+        self._copies.append(_CopyRecord(lane, layer, size_bytes, copy))
+
+    def note_wait(self, begin_s: float, end_s: float) -> None:
+        """Note that compute waited for a copy."""
+        if end_s > begin_s:
+            self._waits.append((begin_s, end_s))
+
+    def note_rebuild(self, begin_s: float, end_s: float, layer: int) -> None:
+        """Note that something was rebuilt for the backward of a layer."""
+        if end_s > begin_s:
+            self._rebuilds.append((begin_s, end_s, layer))
+
+    def events(self) -> Iterator[TraceEvent]:
+        """Yield the events of the step, as a trace has them. The loss is none."""
+        for each in self.passes:
+            if each.layer is None:
+                continue
+            yield TraceEvent(each.what, "compute", each.begin_s, each.end_s, each.layer)
+            if each.recompute_s:
+                end_s = each.begin_s + each.recompute_s
+                yield TraceEvent("recompute", "compute", each.begin_s, end_s, each.layer)
+        for begin_s, end_s in self._waits:
+            yield TraceEvent("wait", "compute", begin_s, end_s)
+        for begin_s, end_s, layer in self._rebuilds:
+            yield TraceEvent("rebuild", "compute", begin_s, end_s, layer)
+        free_s = {DOWN: 0.0, UP: 0.0}  # copies of a lane run one after the other
+        last_s = self.passes[-1].end_s
+        for lane, layer, size_bytes, copy in self._copies:
+            begin_s = max(free_s[lane], copy.ready_s)
+            if begin_s >= last_s:
+                continue  # nothing waits for it, and its end is not known
+            free_s[lane] = end_s = min(copy.end_s, last_s)
+            what = "offload" if lane == DOWN else "reload"
+            yield TraceEvent(what, lane, begin_s, end_s, layer, size_bytes=size_bytes)
+
+
+# ---- How long a step takes under a plan and what memory it needs, from arithmetic ----
+#
+# [Note: timing] The model of a step is that of the engine, pass by pass. What a layer saves is
+# there from the begin of its forward pass. Copies down begin when the pass has ended, those of
+# the inputs of recomputed layers when it begins; they run in order, and a source is let go of at
+# the first begin of a pass, or save, that finds its copy complete. If more than the plan's bound
+# would be in flight, compute waits for the oldest copy. At the begin of each backward pass,
+# reloads are queued in the order in which backward needs them, as far as the bound allows. A pass
+# begins when all that it needs is there; it holds that until the backward of the layer that saved
+# it first has ended. Where a plan has windows, they take the place of the bound: see [Note:
+# windows] in `pass_windows`. A source whose copy is not complete when backward needs it is used
+# as it is. Where copies need the processor that computes, what they cost it is added to the time
+# of the step as a whole.
+
+
+class Prediction(NamedTuple):
+    """What a step under a plan is predicted to cost.
+
+    Attributes:
+        step_s: seconds of the step.
+        peak_bytes: the peak of device memory.
+        peak_by_position: the peaks of the passes F0, F1, ..., the loss, ..., B1, B0, in bytes.
+        exposed_copy_s: seconds in which compute waits for copies.
+        host_peak_bytes: the peak of what rests in the tier below.
+        pinned_bytes: how much of that is page-locked.
+    """
+
+    step_s: float
+    peak_bytes: int
+    peak_by_position: tuple[int, ...]
+    exposed_copy_s: float
+    host_peak_bytes: int
+    pinned_bytes: int
+
+
+class Predictor(Protocol):
+    """Predicts steps, by arithmetic (`StepTiming`) or by running the engine in virtual time."""
+
+    def predict(self, plan: Plan) -> Prediction:
+        """Return what a step under a plan costs."""
+
+
+@final
+class StepTiming:
+    """Predicts steps of one profile on one machine by arithmetic. See [Note: timing].
+
+    Args:
+        profile: the step.
+        hardware: the link, and whether the tier below is page-locked.
+
+    Not modelled: kernels that are slower while copies use the memory, a host that queues work late,
+    a host that runs ahead and so sees copies complete late, copies of the step before that are
+    still under way when a step begins, the allocator's fragments, packing of masks, rounding of
+    page-locked memory, storages that are reloaded twice, weights that several layers share.
+    """
+
+    def __init__(self, profile: StepProfile, hardware: Hardware) -> None:
+        self._profile = profile
+        self._hardware = hardware
+        self._uses = StorageUses(profile)
+
+    def predict(self, plan: Plan) -> Prediction:
+        """Return what a step under a plan costs.
+
+        Raises:
+            PolicyError: the plan is not one for this profile.
+        """
+        return self._run(plan, None)
+
+    def record(self, plan: Plan) -> StepRecord:
+        """Return what happens in a step under a plan.
+
+        Raises:
+            PolicyError: the plan is not one for this profile.
+        """
+        record = StepRecord()
+        self._run(plan, record)
+        return record
+
+    def _run(self, plan: Plan, record: StepRecord | None) -> Prediction:
+        run = _Run(self._profile, self._hardware, self._uses, plan, record)
+        run.forward()
+        run.backward()
+        return run.prediction()
+
+
+class _Source(NamedTuple):
+    """A source, or a gradient, whose copy down is in the queue. A gradient has piece None."""
+
+    copy: Copy
+    size_bytes: int
+    piece: int | None
+
+
+@final
+class _Run:
+    """One step under one plan."""
+
+    # Long: all its methods change the same account of memory, copies and time.
+
+    def __init__(
+        self,
+        profile: StepProfile,
+        hardware: Hardware,
+        storage_uses: StorageUses,
+        plan: Plan,
+        record: StepRecord | None,
+    ) -> None:
+        self._profile, self._plan, self._hardware = profile, plan, hardware
+        self._record = record
+        self._storages = storage_uses
+        self._uses: Uses = storage_uses.under(plan)
+        self._sizes = [memory.size_bytes for memory in storage_uses.memories]
+        self._links = CopyQueues(hardware)
+        self._window = plan.max_inflight_bytes  # of the pass that runs
+        self._own_bytes = 0  # that it still has to bring back itself, if it has a window
+        self._now_s = profile.before_s
+        self._waited_s = 0.0
+        self._copied_bytes = 0  # in both directions
+        self._resident_bytes = profile.fixed_bytes
+        self._stored_bytes = 0  # in all; at the end of forward everything rests there at once
+        self._there: set[int] = set()  # pieces in memory
+        self._queue: deque[_Source] = deque()  # on their way down
+        self._queued_bytes = 0
+        self._copying: set[int] = set()  # pieces in the queue
+        self._in_use: set[int] = set()  # brought back, or never gone, for backward
+        self._on_way_up: dict[int, Copy] = {}
+        self._buffered_bytes = 0  # reloaded, and not needed yet
+        self._reloads: list[int] = []  # pieces in the order of their need
+        self._places: dict[int, int] = {}  # in that order, of the pieces still to be needed
+        self._next_reload = 0
+        on_host = [i for i, each in enumerate(plan.layers) if each.weights_on_host]
+        self._weight_uses = deque([*on_host, *reversed(on_host)])  # still to come
+        self._weights: dict[int, Copy] = {}  # on the device, least recently used first
+        for layer, chosen in zip(profile.layers, plan.layers, strict=True):
+            if chosen.weights_on_host:
+                self._stored_bytes += layer.parameter_bytes
+            else:
+                self._resident_bytes += layer.parameter_bytes
+        self.peaks: list[int] = []
+
+    # ---- forward ------------------------------------------------------------------------------
+
+    def forward(self) -> None:
+        """Run the forward passes and the loss."""
+        self._begin_peak_bytes = self._resident_bytes + self._profile.before_working_bytes
+        for index, layer in enumerate(self._profile.layers):
+            self._retire()
+            self._enter(index)
+            self._bring_weights(index)
+            as_is = self._plan.layers[index].mode is LayerMode.AS_IS
+            if not as_is:
+                self._save(index)
+            self._begin("forward", index, self._forward_bytes(index, layer, as_is))
+            self._now_s += layer.forward_s
+            if as_is:
+                self._save(index)
+        self._retire()
+        self._enter(len(self._profile.layers))
+        self._begin("loss", None, self._profile.loss_working_bytes)
+        self._now_s += self._profile.loss_s
+
+    def _enter(self, position: int) -> None:
+        """Begin a pass: what is on its way down is to fit into its window."""
+        if not self._plan.windows:
+            return
+        down = position <= len(self._profile.layers)
+        self._window = self._plan.windows[position]
+        self._wait_until_at_most(self._window if down else 0)
+
+    def _begin(self, what: str, index: int | None, working_bytes: int) -> None:
+        """Note the memory of a pass that begins now."""
+        self.peaks.append(self._resident_bytes + working_bytes)
+        if self._record is None:
+            return
+        profile, recompute_s = self._profile, 0.0
+        duration_s = profile.loss_s
+        if index is not None:
+            layer = profile.layers[index]
+            duration_s = layer.forward_s if what == "forward" else layer.backward_s
+            if what == "backward" and self._plan.layers[index].mode is not LayerMode.AS_IS:
+                recompute_s = layer.second_forward_s
+        saved_bytes = sum(self._sizes[piece] for piece in self._there)
+        decisions = self._uses.decisions
+        back = self._there & {*self._in_use, *self._on_way_up} - self._copying
+        returned = [piece for piece in back if decisions[piece] is Decision.OFFLOAD]
+        parts = MemoryParts(
+            parameters_bytes=self._resident_bytes - saved_bytes - profile.fixed_bytes,
+            fixed_bytes=profile.fixed_bytes,
+            saved_bytes=saved_bytes,
+            leaving_bytes=sum(self._sizes[piece] for piece in self._copying),
+            returning_bytes=sum(self._sizes[piece] for piece in returned),
+            working_bytes=working_bytes,
+        )
+        end_s = self._now_s + duration_s + recompute_s
+        self._record.passes.append(PassRecord(what, index, self._now_s, end_s, recompute_s, parts))
+
+    def _forward_bytes(self, index: int, layer: LayerProfile, as_is: bool) -> int:
+        """Return what a forward pass needs beside what is resident."""
+        used = {piece for _, piece in self._storages.saves[index]} if as_is else set()
+        source = self._storages.inputs[index]
+        if source is not None:
+            used.add(source)
+        missing_bytes = sum(self._sizes[piece] for piece in used - self._there)
+        if as_is:
+            return missing_bytes + layer.forward_working_bytes
+        if layer.unsaved_forward_bytes is not None:
+            return missing_bytes + layer.unsaved_forward_bytes
+        return missing_bytes + self._storages.inside_bytes[index] + layer.forward_working_bytes
+
+    def _save(self, index: int) -> None:
+        for piece in self._uses.saved[index]:
+            decision = self._uses.decisions[piece]
+            if decision is Decision.REBUILD:
+                continue
+            self._take(piece)
+            if decision is Decision.OFFLOAD:
+                self._offload(self._sizes[piece], piece)
+                self._stored_bytes += self._sizes[piece]
+
+    def _offload(self, size_bytes: int, piece: int | None) -> None:
+        self._retire()
+        if not self._plan.windows:
+            self._wait_until_at_most(self._plan.max_inflight_bytes - size_bytes)
+        copy = self._links.offload(self._now_s, size_bytes)
+        self._copied_bytes += size_bytes
+        if self._record is not None and piece is not None:
+            self._record.note_copy(DOWN, self._uses.first[piece], size_bytes, copy)
+        self._queue.append(_Source(copy, size_bytes, piece))
+        if piece is not None:
+            self._copying.add(piece)
+        self._queued_bytes += size_bytes
+
+    def _wait_until_at_most(self, size_bytes: int) -> None:
+        """Wait for the oldest copies down until no more than this is on its way."""
+        while self._queue and self._queued_bytes > size_bytes:
+            self._wait(self._queue[0].copy)
+            self._retire()
+
+    def _retire(self) -> None:
+        """Let go of the sources whose copies are complete, oldest first."""
+        while self._queue and self._links.has_ended(self._queue[0].copy, self._now_s):
+            source = self._queue.popleft()
+            self._queued_bytes -= source.size_bytes
+            if source.piece is None:
+                self._resident_bytes -= source.size_bytes
+            else:
+                self._copying.remove(source.piece)
+                if source.piece not in self._in_use:
+                    self._drop(source.piece)
+                    place = self._places.get(source.piece, self._next_reload)
+                    self._next_reload = min(self._next_reload, place)
+
+    # ---- backward -----------------------------------------------------------------------------
+
+    def backward(self) -> None:
+        """Run the backward passes."""
+        self._reloads = list(self._expected())
+        self._places = {piece: place for place, piece in enumerate(self._reloads)}
+        if self._plan.windows:
+            self._window = 0  # until the backward of a layer begins
+        for index in reversed(range(len(self._profile.layers))):
+            layer, mode = self._profile.layers[index], self._plan.layers[index].mode
+            if not layer.between:
+                self._enter(2 * len(self._profile.layers) - index)
+                self._own_bytes = self._brought_back_by(index)
+            self._use_source(index)
+            self._retire()
+            self._bring_weights(index)
+            if self._plan.layers[index].weights_on_host:
+                self._resident_bytes += layer.gradient_bytes
+            self._prefetch()
+            self._bring_back(index)
+            working_bytes = layer.backward_working_bytes
+            if mode is not LayerMode.AS_IS:
+                working_bytes = layer.second_working_bytes + self._storages.inside_bytes[index]
+            self._begin("backward", index, working_bytes)
+            if mode is not LayerMode.AS_IS:
+                self._now_s += layer.second_forward_s
+            self._now_s += layer.backward_s
+            for piece in self._uses.saved[index]:
+                self._end(piece)
+            if self._plan.layers[index].weights_on_host and layer.gradient_bytes:
+                self._offload(layer.gradient_bytes, None)
+
+    def _use_source(self, index: int) -> None:
+        """Note that backward reads what the layer saved last, before anything is let go of."""
+        saves = self._storages.saves[index]
+        if self._plan.layers[index].mode is LayerMode.AS_IS and saves:
+            piece = saves[-1][1]
+            if piece in self._copying and self._uses.last[piece] == index:
+                self._in_use.add(piece)
+
+    def _expected(self) -> Iterator[int]:
+        for needed in reversed(self._uses.needed):
+            for piece in reversed(needed):
+                if self._uses.decisions[piece] is Decision.OFFLOAD:
+                    yield piece
+
+    def _brought_back_by(self, index: int) -> int:
+        """Return what the backward of a layer, and of the work before it, brings back itself."""
+        if not self._plan.windows:
+            return 0
+        indices = [index]
+        while indices[-1] and self._profile.layers[indices[-1] - 1].between:
+            indices.append(indices[-1] - 1)
+        pieces = [piece for each in indices for piece in self._uses.needed[each]]
+        return self._storages.offloaded_bytes(self._uses, pieces)
+
+    def _prefetch(self) -> None:
+        while self._next_reload < len(self._reloads):
+            piece = self._reloads[self._next_reload]
+            if piece not in self._there:
+                most_bytes = self._window + self._own_bytes
+                over = self._buffered_bytes + self._sizes[piece] > most_bytes
+                if over and (self._buffered_bytes or self._plan.windows):
+                    return
+                self._reload(piece)
+            self._next_reload += 1
+
+    def _reload(self, piece: int) -> None:
+        copy = self._on_way_up[piece] = self._links.reload(self._now_s, self._sizes[piece])
+        self._copied_bytes += self._sizes[piece]
+        if self._record is not None:
+            self._record.note_copy(UP, self._uses.first[piece], self._sizes[piece], copy)
+        self._buffered_bytes += self._sizes[piece]
+        self._take(piece)
+
+    def _bring_back(self, index: int) -> None:
+        """Reload and rebuild what a backward pass needs."""
+        needed = self._uses.needed[index]
+        for piece in reversed(needed):
+            if self._uses.decisions[piece] is not Decision.OFFLOAD:
+                continue
+            self._in_use.add(piece)
+            if piece not in self._there:
+                self._reload(piece)
+            self._prefetch()
+            copy = self._on_way_up.pop(piece, None)
+            if copy is not None:
+                self._wait(copy)
+                self._buffered_bytes -= self._sizes[piece]
+            self._own_bytes = max(0, self._own_bytes - self._sizes[piece])
+        begin_s = self._now_s
+        for piece in needed:
+            if self._uses.decisions[piece] is Decision.REBUILD:
+                self._take(piece)
+                self._now_s += self._storages.memories[piece].rebuild_s or 0.0
+        if self._record is not None:
+            self._record.note_rebuild(begin_s, self._now_s, index)
+
+    def _end(self, piece: int) -> None:
+        """Note that nothing needs a piece any more."""
+        self._in_use.discard(piece)
+        self._places.pop(piece, None)
+        if piece not in self._copying:  # otherwise its copy reads it
+            self._drop(piece)
+
+    # ---- both ---------------------------------------------------------------------------------
+
+    def _take(self, piece: int) -> None:
+        self._there.add(piece)
+        self._resident_bytes += self._sizes[piece]
+
+    def _drop(self, piece: int) -> None:
+        if piece in self._there:
+            self._there.remove(piece)
+            self._resident_bytes -= self._sizes[piece]
+
+    def _wait(self, copy: Copy) -> None:
+        begin_s, self._now_s = self._now_s, self._links.wait(copy, self._now_s)
+        self._waited_s += self._now_s - begin_s
+        if self._record is not None:
+            self._record.note_wait(begin_s, self._now_s)
+
+    def _bring_weights(self, index: int) -> None:
+        """Bring the weights of a layer to the device, and then those of the next one.
+
+        At most two layers' weights are there at once.
+        """
+        if not self._plan.layers[index].weights_on_host:
+            return
+        self._weight_uses.popleft()
+        copy = self._weights.pop(index, None) or self._load_weights(index)
+        self._weights[index] = copy  # the most recently used
+        self._wait(copy)
+        if self._weight_uses and self._weight_uses[0] not in self._weights:
+            following = self._weight_uses[0]
+            self._weights[following] = self._load_weights(following)
+
+    def _load_weights(self, index: int) -> Copy:
+        while len(self._weights) > 1:
+            oldest = next(iter(self._weights))
+            del self._weights[oldest]
+            self._resident_bytes -= self._profile.layers[oldest].weight_bytes
+        size_bytes = self._profile.layers[index].weight_bytes
+        self._resident_bytes += size_bytes
+        self._copied_bytes += size_bytes
+        return self._links.reload(self._now_s, size_bytes)
+
+    # ---- the end ------------------------------------------------------------------------------
+
+    def prediction(self) -> Prediction:
+        """End the step: wait for the gradients, and update the weights."""
+        gradients = [source for source in self._queue if source.piece is None]
+        if gradients:
+            self._wait(gradients[-1].copy)
+        self._retire()
+        layers = zip(self._profile.layers, self._plan.layers, strict=True)
+        self._now_s += sum(layer.host_update_s for layer, on in layers if on.weights_on_host)
+        self._now_s += self._profile.after_s
+        end_peak_bytes = self._resident_bytes + self._profile.after_working_bytes
+        pinned_bytes = 0 if self._hardware.computes_on_host else self._stored_bytes
+        return Prediction(
+            step_s=self._now_s + self._copied_bytes * (self._hardware.copy_cost_s_per_byte or 0.0),
+            peak_bytes=max(self._begin_peak_bytes, end_peak_bytes, *self.peaks),
+            peak_by_position=tuple(self.peaks),
+            exposed_copy_s=self._waited_s,
+            host_peak_bytes=self._stored_bytes,
+            pinned_bytes=pinned_bytes,
+        )
+
+
+# ---- Predicts steps whose copies may be slower than they were measured, or seen later ----
+#
+# [Note: a host that runs ahead] On an accelerator, the host queues work and allocates memory long
+# before the device gets there. It sees hardly any copy complete, so what is on its way down
+# occupies memory up to the plan's bound on bytes in flight: there, compute is made to wait for
+# the oldest copy, and the host lets go of its source. What is on its way at the end of the
+# forward can stay throughout the backward, in which the host waits for nothing. So the peak is
+# that of a link on which no copy down is seen complete by chance, while copies up take no time.
+# How much less a step needs is chance, and changes with the load of the host. To compare memory
+# with a prediction, a step is measured with all copies awaited at each begin of a pass, and
+# predicted for copies that take no time.
+
+_LATE: Final = 1e9  # how many times slower a link is on which no copy is seen complete by chance
+
+
+@final
+class CautiousTiming:
+    """Predicts the time of a step by arithmetic, and its peak for slow or late copies as well.
+
+    On a CPU, copies share the cores with compute, and a file that grows is slow. What waits for its
+    copy occupies memory, so the peak is that of the slower of two links. On an accelerator, see
+    [Note: a host that runs ahead].
+
+    Args:
+        profile: the step.
+        hardware: the link, as it was measured.
+        slower: how many times slower copies may be on a CPU.
+    """
+
+    def __init__(self, profile: StepProfile, hardware: Hardware, slower: float) -> None:
+        self._timing = StepTiming(profile, hardware)
+        self._slow = None
+        self._runs_ahead = not hardware.computes_on_host
+        if self._runs_ahead:
+            self._slow = StepTiming(profile, _slowed(hardware, down=_LATE, up=1 / _LATE))
+        elif slower > 1:
+            self._slow = StepTiming(profile, _slowed(hardware, down=slower, up=slower))
+
+    def predict(self, plan: Plan) -> Prediction:
+        """Return what a step under a plan costs.
+
+        Raises:
+            PolicyError: the plan is not one for this profile.
+        """
+        expected = self._timing.predict(plan)
+        moves = plan.max_inflight_bytes or (self._runs_ahead and _copies(plan))
+        if self._slow is None or not moves:
+            return expected
+        slow = self._slow.predict(plan)
+        peaks = tuple(map(max, expected.peak_by_position, slow.peak_by_position))
+        peak_bytes = max(expected.peak_bytes, slow.peak_bytes)
+        return expected._replace(peak_bytes=peak_bytes, peak_by_position=peaks)
+
+
+def predict_awaited(profile: StepProfile, hardware: Hardware, plan: Plan) -> Prediction:
+    """Predict a step in which copies are complete as soon as they are queued.
+
+    Raises:
+        PolicyError: the plan is not one for this profile.
+    """
+    at_once = _slowed(hardware, down=1 / _LATE, up=1 / _LATE)
+    return StepTiming(profile, at_once).predict(plan)
+
+
+def _copies(plan: Plan) -> bool:
+    """Whether anything is copied down. Even if no bytes may be in flight, the last copy is."""
+    return any(
+        layer.weights_on_host
+        or layer.mode is LayerMode.RECOMPUTE_OFFLOAD
+        or (layer.mode is LayerMode.AS_IS and Decision.OFFLOAD in layer.decisions)
+        for layer in plan.layers
+    )
+
+
+def _slowed(hardware: Hardware, *, down: float, up: float) -> Hardware:
+    """Return hardware whose copies take this many times as long."""
+    d2h, h2d = hardware.d2h_bytes_per_s, hardware.h2d_bytes_per_s
+    shared = min(1.0, hardware.duplex_bytes_per_s / (d2h + h2d))
+    return dataclasses.replace(
+        hardware,
+        d2h_bytes_per_s=d2h / down,
+        h2d_bytes_per_s=h2d / up,
+        duplex_bytes_per_s=shared * (d2h / down + h2d / up),
+    )
+
+
+# ---- How much memory a plan may use ----
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class PlanBudget:
+    """How much memory a plan may use, in bytes.
+
+    Args:
+        device_bytes: the peak of device memory.
+        host_bytes: the peak of what rests in the tier below; None: no limit.
+        pinned_bytes: how much of that may be page-locked; None: no limit.
+
+    Raises:
+        PolicyError: a figure is not a whole number, 0 or more.
+    """
+
+    device_bytes: int
+    host_bytes: int | None = None
+    pinned_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("device_bytes", "host_bytes", "pinned_bytes"):
+            value = getattr(self, name)
+            if value is None and name != "device_bytes":
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                raise PolicyError(f"{name} must be a whole number, 0 or more; got {value!r}")
+
+    def excess_bytes(self, prediction: Prediction) -> int:
+        """Return by how many bytes a step is over its limits, added up; 0 if it is within all."""
+        over = [max(0, prediction.peak_bytes - self.device_bytes)]
+        if self.host_bytes is not None:
+            over.append(max(0, prediction.host_peak_bytes - self.host_bytes))
+        if self.pinned_bytes is not None:
+            over.append(max(0, prediction.pinned_bytes - self.pinned_bytes))
+        return sum(over)
+
+    def most_host_bytes(self, *, pins: bool) -> int | None:
+        """Return the most bytes that may rest in the tier below; None: no limit.
+
+        Args:
+            pins: whether that tier is page-locked memory.
+        """
+        limits = [self.host_bytes, self.pinned_bytes if pins else None]
+        known = [limit for limit in limits if limit is not None]
+        return min(known) if known else None

@@ -1,1 +1,0 @@
-"""Predicts the seconds and bytes of a step under a plan, by arithmetic."""

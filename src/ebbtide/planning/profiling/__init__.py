@@ -1,1 +1,0 @@
-"""Profiles of training steps, made without running them: see `fake_profile`."""

@@ -1,0 +1,790 @@
+"""Profiles a training step from the record of one that has run.
+
+[Note: recorded profile] While a program trains, nothing of it runs for the sake of a plan: the
+profile is the record of its first step. What autograd saved is on record with sizes, who shares
+what, what can leave, and what rebuilt it; so are the inputs of each layer's call, which it saves if
+it is recomputed. The record has no seconds and no working memory: these are measured. Work between
+layers belongs behind the last layer that had saved something.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final, NamedTuple, Protocol, final
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from ebbtide.devices.device import Layer
+from ebbtide.errors import PolicyError
+from ebbtide.observe.trace import Trace
+from ebbtide.planning.hardware import Hardware, Kind, Source
+from ebbtide.planning.plan import Decision, LayerMode, Plan
+from ebbtide.planning.prediction import StorageUses
+from ebbtide.planning.profile import LayerProfile, SavedStorage, StepProfile, StorageId
+from ebbtide.runtime.events import TraceEvent
+from ebbtide.stores.measured_memory import AbstractMemory
+
+_EngineName = tuple[int | None, int]
+"""Number of the layer's call, None outside layers, and of the storage in it."""
+
+
+class RecordedStorage(Protocol):
+    """What is on record of a storage; `ebbtide.observe.inspection` documents the attributes."""
+
+    @property
+    def layer(self) -> int | None: ...
+
+    @property
+    def number(self) -> int: ...
+
+    @property
+    def microbatch(self) -> int: ...
+
+    @property
+    def size_bytes(self) -> int: ...
+
+    @property
+    def decision(self) -> str: ...
+
+    @property
+    def rebuilt_from(self) -> tuple[_EngineName, ...]: ...
+
+    @property
+    def shared_by(self) -> tuple[int | None, ...]: ...
+
+
+class RecordedCall(NamedTuple):
+    """What is on record of one call of a layer.
+
+    Attributes:
+        name: name of its module.
+        input_bytes: size of its input tensors, without what the loop holds and parameters.
+        source: the saved storage that is its only input, by the engine's name; None if there are
+            several inputs, or nothing has saved it.
+        changes_input: whether it changes an input in place, so that it cannot run again.
+    """
+
+    name: str
+    input_bytes: int = 0
+    source: _EngineName | None = None
+    changes_input: bool = False
+
+
+class _Part(NamedTuple):
+    """One call of a layer, or the work after it. Call -1 is what comes before the first one."""
+
+    call: int
+    inside: bool
+
+
+def profile_recorded_step(
+    records: Iterable[RecordedStorage],
+    calls: Sequence[RecordedCall],
+    hardware: Hardware,
+    *,
+    min_bytes: int,
+    keeps_all: bool = False,
+) -> StepProfile:
+    """Return the profile of a step that has run. See [Note: recorded profile].
+
+    Args:
+        records: what autograd saved, in the order in which it did so. What could leave did, or was
+            rebuilt.
+        calls: the calls of layers in the forward.
+        hardware: the machine, for estimates of how long rebuilding takes.
+        min_bytes: what is smaller is not on record.
+        keeps_all: whether what could leave stayed instead.
+
+    Returns:
+        The profile, without seconds and working memory.
+
+    Raises:
+        PolicyError: no layer ran.
+    """
+    if not calls:
+        raise PolicyError("the model called none of its layers; name modules that it calls")
+    placed = _with_parts(each for each in records if not each.microbatch)
+    used = {part for _, part in placed}
+    every = [_Part(call, inside) for call in range(-1, len(calls)) for inside in (True, False)]
+    parts = [each for each in every if each in used or (each.inside and each.call >= 0)]
+    indices = {part: index for index, part in enumerate(parts)}
+    storages: list[list[SavedStorage]] = [[] for _ in parts]
+    names: dict[_EngineName, StorageId] = {}
+    again: list[tuple[int, StorageId]] = []
+    for record, part in placed:
+        engine_name, index = (record.layer, record.number), indices[part]
+        known = names.get(engine_name)
+        if known is not None:  # another view of the same storage
+            storages[index][known.number] = _with_more(storages[index][known.number], record)
+        else:
+            known = names[engine_name] = StorageId(index, len(storages[index]))
+            sources = tuple(names[each] for each in record.rebuilt_from if each in names)
+            may_leave = keeps_all or record.decision != "keep"
+            storages[index].append(
+                _saved(record, known.number, sources, hardware, may_leave=may_leave)
+            )
+        sharing = (indices[_Part(call, True)] for call in record.shared_by if call is not None)
+        again += ((other, known) for other in sharing if other > index)
+    for index, first in dict.fromkeys(again):
+        size_bytes = storages[first.layer][first.number].size_bytes
+        shared = SavedStorage(number=len(storages[index]), size_bytes=size_bytes, same_as=first)
+        storages[index].append(shared)
+    layers = (
+        _layer(part, index, calls, tuple(saved), names, storages)
+        for index, (part, saved) in enumerate(zip(parts, storages, strict=True))
+    )
+    return StepProfile(layers=tuple(layers), min_bytes=min_bytes)
+
+
+def _saved(
+    record: RecordedStorage,
+    number: int,
+    sources: tuple[StorageId, ...],
+    hardware: Hardware,
+    *,
+    may_leave: bool,
+) -> SavedStorage:
+    """Return a storage at its first save."""
+    rebuild_s = None
+    if sources:  # it is read and written about once for each of them
+        traffic_bytes = (1 + len(sources)) * record.size_bytes
+        rebuild_s = traffic_bytes / hardware.device_memory_bytes_per_s
+    return SavedStorage(
+        number=number,
+        size_bytes=record.size_bytes,
+        may_leave=may_leave,
+        sources=sources,
+        rebuild_s=rebuild_s,
+    )
+
+
+def _with_more(storage: SavedStorage, record: RecordedStorage) -> SavedStorage:
+    size_bytes = storage.size_bytes + record.size_bytes
+    may_leave = storage.may_leave and record.decision != "keep"
+    return SavedStorage(number=storage.number, size_bytes=size_bytes, may_leave=may_leave)
+
+
+def _layer(
+    part: _Part,
+    index: int,
+    calls: Sequence[RecordedCall],
+    saved: tuple[SavedStorage, ...],
+    names: dict[_EngineName, StorageId],
+    storages: Sequence[Sequence[SavedStorage]],
+) -> LayerProfile:
+    if not part.inside:
+        name = f"after {calls[part.call].name}" if part.call >= 0 else "before layers"
+        return LayerProfile(
+            name=name,
+            between=True,
+            forward_s=0.0,
+            backward_s=0.0,
+            storages=saved,
+            may_recompute=False,
+        )
+    call = calls[part.call]
+    source = None if call.source is None else names.get(call.source)
+    if source is not None:
+        is_whole = storages[source.layer][source.number].size_bytes == call.input_bytes
+        source = source if source.layer <= index and is_whole else None
+    return LayerProfile(
+        name=call.name,
+        forward_s=0.0,
+        backward_s=0.0,
+        input_bytes=call.input_bytes,
+        input_same_as=source,
+        storages=saved,
+        may_recompute=not call.changes_input,
+    )
+
+
+def _with_parts(records: Iterable[RecordedStorage]) -> list[tuple[RecordedStorage, _Part]]:
+    """Return each record with the part of the forward that saved it first."""
+    found = []
+    latest = -1
+    for record in records:
+        if record.layer is None:
+            found.append((record, _Part(latest, inside=False)))
+        else:
+            latest = max(latest, record.layer)
+            found.append((record, _Part(record.layer, inside=True)))
+    return found
+
+
+# ---- Takes the seconds of a step's layers and copies from its trace ----
+
+_ENOUGH_BYTES: Final = 2**20  # fewer bytes say nothing of how fast copies are
+_LEAST_SHARE: Final = 0.3  # of a pass that is taken to be computing, whatever copies cost
+_FASTEST: Final = 1e13  # bytes per second; a copy that only maps pages takes no time
+
+
+class _Seconds(NamedTuple):
+    """Seconds of a step without waits: of the layers' passes, by index, and of all rebuilding."""
+
+    forward: Mapping[int, float]
+    again: Mapping[int, float]
+    backward: Mapping[int, float]
+    rebuilding_s: float
+
+
+def measured_profile(
+    profile: StepProfile, plan: Plan, trace: Trace, step_s: float, copy_cost_s: float
+) -> StepProfile:
+    """Return a profile with the seconds of a measured step.
+
+    Args:
+        profile: the step, with other seconds. What was not measured alone has a share of what was
+            measured together, as these seconds have it.
+        plan: the plan that was followed.
+        trace: what was measured.
+        step_s: seconds from the begin of the step to the begin of the next.
+        copy_cost_s: seconds by which copies made the passes longer, all together.
+    """
+    seconds = _seconds(trace)
+    calls = [index for index, each in enumerate(profile.layers) if not each.between]
+    if not all(call in seconds.forward for call in range(len(calls))):
+        return profile
+    layers = _with_measured_rebuilds(profile, plan, seconds)
+    for call, index in enumerate(calls):
+        recomputed = plan.layers[index].mode is not LayerMode.AS_IS
+        layers[index] = _measured_layer(layers[index], seconds, call, recomputed=recomputed)
+    _share_backward(layers, profile)
+    ends = _forward_ends(trace.events, len(calls))
+    for call, index in enumerate(calls):
+        following = index + 1
+        if following < len(layers) and layers[following].between and call in ends:
+            layers[following] = dataclasses.replace(layers[following], forward_s=ends[call])
+    busy_s = sum(each.forward_s + each.backward_s for each in layers)
+    busy_s += sum(
+        each.second_forward_s
+        for each, chosen in zip(layers, plan.layers, strict=True)
+        if chosen.mode is not LayerMode.AS_IS
+    )
+    passes_s = busy_s
+    busy_s += seconds.rebuilding_s
+    waited_s = sum(each.duration_s for each in trace.events if each.what == "wait")
+    rest_s = max(0.0, step_s - busy_s - waited_s)
+    share = max(_LEAST_SHARE, 1 - copy_cost_s / passes_s) if passes_s else 1.0
+    layers = [_scaled(each, share) for each in layers]
+    return dataclasses.replace(
+        profile, layers=tuple(layers), before_s=0.0, loss_s=0.0, after_s=rest_s
+    )
+
+
+def with_shorter_passes(profile: StepProfile, share: float) -> StepProfile:
+    """Return a profile whose passes, and the work after them, take this share of their time."""
+    layers = tuple(_scaled(each, share) for each in profile.layers)
+    return dataclasses.replace(profile, layers=layers, after_s=share * profile.after_s)
+
+
+def computing_s(trace: Trace, step_s: float) -> float:
+    """Return the seconds of a step without waits, rebuilding and second forward passes."""
+    seconds = _seconds(trace)
+    waits = [event for event in trace.events if event.what == "wait"]
+    return step_s - _covered_s(waits) - seconds.rebuilding_s - sum(seconds.again.values())
+
+
+def copied_bytes(profile: StepProfile, plan: Plan) -> int:
+    """Return how many bytes a plan copies, in both directions."""
+    uses = StorageUses(profile)
+    used = uses.under(plan)
+    pairs = zip(uses.memories, used.decisions, used.first, strict=True)
+    offloaded = (memory for memory, done, first in pairs if done is Decision.OFFLOAD and first >= 0)
+    return 2 * sum(memory.size_bytes for memory in offloaded)
+
+
+def _scaled(layer: LayerProfile, share: float) -> LayerProfile:
+    """Return a layer with passes that take this share of their time."""
+    return dataclasses.replace(
+        layer,
+        forward_s=layer.forward_s * share,
+        backward_s=layer.backward_s * share,
+        recompute_s=None if layer.recompute_s is None else layer.recompute_s * share,
+    )
+
+
+def measured_hardware(hardware: Hardware, trace: Trace) -> Hardware:
+    """Return hardware with the bandwidths at which a step copied."""
+    rates = {
+        "d2h_bytes_per_s": _rate(trace.events, "offload"),
+        "h2d_bytes_per_s": _rate(trace.events, "reload"),
+    }
+    known = {figure: rate for figure, rate in rates.items() if rate is not None}
+    if not known:
+        return hardware
+    figures = {name: getattr(hardware, name) for name in rates} | known
+    figures["duplex_bytes_per_s"] = sum(figures.values())
+    return _with_figures(hardware, figures, "the copies of a training step")
+
+
+def with_copy_cost(hardware: Hardware, cost_s_per_byte: float) -> Hardware:
+    """Return hardware with a measured `copy_cost_s_per_byte`."""
+    figures = {"copy_cost_s_per_byte": cost_s_per_byte}
+    return _with_figures(hardware, figures, "training steps that copied more and less")
+
+
+def _with_figures(hardware: Hardware, figures: Mapping[str, float], text: str) -> Hardware:
+    sources = tuple(
+        Source(each.figure, Kind.MEASURED, text) if each.figure in figures else each
+        for each in hardware.sources
+    )
+    changes: dict[str, Any] = dict(figures)
+    return dataclasses.replace(hardware, sources=sources, **changes)
+
+
+def _seconds(trace: Trace) -> _Seconds:
+    compute = [event for event in trace.events if event.lane == "compute"]
+    waits = [event for event in compute if event.what == "wait"]
+    rebuilds = [event for event in compute if event.what == "rebuild"]
+    found: dict[str, dict[int, float]] = {"forward": {}, "recompute": {}, "backward": {}}
+    for event in compute:
+        if event.what not in found or event.layer is None or event.microbatch:
+            continue
+        other = [*waits, *rebuilds] if event.what == "backward" else waits
+        took_s = event.duration_s - _covered_s(each for each in other if _begins_in(event, each))
+        by_layer = found[event.what]
+        by_layer[event.layer] = by_layer.get(event.layer, 0.0) + max(0.0, took_s)
+    inner = [each for each in waits if any(_begins_in(event, each) for event in rebuilds)]
+    rebuilding_s = max(0.0, _covered_s(rebuilds) - _covered_s(inner))
+    return _Seconds(found["forward"], found["recompute"], found["backward"], rebuilding_s)
+
+
+def _begins_in(event: TraceEvent, other: TraceEvent) -> bool:
+    return event.begin_s <= other.begin_s < event.end_s
+
+
+def _covered_s(events: Iterable[TraceEvent]) -> float:
+    """Return the seconds in which at least one of the events goes on."""
+    covered_s, until_s = 0.0, 0.0
+    for event in sorted(events, key=lambda each: each.begin_s):
+        covered_s += max(0.0, event.end_s - max(until_s, event.begin_s))
+        until_s = max(until_s, event.end_s)
+    return covered_s
+
+
+def _with_measured_rebuilds(
+    profile: StepProfile, plan: Plan, seconds: _Seconds
+) -> list[LayerProfile]:
+    """Return the layers with other seconds of rebuilding.
+
+    They change as the sum of those that were measured does; or, if nothing was rebuilt, as the sum
+    of the forward passes.
+    """
+    uses = StorageUses(profile)
+    decisions = uses.under(plan).decisions
+    before_s = sum(
+        memory.rebuild_s or 0.0
+        for memory, decision in zip(uses.memories, decisions, strict=True)
+        if decision is Decision.REBUILD
+    )
+    after_s = seconds.rebuilding_s
+    if not before_s:
+        before_s = sum(each.forward_s for each in profile.layers if not each.between)
+        after_s = sum(seconds.forward.values())
+    factor = after_s / before_s if before_s else 1.0
+    return [
+        dataclasses.replace(
+            layer, storages=tuple(_with_rebuild(each, factor) for each in layer.storages)
+        )
+        for layer in profile.layers
+    ]
+
+
+def _with_rebuild(storage: SavedStorage, factor: float) -> SavedStorage:
+    if storage.rebuild_s is None:
+        return storage
+    return dataclasses.replace(storage, rebuild_s=storage.rebuild_s * factor)
+
+
+def _measured_layer(
+    layer: LayerProfile, seconds: _Seconds, call: int, *, recomputed: bool
+) -> LayerProfile:
+    layer = dataclasses.replace(layer, forward_s=seconds.forward[call])
+    again_s = seconds.again.get(call, layer.second_forward_s) if recomputed else 0.0
+    if recomputed:
+        layer = dataclasses.replace(layer, recompute_s=again_s)
+    backward_s = seconds.backward.get(call)
+    if backward_s is None:
+        return layer
+    return dataclasses.replace(layer, backward_s=max(0.0, backward_s - again_s))
+
+
+def _share_backward(layers: list[LayerProfile], before: StepProfile) -> None:
+    """Give the work before each layer its share of what was measured as the layer's backward."""
+    for index, layer in enumerate(layers):
+        if layer.between and index + 1 < len(layers):
+            one, two = before.layers[index].backward_s, before.layers[index + 1].backward_s
+            whole_s = layers[index + 1].backward_s
+            share = one / (one + two) if one + two else 0.0
+            layers[index] = dataclasses.replace(layer, backward_s=whole_s * share)
+            rest_s = whole_s * (1 - share)
+            layers[index + 1] = dataclasses.replace(layers[index + 1], backward_s=rest_s)
+
+
+def _forward_ends(events: Sequence[TraceEvent], count: int) -> dict[int, float]:
+    """Return the seconds between the end of each layer's forward and the begin of the next."""
+    begins: dict[int, float] = {}
+    ends: dict[int, float] = {}
+    for event in events:
+        if event.what == "forward" and event.layer is not None and not event.microbatch:
+            begins.setdefault(event.layer, event.begin_s)
+            ends[event.layer] = event.end_s
+    return {
+        call: max(0.0, begins[call + 1] - ends[call])
+        for call in range(count - 1)
+        if call in ends and call + 1 in begins
+    }
+
+
+def _rate(events: Iterable[TraceEvent], what: str) -> float | None:
+    """Return bytes per second of the slowest lane; None if too few bytes were copied."""
+    sizes: dict[str, int] = defaultdict(int)
+    seconds: dict[str, float] = defaultdict(float)
+    for event in events:
+        if event.what == what:
+            sizes[event.lane] += event.size_bytes
+            seconds[event.lane] += event.duration_s
+    rates = [
+        min(_FASTEST, sizes[lane] / took_s) if took_s else _FASTEST
+        for lane, took_s in seconds.items()
+        if sizes[lane] >= _ENOUGH_BYTES
+    ]
+    return min(rates) if rates else None
+
+
+# ---- Records the passes of one step, with the peak of memory in each of them, or guards that peak
+#
+# [Note: measured passes] Torch tells when a layer's backward begins and not when it ends, so what
+# is measured as the backward of a layer includes the backward of the work before it, up to the
+# layer before; the first one of all is in the time between the passes. In steps of many layers
+# not every pass is measured alone, because measuring one takes milliseconds: what is not belongs
+# to the pass that is measured before it. Each measured peak is compared with the highest of the
+# positions that it stands for.
+
+
+class _Pass(NamedTuple):
+    """A part of a step, as the engine tells it.
+
+    Attributes:
+        what: the forward or the backward of a layer, the work after a forward, or one of the two
+            parts that are no layer's.
+        call: number of the layer's call.
+    """
+
+    what: str
+    call: int = -1
+
+
+_BEGIN: Final = _Pass("begin")
+_ALL_MEASURED: Final = 64  # calls of layers whose passes are all measured alone
+
+
+def _is_measured(call: int) -> bool:
+    """Whether the passes of a call are measured alone: of later calls, fewer and fewer are."""
+    stride = 1
+    while call >= stride * _ALL_MEASURED:
+        stride *= 2
+    return call % stride == 0
+
+
+class Positions:
+    """Gives the passes of a step their positions, as `Prediction.peak_by_position` numbers them.
+
+    Args:
+        profile: the step.
+
+    Attributes:
+        calls: index in the profile of each call of a layer.
+        loss: position of the loss.
+    """
+
+    def __init__(self, profile: StepProfile) -> None:
+        self._layers = profile.layers
+        self.calls = [index for index, each in enumerate(profile.layers) if not each.between]
+        self.loss = len(profile.layers)
+
+    def position(self, what: str, call: int) -> int | None:
+        """Return the position of a pass; None for a call that the profile does not have."""
+        if call < 0:
+            return self.loss if what == "loss" else 0
+        if call >= len(self.calls):  # a model may call its layers more often than in other steps
+            return None
+        index = self.calls[call]
+        if what == "backward":
+            return 2 * self.loss - index
+        following = index + 1
+        is_apart = following == self.loss or self._layers[following].between
+        return following if what == "after" and is_apart else index
+
+    def covered(self, position: int) -> list[int]:
+        """Return the positions that a measured one stands for. See [Note: measured passes]."""
+        last = 2 * self.loss
+        if position < self.loss:
+            return [position]
+        before = (last - position if position > self.loss else self.loss) - 1
+        found = [position]
+        if before >= 0 and self._layers[before].between:
+            found.append(last - before)
+        return found
+
+
+class AbstractPasses(abc.ABC):
+    """Follows the passes of one step; one of `ebbtide.runtime.engine.PassListener`."""
+
+    @abc.abstractmethod
+    def _enter(self, what: str, call: int = -1) -> None:
+        """Note that a pass begins."""
+
+    def begin_forward_of(self, layer: Layer, inputs: Any) -> None:  # noqa: ARG002
+        self._enter("forward", layer.index)
+
+    def end_forward_of(self, layer: Layer) -> None:
+        self._enter("after", layer.index)
+
+    def begin_backward_of(self, layer: int) -> None:
+        self._enter("backward", layer)
+
+    def end_forward(self) -> None:
+        """Note that the model's forward has ended: the work between the passes begins."""
+        self._enter("loss")
+
+
+class _SavedStorage(Protocol):
+    """What a record of a saved storage says."""
+
+    @property
+    def layer(self) -> Layer | None: ...
+
+    @property
+    def number(self) -> int: ...
+
+
+FindRecord = Callable[[int, int], _SavedStorage | None]
+"""Returns the record of a storage, given its address and a version."""
+
+
+class _OpenCall(NamedTuple):
+    """A call of a layer that runs, with its input tensors and their versions."""
+
+    name: str
+    number: int
+    inputs: list[tuple[Tensor, int]]
+
+
+@final
+class PassWatch(AbstractPasses):
+    """Records one step: the calls of its layers, and the memory of its passes.
+
+    Args:
+        memory: the memory that is measured. Its peak is reset at each begin of a pass.
+        profile: the step; None if it is not known yet: see `bind`.
+        finish_copies: waits for the copies that are under way; called at each begin of a pass. None
+            where the host sees how far they are.
+        find: finds the records of the layers' inputs; None if those are not asked for.
+        held: what the loop holds, such as the batch: no input counts that is among it.
+
+    Attributes:
+        begin_bytes: memory in use when the step began.
+        reserved_peak_bytes: the peak of the whole step, of all that nobody else could use.
+        calls: the calls of layers in the first forward of the step.
+    """
+
+    def __init__(
+        self,
+        memory: AbstractMemory,
+        profile: StepProfile | None = None,
+        finish_copies: Callable[[], None] | None = None,
+        find: FindRecord | None = None,
+        held: Iterable[Tensor] = (),
+    ) -> None:
+        self._positions = None if profile is None else Positions(profile)
+        self._memory = memory
+        self._finish_copies = finish_copies or (lambda: None)
+        self._find = find
+        self._held = {_address_of(each) for each in held}
+        self._open: list[_OpenCall] = []
+        self._records_calls = find is not None
+        self.calls: list[RecordedCall] = []
+        self._entered: dict[_Pass, int] = {}  # the least memory in use when the pass began
+        self._peaks: dict[_Pass, int] = {}
+        self._merged: dict[_Pass, set[_Pass]] = {}  # passes that were not measured alone
+        self._finish_copies()
+        memory.reuse_freed(False)
+        memory.return_freed()
+        self.begin_bytes = self._entered[_BEGIN] = memory.now_bytes()
+        self.reserved_peak_bytes = 0
+        memory.reset_peak()
+        self._pass = _BEGIN
+
+    def bind(self, profile: StepProfile) -> None:
+        """Note which step it was, so that its passes have positions."""
+        self._positions = Positions(profile)
+
+    @property
+    def peaks(self) -> dict[int, int]:
+        """The highest peak of each position; a position that was not measured alone has none."""
+        return self._by_position(self._peaks, max)
+
+    @property
+    def growth(self) -> dict[int, int]:
+        """By how much memory grew in each of these positions."""
+        entered = self._by_position(self._entered, min)
+        return {each: peak_bytes - entered[each] for each, peak_bytes in self.peaks.items()}
+
+    def _by_position(
+        self, values: Mapping[_Pass, int], combine: Callable[[int, int], int]
+    ) -> dict[int, int]:
+        assert self._positions is not None, "the profile is not known yet"
+        found: dict[int, int] = {}
+        for each, size_bytes in values.items():
+            position = self._positions.position(*each)
+            if position is not None:
+                found[position] = combine(found.get(position, size_bytes), size_bytes)
+        return found
+
+    def covered(self, position: int) -> list[int]:
+        """Return the positions that a measured one stands for. See [Note: measured passes]."""
+        positions = self._positions
+        assert positions is not None, "the profile is not known yet"
+        found = dict.fromkeys(positions.covered(position))
+        for measured, merged in self._merged.items():
+            if positions.position(*measured) == position:
+                known = [positions.position(*each) for each in merged]
+                covered = (positions.covered(each) for each in known if each is not None)
+                found.update(dict.fromkeys(other for each in covered for other in each))
+        return list(found)
+
+    def finish(self) -> None:
+        """Note that the step has ended."""
+        self._enter(*self._pass)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the forward and the backward of all layers were measured."""
+        assert self._positions is not None, "the profile is not known yet"
+        passes = self._peaks.keys() | {each for merged in self._merged.values() for each in merged}
+        calls = range(len(self._positions.calls))
+        return all(
+            _Pass(what, call) in passes for what in ("forward", "backward") for call in calls
+        )
+
+    def begin_forward_of(self, layer: Layer, inputs: Any) -> None:
+        if self._records_calls:
+            tensors = [each for each in tree_leaves(inputs) if isinstance(each, Tensor)]
+            versions = [(each, each._version) for each in tensors if not each.is_inference()]
+            self._open.append(_OpenCall(layer.name, len(self.calls), versions))
+            self.calls.append(RecordedCall(layer.name))
+        super().begin_forward_of(layer, inputs)
+
+    def end_forward_of(self, layer: Layer) -> None:
+        if self._open:
+            call = self._open.pop()
+            self.calls[call.number] = self._recorded(call)
+        super().end_forward_of(layer)
+
+    def end_forward(self) -> None:
+        self._records_calls = False  # another forward of the step is another microbatch
+        self._open.clear()
+        super().end_forward()
+
+    def _recorded(self, call: _OpenCall) -> RecordedCall:
+        """Return what is to be known of a call that has ended."""
+        sizes: dict[int, int] = {}
+        sources = []
+        for tensor, version in call.inputs:
+            address = _address_of(tensor)
+            if address is None or address in self._held or isinstance(tensor, nn.Parameter):
+                continue
+            if address not in sizes:
+                record = None if self._find is None else self._find(address, version)
+                if record is not None:
+                    layer = record.layer
+                    sources.append((None if layer is None else layer.index, record.number))
+            sizes[address] = tensor.untyped_storage().nbytes()
+        changes = any(tensor._version != version for tensor, version in call.inputs)
+        source = sources[0] if len(sizes) == len(sources) == 1 else None
+        return RecordedCall(call.name, sum(sizes.values()), source, changes)
+
+    def _enter(self, what: str, call: int = -1) -> None:
+        if call >= 0 and not _is_measured(call):
+            self._merged.setdefault(self._pass, set()).add(_Pass(what, call))
+            return
+        peak_bytes = self._memory.peak_bytes()
+        self._peaks[self._pass] = max(self._peaks.get(self._pass, 0), peak_bytes)
+        reserved_bytes = self._memory.reserved_peak_bytes()
+        self.reserved_peak_bytes = max(self.reserved_peak_bytes, reserved_bytes)
+        self._finish_copies()
+        self._memory.return_freed()  # what is measured is what is in use
+        self._pass, now_bytes = _Pass(what, call), self._memory.now_bytes()
+        self._entered[self._pass] = min(self._entered.get(self._pass, now_bytes), now_bytes)
+        self._memory.reset_peak()
+
+
+def _address_of(tensor: Tensor) -> int | None:
+    """Return the address of a tensor's storage; None if it has none of its own."""
+    if tensor.layout is not torch.strided:
+        return None
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (RuntimeError, NotImplementedError):
+        return None
+
+
+@final
+class PassGuard(AbstractPasses):
+    """Returns freed memory at the begin of a pass that would not fit into a limit otherwise.
+
+    Returning memory costs time twice, now and when the memory is needed again. So it stays where
+    the limit leaves room for it.
+
+    Args:
+        memory: the memory.
+        profile: the step.
+        limit_bytes: how much may be in use.
+        growth: by how much memory grows in each position. One that is not there is taken to grow
+            like the one that grows most.
+        times: freed memory stays in a pass that could grow this many times as much. What a pass
+            frees may not be reused by it.
+    """
+
+    def __init__(
+        self,
+        memory: AbstractMemory,
+        profile: StepProfile,
+        limit_bytes: int,
+        growth: Mapping[int, int],
+        times: float,
+    ) -> None:
+        self._positions = Positions(profile)
+        self._memory = memory
+        self._limit_bytes = limit_bytes
+        self._times = times
+        self._growth = growth
+        self._most_bytes = max(growth.values(), default=0)
+        self._position = 0
+        self._enter("begin")
+
+    def has_room(self) -> bool:
+        """Whether freed memory may stay in the pass that runs.
+
+        A pass may have less in use than when it began and still be before its peak.
+        """
+        growth_bytes = self._growth.get(self._position, self._most_bytes)
+        from_bytes = max(self._memory.now_bytes(), self._entered_bytes)
+        return from_bytes + self._times * growth_bytes <= self._limit_bytes
+
+    def _enter(self, what: str, call: int = -1) -> None:
+        position = self._positions.position(what, call)
+        if position is None or position == self._position > 0:
+            return
+        self._position, self._entered_bytes = position, 0
+        has_room = self.has_room()
+        self._memory.reuse_freed(has_room)  # see [Note: blocks of their own] in `huge_pages`
+        if not has_room:
+            self._memory.return_freed()
+        self._entered_bytes = self._memory.now_bytes()

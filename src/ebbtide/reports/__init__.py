@@ -1,1 +1,0 @@
-"""Reports on a step: what became of each storage."""

@@ -1,0 +1,1 @@
+"""One training step: where torch calls ebbtide, and what becomes of each storage."""

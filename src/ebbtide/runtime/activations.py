@@ -1,0 +1,922 @@
+"""Scopes, which tell the forward and the layer that a saved tensor belongs to."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple, final
+
+import torch
+
+from ebbtide.devices.device import AbstractEvent, AbstractStream, Layer
+from ebbtide.observe.memory import LOSS
+from ebbtide.runtime.handles import (
+    KEEP,
+    OFFLOAD,
+    REBUILD,
+    Call,
+    Deaths,
+    EmptyTensors,
+    RecordHold,
+    SmallHold,
+    SmallTally,
+    SmallTensors,
+    StorageRecord,
+    UnitRecords,
+    Unwritten,
+    UnwrittenCopy,
+    bytes_of,
+    find_packing,
+    gather,
+    pack,
+)
+from ebbtide.runtime.record import DROPPED, PENDING, REBUILT, AccessOrder, ForwardLog
+from ebbtide.runtime.stats import Subject
+from ebbtide.runtime.transfers import Transfers
+from ebbtide.schedule import Verb
+
+
+@final
+class Scope:
+    """One call of a layer, or the part of a forward outside its layers.
+
+    Attributes:
+        layer: the layer; None outside layers.
+        forward: the log of the forward that runs.
+        small: counts the saved tensors of the forward that are too small for a record.
+        unwritten: the records of the forward whose copies have not begun; see
+            [Note: tensors saved before they are written] in `ebbtide.runtime.activations`.
+        offloads: whether storages are offloaded by default; see `ebbtide.runtime.rebuild`.
+        unit: the records of the layer's unit in a schedule; None without a schedule.
+        count: number of storages first saved in this scope, which is the number of the next one.
+    """
+
+    __slots__ = ("count", "forward", "layer", "offloads", "small", "unit", "unwritten")
+
+    def __init__(
+        self,
+        layer: Layer | None,
+        forward: ForwardLog,
+        small: SmallTensors,
+        unwritten: Unwritten,
+        *,
+        offloads: bool,
+        unit: UnitRecords | None = None,
+    ) -> None:
+        self.layer = layer
+        self.forward = forward
+        self.small = small
+        self.unwritten = unwritten
+        self.offloads = offloads
+        self.unit = unit
+        self.count = 0
+
+    @property
+    def must_stay(self) -> bool:
+        """Whether a schedule keeps the tensors that are saved in this scope on the device."""
+        unit = self.unit
+        return unit is not None and unit.followed and not unit.leaves
+
+
+@final
+class _Running(threading.local):
+    """What runs on one thread.
+
+    Attributes:
+        scopes: the forwards and layers, innermost last.
+        forwards: the forwards among them.
+    """
+
+    def __init__(self) -> None:
+        self.scopes: list[Scope] = []
+        self.forwards: list[Scope] = []
+
+
+@final
+class Scopes:
+    """The forwards and layers that run now. Each thread has its own.
+
+    Args:
+        transfers: the model's transfers, which are notified of the forwards.
+        deaths: where the deaths of saved tensors are noted.
+
+    Attributes:
+        running: the forwards and layers of the calling thread.
+        learned: the order in which the last backward read records; None before the first backward.
+        prefetches: whether backward prefetches the records that are expected next. It does not
+            while a schedule starts the reloads.
+    """
+
+    def __init__(self, transfers: Transfers, deaths: Deaths) -> None:
+        self.learned: AccessOrder | None = None
+        self.prefetches = True
+        self._transfers = transfers
+        self._deaths = deaths
+        self._account = transfers.account
+        self.running = _Running()
+        self._threads: list[list[Scope]] = []  # the scopes of each thread that runs a forward
+        self._step = 0  # number of the step that `_num_forwards` counts for
+        self._num_forwards = 0
+
+    @property
+    def num_forwards(self) -> int:
+        """Number of forwards that have begun in this step."""
+        return self._num_forwards if self._step == self._account.num_steps else 0
+
+    @property
+    def current(self) -> Scope | None:
+        """The scope of what the calling thread saves now; None if it runs no forward of the model.
+
+        A backward inside a forward, as for a gradient penalty, may save tensors on one of
+        autograd's own threads. They belong to a forward that waits for that backward.
+        """
+        scopes = self.running.scopes
+        if scopes:
+            return scopes[-1]
+        if torch._C._current_graph_task_id() == -1:
+            return None
+        for other in reversed(self._threads.copy()):
+            inner = other[-1:]  # the other thread may end its forward meanwhile
+            if inner:
+                return inner[0]
+        return None
+
+    @property
+    def here(self) -> Scope:
+        """The scope of what is saved now. It must exist."""
+        scope = self.current
+        assert scope is not None, "no forward of the model runs"
+        return scope
+
+    def is_of(self, log: ForwardLog, scope: Scope) -> bool:
+        """Whether a log is of the forward that a scope of the calling thread belongs to.
+
+        Where a schedule is followed, a layer has the log of its microbatch.
+        """
+        forwards = self.running.forwards
+        return log is scope.forward or (bool(forwards) and log is forwards[-1].forward)
+
+    def begin_forward(self, *, offloads: bool) -> Scope:
+        """Note that a forward begins.
+
+        Args:
+            offloads: whether storages saved outside its layers are offloaded by default.
+
+        Returns:
+            The forward's scope, for `end_forward`.
+        """
+        transfers = self._transfers
+        transfers.settle()
+        with transfers.gate:
+            transfers.begin_run()
+            if self._step != self._account.num_steps:
+                self._step, self._num_forwards = self._account.num_steps, 0
+            if self._account.memory is not None:
+                self._account.memory.enter_forward()
+            log = ForwardLog(self.learned, self._num_forwards)
+            log.prefetches = self.prefetches
+            self._num_forwards += 1
+        small = SmallTensors(self._deaths)
+        scope = Scope(None, log, small, [], offloads=offloads)
+        running = self.running
+        if not running.scopes:
+            self._threads.append(running.scopes)
+        running.scopes.append(scope)
+        running.forwards.append(scope)  # last: from then on an interrupted forward is ended
+        return scope
+
+    def end_forward(self, scope: Scope) -> None:
+        """Note that a forward and all layers in it have ended, normally or by an exception."""
+        running = self.running
+        while running.scopes.pop() is not scope:
+            pass
+        while running.forwards.pop() is not scope:
+            pass
+        if not running.scopes:
+            self._threads = [each for each in self._threads if each is not running.scopes]
+            if self._account.memory is not None:
+                self._account.memory.enter(LOSS)
+        with self._transfers.gate:
+            tally = scope.small.tally
+            if tally.pointers:
+                self._transfers.live += 1
+                self._account.take_kept(tally.size_bytes)
+            self._transfers.end_run()
+
+    def begin_layer(
+        self,
+        layer: Layer,
+        *,
+        offloads: bool,
+        unit: UnitRecords | None = None,
+        forward: ForwardLog | None = None,
+    ) -> Scope:
+        """Note that a layer's forward begins; layers can be nested.
+
+        Args:
+            layer: the layer.
+            offloads: whether its storages are offloaded by default.
+            unit: the records of its unit in a schedule; None without a schedule.
+            forward: the log of the layer's microbatch in a schedule; None means the log of the
+                forward that runs.
+        """
+        around = self.here
+        log = around.forward if forward is None else forward
+        if self._account.recorder is not None:
+            self._account.recorder.begin_forward(Subject(layer, log.number))
+        scope = Scope(layer, log, around.small, around.unwritten, offloads=offloads, unit=unit)
+        self.running.scopes.append(scope)
+        return scope
+
+    def end_layer(self) -> Scope:
+        """Note that the innermost layer's forward has ended. Returns its scope."""
+        scope = self.running.scopes.pop()
+        if self._account.recorder is not None:
+            self._account.recorder.end_forward()
+        return scope
+
+    def forget(self, tally: SmallTally) -> None:
+        """Note that a forward's small saved tensors were freed. Called with the lock held."""
+        if tally.pointers:
+            self._transfers.live -= 1
+            self._account.give_kept(tally.size_bytes)
+
+
+# ---- The records of what autograd saves of one model, and how their bytes come back for backward
+
+_sequence_number = torch._C._autograd._get_sequence_nr
+
+_MOST_ENDED = 100  # backwards remembered without a look at which still matter
+_MOST_LISTED = 100_000  # records of a step that `saved` gives
+_MOST_FORWARDS = 64  # of a step in which there is no moment without a graph
+
+
+@final
+class Activations:
+    """Keeps a record of each saved storage from its first save until no graph holds it any more.
+
+    [Note: tensors saved before they are written] Some operators write into a tensor that they are
+    given, and save it before they do: `rrelu` its noise, `batch_norm` its running statistics.
+    Nothing tells such a tensor from an input, except that no operation of the graph has made it. So
+    the copy of a tensor without `grad_fn` begins later: when autograd saves something for another
+    operator, which it tells by the sequence number of the operators' nodes, or when the layer or
+    the forward ends. The copies of all other tensors begin at once.
+
+    Args:
+        transfers: moves the bytes.
+
+    Attributes:
+        transfers: as given.
+        scopes: the running forwards and layers, to which saved storages belong.
+        empty: empty tensors on the device.
+        deaths: the holds of saved tensors, and which of these have died.
+        wanted_again: layer and number, as in `Plan`, of storages that a backward with
+            ``create_graph=True`` has read. The graph that it makes holds them.
+
+    Streams:
+        `offload` and `bring_back` queue work on the calling thread's compute stream and on the
+        copy streams; neither blocks the host where the streams are the hardware's.
+    """
+
+    # Long: its parts change the same records under one lock.
+
+    def __init__(self, transfers: Transfers) -> None:
+        self.transfers = transfers
+        self.deaths = Deaths()
+        self._died = self.deaths.queue
+        self.scopes = Scopes(transfers, self.deaths)
+        self._gate = transfers.gate
+        self._device = transfers.device
+        self.empty = EmptyTensors(self._device.torch_device)
+        self._account = transfers.account
+        self._offloads = transfers.offloads
+        self._reloads = transfers.reloads
+        self._records: dict[int, StorageRecord] = {}  # by the address of their storage
+        self._saved: list[StorageRecord] = []  # of the step that runs
+        self._saved_before: list[StorageRecord] = []  # of the last finished step
+        self._carried: list[StorageRecord] = []  # of earlier steps, held by graphs when they ended
+        self._overlaps = False  # whether a backward was to come when the last step was ended
+        self._step = 0  # its number
+        self._backwards: dict[int, bool] = {}  # autograd's running graph tasks; see `_note_task`
+        self._ended: set[int] = set()  # graph tasks that have ended, without making a graph
+        self.wanted_again: set[tuple[int | None, int]] = set()
+        transfers.before_tidying(self.note_deaths)
+
+    # ---- forward ------------------------------------------------------------------------------
+
+    def find(self, address: int, version: int) -> StorageRecord | None:
+        """Return a live record of a storage at this version, whatever its form, or None."""
+        if self._died:
+            with self._gate:
+                self.note_deaths()
+        record = self._records.get(address)
+        # Guard same-version: a record is shared only at the same version. A tensor saved again
+        # after a legal in-place change would get its old bytes in backward.
+        return record if record is not None and record.version == version else None
+
+    def find_form(self, first: StorageRecord, form: Hashable) -> StorageRecord | None:
+        """Return a record that has these bytes of a storage, or all, and can be shared here.
+
+        Where a schedule keeps the current layer on the device, a record that has left the device
+        cannot be shared.
+
+        Args:
+            first: the record that `find` returned. Its decision was to offload the storage.
+            form: which bytes of the storage are wanted.
+        """
+        found: StorageRecord | None = first
+        while found is not None and found.form is not None and found.form != form:
+            found = found.sibling
+        if found is not None and self.scopes.here.must_stay and not found.is_on_device:
+            return None
+        return found
+
+    def share(self, record: StorageRecord) -> None:
+        """Count one more handle on a record."""
+        with self._gate:
+            if record.ordinal >= 0:
+                record.forward.note_save(record.ordinal)
+            scope = self.scopes.current  # None if another model shares it at their border
+            layer = record.layer if scope is None else scope.layer
+            if layer is not record.layer and layer not in record.shared:
+                record.shared += (layer,)
+            if record.buffer is not None:
+                record.unread += 1
+            self._count_handle(record, scope)
+
+    def keep(self, address: int, version: int, number: int, size_bytes: int) -> StorageRecord:
+        """Record a storage that stays on the device. Its saved tensors keep it alive.
+
+        Args:
+            address: address of the storage.
+            version: version of the saved tensor.
+            number: number of the storage in its layer's call.
+            size_bytes: size of the storage.
+
+        Returns:
+            The storage's record, with one handle.
+        """
+        with self._gate:
+            self._offloads.retire_finished()
+            scope = self.scopes.here
+            layer, log = scope.layer, scope.forward
+            record = StorageRecord(address, version, layer, number, size_bytes, KEEP, log)
+            self._account.take_kept(size_bytes, record.layer, record)
+            self._register(record, scope)
+            return record
+
+    def leave_out(
+        self, storage: torch.UntypedStorage, version: int, number: int, call: Call
+    ) -> StorageRecord:
+        """Record a storage that is neither kept nor moved, because `call` computes it again.
+
+        Returns:
+            The storage's record, with one handle.
+        """
+        with self._gate:
+            scope, address, size_bytes = self.scopes.here, storage._cdata, storage.nbytes()
+            layer, log = scope.layer, scope.forward
+            record = StorageRecord(address, version, layer, number, size_bytes, REBUILD, log)
+            # Guard rebuilt-identity: the record of a storage that is rebuilt pins the identity of
+            # the storage. A freed GELU output's address comes back at once, for another tensor: it
+            # would be taken for the first.
+            record.pin_identity(storage)
+            record.call = call
+            inputs = (getattr(saved, "record", None) for saved in call.inputs)
+            record.rebuilt_from = tuple(each for each in inputs if isinstance(each, StorageRecord))
+            self._account.meter.rebuilt_bytes += record.size_bytes
+            if self._account.memory is not None:
+                self._account.memory.note_reference(storage)
+            self._register(record, scope)
+            return record
+
+    def offload(
+        self,
+        tensor: torch.Tensor,
+        storage: torch.UntypedStorage,
+        version: int,
+        number: int,
+        *,
+        form: Hashable = None,
+        packs: bool = False,
+        view_size: tuple[int, ...] | None = None,
+    ) -> StorageRecord:
+        """Offload a storage, or a view gathered from it, now or when a schedule says so.
+
+        Args:
+            tensor: the saved tensor.
+            storage: its storage.
+            version: its version.
+            number: number of the storage in its layer's call.
+            form: which bytes of the storage are copied; None means all of them.
+            packs: whether the bytes are packed before the copy if they can be.
+            view_size: the shape of a gathered view; None for a whole storage.
+
+        Returns:
+            The storage's record, with one handle.
+
+        Raises:
+            StoreFullError: the store has no room. The saved tensor was not taken.
+        """
+        with self._gate:
+            scope = self.scopes.here
+            address, layer, log = storage._cdata, scope.layer, scope.forward
+            record = StorageRecord(address, version, layer, number, storage.nbytes(), OFFLOAD, log)
+            record.form, record.view_size = form, view_size
+            record.source = bytes_of(storage, self.empty[torch.uint8])
+            record.home = self._device.compute_stream()
+            # Guard written-before-copy: what no operation of the graph has made is copied only when
+            # the operator that saves it has returned. See [Note: tensors saved before they are
+            # written]: the copy would have the bytes from before the operator wrote them.
+            if tensor.grad_fn is None:
+                record.unwritten = True
+                sequence = _sequence_number()
+                scope.unwritten.append(UnwrittenCopy(sequence, record, tensor, packs, scope.unit))
+            elif packs or view_size is not None or scope.unit is not None:
+                self._begin_copy(record, tensor, packs=packs, unit=scope.unit)
+            else:  # most copies: all that there is to do is this
+                self._offloads.offload(record, retain=False)
+            # Guard offloaded-identity: a record pins the identity of its source. A freed storage's
+            # address comes back at once, for another tensor: it would find the record of the first
+            # and get its bytes.
+            record.pin_identity(storage)
+            record.ordinal = log.add(record)
+            self._register(record, scope)
+            return record
+
+    def begin_copies(self, unwritten: Unwritten) -> None:
+        """Begin the copies that waited for the operator that saved last. It must have returned.
+
+        Raises:
+            StoreFullError: the store has no room. What has no copy stays on the device.
+        """
+        while unwritten:
+            with self._gate:
+                copy = unwritten.pop()
+                record = copy.record
+                if record.state is not DROPPED:
+                    self._begin_copy(record, copy.tensor, packs=copy.packs, unit=copy.unit)
+                    record.unwritten = False
+                    if record.unit is not None and Verb.OFFLOAD in record.unit.done:
+                        self._start_pending(record)
+
+    def _begin_copy(
+        self, record: StorageRecord, tensor: torch.Tensor, *, packs: bool, unit: UnitRecords | None
+    ) -> None:
+        """Begin the copy of a record whose source is the whole storage, or leave it to a schedule.
+
+        Args:
+            record: the record.
+            tensor: the saved tensor.
+            packs: whether the bytes are packed if they can be.
+            unit: the unit of a schedule that saved the tensor; None without a schedule.
+        """
+        scheduled = unit is not None and unit.followed
+        waits = scheduled and unit is not None and not unit.immediate
+        source, packing, view = record.source, None, record.view_size
+        assert source is not None
+        if view is not None or (packs and not waits):
+            current = self._device.compute_stream()
+            if not self._device.note_use(source, record.home, current) and record.unwritten:
+                current.wait(record.home.record())  # it runs behind the operator that saved
+                record.home = current
+            if view is not None:
+                source = gather(tensor, view)
+            else:
+                packing = find_packing(tensor, tensor.untyped_storage())
+        record.unpacked_bytes = source.numel()
+        if packing is not None:
+            source = pack(source, packing)
+            record.packing = packing
+        record.source, record.size_bytes = source, source.numel()
+        if waits:
+            self._offloads.pend(record)
+        else:
+            self._offloads.offload(record, retain=scheduled)
+            self._account.meter.packed_bytes += record.unpacked_bytes - record.size_bytes
+
+    def _register(self, record: StorageRecord, scope: Scope) -> None:
+        """Make a new record known, and count its first handle."""
+        first = self._records.setdefault(record.address, record)
+        if first is not record:
+            same = first.version == record.version and first.forward is record.forward
+            if same and first.decision is record.decision is OFFLOAD:
+                record.sibling, first.sibling = first.sibling, record
+            else:
+                self._records[record.address] = record
+        if self._step != self._account.num_steps:
+            self._note_step()
+        if len(self._saved) < _MOST_LISTED:
+            self._saved.append(record)
+        self._count_handle(record, scope)
+
+    def _count_handle(self, record: StorageRecord, scope: Scope | None) -> None:
+        if scope is not None and scope.unit is not None:
+            self._claim(record, scope.unit)
+        record.saves += 1
+        record.handles += 1
+        self.transfers.live += 1
+
+    def _claim(self, record: StorageRecord, unit: UnitRecords) -> None:
+        """Let a unit of the schedule claim a record, or the records that it is rebuilt from."""
+        if record.call is not None:
+            for saved in record.call.inputs:
+                source = getattr(saved, "record", None)
+                if isinstance(source, StorageRecord):
+                    self._claim(source, unit)
+        elif unit.claim(record) and not record.unwritten:
+            self._start_pending(record)  # the unit that saved it first is in no hurry
+
+    def _start_pending(self, record: StorageRecord) -> None:
+        if record.state is PENDING:
+            try:
+                self._offloads.start(record)
+            except OSError as error:  # no room below: it stays where it is
+                self._offloads.error = error
+
+    # ---- backward -----------------------------------------------------------------------------
+
+    def bring_back(self, hold: RecordHold) -> torch.Tensor:
+        """Return the bytes of a record, ready for the kernels that the calling thread queues next.
+
+        Args:
+            hold: of a saved tensor; the decision for its storage was to offload it.
+
+        Shape:
+            (size_bytes,), uint8.
+        """
+        record = hold.record
+        log = record.forward
+        if record.unwritten:
+            self._begin_copies_of_forward()
+        task = log.task = torch._C._current_graph_task_id()
+        creates_graph = self._backwards.get(task)
+        if creates_graph is None:  # it has just begun
+            creates_graph = self._note_task(log)
+        with self._gate:
+            if self._died:
+                self.note_deaths()
+            log.note_unpack(record.ordinal)
+            flat, event = record.source, None
+            if flat is None:
+                if record.buffer is None:
+                    self._reloads.make_room(record.size_bytes)
+                    self._reloads.begin(record)
+                assert record.buffer is not None
+                flat, event = record.buffer, record.ready
+            if creates_graph:
+                self._note_wanted_again(record)
+            home = record.home
+            if self._offloads.queue:
+                self._offloads.retire_finished()
+            if log.prefetches:
+                self._reloads.prefetch(log)
+            if record.buffer is flat:  # a prefetch may have let go of it
+                record.awaited = True
+                hold.generation = self._reloads.note_read(record, hold.generation)
+        current = self._device.compute_stream()
+        if event is not None:
+            self._wait_for_reload(record, flat, event, current)
+        self._device.note_use(flat, home, current, event)
+        return flat
+
+    def _begin_copies_of_forward(self) -> None:
+        """Begin the copies of the forward that runs, because a backward inside it reads them."""
+        scope = self.scopes.current
+        if scope is not None:
+            self.begin_copies(scope.unwritten)
+
+    def _note_wanted_again(self, record: StorageRecord) -> None:
+        """Note that a backward with ``create_graph=True`` reads a record.
+
+        Its graph holds the buffer, unless the bytes were only copied from it. If the buffer were
+        freed here, its memory would not come back, and the next backward would reload the bytes to
+        other memory beside it.
+        """
+        layer = record.layer
+        self.wanted_again.add((None if layer is None else layer.index, record.number))
+        copied = record.packing is not None or record.view_size is not None
+        record.buffer_stays = record.buffer is not None and not copied
+
+    def _note_task(self, log: ForwardLog) -> bool:
+        """Note that autograd's running graph task reads saved tensors of a forward.
+
+        Returns:
+            Whether this backward makes a graph itself (``create_graph=True``).
+        """
+        task = log.task = torch._C._current_graph_task_id()
+        creates_graph = self._backwards.get(task)
+        if creates_graph is None:
+            if task == -1:  # a saved tensor is looked at outside a backward
+                return False
+            creates_graph = self._backwards[task] = torch.is_grad_enabled()
+            self._account.meter.had_backward = True
+            if self._account.memory is not None:
+                self._account.memory.enter_backward()
+            # The last saved tensors to die die in this backward.
+            end = functools.partial(self._end_backward, task)
+            torch.autograd.Variable._execution_engine.queue_callback(end)
+        return creates_graph
+
+    def _end_backward(self, task: int) -> None:
+        if not self._backwards.pop(task, True):
+            if len(self._ended) >= _MOST_ENDED:
+                self._ended &= {record.forward.task for record in self.alive()}
+            self._ended.add(task)
+        self.transfers.settle()
+
+    def end_step_with_graphs(self) -> None:
+        """End the step, although graphs are alive, if this is where a training step is over.
+
+        Called before a forward, where `Transfers` finds no moment without graphs. See [Note: steps
+        with graphs].
+        """
+        self.transfers.settle()
+        if not self.transfers.live:
+            self._ended.clear()
+            self._overlaps = False
+            return
+        if torch._C._current_graph_task_id() != -1:
+            return
+        with self._gate:
+            alive = self.alive()
+            # The last saves come first: in most loops they tell that a backward is to come.
+            unread = any(record.forward.task not in self._ended for record in reversed(alive))
+            had_backward = self._account.meter.had_backward
+            many = self.scopes.num_forwards >= _MOST_FORWARDS
+            over = (self._overlaps or many) and had_backward
+            over |= many if not alive else not unread  # small tensors tell of no backward
+            if over and self.transfers.finish_step_with_graphs():
+                self._overlaps = unread or not alive
+
+    def _wait_for_reload(
+        self,
+        record: StorageRecord,
+        flat: torch.Tensor,
+        event: AbstractEvent,
+        current: AbstractStream,
+    ) -> None:
+        try:
+            # Guard compute-waits-for-reload: compute waits for the copy up. Backward kernels would
+            # read a buffer that the copy has not filled.
+            self._account.wait(record, event, current, is_reload=True)
+        except BaseException:  # the disk could not be read
+            with self._gate:
+                # Guard failed-reload: a buffer is held while copies of a failed reload are under
+                # way. Part of the bytes could be read and are on their way into the buffer when
+                # backward raises: it would be freed under them.
+                self._reloads.abandoned.append((flat, event))
+            raise
+
+    def note_backward(self, log: ForwardLog) -> None:
+        """Note that backward has begun with kept tensors, and prefetch what it needs next."""
+        self._note_task(log)
+        with self._gate:
+            self.note_deaths()
+            log.note_backward()
+            self._offloads.retire_finished()
+            if log.prefetches:
+                self._reloads.prefetch(log)
+
+    def begin_rebuild(self, record: StorageRecord) -> torch.Tensor | None:
+        """Return the rebuilt value, ready for the kernels that the calling thread queues next.
+
+        Returns:
+            None if there is no value yet. The caller then rebuilds it and calls `end_rebuild`.
+        """
+        self._note_task(record.forward)
+        with self._gate:
+            self.note_deaths()
+            if record.buffer is None:
+                self._reloads.make_room(record.size_bytes)
+                if self._account.recorder is not None:
+                    record.begun = self._account.recorder.mark()
+                return None
+            assert record.ready is not None
+            current = self._device.compute_stream()
+            # Guard rebuilt-elsewhere: compute waits for a value that was rebuilt on another stream.
+            # Kernels of this stream would read memory that those of the other stream, where another
+            # reader has rebuilt it, have not written yet.
+            current.wait(record.ready)
+            self._device.note_use(record.buffer, record.home, current, record.ready)
+            return record.buffer
+
+    def end_rebuild(self, hold: RecordHold, value: torch.Tensor) -> None:
+        """Note that a handle has read a rebuilt value. The value is freed when all have read it.
+
+        Two threads may have rebuilt the value at the same time. Either of the two is right.
+
+        Args:
+            hold: of the saved tensor; the decision for its storage was to rebuild it.
+            value: a tensor with the storage's bytes, written by kernels of the current stream.
+        """
+        record = hold.record
+        with self._gate:
+            if record.buffer is None:
+                home = self._device.compute_stream()
+                record.take_buffer(value, home.record(), home, REBUILT)
+                record.awaited = True  # compute itself writes it
+                self._reloads.hold(record)
+                self._trace_rebuild(record)
+            hold.generation = self._reloads.note_read(record, hold.generation)
+            self._reloads.make_room(0)
+
+    def _trace_rebuild(self, record: StorageRecord) -> None:
+        begun, record.begun = record.begun, None
+        recorder = self._account.recorder
+        if recorder is not None and begun is not None:
+            about = Subject(record.layer, record.microbatch, record.size_bytes)
+            recorder.compute("rebuild", about, begun)
+
+    def peek(self, record: StorageRecord) -> torch.Tensor:
+        """Return the bytes of an offloaded record before backward has begun.
+
+        Shape:
+            (size_bytes,), uint8.
+        """
+        if record.unwritten:
+            self._begin_copies_of_forward()
+        with self._gate:
+            if record.source is not None:
+                return record.source
+            assert record.slot is not None
+            flat, event = self.transfers.store.reload(record.slot)
+        self._wait_for_reload(record, flat, event, self._device.compute_stream())
+        return flat
+
+    # ---- ends ---------------------------------------------------------------------------------
+
+    def note_deaths(self) -> None:
+        """Note which saved tensors have died. Called with the lock held; see [Note: deaths]."""
+        died, awaited = self._died, self.deaths.awaited
+        while died:
+            hold = died.popleft()
+            awaited.discard(hold)
+            if not isinstance(hold, RecordHold):
+                if isinstance(hold, SmallHold):
+                    self.scopes.forget(hold.tally)
+                else:
+                    hold.note_death()
+                continue
+            try:
+                record = hold.record
+            except AttributeError:  # an interrupt came while it was made; see [Note: interrupts]
+                continue
+            self.transfers.live -= 1
+            record.handles -= 1
+            if record.buffer is not None and hold.generation != record.generation:
+                record.unread -= 1
+            if not record.handles:
+                self._drop(record)
+            elif record.is_read():
+                self._reloads.release(record)
+
+    def _drop(self, record: StorageRecord) -> None:
+        """Forget a record that no saved tensor needs any more."""
+        self._unlink(record)
+        if record.buffer is not None:
+            record.buffer_stays = False
+            self._reloads.release(record)
+        if record.unit is not None:
+            record.unit.forget(record)
+        # A source whose copy is under way stays until that is complete: the copy reads it.
+        if record.unwritten:
+            record.source = None
+        elif record.source is not None:
+            self._offloads.stop_retaining(record)
+        if record.expected:
+            self._reloads.expect(record, False)
+        record.move_to(DROPPED)
+        record.release_identity()
+        slot, record.slot = record.slot, None
+        if slot is not None:
+            record.tier = slot.tier
+            self.transfers.store.drop(slot)
+            self._account.stored_bytes[slot.tier] -= record.size_bytes
+        if record.decision is KEEP:
+            self._account.give_kept(record.size_bytes, record.layer, record)
+            self.transfers.store.note_freed(record.size_bytes)
+        elif record.decision is REBUILD:
+            record.call = None  # its inputs are wanted no more, either
+        else:
+            log = record.forward
+            log.remove(record.ordinal)
+            if not log.live:
+                self.scopes.learned = log.learned() or self.scopes.learned
+
+    def _unlink(self, record: StorageRecord) -> None:
+        """Remove a record from those that `find` returns."""
+        first = self._records.get(record.address)
+        if first is record:
+            if record.sibling is None:
+                del self._records[record.address]
+            else:
+                self._records[record.address] = record.sibling
+        else:
+            while first is not None and first.sibling is not record:
+                first = first.sibling
+            if first is not None:
+                first.sibling = record.sibling
+        record.sibling = None
+
+    def saved(self) -> list[StorageRecord]:
+        """Return the records of the last finished step, in the order of their first save."""
+        self._note_step()
+        return self._saved_before
+
+    def alive(self) -> list[StorageRecord]:
+        """Return the records that graphs hold now."""
+        records = (*self._carried, *self._saved_before, *self._saved)
+        return [record for record in records if record.state is not DROPPED]
+
+    def _note_step(self) -> None:
+        """Begin another list of records if a step has ended."""
+        if self._step != self._account.num_steps:
+            self._step = self._account.num_steps
+            older = (*self._carried, *self._saved_before) if self.transfers.live else ()
+            self._carried = [record for record in older if record.state is not DROPPED]
+            self._saved_before, self._saved = self._saved, []
+
+
+# ---- Bounds the bytes in flight pass by pass, as a plan says ----
+#
+# See [Note: windows] in `ebbtide.planning.windows`.
+
+
+class Window(NamedTuple):
+    """What may be in flight in one pass, in bytes.
+
+    Attributes:
+        others_bytes: in a forward, what earlier passes have on its way down when the pass begins;
+            in a backward, what is brought back before it is needed.
+        own_bytes: what the pass itself offloads, or brings back for itself.
+    """
+
+    others_bytes: int
+    own_bytes: int
+
+
+class PassWindows(NamedTuple):
+    """The windows of a step.
+
+    Attributes:
+        forward: of the forward of each layer's call.
+        between: of the work in the forward before the first call, and after each call; None where
+            there is none.
+        loss: of what comes between the model's forward and the backward of its last layer.
+        backward: of the backward of each layer's call.
+    """
+
+    forward: Sequence[Window]
+    between: Sequence[Window | None]
+    loss: Window
+    backward: Sequence[Window]
+
+    def begin_forward(self, activations: Activations) -> None:
+        """Begin the model's forward."""
+        self._begin_between(0, activations)
+
+    def begin_forward_of(self, layer: int, activations: Activations) -> None:
+        """Begin the forward of a layer's call; a model may make more calls than the plan has."""
+        if layer < len(self.forward):
+            _begin_forward(self.forward[layer], activations)
+
+    def end_forward_of(self, layer: int, activations: Activations) -> None:
+        """Begin what comes after it."""
+        self._begin_between(layer + 1, activations)
+
+    def end_forward(self, activations: Activations) -> None:
+        """Begin what comes after the model's forward."""
+        _begin_forward(self.loss, activations)
+        with activations.transfers.gate:
+            activations.transfers.reloads.window(0, 0)
+
+    def begin_backward_of(self, layer: int, activations: Activations, log: ForwardLog) -> None:
+        """Begin the backward of a layer's call.
+
+        Args:
+            layer: number of the call.
+            activations: the model's activations.
+            log: of the forward that the call belongs to.
+        """
+        transfers = activations.transfers
+        if layer >= len(self.backward) or transfers.windows is not self:
+            return  # another plan is followed since the forward
+        window = self.backward[layer]
+        with transfers.gate:
+            transfers.offloads.hold_to(0)
+            transfers.reloads.window(window.others_bytes, window.own_bytes)
+        activations.note_backward(log)
+
+    def _begin_between(self, place: int, activations: Activations) -> None:
+        window = self.between[place] if place < len(self.between) else None
+        if window is not None:
+            _begin_forward(window, activations)
+
+
+def _begin_forward(window: Window, activations: Activations) -> None:
+    offloads = activations.transfers.offloads
+    with activations.transfers.gate:
+        offloads.hold_to(window.others_bytes)
+        offloads.bound_bytes = window.others_bytes + window.own_bytes

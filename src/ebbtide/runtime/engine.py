@@ -1,0 +1,662 @@
+"""Builds the device, store, transfers, activations, weights and hooks of one model."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, Protocol, final
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from ebbtide.devices.accelerator import AcceleratorDevice
+from ebbtide.devices.cpu import CpuDevice
+from ebbtide.devices.device import AbstractDevice, Layer
+from ebbtide.devices.lanes import defer, watch
+from ebbtide.errors import PolicyError
+from ebbtide.observe.inspection import Inspection, inspect
+from ebbtide.observe.memory import MemoryWatch
+from ebbtide.observe.owners import TensorOwners
+from ebbtide.observe.trace import Trace
+from ebbtide.policy import ActivationPolicy, WeightPolicy
+from ebbtide.runtime.activations import Activations, PassWindows
+from ebbtide.runtime.executor import ScheduleExecutor, ScheduleMode
+from ebbtide.runtime.handles import StorageRecord, UnitRecords
+from ebbtide.runtime.layers import LayerModules
+from ebbtide.runtime.parameter_index import ParameterIndex, UnshardedParameters
+from ebbtide.runtime.rebuild import Placement, Plan, PlannedLayers
+from ebbtide.runtime.recompute import (
+    NoRestingWeights,
+    Recomputations,
+    Recomputing,
+    find_recomputing,
+)
+from ebbtide.runtime.record import ForwardLog
+from ebbtide.runtime.saved_tensors import SavedTensorHooks, hooks_are_wanted, let_others_disable
+from ebbtide.runtime.stats import StepStats, Subject, watch_nodes
+from ebbtide.runtime.transfers import Transfers
+from ebbtide.runtime.verification import Verifications
+from ebbtide.schedule import Action, Direction, Schedule, Unit
+from ebbtide.stores.build import build_store, parse_store
+from ebbtide.stores.host_memory import HostLimit, parse_host_budget
+from ebbtide.stores.measured_memory import describe, describe_pages, memory_of
+from ebbtide.units import count, format_size
+from ebbtide.weights.hooks import WeightHooks
+from ebbtide.weights.parameters import DeviceParameter, find_device, home_of
+
+_META = torch.device("meta")
+_WITHOUT_STREAMS = frozenset({"mps"})  # devices on which copies cannot run beside compute
+_INFLIGHT_BYTES = 256 * 2**20
+_CPU_INFLIGHT_BYTES = 64 * 2**20
+_CLOSING_S = 0.05  # between two looks at an engine that graphs still need after `detach`
+
+
+class PassListener(Protocol):
+    """Is notified of the passes of a step, in the order in which the host queues their work."""
+
+    def begin_forward_of(self, layer: Layer, inputs: Any) -> None:
+        """Called when a layer's forward begins with these arguments, in nested containers."""
+
+    def end_forward_of(self, layer: Layer) -> None:
+        """Called when it has ended."""
+
+    def end_forward(self) -> None:
+        """Called when the model's forward has ended."""
+
+    def begin_backward_of(self, layer: int) -> None:
+        """Called when a layer's backward begins, perhaps on a thread of autograd."""
+
+
+class OpenLayer(NamedTuple):
+    """The open layer of a hand-written training loop."""
+
+    layer: Layer
+    microbatch: int
+    unit: UnitRecords
+
+
+@final
+class Engine:
+    """Owns the parts of one offload, and rebuilds them when the model moves to another device.
+
+    Args:
+        modules: modules whose parameters and buffers are not treated as activations; the device of
+            their parameters is the device of the offload.
+        policy: what to offload.
+        store: where offloaded bytes go, as `ebbtide.offload` describes it.
+        device: device to compute on if ``modules`` has no parameters.
+        host_budget: the most host memory to take, as `ebbtide.offload` describes it.
+        traced: whether to record every step.
+        mode: the schedule and how to follow it; None means that storages are offloaded when they
+            are saved.
+        plan: decisions for single storages.
+
+    Attributes:
+        mode: as given.
+        placement: decides whether each storage is kept, offloaded or rebuilt.
+        transfers: copies between the device and the store.
+        activations: the model's activations.
+        executor: executes the schedule; None without a schedule.
+        passes: notified of the passes of each step; None if nobody is.
+        weights: hooks of the offloaded weights; None if no weights are offloaded.
+
+    Raises:
+        PolicyError: the modules, the device and the store do not fit together.
+        ScheduleError: the schedule cannot be run.
+    """
+
+    # Long: it is where a model's parts meet, and each of its methods is short.
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        policy: ActivationPolicy,
+        store: str,
+        device: torch.device | None = None,
+        *,
+        host_budget: int | str | None = None,
+        traced: bool = False,
+        mode: ScheduleMode | None = None,
+        plan: Plan | None = None,
+    ) -> None:
+        let_others_disable()
+        self.mode = mode
+        self.placement = Placement(policy, plan, layers_only=mode is not None)
+        self._modules = [weakref.ref(module) for module in modules]
+        kinds = [type(module).__name__ for module in modules]
+        self._subject = kinds[0] if len(kinds) == 1 else count(len(kinds), "module")
+        self._host_limit = None if host_budget is None else parse_host_budget(host_budget)
+        self._traced = traced
+        self._policy = policy
+        self._store = store
+        self._fallback = device
+        self._microbatch = 0
+        self.weights: WeightHooks | None = None
+        self.passes: PassListener | None = None
+        self._bound_bytes: int | None = None
+        self._windows: PassWindows | None = None
+        self._has_room: Callable[[], bool] | None = None
+        self._verifications = Verifications()
+        self._no_weights = NoRestingWeights()
+        self.placement.refused = self._verifications.refused
+        self._build(find_device(modules) or self._default_device())
+
+    def let_go(self) -> None:
+        """Free what the offload holds of a model that is gone. Graphs keep what they need.
+
+        It may be called in a finalizer, so the store, whose closing can block, is closed later.
+        """
+        # The weights refer to the parameters, and own the memory in which these rest.
+        self.weights = self._hooks.pack_weight = None
+        self._parameters.resting = ()
+        defer(self.close)
+
+    @property
+    def stats(self) -> StepStats:
+        """The statistics of the last finished step."""
+        self._leave_to_parent()
+        self.transfers.settle()
+        return self.transfers.account.stats
+
+    @property
+    def trace(self) -> Trace:
+        """The trace of the last finished step.
+
+        Raises:
+            PolicyError: the engine was made without ``traced=True``.
+        """
+        if not self._traced:
+            raise PolicyError(
+                "no step was recorded, because recording costs time; turn it on with "
+                "ebbtide.offload(model, trace=True)"
+            )
+        self._leave_to_parent()
+        self.transfers.settle()
+        return self.transfers.account.trace
+
+    @property
+    def schedule(self) -> Schedule | None:
+        """The schedule that is followed; None without one."""
+        return None if self.mode is None else self.mode.schedule
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is done on this machine beyond moving bytes, in sentences."""
+        on_host = self.transfers.device.computes_on_host
+        return (describe(), describe_pages()) if on_host else ()
+
+    @property
+    def torch_device(self) -> torch.device:
+        """The device that the model computes on."""
+        return self.transfers.device.torch_device
+
+    def follow(self, layers: PlannedLayers | None, bound_bytes: int | None) -> None:
+        """Follow a plan from the next forward on. Graphs that are alive stay as they are.
+
+        Args:
+            layers: what becomes of each layer and storage; None lets the policy decide.
+            bound_bytes: bound on the bytes in flight in each direction; None leaves it as it is.
+        """
+        self.placement.follow(layers)
+        self._windows = None if layers is None else layers.windows
+        if bound_bytes is not None:
+            self._bound_bytes = bound_bytes
+        self._bound_transfers()
+
+    def _bound_transfers(self) -> None:
+        if self._bound_bytes is not None:
+            self.transfers.bound(self._bound_bytes, self._windows)
+
+    def keep_freed_memory(self, has_room: Callable[[], bool] | None) -> None:
+        """Return freed memory to the system only where it has no room, for a model on a CPU.
+
+        Args:
+            has_room: says whether freed memory may stay. It may be called by any thread. None:
+                freed memory is returned after a fixed number of moved bytes.
+        """
+        self._has_room = has_room
+        for freed in (self.transfers.store.freed, self._recomputations.freed):
+            if freed is not None:
+                freed.has_room = has_room
+
+    @property
+    def policy(self) -> ActivationPolicy:
+        """What to offload."""
+        return self._policy
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The modules whose parameters are not treated as activations, unless they are gone."""
+        return [module for known in self._modules if (module := known()) is not None]
+
+    @property
+    def is_traced(self) -> bool:
+        """Whether each step is recorded."""
+        return self._traced
+
+    @property
+    def num_steps(self) -> int:
+        """Number of finished steps."""
+        return self.transfers.account.num_steps
+
+    @property
+    def had_backward(self) -> bool:
+        """Whether the last step was more than a forward that failed or whose result was dropped."""
+        meter = self.transfers.account.last_meter
+        if meter is not None and meter.had_backward:
+            return True
+        return self._traced and any(event.what == "backward" for event in self.trace.events)
+
+    @property
+    def num_verifying(self) -> int:
+        """Number of layer calls that were verified, in the step that runs or else the last one.
+
+        They were chosen to be recomputed, and were offloaded instead: see
+        [Note: verified recomputation].
+        """
+        return self._recomputations.num_verifying
+
+    @property
+    def refused_layers(self) -> frozenset[str]:
+        """Names of the layers that are not recomputed, because they would not do the same again."""
+        self._verifications.settle()
+        return frozenset(self._verifications.refused)
+
+    def is_in_step(self) -> bool:
+        """Whether the step of the last forward has not ended. To be asked between forwards."""
+        self.activations.end_step_with_graphs()
+        return bool(self.transfers.live) and self.transfers.account.origin is not None
+
+    def record_steps(self, *, traced: bool) -> None:
+        """Record a trace of each step, or of none, from the next step on."""
+        self._traced = traced
+        self.transfers.account.record(traced=traced)
+
+    def describe(self) -> dict[str, str]:
+        """Say in a few words what is offloaded where, and what the last step did. Never waits."""
+        kind, directory = parse_store(self._store)
+        if kind == "auto":
+            kind = "disk" if self.torch_device.type == "cpu" else "host"
+        last = self.transfers.account.last_counts
+        moved = {
+            "kept": last.kept_bytes,
+            "rebuilt": last.rebuilt_bytes,
+            "recomputed": last.recomputed_bytes,
+            "offloaded": last.offloaded_bytes,
+            "of weights reloaded": last.weight_reload_bytes,
+        }
+        done = ", ".join(f"{format_size(size)} {what}" for what, size in moved.items() if size)
+        under_way = self.transfers.live or self.transfers.running
+        return {
+            "model": f"{self._subject} on {self.torch_device}"
+            if self._modules
+            else str(self.torch_device),
+            "store": kind if directory is None else f"{kind}:{directory}",
+            "last step": (done or "nothing offloaded") if last.num_saved else "none yet",
+            "now": "a step is under way" if under_way else "no step is under way",
+        }
+
+    def settings(self) -> dict[str, str]:
+        """Return what the offload was asked for, by the names of the arguments."""
+        settings = {"activations": repr(self._policy), "store": self._store}
+        if self._host_limit is not None:
+            settings["host_budget"] = str(self._host_limit)
+        if self.weights is not None:
+            settings["weights"] = "those of offloaded layers rest on the host"
+        if self.mode is not None:
+            settings["schedule"] = f"of {count(self.mode.schedule.num_layers, 'layer')}"
+        return settings
+
+    def find_record(self, address: int, version: int) -> StorageRecord | None:
+        """Return the live record of a storage at this version; None if autograd has not saved it.
+
+        Args:
+            address: address of the storage.
+            version: version of the tensor.
+        """
+        return self.activations.find(address, version)
+
+    def inspect(self) -> Inspection:
+        """Report each storage's fate in the last step, and what is in flight now."""
+        self._leave_to_parent()
+        weights = None if self.weights is None else self.weights.weights
+        return inspect(self.activations, weights, self._recomputations.calls)
+
+    def hooks(self, *, interrupted: bool = False) -> SavedTensorHooks:
+        """Return the saved-tensor hooks for a forward that begins now.
+
+        If the model has moved to another device, if this process was forked, or if an interrupt may
+        have left the engine's parts in disorder, they are built anew first. Graphs that are alive
+        keep the old ones.
+
+        Args:
+            interrupted: whether an earlier forward could not clean up.
+
+        Raises:
+            ForkedProcessError: this process was forked, and weights are offloaded.
+        """
+        self._leave_to_parent()
+        if interrupted or self.transfers.is_broken:
+            self._build_after_interrupt()
+        if self.weights is not None:
+            return self._hooks  # offloaded parameters are on the host: they do not tell the device
+        first = next((p for module in self.modules for p in module.parameters()), None)
+        # On the meta device nothing is computed, as with `functional_call` and meta parameters.
+        if first is not None and home_of(first) not in (self.torch_device, _META):
+            device = find_device(self.modules)
+            assert device is not None
+            before = self.transfers
+            self._build(device)
+            before.close()
+        return self._hooks
+
+    def _leave_to_parent(self) -> None:
+        """In a forked child, make parts of its own: a store, its threads, and no records."""
+        if self.transfers.gate.is_inherited:
+            if self.weights is not None:
+                self.weights.check_process()
+            self._build(self.torch_device)
+
+    def offload_weights(
+        self, model: nn.Module, layers: LayerModules, policy: WeightPolicy
+    ) -> WeightHooks:
+        """Offload the weights of these layers to the host from now on.
+
+        Raises:
+            PolicyError: the weights cannot be offloaded; nothing has been moved.
+            StoreFullError: the store has no room for the weights; nothing has been moved.
+        """
+        self.weights = weights = WeightHooks(model, layers, policy, self.transfers)
+        self._connect(weights)
+        return weights
+
+    def _connect(self, weights: WeightHooks) -> None:
+        self._hooks.pack_weight = weights.weights.pack
+        self._hooks.plain_types |= {DeviceParameter}
+        self._parameters.resting = weights.parameters
+
+    # ---- called by the hooks on a model's layers ----------------------------------------------
+
+    def begin_forward(self) -> None:
+        """Note that a forward of the model begins.
+
+        Raises:
+            SavedTensorModifiedError: a layer was recomputed on an accelerator in a step before and
+                has given something else.
+        """
+        self._verifications.settle()
+        self._verifications.check_samples(self.transfers.device)
+        if self._windows is not None:
+            self._windows.begin_forward(self.activations)
+        if self.executor is not None:
+            self._microbatch = self.executor.next_microbatch()
+
+    def end_forward(self, num_layers: int | None) -> None:
+        """Note that the forward has ended.
+
+        Args:
+            num_layers: number of layers that it called; None if it was interrupted.
+        """
+        if self.passes is not None:
+            self.passes.end_forward()
+        if self._windows is not None:
+            self._windows.end_forward(self.activations)
+        if num_layers is not None:
+            self.placement.num_calls = num_layers
+        if self.executor is not None:
+            completed = num_layers is not None
+            self.executor.end_microbatch(self._microbatch, completed=completed)
+
+    def begin_layer(self, layer: Layer, inputs: Any) -> None:
+        """Note that a layer's forward begins with these arguments."""
+        self.activations.begin_copies(self.activations.scopes.here.unwritten)
+        if self.passes is not None:
+            self.passes.begin_forward_of(layer, inputs)
+        if self._windows is not None:
+            self._windows.begin_forward_of(layer.index, self.activations)
+        if self.executor is None:
+            self.activations.scopes.begin_layer(layer, offloads=self.placement.offloads(layer))
+        else:
+            unit = Unit(layer.index, self._microbatch)
+            self._begin_layer(layer, *self.executor.begin_unit(unit))
+
+    def find_recomputing(self, find_layer: Callable[[], Layer | None]) -> Recomputing | None:
+        """Say whether the call of a layer that begins now is recomputed; `None` if it is not."""
+        layer = find_layer()
+        if layer is None or not self.placement.recomputes(layer):
+            return None
+        weights = self._no_weights if self.weights is None else self.weights
+        return find_recomputing(layer, self._hooks, self._recomputations, weights)
+
+    def end_layer(self, layer: Layer, output: Any) -> None:
+        """Note that a layer's forward has ended."""
+        scope = self.activations.scopes.end_layer()
+        self.activations.begin_copies(scope.unwritten)
+        log, unit = scope.forward, scope.unit
+        if self.passes is not None:
+            self.passes.end_forward_of(layer)
+        if self._windows is not None:
+            self._windows.end_forward_of(layer.index, self.activations)
+        if self._traced or any(each is not None for each in (unit, self.passes, self._windows)):
+            leaves = tree_leaves(output)
+            outputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+            self._watch_outputs(layer, log.number, unit, outputs)
+            self._watch_windows(layer.index, log, outputs)
+
+    def _begin_layer(self, layer: Layer, unit: UnitRecords, log: ForwardLog) -> None:
+        self.activations.scopes.begin_layer(layer, offloads=unit.leaves, unit=unit, forward=log)
+
+    def _watch_outputs(
+        self,
+        layer: Layer,
+        microbatch: int,
+        unit: UnitRecords | None,
+        outputs: Sequence[torch.Tensor],
+    ) -> None:
+        """Watch for the begin of a layer's backward, which is the backward of its outputs."""
+        executor, recorder, passes = self.executor, self.transfers.account.recorder, self.passes
+        if unit is not None and executor is not None:
+            watch_nodes(outputs, lambda _: executor.begin_backward(unit))
+        if passes is not None:
+            watch_nodes(outputs, lambda _: passes.begin_backward_of(layer.index))
+        if recorder is not None:
+            self.transfers.account.watch_backward(Subject(layer, microbatch), outputs)
+
+    def _watch_windows(self, call: int, log: ForwardLog, outputs: Sequence[torch.Tensor]) -> None:
+        """Watch for it to open the window of the backward; after what measures the backward."""
+        windows, activations = self._windows, self.activations
+        if windows is not None:
+            watch_nodes(outputs, lambda _: windows.begin_backward_of(call, activations, log))
+
+    # ---- called by hand-written training loops ------------------------------------------------
+
+    def open_layer(self, unit: Unit | None, held: Iterable[torch.Tensor] = ()) -> OpenLayer | None:
+        """Begin a block of code that is one layer. Returns None where autograd does not record.
+
+        Args:
+            unit: the layer and microbatch; None means the next forward in the schedule's order.
+            held: tensors that the caller keeps on the device until the layer's backward anyway.
+        """
+        hooks = self.hooks()
+        if not hooks_are_wanted():
+            return None
+        self._scheduled.end_given_up_run()
+        hooks.begin(held)  # first: the step would be over once the last forward is no more to come
+        try:
+            records, log = self._scheduled.begin_unit(unit)
+        except BaseException:
+            hooks.end()
+            raise
+        layer = Layer(records.unit.layer, "")
+        self._begin_layer(layer, records, log)
+        return OpenLayer(layer, log.number, records)
+
+    def close_layer(self, *, interrupted: bool) -> None:
+        """Note that the block has ended, normally or by an exception."""
+        self.activations.scopes.end_layer()
+        self._hooks.end()
+        if interrupted:
+            self.abandon_run()
+
+    def note_outputs(self, layer: OpenLayer, outputs: Sequence[torch.Tensor]) -> None:
+        """Note the tensors that a layer returned."""
+        self._watch_outputs(layer.layer, layer.microbatch, layer.unit, outputs)
+
+    def begin_backward(self, unit: Unit, direction: Direction) -> None:
+        """Note that the backward of a unit of the current run begins."""
+        self._scheduled.begin_backward_of(unit, direction)
+
+    def end_backward(self) -> None:
+        """Note that the last backward to begin has ended; only the trace uses this."""
+        self._scheduled.end_backward()
+
+    def abandon_run(self) -> None:
+        """Stop waiting for the passes that the current run lacks; the next forward begins a run."""
+        self._scheduled.abandon()
+
+    def act(self, action: Action) -> None:
+        """Perform one action on what a unit saved, for a schedule in manual mode.
+
+        Raises:
+            ScheduleError: the action is out of turn.
+        """
+        self._scheduled.act(action)
+
+    def mend(self) -> None:
+        """Put right what an interrupt may have left half done."""
+        if self.transfers.is_broken and not self.transfers.gate.is_inherited:
+            self._build_after_interrupt()
+
+    def close(self) -> None:
+        """Free the store as soon as no graph needs it any more."""
+        self.transfers.close()
+        if not self.transfers.closed:
+            _close_later(weakref.ref(self.transfers))
+
+    def _default_device(self) -> torch.device:
+        if self._fallback is not None:
+            return self._fallback
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        if accelerator is None or accelerator.type in _WITHOUT_STREAMS:
+            return torch.device("cpu")
+        return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+    def _build_after_interrupt(self) -> None:
+        before, device = self.transfers, self.torch_device
+        while self._hooks.pop():  # an interrupted forward has left them behind
+            pass
+        before.device.finish_copies()
+        self._build(device, is_whole=False)
+        if self.weights is not None:
+            self.weights.start_anew(self.transfers)
+            self._connect(self.weights)
+        self.transfers.is_broken = before.is_broken = False
+        # What it counts may be wrong now, so its memory is freed with the last graph that needs it
+        # at the latest.
+        with contextlib.suppress(Exception):
+            before.close()
+
+    @property
+    def _scheduled(self) -> ScheduleExecutor:
+        assert self.executor is not None, "there is no schedule"
+        return self.executor
+
+    def _watch_memory(self, transfers: Transfers) -> MemoryWatch:
+        """Have the memory of each recorded step recorded, too."""
+        device = transfers.device
+        at_rest = functools.partial(_find_at_rest, weakref.ref(self))
+        owners = TensorOwners(self.modules, device.torch_device, at_rest)
+        read = functools.partial(memory_of, device.torch_device) if device.has_memory else None
+        return MemoryWatch(read, owners, transfers.weak_poll())
+
+    def _build(self, torch_device: torch.device, *, is_whole: bool = True) -> None:
+        """Build the parts for a device.
+
+        Args:
+            torch_device: the device.
+            is_whole: whether nothing remains to be done. If something does, or an interrupt comes
+                before all parts are there, the next forward builds them again.
+        """
+        transfers = build_transfers(
+            torch_device,
+            self._store,
+            self._policy,
+            host_limit=self._host_limit,
+            traced=self._traced,
+        )
+        transfers.is_broken = True  # until all parts belong together
+        self.transfers = transfers
+        transfers.account.watch = self._watch_memory(transfers)
+        self._bound_transfers()
+        self.activations = Activations(self.transfers)
+        self._recomputations = Recomputations(self.activations, self._verifications)
+        self.keep_freed_memory(self._has_room)
+        self.executor = None
+        if self.mode is not None:
+            self.executor = ScheduleExecutor(self.mode, self.activations)
+        self._parameters = ParameterIndex(self.modules)
+        unsharded = UnshardedParameters(self.modules)
+        self._hooks = SavedTensorHooks(
+            self.activations, self.placement, self._parameters, unsharded
+        )
+        transfers.is_broken = not is_whole
+
+
+def _find_at_rest(engine: weakref.ref[Engine]) -> frozenset[int]:
+    """Return the parameters whose values rest elsewhere, by `id`."""
+    alive = engine()
+    if alive is None or alive.weights is None:
+        return frozenset()
+    members = alive.weights.weights.parameters.members()
+    return frozenset(id(member.parameter) for _, member in members)
+
+
+def _close_later(transfers: weakref.ref[Transfers]) -> None:
+    """Look from time to time whether the last graph that needs a closed engine has died.
+
+    Nothing else would: no forward or backward of this engine is to come.
+    """
+
+    def look() -> bool:
+        alive = transfers()
+        if alive is None or alive.closed:
+            return False
+        alive.poll()
+        return True
+
+    watch(look, _CLOSING_S, "ebbtide-close")
+
+
+def build_transfers(
+    torch_device: torch.device,
+    store: str,
+    policy: ActivationPolicy,
+    *,
+    host_limit: HostLimit | None = None,
+    traced: bool = False,
+) -> Transfers:
+    """Build the transfers between a device and a store.
+
+    Raises:
+        PolicyError: the store's name is unknown or does not fit the device, a budget is given for a
+            tier that is not used, or copies on the device cannot run beside compute.
+    """
+    if torch_device.type in _WITHOUT_STREAMS:
+        raise PolicyError(
+            f"the model is on {torch_device}, for which torch has only one stream, so copies "
+            f"cannot run beside compute; move the model to the CPU, from where activations and "
+            f'weights can be offloaded to disk: model.to("cpu")'
+        )
+    on_cpu = torch_device.type == "cpu"
+    bound_bytes = _CPU_INFLIGHT_BYTES if on_cpu else _INFLIGHT_BYTES
+    if policy.max_inflight_bytes is not None:
+        bound_bytes = int(policy.max_inflight_bytes)
+    kind, directory = parse_store(store)
+    device: AbstractDevice = CpuDevice() if on_cpu else AcceleratorDevice(torch_device)
+    chosen = build_store(device, kind, directory, *(host_limit or (None, "")))
+    transfers = Transfers(device, chosen, bound_bytes, traced=traced)
+    chosen.on_progress = transfers.weak_poll()
+    return transfers

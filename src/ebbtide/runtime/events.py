@@ -1,0 +1,181 @@
+"""The event type that all recorders of traces share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import final
+
+from ebbtide.units import card, format_size, note, table
+
+LANES = ("compute", "d2h", "h2d", "disk", "cpu_optimizer")
+
+
+@final
+@dataclass(frozen=True)
+class TraceEvent:
+    """One piece of work that a lane did, usually for one layer.
+
+    Attributes:
+        what: type of event: ``"forward"``, ``"backward"``, ``"offload"``, ``"release"``,
+            ``"reload"``, ``"wait"``, ``"rebuild"`` or ``"recompute"``.
+        lane: lane that did the work: ``"compute"``, ``"d2h"``, ``"h2d"``, ``"disk"`` or
+            ``"cpu_optimizer"``.
+        begin_s: begin of the event, in seconds since the step began.
+        end_s: end of the event, in seconds since the step began. A release takes no time.
+        layer: number of the layer in forward order; None if the event belongs to no layer.
+        microbatch: number of the forward within the step that the event belongs to, from 0.
+        name: name of the layer's module, if it has one.
+        size_bytes: number of bytes moved, released or waited for.
+        kind: ``"weights"`` or ``"gradients"`` if the event copies, releases or waits for those;
+            empty otherwise.
+    """
+
+    what: str
+    lane: str
+    begin_s: float
+    end_s: float
+    layer: int | None = None
+    microbatch: int = 0
+    name: str = ""
+    size_bytes: int = 0
+    kind: str = ""
+
+    @property
+    def duration_s(self) -> float:
+        """Duration in seconds."""
+        return self.end_s - self.begin_s
+
+    @property
+    def label(self) -> str:
+        """Text such as ``F3`` or ``B3`` for a pass, and ``offload 3`` for any other event.
+
+        Weights and gradients are named after the group that they move in: ``w3`` or ``g3``.
+        """
+        if self.what in ("forward", "backward"):
+            text = f"{self.what[0].upper()}{self.layer}"
+        else:
+            text = self.what if self.layer is None else f"{self.what} {self.kind[:1]}{self.layer}"
+        return f"{text}.m{self.microbatch}" if self.microbatch else text
+
+
+# ---- What memory held in one step: over time, and at its peak, by owner ----
+
+
+class Owner(Enum):
+    """What the bytes in memory belong to; the value is its name in reports and files.
+
+    The members are in the order in which charts stack them, from the bottom.
+    """
+
+    OTHER = "held before the step"
+    PARAMETERS = "parameters and buffers"
+    OPTIMIZER = "optimizer state"
+    GRADIENTS = "gradients"
+    WEIGHTS = "offloaded weights on the device"
+    INPUTS = "inputs of the forward"
+    OUTPUTS = "outputs of the forward"
+    KEPT = "activations that stay"
+    LEAVING = "activations on their way out"
+    REFERENCED = "offloaded activations that the program still holds"
+    RELOADED = "reloaded activations"
+    REBUILT = "rebuilt activations"
+    RECOMPUTED = "saved by a recomputation"
+    PASSED = "passed between layers, or freed and not returned"
+    RUNNING = "the running operation"
+
+
+@final
+@dataclass(frozen=True)
+class OwnedBytes:
+    """Bytes of one owner, and for activations of one layer.
+
+    Attributes:
+        owner: what the bytes belong to.
+        size_bytes: how many they are.
+        layer: index of the layer in forward order; None if they belong to no single layer.
+        name: name of that layer's module.
+    """
+
+    owner: Owner
+    size_bytes: int
+    layer: int | None = None
+    name: str = ""
+
+
+@final
+@dataclass(frozen=True)
+class MemorySample:
+    """Memory in one phase of a step.
+
+    A phase is a pass of a layer, or what lies between two passes.
+
+    Attributes:
+        phase: such as ``"F3"``, ``"B3"``, ``"forward outside layers"``, ``"loss"`` or
+            ``"optimizer step"``.
+        begin_s: begin of the phase, in seconds since the step began.
+        end_s: its end.
+        owned: bytes of each owner at the peak of the phase. They add up to ``peak_bytes``.
+        peak_bytes: the peak of the phase, as the allocator or the kernel counts it.
+    """
+
+    phase: str
+    begin_s: float
+    end_s: float
+    owned: Mapping[Owner, int]
+    peak_bytes: int
+
+
+@final
+@dataclass(frozen=True)
+class StepMemory:
+    """The memory of one step; it prints as a table.
+
+    Attributes:
+        counted: what was counted, such as ``"resident memory (RSS) of the process"``.
+        samples: the phases of the step in their order.
+        peak: index in ``samples`` of the phase in which memory was highest.
+        peak_owned: what memory held at the peak, by owner and layer, largest first.
+        reserved_peak_bytes: the peak of what nobody else could use. It is more than the peak where
+            an allocator keeps blocks that were freed.
+        counts_freed: whether memory that was freed counts as long as it is not returned to the
+            system, as it does in a process's resident memory.
+    """
+
+    counted: str
+    samples: tuple[MemorySample, ...]
+    peak: int
+    peak_owned: tuple[OwnedBytes, ...]
+    reserved_peak_bytes: int
+    counts_freed: bool = False
+
+    @property
+    def peak_bytes(self) -> int:
+        """The peak of the step."""
+        return self.samples[self.peak].peak_bytes
+
+    @property
+    def peak_phase(self) -> str:
+        """The phase in which memory was highest."""
+        return self.samples[self.peak].phase
+
+    def _repr_html_(self) -> str:
+        sample = self.samples[self.peak]
+        rows = [
+            (format_size(size_bytes), f"{size_bytes / (sample.peak_bytes or 1):.0%}", owner.value)
+            for owner, size_bytes in sample.owned.items()
+        ]
+        heads = ("size", "share", "owner")
+        title = f"The peak is {format_size(sample.peak_bytes)} in {sample.phase}"
+        return card(title, table(heads, rows, numbers=(0, 1)), note(self.counted))
+
+    def __str__(self) -> str:
+        sample = self.samples[self.peak]
+        lines = [f"the peak is {format_size(sample.peak_bytes)} in {sample.phase}; {self.counted}"]
+        for owner in Owner:
+            size_bytes = sample.owned.get(owner, 0)
+            if size_bytes:
+                share = size_bytes / (sample.peak_bytes or 1)
+                lines.append(f"  {format_size(size_bytes):>10} {share:>5.0%}  {owner.value}")
+        return "\n".join(lines)

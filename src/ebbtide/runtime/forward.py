@@ -1,0 +1,547 @@
+"""A replacement for a forward that offloads the activations saved inside it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import sys
+import threading
+import types
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol, final
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from ebbtide.devices.process import call_weakly, visit_frames
+from ebbtide.errors import PolicyError, warn_user
+from ebbtide.runtime.events import Owner
+from ebbtide.runtime.layers import LayerModules, LayerTracker, is_script, register_hooks
+from ebbtide.runtime.module_state import ForwardState
+from ebbtide.runtime.saved_tensors import SavedTensorHooks, hooks_are_wanted
+from ebbtide.runtime.torch_internals import (
+    CompiledCall,
+    HookedLayer,
+    ModuleHook,
+    WrappedForward,
+    hold_forward,
+    itself,
+    pass_for,
+    skip_in_compiler,
+)
+from ebbtide.units import brief
+from ebbtide.weights.hooks import WeightHooks
+
+_LATER = types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType
+_call_numbers = itertools.count()
+
+
+class FindHooks(Protocol):
+    """Returns the saved-tensor hooks for a forward that begins now."""
+
+    def __call__(self, *, interrupted: bool) -> SavedTensorHooks: ...
+
+
+@final
+class OffloadedForward:
+    """Calls `forward` with the saved-tensor hooks active, and removes them however the call ends.
+
+    `inspect.signature` shows the signature of the wrapped forward. A copy of this object
+    (`copy.deepcopy` of the model, an EMA, a pickle) is the plain forward of the copied module.
+
+    Args:
+        forward: the callable to wrap.
+        hooks: returns the saved-tensor hooks for a call that begins now. Its argument says whether
+            an earlier call was interrupted in such a way that it could not clean up.
+        tracker: numbers the layers; None for a callable without layers.
+        weights: hooks of the offloaded weights; None if no weights are offloaded.
+
+    Attributes:
+        was_bypass_interrupted: whether the last bypassed forward could not clean up; None where no
+            forward can be bypassed.
+        prepare: called with the arguments of each forward that autograd records, before it begins;
+            returns whether the forward is to be repeated if it runs out of memory. None where
+            nothing is to be prepared.
+        was_prepared: whether it has been called.
+        needs_less: asked after a forward that ran out of memory: whether the next one would need
+            less. None where it would not.
+        num_unrecorded: number of calls in which autograd did not record, or other code decided what
+            becomes of saved tensors.
+        handle: the `OffloadHandle`; set only by `wrap_forward_with_offload`.
+        kept: the wrapped forward as long as its module is not known to own this object; None if the
+            module owns it. See [Note: what a model owns].
+        replaced: the module's own attribute ``forward`` before this object; None if it had none.
+    """
+
+    # Long: it must pass for a bound method, to Python, to torch, and to other code that wraps it.
+
+    handle: Any
+    __wrapped__ = WrappedForward()
+
+    def __init__(
+        self,
+        forward: Callable[..., Any],
+        hooks: FindHooks,
+        tracker: LayerTracker | None,
+        weights: WeightHooks | None = None,
+    ) -> None:
+        self._weights = weights
+        pass_for(self, forward)
+        self._find_forward = hold_forward(forward)
+        self.kept: Callable[..., Any] | None = None
+        self.replaced: Any = None
+        self._hooks = hooks
+        self._tracker = tracker
+        self._active = True
+        self._calls: dict[int, int] = {}  # the calls that run, and the thread of each
+        self._interrupted = False
+        self.was_bypass_interrupted: Callable[[], bool] | None = None
+        self.prepare: Callable[[tuple[Any, ...], dict[str, Any]], bool] | None = None
+        self.was_prepared = False
+        self.needs_less: Callable[[], bool] | None = None
+        self._state: ForwardState | None = None
+        self.num_unrecorded = 0
+        self._has_warned = False
+
+    @property
+    def _forward(self) -> Callable[..., Any]:
+        """The wrapped forward.
+
+        Raises:
+            PolicyError: its module is gone.
+        """
+        forward = self._find_forward()
+        if forward is None:
+            raise PolicyError(
+                "the model of this offloaded forward is gone: keep a reference to the model, and "
+                "not only to its forward"
+            )
+        return forward
+
+    @property
+    def _owner(self) -> Any:
+        """What the wrapped forward is bound to; this object if it is not bound, or that is gone."""
+        return getattr(self._find_forward(), "__self__", self)
+
+    @property
+    def replaced_by(self) -> str:
+        """What has taken this forward's place in its module; empty if nothing has."""
+        present = getattr(self._owner, "forward", self)
+        if present is self or not isinstance(self._owner, nn.Module):
+            return ""
+        name = getattr(present, "__qualname__", type(present).__name__)
+        return f"{name} of {getattr(present, '__module__', 'an unknown module')}"
+
+    def deactivate(self) -> None:
+        """Make every later call a plain call of the wrapped forward."""
+        self._active = False
+
+    def let_go(self) -> None:
+        """Let go of what the offload holds for a model that is gone."""
+        self._weights = self.prepare = self.needs_less = None
+
+    @property
+    def __code__(self) -> types.CodeType:
+        """The code of the wrapped forward; `torch.export` notes in which file it is."""
+        return self._function.__code__  # type: ignore[no-any-return]
+
+    @property
+    def __func__(self) -> OffloadedForward:
+        """What to call with the model as the first argument, as of a bound method.
+
+        Accelerate wraps this and binds the result to the model. Without it, a deep copy of the
+        model would share the wrapper, and train the original.
+        """
+        return self
+
+    @property
+    def __globals__(self) -> dict[str, Any]:
+        """The globals of the wrapped forward, in which its annotations are resolved.
+
+        Raises:
+            PolicyError: `torch.jit.script` asks, which compiles the source code of functions.
+        """
+        if sys._getframe(1).f_globals.get("__name__") == "torch._jit_internal":
+            raise PolicyError(
+                "torch.jit.script cannot compile an offloaded model; call detach() on the "
+                "offload's handle first, or use torch.compile or torch.export"
+            )
+        return self._function.__globals__  # type: ignore[no-any-return]
+
+    @property
+    def _function(self) -> Any:
+        return getattr(self._forward, "__func__", self._forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        owner = self._owner
+        # Accelerate binds what it finds in `model.forward` to the model again.
+        if args and type(args[0]) is type(owner) and isinstance(args[0], nn.Module):
+            if args[0] is not owner:
+                return self._function(*args, **kwargs)  # it is bound to a copy of the model
+            args = args[1:]
+        if self.kept is not None and vars(owner).get("forward") is self:
+            self.kept = None
+        if not self._active:
+            return self._forward(*args, **kwargs)
+        if torch.compiler.is_exporting():
+            if self._weights is not None:
+                self._weights.refuse_transforms()
+            return self._forward(*args, **kwargs)
+        while True:
+            try:
+                return self._call(*args, **kwargs)
+            except torch.OutOfMemoryError:
+                state = self._state
+                if state is None or not self._can_repeat(state):
+                    raise
+            finally:
+                self._state = None
+            state.put_back()  # only here does the error hold no tensors any more
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        # An interrupt can come between any two of these lines: see [Note: interrupts].
+        call = next(_call_numbers)
+        self._calls[call] = threading.get_ident()
+        weights = hooks = None
+        depth, completed = 0, False
+        try:
+            self._mend(num_beginning=1)
+            weights = self._begin_weights()
+            hooks = self._find_hooks()
+            if hooks is None:
+                self.num_unrecorded += 1
+            else:
+                self._prepare(args, kwargs)
+                depth = len(hooks.running)
+                self._begin(hooks)
+                hooks.note_values(Owner.INPUTS, (args, kwargs))
+            result = self._forward(*args, **kwargs)
+            completed = not isinstance(result, _LATER)
+            if hooks is not None:
+                hooks.note_values(Owner.OUTPUTS, result)
+                if not completed:
+                    self._warn_of_later()
+        finally:
+            if hooks is not None:
+                self._end(hooks, depth, completed)
+            if weights is not None:
+                self._end_weights(weights)
+            # Last: a call that has ended and is still here was cut short.
+            self._calls.pop(call, None)
+        return result
+
+    def _warn_of_later(self) -> None:
+        """Say once that the forward has not run when its call returns."""
+        if not self._has_warned:
+            self._has_warned = True
+            warn_user(
+                "forward-yields",
+                "the model's forward is a generator or a coroutine, which runs when its call has "
+                "returned: only its layers are offloaded, each as a forward of its own. To offload "
+                "all of it, put what it does into a forward that returns its result",
+            )
+
+    def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._state = None
+        if self.prepare is None or len(self._calls) > 1:
+            return
+        self.was_prepared = True
+        may_repeat = self.prepare(args, kwargs)
+        if may_repeat and isinstance(self._owner, nn.Module):
+            self._state = ForwardState(self._owner, args, kwargs)
+
+    def _can_repeat(self, state: ForwardState) -> bool:
+        """Whether a forward that ran out of memory is to be repeated.
+
+        Args:
+            state: what it began with.
+        """
+        if self._calls or self.needs_less is None:  # in another forward of the model, which fails
+            return False
+        return state.can_be_put_back() and self.needs_less()
+
+    def _begin_weights(self) -> WeightHooks | None:
+        """Begin a forward with offloaded weights; None if there are none."""
+        weights = self._weights
+        return weights if weights is not None and weights.begin_forward() else None
+
+    def _end_weights(self, weights: WeightHooks) -> None:
+        weights.end_forward()
+
+    def _find_hooks(self) -> SavedTensorHooks | None:
+        """Return the hooks for a forward that begins now; None where nothing is to be hooked."""
+        return self._hooks(interrupted=False) if hooks_are_wanted(self) else None
+
+    def _mend(self, num_beginning: int = 0) -> None:
+        """Have the engine put right what an interrupt has left of an earlier forward.
+
+        Args:
+            num_beginning: how many calls of this thread are about to begin.
+        """
+        if self._count_calls_here() > num_beginning:
+            self._note_interrupted()
+        if self.was_bypass_interrupted is not None and self.was_bypass_interrupted():
+            self._interrupted = True
+        if self._interrupted or self._weights is not None:
+            self._hooks(interrupted=self._interrupted)
+            self._interrupted = False
+
+    def begin_bypassed(self, first: int, *, interrupted: bool) -> Callable[[], None]:
+        """Begin a forward of a part of the model; see [Note: bypassed forwards].
+
+        Args:
+            first: number of its first layer.
+            interrupted: whether the last one could not clean up.
+
+        Returns:
+            What ends it.
+        """
+        self._interrupted |= interrupted
+        with contextlib.ExitStack() as stack:
+            if self._active:
+                self._mend()
+                if self._weights is not None:
+                    stack.enter_context(self._weights.in_forward())
+            hooks = self._find_hooks() if self._active else None
+            if hooks is not None:
+                stack.callback(self._end, hooks, len(hooks.running), False)
+                self._begin(hooks, first)
+            return stack.pop_all().close
+
+    def _begin(self, hooks: SavedTensorHooks, first: int = 0) -> None:
+        hooks.begin()
+        if self._tracker is not None:
+            self._tracker.begin_forward(first)
+
+    def _end(self, hooks: SavedTensorHooks, depth: int, completed: bool) -> None:
+        while len(hooks.running) > depth:
+            hooks.end()
+        if self._tracker is not None:
+            self._tracker.end_forward(completed=completed)
+
+    def is_running(self) -> bool:
+        """Whether a forward of the model runs now on this thread, with or without grad mode."""
+        if self._count_calls_here():
+            self._note_interrupted()
+        return bool(self._count_calls_here())
+
+    def _note_interrupted(self) -> None:
+        """Note whether a call has ended without its clean-up, because an interrupt came into it."""
+        begun = list(self._calls)  # before the look at the stacks: other threads begin calls
+        running = _running_calls()
+        for call in begun:
+            if call not in running and self._calls.pop(call, None) is not None:
+                self._interrupted = True
+
+    def _count_calls_here(self) -> int:
+        here = threading.get_ident()
+        return list(self._calls.values()).count(here)
+
+    def __repr__(self) -> str:
+        name = getattr(self._forward, "__qualname__", None) or type(self._forward).__name__
+        return brief("OffloadedForward", [name, "active" if self._active else "detached"])
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
+        copied = memo.get(id(getattr(self._forward, "__self__", None)))
+        if isinstance(copied, nn.Module):
+            # Not that of its class: other code may have bound a function of its own to the model.
+            return types.MethodType(self._function, copied)
+        return self._forward
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        owner = getattr(self._forward, "__self__", None)
+        if isinstance(owner, nn.Module):
+            return getattr, (owner, "forward")  # its class's own, which needs no ebbtide to read
+        return itself, (self._forward,)
+
+
+def _running_calls() -> set[int]:
+    """Return the numbers of the calls that are on the stack of any thread."""
+    found = set()
+
+    def look(frame: types.FrameType) -> None:
+        if frame.f_code is OffloadedForward._call.__code__ and "call" in frame.f_locals:
+            found.add(frame.f_locals["call"])
+
+    visit_frames(look)
+    return found
+
+
+# The compiler would break the graph at the hooks. It skips them, and compiles `forward` as a whole.
+for _name in ("_forward", "_owner"):
+    skip_in_compiler(vars(OffloadedForward)[_name].fget)
+skip_in_compiler(OffloadedForward.__call__, with_callees=False)
+skip_in_compiler(OffloadedForward._call, with_callees=False)
+skip_in_compiler(OffloadedForward._mend)
+skip_in_compiler(OffloadedForward._begin_weights)
+skip_in_compiler(OffloadedForward._end_weights)
+skip_in_compiler(OffloadedForward._find_hooks)
+skip_in_compiler(OffloadedForward._prepare)
+skip_in_compiler(OffloadedForward._begin)
+skip_in_compiler(OffloadedForward._end)
+skip_in_compiler(ModuleHook.__call__)
+
+
+# ---- Begins a forward where code calls a part of a model without going through `model.forward`
+
+
+@final
+class _BypassedForward(threading.local):
+    """The bypassed forward that runs on one thread.
+
+    Attributes:
+        last: the module whose call it is; None if none runs.
+        end: ends it.
+    """
+
+    def __init__(self) -> None:
+        self.last: weakref.ref[nn.Module] | None = None
+        self.end = contextlib.ExitStack()
+
+    @property
+    def opened(self) -> nn.Module | None:
+        """The module whose call it is; None if none runs."""
+        return None if self.last is None else self.last()
+
+
+@final
+class BypassHooks:
+    """Hooks on the modules that code calls when it bypasses the forward of a model.
+
+    [Note: bypassed forwards] A trainer may put a function of its own in the place of
+    `model.forward`, and a training step may call `self.net(x)` and never the model. So the model,
+    its children, its layers and all modules around these have hooks. The first of them to be called
+    while no forward runs begins a forward, which ends with that module.
+
+    Args:
+        model: the model.
+        layers: its layers.
+        forward: the model's offloaded forward.
+        tracker: numbers the layers.
+        follows_schedule: whether a schedule is followed. It counts the layers of whole forwards, so
+            a layer that is called by itself begins none.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: LayerModules,
+        forward: OffloadedForward,
+        tracker: LayerTracker,
+        *,
+        follows_schedule: bool,
+    ) -> None:
+        self._forward = forward
+        self._tracker = tracker
+        self._numbers = {id(module): number for number, module in enumerate(layers.modules)}
+        self._running = _BypassedForward()
+        self._hooked = tracker.others
+        for module in _openers(model, layers.names):
+            if follows_schedule and id(module) in self._numbers:
+                continue
+            known, is_model = weakref.ref(module), module is model
+            begin = functools.partial(call_weakly(self._begin_call), known, is_model)
+            end = functools.partial(call_weakly(self._end_call), known)
+            register = functools.partial(call_weakly(self._register), known, is_model)
+            self._hooked.append(HookedLayer(None, "", module, register, begin, end, None))
+
+    def _register(
+        self, known: weakref.ref[nn.Module], is_model: bool, module: nn.Module
+    ) -> list[RemovableHandle]:
+        # The modules own this object by these hooks, so that it lives without `model.forward`.
+        begin = functools.partial(self._begin_call, known, is_model)
+        return register_hooks(begin, functools.partial(self._end_call, known), module)
+
+    def detach(self) -> None:
+        """Remove the hooks."""
+        self._forward.was_bypass_interrupted = None
+        while self._hooked:
+            self._hooked.pop().remove()
+
+    def _begin_call(self, known: weakref.ref[nn.Module], is_model: bool, _: Any) -> None:
+        module = known()
+        assert module is not None, "it is called"
+        if is_model and module.__dict__.get("forward") is self._forward:
+            return  # it is not bypassed
+        again = module is self._running.opened and self.was_interrupted()
+        if not again and (self._tracker.is_active or torch._C._current_graph_task_id() != -1):
+            return  # it belongs to the forward that runs, or recomputes a checkpointed part
+        if not again and self._forward.is_running():
+            return  # that forward runs without grad mode
+        end = self._forward.begin_bypassed(self._numbers.get(id(module), 0), interrupted=again)
+        self._running.last = known
+        self._running.end.callback(end)
+
+    def was_interrupted(self) -> bool:
+        """Whether the last bypassed forward ended without its clean-up; it is forgotten then.
+
+        torch calls no hooks after Ctrl-C.
+        """
+        opened = self._running.opened
+        # A call whose hooks are only about to run is another one.
+        if opened is None or _count_calls(opened) > _is_beginning(opened):
+            return False
+        self._running.last = None
+        self._running.end.pop_all()
+        return True
+
+    def _end_call(self, known: weakref.ref[nn.Module], _: Any) -> None:
+        module, running = known(), self._running
+        if module is not None and module is running.opened and _count_calls(module) < 2:
+            running.last = None
+            running.end.close()
+            self._warn_of_no_plan()
+
+    def _warn_of_no_plan(self) -> None:
+        """Warn once if there is a budget or a plan, and every forward so far was bypassed."""
+        forward = self._forward
+        if forward.prepare is None or forward.was_prepared or not torch.is_grad_enabled():
+            return
+        forward.was_prepared = True
+        warn_user(
+            "budget-bypassed",
+            "the budget is not followed, because a part of the model is called and not the model "
+            "itself; everything is recomputed and offloaded. Offload the part that is called: "
+            "ebbtide.offload(model.net, budget=...)",
+            UserWarning,
+        )
+
+
+def _openers(model: nn.Module, layers: Iterable[str]) -> list[nn.Module]:
+    """Return the model, its children, its layers, and the modules that contain layers.
+
+    Script modules allow no hooks, so a training loop that calls one by itself goes unnoticed.
+    """
+    names = {"", *(name for name, _ in model.named_children())}
+    for layer in layers:
+        parts = layer.split(".")
+        names.update(".".join(parts[:length]) for length in range(1, len(parts) + 1))
+    found = {id(module): module for name, module in model.named_modules() if name in names}
+    return [module for module in found.values() if not is_script(module)]
+
+
+def _is_beginning(module: nn.Module) -> bool:
+    """Whether the innermost call of a module on this thread's stack is that of a module's hook."""
+    frame: types.FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not nn.Module._call_impl.__code__:
+        if frame.f_code is BypassHooks._begin_call.__code__:
+            return frame.f_locals.get("module") is module
+        frame = frame.f_back
+    return False
+
+
+def _count_calls(module: nn.Module) -> int:
+    """Count the calls of a module that are on the stack of the calling thread."""
+    count = 0
+    frame: types.FrameType | None = sys._getframe()
+    while frame is not None:
+        code = frame.f_code
+        if code is nn.Module._call_impl.__code__:
+            count += frame.f_locals["self"] is module
+        elif code is CompiledCall.__call__.__code__:
+            count += frame.f_locals["self"] is module._compiled_call_impl
+        frame = frame.f_back
+    return count

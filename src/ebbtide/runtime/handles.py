@@ -1,0 +1,690 @@
+"""Packs tensors without loss before their offload: masks to bits, indices to a narrower type.
+
+A packing is named by a type: `torch.bool` means that each byte of a mask becomes one bit, and an
+integer type is the narrower type that 8-byte integers are converted to.
+"""
+
+from __future__ import annotations
+
+import weakref
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, NamedTuple, NoReturn, final
+
+import torch
+from torch import Tensor
+
+from ebbtide.devices.device import AbstractEvent, Layer
+from ebbtide.errors import SavedTensorModifiedError
+from ebbtide.runtime.record import (
+    DROPPED,
+    KEPT,
+    PENDING,
+    REBUILDABLE,
+    REBUILT,
+    Constants,
+    ForwardLog,
+    KernelSettings,
+    RebuildRecipe,
+    Record,
+    State,
+    in_force,
+    kernel_settings,
+)
+from ebbtide.schedule import Unit, Verb
+
+PACKED = frozenset({torch.bool, torch.int64})
+"""The types of tensors that can be packed."""
+
+_BITS = 8
+_NARROW = (torch.uint8, torch.int16, torch.int32)
+
+
+def find_packing(tensor: Tensor, storage: torch.UntypedStorage) -> torch.dtype | None:
+    """Return a packing for the whole storage of a tensor; None if it should not be packed.
+
+    A mask is packed on any device. Indices are packed only on a CPU: their packing depends on their
+    values, and the host would have to wait for an accelerator to read them.
+
+    Args:
+        tensor: the saved tensor.
+        storage: its storage.
+    """
+    whole = tensor if tensor._base is None else tensor._base
+    if whole.dtype is not tensor.dtype or whole.nbytes != storage.nbytes():
+        return None
+    if tensor.dtype is torch.bool:
+        return torch.bool
+    if tensor.dtype is torch.int64 and tensor.device.type == "cpu":
+        numbers = torch.empty(0, dtype=torch.int64, device=storage.device).set_(storage)
+        least, most = numbers.aminmax()
+        for dtype in _NARROW:
+            limits = torch.iinfo(dtype)
+            if limits.min <= int(least) and int(most) <= limits.max:
+                return dtype
+    return None
+
+
+def bytes_of(storage: torch.UntypedStorage, no_bytes: Tensor) -> Tensor:
+    """Return a storage's bytes as a tensor, which keeps the storage alive.
+
+    Args:
+        storage: any storage.
+        no_bytes: an empty uint8 tensor on the storage's device.
+
+    Shape:
+        (size_bytes,), uint8.
+    """
+    return no_bytes.new(storage)  # the fastest way, and the oldest
+
+
+def gather(tensor: Tensor, size: tuple[int, ...]) -> Tensor:
+    """Return a view's elements, packed, as bytes. The handle keeps the conj and neg bits."""
+    plain = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    plain.set_(tensor.untyped_storage(), tensor.storage_offset(), size, tensor.stride())
+    packed = plain.clone(memory_format=torch.contiguous_format)
+    return packed.view(-1).view(torch.uint8)
+
+
+def pack(flat: Tensor, packing: torch.dtype) -> Tensor:
+    """Pack the bytes of a storage.
+
+    Shape:
+        flat: (size_bytes,), uint8.
+        Returns: (packed_bytes,), uint8.
+    """
+    if packing is not torch.bool:
+        return flat.view(torch.int64).to(packing).view(torch.uint8)
+    rest = -flat.numel() % _BITS
+    if rest:
+        flat = torch.cat([flat, flat.new_zeros(rest)])
+    return (flat.ne(0).view(-1, _BITS) * _weights(flat)).sum(1, dtype=torch.uint8)
+
+
+def unpack(packed: Tensor, packing: torch.dtype, size_bytes: int) -> Tensor:
+    """Return the bytes of a storage as they were before `pack`.
+
+    Shape:
+        packed: (packed_bytes,), uint8.
+        Returns: (size_bytes,), uint8.
+    """
+    if packing is not torch.bool:
+        return packed.view(packing).to(torch.int64).view(torch.uint8)[:size_bytes]
+    bits = (packed.unsqueeze(1) & _weights(packed)).ne(0)
+    return bits.view(-1)[:size_bytes].view(torch.uint8)
+
+
+def _weights(like: Tensor) -> Tensor:
+    return torch.tensor([1 << bit for bit in range(_BITS)], dtype=torch.uint8, device=like.device)
+
+
+# ---- Handles: what the pack hook leaves in autograd's graph and the unpack hook turns into tensors
+
+
+class AbstractSaved(ABC):
+    """Stands for one saved tensor in a graph and dies with the graph."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def restore(self) -> Tensor:
+        """Return the tensor as it was saved, with its strides, storage offset, conj and neg bits.
+
+        Raises:
+            SavedTensorModifiedError: the tensor was modified in place since it was saved.
+        """
+
+
+class Hold(weakref.ref[Any]):
+    """What one object in a graph holds. It is there to be noted after the object has died.
+
+    [Note: deaths] When the object dies, the interpreter itself appends its hold to a queue. No
+    Python code runs for that: an interrupt that is raised in a finalizer is lost, and so would be
+    the finalizer's work. `Transfers.settle` and whoever next moves bytes look into the queue.
+
+    Args:
+        owner: the object.
+        died: the `append` of the queue.
+    """
+
+    __slots__ = ()
+    # By identity. A weak reference takes the hash of its object, and has none if an interrupt came
+    # between its making and the first question for it, and the object has died of that.
+    __hash__ = object.__hash__
+    __eq__ = object.__eq__
+
+    def note_death(self) -> None:
+        """Note that the object has died. Called with the lock held."""
+
+
+@final
+class Deaths:
+    """The holds of the objects in the graphs of one model.
+
+    Attributes:
+        queue: holds of objects that have died and have not been noted yet.
+        awaited: holds of all other objects. If only the object referred to its hold, the garbage
+            collector would free both without a word, as with the frames of an exception.
+    """
+
+    def __init__(self) -> None:
+        self.queue: deque[Hold] = deque()
+        self.awaited: set[Hold] = set()
+
+
+@final
+class SmallHold(Hold):
+    """The small tensors of a forward.
+
+    Attributes:
+        tally: what they are.
+    """
+
+    __slots__ = ("tally",)
+    tally: SmallTally
+
+
+@final
+@dataclass
+class SmallTally:
+    """The small tensors that one forward left on the device.
+
+    Attributes:
+        pointers: addresses of the memory that was counted. Handles keep that memory alive.
+        size_bytes: size of that memory.
+    """
+
+    pointers: set[int] = field(default_factory=set)
+    size_bytes: int = 0
+
+
+@final
+class SmallTensors:
+    """Counts the small tensors that one forward left on the device.
+
+    There are thousands of them, so they are not counted down one by one. Each of their handles
+    refers to this object. It dies with the last handle, and then all of them are counted down at
+    once. Until then all of them count as held.
+
+    Args:
+        deaths: where the death of the last handle is noted.
+
+    Attributes:
+        tally: what is counted.
+    """
+
+    __slots__ = ("__weakref__", "tally")
+
+    def __init__(self, deaths: Deaths) -> None:
+        self.tally = SmallTally()
+        hold = SmallHold(self, deaths.queue.append)
+        hold.tally = self.tally
+        deaths.awaited.add(hold)
+
+
+PassedTensor = tuple[Tensor, int, SmallTensors | None]
+"""A tensor that is passed through: the tensor, detached, its version, and the counter if small.
+
+It is a plain tuple because most saved tensors are small and a tuple is cheapest to make. A tensor
+that an operation made is detached, because it refers to the graph that holds it, and would leak. A
+leaf of the graph is held itself, as autograd holds it: `leaf.data = ...` is seen.
+"""
+
+Saved = AbstractSaved | PassedTensor
+
+
+def pass_through(tensor: Tensor) -> PassedTensor:
+    """Leave a tensor where it is because it is no activation of this device."""
+    if tensor.grad_fn is None and type(tensor) in _PLAIN:
+        return tensor, tensor._version, None
+    return tensor.detach(), tensor._version, None
+
+
+def restore(saved: Saved) -> Tensor:
+    """The unpack hook.
+
+    Raises:
+        SavedTensorModifiedError: the tensor was modified in place since it was saved.
+    """
+    if type(saved) is not tuple:
+        return saved.restore()  # type: ignore[union-attr]
+    tensor, version, _ = saved
+    if tensor._version != version:
+        raise_modified(tensor, version, tensor.shape)
+    return tensor
+
+
+@final
+class EmptyTensors(dict[torch.dtype, Tensor]):
+    """An empty tensor of each type on one device, made when it is first looked up.
+
+    Args:
+        device: the device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+
+    def __missing__(self, dtype: torch.dtype) -> Tensor:
+        empty = self[dtype] = torch.empty(0, dtype=dtype, device=self._device)
+        return empty
+
+
+def are_hooked() -> bool:
+    """Whether autograd keeps no saved tensor itself now: ebbtide or a checkpoint replaces it."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    enabled: bool = torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
+    if hooks is None or not enabled:
+        return False
+    return hooks[1] is restore or is_of_checkpoint(hooks[0])
+
+
+def is_of_checkpoint(pack: Any) -> bool:
+    """Whether a pack hook belongs to a checkpoint, the user's or that of a recomputed layer."""
+    return pack.__module__ == "torch.utils.checkpoint" or is_of_recomputed(pack)
+
+
+def is_of_recomputed(pack: Any) -> bool:
+    """Whether a pack hook belongs to the checkpoint of a recomputed layer."""
+    return bool(pack.__module__ == "ebbtide.runtime.recompute")
+
+
+class AbstractAway(AbstractSaved):
+    """Stands for a plain tensor and has everything but its bytes.
+
+    Args:
+        tensor: the tensor that was saved.
+        version: the tensor's version when it was saved.
+        empty: empty tensors on the tensor's device.
+
+    Attributes:
+        version: as given.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_conj",
+        "_dtype",
+        "_neg",
+        "_offset",
+        "_probe",
+        "_size",
+        "_stride",
+        "version",
+    )
+
+    def __init__(self, tensor: Tensor, version: int, empty: EmptyTensors) -> None:
+        dtype = self._dtype = tensor.dtype
+        self._size = tensor.shape
+        self._stride = tensor.stride()
+        self._offset = tensor.storage_offset()
+        self._conj = tensor.is_conj()
+        self._neg = tensor.is_neg()
+        self.version = version
+        # Shares the version counter and, emptied, not the memory: modifications made after the
+        # bytes have left are seen as native autograd sees them.
+        probe = self._probe = tensor.detach()
+        probe.data = empty[dtype]
+
+    @property
+    def shape(self) -> tuple[object, ...]:
+        """Shape, strides, type and device of the tensor, for comparisons."""
+        return self._size, self._stride, self._dtype, self._probe.device
+
+    @abstractmethod
+    def share(self) -> AbstractAway:
+        """Return one more handle on the same tensor."""
+
+    @abstractmethod
+    def peek(self) -> Tensor:
+        """Return the tensor during forward, before backward has come to it."""
+
+    def is_modified(self) -> bool:
+        """Whether the tensor was changed in place after it was saved."""
+        # Guard in-place-changes: in-place changes are seen after the bytes have left. Hooks switch
+        # autograd's own check off: a modified saved tensor would give wrong gradients without a
+        # word.
+        return self._probe._version != self.version
+
+    def _raise_modified(self) -> NoReturn:
+        raise_modified(self._probe, self.version, self._size)
+
+    def _tensor_in(self, storage: torch.UntypedStorage) -> Tensor:
+        values = self._probe.data  # an empty tensor, whose storage may be set
+        values.set_(storage, self._offset, self._size, self._stride)
+        # Guard one-version: what backward is given has the version of what was saved. A custom
+        # backward may change it in place: all other saved tensors that share the memory, and the
+        # next backward of a retained graph, would get the changed values without a word.
+        tensor = self._probe.detach()
+        tensor.data = values
+        if self._conj:
+            tensor = tensor.conj()
+        return torch._neg_view(tensor) if self._neg else tensor
+
+
+def raise_modified(tensor: Tensor, version: int, shape: torch.Size) -> NoReturn:
+    """Raise the error that autograd itself would raise.
+
+    Raises:
+        SavedTensorModifiedError: always.
+    """
+    raise SavedTensorModifiedError(
+        f"a tensor of shape {tuple(shape)} and type {tensor.dtype} that autograd saved at version "
+        f"{version} is at version {tensor._version} when backward needs it: something modified it "
+        f"in place. Find the operation with torch.autograd.set_detect_anomaly(True), or clone the "
+        f"tensor before it"
+    )
+
+
+_PLAIN = frozenset({Tensor, torch.nn.Parameter})
+
+
+# ---- The records of activations: one for every storage that autograd saves in a step ----
+
+
+class Decision(Enum):
+    """Whether a storage is kept, offloaded or rebuilt, decided once when it is first saved."""
+
+    KEEP = "keep"
+    OFFLOAD = "offload"
+    REBUILD = "rebuild"
+
+    state: State  # the first state of a record with this decision
+
+
+KEEP, OFFLOAD, REBUILD = Decision
+KEEP.state, OFFLOAD.state, REBUILD.state = KEPT, PENDING, REBUILDABLE
+
+
+class Call(NamedTuple):
+    """One operation of the forward, ready to run again.
+
+    Attributes:
+        recipe: the recipe of the operation.
+        inputs: saved handles of the operation's input tensors.
+        constants: the operation's other arguments.
+        dtype: type of the output.
+        depth: number of operations in a row to run if inputs are rebuilt too, this one included.
+        settings: what the operation's kernels depended on beside their arguments.
+    """
+
+    recipe: RebuildRecipe
+    inputs: Sequence[Saved]
+    constants: Constants
+    dtype: torch.dtype
+    depth: int
+    settings: KernelSettings
+
+    def run(self, inputs: Sequence[Tensor]) -> Tensor:
+        """Compute the output again. Its kernels are queued on the current stream."""
+        settings = self.settings
+        if settings is None or settings == kernel_settings():
+            return self._run(inputs)
+        with in_force(settings):
+            return self._run(inputs)
+
+    def _run(self, inputs: Sequence[Tensor]) -> Tensor:
+        with torch.no_grad(), torch.autocast(inputs[0].device.type, enabled=False):
+            return self.recipe.rebuild(inputs, self.constants, self.dtype)
+
+
+@final
+class StorageRecord(Record):
+    """One storage, or one view gathered from it, that autograd saved.
+
+    All saved tensors that alias the storage at the same version share the record, which is dropped
+    with the last of them. `layer` and `number` identify the storage in every step of the same
+    model.
+
+    Args:
+        address: address of the storage.
+        version: version counter of the saved tensors that share this record.
+        layer: the layer that saved the storage first; None outside layers.
+        number: number of the storage among those that the layer's call saved first, from 0. Views
+            gathered from one storage all have the number of that storage.
+        size_bytes: size of the storage, or of the gathered view.
+        decision: whether the storage is kept, offloaded or rebuilt.
+        forward: the log of the forward that saved it first.
+
+    Attributes:
+        address: as given; valid while `identity` exists or the bytes are KEPT.
+        version: as given.
+        number: as given.
+        decision: as given.
+        forward: as given.
+        unpacked_bytes: size of the storage or view; `size_bytes` is smaller if it is packed.
+        identity: torch's weak reference to the source storage. While it exists, no other storage
+            can have the same address, so a lookup by address finds this storage or nothing.
+        form: which bytes of the storage the record holds: None for all of them, else a key that
+            identifies a gathered view.
+        sibling: another record of the same storage, with another form.
+        view_size: the shape of a gathered view; None for a whole storage.
+        ordinal: number of the record in `forward`; -1 if it is not offloaded.
+        packing: packing of the source, slot and buffer; see `ebbtide.runtime.handles`. None if
+            they are not packed.
+        call: the operation that rebuilds the storage; None unless the decision is to rebuild it.
+        rebuilt_from: the records of the call's inputs, which are known when the call is gone, too.
+        begun: event before the rebuild on the compute stream; set only if steps are traced.
+        tier: tier that the bytes were offloaded to; empty if they were not.
+        unit: records of the schedule's unit with which this record moves; None if there is none.
+        unwritten: whether the operator that saved the storage may still write it, so that its copy
+            has not begun.
+        shared: layers other than `layer` that also saved the storage.
+        saves: number of saved tensors that ever shared the record; `handles` counts the live ones.
+    """
+
+    __slots__ = (
+        "address",
+        "begun",
+        "call",
+        "decision",
+        "form",
+        "forward",
+        "identity",
+        "number",
+        "ordinal",
+        "packing",
+        "rebuilt_from",
+        "saves",
+        "shared",
+        "sibling",
+        "tier",
+        "unit",
+        "unpacked_bytes",
+        "unwritten",
+        "version",
+        "view_size",
+    )
+
+    def __init__(
+        self,
+        address: int,
+        version: int,
+        layer: Layer | None,
+        number: int,
+        size_bytes: int,
+        decision: Decision,
+        forward: ForwardLog,
+    ) -> None:
+        # Not by `super()`, which takes longer: a step makes thousands of records.
+        Record.__init__(self, layer, forward.number, size_bytes, decision.state)
+        self.address = address
+        self.version = version
+        self.number = number
+        self.unpacked_bytes = size_bytes
+        self.decision = decision
+        self.forward = forward
+        self.identity: Any = None
+        self.form: Hashable = None
+        self.sibling: StorageRecord | None = None
+        self.view_size: tuple[int, ...] | None = None
+        self.ordinal = -1
+        self.packing: torch.dtype | None = None
+        self.call: Call | None = None
+        self.rebuilt_from: tuple[StorageRecord, ...] = ()
+        self.begun: AbstractEvent | None = None
+        self.unit: UnitRecords | None = None
+        self.tier = ""
+        self.unwritten = False
+        self.shared: tuple[Layer | None, ...] = ()
+        self.saves = 0
+
+    @property
+    def source_address(self) -> int | None:
+        return self.address if self.form is None and self.packing is None else None
+
+    def find_storage(self) -> torch.UntypedStorage | None:
+        if self.identity is None:
+            return None
+        return torch.UntypedStorage._new_with_weak_ptr(self.identity)
+
+    @property
+    def is_on_device(self) -> bool:
+        """Whether the bytes are on the device without a buffer, in their original memory."""
+        return self.source is not None or self.state is KEPT
+
+    def pin_identity(self, storage: torch.UntypedStorage) -> None:
+        """Keep the storage's address from being reused until `release_identity`."""
+        self.identity = storage._weak_ref()
+
+    def release_identity(self) -> None:
+        """Let the storage's address be reused; the record can no longer be looked up by it."""
+        if self.identity is not None:
+            torch.UntypedStorage._free_weak_ref(self.identity)  # type: ignore[no-untyped-call]
+            self.identity = None
+
+    def unpack(self, flat: Tensor) -> Tensor:
+        """Return the bytes of the storage or view, given the record's bytes, which may be packed.
+
+        Shape:
+            flat: (size_bytes,), uint8.
+            Returns: (unpacked_bytes,), uint8.
+        """
+        return flat if self.packing is None else unpack(flat, self.packing, self.unpacked_bytes)
+
+    def note_stored(self) -> None:
+        if self.forward.in_backward:
+            self.forward.note_stored(self.ordinal)
+
+    def precedes(self, other: Record) -> bool:
+        log = self.forward
+        if not isinstance(other, StorageRecord) or log is not other.forward:
+            return False
+        return log.next_use(self.ordinal) < log.next_use(other.ordinal)
+
+    def check(self) -> None:
+        super().check()
+        rebuilds = self.state in (REBUILDABLE, REBUILT)
+        assert rebuilds == (self.call is not None), f"{self.state.name} with call {self.call}"
+        assert self.state is DROPPED or self.handles > 0, "a record without a handle"
+        assert 0 <= self.unread <= self.handles, "more readers than handles"
+        moves = self.decision is OFFLOAD
+        assert moves == (self.ordinal >= 0), "only what moves has an ordinal"
+
+
+@final
+class RecordHold(Hold):
+    """The hold of a saved tensor on a record.
+
+    Attributes:
+        record: the record, which counts this saved tensor among its handles.
+        generation: generation of the record's buffer that the saved tensor read last; 0 for none.
+    """
+
+    __slots__ = ("generation", "record")
+    generation: int
+    record: StorageRecord
+
+
+@final
+class UnitRecords:
+    """The records that move with one unit of a schedule, which is one layer in one microbatch.
+
+    A record that several units save moves with the unit whose backward comes first. It stays on the
+    device if the schedule keeps one of these units there.
+
+    Args:
+        unit: the unit.
+        use: place in the order of the schedule at which the unit's backward begins.
+        run: the schedule run that the unit belongs to; it is only compared by identity.
+        leaves: whether the schedule offloads the unit.
+        immediate: whether the copy of a storage starts when it is saved; otherwise it starts at the
+            unit's offload action.
+
+    Attributes:
+        unit: as given.
+        use: as given.
+        run: as given.
+        leaves: as given.
+        immediate: as given.
+        followed: whether the schedule decides when the records move; False once the run has
+            departed from its schedule.
+        done: actions already performed on the unit.
+        records: its live records, in the order of their first save.
+    """
+
+    def __init__(self, unit: Unit, use: int, run: object, *, leaves: bool, immediate: bool) -> None:
+        self.unit = unit
+        self.use = use
+        self.run = run
+        self.leaves = leaves
+        self.immediate = immediate
+        self.followed = True
+        self.done: set[Verb] = {Verb.OFFLOAD} if leaves and immediate else set()
+        self.records: dict[StorageRecord, None] = {}
+
+    def claim(self, record: StorageRecord) -> bool:
+        """Take over a record that the unit saves, unless another unit has the better claim.
+
+        Returns:
+            Whether to start the record's copy now, because it is pending and this unit's offload
+            has been started already.
+        """
+        if not self._has_claim(record):
+            return False
+        if record.unit is not None:
+            del record.unit.records[record]
+        record.unit = self
+        self.records[record] = None
+        return record.state is PENDING and Verb.OFFLOAD in self.done
+
+    def _has_claim(self, record: StorageRecord) -> bool:
+        unit = record.unit
+        if not self.followed or unit is self or record.decision is KEEP:
+            return False
+        if unit is None:
+            return True
+        first = self.use < unit.use if self.leaves else record.source is not None
+        return unit.leaves and unit.run is self.run and first
+
+    def forget(self, record: StorageRecord) -> None:
+        """Remove a record that nothing can read any more."""
+        del self.records[record]
+        record.unit = None
+
+
+class UnwrittenCopy(NamedTuple):
+    """A copy that begins once the operator that saved the tensor has returned.
+
+    Attributes:
+        sequence: autograd's sequence number when the tensor was saved. Each operator that autograd
+            records takes one before it saves anything.
+        record: the record of the tensor's storage.
+        tensor: the tensor. It refers to no graph.
+        packs: whether the bytes are packed if they can be.
+        unit: records of the unit of a schedule that saved it; None without a schedule.
+    """
+
+    sequence: int
+    record: StorageRecord
+    tensor: Tensor
+    packs: bool
+    unit: UnitRecords | None
+
+
+Unwritten = list[UnwrittenCopy]
+"""The copies of one forward that have not begun, all for the operator that saved last."""

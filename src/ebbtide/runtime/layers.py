@@ -1,0 +1,867 @@
+"""Finds the modules that are a model's layers, and numbers their calls in each forward."""
+
+from __future__ import annotations
+
+import difflib
+import enum
+import fnmatch
+import functools
+import inspect
+import sys
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol, final
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.utils.hooks import RemovableHandle
+
+from ebbtide.devices.device import Layer
+from ebbtide.devices.process import call_weakly
+from ebbtide.errors import PolicyError, warn_user
+from ebbtide.policy import ActivationPolicy, check_layers, refuse
+from ebbtide.runtime.torch_internals import HookedLayer, ModuleHook, Replacement, compiler_is_loaded
+from ebbtide.units import few
+
+
+@final
+class LayerModules:
+    """The modules whose calls count as a model's layers.
+
+    Attributes:
+        names: qualified name of each module, in the order of `modules`.
+        modules: the modules.
+        num_calls: number of layers in one forward, if the structure of the model tells; None if
+            only running the model would tell.
+    """
+
+    def __init__(
+        self, named: Iterable[tuple[str, nn.Module]], num_calls: int | None = None
+    ) -> None:
+        pairs = list(named)
+        self.names = [name for name, _ in pairs]
+        self.modules = [module for _, module in pairs]
+        self.num_calls = num_calls
+
+
+def lists_by_index(module: nn.Module) -> dict[str, nn.ModuleList]:
+    """Return the lists of which a module called once per index uses one element in each call."""
+    if not _is_called_by_index(module):
+        return {}
+    lists = {n: c for n, c in module.named_children() if isinstance(c, nn.ModuleList) and len(c)}
+    lengths = Counter(len(child) for child in lists.values())
+    if not lengths:
+        return {}
+    length = max(lengths.items(), key=lambda item: item[1])[0]
+    return {name: child for name, child in lists.items() if len(child) == length}
+
+
+def count_calls_by_index(module: nn.Module) -> int:
+    """Return how often a module is called in a forward if each call takes one element of its lists.
+
+    0 means that it is not called by index, or holds no two lists of one length.
+    """
+    lists = lists_by_index(module)
+    return len(next(iter(lists.values()))) if len(lists) > 1 else 0
+
+
+def _is_called_by_index(module: nn.Module) -> bool:
+    try:
+        parameters = inspect.signature(module.forward).parameters
+    except (TypeError, ValueError):
+        return False
+    return any(name in ("index", "idx") or name.endswith("_idx") for name in parameters)
+
+
+def is_script(module: nn.Module) -> bool:
+    """Whether a module was made by `torch.jit`, which allows no hooks on it, nor inside of it."""
+    return isinstance(module, torch.jit.ScriptModule)
+
+
+def class_of(module: nn.Module) -> type[nn.Module]:
+    """Return the class of a module as the model defines it.
+
+    FSDP2's `fully_shard` changes the class of a module to one that derives from `FSDPModule` and
+    from the module's own class. `torch.compile(module)` returns a module around it. Modules that
+    are neither sharded nor compiled still count as equal to it.
+    """
+    if is_script(module):
+        return type(module)
+    kind = type(module._modules.get("_orig_mod") or module)
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is not None and fsdp.FSDPModule in kind.__bases__:
+        return kind.__bases__[-1]
+    return kind
+
+
+def match_layers(model: nn.Module, layers: Sequence[nn.Module | str]) -> LayerModules:
+    """Find the modules that a user named, directly or by patterns such as ``"blocks.*.mlp"``.
+
+    Raises:
+        PolicyError: a pattern matches nothing, or a module is not part of the model.
+    """
+    check_layers(layers)
+    names = {
+        name: module for name, module in model.named_modules() if name and not is_script(module)
+    }
+    chosen: dict[str, nn.Module] = {}
+    for layer in layers:
+        if isinstance(layer, str):
+            matched = [name for name in names if _matches(name, layer)]
+            if not matched:
+                close = difflib.get_close_matches(layer, names, n=5, cutoff=0.3)
+                raise PolicyError(
+                    f"layers: no module is called {layer!r}; the model has, among others, "
+                    f"{', '.join(close or list(names)[:5])}"
+                )
+        else:
+            matched = [name for name, module in names.items() if module is layer]
+            if not matched:
+                if not isinstance(layer, nn.Module):
+                    refuse("each of layers", "a module of the model or a pattern", layer)
+                if is_script(layer):
+                    raise PolicyError(
+                        "layers: a script module was given, which can have no hooks; name the "
+                        "module that calls it"
+                    )
+                raise PolicyError(
+                    f"layers: a {type(layer).__name__} was given that is no submodule of the model"
+                )
+        chosen.update((name, names[name]) for name in matched)
+    in_model_order = [(name, module) for name, module in names.items() if name in chosen]
+    return LayerModules(in_model_order)
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Match a name part by part, so that ``"blocks.*"`` does not match ``blocks.0.mlp``."""
+    parts, patterns = name.split("."), pattern.split(".")
+    return len(parts) == len(patterns) and all(map(fnmatch.fnmatchcase, parts, patterns))
+
+
+def warn_of_one_region(*, recomputes: bool = False) -> None:
+    """Warn of a model compiled as one region, whose backward first unpacks all its tensors."""
+    if recomputes:
+        warn_user(
+            "compiled-whole",
+            "the whole model is compiled as one region, in which no layer is recomputed. Compile "
+            "its layers one by one instead, and offload the model that holds them",
+        )
+        return
+    warn_user(
+        "compiled-whole",
+        "the whole model is compiled as one region, whose backward needs all its saved tensors "
+        "at once: offloading saves memory in forward only, not at the peak. Compile its "
+        "layers one by one instead, and offload the model that holds them",
+    )
+
+
+class LayerListener(Protocol):
+    """Is notified when forwards and layers begin and end."""
+
+    def begin_forward(self) -> None:
+        """Called when a forward of the model begins."""
+
+    def end_forward(self, num_layers: int | None) -> None:
+        """Called when it has ended after ``num_layers`` layers, or None if it was interrupted."""
+
+    def begin_layer(self, layer: Layer, inputs: Any) -> None:
+        """Called when a layer's forward begins with these arguments, in nested containers."""
+
+    def end_layer(self, layer: Layer, output: Any) -> None:
+        """Called when a layer's forward has returned ``output``, which is None if it raised."""
+
+
+class ReplaceForward(Protocol):
+    """Makes the replacement of a layer's forward."""
+
+    def __call__(
+        self, find_layer: Callable[[], Layer | None], module: nn.Module, forward: Any
+    ) -> Replacement:
+        """Make it.
+
+        Args:
+            find_layer: returns the call of the layer that has just begun; None where the call is
+                not counted.
+            module: the module.
+            forward: its forward.
+        """
+
+
+@final
+class _RunningForward(threading.local):
+    """The forward that runs on one thread, or the last one.
+
+    Attributes:
+        active: whether it runs.
+        num_calls: number of layers that it has called.
+        called: the name of each of them.
+        open: those that run now, innermost last.
+        entered: the last one whose replaced forward was called.
+    """
+
+    active = False
+    num_calls = 0
+    entered: Layer | None = None
+
+    def __init__(self) -> None:
+        self.called: list[str] = []
+        self.open: list[Layer] = []
+
+
+@final
+class LayerTracker:
+    """Numbers the layers of each forward.
+
+    Args:
+        layers: the modules whose calls are layers.
+        wanted: number of layers that the policy offloads; None if the policy does not count layers.
+        listener: notified when forwards and layers begin and end.
+        replace: replaces the layers' forwards; None if they stay as they are.
+
+    Attributes:
+        warned: whether the user knows that the model is compiled as one region.
+        others: hooked modules that are no layers, and that follow what is compiled like layers.
+    """
+
+    # Long: it is notified, and tells others, of all that happens to a layer.
+
+    def __init__(
+        self,
+        layers: LayerModules,
+        wanted: int | None,
+        listener: LayerListener,
+        replace: ReplaceForward | None = None,
+    ) -> None:
+        self._replace = replace
+        self._modules = [weakref.ref(module) for module in layers.modules]
+        self._names = list(layers.names)
+        self._wanted = wanted or 0
+        self._listener = listener
+        self._num_calls = layers.num_calls
+        self._running = _RunningForward()
+        self._hooked: list[HookedLayer] = []
+        self.others: list[HookedLayer] = []
+        self.warned = False
+        self._is_short = False  # whether the user knows that a forward has fewer layers than wanted
+        self._order: list[str] = []  # and of the last one that was completed
+        self._lost: dict[str, bool] = {}  # layers that are not recomputed; whether the user knows
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The layers' modules, in the order in which the last whole forward first called them.
+
+        Before the first one: in model order. Modules that it did not call come last.
+        """
+        return tuple(dict.fromkeys([*self._order, *self._names]))
+
+    def attach(self, model: nn.Module) -> None:
+        """Hook the layers of a model, until `detach`."""
+        parents = {
+            (id(child), name): parent
+            for prefix, parent in model.named_modules()
+            for key, child in parent.named_children()
+            for name in (f"{prefix}.{key}" if prefix else key,)
+        }
+        # This object owns the `HookedLayer`s, and so they refer to it weakly.
+        end = call_weakly(self._end_layer)
+        for name, known in zip(self._names, self._modules, strict=True):
+            module = known()
+            assert module is not None, "it is a part of the model"
+            begin = functools.partial(call_weakly(self._begin_layer), name)
+            parent = parents.get((id(module), name))
+            register = functools.partial(register_hooks, begin, end)
+            key = name.rpartition(".")[2]
+            replace = None
+            if self._replace is not None:
+                replace = functools.partial(self._replace, call_weakly(self._find_begun))
+            self._hooked.append(HookedLayer(parent, key, module, register, begin, end, replace))
+
+    def detach(self) -> None:
+        while self._hooked:
+            self._hooked.pop().remove()
+
+    @property
+    def is_active(self) -> bool:
+        """Whether a forward runs on the calling thread."""
+        return self._running.active
+
+    def begin_forward(self, first: int = 0) -> None:
+        """Begin a forward.
+
+        Args:
+            first: number of its first layer.
+        """
+        running = self._running
+        running.num_calls, running.called, running.active = first, [], True
+        running.open.clear()
+        if compiler_is_loaded():
+            for layer in (*self._hooked, *self.others):
+                layer.follow()
+        self._listener.begin_forward()
+
+    def end_forward(self, *, completed: bool) -> None:
+        """Report the forward's number of layers, so that the next one knows which come last."""
+        running = self._running
+        running.active, num_calls = False, running.num_calls
+        self._listener.end_forward(num_calls if completed else None)
+        self._warn_of_lost_forwards()
+        if not completed or _in_backward():  # a recomputation, whose layers are not counted
+            return
+        self._order = running.called
+        if not num_calls and self._hooked and compiler_is_loaded() and not self.warned:
+            self.warned = True
+            warn_of_one_region(recomputes=self._replace is not None)
+        wanted = self._wanted
+        if wanted > num_calls and self._num_calls != num_calls and not self._is_short:
+            self._is_short = True
+            warn_user(
+                "fewer-layers",
+                f"num_layers={wanted}, but this forward called only {num_calls} layers "
+                f"({', '.join(self._names[:3])}, ...); all of them are offloaded. Name the "
+                f"layers with layers=..., or ask for fewer",
+                UserWarning,
+            )
+        self._num_calls = num_calls
+
+    def _begin_layer(self, name: str, inputs: Any) -> None:
+        if self._counts():
+            running = self._running
+            layer = Layer(running.num_calls, name)
+            running.open.append(layer)
+            running.called.append(name)
+            running.num_calls += 1
+            self._listener.begin_layer(layer, inputs)
+
+    def _end_layer(self, values: Any) -> None:
+        running = self._running
+        if self._counts() and running.open:
+            output = values[-1]
+            layer = running.open.pop()
+            self._listener.end_layer(layer, output)
+            if self._replace is not None and output is not None and running.entered != layer:
+                self._lost.setdefault(layer.name, False)
+
+    def _find_begun(self) -> Layer | None:
+        """Return the layer whose forward is called now; None if the call is not counted."""
+        running = self._running
+        running = self._running
+        if not self._counts() or not running.open:
+            return None
+        running.entered = running.open[-1]
+        return running.entered
+
+    def _warn_of_lost_forwards(self) -> None:
+        """Warn of the layers that were not recomputed in this forward and were in all others."""
+        names = [name for name in self._lost if not self._lost[name]]
+        self._lost.update(dict.fromkeys(names, True))
+        if names:
+            warn_user(
+                "forward-replaced",
+                f"layers that are not recomputed: {few(names)}. Other code has replaced or "
+                f"compiled their forward after ebbtide.offload; call ebbtide.offload after that "
+                f"code",
+            )
+
+    def _counts(self) -> bool:
+        """Whether this call belongs to the forward, rather than recomputing a checkpointed layer.
+
+        A recomputation runs inside a backward, even if that backward runs inside the forward.
+        """
+        return self._running.active and not _in_backward()
+
+
+def register_hooks(
+    begin: Callable[[Any], None], end: Callable[[Any], None], module: nn.Module
+) -> list[RemovableHandle]:
+    """Register hooks of a module that are called before its other hooks, and after its forward."""
+    return [
+        module.register_forward_pre_hook(ModuleHook(module, begin), prepend=True, with_kwargs=True),
+        module.register_forward_hook(ModuleHook(module, end), always_call=True),
+    ]
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+# ---- Finds the blocks of a model: the modules whose calls count as its layers by default ----
+
+_FAMILY: Final = 3  # attributes of one class, such as down1, down2, down3, that make a family
+_BODY: Final = 0.25  # share of a module's parameters, outside its blocks, that families must have
+_ENOUGH: Final = 0.1  # share of all candidates' parameters that blocks, or simpler modules, need
+_TINY: Final = 0.01  # share of the blocks' parameters below which a class of blocks is ignored
+
+_Named = tuple[str, nn.Module]
+
+
+def find_layers(model: nn.Module) -> LayerModules:
+    """Find the blocks of a model that a user would name.
+
+    [Note: Which modules are layers]
+    The search goes down from the model and stops at blocks, so that no layer is inside another.
+
+    - The elements of `nn.ModuleList` and `nn.Sequential` are blocks, in all lists of the model: an
+      encoder's and a decoder's, and the four stages of a ResNet.
+    - An element that does nothing but run a list of blocks of one class is a stage, as in Swin; its
+      blocks count instead. An element that holds lists of different classes side by side is a block
+      (a UNet's cross-attention block holds ResNet blocks and transformers, and calls them in turn).
+      So is an element that chooses among experts.
+    - A module whose forward takes an index and that holds several lists of one length (neuralop's
+      `FNOBlocks`) is a block, and each call of it is a layer.
+    - Attributes of one class, such as a U-Net's ``down1``, ``down2`` and ``down3``, are blocks if
+      they make up a good part of the module that has them. So are those defined between them.
+    - A module beside the blocks that is made of the same parts, such as a UNet's ``mid_block``, is
+      a block.
+
+    A model without such blocks has the elements of its lists of simpler modules, such as linear
+    maps, as its layers.
+
+    Returns:
+        The blocks in the order in which the model defines them; empty if it has none.
+    """
+    return _Search(model).run()
+
+
+class _Kind(enum.IntEnum):
+    """What a module is made of, counted in modules that hold a weight of two dimensions or more."""
+
+    EMPTY = 0
+    """None: an activation function, a norm."""
+    LEAF = 1
+    """It holds one itself, and has none inside: a linear map, a convolution, an LSTM."""
+    UNIT = 2
+    """One inside: a convolution with its norm and its activation function."""
+    BLOCK = 3
+    """Several: a residual block, a transformer layer."""
+
+
+@final
+class _Anatomy:
+    """Tells what the modules of a model are made of."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model  # keeps the modules alive, so that `_counts` can be by id
+        self._counts: dict[int, int] = {}
+        self._in_lists = Counter(
+            class_of(element)
+            for each in model.modules()
+            if _is_list(each)
+            for _, element in _entries("", each)
+            if self.kind(element) is _Kind.BLOCK
+        )
+
+    def kind(self, module: nn.Module) -> _Kind:
+        count = self._count_matrices(module)
+        if count > 1:
+            return _Kind.BLOCK
+        inside = any(self._count_matrices(child) for child in module.children())
+        return (_Kind.UNIT if inside else _Kind.LEAF) if count else _Kind.EMPTY
+
+    def recurs(self, block: nn.Module) -> bool:
+        """Whether lists of the model hold several blocks of this class."""
+        return class_of(block) is not nn.Sequential and self._in_lists[class_of(block)] > 1
+
+    def parts(self, module: nn.Module) -> dict[type, _Kind]:
+        """Return the classes of the blocks and weights that a module consists of, with its own."""
+        kinds = {class_of(each): self.kind(each) for each in module.modules() if not _is_list(each)}
+        return {each: kind for each, kind in kinds.items() if kind in (_Kind.LEAF, _Kind.BLOCK)}
+
+    def is_like(self, module: nn.Module, blocks: Iterable[nn.Module]) -> bool:
+        """Whether a module beside some blocks is made of the same parts as one of them."""
+        if self.kind(module) is not _Kind.BLOCK:
+            return False
+        one_of_each = {class_of(block): block for block in blocks}
+        parts = self.parts(module)
+        if class_of(module) in one_of_each or parts.keys() & one_of_each.keys():
+            return class_of(module) in one_of_each  # or else the blocks are inside of it
+        for kind, block in one_of_each.items():
+            needed = {part: of for part, of in self.parts(block).items() if part is not kind}
+            if _Kind.BLOCK in needed.values() and needed.keys() <= parts.keys():
+                return True
+        return False
+
+    def is_stage(self, element: nn.Module) -> bool:
+        """Whether an element of a list does nothing but run blocks of its own, of one class."""
+        if count_calls_by_index(element):
+            return False
+        if class_of(element).forward is nn.Sequential.forward:
+            return bool(self._repeated([element])) or any(map(self.recurs, element.children()))
+        children = _entries("", element)
+        lists = [(name, child) for name, child in children if _is_list(child)]
+        if _is_list(element):
+            lists, children = [("", element)], []
+        if any(_is_choice(name, each, element) for name, each in lists):
+            return False
+        repeated = self._repeated([each for _, each in lists])
+        others = [child for _, child in children if not _is_list(child)]
+        others += [inner for _, each in lists for inner in each.children()]
+        return len(repeated) == 1 and all(
+            class_of(other) in repeated or self.kind(other) is not _Kind.BLOCK for other in others
+        )
+
+    def holds_blocks_only(self, element: nn.Module) -> bool:
+        kinds = {self.kind(child) for child in element.children()} - {_Kind.EMPTY}
+        return class_of(element) is nn.Sequential and kinds == {_Kind.BLOCK}
+
+    def _repeated(self, lists: Iterable[nn.Module]) -> set[type]:
+        """Return the classes of which one list holds several blocks."""
+        counts = [
+            Counter(class_of(child) for child in each.children() if self.kind(child) is _Kind.BLOCK)
+            for each in lists
+        ]
+        return {kind for each in counts for kind, number in each.items() if number > 1}
+
+    def _count_matrices(self, module: nn.Module) -> int:
+        known = self._counts.get(id(module))
+        if known is None:
+            own = any(
+                is_lazy(p) or p.dim() > 1 for p in module._parameters.values() if p is not None
+            )
+            known = own + sum(self._count_matrices(child) for child in module.children())
+            self._counts[id(module)] = known
+        return known
+
+
+@dataclass
+class _Candidate:
+    """A module that may be a layer.
+
+    Attributes:
+        name: qualified name.
+        module: the module.
+        kind: what it is made of.
+        source: name of the outermost list that it is in, or of the module that it belongs to.
+        num_calls: number of its calls in a forward.
+        alone: whether it is the only block of its class in its list.
+    """
+
+    name: str
+    module: nn.Module
+    kind: _Kind
+    source: str
+    num_calls: int = 1
+    alone: bool = False
+
+
+@final
+class _Search:
+    """Collects candidates from the top of a model down, and then selects among them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._anatomy = _Anatomy(model)
+        self._found: dict[nn.Module, _Candidate] = {}
+        self._visited: set[nn.Module] = set()
+        self._stages: set[nn.Module] = set()
+        self._holders: list[_Named] = []  # modules, other than lists, that are no blocks themselves
+
+    def run(self) -> LayerModules:
+        self._visit("", self._model, "")
+        in_lists = [block for block in self._blocks() if not self._found[block].alone]
+        for least in (_FAMILY,) if in_lists else (_FAMILY, 2):
+            for name, holder in self._holders:
+                self._add_families(name, holder, least)
+        order = {module: number for number, module in enumerate(self._model.modules())}
+        chosen = sorted(self._select(), key=lambda each: order[each.module])
+        # One element in a list may be called several times, as in ALBERT; only a run would tell.
+        lone = len(chosen) == 1 and chosen[0].num_calls == 1
+        num_calls = None if lone else sum(each.num_calls for each in chosen)
+        return LayerModules([(each.name, each.module) for each in chosen], num_calls)
+
+    def _visit(self, name: str, module: nn.Module, source: str) -> None:
+        """Look for blocks inside a module that is no block itself."""
+        if module in self._visited or not self._anatomy.kind(module):
+            return
+        self._visited.add(module)
+        num_calls = 0 if module is self._model else count_calls_by_index(module)
+        if num_calls:
+            self._add(name, module, source or name, num_calls)
+        elif _is_list(module):
+            self._visit_list(name, module, source or name)
+        else:
+            self._visit_attributes(name, module, source)
+
+    def _visit_list(self, name: str, elements: nn.Module, source: str) -> None:
+        entries = _entries(name, elements)
+        stages = self._find_stages(elements)
+        repeated = Counter(class_of(element) for _, element in entries if element not in stages)
+        for element_name, element in entries:
+            kind = self._anatomy.kind(element)
+            is_layer = repeated[class_of(element)] > 1 or self._is_body(element, elements)
+            if element in stages or not _is_callable(element) or not is_layer:
+                self._visit(element_name, element, source)
+            elif kind:
+                alone = repeated[class_of(element)] == 1 and isinstance(elements, nn.Sequential)
+                self._add(element_name, element, source, count_calls_by_index(element) or 1, alone)
+
+    def _is_body(self, element: nn.Module, elements: nn.Module) -> bool:
+        """Whether an element of its own class is a block, rather than the model's stem or head."""
+        has_blocks_only = isinstance(elements, nn.ModuleList) or elements in self._stages
+        is_block = self._anatomy.kind(element) is _Kind.BLOCK
+        return is_block and (has_blocks_only or self._anatomy.recurs(element))
+
+    def _find_stages(self, elements: nn.Module) -> set[nn.Module]:
+        """Return the elements whose own blocks count instead of them."""
+        blocks = [
+            element
+            for element in elements.children()
+            if self._anatomy.kind(element) is _Kind.BLOCK and _is_callable(element)
+        ]
+        stages = {element for element in blocks if self._anatomy.is_stage(element)}
+        classes = {class_of(stage) for stage in stages} - {nn.Sequential}
+        stages |= {element for element in blocks if class_of(element) in classes}
+        if isinstance(elements, nn.ModuleList):
+            return stages if len(stages) == len(blocks) else set()
+        if stages:  # a stage of one block, of a class of its own, as at the begin of EfficientNet
+            stages |= {element for element in blocks if self._anatomy.holds_blocks_only(element)}
+        self._stages |= stages
+        return stages
+
+    def _visit_attributes(self, name: str, module: nn.Module, source: str) -> None:
+        self._holders.append((name, module))
+        before = set(self._found)
+        entries = _entries(name, module)
+        for child_name, child in entries:
+            if _is_list(child) and not _is_named_choice(child_name):
+                self._visit(child_name, child, source)
+        blocks = [block for block in self._blocks() if block not in before]
+        for child_name, child in entries:
+            if _is_list(child):
+                continue
+            if self._anatomy.is_like(child, blocks):
+                self._add(child_name, child, source or name)
+            else:
+                self._visit(child_name, child, source)
+
+    def _add_families(self, name: str, holder: nn.Module, least: int) -> None:
+        """Add attributes of one class, if they are a good part of a module without other blocks.
+
+        Args:
+            name: name of the module.
+            holder: the module.
+            least: number of attributes of one class that make a family.
+        """
+        known = set(self._blocks())
+        if any(holder in block.modules() for block in known):
+            return
+        alone = {block for block in known if self._found[block].alone}
+        free = [
+            (child_name, child)
+            for child_name, child in _entries(name, holder)
+            if _is_callable(child)
+            and self._anatomy.kind(child) >= _Kind.UNIT
+            and (known if _is_list(child) else known - alone).isdisjoint(child.modules())
+        ]
+        counts = Counter(class_of(child) for _, child in free)
+        needed = {kind: _FAMILY if kind is nn.Sequential else least for kind in counts}
+        family = [child for _, child in free if counts[class_of(child)] >= needed[class_of(child)]]
+        others = known.intersection(holder.modules()).difference(*(m.modules() for m in family))
+        if not family or _size(family) < _BODY * (_size([holder]) - _size(others)):
+            return
+        children = [child for _, child in free]
+        first, last = children.index(family[0]), children.index(family[-1])
+        for number, (child_name, child) in enumerate(free):
+            if child in family:
+                pass
+            elif self._anatomy.kind(child) is not _Kind.BLOCK or not (
+                first < number < last or self._anatomy.is_like(child, family)
+            ):
+                continue
+            for inside in child.modules():
+                self._found.pop(inside, None)
+            self._add(child_name, child, name)
+
+    def _add(
+        self, name: str, module: nn.Module, source: str, num_calls: int = 1, alone: bool = False
+    ) -> None:
+        if module in self._found:
+            self._found[module].num_calls += num_calls
+        else:
+            kind = self._anatomy.kind(module)
+            self._found[module] = _Candidate(name, module, kind, source, num_calls, alone)
+
+    def _blocks(self) -> list[nn.Module]:
+        return [module for module, each in self._found.items() if each.kind is _Kind.BLOCK]
+
+    def _select(self) -> list[_Candidate]:
+        """Choose the blocks, or simpler modules, too, if those hold hardly any parameters."""
+        found = list(self._found.values())
+        enough = _ENOUGH * _size(self._found)
+        for least in (_Kind.BLOCK, _Kind.UNIT, _Kind.LEAF):
+            chosen = [each for each in found if each.kind >= least]
+            if chosen and _size(each.module for each in chosen) >= enough:
+                return _without_tiny(chosen)
+        return []
+
+
+def _without_tiny(candidates: Sequence[_Candidate]) -> list[_Candidate]:
+    """Leave out small heads: classes with few parameters, unless their list has other blocks."""
+    sizes: Counter[type] = Counter()
+    for each in candidates:
+        sizes[class_of(each.module)] += _size([each.module])
+    least = _TINY * sizes.total()
+    sources = {each.source for each in candidates if sizes[class_of(each.module)] >= least}
+    return [each for each in candidates if each.source in sources]
+
+
+def _entries(name: str, module: nn.Module) -> list[_Named]:
+    """Return a module's children; one that is held several times appears several times.
+
+    Script modules are left out: they can be no layers.
+    """
+    prefix = f"{name}." if name else ""
+    children = [(n, child) for n, child in module._modules.items() if child is not None]
+    return [(f"{prefix}{n}", child) for n, child in children if not is_script(child)]
+
+
+def _is_list(module: nn.Module) -> bool:
+    """Whether a module runs its children one after another, or leaves that to its parent."""
+    by_name = isinstance(module, nn.ModuleDict) and _is_callable(module)  # DenseNet's dense blocks
+    return by_name or isinstance(module, nn.ModuleList | nn.Sequential)
+
+
+def _is_callable(module: nn.Module) -> bool:
+    return class_of(module).forward is not nn.Module.forward
+
+
+def _is_named_choice(name: str) -> bool:
+    return "expert" in name.rpartition(".")[2].lower()
+
+
+def _is_choice(name: str, elements: nn.Module, owner: nn.Module) -> bool:
+    """Whether a list holds experts: a weight beside the list gives each element a score."""
+    inside = set(elements.modules())
+    number = len(elements._modules)
+    beside = (module for module in owner.modules() if module not in inside)
+    return _is_named_choice(name) or any(_rows(module) == number for module in beside)
+
+
+def _rows(module: nn.Module) -> int:
+    """Number of rows of a module's weight; 0 if it has none that is a matrix."""
+    weight = module._parameters.get("weight")
+    is_matrix = weight is not None and not is_lazy(weight) and weight.dim() == 2
+    return weight.shape[0] if weight is not None and is_matrix else 0
+
+
+def _size(modules: Iterable[nn.Module]) -> int:
+    parameters = {id(p): p for module in modules for p in module.parameters()}
+    return sum(0 if is_lazy(parameter) else parameter.numel() for parameter in parameters.values())
+
+
+# ---- The modules that are the layers of a plan: blocks and what is beside them, or their parts
+
+
+def covering_layers(model: nn.Module) -> list[str]:
+    """Return the names of a model's blocks and of the modules beside them.
+
+    What modules beside the blocks save, such as an FNO's lifting and projection, would otherwise be
+    outside of all layers, and so stay on the device.
+
+    Raises:
+        PolicyError: the model has no modules.
+    """
+    blocks = set(find_layers(model).modules)
+    names = list(_cover(model, "", blocks))
+    if not names:
+        raise PolicyError(
+            f"{type(model).__name__} has no modules with parameters, so it has no layers to plan "
+            f"for; put what it computes into modules"
+        )
+    return names
+
+
+def _cover(module: nn.Module, prefix: str, blocks: set[nn.Module]) -> Iterator[str]:
+    for name, child in module.named_children():
+        path = f"{prefix}{name}"
+        if is_script(child):
+            continue  # it can be no layer
+        if child in blocks:
+            yield path
+        elif isinstance(child, nn.ModuleList | nn.ModuleDict) or not blocks.isdisjoint(
+            child.modules()
+        ):
+            yield from _cover(child, f"{path}.", blocks)
+        elif next(child.parameters(), None) is not None:
+            yield path
+
+
+def parts_of(model: nn.Module, name: str) -> list[str]:
+    """Return the names of the modules with parameters that a module consists of, one level down.
+
+    A pass of a smaller module needs less memory at once, and so does a second forward of it. In
+    return, more of what is saved is between modules, where it can be no more than offloaded.
+
+    Args:
+        model: the model.
+        name: name of the module.
+    """
+    return list(_parts(model.get_submodule(name), f"{name}."))
+
+
+def _parts(module: nn.Module, prefix: str) -> Iterator[str]:
+    for name, child in module.named_children():
+        path = f"{prefix}{name}"
+        if is_script(child) or next(child.parameters(), None) is None:
+            continue
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield from _parts(child, f"{path}.")
+        else:
+            yield path
+
+
+# ---- Checks that a policy fits the layers of a model ----
+
+
+def check_layer_counts(policy: ActivationPolicy, layers: LayerModules) -> None:
+    """Check that a model has the layers that a policy counts or recomputes.
+
+    Raises:
+        PolicyError: it has not.
+    """
+    if not policy.counts_layers and not policy.recomputes:
+        return
+    if not layers.modules:
+        raise PolicyError(
+            f"the policy {'recomputes' if policy.recomputes else 'counts'} layers, and the model "
+            f"has no repeated blocks; name its layers, such as "
+            f"layers=[model.encoder, model.decoder]"
+        )
+    for name, wanted in (("num_layers", policy.num_layers), ("keep_last", policy.keep_last)):
+        if wanted is not None and layers.num_calls is not None and wanted > layers.num_calls:
+            raise PolicyError(
+                f"{name}={wanted} is out of range: the model has {layers.num_calls} layers "
+                f"({', '.join(layers.names[:3])}{', ...' if len(layers.names) > 3 else ''}); if "
+                f"they are called more than once in a forward, each call is a layer: name them, "
+                f"layers={layers.names[:2]}"
+            )
+
+
+def check_regions(model: nn.Module, policy: ActivationPolicy) -> bool:
+    """Return whether the whole model is compiled as one region, and warn of that.
+
+    Raises:
+        PolicyError: it is, and the policy recomputes layers.
+    """
+    if not _is_one_region(model):
+        return False
+    if policy.recomputes:
+        raise PolicyError(
+            "the whole model is compiled as one region, in which no layer can be recomputed; "
+            "compile its layers one by one instead (layer.compile()), and offload the model that "
+            "holds them"
+        )
+    warn_of_one_region()
+    return True
+
+
+def _is_one_region(model: nn.Module) -> bool:
+    """Whether the whole model is compiled, by any of torch's three ways."""
+    return (
+        hasattr(model, "_orig_mod")
+        or hasattr(model.forward, "_torchdynamo_orig_callable")
+        or model._compiled_call_impl is not None
+    )

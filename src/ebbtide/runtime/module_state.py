@@ -1,0 +1,885 @@
+"""Copies of the caches that transformers pass to their layers, for a forward that runs again.
+
+[Note: caches] Unless it is told `use_cache=False`, a model of Transformers fills a cache with keys
+and values in training, too: each layer is given the cache of the whole model and adds its part.
+When a layer's forward runs again, it must find its part empty, as the first forward did. It gets a
+copy of the cache in which the parts of other layers have their shape and no memory, because no
+layer reads the part of another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import ctypes
+import functools
+import operator
+import random
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from typing import Any, ClassVar, Final, NamedTuple, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.nn.utils import parametrize
+from torch.utils._pytree import TreeSpec, tree_flatten
+
+from ebbtide.errors import SavedTensorModifiedError
+from ebbtide.runtime.torch_internals import ModuleHook, modules_of, parts_of
+from ebbtide.units import format_size
+from ebbtide.weights.parameters import DeviceParameter
+
+_MODULE = "transformers.cache_utils"
+
+
+def is_cache(value: object) -> bool:
+    """Whether an argument is a cache of Transformers, which is not imported for this."""
+    return any(
+        kind.__name__ == "Cache" and kind.__module__ == _MODULE for kind in type(value).__mro__
+    )
+
+
+@final
+class CopiedCache:
+    """A cache as it was when a layer was called with it.
+
+    Args:
+        cache: the cache.
+    """
+
+    def __init__(self, cache: Any) -> None:
+        self._copy = _copied(cache)
+        self._filled = [(tensor, tensor._version) for tensor in _tensors_in(cache)]
+
+    def find_change(self, cache: Any) -> str:
+        """Say what the layer has read or changed that the cache had before."""
+        filled, self._filled = self._filled, []
+        now = {id(tensor) for tensor in _tensors_in(cache)}
+        if any(id(tensor) not in now or tensor._version != version for tensor, version in filled):
+            return (
+                f"extends keys and values that its {type(cache).__name__} had before (call the "
+                f"model with use_cache=False)"
+            )
+        return ""
+
+    def fresh(self) -> Any:
+        """Return a cache that the layer can fill again."""
+        return _copied(self._copy)
+
+
+def _is_part(value: object) -> bool:
+    """Whether a value is a cache or the part of one layer in it."""
+    return any(kind.__module__ == _MODULE for kind in type(value).__mro__)
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().new_empty(()).expand(value.shape)
+    if isinstance(value, list | tuple):
+        return type(value)([_copied(each) for each in value])
+    if isinstance(value, dict):
+        return type(value)({key: _copied(each) for key, each in value.items()})
+    if not _is_part(value):
+        return value
+    copied = copy.copy(value)
+    for name, each in vars(value).items():
+        copied.__dict__[name] = _copied(each)
+    return copied
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _tensors_in(each)
+    elif isinstance(value, dict):
+        yield from _tensors_in(list(value.values()))
+    elif _is_part(value):
+        yield from _tensors_in(vars(value))
+
+
+# ---- Separates the tensors among a call's arguments from the rest, so that they can be saved ----
+
+
+class _Place(NamedTuple):
+    """Stands for a tensor among the arguments: its place in the list of tensors."""
+
+    place: int
+
+
+@final
+class Arguments:
+    """The arguments of one call: its tensors, and what is needed to make the same call again.
+
+    Tensors are found in tuples, named tuples, lists and dicts, nested or not. These containers are
+    copied, so it does no harm if the call changes them; so is a cache, see [Note: caches]. All
+    other objects are passed to the second call as they are. A tensor that occurs twice is listed
+    once, and the second call gets one tensor for both, because some modules ask whether two
+    arguments are the same object.
+
+    Args:
+        args: the positional arguments.
+        kwargs: the keyword arguments.
+        where: names the module in errors.
+
+    Attributes:
+        tensors: the tensors. The caller takes the list, so that they are not held twice.
+        kind: what tells calls apart that may compute something else: the structure of the
+            arguments, what is true, false or None among them, and the types of tensors.
+    """
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], where: str) -> None:
+        self.tensors: list[Tensor] = []
+        self._where = where
+        self._caches: list[tuple[CopiedCache, Any]] = []
+        places: dict[int, _Place] = {}
+        self._kind: list[Hashable] = []
+        self._args = self._take_apart(args, places)
+        self._kwargs = self._take_apart(kwargs, places)
+        self.kind = tuple(self._kind)
+
+    def take_tensors(self) -> list[Tensor]:
+        """Return the tensors and forget them."""
+        tensors, self.tensors = self.tensors, []
+        return tensors
+
+    def find_change(self) -> str:
+        """Say what the first call has changed that the second call needs."""
+        caches, self._caches = self._caches, []
+        changes = [copied.find_change(cache) for copied, cache in caches]
+        return next(filter(None, changes), "")
+
+    def put_together(self, tensors: tuple[Tensor, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments, with other tensors in the places of those that were taken."""
+        return _put_together(self._args, tensors), _put_together(self._kwargs, tensors)
+
+    def _take_apart(self, value: Any, places: dict[int, _Place]) -> Any:
+        if isinstance(value, Tensor):
+            place = places.get(id(value))
+            if place is None:
+                place = places[id(value)] = _Place(len(self.tensors))
+                self.tensors.append(value)
+            self._kind += (place.place, value.dtype, value.requires_grad)
+            return place
+        kind = type(value)
+        told: Any = value if value is None or kind is bool else kind
+        self._kind.append(told)
+        if kind is dict:
+            self._kind += map(str, value)
+            return {key: self._take_apart(each, places) for key, each in value.items()}
+        if kind is list or kind is tuple:
+            self._kind.append(len(value))
+            return kind([self._take_apart(each, places) for each in value])
+        if isinstance(value, tuple) and hasattr(kind, "_fields"):
+            return kind(*[self._take_apart(each, places) for each in value])
+        if is_cache(value):
+            copied = CopiedCache(value)
+            self._caches.append((copied, value))
+            return copied
+        return value
+
+
+def _put_together(value: Any, tensors: tuple[Tensor, ...]) -> Any:
+    kind = type(value)
+    if kind is _Place:
+        return tensors[value.place]
+    if kind is CopiedCache:
+        return value.fresh()
+    if kind is dict:
+        return {key: _put_together(each, tensors) for key, each in value.items()}
+    if kind is list or kind is tuple:
+        return kind([_put_together(each, tensors) for each in value])
+    if isinstance(value, tuple) and hasattr(kind, "_fields"):
+        return kind(*[_put_together(each, tensors) for each in value])
+    return value
+
+
+# ---- The states of all random numbers that a forward may draw ----
+
+
+def note_random_numbers(devices: Iterable[torch.device]) -> Callable[[], None]:
+    """Note the states of the random numbers of torch, Python and NumPy.
+
+    Args:
+        devices: the devices whose random numbers are noted beside the host's.
+
+    Returns:
+        What puts the states back.
+    """
+    drawn_elsewhere = [each for each in devices if each.type not in ("cpu", "meta")]
+    modules = [(torch.get_device_module(each), each) for each in drawn_elsewhere]
+    states = [module.get_rng_state(device) for module, device in modules]
+    host_state, others = torch.get_rng_state(), NumbersOfPython.now()
+
+    def put_back() -> None:
+        for (module, device), state in zip(modules, states, strict=True):
+            module.set_rng_state(state, device)
+        torch.set_rng_state(host_state)
+        others.put_back()
+
+    return put_back
+
+
+@final
+class NumbersOfPython:
+    """The states of the random numbers of Python and NumPy, which may be put back.
+
+    To copy both states takes 40 us, and it is done for each call of a recomputed layer. So `now`
+    gives the last copy again while the generators' memory has the bytes that it had.
+    """
+
+    __slots__ = ("_memory", "_numpy_state", "_state")
+    _last: ClassVar[NumbersOfPython | None] = None
+
+    def __init__(self) -> None:
+        # NumPy loads and seeds this where it is first used, which may be in the forward.
+        from numpy import random as numpy_random
+
+        before = _memory_of_generators()
+        self._state = random.getstate()
+        self._numpy_state: dict[str, Any] = numpy_random.get_state(legacy=False)
+        # If another thread has drawn meanwhile, nothing tells which state was copied.
+        self._memory = before if before == _memory_of_generators() else None
+
+    @classmethod
+    def now(cls) -> NumbersOfPython:
+        """Return the present states."""
+        last = cls._last
+        if last is None or not last._are_present():
+            last = cls._last = cls()
+        return last
+
+    def _are_present(self) -> bool:
+        return self._memory is not None and self._memory == _memory_of_generators()
+
+    def put_back(self) -> None:
+        """Put them back, if they differ from the present ones."""
+        if not self._are_present():
+            from numpy import random as numpy_random
+
+            random.setstate(self._state)
+            numpy_random.set_state(self._numpy_state)
+
+
+def _memory_of_generators() -> tuple[object, ...] | None:
+    """Return what changes whenever the states of the random numbers of Python or NumPy do.
+
+    These are the bytes of the objects that have them, without their reference counts. None if
+    NumPy draws from a generator whose state may be elsewhere.
+    """
+    own, numpy_random = vars(random), sys.modules["numpy.random"]
+    of_python: Any = own["_inst"]
+    of_numpy: Any = numpy_random.mtrand._rand
+    bits = of_numpy._bit_generator
+    if type(bits) is not numpy_random.MT19937 or type(of_python) is not random.Random:
+        return None
+    # The second number of a pair that `random.gauss` has drawn is an attribute.
+    gauss = vars(of_python)["gauss_next"]
+    return gauss, *[_bytes_of(each).raw for each in (of_python, of_numpy, bits)]
+
+
+@functools.lru_cache(maxsize=8)
+def _bytes_of(owner: object) -> Any:
+    """Return a view of an object's memory. The cache keeps the object alive."""
+    begin = object.__basicsize__
+    size_bytes = type(owner).__basicsize__ - begin
+    return (ctypes.c_char * size_bytes).from_address(id(owner) + begin)
+
+
+# ---- What the forward of a module finds besides its arguments, and how a second one finds it again
+#
+# [Note: what a second forward finds] A forward that runs again must find what the first one found,
+# and leave no other traces than the first one did. So all attributes of the module and of its
+# submodules are noted when the first forward begins: parameters, buffers, submodules, hooks, modes
+# and whatever the program has set, and with them the settings of torch that kernels depend on. The
+# second forward finds all of that as it was, and afterwards the present is put back.
+
+# Long: whatever a forward can depend on besides its arguments is here.
+
+_MOST_COPIED_BYTES: Final = 64 * 2**10
+_PLAIN: Final = frozenset({bool, int, float, str, type(None), tuple})
+_CONTAINERS: Final = frozenset({dict, OrderedDict, list, set})
+_OF_TORCH: Final = frozenset(vars(nn.Module())) - {"training"}
+"""The attributes of every module that hold its parameters, buffers, submodules and hooks."""
+
+
+@final
+class ModuleNote:
+    """All attributes of one module, which may be put back as they are now.
+
+    Lists, sets and dicts among them, and those that hold the module's parameters, buffers,
+    submodules and hooks, are noted with their content. Of generators of random numbers the states
+    are noted. What other objects are changed to is not known.
+
+    Args:
+        module: the module.
+        lasting: whether the note outlives the forward that runs. Tensors are then noted without
+            their graphs, which may hold the note.
+
+    Attributes:
+        module: as given.
+        tensors: tensors among the attributes.
+    """
+
+    __slots__ = ("_attributes", "_contents", "_empty", "_generators", "module", "tensors")
+
+    def __init__(self, module: nn.Module, *, lasting: bool = False) -> None:
+        self.module = module
+        self.tensors: list[tuple[str, Tensor]] = []
+        self._generators: list[Callable[[], object]] = []
+        self._contents: list[tuple[str, Any, Any]] = []
+        self._empty: dict[str, Any] = {}
+        self._attributes = attributes = vars(module).copy()
+        for name, value in attributes.items():
+            kind = type(value)
+            if kind in _PLAIN:
+                continue
+            if kind in _CONTAINERS or name in _OF_TORCH:
+                if value:
+                    self._contents.append((name, value, _content_of(value, lasting=lasting)))
+                else:
+                    self._empty[name] = value
+            elif isinstance(value, Tensor):
+                self.tensors.append((name, value))
+                if lasting:
+                    attributes[name] = _without_graph(value)
+            elif (put_back := _note_generator(value)) is not None:
+                self._generators.append(put_back)
+
+    @property
+    def num_attributes(self) -> int:
+        """How many attributes the module has."""
+        return len(self._attributes)
+
+    def is_present(self) -> bool:
+        """Whether the module is surely as it was, so that there is nothing to put back."""
+        now, noted = vars(self.module), self._attributes
+        return (
+            len(now) == len(noted)
+            and all(map(operator.is_, now, noted))
+            and all(map(operator.is_, now.values(), noted.values()))
+            and not any(self._empty.values())
+            and not self._generators
+            and all(_holds(container, content) for _, container, content in self._contents)
+        )
+
+    def put_back(self) -> None:
+        """Give the module its attributes back."""
+        if self.is_present():
+            return
+        now, noted = vars(self.module), self._attributes
+        for name in now.keys() - noted.keys() - {"forward"}:
+            del now[name]
+        for name, value in noted.items():
+            if name != "forward" and name not in _OF_TORCH and now.get(name, now) is not value:
+                now[name] = value
+        for name in self._empty:
+            if now[name]:
+                _refill(now[name], ())
+        for name, _, content in self._contents:
+            if not _holds(now[name], content):
+                _refill(now[name], content)
+        for put_back in self._generators:
+            put_back()
+
+
+def _content_of(container: Any, *, lasting: bool) -> Any:
+    """Return what a list, set or dict holds, without what is read through it instead."""
+    if isinstance(container, set):
+        return container.copy()
+    if isinstance(container, dict):
+        held = dict.copy(container)
+        if lasting:
+            for key, value in dict.items(held):
+                if isinstance(value, Tensor) and value.grad_fn is not None:
+                    held[key] = _without_graph(value)
+        return held
+    return (
+        [_without_graph(e) if isinstance(e, Tensor) else e for e in container]
+        if lasting
+        else [*container]
+    )
+
+
+def _without_graph(tensor: Tensor) -> Tensor:
+    """Return a tensor with the same memory and version that refers to no graph."""
+    if tensor.grad_fn is None or isinstance(tensor, DeviceParameter):
+        return tensor
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _holds(container: Any, content: Any) -> bool:
+    if len(container) != len(content):
+        return False
+    if isinstance(container, dict):
+        return dict.keys(container) == content.keys() and all(
+            map(operator.is_, dict.values(container), content.values())
+        )
+    if isinstance(container, set):
+        return bool(container == content)
+    return all(map(operator.is_, container, content))
+
+
+def _refill(container: Any, content: Any) -> None:
+    """Give a list, set or dict its content back, but for what is exchanged for each call."""
+    if isinstance(container, list):
+        present = container[:]
+        container[:] = [
+            present[place] if place < len(present) and _is_exchanged(each, present[place]) else each
+            for place, each in enumerate(content)
+        ]
+        return
+    if isinstance(container, set):
+        container.clear()
+        container.update(content)
+        return
+    now, noted = dict.copy(container), dict(content)
+    container.clear()
+    for key, value in noted.items():
+        if not _is_exchanged(value, now.get(key)):
+            container[key] = value
+        elif key in now:
+            container[key] = now[key]
+    for key, value in now.items():
+        if key not in noted and _is_exchanged(value):
+            container[key] = value
+
+
+def _is_exchanged(*values: object) -> bool:
+    """Whether values are ebbtide's own hooks, or offloaded or sharded weights."""
+    return any(
+        isinstance(value, DeviceParameter | ModuleHook)
+        or hasattr(type(value), "__tensor_flatten__")
+        for value in values
+    )
+
+
+def _note_generator(value: Any) -> Callable[[], object] | None:
+    """Note the state of a generator of random numbers; return what puts it back."""
+    if isinstance(value, torch.Generator):
+        return functools.partial(value.set_state, value.get_state())
+    if isinstance(value, random.Random):
+        return functools.partial(value.setstate, value.getstate())
+    numpy_random = sys.modules.get("numpy.random")
+    if numpy_random is None:
+        return None
+    if isinstance(value, numpy_random.RandomState):
+        return functools.partial(value.set_state, value.get_state(legacy=False))
+    if isinstance(value, numpy_random.Generator):
+        source = value.bit_generator
+        return functools.partial(setattr, source, "state", source.state)
+    return None
+
+
+# ---- settings of torch ------------------------------------------------------------------------
+
+
+def _settings() -> list[tuple[Callable[[], Any], Callable[[Any], Any]]]:
+    """The settings that kernels depend on: what reads each of them, and what sets it."""
+    found: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
+        (torch.get_default_dtype, torch.set_default_dtype),
+        (torch.get_num_threads, torch.set_num_threads),
+    ]
+    core: Any = torch._C
+    names = {
+        **{name: name for name in (
+            "mkldnn_enabled", "mkldnn_deterministic", "cudnn_enabled", "cudnn_benchmark",
+            "cudnn_deterministic", "nnpack_enabled", "sdp_priority_order",
+            "cublas_allow_fp16_accumulation", "cpu_allow_fp16_reduced_precision_reduction",
+            "math_sdp_allow_fp16_bf16_reduction",
+        )},
+        **{f"{name}_sdp_enabled": f"sdp_use_{name}" for name in (
+            "flash", "mem_efficient", "math", "cudnn", "overrideable", "fa3",
+        )},
+    }  # fmt: skip
+    for read, write in names.items():
+        if hasattr(core, f"_get_{read}") and hasattr(core, f"_set_{write}"):
+            found.append((getattr(core, f"_get_{read}"), getattr(core, f"_set_{write}")))
+    for name in ("bf16", "fp16"):
+        name = f"cublas_allow_{name}_reduced_precision_reduction"
+        found.append((getattr(core, f"_get_{name}"), _spread(getattr(core, f"_set_{name}"))))
+    for place in (("cuda", "matmul"), ("cuda", "conv"), ("mkldnn", "matmul")):
+        read_precision = functools.partial(core._get_fp32_precision_getter, *place)
+        found.append((read_precision, functools.partial(core._set_fp32_precision_setter, *place)))
+    found.append((_deterministic, _spread(_set_deterministic)))
+    return found
+
+
+def _spread(function: Callable[..., Any]) -> Callable[[Any], Any]:
+    return lambda value: function(*value) if isinstance(value, tuple) else function(value)
+
+
+def _deterministic() -> tuple[bool, bool]:
+    core: Any = torch._C
+    return core._get_deterministic_algorithms(), core._get_deterministic_algorithms_warn_only()
+
+
+def _set_deterministic(mode: bool, warn_only: bool) -> None:
+    torch.use_deterministic_algorithms(mode, warn_only=warn_only)
+
+
+_SETTINGS: Final = _settings()
+
+
+@final
+class TorchSettings:
+    """The settings of torch that kernels depend on, and what parametrizations have cached.
+
+    Args:
+        lasting: see `ModuleNote`.
+    """
+
+    __slots__ = ("_cached", "_values")
+
+    def __init__(self, *, lasting: bool = False) -> None:
+        self._values = [read() for read, _ in _SETTINGS]
+        enabled: int = parametrize._cache_enabled
+        cached = _content_of(parametrize._cache, lasting=lasting) if enabled else {}
+        self._cached = enabled, cached
+
+    def put_back(self) -> None:
+        """Set them as they were."""
+        present = [read() for read, _ in _SETTINGS]
+        if present != self._values:
+            for (_, write), now, value in zip(_SETTINGS, present, self._values, strict=True):
+                if now != value:
+                    write(value)
+        enabled, cached = self._cached
+        if enabled or parametrize._cache_enabled:
+            parametrize._cache_enabled = enabled
+            parametrize._cache = dict(cached)
+
+
+# ---- all of it --------------------------------------------------------------------------------
+
+
+@final
+class ModuleState:
+    """What a forward of a module finds; see [Note: what a second forward finds].
+
+    Buffers of up to 64 KiB, and other tensors among the attributes, are copied if need be, so that
+    the running statistics of a batch norm are updated once. Parameters and larger buffers must be
+    unchanged, which their version counters tell. Python and NumPy give the same random numbers
+    again; torch's checkpoint sees to torch's.
+
+    Args:
+        module: the module.
+        where: names it in errors.
+        weight_versions: returns the versions of its weights that rest on the host.
+
+    Attributes:
+        is_lazy: whether a parameter or buffer has no shape yet.
+        kind: what tells calls apart that may save other tensors: modes, the number of attributes,
+            which parameters are trained, and whether they are the module's own.
+    """
+
+    def __init__(
+        self, module: nn.Module, where: str, weight_versions: Callable[[nn.Module], Hashable]
+    ) -> None:
+        self._module = module
+        self._where = where
+        self._numbers = NumbersOfPython.now()
+        self._settings = TorchSettings(lasting=True)
+        self._weight_versions = weight_versions
+        self._weights = weight_versions(module)
+        self._notes: list[ModuleNote] = []
+        self._copies: list[_CopiedTensor] = []
+        self._constants: list[_UnchangedTensor] = []
+        self._exchanged: list[tuple[Tensor, int]] = []
+        self._trained: list[tuple[Tensor, bool]] = []
+        self.is_lazy = False
+        kind: list[Hashable] = []
+        for each in modules_of(module):
+            note = ModuleNote(each, lasting=True)
+            self._notes.append(note)
+            kind += (each.training, note.num_attributes)
+            parameters, buffers = each._parameters, each._buffers
+            if parameters:
+                for parameter in dict.values(parameters):
+                    if parameter is not None:
+                        kind += (parameter.requires_grad, self._note_parameter(parameter))
+            if buffers:
+                for name, buffer in buffers.items():
+                    if buffer is not None:
+                        self._note_tensor(buffers, name, buffer)
+            for name, tensor in note.tensors:
+                self._note_tensor(vars(each), name, tensor)
+        self.kind = tuple(kind)
+
+    def _note_parameter(self, parameter: Tensor) -> bool:
+        """Note a parameter. Returns whether it is the module's own."""
+        if type(parameter) is nn.Parameter:
+            self._constants.append(_UnchangedTensor(parameter))
+            self._trained.append((parameter, parameter.requires_grad))
+            return True
+        if is_lazy(parameter):
+            self.is_lazy = True
+        elif type(parameter) is Tensor:  # of `functional_call`
+            self._constants.append(_UnchangedTensor(_without_graph(parameter)))
+            return False
+        elif type(parameter) is DeviceParameter:
+            self._exchanged.append((parameter, parameter._version))
+        return True  # sharded and offloaded weights are exchanged for each call
+
+    def _note_tensor(self, holder: dict[str, Any], name: str, tensor: Tensor) -> None:
+        if is_lazy(tensor):
+            self.is_lazy = True
+        elif not isinstance(tensor, nn.Parameter | DeviceParameter):
+            if _size_bytes(tensor) <= _MOST_COPIED_BYTES:
+                self._copies.append(_CopiedTensor(holder, name, tensor))
+            elif not tensor.is_inference():
+                self._constants.append(_UnchangedTensor(_without_graph(tensor)))
+
+    def find_change(self) -> str:
+        """Say what the first forward, which has ended, has changed that is not put back."""
+        changed = [each.tensor for each in self._constants if each.is_modified()]
+        changed += [tensor for tensor, version in self._exchanged if tensor._version != version]
+        self._exchanged.clear()
+        return self._describe(changed[0]) if changed else ""
+
+    def _describe(self, tensor: Tensor) -> str:
+        return f"{self._name_of(tensor)} ({format_size(_size_bytes(tensor))})"
+
+    def _name_of(self, tensor: Tensor) -> str:
+        for prefix, module in self._module.named_modules():
+            held = dict.items(module._parameters), module._buffers.items(), vars(module).items()
+            for pairs in held:
+                for name, value in pairs:
+                    if value is tensor:
+                        return f"{prefix}.{name}".lstrip(".")
+        return f"a tensor of shape {tuple(tensor.shape)}"
+
+    def unchanged(self) -> list[Tensor]:
+        """The tensors that a second forward must not change."""
+        return [each.tensor for each in self._constants]
+
+    @contextlib.contextmanager
+    def put_back(self) -> Iterator[None]:
+        """Within the block all is as it was before the first forward.
+
+        Raises:
+            SavedTensorModifiedError: a parameter or a large buffer has been modified since, or has
+                other memory.
+        """
+        self._check_before_recomputation()
+        present: list[ModuleNote | TorchSettings] = [
+            note if note.is_present() else ModuleNote(note.module) for note in self._notes
+        ]
+        present.append(TorchSettings())
+        trained = [(weight, weight.requires_grad) for weight, _ in self._trained]
+        numbers = NumbersOfPython.now()
+        try:
+            self._numbers.put_back()
+            self._settings.put_back()
+            for note, now in zip(self._notes, present, strict=False):
+                if note is not now:
+                    note.put_back()
+            copied: dict[int, Tensor] = {}
+            for each in self._copies:
+                each.put_back(copied)
+            _set_trained(self._trained)
+            yield
+        finally:
+            _set_trained(trained)
+            for part in present:
+                part.put_back()
+            numbers.put_back()
+
+    def finds_changes(self) -> bool:
+        """Whether a parameter or a large buffer is not as the first forward has used it."""
+        changed = any(each.is_modified() or each.is_elsewhere() for each in self._constants)
+        return changed or self._weight_versions(self._module) != self._weights
+
+    def _check_before_recomputation(self) -> None:
+        # A layer is recomputed with the weights that its forward has used.
+        # A weight that was written since would give gradients of neither the old nor the new one.
+        for each in self._constants:
+            tensor = each.tensor
+            if each.is_modified():
+                raise SavedTensorModifiedError(
+                    f"{self._name_of(tensor)} of {self._where} was modified in place after the "
+                    f"layer's forward had used it at version {each.version}; it is at version "
+                    f"{tensor._version} when backward runs the forward again. Call backward "
+                    f"before optimizer.step()"
+                )
+            if each.is_elsewhere():
+                raise SavedTensorModifiedError(
+                    f"{self._name_of(tensor)} of {self._where} was given other memory "
+                    f"(`parameter.data = ...`) after the layer's forward had used it, and backward "
+                    f"runs the forward again. Assign weights after backward"
+                )
+        if self._weight_versions(self._module) != self._weights:
+            raise SavedTensorModifiedError(
+                f"a weight of {self._where}, whose values are offloaded, was modified after the "
+                f"layer's forward had used it, and backward runs the forward again. Call backward "
+                f"before optimizer.step()"
+            )
+
+
+def _set_trained(weights: list[tuple[Tensor, bool]]) -> None:
+    for weight, trained in weights:
+        if weight.requires_grad is not trained:
+            weight.requires_grad_(trained)
+
+
+@final
+class _UnchangedTensor:
+    """A parameter or a large buffer, with which a second forward computes as it is then.
+
+    Args:
+        tensor: the tensor, without a graph.
+
+    Attributes:
+        tensor: as given.
+        version: its version.
+    """
+
+    __slots__ = ("_memory", "tensor", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self.version = tensor, tensor._version
+        # Refers to the memory, so that the allocator gives the same address to nothing else.
+        self._memory = tensor.data if _has_address(tensor) else None
+
+    def is_modified(self) -> bool:
+        """Whether it was modified in place."""
+        return self.tensor._version != self.version
+
+    def is_elsewhere(self) -> bool:
+        """Whether the program has given it other memory, which no version tells.
+
+        FSDP1 and DeepSpeed do so themselves when they gather a parameter and when they let it go.
+        FSDP2 empties the storage and fills it again, so that it is the same one.
+        """
+        tensor, memory = self.tensor, self._memory
+        if memory is None or (
+            tensor.data_ptr() == memory.data_ptr()
+            and tensor.stride() == memory.stride()
+            and tensor.shape == memory.shape
+        ):
+            return False
+        return not hasattr(tensor, "_fsdp_flattened") and not hasattr(tensor, "ds_id")
+
+
+def _has_address(tensor: Tensor) -> bool:
+    if type(tensor) is not nn.Parameter and type(tensor) is not Tensor:
+        return False
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
+@final
+class _CopiedTensor:
+    """A small tensor among a module's attributes, and its content.
+
+    The second forward works on a copy: kernels such as that of a batch norm change their buffers
+    without a change of version.
+
+    Args:
+        holder: the dict that holds it.
+        name: its name there.
+        tensor: the tensor.
+    """
+
+    __slots__ = ("_content", "_holder", "_key", "_name", "_trained")
+
+    def __init__(self, holder: dict[str, Any], name: str, tensor: Tensor) -> None:
+        self._holder, self._name, self._key = holder, name, id(tensor)
+        self._content = tensor.detach().clone()
+        self._trained = tensor.requires_grad
+
+    def put_back(self, copied: dict[int, Tensor]) -> None:
+        """Put a copy of what it was into its place.
+
+        Args:
+            copied: the copies so far, by the tensors' `id`.
+        """
+        if self._key not in copied:
+            copied[self._key] = self._content.clone().requires_grad_(self._trained)
+        self._holder[self._name] = copied[self._key]
+
+
+def _size_bytes(tensor: Tensor) -> int:
+    return sum(part.nbytes for part in parts_of(tensor) if part.layout is torch.strided)
+
+
+# ---- Repeats a forward that ran out of memory, from what it found when it began ----
+
+_MOST_BUFFER_BYTES: Final = 2**20  # of all buffers together
+
+
+@final
+class ForwardState:
+    """What a forward of a model begins with, so that it can be repeated as if it had not run.
+
+    These are the random numbers of torch, of the model's device, of Python and of NumPy, the
+    buffers, and the other attributes of the modules, with the lists, sets and dicts among them. The
+    arguments, the parameters, their gradients, and buffers of more than 1 MiB in all must be
+    unchanged. What a forward does to other objects is not known.
+
+    Args:
+        model: the model.
+        args: the positional arguments of its forward.
+        kwargs: the keyword arguments.
+    """
+
+    def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._arguments = args, kwargs
+        self._leaves, self._structure = _flatten(args, kwargs)
+        self._attributes = [ModuleNote(module) for module in model.modules()]
+        self._buffers: list[tuple[nn.Module, str, Tensor, Tensor]] = []
+        constants = [each for each in self._leaves if isinstance(each, Tensor)]
+        # Offloaded and sharded weights are of other types; each forward gets them anew.
+        constants += (each for each in model.parameters() if type(each) is nn.Parameter)
+        self._gradients = [(each, each.grad) for each in model.parameters()]
+        constants += (each for _, each in self._gradients if each is not None)
+        left_bytes = _MOST_BUFFER_BYTES
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is None or is_lazy(buffer):
+                    continue
+                left_bytes -= sum(part.nbytes for part in parts_of(buffer))
+                if left_bytes >= 0:
+                    copied = buffer.detach().clone()
+                    self._buffers.append((module, name, buffer, copied))
+                else:
+                    constants.append(buffer)
+        self._versions = [(each, each._version) for each in constants if not each.is_inference()]
+        self._put_back_numbers = note_random_numbers({each.device for each in constants})
+
+    def can_be_put_back(self) -> bool:
+        """Whether the forward has changed only what `put_back` puts back, as far as is known."""
+        if _num_processes() > 1:
+            return False  # the others wait where this one was
+        if any(each.grad is not before for each, before in self._gradients):
+            return False
+        leaves, structure = _flatten(*self._arguments)
+        same = len(leaves) == len(self._leaves) and structure == self._structure
+        if not same or any(map(is_cache, leaves)):
+            return False
+        if any(now is not before for now, before in zip(leaves, self._leaves, strict=True)):
+            return False
+        return all(each._version == version for each, version in self._versions)
+
+    def put_back(self) -> None:
+        """Put back what the forward began with."""
+        self._put_back_numbers()
+        for attributes in self._attributes:
+            attributes.put_back()
+        for module, name, buffer, copied in self._buffers:
+            module._buffers[name] = buffer
+            with torch.no_grad():
+                buffer.copy_(copied)
+
+
+def _num_processes() -> int:
+    distributed = torch.distributed
+    if not distributed.is_available() or not distributed.is_initialized():
+        return 1
+    return distributed.get_world_size()
+
+
+def _flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], TreeSpec]:
+    return tree_flatten((args, kwargs))

@@ -1,0 +1,288 @@
+"""Tells which saved tensors are parameters, buffers, or views and casts of them."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import sys
+import weakref
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from typing import final
+
+import torch
+from torch import nn
+
+from ebbtide.runtime.torch_internals import addresses_of, modules_of, parts_of
+
+_AUTOCAST_TYPES = frozenset({torch.bfloat16, torch.float16})
+
+
+@final
+class ParameterIndex:
+    """Recognises the parameters and buffers of some modules, their views and their cast copies.
+
+    These tensors are on the device whether or not autograd saves them, so offloading them frees no
+    memory. A view is recognised by its memory. A copy (made by autocast, or of a transposed weight)
+    has its own storage; it is recognised because its `grad_fn` leads through copying operations to
+    the parameter. A frozen parameter has no `grad_fn`; autocast's copy of one is recognised by its
+    shape and type.
+
+    Args:
+        modules: modules whose parameters and buffers are recognised.
+
+    Attributes:
+        resting: offloaded parameters. The cast of a frozen one is treated like any other tensor,
+            because the parameter itself is not on the device.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self.resting: Container[nn.Parameter] = ()
+        self._modules = [weakref.ref(module) for module in modules]
+        self._pointers: set[int] = set()
+        self._frozen_shapes: set[torch.Size] = set()
+        self._copying = _copying_nodes()
+
+    def refresh(self, held: Iterable[torch.Tensor] = ()) -> None:
+        """Read the modules again, because parameters may have been replaced, frozen or moved.
+
+        Args:
+            held: further tensors to recognise, which other code keeps on the device for as long as
+                autograd would.
+        """
+        pointers: set[int] = set()
+        for tensor in held:
+            _add(pointers, tensor)
+        frozen_shapes: set[torch.Size] = set()
+        roots = [module for known in self._modules if (module := known()) is not None]
+        for each in itertools.chain.from_iterable(map(modules_of, roots)):
+            for _, parameter in each._parameters.items():
+                if parameter is None:
+                    continue
+                _add(pointers, parameter)
+                if parameter.requires_grad or parameter in self.resting:
+                    continue
+                if parameter.dtype not in _AUTOCAST_TYPES and parameter.layout is torch.strided:
+                    frozen_shapes.add(parameter.shape)
+                    frozen_shapes.add(parameter.shape[::-1])
+            for buffer in each._buffers.values():
+                if buffer is not None:
+                    _add(pointers, buffer)
+        pointers.discard(0)  # the pointer of empty tensors
+        self._pointers, self._frozen_shapes = pointers, frozen_shapes
+
+    def owns(self, tensor: torch.Tensor, pointer: int) -> bool:
+        """Whether a saved tensor is a parameter or buffer, a view of one, or its cast copy.
+
+        Args:
+            tensor: the saved tensor.
+            pointer: address of the memory of the tensor that it is a view of, or of its storage. It
+                is compared with the addresses that `refresh` read. They stay valid because a
+                parameter lives as long as its module, and a wrong match would only keep a tensor on
+                the device.
+        """
+        if pointer in self._pointers:
+            return True
+        node = tensor.grad_fn
+        if node is None:
+            return isinstance(tensor, nn.Parameter) or self._is_frozen_cast(tensor)
+        copying = self._copying
+        if type(node) not in copying:
+            return False
+        while node is not None and type(node) in copying:
+            node = node.next_functions[0][0]
+        return isinstance(getattr(node, "variable", None), nn.Parameter)
+
+    def owns_outer(self, tensor: torch.Tensor) -> bool:
+        """Whether a saved tensor of a wrapper subclass is a parameter, a view or a cast of one."""
+        return isinstance(tensor._base, nn.Parameter) or self.owns(tensor, 0)
+
+    def _is_frozen_cast(self, tensor: torch.Tensor) -> bool:
+        return (
+            bool(self._frozen_shapes)
+            and tensor.dtype in _AUTOCAST_TYPES
+            and tensor.shape in self._frozen_shapes
+        )
+
+
+def _add(pointers: set[int], tensor: torch.Tensor) -> None:
+    if hasattr(tensor, "__tensor_flatten__"):
+        pointers.update(addresses_of(tensor))
+        return
+    try:
+        pointers.add(tensor.data_ptr())
+        pointers.add(tensor.untyped_storage().data_ptr())
+    except (RuntimeError, ValueError, NotImplementedError):  # no plain tensor: look inside
+        pointers.update(addresses_of(tensor))
+
+
+@functools.cache
+def _copying_nodes() -> frozenset[type]:
+    """Return the types of the `grad_fn` nodes whose output has the values of their first input."""
+    matrix = torch.zeros(2, 2, requires_grad=True)
+    complex_matrix = torch.zeros(2, 2, dtype=torch.complex64, requires_grad=True)
+    operations: list[Callable[[], torch.Tensor]] = [
+        lambda: matrix.to(torch.float64),
+        lambda: matrix.clone(),
+        lambda: matrix.t(),
+        lambda: matrix.mT,
+        lambda: matrix.transpose(0, 1),
+        lambda: matrix.permute(1, 0),
+        lambda: matrix.view(4),
+        lambda: torch.ops.aten._unsafe_view(matrix, [4]),
+        lambda: torch.ops.aten._reshape_alias(matrix, [4], [1]),
+        lambda: torch.ops.aten.alias(matrix),
+        lambda: matrix.expand(2, 2, 2),
+        lambda: matrix[0],
+        lambda: matrix[:1],
+        lambda: matrix.unsqueeze(0),
+        lambda: matrix.squeeze(),
+        lambda: matrix.squeeze(0),
+        lambda: matrix.unbind()[0],
+        lambda: torch.split(matrix, 1)[0],
+        lambda: matrix.as_strided((2,), (1,)),
+        lambda: matrix.view_as(matrix),
+        lambda: torch.view_as_real(complex_matrix),
+        lambda: torch.view_as_complex(matrix),
+        lambda: complex_matrix.conj(),
+        lambda: complex_matrix.real,
+    ]
+    with torch.enable_grad(), torch.autocast("cpu", enabled=False):
+        return frozenset(type(operation().grad_fn) for operation in operations)
+
+
+# ---- Recognises the unsharded parameters of modules that FSDP2's `fully_shard` was called for ----
+
+Place = tuple[weakref.ref[nn.Module], str]
+"""A module and the name of one of its parameters."""
+
+
+@final
+class UnshardedParameters:
+    """Recognises the storages of parameters that FSDP2 gathers for a module's forward.
+
+    FSDP2 registers a gathered parameter on its module in the place of the sharded one, just before
+    the module's forward. Afterwards it empties the parameter's storage, and fills it again for
+    backward. The memory has another address then, so the parameter is recognised by its storage,
+    which stays the same. Such a storage must never be offloaded: FSDP2 would free it under a copy.
+    FSDP1 does the same with the flat parameter of a module, which it never exchanges.
+
+    Args:
+        modules: the modules that may contain sharded modules.
+
+    Attributes:
+        is_sharded: whether any of them was sharded at the last `refresh`.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modules = [weakref.ref(module) for module in modules]
+        self._groups: dict[weakref.ref[nn.Module], _Group] = {}
+        self._flat: list[nn.Parameter] = []  # FSDP1's
+        self._storages: set[int] = set()
+        self.is_sharded = False
+
+    def refresh(self) -> None:
+        """Find the sharded modules, and read their parameters as they are now."""
+        alive = [module for known in self._modules if (module := known()) is not None]
+        sharded, flat = _find_sharded_modules(alive)
+        self._flat = [p for module in flat for p in _flat_parameters(module)]
+        self.is_sharded = bool(sharded or self._flat)
+        if not sharded and not self._groups:
+            return
+        self._storages = set()
+        known, self._groups = self._groups, {}
+        for module in sharded:
+            places = list(_own_places(module, sharded))
+            reference = weakref.ref(module)
+            group = known.get(reference)
+            if group is None or group.places != places:
+                group = _Group(places)
+            group.read(self._storages)
+            self._groups[reference] = group
+
+    def own(self, storage: torch.UntypedStorage) -> bool:
+        """Whether a storage belongs to a parameter of a sharded module, gathered or not."""
+        for group in self._groups.values():
+            if group.is_exchanged():
+                group.read(self._storages)
+        address = storage._cdata
+        if address in self._storages:
+            return True
+        return any(flat.untyped_storage()._cdata == address for flat in self._flat)
+
+
+@final
+class _Group:
+    """The parameters that one sharded module gathers.
+
+    FSDP2 exchanges all of them together, except those that the user told it to ignore. Once one of
+    them was seen to be exchanged, it is enough to watch that one.
+    """
+
+    __slots__ = ("_seen", "_watched", "places")
+
+    def __init__(self, places: list[Place]) -> None:
+        self.places = places
+        self._watched = places
+        self._seen: list[nn.Parameter | None] = []
+
+    def read(self, storages: set[int]) -> None:
+        """Add the storages of the present parameters to a set."""
+        for place in self.places:
+            parameter = _parameter_at(place)
+            if parameter is not None:
+                storages.update(p.untyped_storage()._cdata for p in parts_of(parameter))
+        self._seen = [_parameter_at(place) for place in self._watched]
+
+    def is_exchanged(self) -> bool:
+        """Whether FSDP2 has exchanged the parameters since they were read."""
+        for place, seen in zip(self._watched, self._seen, strict=True):
+            if _parameter_at(place) is not seen:
+                self._watched = [place]
+                return True
+        return False
+
+
+def _parameter_at(place: Place) -> nn.Parameter | None:
+    module = place[0]()
+    return None if module is None else module._parameters.get(place[1])
+
+
+def find_sharded_parameters(model: nn.Module) -> set[int]:
+    """Return the identities of the parameters that are DTensors or that FSDP shards or gathers."""
+    found = {id(parameter) for parameter in model.parameters() if hasattr(parameter, "device_mesh")}
+    sharded, flat = _find_sharded_modules([model])
+    for module in sharded:
+        for place in _own_places(module, sharded):
+            found.add(id(_parameter_at(place)))
+    for module in flat:
+        found.update(map(id, module.parameters()))
+    return found
+
+
+def _find_sharded_modules(
+    roots: Iterable[nn.Module],
+) -> tuple[dict[nn.Module, None], list[nn.Module]]:
+    """Return the modules that FSDP2 shards, in model order, and those of FSDP1."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # nothing is sharded before it is imported
+    if fsdp is None:
+        return {}, []
+    kinds = fsdp.FSDPModule, fsdp.FullyShardedDataParallel
+    found = [m for root in roots for m in root.modules() if isinstance(m, kinds)]
+    flat = [module for module in found if isinstance(module, kinds[1])]
+    return dict.fromkeys(m for m in found if not isinstance(m, kinds[1])), flat
+
+
+def _flat_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield the flat parameter of a module of FSDP1, if it has parameters of its own."""
+    handle = getattr(module, "_handle", None)
+    if handle is not None:
+        yield handle.flat_param
+
+
+def _own_places(module: nn.Module, sharded: dict[nn.Module, None]) -> Iterator[Place]:
+    """Yield the places of a module's parameters, without those of sharded modules inside it."""
+    reference = weakref.ref(module)
+    yield from ((reference, name) for name in module._parameters)
+    for child in module.children():
+        if child not in sharded:
+            yield from _own_places(child, sharded)

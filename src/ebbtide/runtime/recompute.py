@@ -1,0 +1,909 @@
+"""Counts what recomputed layers do not save, and what their recomputation holds in backward.
+
+[Note: recomputed layers] A recomputed layer runs under torch's non-reentrant checkpoint, which
+saves the layer's inputs and none of what the operations inside it save. The inputs are saved under
+ebbtide's hooks, so they are kept, offloaded and prefetched like any saved tensor. The first time
+that backward needs something from inside the layer, the checkpoint reads the inputs and runs the
+forward again. What that saves is read soon, so it stays on the device, under the checkpoint's
+hooks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import threading
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple, Protocol, final
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import CheckpointError, checkpoint
+
+from ebbtide.devices.device import AbstractEvent, Layer, in_range
+from ebbtide.errors import PolicyError, SavedTensorModifiedError
+from ebbtide.runtime.activations import Activations
+from ebbtide.runtime.events import Owner
+from ebbtide.runtime.handles import KEEP, Hold, StorageRecord, raise_modified, restore
+from ebbtide.runtime.layers import ReplaceForward
+from ebbtide.runtime.module_state import Arguments, ModuleState
+from ebbtide.runtime.record import ForwardLog
+from ebbtide.runtime.stats import Account, Subject
+from ebbtide.runtime.torch_internals import (
+    WrappedForward,
+    hold_forward,
+    is_traced,
+    itself,
+    pass_for,
+    plain_forward,
+    skip_in_compiler,
+)
+from ebbtide.runtime.transfers import Transfers
+from ebbtide.runtime.verification import SavedDigests, Verifications, Verified, differ, sample
+from ebbtide.stores.measured_memory import FreedMemory, return_freed_memory
+from ebbtide.units import format_size
+
+_CHANGED: Final = "finds weights, buffers or inputs that were changed before backward"
+
+
+class AbstractCall(Protocol):
+    """A call of a recomputed layer whose forward may run again."""
+
+    def finds_changes(self) -> bool:
+        """Whether a parameter or a large buffer is not as the first forward has used it."""
+
+
+@final
+@dataclass(frozen=True)
+class RecomputedLayer:
+    """One call of a layer whose forward runs again in backward.
+
+    Attributes:
+        layer: the layer.
+        microbatch: number of the forward within the step, from 0.
+        size_bytes: bytes of the storages saved inside it, each counted once, without its inputs and
+            parameters.
+        borrowed_bytes: bytes of its inputs that left the device and are used inside it.
+        num_saved: number of tensors saved inside it.
+    """
+
+    layer: Layer
+    microbatch: int
+    size_bytes: int
+    borrowed_bytes: int
+    num_saved: int
+
+
+@final
+class RecomputedHold(Hold):
+    """The hold of one call of a recomputed layer, which dies with the last tensor saved inside it.
+
+    Attributes:
+        call: what was called.
+        forward: the log of its forward.
+        held_bytes: device bytes that its last recomputation holds. They count as held until the
+            call dies, although each storage is freed when backward has read it.
+        transfers: the model's transfers.
+        begun: event before the recomputation that runs; set only if steps are traced.
+    """
+
+    __slots__ = ("begun", "call", "forward", "held_bytes", "transfers")
+    call: RecomputedLayer
+    forward: ForwardLog
+    held_bytes: int
+    transfers: Transfers
+    begun: AbstractEvent | None
+
+    def note_death(self) -> None:
+        self.transfers.live -= 1
+        layer = self.call.layer
+        self.transfers.account.give(self.held_bytes, Owner.RECOMPUTED, layer)
+
+
+@final
+class Recomputations:
+    """The recomputed layers of one model.
+
+    Args:
+        activations: the model's activations.
+        verifications: which layers give the same bits again.
+
+    Attributes:
+        verifications: as given.
+        freed: says when freed memory is returned to the system; None on an accelerator.
+    """
+
+    def __init__(self, activations: Activations, verifications: Verifications) -> None:
+        self._activations = activations
+        self.verifications = verifications
+        self._account: Account = activations.transfers.account
+        self._gate = activations.transfers.gate
+        on_host = activations.transfers.device.computes_on_host
+        self.freed = FreedMemory() if on_host else None  # see [Note: freed but resident]
+        self._step = 0  # number of the step that `_calls` is of
+        self._calls: list[RecomputedLayer] = []
+        self._calls_before: list[RecomputedLayer] = []  # of the last finished step
+        self._verifying = self._verifying_before = 0  # calls that are verified, likewise
+
+    @property
+    def num_verifying(self) -> int:
+        """Number of calls verified in the running step, or in the last one if none runs."""
+        self._note_step()
+        return self._verifying_before if self._account.origin is None else self._verifying
+
+    def note_verifying(self) -> None:
+        """Count a call that would be recomputed and is not, because it is verified."""
+        self._note_step()
+        self._verifying += 1
+
+    def refuse_changed(self, layer: Layer) -> None:
+        """Recompute no layer again in which the program changes what torch may not need.
+
+        Args:
+            layer: the layer that cannot run again, because something in it was changed. Others
+                whose forward has run, and whose weights or buffers were changed, are refused with
+                it, so that they do not end a step each.
+        """
+        self.verifications.refuse(layer, _CHANGED)
+        for hold in list(self._activations.deaths.awaited):
+            call: Any = hold() if isinstance(hold, RecomputedHold) else None
+            if call is not None and call.finds_changes():
+                self.verifications.refuse(hold.call.layer, _CHANGED)  # type: ignore[attr-defined]
+
+    def add(
+        self, owner: AbstractCall, call: RecomputedLayer, forward: ForwardLog
+    ) -> RecomputedHold:
+        """Count a call whose first forward has ended.
+
+        Args:
+            owner: what dies when nothing saved inside the call is needed any more.
+            call: what was called.
+            forward: the log of its forward.
+        """
+        deaths, transfers = self._activations.deaths, self._activations.transfers
+        with self._gate:
+            self._note_step()
+            self._calls.append(call)
+            hold = RecomputedHold(owner, deaths.queue.append)
+            hold.call, hold.forward, hold.transfers = call, forward, transfers
+            hold.held_bytes, hold.begun = 0, None
+            transfers.live += 1
+            deaths.awaited.add(hold)
+            self._account.meter.recomputed_bytes += call.size_bytes
+        self._note_freed(call.size_bytes)
+        return hold
+
+    def _note_freed(self, size_bytes: int) -> None:
+        """Note that what a layer would have saved is freed, or is about to be."""
+        stored_bytes = self._account.stored_bytes["disk"]
+        if self.freed is not None and self.freed.is_due(size_bytes, stored_bytes):
+            return_freed_memory()
+
+    def begin(self, hold: RecomputedHold) -> None:
+        """Note that a layer's forward begins again."""
+        self._activations.note_backward(hold.forward)
+        self._note_freed(hold.call.size_bytes)  # of the layer whose backward has ended
+        with self._gate:
+            layer = hold.call.layer
+            self._account.give(hold.held_bytes, Owner.RECOMPUTED, layer)
+            hold.held_bytes = hold.call.size_bytes + hold.call.borrowed_bytes
+            self._account.take(hold.held_bytes, Owner.RECOMPUTED, layer)
+        recorder = self._account.recorder
+        hold.begun = None if recorder is None else recorder.mark()
+
+    def end(self, hold: RecomputedHold) -> None:
+        """Note that all that backward needs of the layer has been computed."""
+        begun, hold.begun = hold.begun, None
+        recorder = self._account.recorder
+        if recorder is not None and begun is not None:
+            call = hold.call
+            recorder.compute(
+                "recompute", Subject(call.layer, call.microbatch, call.size_bytes), begun
+            )
+
+    def calls(self) -> list[RecomputedLayer]:
+        """Return the recomputed layers of the last finished step, in the order of their calls."""
+        self._note_step()
+        return self._calls_before
+
+    def _note_step(self) -> None:
+        if self._step != self._account.num_steps:
+            self._step = self._account.num_steps
+            self._calls, self._calls_before = [], self._calls
+            self._verifying, self._verifying_before = 0, self._verifying
+
+
+def recomputed_lines(calls: Iterable[RecomputedLayer]) -> Iterator[str]:
+    """Yield the lines of a table of recomputed layers."""
+    yield f"{'recomputed layer':<24} {'':>3} {'size':>10}  {'':<15} {'saves':>5}"
+    for each in calls:
+        place = f"{each.layer.index} {each.layer.name}"
+        if each.microbatch:
+            place = f"{place}.m{each.microbatch}"
+        size = format_size(each.size_bytes)
+        yield f"{place[:24]:<24} {'':>3} {size:>10}  {'':<15} {each.num_saved:>5}"
+
+
+# ---- Calls a layer's forward under a checkpoint, which runs it again in backward ----
+
+# Long: the two forwards of a call, and what is compared between them, belong together.
+
+_sequence_number = torch._C._autograd._get_sequence_nr
+
+_alone = threading.RLock()
+"""Held while a second forward runs: random numbers and modules are those of the whole process."""
+
+
+def _renew_lock() -> None:
+    global _alone
+    _alone = threading.RLock()  # a thread that is not in this process may have held it
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_lock)
+
+
+class AbstractHooks(Protocol):
+    """The hooks that would be given what a layer saves if it were not recomputed."""
+
+    @property
+    def device(self) -> torch.device:
+        """The device that the model computes on."""
+
+    @property
+    def log(self) -> ForwardLog:
+        """The log of the forward that runs."""
+
+    def are_on_top(self) -> bool:
+        """Whether what autograd saves now is packed by these hooks."""
+
+    def offload_here(self) -> None:
+        """Offload what the layer that runs saves from now on."""
+
+    def pack(self, tensor: Tensor) -> Any:
+        """Pack a tensor that autograd saves."""
+
+    def is_weight(self, tensor: Tensor) -> bool:
+        """Whether a tensor is a parameter, or a part of one."""
+
+    def look_at(
+        self, tensor: Tensor
+    ) -> Iterable[tuple[torch.UntypedStorage, StorageRecord | None]]:
+        """Count a saved tensor; return its storages that are no parameters, and their records."""
+
+
+class AbstractRestingWeights(Protocol):
+    """The weights of a model that rest on the host, as a forward that runs again needs them."""
+
+    def open(self, module: nn.Module) -> AbstractContextManager[None]:
+        """Surround a forward of a module that is not called as such with its weights."""
+
+    def versions_of(self, module: nn.Module) -> Hashable:
+        """Return the versions of the host values of its weights."""
+
+    def rests(self, tensor: Tensor) -> bool:
+        """Whether a tensor is the host value of a weight, with which nothing computes."""
+
+
+@final
+class NoRestingWeights:
+    """Stands for the weights that rest on the host where none do."""
+
+    def open(self, _: nn.Module) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def versions_of(self, _: nn.Module) -> Hashable:
+        return None
+
+    def rests(self, _: Tensor) -> bool:
+        return False
+
+
+class Recomputing(NamedTuple):
+    """A layer to recompute, who is told of it, and what surrounds its second forward."""
+
+    layer: Layer
+    hooks: AbstractHooks
+    account: Recomputations
+    weights: AbstractRestingWeights
+
+
+def find_recomputing(
+    layer: Layer, hooks: AbstractHooks, account: Recomputations, weights: AbstractRestingWeights
+) -> Recomputing | None:
+    """Say whether a call that the policy chooses can be recomputed.
+
+    It is not where its activations are not saved for backward or other code decides what becomes of
+    them, such as a checkpoint around the layer. Nor is it inside a transform of `torch.func` or
+    with tangents of forward-mode AD, of which a second forward would not know.
+    """
+    if not hooks.are_on_top() or forward_ad._current_level >= 0:
+        return None
+    if torch._C._functorch.maybe_current_level() is not None:
+        return None
+    return Recomputing(layer, hooks, account, weights)
+
+
+def recompute_later(
+    recomputing: Recomputing,
+    module: nn.Module,
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Call a forward under a checkpoint; see [Note: recomputed layers].
+
+    The first call of a kind is not recomputed; see [Note: verified recomputation].
+
+    Args:
+        recomputing: the call, and who is told of it.
+        module: the layer's module.
+        forward: its forward.
+        args: the positional arguments.
+        kwargs: the keyword arguments.
+
+    Raises:
+        PolicyError: the forward changes something that it would not find again, and did not when
+            it was verified.
+    """
+    layer, hooks, account, weights = recomputing
+    where = f"layer {layer.index} ({layer.name})"
+    arguments = Arguments(args, kwargs, where)
+    tensors = arguments.take_tensors()
+    trained = any(tensor.requires_grad for tensor in tensors)
+    if not trained and not any(weight.requires_grad for weight in module.parameters()):
+        return forward(*args, **kwargs)  # it saves nothing
+    state = ModuleState(module, where, weights.versions_of)
+    if state.is_lazy:  # only this forward knows the shapes of its weights
+        account.note_verifying()
+        return forward(*args, **kwargs)
+    kind = layer.name, id(module), arguments.kind, state.kind, _autocast(hooks.device)
+    verified = account.verifications.find(kind)
+    inputs = _Inputs(arguments, tensors, state)
+    call: _Call | _VerifiedCall
+    hooks_of_first: _VerifyingHooks | None = None
+    if verified is None:
+        account.note_verifying()
+        call = _VerifiedCall(recomputing, module, forward, inputs, (args, kwargs), kind)
+        hooks_of_first = call.hooks
+    else:
+        call = _Call(recomputing, module, forward, inputs, (args, kwargs), verified)
+    device = hooks.device
+    if device.type != "cpu" and not any(tensor.device == device for tensor in tensors):
+        # The checkpoint restores the random numbers of the devices that it finds tensors on.
+        tensors = [*tensors, torch.empty(0, device=device)]
+    stops_early = verified is None or verified.stops_early
+    result = checkpoint(call.run, *tensors, use_reentrant=False, early_stop=stops_early)
+    change = inputs.find_change(tensors)
+    if change and verified is not None:
+        raise PolicyError(
+            f"{where} cannot be recomputed, because its forward {change}, which it did not the "
+            f"first time; leave the layer out: name the others with layers=[...]"
+        )
+    if hooks_of_first is not None:
+        if change:
+            account.verifications.refuse(layer, change)
+        hooks_of_first.await_backward(verifies=not change)
+    return result
+
+
+def _autocast(device: torch.device) -> Hashable:
+    kind = device.type
+    if not torch.is_autocast_enabled(kind):
+        return torch.is_autocast_enabled("cpu"), device
+    return torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled(), device
+
+
+@final
+class _Inputs:
+    """What a call of a layer finds: its arguments and the state of its module."""
+
+    def __init__(self, arguments: Arguments, tensors: list[Tensor], state: ModuleState) -> None:
+        self._arguments = arguments
+        self._versions = [_version(tensor) for tensor in tensors]
+        self._state = state
+
+    def find_change(self, tensors: Sequence[Tensor]) -> str:
+        """Say what the forward, which has ended, has changed that it would not find again."""
+        for tensor, version in zip(tensors, self._versions, strict=False):
+            if _version(tensor) != version:
+                return (
+                    f"changes its input of shape {tuple(tensor.shape)} in place (as "
+                    f"nn.ReLU(inplace=True) does)"
+                )
+        change = self._state.find_change()
+        if change:
+            return f"changes {change} in place"
+        return self._arguments.find_change()
+
+    def finds_changes(self) -> bool:
+        return self._state.finds_changes()
+
+    @contextlib.contextmanager
+    def again(
+        self, module: nn.Module, weights: AbstractRestingWeights, tensors: tuple[Tensor, ...]
+    ) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+        """Within the block all is as the first forward found it; gives its arguments."""
+        arguments = self._arguments.put_together(tensors)
+        with self._state.put_back(), weights.open(module):
+            yield arguments
+
+    @contextlib.contextmanager
+    def untouched(
+        self, module: nn.Module, weights: AbstractRestingWeights, tensors: Sequence[Tensor]
+    ) -> Iterator[None]:
+        """Undo what the block does to the memory of weights, large buffers and inputs."""
+        own = [w for each in module.modules() for w in dict.values(each._parameters)]
+        found = {id(t): t for t in (*self._state.unchanged(), *own, *tensors) if t is not None}
+        kept = [t for t in found.values() if _has_plain_memory(t) and not weights.rests(t)]
+        copies = [(tensor, tensor.detach().clone()) for tensor in kept]
+        try:
+            yield
+        finally:
+            for tensor, copied in copies:
+                # Not through the tensor itself: its version would count the change.
+                memory = Tensor.data.__get__(tensor)  # type: ignore[attr-defined]
+                if memory.device.type != "cpu" or not torch.equal(memory, copied):
+                    memory.copy_(copied)
+
+
+def _has_plain_memory(tensor: Tensor) -> bool:
+    plain = tensor.layout is torch.strided and not hasattr(type(tensor), "__tensor_flatten__")
+    return plain and bool(tensor.numel()) and not tensor.is_meta
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+@final
+class _Call:
+    """One call of a recomputed layer. The checkpoint holds it as long as it may run again."""
+
+    def __init__(
+        self,
+        recomputing: Recomputing,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        inputs: _Inputs,
+        first: tuple[tuple[Any, ...], dict[str, Any]],
+        verified: Verified,
+    ) -> None:
+        self._recomputing = recomputing
+        self._module = module
+        self._forward = forward
+        self._inputs = inputs
+        self._first: tuple[tuple[Any, ...], dict[str, Any]] | None = first
+        self._saved = _Saved(recomputing, verified.sampled)
+        self._hold: RecomputedHold | None = None
+
+    def run(self, *tensors: Tensor) -> Any:
+        """Run the forward, for the first time or again."""
+        if self._first is not None:
+            (args, kwargs), self._first = self._first, None
+            return self._run_first(args, kwargs)
+        if self._hold is None:  # backward runs within the forward
+            return self._run_again(tensors)
+        account = self._recomputing.account
+        account.begin(self._hold)
+        try:
+            return in_range("recompute", self._recomputing.layer, self._run_again, tensors)
+        finally:
+            account.end(self._hold)
+
+    def finds_changes(self) -> bool:
+        """Whether a parameter or a large buffer is not as the first forward has used it."""
+        return self._inputs.finds_changes()
+
+    def _run_first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        layer, hooks, account, _ = self._recomputing
+        counter = _SavedCounter(hooks, self._saved)
+        with saved_tensors_hooks(counter.pack, counter.unpack):
+            result = self._forward(*args, **kwargs)
+        log = hooks.log
+        saved = counter.size_bytes, counter.borrowed_bytes, counter.num_saved
+        self._hold = account.add(self, RecomputedLayer(layer, log.number, *saved), log)
+        return result
+
+    def _run_again(self, tensors: tuple[Tensor, ...]) -> None:
+        again = _SavedAgain(self._saved)
+        with self._inputs.again(self._module, self._recomputing.weights, tensors) as arguments:
+            args, kwargs = arguments
+            with saved_tensors_hooks(again.pack, again.unpack):
+                self._forward(*args, **kwargs)
+                again.hand_over()
+
+
+@final
+class _Saved:
+    """What the first forward of a call has saved, to check the second one by.
+
+    It is not all that could be compared: the number of tensors, the bits of the numbers among them,
+    and a sample of one large tensor.
+
+    Attributes:
+        numbers: the 0-dim tensors on the host, by their place among all.
+        sampled: the place of the tensor that a sample is taken of.
+        sample: its sample, once it was saved.
+    """
+
+    def __init__(self, recomputing: Recomputing, sampled: int) -> None:
+        self.layer = recomputing.layer
+        self.numbers: dict[int, Any] = {}
+        self.sampled = sampled
+        self.sample: Tensor | None = None
+        self.account = recomputing.account
+
+    def compare(self, place: int, tensor: Tensor) -> None:
+        """Compare a tensor that the second forward saves.
+
+        Raises:
+            SavedTensorModifiedError: it differs.
+        """
+        # What a recomputation gives is compared with what the forward gave.
+        # A layer that depends on a counter outside of it gives gradients of another computation.
+        verifications = self.account.verifications
+        if not tensor.dim() and place in self.numbers:
+            number = tensor.item()
+            if repr(number) != repr(self.numbers[place]):
+                verifications.raise_different(self.layer)
+        if place == self.sampled and self.sample is not None:
+            again = sample(tensor)
+            differs = True if again is None else differ(self.sample, again)
+            if isinstance(differs, Tensor):
+                verifications.note_sample(self.layer, differs)
+            elif differs:
+                verifications.raise_different(self.layer)
+
+
+@final
+class _SavedCounter:
+    """Counts what is saved inside a recomputed layer, and leaves it to the checkpoint's hooks.
+
+    Args:
+        hooks: the hooks that would be given what the layer saves if it were not recomputed.
+        noted: notes what the second forward is checked by.
+
+    Attributes:
+        size_bytes: bytes of the storages, each counted once, without the layer's inputs.
+        borrowed_bytes: bytes of its inputs that are used in it and that are not kept on the device.
+        num_saved: number of saved tensors.
+    """
+
+    def __init__(self, hooks: AbstractHooks, noted: _Saved) -> None:
+        self._pack, self._unpack = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        self._hooks = hooks
+        self._noted = noted
+        self.size_bytes = self.borrowed_bytes = self.num_saved = 0
+        self._known: dict[int, StorageWeakRef] = {}
+
+    def pack(self, tensor: Tensor) -> Any:
+        place, noted = self.num_saved, self._noted
+        self.num_saved += 1
+        if place == noted.sampled:
+            noted.sample = sample(tensor)
+        if not tensor.dim() and tensor.device.type == "cpu" and type(tensor) is Tensor:
+            noted.numbers[place] = tensor.item()
+        for storage, record in self._hooks.look_at(tensor):
+            address = storage._cdata
+            if address not in self._known:
+                # While the weak reference exists, no other storage gets the same address.
+                self._known[address] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+                if record is None:
+                    self.size_bytes += storage.nbytes()
+                elif record.decision is not KEEP:
+                    self.borrowed_bytes += record.unpacked_bytes
+        return self._pack(tensor)
+
+    def unpack(self, packed: Any) -> Tensor:
+        try:
+            # Forwards that run again do so one after the other. Two
+            # threads that put back the random numbers would draw from each other's.
+            with _alone:
+                tensor: Tensor = self._unpack(packed)
+        except CheckpointError as error:
+            self._noted.account.verifications.raise_different(self._noted.layer, error)
+        except SavedTensorModifiedError:
+            # torch may train with such a program. The next steps do, too.
+            self._noted.account.refuse_changed(self._noted.layer)
+            raise
+        version = getattr(tensor, _VERSION, None)
+        if version is not None and version != tensor._version:
+            # A tensor that the second forward has changed after it
+            # had saved it is not used. Plain autograd refuses it; a checkpoint would compute with
+            # the changed values.
+            raise_modified(tensor, version, tensor.shape)
+        return tensor
+
+
+_VERSION: Final = "_ebbtide_version"
+"""The attribute of a tensor saved by a second forward that has its version at that moment."""
+
+
+@final
+class _SavedAgain:
+    """Checks what the second forward saves, and hands it to the checkpoint's hooks.
+
+    The checkpoint ends the forward when it is given the last tensor that backward needs. An
+    operator may fill a tensor after it has saved it; see [Note: tensors saved before they are
+    written] in `ebbtide.runtime.activations`. So from a tensor without `grad_fn` on, all that
+    the same operator saves is handed over when it has returned.
+    """
+
+    def __init__(self, saved: _Saved) -> None:
+        pack, self.unpack = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        # The checkpoint's hook keeps the compiler out, at a cost; `pack` here does, too.
+        self._pack = getattr(pack, "__wrapped__", pack)
+        self._saved = saved
+        self._place = 0
+        self._waiting: list[tuple[int, Tensor]] = []
+        self._sequence = 0
+
+    def pack(self, tensor: Tensor) -> Any:
+        place = self._place
+        self._place = place + 1
+        if self._waiting and _sequence_number() != self._sequence:
+            self.hand_over()
+        if not self._waiting and tensor.grad_fn is not None:
+            return self._hand_on(place, tensor)
+        self._sequence = _sequence_number()
+        self._waiting.append((place, tensor))
+        return tensor.detach()
+
+    def hand_over(self) -> None:
+        """Hand over what waits. The operator that saved it has returned."""
+        waiting, self._waiting = self._waiting, []
+        for place, tensor in waiting:
+            self._hand_on(place, tensor)
+
+    def _hand_on(self, place: int, tensor: Tensor) -> Any:
+        saved = self._saved
+        if place == saved.sampled or place in saved.numbers:
+            saved.compare(place, tensor)
+        if type(tensor) is Tensor or type(tensor) is nn.Parameter:
+            version = tensor._version
+            tensor = tensor.detach()  # as the checkpoint does
+            setattr(tensor, _VERSION, version)
+        return self._pack(tensor)
+
+
+skip_in_compiler(_SavedAgain.pack)
+
+
+@final
+class _VerifiedCall:
+    """A call whose forward runs again in backward only to be compared.
+
+    See [Note: verified recomputation]. A checkpoint surrounds the first forward without being given
+    what that saves, and then saves one number. When backward begins, the checkpoint is asked for
+    this number, and so it runs the forward again exactly as it would for a recomputation.
+
+    Attributes:
+        hooks: what the first forward is surrounded with; None once that has begun.
+    """
+
+    def __init__(
+        self,
+        recomputing: Recomputing,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        inputs: _Inputs,
+        first: tuple[tuple[Any, ...], dict[str, Any]],
+        kind: Hashable,
+    ) -> None:
+        self._recomputing = recomputing
+        self._module = module
+        self._forward = forward
+        self._inputs = inputs
+        self._first: tuple[tuple[Any, ...], dict[str, Any]] | None = first
+        self._kind = kind
+        self._digests = SavedDigests(first=True)
+        self.hooks: _VerifyingHooks | None = _VerifyingHooks(recomputing, self._digests)
+
+    def run(self, *tensors: Tensor) -> Any:
+        """Run the forward, for the first time or again."""
+        # The graph holds the hooks, and these hold the checkpoint, which holds this object.
+        hooks, self.hooks = self.hooks, None
+        if self._first is None or hooks is None:
+            self._run_again(tensors)
+            _save_number()
+            return None
+        (args, kwargs), self._first = self._first, None
+        self._recomputing.hooks.offload_here()
+        with saved_tensors_hooks(hooks.pack, hooks.unpack):
+            result = self._forward(*args, **kwargs)
+        self._digests.finish()
+        hooks.number = _save_number()
+        return result
+
+    def _run_again(self, tensors: tuple[Tensor, ...]) -> None:
+        layer, _, account, weights = self._recomputing
+        again = SavedDigests(first=False)
+
+        def note(tensor: Tensor) -> Tensor:
+            again.note(tensor)
+            return tensor.detach()
+
+        skip_in_compiler(note)
+        try:
+            with (
+                self._inputs.again(self._module, weights, tensors) as (args, kwargs),
+                self._inputs.untouched(self._module, weights, tensors),
+                saved_tensors_hooks(note, _same),
+            ):
+                self._forward(*args, **kwargs)
+            again.finish()
+        except torch.OutOfMemoryError:
+            return  # the next call is verified
+        except SavedTensorModifiedError:
+            account.refuse_changed(layer)
+            return
+        except Exception as error:  # whatever it raises, the gradients of this step are right
+            reason = f"raises {type(error).__name__} when it runs again"
+            account.verifications.refuse(layer, reason)
+            return
+        account.verifications.compare(layer, self._kind, self._digests, again)
+
+
+@final
+class _VerifyingHooks:
+    """Hands what a verified layer saves to ebbtide's hooks, and notices the begin of its backward.
+
+    Attributes:
+        number: the node that saved a number under the checkpoint.
+    """
+
+    def __init__(self, recomputing: Recomputing, digests: SavedDigests) -> None:
+        self._hooks = recomputing.hooks
+        self._digests = digests
+        self._recomputing = recomputing
+        self.number: Any = None
+        self._is_awaiting = False  # whether the first forward has ended, and backward is to begin
+
+    def await_backward(self, *, verifies: bool) -> None:
+        """Note that the first forward has ended.
+
+        Args:
+            verifies: whether the forward runs again in backward.
+        """
+        if not verifies:
+            self.number = None
+        self._is_awaiting = verifies
+
+    def pack(self, tensor: Tensor) -> Any:
+        self._digests.note(tensor, is_weight=self._hooks.is_weight(tensor))
+        return self._hooks.pack(tensor)
+
+    def unpack(self, saved: Any) -> Tensor:
+        if self._is_awaiting and torch._C._current_graph_task_id() != -1:
+            self._is_awaiting = False
+            number, self.number = self.number, None
+            if number is not None:  # else another thread has been faster
+                with _alone:
+                    self._verify(number)
+        return restore(saved)
+
+    def _verify(self, number: Any) -> None:
+        """Have the checkpoint run the forward again."""
+        try:
+            number._saved_result  # noqa: B018
+        except SavedTensorModifiedError:  # an input was changed: backward may not need it
+            self._recomputing.account.refuse_changed(self._recomputing.layer)
+
+
+def _save_number() -> Any:
+    """Have autograd save a number. Returns the node that has saved it."""
+    return torch.ones((), requires_grad=True, device="cpu", dtype=torch.float32).exp().grad_fn
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+# Autograd calls these while a compiled layer runs, and the compiler would trace them, too.
+for _hook in (
+    _SavedCounter.pack,
+    _SavedCounter.unpack,
+    _SavedAgain.pack,
+    _VerifyingHooks.pack,
+    _VerifyingHooks.unpack,
+    _same,
+):
+    skip_in_compiler(_hook)
+
+
+# ---- A replacement for a layer's forward that backward runs again, instead of saving what it saves
+
+FindLayer = Callable[[], Layer | None]
+"""Returns the call of a layer that begins now; None where it is not counted as one."""
+
+
+def replace_forwards(find: Callable[[FindLayer], Recomputing | None]) -> ReplaceForward:
+    """Return what makes the replacements of layers' forwards.
+
+    Args:
+        find: says whether a call is recomputed.
+    """
+
+    def replace(find_layer: FindLayer, module: nn.Module, forward: Any) -> RecomputedForward:
+        return RecomputedForward(functools.partial(find, find_layer), module, forward)
+
+    return replace
+
+
+@final
+class RecomputedForward:
+    """Calls a layer's forward under a checkpoint where the policy says so; else as it is.
+
+    A copy of this object, with the model or alone, is the plain forward of the copied module.
+
+    Args:
+        find: says whether the call that begins now is recomputed.
+        module: the module whose forward is replaced.
+        forward: the forward to call.
+    """
+
+    __wrapped__ = WrappedForward()
+
+    def __init__(
+        self,
+        find: Callable[[], Recomputing | None],
+        module: nn.Module,
+        forward: Callable[..., Any],
+    ) -> None:
+        pass_for(self, forward)
+        self._find = find
+        self._known = weakref.ref(module)  # see [Note: what a model owns]
+        self._find_forward = hold_forward(forward)
+
+    @property
+    def _module(self) -> nn.Module | None:
+        return self._known()
+
+    @property
+    def _forward(self) -> Callable[..., Any]:
+        forward = self._find_forward()
+        assert forward is not None, "the module of this forward is gone"
+        return forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        forward, module = self._forward, self._module
+        if is_traced():
+            return forward(*args, **kwargs)
+        if args and args[0] is module:
+            args = args[1:]  # accelerate binds what it finds in `module.forward` to it again
+        recomputing = self._find()
+        if recomputing is None or module is None:
+            return forward(*args, **kwargs)
+        return recompute_later(recomputing, module, forward, args, kwargs)
+
+    def restore(self) -> None:
+        """Give the module its own forward back."""
+        module = self._module
+        if module is None or module.__dict__.get("forward") is not self:
+            return  # other code has wrapped this object, which now only forwards calls
+        del module.__dict__["forward"]
+        if module.forward != self._forward:
+            module.__dict__["forward"] = self._forward
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
+        copied = memo.get(id(getattr(self._forward, "__self__", None)))
+        return plain_forward(copied) if isinstance(copied, nn.Module) else self._forward
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        owner = getattr(self._forward, "__self__", None)
+        if isinstance(owner, nn.Module):
+            return getattr, (owner, "forward")  # see `OffloadedForward`
+        return itself, (self._forward,)
+
+
+skip_in_compiler(RecomputedForward.__call__, with_callees=False)
+for _name in ("_forward", "_module"):
+    skip_in_compiler(vars(RecomputedForward)[_name].fget)

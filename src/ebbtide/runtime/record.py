@@ -1,0 +1,646 @@
+"""Recipes, which recompute an operation's output from inputs that autograd saves anyway."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum, auto
+from typing import Any, Final, final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ebbtide.devices.device import AbstractEvent, AbstractStream, Layer
+from ebbtide.errors import PolicyError
+from ebbtide.policy import refuse
+from ebbtide.stores.store import Slot
+
+KernelSettings = tuple[int, bool, bool] | None
+"""What kernels depend on beside their arguments: the number of threads, whether oneDNN is used, and
+whether subnormal numbers become zero. None on an accelerator, whose kernels depend on none of them.
+
+A kernel on a CPU gives each thread a part of a tensor. It computes the end of a part, which does
+not fill a vector register, by other code than the rest: the last bit of a tanh or an exp may differ
+between the two. So these bits depend on the number of threads.
+"""
+
+_SMALLEST_NORMAL = 2.0**-1022
+
+Constants = Mapping[str, Any]
+Rebuild = Callable[[Sequence[Tensor], Constants, torch.dtype], Tensor]
+
+
+@final
+@dataclass(frozen=True)
+class RebuildRecipe:
+    """Recognises one operation in autograd's graph and runs it again.
+
+    A recipe must run the kernel that the forward ran, on the same input, so that its output is the
+    same to the bit. Its first output for each shape and type is compared with the original; if they
+    differ, the recipe is not used for that shape and type again.
+
+    Args:
+        node: the name of the operation's backward node, ``tensor.grad_fn.name()``.
+        inputs: names of the operation's tensor arguments, in the order of the node's
+            ``next_functions``. An input can be used if the node saved it (``_saved_<name>``) or if
+            it is the result that the operation before saved (``_saved_result``); if one is missing,
+            the output is not rebuilt.
+        rebuild: computes the output, called with the inputs, the constants and the type of the
+            output while autograd and autocast are off. It must not change its inputs.
+        constants: names of other values that the node saved, such as ``approximate``.
+
+    Raises:
+        PolicyError: ``node`` or ``inputs`` is empty.
+    """
+
+    node: str
+    inputs: tuple[str, ...]
+    rebuild: Rebuild
+    constants: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.node or not self.inputs:
+            raise PolicyError(
+                "a RebuildRecipe needs the name of a backward node and of at least one input, "
+                'such as RebuildRecipe("SinBackward0", ("self",), rebuild)'
+            )
+
+    def traffic_bytes(self, inputs_bytes: Sequence[int], output_bytes: int) -> int:
+        """Return the cost of running the recipe: bytes read from and written to device memory."""
+        return sum(inputs_bytes) + output_bytes
+
+
+def kernel_settings() -> KernelSettings:
+    """Return the settings that kernels on the CPU depend on now, on the calling thread."""
+    # Python multiplies by the same unit of the processor, which is told to flush or not.
+    flushes = _SMALLEST_NORMAL * 0.5 == 0.0
+    return torch.get_num_threads(), torch._C._get_mkldnn_enabled(), flushes
+
+
+@contextlib.contextmanager
+def in_force(settings: KernelSettings) -> Iterator[None]:
+    """Have kernels depend on these settings, as they did in forward."""
+    present = kernel_settings()
+    _put_in_force(settings, present)
+    try:
+        yield
+    finally:
+        _put_in_force(present, settings)
+
+
+def _put_in_force(settings: KernelSettings, present: KernelSettings) -> None:
+    assert settings is not None and present is not None
+    num_threads, uses_onednn, flushes = settings
+    if num_threads != present[0]:
+        torch.set_num_threads(num_threads)
+    if uses_onednn != present[1]:
+        torch._C._set_mkldnn_enabled(uses_onednn)
+    if flushes != present[2]:
+        torch.set_flush_denormal(flushes)
+
+
+MOST_STEPS: Final = 4
+"""Length of the longest chain of rebuilds, each of which waits for the one before."""
+
+RECIPES: dict[str, RebuildRecipe] = {}
+"""The registered recipes, by the name of the backward node."""
+
+
+def register_rebuild(recipe: RebuildRecipe) -> None:
+    """Register a recipe, so that outputs of its operation are rebuilt, not kept or offloaded.
+
+    It applies to every model offloaded with ``ActivationPolicy(rebuild=True)``, from the next
+    forward on. It replaces an earlier recipe for the same node.
+    """
+    if not isinstance(recipe, RebuildRecipe):
+        refuse("recipe", "an ebbtide.RebuildRecipe", recipe)
+    RECIPES[recipe.node] = recipe
+
+
+def _unary(node: str, function: Callable[..., Tensor], *constants: str) -> None:
+    """Register a function of one tensor whose other arguments are named as the node's constants."""
+
+    def rebuild(inputs: Sequence[Tensor], saved: Constants, dtype: torch.dtype) -> Tensor:  # noqa: ARG001
+        return function(inputs[0], **saved)
+
+    register_rebuild(RebuildRecipe(node, ("self",), rebuild, constants))
+
+
+def _binary(node: str, function: Callable[..., Tensor], *constants: str) -> None:
+    def rebuild(inputs: Sequence[Tensor], saved: Constants, dtype: torch.dtype) -> Tensor:  # noqa: ARG001
+        return function(*inputs, **saved)
+
+    register_rebuild(RebuildRecipe(node, ("self", "other"), rebuild, constants))
+
+
+def _cast(inputs: Sequence[Tensor], saved: Constants, dtype: torch.dtype) -> Tensor:  # noqa: ARG001
+    return inputs[0].to(dtype)
+
+
+def _clone(inputs: Sequence[Tensor], saved: Constants, dtype: torch.dtype) -> Tensor:  # noqa: ARG001
+    # `clone` is mostly called to get a contiguous copy. If the original is not contiguous, the
+    # check of the recipe's first output notices the difference.
+    return inputs[0].clone(memory_format=torch.contiguous_format)
+
+
+def _elu(x: Tensor, alpha: float, scale: float, input_scale: float) -> Tensor:
+    return torch.ops.aten.elu(x, alpha, scale, input_scale)  # type: ignore[no-any-return]
+
+
+_unary("GeluBackward0", F.gelu, "approximate")
+_unary("SiluBackward0", F.silu)
+_unary("MishBackward0", F.mish)
+_unary("HardswishBackward0", F.hardswish)
+_unary("SoftplusBackward0", F.softplus, "beta", "threshold")
+_unary("LeakyReluBackward0", F.leaky_relu, "negative_slope")
+_unary("EluBackward0", _elu, "alpha", "scale", "input_scale")
+_unary("SinBackward0", torch.sin)
+_unary("CosBackward0", torch.cos)
+# The next four operations save their own result, so an output that they saved has a record already.
+# Their recipes serve saved views and copies of the result.
+_unary("ReluBackward0", torch.relu)
+_unary("TanhBackward0", torch.tanh)
+_unary("SigmoidBackward0", torch.sigmoid)
+_unary("ExpBackward0", torch.exp)
+_unary("NegBackward0", torch.neg)
+_unary("PowBackward0", torch.pow, "exponent")
+_binary("MulBackward0", torch.mul)
+_binary("AddBackward0", torch.add, "alpha")
+_binary("SubBackward0", torch.sub, "alpha")
+register_rebuild(RebuildRecipe("ToCopyBackward0", ("self",), _cast))
+register_rebuild(RebuildRecipe("CloneBackward0", ("self",), _clone))
+
+
+# ---- The order in which items are used, learned in one step to predict the next one ----
+
+MOST_USES = 100_000
+
+
+@final
+class AccessOrder:
+    """A sequence of uses of numbered items.
+
+    Args:
+        items: the numbers of the items, in the order of use; an item used twice is listed twice.
+        num_items: number of different items.
+    """
+
+    def __init__(self, items: Sequence[int], num_items: int) -> None:
+        self.items = items
+        self.num_items = num_items
+        self._places: list[list[int]] = [[] for _ in range(num_items)]
+        for place, item in enumerate(items):
+            self._places[item].append(place)
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def next_use(self, item: int, begin: int) -> int:
+        """Return the first place from ``begin`` on that uses the item; the length if none does."""
+        if item < self.num_items:
+            for place in self._places[item]:
+                if place >= begin:
+                    return place
+        return len(self.items)
+
+
+@final
+class AccessLog:
+    """Records the uses of items while following an expected order.
+
+    Args:
+        expected: the expected order; None if there is none yet.
+
+    Attributes:
+        expected: as given; it may be set later.
+        place: place in the expected order of the next use.
+        uses: the items used so far, in order; at most `MOST_USES`.
+        last: the item that was used last; -1 if none was.
+    """
+
+    def __init__(self, expected: AccessOrder | None = None) -> None:
+        self.expected = expected
+        self.place = 0
+        self.uses: list[int] = []
+        self.last = -1
+
+    def use(self, item: int, *, from_start: bool = False) -> None:
+        """Record a use, and move `place` past the next expected use of the item.
+
+        A repeat of the last use is not recorded. Uses beyond a large number are not recorded
+        either: a graph that is retained can have any number of backwards. If no use of the item is
+        expected, `place` stays where it is.
+
+        Args:
+            item: the item that is used now.
+            from_start: whether to search from the start of the order again if no use lies ahead.
+        """
+        if item == self.last:
+            return
+        self.last = item
+        if len(self.uses) < MOST_USES:
+            self.uses.append(item)
+        if self.expected is None:
+            return
+        items = self.expected.items
+        end = len(items)
+        if self.place < end and items[self.place] == item:  # the item is the expected one
+            self.place += 1
+            return
+        place = self.expected.next_use(item, self.place)
+        if place == end and from_start:
+            place = self.expected.next_use(item, 0)
+        if place < end:
+            self.place = place + 1
+
+    def learned(self, num_items: int) -> AccessOrder | None:
+        """Return the order of the recorded uses; None if nothing was used.
+
+        Args:
+            num_items: number of different items now.
+        """
+        if not self.uses:
+            return None
+        known = self.expected
+        if known is not None and known.num_items == num_items and known.items == self.uses:
+            return known
+        return AccessOrder(self.uses, num_items)
+
+
+# ---- Records: each says where one piece of memory is, on the device, in a lower tier, or in flight
+#
+# There is a record for everything that is copied: a storage that autograd saved, the weights of a
+# layer, a gradient. A storage that is kept or rebuilt has one too, so that the records tell all
+# of the memory. The table below defines the states completely; in debug runs `Record.check`
+# checks every record against it. Its second column names the device memory that the record itself
+# keeps alive.
+#
+# | state       | on the device                  | in the store | why
+# | |-------------|--------------------------------|--------------|-------------------------------
+# -----| | KEPT        | the saved tensors' own memory  | nothing      | it was decided to keep it
+# | | PENDING     | the source                     | nothing yet  | a schedule will start its copy
+# | | RETAINED    | the source                     | copy started | a schedule will release the
+# source | | OFFLOADING  | the source until the copy ends | copy started | it is being offloaded
+# | | STUCK       | the source                     | not readable | its copy to the store failed
+# | | STORED      | nothing                        | the bytes    | its copy to the store is
+# complete  | | RELOADED    | a buffer, maybe being filled   | the bytes    | backward reads it,
+# or soon will    | | REBUILDABLE | nothing                        | nothing      | a recipe can
+# compute it again      | | REBUILT     | a buffer                       | nothing      | the
+# recipe was run                 | | DROPPED     | nothing, once its copy ended   | nothing      |
+# nothing can read it any more       |
+
+
+class State(IntEnum):
+    """Where the bytes of a record are."""
+
+    KEPT = auto()
+    PENDING = auto()
+    RETAINED = auto()
+    OFFLOADING = auto()
+    STUCK = auto()
+    STORED = auto()
+    RELOADED = auto()
+    REBUILDABLE = auto()
+    REBUILT = auto()
+    DROPPED = auto()
+
+
+# A global of this module is looked up faster than a member of the enum.
+(
+    KEPT,
+    PENDING,
+    RETAINED,
+    OFFLOADING,
+    STUCK,
+    STORED,
+    RELOADED,
+    REBUILDABLE,
+    REBUILT,
+    DROPPED,
+) = State
+
+ACTIVATION, WEIGHT, GRADIENT = "activations", "weights", "gradients"
+"""The kinds of bytes that a record can hold, as traces and reports name them."""
+
+CONTENTS: dict[State, set[str]] = {
+    KEPT: set(),
+    PENDING: {"source"},
+    RETAINED: {"source", "slot"},
+    OFFLOADING: {"source", "slot"},
+    STUCK: {"source", "slot"},
+    STORED: {"slot"},
+    RELOADED: {"slot", "buffer"},
+    REBUILDABLE: set(),
+    REBUILT: {"buffer"},
+    DROPPED: set(),
+}
+"""The parts that a record has in each state. A dropped record may also have its source, until its
+copy has ended."""
+
+TRANSITIONS = {
+    KEPT: {DROPPED},
+    PENDING: {RETAINED, OFFLOADING, DROPPED},
+    RETAINED: {OFFLOADING, STORED, STUCK, DROPPED},
+    OFFLOADING: {STORED, STUCK, DROPPED},
+    STUCK: {DROPPED},
+    STORED: {RELOADED, DROPPED},
+    RELOADED: {STORED, DROPPED},
+    REBUILDABLE: {REBUILT, DROPPED},
+    REBUILT: {REBUILDABLE, DROPPED},
+    DROPPED: set[State](),
+}
+"""The states that may follow each state."""
+
+
+class Record:
+    """Where one piece of memory is; the table at the top of this file defines the states.
+
+    Args:
+        layer: the layer that it belongs to; None outside layers.
+        microbatch: number of the forward, within its step, that it belongs to.
+        size_bytes: number of bytes in each copy of it.
+        state: its first state.
+
+    Attributes:
+        kind: `ACTIVATION`, `WEIGHT` or `GRADIENT`.
+        layer: as given.
+        microbatch: as given.
+        size_bytes: as given.
+        state: the present state; `move_to` changes it.
+        home: the compute stream that owns the memory of `source`, later of `buffer`.
+        source: the device bytes until the copy to the store is complete, (size_bytes,) uint8.
+        slot: the bytes' place in the store.
+        offloaded: event of the completion of the copy to the store.
+        buffer: the device bytes after a reload or a rebuild, (size_bytes,) uint8.
+        ready: event after which `buffer` holds the bytes.
+        awaited: whether the compute stream waits for `ready`, so that `buffer` can be freed in that
+            stream's order.
+        handles: number of live saved tensors that share the bytes.
+        generation: number of the present buffer, by which a handle knows which one it has read.
+        unread: number of handles that have not read the present buffer.
+        buffer_stays: whether the buffer stays until the graph is freed, because a schedule reloaded
+            it, or because a graph that a backward made (``create_graph=True``) holds it anyway.
+        expected: whether the store has been told that a reload will come.
+        copies: pairs of ``"offload"`` or ``"reload"`` and the event of that copy's completion;
+            empty unless steps are traced.
+    """
+
+    __slots__ = (
+        "awaited",
+        "buffer",
+        "buffer_stays",
+        "copies",
+        "expected",
+        "generation",
+        "handles",
+        "home",
+        "layer",
+        "microbatch",
+        "offloaded",
+        "ready",
+        "size_bytes",
+        "slot",
+        "source",
+        "state",
+        "unread",
+    )
+
+    kind = ACTIVATION
+    home: AbstractStream
+
+    @property
+    def source_address(self) -> int | None:
+        """Address of the storage that the program knows as the source; None for a copy of it."""
+        return None
+
+    def find_storage(self) -> torch.UntypedStorage | None:
+        """Return the storage that the program knows as the source, if it still exists."""
+        return None
+
+    def __init__(self, layer: Layer | None, microbatch: int, size_bytes: int, state: State) -> None:
+        self.layer = layer
+        self.microbatch = microbatch
+        self.size_bytes = size_bytes
+        self.state = state
+        self.source: torch.Tensor | None = None
+        self.slot: Slot | None = None
+        self.offloaded: AbstractEvent | None = None
+        self.buffer: torch.Tensor | None = None
+        self.ready: AbstractEvent | None = None
+        self.awaited = self.expected = self.buffer_stays = False
+        self.handles = self.generation = self.unread = 0
+        self.copies: tuple[tuple[str, AbstractEvent], ...] = ()
+
+    def move_to(self, state: State) -> None:
+        """Change the state.
+
+        Raises:
+            AssertionError: ``state`` cannot follow the present state; this is a bug in ebbtide.
+        """
+        assert state in TRANSITIONS[self.state], f"{self.state.name} -> {state.name}"
+        self.state = state
+
+    def check(self) -> None:
+        """Check the record against the table of states. This costs time, so only debug runs do it.
+
+        Raises:
+            AssertionError: the record has a part that its state forbids, or lacks one.
+        """
+        parts = {part for part in ("source", "slot", "buffer") if getattr(self, part) is not None}
+        if self.state is DROPPED:
+            parts.discard("source")
+        assert parts == CONTENTS[self.state], f"a {self.state.name} record has {parts}"
+        assert (self.ready is not None) == (self.buffer is not None), "a buffer without its event"
+        assert not self.expected or self.state is STORED, "expected, but not in the store"
+        assert not self.buffer_stays or self.state is RELOADED, "must stay, but was not reloaded"
+
+    def is_copied(self) -> bool:
+        """Whether the copy to the store is complete. It must have been queued."""
+        assert self.offloaded is not None
+        return self.offloaded.query()
+
+    def release_source(self) -> None:
+        """Free the source, whose bytes are in the store or can no longer be read by anything."""
+        self.source = self.offloaded = None
+        if self.state is not DROPPED:
+            self.move_to(STORED)
+            self.note_stored()
+
+    def take_buffer(
+        self, buffer: torch.Tensor, ready: AbstractEvent, home: AbstractStream, state: State
+    ) -> None:
+        """Take the device buffer that a reload or a rebuild fills."""
+        self.move_to(state)
+        self.buffer, self.ready, self.home, self.awaited = buffer, ready, home, False
+        self.generation += 1
+        self.unread = self.handles
+
+    def release_buffer(self, state: State) -> None:
+        """Free the buffer. The bytes can be reloaded or rebuilt again."""
+        self.move_to(state)
+        self.buffer = self.ready = None
+        self.buffer_stays = False
+        self.unread = 0
+        if state is STORED:
+            self.note_stored()
+
+    def note_stored(self) -> None:
+        """Called when the bytes are only in the store, so that they may have to be reloaded."""
+
+    def is_read(self) -> bool:
+        """Whether every handle has read the buffer, and no schedule keeps it."""
+        return not self.unread and self.buffer is not None and not self.buffer_stays
+
+    def can_go(self) -> bool:
+        """Whether the buffer may be freed to make room: one handle at least has read it.
+
+        The handles that have not read the buffer have the bytes reloaded again.
+        """
+        return self.unread < self.handles and self.state is RELOADED and not self.buffer_stays
+
+    def precedes(self, other: Record) -> bool:  # noqa: ARG002
+        """Whether backward is expected to read this record before another one."""
+        return False
+
+
+# ---- The records that one forward saved, and the expected order of their use in backward ----
+
+
+@final
+class ForwardLog:
+    """The offloaded records of one forward, and the order in which backward should read them.
+
+    The expected order is that of the previous backward if it used as many records, else the reverse
+    of the order of saves. Both list a record once per use, so a tensor that two distant layers
+    saved is reloaded twice. A wrong expectation costs time but never loses bytes: a record that is
+    read earlier than expected is reloaded then.
+
+    Two positions in the order, one for reloads and one for announcements to the store, only move
+    forward past records that are done, so finding the next record does not search from the start.
+
+    Args:
+        learned: the order of the previous backward, or None.
+        number: number of the forward in its step, from 0.
+
+    Attributes:
+        number: as given.
+        prefetches: whether backward prefetches the records that are expected next. It does not
+            while a schedule starts the reloads.
+        records: the records by ordinal; None in place of a dropped record.
+        live: number of records that are not dropped.
+        in_backward: whether backward has begun, so that the expected order is set.
+        task: id of autograd's graph task that last read one of the forward's saved tensors.
+        settings: what the kernels of the forward depended on when it saved tensors, such as the
+            number of threads; None before, and on an accelerator.
+        is_mixed: whether they have depended on different settings.
+    """
+
+    def __init__(self, learned: AccessOrder | None, number: int = 0) -> None:
+        self.number = number
+        self.prefetches = True
+        self.records: list[Record | None] = []
+        self.live = 0
+        self.in_backward = False
+        self.task = -1
+        self.settings: KernelSettings = None
+        self.is_mixed = False
+        self._learned = learned
+        self._log = AccessLog()
+        self._saves: list[int] = []
+        self._reloaded = 0  # records before this place: reloaded, or still on the device
+        self._announced = 0  # records before this place: announced to the store
+
+    def note_settings(self, settings: KernelSettings) -> None:
+        """Note what the kernels depend on now."""
+        if settings != self.settings:
+            self.is_mixed = self.settings is not None
+            self.settings = settings
+
+    def add(self, record: Record) -> int:
+        """Add a record that autograd has just saved. Returns its ordinal."""
+        ordinal = len(self.records)
+        self.records.append(record)
+        self._saves.append(ordinal)
+        self.live += 1
+        return ordinal
+
+    def remove(self, ordinal: int) -> None:
+        """Remove a record that nothing can read any more."""
+        self.records[ordinal] = None
+        self.live -= 1
+
+    def note_save(self, ordinal: int) -> None:
+        """Note that autograd saved another tensor that shares this record."""
+        if not self._saves or self._saves[-1] != ordinal:
+            self._saves.append(ordinal)
+
+    def note_backward(self) -> None:
+        """Note that backward has begun. Nothing more is saved, so the expected order is now set."""
+        if self._log.expected is None:
+            order, count = self._learned, len(self.records)
+            if order is None or order.num_items != count:
+                order = AccessOrder(self._saves[::-1], count)
+            self._log.expected = order
+            self._saves = []
+        self.in_backward = True
+
+    def note_unpack(self, ordinal: int) -> None:
+        """Note that backward reads a record, and move on in the expected order."""
+        if not self.in_backward:
+            self.note_backward()
+        self._log.use(ordinal)  # after an unexpected use, the place stays where it is
+
+    def note_stored(self, ordinal: int) -> None:
+        """Note that a record's bytes are only in the store, so it may have to be reloaded."""
+        order = self._log.expected
+        if order is not None:
+            place = order.next_use(ordinal, self._log.place)
+            if place < self._reloaded:
+                self._reloaded = place
+
+    def next_use(self, ordinal: int) -> int:
+        """Return the place of a record's next expected use; the order's length if there is none.
+
+        Before backward has begun, every record's next use is at place 0.
+        """
+        order = self._log.expected
+        return 0 if order is None else order.next_use(ordinal, self._log.place)
+
+    def next_reload(self) -> Record | None:
+        """Return the live record expected soonest in backward and not yet reloaded, if any."""
+        log = self._log
+        place = self._reloaded if self._reloaded > log.place else log.place
+        if log.expected is None or place >= len(log.expected.items):
+            return None
+        self._reloaded, record = self._next_live(place)
+        return record
+
+    def pass_reload(self) -> None:
+        """Move past the record that `next_reload` returned."""
+        self._reloaded += 1
+
+    def next_announcement(self) -> Record | None:
+        """Return the live record expected soonest and not yet announced to the store, if any."""
+        place = max(self._announced, self._reloaded, self._log.place)
+        self._announced, record = self._next_live(place)
+        return record
+
+    def pass_announcement(self) -> None:
+        """Move past the record that `next_announcement` returned."""
+        self._announced += 1
+
+    def _next_live(self, place: int) -> tuple[int, Record | None]:
+        if self._log.expected is not None:
+            ordinals = self._log.expected.items
+            while place < len(ordinals):
+                record = self.records[ordinals[place]]
+                if record is not None:
+                    return place, record
+                place += 1
+        return place, None
+
+    def learned(self) -> AccessOrder | None:
+        """Return backward's order, for the next forward; None if there was no backward."""
+        return self._log.learned(len(self.records))

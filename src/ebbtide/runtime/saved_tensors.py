@@ -1,0 +1,673 @@
+"""Saves tensors of wrapper subclasses by saving each of their inner tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from typing import Any, final
+
+import torch
+from torch import nn
+from torch.nested._internal.nested_tensor import NestedTensor
+
+from ebbtide.errors import PolicyError, warn_user
+from ebbtide.runtime.activations import Activations, Scope
+from ebbtide.runtime.events import Owner
+from ebbtide.runtime.handles import (
+    OFFLOAD,
+    PACKED,
+    AbstractSaved,
+    Saved,
+    StorageRecord,
+    find_packing,
+    is_of_checkpoint,
+    is_of_recomputed,
+    pass_through,
+    raise_modified,
+    restore,
+)
+from ebbtide.runtime.parameter_index import ParameterIndex, UnshardedParameters
+from ebbtide.runtime.rebuild import Placement, RecordedTensor, can_restore
+from ebbtide.runtime.record import ForwardLog, kernel_settings
+from ebbtide.runtime.torch_internals import parts_of, skip_in_compiler
+from ebbtide.units import format_size
+
+_VALUES = "_values"
+"""The name of the elements among the inner tensors of a nested tensor in the jagged layout."""
+
+
+@final
+class CompositeTensor(AbstractSaved):
+    """A saved tensor of a wrapper subclass, such as DTensor, whose inner tensors are saved each."""
+
+    __slots__ = ("_context", "_inner", "_others", "_probe", "_size", "_stride", "_type", "_version")
+
+    def __init__(self, tensor: torch.Tensor, pack: Callable[[torch.Tensor], Saved]) -> None:
+        wait = getattr(tensor, "trigger_wait", None)
+        if wait is not None:
+            # The result of a collective (AsyncCollectiveTensor) is waited for at its first use,
+            # which this is: a copy would read memory that the collective has not filled.
+            wait()
+        names, self._context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+        parts = {name: getattr(tensor, name) for name in names}
+        # DTensor's parts are its local tensor and, from torch 2.13 on, its mesh.
+        self._others = {n: p for n, p in parts.items() if not isinstance(p, torch.Tensor)}
+        if isinstance(tensor, NestedTensor):
+            # torch compares the lengths of two jagged tensors by asking whether their offsets are
+            # the same object, so everything but the values is handed back as it is.
+            self._others = {n: p for n, p in parts.items() if n != _VALUES}
+            parts = {_VALUES: parts[_VALUES]}
+        version = self._version = tensor._version
+        inner = {n: p for n, p in parts.items() if isinstance(p, torch.Tensor)}
+        self._inner = {n: pack(_at_version(p, version)) for n, p in inner.items()}
+        self._type = type(tensor)
+        self._size = tensor.shape
+        self._stride = tensor.stride()
+        # It shares the version counter of the tensor and, emptied, not the memory. The inner
+        # tensors have counters of their own, which changes to the outer tensor do not touch.
+        self._probe: Any = tensor.detach()
+        for name, part in inner.items():
+            with contextlib.suppress(AttributeError):  # nested tensors compute a few small ones
+                setattr(self._probe, name, part.new_empty(0))
+
+    def restore(self) -> torch.Tensor:
+        if self._probe._version != self._version:
+            raise_modified(self._probe, self._version, self._size)
+        parts = {name: restore(saved) for name, saved in self._inner.items()} | self._others
+        return self._type.__tensor_unflatten__(  # type: ignore[attr-defined, no-any-return]
+            parts, self._context, self._size, self._stride
+        )
+
+
+def _at_version(part: torch.Tensor, version: int) -> torch.Tensor:
+    """Return an inner tensor that is at a version of its own whenever the outer tensor is.
+
+    An in-place change of the outer tensor does not count in the inner tensors' versions. A record
+    of the bytes from before the change would be taken for one of the present bytes.
+    """
+    if version == 0:
+        return part
+    alias = part.data
+    torch._C._autograd._unsafe_set_version_counter((alias,), (version + part._version,))
+    return alias
+
+
+@final
+class QuantizedTensor(AbstractSaved):
+    """A saved quantized tensor of Transformer Engine: its saved data tensors and its empty shell.
+
+    In Transformer Engine's protocol `prepare_for_saving` takes the data out of a tensor, and
+    `restore_from_saved` puts them back. Both change the tensor itself, so they are called on
+    detached copies only.
+    """
+
+    __slots__ = ("_inner", "_shell")
+
+    def __init__(self, tensor: torch.Tensor, pack: Callable[[torch.Tensor], Saved]) -> None:
+        parts, self._shell = tensor.detach().prepare_for_saving()  # type: ignore[attr-defined]
+        self._inner = [None if part is None else pack(part) for part in parts]
+
+    def restore(self) -> torch.Tensor:
+        shell = self._shell
+        shell.restore_from_saved([None if p is None else restore(p) for p in self._inner])
+        tensor: torch.Tensor = shell.detach()
+        shell.prepare_for_saving()  # the shell is empty again
+        return tensor
+
+
+def is_quantized(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has the methods of Transformer Engine's protocol."""
+    return hasattr(tensor, "prepare_for_saving") and hasattr(tensor, "restore_from_saved")
+
+
+def is_plain_subclass(tensor: torch.Tensor, plain_types: frozenset[type]) -> bool:
+    """Whether a tensor is a plain one, to which its class only adds Python, as MONAI's MetaTensor.
+
+    Args:
+        tensor: a saved tensor.
+        plain_types: the classes of tensors that are packed without this question.
+    """
+    kind: Any = type(tensor)
+    if kind in plain_types or isinstance(tensor, torch.nn.Parameter):
+        return False
+    if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ or is_quantized(tensor):
+        return False
+    return tensor.layout is torch.strided and not hasattr(tensor, "__tensor_flatten__")
+
+
+# ---- Says once what a user would want to know about the first steps ----
+
+
+@final
+class Advice:
+    """Warns where offloading has had no effect.
+
+    Args:
+        activations: the model's activations.
+        placement: decides what becomes of them.
+    """
+
+    def __init__(self, activations: Activations, placement: Placement) -> None:
+        self._activations = activations
+        self._placement = placement
+        self._account = activations.transfers.account
+        self._has_warned = self._has_looked = False
+
+    def give(self) -> None:
+        """Warn if there is reason to. Called when a forward begins."""
+        self._warn_of_double_backward()
+        self._warn_if_nothing_left()
+
+    def _warn_of_double_backward(self) -> None:
+        """Say once that what a second backward needs is kept from now on."""
+        if self._activations.wanted_again and not self._has_warned:
+            self._has_warned = True
+            warn_user(
+                "double-backward",
+                f"a backward with create_graph=True makes a graph that holds what it has read "
+                f"until the second backward, so it saves nothing to offload that. From now on "
+                f"{len(self._activations.wanted_again)} storages of each step stay on the device; "
+                f"nothing needs to be changed",
+            )
+
+    def _warn_if_nothing_left(self) -> None:
+        """Say after the first step why it has offloaded nothing, if so.
+
+        Layers that a policy recomputes are verified in the first step, so the second one tells.
+        """
+        meter, first = self._account.last_meter, 1 + self._placement.verifies_first
+        if self._has_looked or meter is None or self._account.num_steps < first:
+            return
+        self._has_looked = True
+        left = meter.offloaded_bytes + meter.rebuilt_bytes + meter.packed_bytes
+        left += meter.recomputed_bytes
+        if left or not self._placement.wants_any:
+            return
+        if meter.parameter_bytes == meter.saved_bytes:
+            why = (
+                "all that autograd saved are parameters, buffers, or casts of them, which "
+                "weights=ebbtide.WeightPolicy() offloads"
+            )
+        elif self._placement.min_bytes > 1:
+            why = (
+                f"none of the {meter.num_saved} tensors that autograd saved is in a chosen layer "
+                f"and has {format_size(self._placement.min_bytes)} or more; lower it with "
+                f"ActivationPolicy(min_bytes=...)"
+            )
+        else:
+            why = (
+                "none of the tensors that autograd saved is in a chosen layer; choose others with "
+                "layers=[...] or ActivationPolicy(num_layers=...)"
+            )
+        warn_user(
+            "nothing-offloaded",
+            f"ebbtide offloaded nothing in this model's first training step: {why}",
+        )
+
+
+# ---- Where ebbtide steps aside, because other code decides what becomes of saved tensors ----
+#
+# [Note: torch.func inside a forward] `torch.func.grad`, `vjp`, `jacrev` and `hessian` cannot work
+# with saved-tensor hooks, so they call `disable_saved_tensors_hooks`. That function raises if hooks
+# are pushed already, as ours are during a forward. It need not: while hooks are disabled, autograd
+# calls none, so pushed hooks do no harm. `let_others_disable` makes torch disable our hooks there
+# instead of raising. Hooks of other code are treated as before.
+
+_AUTOGRAD: Any = torch._C._autograd
+_MODES = torch._C._TorchDispatchModeKey
+
+_warned: weakref.WeakSet[object] = weakref.WeakSet()
+
+
+def hooks_are_wanted(forward: object = None) -> bool:
+    """Whether saved-tensor hooks of ebbtide should be pushed now.
+
+    They are not wanted where autograd records nothing, where hooks are disabled (as inside
+    `torch.func.grad`), while a model is exported or traced, and where other code has hooked what
+    autograd saves: torch calls only the innermost hooks, so ours would replace those.
+
+    Args:
+        forward: the offloaded forward that asks, which is warned of other code's hooks once.
+    """
+    if not torch.is_grad_enabled() or not _AUTOGRAD._saved_tensors_hooks_is_enabled():
+        return False
+    hooks = _AUTOGRAD._top_saved_tensors_default_hooks(True)
+    if hooks is not None and hooks[1] is not restore:
+        if not is_of_checkpoint(hooks[0]):
+            _warn_of_other_hooks(hooks[0], forward)
+        return False
+    return not is_traced()
+
+
+def is_traced() -> bool:
+    """Whether a forward runs only to be written down: exported, traced, or with fake tensors."""
+    return (
+        torch.compiler.is_exporting()
+        or torch._C._get_tracing_state() is not None
+        or torch._C._get_dispatch_mode(_MODES.PROXY) is not None
+        or torch._C._get_dispatch_mode(_MODES.FAKE) is not None
+    )
+
+
+def refuse_moving_weights() -> None:
+    """Check that weights can be moved to the device for a forward that begins now.
+
+    Raises:
+        PolicyError: the forward is transformed or traced, which would record the move itself.
+    """
+    if torch._C._functorch.maybe_current_level() is not None:
+        what = "runs inside a transform of torch.func (grad, vmap, jvp, ...)"
+    elif is_traced():
+        what = "is exported, traced, or run with fake tensors"
+    else:
+        return
+    raise PolicyError(
+        f"the model {what} while its weights are offloaded to the host, which is not possible: "
+        f"call detach() on the offload's handle first, or offload without weights=..."
+    )
+
+
+def let_others_disable() -> None:
+    """See [Note: torch.func inside a forward]. Calling this again does nothing."""
+    disable = _AUTOGRAD._saved_tensors_hooks_disable
+    if not hasattr(disable, "__wrapped__"):
+        _AUTOGRAD._saved_tensors_hooks_disable = _tolerating_ours(disable)
+
+
+def _tolerating_ours(disable: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(disable)
+    def disable_hooks(message: str, fail_if_non_empty: bool = True) -> None:
+        hooks = _AUTOGRAD._top_saved_tensors_default_hooks(True)
+        ours = hooks is not None and (hooks[1] is restore or is_of_recomputed(hooks[0]))
+        disable(message, fail_if_non_empty and not ours)
+
+    return disable_hooks
+
+
+def _warn_of_other_hooks(pack: Any, forward: object) -> None:
+    if forward is not None:
+        if forward in _warned:
+            return
+        _warned.add(forward)
+    name = f"{getattr(pack, '__module__', '')}.{getattr(pack, '__qualname__', type(pack).__name__)}"
+    warn_user(
+        "other-hooks",
+        f"saved-tensor hooks of other code ({name}) are active around this forward. torch calls "
+        f"only the innermost hooks, so ebbtide leaves what this forward saves to them. To offload "
+        f"with ebbtide, call the model outside that context",
+    )
+
+
+# ---- Saved-tensor hooks: they pass through, keep, offload or leave out what autograd saves ----
+
+_sequence_number = torch._C._autograd._get_sequence_nr
+
+PackWeight = Callable[[torch.Tensor, torch.Tensor], Saved | None]
+"""Returns the handle of a saved tensor that is a view, or a cast, of an offloaded weight."""
+
+
+@final
+class SavedTensorHooks:
+    """The pack and unpack hooks of one model.
+
+    Args:
+        activations: keeps the records of saved storages.
+        placement: decides whether a storage is kept, offloaded or rebuilt.
+        parameters: recognises tensors that are parameters and no activations.
+        unsharded: recognises parameters that FSDP gathers while a forward runs; None if the model
+            cannot be sharded.
+
+    Attributes:
+        pack_weight: called first where weights are offloaded; None where none are.
+        plain_types: types of tensors that are packed as plain tensors.
+    """
+
+    # Long: what runs for every saved tensor is in one place, and calls as little as it can.
+
+    def __init__(
+        self,
+        activations: Activations,
+        placement: Placement,
+        parameters: ParameterIndex,
+        unsharded: UnshardedParameters | None = None,
+    ) -> None:
+        self.pack_weight: PackWeight | None = None
+        self.plain_types: frozenset[type] = frozenset({torch.Tensor, nn.Parameter})
+        self._activations = activations
+        self._placement = placement
+        self._parameters = parameters
+        self._unsharded = UnshardedParameters([]) if unsharded is None else unsharded
+        self._account = activations.transfers.account
+        self._device = activations.transfers.device.torch_device
+        self._min_bytes = placement.min_bytes
+        self._finds_settings = self._device.type == "cpu"
+        self._scopes = activations.scopes
+        self._running = activations.scopes.running
+        self._advice = Advice(activations, placement)
+        placement.wanted_again = activations.wanted_again
+
+    @property
+    def running(self) -> list[Scope]:
+        """The scopes of the forwards that run now on the calling thread, innermost last."""
+        return self._running.forwards
+
+    def begin(self, held: Iterable[torch.Tensor] = ()) -> bool:
+        """Hook what autograd saves from now on.
+
+        Nothing is hooked where autograd does not record, nor where other code decides what becomes
+        of saved tensors, such as `torch.utils.checkpoint`: see `hooks_are_wanted`.
+
+        Args:
+            held: tensors that stay on the device in any case, like parameters.
+
+        Returns:
+            Whether `end` must follow.
+        """
+        if not hooks_are_wanted():
+            return False
+        self._parameters.refresh(held)
+        self._advice.give()
+        self._activations.end_step_with_graphs()
+        self._unsharded.refresh()
+        offloads = self._placement.offloads(None)
+        try:
+            self._scopes.begin_forward(offloads=offloads)
+            torch._C._autograd._push_saved_tensors_default_hooks(self.pack, restore)
+        except BaseException as error:
+            self._activations.transfers.note_error(error)
+            raise
+        return True
+
+    def end(self) -> None:
+        """End what the last `begin` began."""
+        self.pop()
+        scope = self._running.forwards[-1]
+        try:
+            self._activations.begin_copies(scope.unwritten)
+        finally:
+            self._scopes.end_forward(scope)
+            self._activations.transfers.settle()
+
+    def note_values(self, owner: Owner, values: Any) -> None:
+        """Note whose the tensors are that a forward was given or returned, for the trace."""
+        if self._account.memory is not None and len(self.running) <= 1:
+            self._account.memory.note_values(owner, values)
+
+    def pop(self) -> bool:
+        """Take the hooks from the top of autograd's stack. Returns False if they are not there."""
+        top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if top is None or top[0] != self.pack:
+            return False
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        return True
+
+    def pack(self, tensor: torch.Tensor) -> Saved:
+        """Pack a tensor that autograd saves. This is the pack hook.
+
+        A step packs thousands of small tensors, so each look-up here shows in benchmarks/overhead.
+        """
+        if (
+            type(tensor) not in self.plain_types
+            or tensor.device != self._device
+            or tensor.layout is not torch.strided
+        ):
+            return self._pack_unusual(tensor)
+        scopes = self._running.scopes
+        scope = scopes[-1] if scopes else self._scopes.current
+        if scope is None:  # an interrupt has left the hooks behind
+            return pass_through(tensor)
+        size_bytes = tensor.nbytes
+        meter = self._account.meter
+        meter.num_saved += 1
+        meter.saved_bytes += size_bytes
+        base = tensor._base
+        whole = tensor if base is None else base
+        try:
+            pointer = whole.data_ptr()
+        except RuntimeError:  # it has no memory of its own, inside a transform of torch.func
+            return pass_through(tensor)
+        if self.pack_weight is not None:
+            saved = self.pack_weight(tensor, whole)
+            if saved is not None:
+                meter.parameter_bytes += size_bytes
+                return saved
+        if self._parameters.owns(tensor, pointer):
+            meter.parameter_bytes += size_bytes
+            return pass_through(tensor)
+        if size_bytes < self._min_bytes and whole.nbytes < self._min_bytes:
+            small = scope.small
+            tally = small.tally
+            if pointer not in tally.pointers:
+                tally.pointers.add(pointer)
+                tally.size_bytes += whole.nbytes
+            # A leaf refers to no graph, so holding it leaks nothing, and it is cheaper.
+            held = tensor if tensor.grad_fn is None else tensor.detach()
+            return held, tensor._version, small
+        # No bytes, no copy. A zero tangent has none whatever its shape; a nested tensor no strides.
+        if not size_bytes or not pointer or tensor.is_nested:
+            return pass_through(tensor)
+        storage = tensor.untyped_storage()
+        begin = storage.data_ptr()
+        if begin != pointer and self._parameters.owns(tensor, begin):
+            meter.parameter_bytes += size_bytes
+            return pass_through(tensor)
+        try:
+            return self._pack_large(tensor, storage, scope)
+        except BaseException as error:
+            self._activations.transfers.note_error(error)
+            raise
+
+    @property
+    def device(self) -> torch.device:
+        """The device that the model computes on."""
+        return self._device
+
+    @property
+    def log(self) -> ForwardLog:
+        """The log of the forward that runs."""
+        return self._scopes.here.forward
+
+    def are_on_top(self) -> bool:
+        """Whether what autograd saves now is packed by these hooks."""
+        if not hooks_are_wanted() or not self.running:
+            return False
+        top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        return top is not None and bool(top[0] == self.pack)
+
+    def offload_here(self) -> None:
+        """Offload what the layer that runs saves from now on, whatever the policy says."""
+        self._activations.scopes.here.offloads = True
+
+    def is_weight(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is a parameter, or a part of one."""
+        for part in parts_of(tensor):
+            try:
+                begin = part.untyped_storage().data_ptr()
+            except (RuntimeError, NotImplementedError):  # it has no memory of its own
+                return False
+            if self._is_parameter(part, part if part._base is None else part._base, begin):
+                return True
+        return False
+
+    def look_at(
+        self, tensor: torch.Tensor
+    ) -> Iterator[tuple[torch.UntypedStorage, StorageRecord | None]]:
+        """Count a tensor that is saved inside a recomputed layer, and yield its storages.
+
+        Parameters, and small inputs of the layer, are counted and not yielded.
+
+        Yields:
+            A storage, and its record. It has one if it is an input of the layer.
+        """
+        meter, small = self._account.meter, self._scopes.here.small.tally.pointers
+        for part in parts_of(tensor):
+            meter.num_saved += 1
+            try:
+                storage, pointer, size_bytes = part.untyped_storage(), part.data_ptr(), part.nbytes
+            except (RuntimeError, NotImplementedError):  # it has no memory of its own
+                continue
+            meter.saved_bytes += size_bytes
+            whole = part if part._base is None else part._base
+            if self._is_parameter(part, whole, storage.data_ptr()):
+                meter.parameter_bytes += size_bytes
+            elif pointer and part.device == self._device and whole.data_ptr() not in small:
+                yield storage, self._activations.find(storage._cdata, part._version)
+
+    def _is_parameter(self, tensor: torch.Tensor, whole: torch.Tensor, begin: int) -> bool:
+        if self.pack_weight is not None and self.pack_weight(tensor, whole) is not None:
+            return True
+        if self._unsharded.is_sharded and self._unsharded.own(tensor.untyped_storage()):
+            return True
+        owns, pointer = self._parameters.owns, whole.data_ptr()
+        return owns(tensor, pointer) or (pointer != begin and owns(tensor, begin))
+
+    def _pack_large(
+        self, tensor: torch.Tensor, storage: torch.UntypedStorage, scope: Scope
+    ) -> Saved:
+        """Share the record of a storage, or place the storage and make one."""
+        activations, version = self._activations, tensor._version
+        if scope.unwritten and scope.unwritten[0].sequence != _sequence_number():
+            activations.begin_copies(scope.unwritten)
+        if self._finds_settings and self._placement.finder is not None:
+            scope.forward.note_settings(kernel_settings())
+        first = activations.find(storage._cdata, version)
+        if first is not None and not self._may_share(first, tensor, scope):
+            first = None
+        if first is None:
+            if self._unsharded.is_sharded and self._unsharded.own(storage):
+                self._account.meter.parameter_bytes += tensor.nbytes
+                return pass_through(tensor)
+            number = scope.count
+            scope.count += 1
+            decision, call = self._placement.decide(scope, number, tensor, storage)
+            if decision is OFFLOAD:
+                return self._offload(tensor, version, storage, number, None)
+            if call is None:
+                return self._keep(tensor, version, storage, number)
+            record = activations.leave_out(storage, version, number, call)
+            return RecordedTensor(activations, record, tensor)
+        if first.decision is OFFLOAD:
+            return self._offload(tensor, version, storage, first.number, first)
+        activations.share(first)
+        return RecordedTensor(activations, first, tensor)
+
+    def _may_share(self, record: StorageRecord, tensor: torch.Tensor, scope: Scope) -> bool:
+        """Whether a record of a tensor's storage has the bytes that the tensor has now."""
+        # Guard inputs-of-one-forward: the record of a tensor that no operation of the graph has
+        # made is not shared across forwards. Other code may have filled the memory anew without a
+        # word to torch: backward would get the bytes of the forward before.
+        if tensor.grad_fn is None and not self._scopes.is_of(record.forward, scope):
+            return False
+        call = record.call
+        if call is None:
+            return True
+        # A tensor that its own graph would not rebuild, such as `output.detach()`, may outlive the
+        # graph that holds what the record is rebuilt from, and the program may then change that.
+        whole = tensor if tensor._base is None else tensor._base
+        made_by = None if tensor.grad_fn is None else whole.grad_fn
+        if made_by is None or made_by.name() != call.recipe.node:
+            return False
+        # What it is rebuilt from may have changed. The bytes are still here.
+        return all(can_restore(saved) for saved in call.inputs)
+
+    def _keep(
+        self, tensor: torch.Tensor, version: int, storage: torch.UntypedStorage, number: int
+    ) -> Saved:
+        activations, address = self._activations, storage._cdata
+        record = activations.keep(address, version, number, storage.nbytes())
+        return RecordedTensor(activations, record, tensor)
+
+    def _offload(
+        self,
+        tensor: torch.Tensor,
+        version: int,
+        storage: torch.UntypedStorage,
+        number: int,
+        first: StorageRecord | None,
+    ) -> Saved:
+        """Share the record of the same bytes if there is one that can be shared, or make one.
+
+        Args:
+            tensor: the tensor that is saved.
+            version: its version.
+            storage: its storage.
+            number: number of the storage in its layer's call.
+            first: a record of the storage, if there is one.
+        """
+        activations = self._activations
+        form: Hashable = None
+        view, packs = None, False
+        if first is None or first.form is not None:  # else the first record has all bytes
+            if not tensor.is_contiguous() or 2 * tensor.nbytes < storage.nbytes():
+                view = _find_view(tensor, storage)
+            if view is not None:
+                form = tensor.dtype, view, tensor.stride(), int(tensor.storage_offset())
+            elif tensor.dtype in PACKED and self._placement.packs:
+                packs = True
+                # Only other masks can share packed bits. Numbers in the same bytes cannot.
+                if tensor.dtype is torch.bool:
+                    form = find_packing(tensor, storage)
+        if first is not None:
+            record = activations.find_form(first, form)
+            if record is not None:
+                activations.share(record)
+                return RecordedTensor(activations, record, tensor)
+            if self._scopes.here.must_stay:
+                return self._keep(tensor, version, storage, number)
+        record = activations.offload(
+            tensor, storage, version, number, form=form, packs=packs, view_size=view
+        )
+        return RecordedTensor(activations, record, tensor)
+
+    def _pack_unusual(self, tensor: torch.Tensor) -> Saved:
+        if is_plain_subclass(tensor, self.plain_types):
+            # From hooks, torch itself gives backward no tensors of other classes.
+            with torch._C.DisableTorchFunctionSubclass():
+                return self.pack(tensor.as_subclass(torch.Tensor))
+        if tensor.device == self._device and hasattr(tensor, "__tensor_flatten__"):
+            if not self._parameters.owns_outer(tensor):
+                return CompositeTensor(tensor, self.pack)  # its inner tensors count
+            size_bytes = sum(part.nbytes for part in parts_of(tensor))
+            meter = self._account.meter
+            meter.num_saved += 1
+            meter.saved_bytes += size_bytes
+            meter.parameter_bytes += size_bytes
+            return pass_through(tensor)
+        if tensor.device == self._device and is_quantized(tensor):
+            return QuantizedTensor(tensor, self.pack)  # so do these
+        meter = self._account.meter
+        meter.num_saved += 1
+        with contextlib.suppress(RuntimeError):  # sparse tensors and some subclasses cannot say
+            meter.saved_bytes += tensor.nbytes
+        return pass_through(tensor)
+
+
+def _find_view(tensor: torch.Tensor, storage: torch.UntypedStorage) -> tuple[int, ...] | None:
+    """Return the shape to gather a view in that covers less than half of its storage.
+
+    The shape is that of the tensor, with broadcast dimensions of size 1. None means that the whole
+    storage is to be offloaded.
+    """
+    size, stride = tensor.shape, tensor.stride()
+    distinct = tuple(n if step else 1 for n, step in zip(size, stride, strict=True))
+    if 2 * math.prod(distinct) * tensor.itemsize >= storage.nbytes():
+        return None
+    return None if _may_overlap(distinct, stride) else distinct
+
+
+def _may_overlap(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Whether two elements of a view may share memory. Such a view cannot be scattered back."""
+    reach = 0
+    for step, n in sorted((step, n) for n, step in zip(size, stride, strict=True) if n > 1):
+        if step <= reach:
+            return True
+        reach += step * (n - 1)
+    return False
+
+
+# Autograd calls these while a compiled region runs, and the compiler would trace them, too.
+skip_in_compiler(SavedTensorHooks.pack)
+skip_in_compiler(restore)

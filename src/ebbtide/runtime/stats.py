@@ -1,0 +1,560 @@
+"""Statistics of a step: what it saved, kept, copied and waited for."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
+from typing import Final, NamedTuple, final
+
+import torch
+
+from ebbtide.devices.device import (
+    AbstractDevice,
+    AbstractEvent,
+    AbstractStream,
+    Layer,
+    Origin,
+    Span,
+    in_range,
+    is_profiling,
+)
+from ebbtide.observe.memory import BEGIN, BETWEEN, MemoryLog, MemoryWatch
+from ebbtide.observe.trace import Trace
+from ebbtide.runtime.events import Owner, TraceEvent
+from ebbtide.runtime.record import ACTIVATION, GRADIENT, WEIGHT, Record
+from ebbtide.units import Share, bar, card, format_size, table
+
+
+@final
+@dataclass(frozen=True)
+class StepStats:
+    """The statistics of one finished step; all fields are zero before the first step ends.
+
+    A step lasts from its first forward until autograd holds none of its saved tensors. Every
+    forward that begins before then belongs to it, so two microbatches in flight are one step.
+
+    Attributes:
+        saved_bytes: bytes that would move if each saved tensor were copied by itself; a storage
+            that several saved tensors share counts several times.
+        unique_bytes: bytes of the saved storages, each counted once, without parameters: kept_bytes
+            + offloaded_bytes + rebuilt_bytes + packed_bytes + recomputed_bytes.
+        parameter_bytes: bytes of saved tensors that are a parameter or buffer, a view of one or its
+            cast copy; in a pipeline also the input of a stage, which the stage keeps in any case.
+        kept_bytes: unique bytes that stayed on the device.
+        offloaded_bytes: unique bytes copied to a lower tier.
+        reloaded_bytes: bytes copied back to the device.
+        rebuilt_bytes: unique bytes that were neither kept nor offloaded; backward computes them
+            again.
+        recomputed_bytes: unique bytes that were neither kept nor offloaded, because backward runs
+            the forward of their layer again. The layer's inputs are not among them.
+        packed_bytes: unique bytes that packing saved before the offload, such as seven eighths of a
+            mask.
+        weight_reload_bytes: bytes of offloaded weights copied to the device, for forward and for
+            backward.
+        gradient_bytes: bytes of the gradients of offloaded weights that were copied to the host.
+        peak_device_bytes: most bytes of saved tensors on the device at once, including those whose
+            copy is in flight and excluding parameters.
+        peak_weight_bytes: most bytes of offloaded weights on the device at once.
+        peak_host_bytes: most offloaded bytes in the host tier at once.
+        peak_disk_bytes: most offloaded bytes in the disk tier at once.
+        num_saved: number of saved tensors.
+        num_offloaded: number of storages (or gathered views) offloaded.
+        late_reloads: number of reloads, of activations or weights, that compute had to wait for.
+        stall_s: seconds that compute waited for copies in either direction.
+        host_capacity_bytes: host memory taken for the host tier, including offloaded weights and
+            their gradients; page-locked if the model is on an accelerator. It is kept from step to
+            step and freed on `detach`.
+    """
+
+    saved_bytes: int = 0
+    unique_bytes: int = 0
+    parameter_bytes: int = 0
+    kept_bytes: int = 0
+    offloaded_bytes: int = 0
+    reloaded_bytes: int = 0
+    rebuilt_bytes: int = 0
+    recomputed_bytes: int = 0
+    packed_bytes: int = 0
+    weight_reload_bytes: int = 0
+    gradient_bytes: int = 0
+    peak_device_bytes: int = 0
+    peak_weight_bytes: int = 0
+    peak_host_bytes: int = 0
+    peak_disk_bytes: int = 0
+    num_saved: int = 0
+    num_offloaded: int = 0
+    late_reloads: int = 0
+    stall_s: float = 0.0
+    host_capacity_bytes: int = 0
+
+    def __str__(self) -> str:
+        rows = self._rows()
+        return "\n".join(f"{name:<19} {text:>12}  {words}".rstrip() for name, text, words in rows)
+
+    def _repr_html_(self) -> str:
+        return card("Statistics of a step", fate_bar(self), table((), self._rows(), numbers=[1]))
+
+    def _rows(self) -> list[tuple[str, str, str]]:
+        """Each figure's name, its value with a unit, and what it means."""
+        rows = []
+        for field in fields(self):
+            value = getattr(self, field.name)
+            text = format_size(value) if field.name.endswith("_bytes") else f"{value:,}"
+            if field.name == "stall_s":
+                text = f"{value:.3f} s"
+            rows.append((field.name, text, _WORDS.get(field.name, "")))
+        return rows
+
+
+_WORDS: Final = {
+    "saved_bytes": "saved by autograd, each saved tensor counted",
+    "unique_bytes": "of these, without repeats and parameters",
+    "parameter_bytes": "saved parameters and buffers, which stay in any case",
+    "kept_bytes": "stayed on the device",
+    "offloaded_bytes": "were copied to a lower tier",
+    "reloaded_bytes": "came back for backward",
+    "rebuilt_bytes": "were computed again in backward instead",
+    "recomputed_bytes": "are of layers whose forward ran again in backward",
+    "packed_bytes": "were left out by packing masks and indices",
+    "weight_reload_bytes": "weights copied to the device",
+    "gradient_bytes": "gradients of offloaded weights copied to the host",
+    "peak_device_bytes": "most activations on the device at once",
+    "peak_weight_bytes": "most offloaded weights on the device at once",
+    "peak_host_bytes": "most activations in host memory at once",
+    "peak_disk_bytes": "most activations on disk at once",
+    "num_saved": "saved tensors",
+    "num_offloaded": "copies to a lower tier",
+    "late_reloads": "times that compute had to wait for a reload",
+    "stall_s": "that compute waited for copies",
+    "host_capacity_bytes": "host memory taken, kept for the next step",
+}
+
+
+def fate_bar(stats: StepStats | StepMeter) -> str:
+    """Return a bar that shows what became of the bytes that a step saved, each storage once."""
+    fates = {
+        "keep": (stats.kept_bytes, "kept"),
+        "offload": (stats.offloaded_bytes, "offloaded"),
+        "rebuild": (stats.rebuilt_bytes, "rebuilt"),
+        "recompute": (stats.recomputed_bytes, "recomputed"),
+        "other": (stats.packed_bytes, "left out by packing"),
+    }
+    return bar(
+        Share(kind, f"{format_size(size)} {words}", size) for kind, (size, words) in fates.items()
+    )
+
+
+_COUNTED = tuple(
+    field.name
+    for field in fields(StepStats)
+    if field.name not in ("unique_bytes", "late_reloads", "stall_s")
+)
+
+
+@final
+class StepMeter:
+    """Counts for `StepStats` while a step runs; each counter has the name of its field there.
+
+    Attributes:
+        waits: for each wait of compute for a copy: its start, the event of the copy's completion,
+            and whether the copy is a reload.
+        had_backward: whether a backward has read an activation of the step.
+    """
+
+    def __init__(self) -> None:
+        self.saved_bytes = 0
+        self.parameter_bytes = 0
+        self.kept_bytes = 0
+        self.offloaded_bytes = 0
+        self.reloaded_bytes = 0
+        self.rebuilt_bytes = 0
+        self.recomputed_bytes = 0
+        self.packed_bytes = 0
+        self.weight_reload_bytes = 0
+        self.gradient_bytes = 0
+        self.peak_device_bytes = 0
+        self.peak_weight_bytes = 0
+        self.peak_host_bytes = 0
+        self.peak_disk_bytes = 0
+        self.num_saved = 0
+        self.num_offloaded = 0
+        self.host_capacity_bytes = 0
+        self.had_backward = False
+        self.waits: list[tuple[Origin, AbstractEvent, bool]] = []
+
+    @property
+    def unique_bytes(self) -> int:
+        """Bytes of the saved storages, each counted once; see `StepStats`."""
+        moved_bytes = self.offloaded_bytes + self.packed_bytes
+        return self.kept_bytes + moved_bytes + self.rebuilt_bytes + self.recomputed_bytes
+
+    def freeze(self) -> StepStats:
+        """Return the statistics. The host waits until the device has finished the step."""
+        late_s = [(event.since(before), is_reload) for before, event, is_reload in self.waits]
+        return StepStats(
+            **{name: getattr(self, name) for name in _COUNTED},
+            unique_bytes=self.unique_bytes,
+            late_reloads=sum(is_reload for seconds, is_reload in late_s if seconds > 0),
+            stall_s=sum(seconds for seconds, _ in late_s if seconds > 0),
+        )
+
+
+# ---- Records the events of a running step; the host waits for their times only when they are read
+
+
+class Subject(NamedTuple):
+    """The layer, the microbatch and the bytes that an event of a trace is about."""
+
+    layer: Layer | None
+    microbatch: int
+    size_bytes: int = 0
+    kind: str = ""
+
+
+class _Entry(NamedTuple):
+    what: str
+    subject: Subject
+    begin: AbstractEvent | None  # None for a copy: `end` knows its times and its lane
+    end: AbstractEvent
+
+
+@final
+class StepRecorder:
+    """Records the events of the step that is running.
+
+    Args:
+        device: device whose streams run the work.
+        origin: the start of the step, from which times are counted.
+        memory: is told of the passes; None if memory is not recorded.
+    """
+
+    def __init__(
+        self, device: AbstractDevice, origin: Origin, memory: MemoryLog | None = None
+    ) -> None:
+        self._device = device
+        self._memory = memory
+        self._origin = origin
+        self._entries: list[_Entry] = []
+        self._forwards: list[tuple[Subject, AbstractEvent]] = []  # layers can be nested
+        self._backward: tuple[Subject, AbstractEvent] | None = None
+
+    def copy(self, what: str, subject: Subject, *ends: AbstractEvent) -> None:
+        """Note that copies have been queued; ``ends`` are the events of their completion."""
+        self._entries += [_Entry(what, subject, None, end) for end in ends]
+
+    def mark(self) -> AbstractEvent:
+        """Record an event on the compute stream, behind the work queued so far."""
+        return self._device.compute_stream().record()
+
+    def compute(self, what: str, subject: Subject, begin: AbstractEvent) -> None:
+        """Note what the compute stream runs, or waits for, from ``begin`` to its present end."""
+        self._entries.append(_Entry(what, subject, begin, self.mark()))
+
+    def moment(self, what: str, subject: Subject) -> None:
+        """Note an event without duration on the compute stream."""
+        now = self.mark()
+        self._entries.append(_Entry(what, subject, now, now))
+
+    def begin_forward(self, subject: Subject) -> None:
+        """Note that a layer's forward begins."""
+        mark = self.mark()
+        self._forwards.append((subject, mark))
+        if self._memory is not None:
+            self._memory.enter(_name_pass("F", subject), mark)
+
+    def end_forward(self) -> None:
+        """Note that the innermost layer's forward has ended."""
+        if self._forwards:
+            self.compute("forward", *self._forwards.pop())
+            if self._memory is not None:
+                around = self._forwards[-1][0] if self._forwards else None
+                name = BEGIN if around is None else _name_pass("F", around)
+                self._memory.enter(name, self._entries[-1].end)
+
+    def begin_backward(self, subject: Subject | None) -> None:
+        """Note that a layer's backward begins, and that the previous layer's has ended.
+
+        Args:
+            subject: the layer; None if no layer's backward follows.
+        """
+        if self._backward is not None:
+            self.compute("backward", *self._backward)
+        self._backward = None if subject is None else (subject, self.mark())
+        if self._backward is not None and self._memory is not None:
+            self._memory.enter(_name_pass("B", self._backward[0]), self._backward[1])
+
+    def trace(self) -> Trace:
+        """Return the events with their times. The host waits until the device has run them all."""
+        return Trace(event for entry in self._entries for event in self._resolve(entry))
+
+    def _resolve(self, entry: _Entry) -> list[TraceEvent]:
+        if entry.begin is None:
+            spans = entry.end.spans(self._origin)
+        else:
+            begin_s = entry.begin.since(self._origin)
+            spans = [Span("compute", begin_s, max(begin_s, entry.end.since(self._origin)))]
+        layer = entry.subject.layer
+        return [
+            TraceEvent(
+                what=entry.what,
+                lane=span.lane,
+                begin_s=span.begin_s,
+                end_s=span.end_s,
+                layer=None if layer is None else layer.index,
+                microbatch=entry.subject.microbatch,
+                name="" if layer is None else layer.name,
+                size_bytes=entry.subject.size_bytes,
+                kind=entry.subject.kind,
+            )
+            for span in spans
+        ]
+
+
+def _name_pass(direction: str, subject: Subject) -> str:
+    assert subject.layer is not None
+    name = f"{direction}{subject.layer.index}"
+    return f"{name}.m{subject.microbatch}" if subject.microbatch else name
+
+
+def watch_nodes(outputs: Iterable[torch.Tensor], begin: Callable[[object], None]) -> None:
+    """Call ``begin`` when backward reaches the operations that computed these outputs."""
+    for node in {tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None}:
+        node.register_prehook(begin)
+
+
+# ---- The account of the running step: its counters, its trace, and what compute waited for ----
+
+
+@final
+class Account:
+    """Counts and, with `trace=True`, records what is done with the records of one model.
+
+    Args:
+        device: the device whose clock is used.
+        traced: whether to record a trace of every step.
+
+    Attributes:
+        meter: the counters of the running step.
+        last_meter: the counters of the last finished step; None before the first one ends.
+        recorder: records the running step; None where no trace is wanted.
+        watch: records the memory of traced steps; None where only their events are recorded.
+        memory: the record of memory that is written now; None where no trace is wanted.
+        num_steps: number of finished steps.
+        origin: the moment at which the running step began; None before its first forward.
+        last_origin: the moment at which the last finished step began.
+        stored_bytes: for each tier, bytes of activations that are there or on their way there.
+        device_bytes: bytes of saved tensors that are on the device now.
+        kept_bytes: bytes of saved tensors that stay on the device and that graphs hold now.
+        weight_bytes: bytes of offloaded weights that are on the device now.
+    """
+
+    # Long: each figure of a step is counted in one place, and each method is short.
+
+    def __init__(self, device: AbstractDevice, *, traced: bool) -> None:
+        self._device = device
+        self._traced = traced
+        device.keeps_time = traced
+        self._finished: StepMeter | StepStats = StepStats()
+        self._trace: StepRecorder | Trace = Trace()
+        self.meter = StepMeter()
+        self.recorder: StepRecorder | None = None
+        self.watch: MemoryWatch | None = None
+        self.memory: MemoryLog | None = None
+        self._memory_before: tuple[MemoryLog, Origin] | None = None  # of the last finished step
+        self._num_phases = 0  # of that record, when it was last read
+        self.last_meter: StepMeter | None = None
+        self.num_steps = 0
+        self.origin: Origin | None = None
+        self.last_origin: Origin | None = None
+        self.stored_bytes = {"host": 0, "disk": 0}
+        self.device_bytes = 0
+        self.kept_bytes = 0
+        self.weight_bytes = 0
+
+    @property
+    def stats(self) -> StepStats:
+        """The last finished step. Reading it waits until the device has finished that step."""
+        if isinstance(self._finished, StepMeter):
+            self._finished = self._finished.freeze()
+        return self._finished
+
+    @property
+    def last_counts(self) -> StepStats | StepMeter:
+        """The counts of the last finished step, without its waits. Reading it does not wait."""
+        return self._finished
+
+    @property
+    def trace(self) -> Trace:
+        """What the last finished step did. Reading it waits until the device has finished it."""
+        if isinstance(self._trace, StepRecorder):
+            self._trace = self._trace.trace()
+            self._num_phases = 0
+        if self._memory_before is not None and self.watch is not None:
+            log, origin = self._memory_before
+            if log.num_phases != self._num_phases:  # an optimizer has stepped since
+                self._num_phases = log.num_phases
+                self._trace = Trace(self._trace.events, self.watch.freeze(log, origin))
+        return self._trace
+
+    def record(self, *, traced: bool) -> None:
+        """Record a trace of each step, or of none, from the next step on."""
+        self._traced = self._device.keeps_time = traced
+        if not traced:
+            self.memory = self._memory_before = None
+            if self.watch is not None:
+                self.watch.log = None
+
+    def begin(self) -> None:
+        """Note that a forward begins, perhaps the first of a step."""
+        if self.origin is None:
+            # A trace compares the clocks of host and device, so they must meet: the host waits.
+            self.origin = self._device.origin() if self._traced else self._device.moment()
+            if self._traced:
+                self._begin_recording(self.origin)
+
+    def _begin_recording(self, origin: Origin) -> None:
+        if self.watch is not None:
+            if isinstance(self._trace, StepRecorder):
+                _ = self.trace  # its record of memory ends now
+            self.memory = self.watch.begin_step(lambda: self._device.compute_stream().record())
+        self.recorder = StepRecorder(self._device, origin, self.memory)
+
+    def watch_backward(self, subject: Subject, outputs: Iterable[torch.Tensor]) -> None:
+        """Have the begin of a layer's backward recorded, in the step that runs by then.
+
+        Args:
+            subject: the layer.
+            outputs: the outputs of its forward. Backward begins with their operations.
+        """
+        known = weakref.ref(self)  # a graph may outlive the model
+
+        def begin(_: object) -> None:
+            account = known()
+            if account is not None and account.recorder is not None:
+                account.recorder.begin_backward(subject)
+
+        watch_nodes(outputs, begin)
+
+    def finish(self, host_capacity_bytes: int) -> None:
+        """Close the account of the step."""
+        self.meter.host_capacity_bytes = host_capacity_bytes
+        self._finished = self.last_meter = self.meter
+        self.meter = StepMeter()
+        self.num_steps += 1
+        self.last_origin, self.origin = self.origin, None
+        if self.recorder is not None:
+            self.recorder.begin_backward(None)
+            self._trace, self.recorder = self.recorder, None
+            if self.memory is not None:
+                assert self.last_origin is not None
+                self.memory.enter(BETWEEN)
+                self._memory_before = self.memory, self.last_origin
+
+    def note_offload(self, record: Record) -> None:
+        """Count a copy down that was queued."""
+        assert record.offloaded is not None
+        meter, size_bytes = self.meter, record.size_bytes
+        if record.kind is GRADIENT:
+            meter.gradient_bytes += size_bytes
+        else:
+            assert record.slot is not None
+            tier = record.slot.tier
+            stored_bytes = self.stored_bytes[tier] = self.stored_bytes[tier] + size_bytes
+            meter.num_offloaded += 1
+            meter.offloaded_bytes += size_bytes
+            if tier == "disk":
+                meter.peak_disk_bytes = max(meter.peak_disk_bytes, stored_bytes)
+            elif stored_bytes > meter.peak_host_bytes:
+                meter.peak_host_bytes = stored_bytes
+        if self.recorder is not None:
+            self.recorder.copy("offload", subject(record), record.offloaded)
+            record.copies += (("offload", record.offloaded),)
+
+    def note_release(self, record: Record) -> None:
+        """Record in the trace that the device memory of a record's source was released."""
+        assert self.recorder is not None
+        self.recorder.moment("release", subject(record))
+        storage = None if self.memory is None else record.find_storage()
+        if storage is not None and self.memory is not None:
+            self.memory.note_reference(storage)
+
+    def note_reload(self, record: Record) -> None:
+        """Count a copy up that was queued."""
+        assert record.ready is not None
+        if record.kind is WEIGHT:
+            self.meter.weight_reload_bytes += record.size_bytes
+        else:
+            self.meter.reloaded_bytes += record.size_bytes
+        if self.recorder is not None:
+            self.recorder.copy("reload", subject(record), record.ready)
+            record.copies += (("reload", record.ready),)
+
+    def take(
+        self, size_bytes: int, owner: Owner, layer: Layer | None, source: Record | None = None
+    ) -> None:
+        """Count bytes of saved tensors that come to the device.
+
+        Args:
+            size_bytes: how many.
+            owner: what they are.
+            layer: the layer that they belong to; None outside layers.
+            source: the record whose saved storage the bytes are; None for a copy of it.
+        """
+        device_bytes = self.device_bytes = self.device_bytes + size_bytes
+        if device_bytes > self.meter.peak_device_bytes:
+            self.meter.peak_device_bytes = device_bytes
+        if self.memory is not None:
+            address = None if source is None else source.source_address
+            self.memory.change(owner, layer, size_bytes, address)
+
+    def give(
+        self, size_bytes: int, owner: Owner, layer: Layer | None, source: Record | None = None
+    ) -> None:
+        """Count bytes of saved tensors that leave the device, as `take` counted them."""
+        self.device_bytes -= size_bytes
+        if self.memory is not None:
+            address = None if source is None else source.source_address
+            self.memory.change(owner, layer, -size_bytes, address)
+
+    def take_kept(
+        self, size_bytes: int, layer: Layer | None = None, source: Record | None = None
+    ) -> None:
+        """Count bytes of saved tensors that stay on the device."""
+        self.kept_bytes += size_bytes
+        self.meter.kept_bytes += size_bytes
+        self.take(size_bytes, Owner.KEPT, layer, source)
+
+    def give_kept(
+        self, size_bytes: int, layer: Layer | None = None, source: Record | None = None
+    ) -> None:
+        """Count bytes of kept tensors that no graph holds any more."""
+        self.kept_bytes -= size_bytes
+        self.give(size_bytes, Owner.KEPT, layer, source)
+
+    def take_weights(self, size_bytes: int, layer: Layer | None = None) -> None:
+        """Count bytes of weights that come to the device; a negative number of them leave it."""
+        self.weight_bytes += size_bytes
+        self.meter.peak_weight_bytes = max(self.meter.peak_weight_bytes, self.weight_bytes)
+        if self.memory is not None:
+            self.memory.change(Owner.WEIGHTS, layer, size_bytes)
+
+    def wait(
+        self, record: Record, event: AbstractEvent, stream: AbstractStream, *, is_reload: bool
+    ) -> None:
+        """Let what is queued on ``stream`` from now on run after ``event``, and count the wait."""
+        recorder = self.recorder
+        if recorder is None and event.query() and not is_profiling():
+            stream.wait(event)  # what is complete stalls nobody
+            return
+        before = self._device.moment()
+        self.meter.waits.append((before, event, is_reload))
+        in_range("wait", record.layer, stream.wait, event)
+        if recorder is not None:
+            recorder.compute("wait", subject(record), before.event)
+
+
+def subject(record: Record) -> Subject:
+    """What a trace says about a record."""
+    kind = "" if record.kind is ACTIVATION else record.kind
+    return Subject(record.layer, record.microbatch, record.size_bytes, kind)

@@ -1,0 +1,730 @@
+"""The lock of one model's records."""
+
+from __future__ import annotations
+
+import _thread
+import contextlib
+import functools
+import sys
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Any, final
+
+import torch
+
+from ebbtide.devices.device import (
+    AbstractDevice,
+    AbstractEvent,
+    AbstractStream,
+    in_range,
+    is_profiling,
+    raise_again,
+)
+from ebbtide.devices.process import call_weakly, watch_forks
+from ebbtide.errors import EbbtideError, ForkedProcessError
+from ebbtide.runtime.events import Owner
+from ebbtide.runtime.record import (
+    ACTIVATION,
+    DROPPED,
+    OFFLOADING,
+    PENDING,
+    REBUILDABLE,
+    REBUILT,
+    RELOADED,
+    RETAINED,
+    STORED,
+    STUCK,
+    ForwardLog,
+    Record,
+    State,
+)
+from ebbtide.runtime.stats import Account
+from ebbtide.stores.store import AbstractStore, Target
+
+
+class Gate(_thread.RLock):  # type: ignore[misc, name-defined, unused-ignore]
+    """A lock that no interrupt leaves locked.
+
+    [Note: interrupts] Python raises KeyboardInterrupt, and what a signal handler raises, between
+    any two instructions of the main thread. A lock that is taken in an `__enter__` written in
+    Python can stay locked for ever, because the interrupt can come between the taking and the
+    `try`. So this class inherits `__enter__` and `__exit__` from the interpreter's own lock, which
+    is written in C. Nothing relies on it being reentrant.
+
+    Args:
+        owner: the object that holds the gate. The gate refers to it weakly, to avoid a cycle.
+        tidy: called with the owner, and with the lock held, when the gate settles.
+
+    Attributes:
+        is_inherited: whether this process was forked from the one that made the gate. The gate is
+            closed then: `with gate` raises `ForkedProcessError`.
+    """
+
+    is_inherited = False
+
+    def __new__(cls, *_: Any) -> Gate:
+        return super().__new__(cls)
+
+    def __init__(self, owner: object, tidy: Callable[[Any], None]) -> None:
+        super().__init__()
+        self._owner = weakref.ref(owner)
+        self._tidy = tidy
+        watch_forks(self)
+
+    def note_fork(self) -> None:
+        """Close the gate in a forked child.
+
+        The child has the records, but not the threads that copy them, and their bytes are in a file
+        to which the parent goes on writing. Another thread of the parent may have held the lock.
+        """
+        self.__class__ = _ClosedGate
+
+    def settle_if_free(self) -> None:
+        """Tidy up, unless the lock is taken. This never blocks."""
+        if self._is_owned():  # type: ignore[attr-defined, unused-ignore]
+            return
+        try:
+            if self.acquire(blocking=False):
+                self._settle()
+        finally:
+            if self._is_owned():  # type: ignore[attr-defined, unused-ignore]
+                self.release()
+
+    def settle(self) -> None:
+        """Wait for the lock and tidy up."""
+        with self:
+            self._settle()
+
+    def _settle(self) -> None:
+        owner = self._owner()
+        if owner is not None:  # None while the garbage collector frees owner and gate
+            self._tidy(owner)
+
+
+@final
+class _ClosedGate(Gate):  # type: ignore[misc, unused-ignore]
+    """What a gate becomes in a forked child. It cannot be taken, and nobody waits for it."""
+
+    is_inherited = True
+
+    def __enter__(self, *_: object) -> bool:
+        raise ForkedProcessError(
+            "this forward began in another process, from which this one was forked, and its "
+            "saved tensors are in a file and in threads that only that process has; run a "
+            "forward and its backward in the same process"
+        )
+
+    def settle_if_free(self) -> None:
+        """Do nothing: the work is the parent's."""
+
+    def settle(self) -> None:
+        """Do nothing: the work is the parent's."""
+
+
+# ---- Copies down: device memory is held here until a lower tier has its bytes ----
+
+_LEAVING = Owner.LEAVING  # looked up faster than a member of the enum
+
+
+@final
+class Offloads:
+    """Copies records down and holds the device memory that the copies read, their sources.
+
+    A source in the queue is released as soon as its copy is complete, or when the bound on bytes in
+    flight asks for room. A source that a schedule retains is released when the schedule says so.
+    All methods are called with the gate's lock held.
+
+    Args:
+        store: the store that the bytes go to.
+        account: counts and records what happens.
+        bound_bytes: the most bytes that sources in the queue may have together. One source alone
+            may be larger.
+
+    Attributes:
+        bound_bytes: as given.
+        queue: records whose copies are under way, oldest first.
+        queued_bytes: size of the sources in the queue.
+        retained_bytes: size of the sources that a schedule retains.
+        error: the error that a copy down failed with. The next offload raises it. The bytes of the
+            failed copy stay on the device.
+    """
+
+    def __init__(self, store: AbstractStore, account: Account, bound_bytes: int) -> None:
+        self._store = store
+        self._account = account
+        self.bound_bytes = bound_bytes
+        self.queue: deque[Record] = deque()
+        self.queued_bytes = 0
+        self.retained_bytes = 0
+        self.error: BaseException | None = None
+
+    def offload(self, record: Record, *, retain: bool) -> None:
+        """Start the copy down of a new record.
+
+        Args:
+            record: a PENDING record with its source on the device.
+            retain: whether a schedule releases the source. If not, the source is released when its
+                copy is complete.
+
+        Raises:
+            StoreFullError: the store has no room, or had none before. Nothing has been started.
+        """
+        if self.error is not None:
+            error, self.error = self.error, None
+            raise_again(error)
+        if self.queue:
+            self.retire_finished()
+        if retain:
+            self.start(record)
+            self._retain(record)
+        else:
+            if self.queued_bytes + record.size_bytes > self.bound_bytes:
+                self.make_room(record.size_bytes)
+            self._copy_down(record, OFFLOADING)
+            self.enqueue(record)
+
+    def pend(self, record: Record) -> None:
+        """Hold the source of a new record until a schedule starts its copy."""
+        self._retain(record)
+
+    def start(self, record: Record) -> None:
+        """Queue the copy down of a record that is PENDING. Its source is retained from now on.
+
+        Raises:
+            StoreFullError: the store has no room. Nothing has been started.
+        """
+        self._copy_down(record, RETAINED)
+
+    def _copy_down(self, record: Record, state: State) -> None:
+        assert record.source is not None
+        # The copy may start when the kernels queued so far have run: they write these bytes. They
+        # are on the stream that saved them, which need not be the current one.
+        written = record.home.record()
+        if is_profiling():
+            slot = in_range("offload", record.layer, self._store.offload, record.source, written)
+        else:
+            slot = self._store.offload(record.source, written)
+        record.slot, record.offloaded = slot, slot.offloaded
+        record.move_to(state)
+        self._account.note_offload(record)
+
+    def enqueue(self, record: Record) -> None:
+        """Release a source as soon as its copy, which was queued already, is complete."""
+        # Guard source-until-copied: the source is held until its copy down is complete.
+        # Its memory would be handed out again and overwritten while the copy reads it.
+        self.queue.append(record)
+        self.queued_bytes += record.size_bytes
+        if record.kind is ACTIVATION:
+            self._account.take(record.size_bytes, _LEAVING, record.layer, record)
+
+    def stop_retaining(self, record: Record) -> None:
+        """Stop retaining a source. If its copy has begun, the copy is completed first."""
+        if record.state is PENDING:
+            self._give_up_retained(record)
+            record.source = None
+        elif record.state is STUCK:
+            record.source = None
+        elif record.state is RETAINED:
+            self._give_up_retained(record)
+            record.move_to(OFFLOADING)
+            # Guard retained-until-copied: a source that a schedule retained is held on when its
+            # graph dies. The graph is dropped while the copy is on its way down: the memory would
+            # be handed out again and overwritten while the copy reads it.
+            self.enqueue(record)
+
+    def release(self, record: Record) -> None:
+        """Release a source that is retained: compute waits until its copy is complete."""
+        if record.state is RETAINED:
+            # Guard release-after-copy: compute waits for the copy down of what a schedule releases.
+            # Kernels queued after the anchor would reuse memory that the copy still reads.
+            self._wait(record)
+            self._give_up_retained(record)
+            self._release(record)
+
+    def make_room(self, size_bytes: int) -> None:
+        """Hold compute back while too many bytes are on their way down.
+
+        Args:
+            size_bytes: of what is to be queued next.
+        """
+        self.hold_to(self.bound_bytes - size_bytes)
+
+    def hold_to(self, most_bytes: int) -> None:
+        """Make compute wait for the oldest copies down until no more than this is on its way."""
+        while self.queue and self.queued_bytes > most_bytes:
+            # Guard bound-after-copy: compute waits for the oldest copy down before its source is
+            # released early. Past the bound on bytes in flight, kernels queued next would reuse
+            # memory that the copy still reads.
+            self._wait(self.queue[0])
+            self._retire()
+
+    def retire_finished(self) -> None:
+        """Release the sources at the head of the queue whose copies are complete."""
+        # Guard retire-when-complete: a source is released only when its copy down has been seen
+        # complete. At any moment at which the engine tidies up, the memory of a source would be
+        # handed out again while the copy reads it.
+        while self.queue and self.queue[0].is_copied():
+            self._retire()
+
+    def _wait(self, record: Record) -> None:
+        assert record.offloaded is not None
+        # Memory freed now is reused only once the copy has read it: that is in the order of the
+        # stream to which the memory belongs.
+        self._account.wait(record, record.offloaded, record.home, is_reload=False)
+
+    def _retire(self) -> None:
+        """Release the oldest source: its copy is complete, or compute is ordered after it."""
+        record = self.queue.popleft()
+        self.queued_bytes -= record.size_bytes
+        if record.kind is ACTIVATION:
+            self._account.give(record.size_bytes, _LEAVING, record.layer, record)
+        self._release(record)
+
+    def _retain(self, record: Record) -> None:
+        self.retained_bytes += record.size_bytes
+        self._account.take(record.size_bytes, _LEAVING, record.layer, record)
+
+    def _give_up_retained(self, record: Record) -> None:
+        self.retained_bytes -= record.size_bytes
+        self._account.give(record.size_bytes, _LEAVING, record.layer, record)
+
+    def _release(self, record: Record) -> None:
+        assert record.offloaded is not None
+        failure = record.offloaded.failure
+        if failure is None or record.state is DROPPED:
+            if is_profiling():
+                in_range("release", record.layer, record.release_source)
+            else:
+                record.release_source()
+            if self._account.recorder is not None:
+                self._account.note_release(record)
+        else:
+            record.move_to(STUCK)
+            self.error = failure
+
+
+# ---- Copies up: buffers on the device for bytes that were reloaded or rebuilt ----
+
+_RELOADED = Owner.RELOADED  # looked up faster than a member of the enum
+_READ_AHEAD = 4  # times the bound on bytes in flight: what the store is told to expect
+
+
+@final
+class Reloads:
+    """Reloads records and holds their buffers on the device.
+
+    The buffers of activations, reloaded and rebuilt ones, share one bound. Which of them are freed
+    depends on what backward has read and on what it is expected to read next. Weights have a bound
+    of their own: their code calls `start` and `free` itself. All methods are called with the gate's
+    lock held.
+
+    Args:
+        device: the device whose compute stream the buffers belong to.
+        store: the store that the bytes come from.
+        account: counts and records what happens.
+        bound_bytes: the most bytes that buffers may have which are brought back before they are
+            needed. One buffer alone may be larger.
+
+    Attributes:
+        bound_bytes: the most bytes that all buffers may have, unless one more is needed now.
+        buffered: activations that have a buffer, oldest first.
+        buffered_bytes: size of these buffers.
+        abandoned: buffers that are not needed any more, each with the event at which the copy that
+            may still write to the buffer is complete.
+    """
+
+    def __init__(
+        self, device: AbstractDevice, store: AbstractStore, account: Account, bound_bytes: int
+    ) -> None:
+        self._device = device
+        self._store = store
+        self._account = account
+        self.bound(bound_bytes)
+        self.buffered: dict[Record, None] = {}
+        self.buffered_bytes = 0
+        self.abandoned: list[tuple[torch.Tensor, AbstractEvent]] = []
+        self._expected_bytes = 0  # that the store has been told to expect
+
+    def bound(self, bound_bytes: int) -> None:
+        """Bound the bytes that are brought back ahead of their need; one buffer may be larger."""
+        self.bound_bytes = self._ahead_bytes = bound_bytes
+        self._own_bytes = 0  # still to be read in the pass that runs, if it has a window
+        self._is_window = False
+
+    def window(self, ahead_bytes: int, own_bytes: int) -> None:
+        """Bound them for one pass, beside what the pass needs itself; not one may be larger."""
+        self.bound_bytes = ahead_bytes + own_bytes
+        self._ahead_bytes, self._own_bytes = ahead_bytes, own_bytes
+        self._is_window = True
+
+    # ---- any record ---------------------------------------------------------------------------
+
+    def start(self, record: Record, target: Target | None = None) -> None:
+        """Queue the copy up of a record that is STORED.
+
+        Args:
+            record: the record to reload.
+            target: device memory to copy into. If None, memory is allocated.
+        """
+        slot = record.slot
+        assert slot is not None
+        home = self._device.compute_stream() if target is None else target.home
+        if is_profiling():
+            buffer, ready = in_range("reload", record.layer, self._store.reload, slot, target)
+        else:
+            buffer, ready = self._store.reload(slot, target)
+        record.take_buffer(buffer, ready, home, RELOADED)
+        self._account.note_reload(record)
+
+    def free(self, record: Record, state: State) -> None:
+        """Free a record's buffer, or hold it as abandoned while a copy may still write to it."""
+        assert record.buffer is not None and record.ready is not None
+        # Guard abandoned-until-copied: a buffer that nobody waited for is held until its copy up is
+        # complete. A graph dies, or a layer is left out, while its bytes are on their way up: the
+        # buffer would be freed, handed out again, and the copy write over its new contents.
+        if not record.awaited:
+            self.abandoned.append((record.buffer, record.ready))
+        record.release_buffer(state)
+
+    def free_abandoned(self) -> None:
+        """Free the abandoned buffers that no copy writes to any more."""
+        if self.abandoned:
+            # Guard abandoned-when-complete: such a buffer is let go only when its copy up has been
+            # seen complete. The copy would write over the memory's new contents.
+            self.abandoned = [held for held in self.abandoned if not held[1].query()]
+
+    # ---- activations --------------------------------------------------------------------------
+
+    def begin(self, record: Record) -> None:
+        """Queue the reload of an activation and hold its buffer."""
+        if record.expected:
+            self.expect(record, False)
+        self.start(record)
+        self.hold(record)
+
+    def hold(self, record: Record) -> None:
+        """Hold the new buffer of an activation."""
+        self.buffered[record] = None
+        self.buffered_bytes += record.size_bytes
+        owner = Owner.REBUILT if record.state is REBUILT else _RELOADED
+        self._account.take(record.size_bytes, owner, record.layer)
+
+    def release(self, record: Record) -> None:
+        """Free the buffer of an activation whose bytes can be reloaded or rebuilt again."""
+        owner, state = _RELOADED, STORED
+        if record.state is REBUILT:
+            owner, state = Owner.REBUILT, REBUILDABLE
+        del self.buffered[record]
+        self.buffered_bytes -= record.size_bytes
+        self._account.give(record.size_bytes, owner, record.layer)
+        self.free(record, state)
+
+    def note_read(self, record: Record, generation: int) -> int:
+        """Note that a handle reads an activation's buffer. It is freed if all handles have read it.
+
+        Args:
+            record: the activation.
+            generation: generation of the buffer that the handle read last; 0 for none.
+
+        Returns:
+            The generation of the buffer that it reads now.
+        """
+        if generation != record.generation:
+            if record.unread == record.handles and self._own_bytes:
+                self._own_bytes = max(0, self._own_bytes - record.size_bytes)
+            record.unread -= 1
+        if not record.unread and not record.buffer_stays:
+            self.release(record)
+        return record.generation
+
+    def make_room(self, size_bytes: int) -> None:
+        """Free buffers that can be reloaded or rebuilt again, oldest first.
+
+        Args:
+            size_bytes: size of the buffer that needs room now.
+        """
+        if self.buffered_bytes + size_bytes <= self.bound_bytes:
+            return
+        for record in list(self.buffered):
+            if record.state is REBUILT or record.can_go():
+                self.release(record)
+                if self.buffered_bytes + size_bytes <= self.bound_bytes:
+                    return
+
+    def prefetch(self, log: ForwardLog) -> None:
+        """Reload what backward needs next as far as the bound allows, and announce what follows.
+
+        Args:
+            log: the log of the forward whose backward runs.
+        """
+        while (record := log.next_reload()) is not None:
+            if record.state is STORED:
+                fits = self._fits(record)
+                if not fits and not self._make_room_before(record):
+                    break
+                self.begin(record)
+            log.pass_reload()
+        if self._store.reads_ahead:
+            self._announce(log)
+
+    def expect(self, record: Record, expected: bool) -> None:
+        """Note whether the store has been told to expect a reload of this record."""
+        self._expected_bytes += (expected - record.expected) * record.size_bytes
+        record.expected = expected
+
+    def _announce(self, log: ForwardLog) -> None:
+        """Tell the store which reloads to expect, some way ahead."""
+        most_bytes = _READ_AHEAD * self.bound_bytes
+        while self._expected_bytes <= most_bytes and (record := log.next_announcement()):
+            if record.state is STORED and not record.expected:
+                assert record.slot is not None
+                self.expect(record, True)
+                self._store.read_ahead(record.slot)
+            log.pass_announcement()
+
+    def _fits(self, record: Record) -> bool:
+        most_bytes = self._ahead_bytes + self._own_bytes
+        return self.buffered_bytes + record.size_bytes <= most_bytes
+
+    def _make_room_before(self, wanted: Record) -> bool:
+        """Free buffers that were read and that backward does not need before this record.
+
+        Returns:
+            Whether the record's buffer now stays within the bound, or would be the only one.
+        """
+        for record in list(self.buffered):
+            if record.can_go() and not record.precedes(wanted):
+                self.release(record)
+                if self._fits(wanted):
+                    return True
+        return not self.buffered and not self._is_window
+
+
+# ---- Copies the bytes of one model between its device and a store, and delimits its steps ----
+
+
+@final
+class Transfers:
+    """All copies of one model between its device and a store, of activations and of weights.
+
+    References form no cycle: an autograd graph owns its saved tensors, a saved tensor owns its
+    record and the activations that manage it, and these own the transfers. When a graph is freed,
+    by backward or because it was dropped, its records are freed at once, without the garbage
+    collector.
+
+    A step lasts from its first forward until no graph holds one of its saved tensors; see `live`.
+
+    [Note: steps with graphs] A loop may have a graph at any moment. If all that graphs hold was
+    read by backwards that have ended, such as the graph of a loss that the loop keeps, the step is
+    over when the next forward begins. If a backward is to come, that forward may belong to the same
+    step, as in a pipeline (F F B F B B), or to the next one, in a loop that begins each forward
+    before the backward of the one before (F F B F B F B, without end). So many forwards are waited
+    for: more than pipelines make in a step. From then on, until there is a moment without graphs, a
+    step is over when a forward begins after a backward. What the graphs hold goes on to the next
+    step, which counts and records what is done with it from then on.
+
+    Args:
+        device: device that the model computes on.
+        store: store for the offloaded bytes. `close` closes it.
+        bound_bytes: bound on the bytes in flight in each direction; see
+            `ActivationPolicy.max_inflight_bytes`.
+        traced: whether to record every step.
+
+    Attributes:
+        device: as given.
+        store: as given.
+        gate: the lock. Code that changes the state of a record must hold it.
+        account: statistics and trace of the running step.
+        offloads: copies from the device to the store.
+        reloads: copies from the store to the device.
+        live: number of saved tensors that graphs hold.
+        windows: what bounds the bytes in flight pass by pass; None if nothing does.
+        running: number of forwards that run now, and of backwards that reload weights now.
+        closed: whether the store has been closed.
+        is_broken: whether an interrupt may have left the records half changed. The engine is built
+            anew then, before the next forward.
+    """
+
+    # Long: the begin and the end of a step are in one place, and each method is short.
+
+    def __init__(
+        self,
+        device: AbstractDevice,
+        store: AbstractStore,
+        bound_bytes: int,
+        *,
+        traced: bool = False,
+    ) -> None:
+        self.device = device
+        self.store = store
+        self.gate = Gate(self, Transfers._tidy)
+        self.account = Account(device, traced=traced)
+        self.offloads = Offloads(store, self.account, bound_bytes)
+        self.reloads = Reloads(device, store, self.account, bound_bytes)
+        self.windows: object | None = None
+        self.live = 0
+        self.running = 0
+        self._has_more: Callable[[], Callable[[], bool] | None] = lambda: None
+        self._note_deaths: list[Callable[[], None]] = []
+        self._closing = False
+        self.closed = self.is_broken = False
+
+    # The function is bound here: at the end of the process, the module's names are gone.
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        """Keep the memory of copies under way when nothing refers to the transfers any more.
+
+        The last graph has died after its model and the handle were gone. Nothing global refers to
+        the copies before: what they belong to may refer to the transfers, which would live for
+        ever.
+        """
+        if is_finalizing() or self.gate.is_inherited:
+            return
+        memory = [(record.source, record.offloaded) for record in self.offloads.queue]
+        memory += [(record.buffer, record.ready) for record in self.reloads.buffered]
+        memory += self.reloads.abandoned
+        if memory:
+            # Guard copies-outlive-engine: copies under way keep their memory when the engine is
+            # collected. The device memory would be handed out again while a copy reads it or writes
+            # to it.
+            self.device.defer(functools.partial(_outlive_copies, memory, self.store))
+
+    def bound(self, bound_bytes: int, windows: object | None = None) -> None:
+        """Bound the bytes in flight in each direction anew.
+
+        Args:
+            bound_bytes: the bound; see `ActivationPolicy.max_inflight_bytes`.
+            windows: what bounds them pass by pass, if anything does.
+        """
+        self.windows = windows
+        self.offloads.bound_bytes = bound_bytes
+        self.reloads.bound(bound_bytes)
+
+    def extend_steps(self, has_more: Callable[[], bool]) -> None:
+        """Keep a step open, even while no graph is alive, as long as a method returns True.
+
+        Args:
+            has_more: bound method, called with the lock held. It is referred to weakly, so it does
+                not keep its object alive.
+        """
+        self._has_more = weakref.WeakMethod(has_more)
+
+    def before_tidying(self, note_deaths: Callable[[], None]) -> None:
+        """Have a method called, with the lock held, before anything is tidied up.
+
+        Args:
+            note_deaths: bound method, which is referred to weakly.
+        """
+        self._note_deaths.append(call_weakly(note_deaths))
+
+    def note_error(self, error: BaseException) -> None:
+        """Note an error that has left the engine. See [Note: interrupts].
+
+        An error of the store or of the allocator leaves everything in order. Any other, such as
+        KeyboardInterrupt or what a signal handler raised, may have come between two changes that
+        belong together.
+        """
+        expected = isinstance(error, EbbtideError | OSError | torch.OutOfMemoryError)
+        if not expected or isinstance(error, TimeoutError | InterruptedError):
+            self.is_broken = True
+            # Copies end before an interrupt leaves the engine. It may have come between a copy and
+            # the note of it: the memory that the copy writes would be freed, handed out again, and
+            # overwritten.
+            self.device.finish_copies()
+
+    def begin_run(self) -> None:
+        """Note that a forward begins, or a backward that reloads weights."""
+        self.running += 1
+        self.account.begin()
+
+    def end_run(self) -> None:
+        """Note that such a forward or backward has ended, normally or by an exception."""
+        self.running -= 1
+        self.finish_step_if_over()
+
+    def wait_for_reload(self, record: Record, event: AbstractEvent, stream: AbstractStream) -> None:
+        """Make the work queued on ``stream`` from now on wait for a record's reload.
+
+        Only the first wait for a buffer is counted in the statistics.
+        """
+        if record.awaited:
+            stream.wait(event)
+        else:
+            self.account.wait(record, event, stream, is_reload=True)
+
+    def settle(self) -> None:
+        """Note which saved tensors have died, and free what finished copies no longer need."""
+        self.gate.settle()
+
+    def poll(self) -> None:
+        """Settle unless another thread holds the lock. This never blocks."""
+        self.gate.settle_if_free()
+
+    def weak_poll(self) -> Callable[[], None]:
+        """Return `poll` as a function that does not keep this object alive.
+
+        Objects that the transfers own can hold the function without a reference cycle.
+        """
+        return call_weakly(self.poll)
+
+    def close(self) -> None:
+        """Close the store as soon as no graph needs it any more."""
+        if self.gate.is_inherited:
+            self.closed = True  # the store belongs to the parent process
+            return
+        self._closing = True
+        self.settle()
+
+    def finish_step_if_over(self) -> None:
+        """End the step if no forward runs and no graph holds one of its saved tensors."""
+        if self.live or self.running or not self.account.meter.num_saved:
+            return
+        has_more = self._has_more()
+        if has_more is None or not has_more():
+            self.account.finish(self.store.host_capacity_bytes)
+
+    def finish_step_with_graphs(self) -> bool:
+        """End the step although graphs are alive, unless a schedule says that it goes on.
+
+        Returns:
+            Whether it has ended.
+        """
+        has_more = self._has_more()
+        if self.running or not self.account.meter.num_saved or (has_more and has_more()):
+            return False
+        self.account.finish(self.store.host_capacity_bytes)
+        return True
+
+    def _tidy(self) -> None:
+        """Clean up after saved tensors died or copies ended. Called with the lock held."""
+        try:
+            for note_deaths in self._note_deaths:
+                note_deaths()
+            if self.offloads.queue:
+                self.offloads.retire_finished()
+            if self.reloads.abandoned:
+                self.reloads.free_abandoned()
+            if not self.live:
+                self.finish_step_if_over()
+                self._close_if_idle()
+        except BaseException as error:
+            self.note_error(error)
+            raise
+
+    def _close_if_idle(self) -> None:
+        if self._closing and not self.live and not self.running:
+            self.closed = True
+            self.store.close()
+            self.offloads.retire_finished()
+            self.reloads.free_abandoned()
+
+
+def _outlive_copies(
+    memory: list[tuple[torch.Tensor | None, AbstractEvent | None]],
+    store: AbstractStore,  # noqa: ARG001  # the host's side, which must live until then, too
+) -> None:
+    """Wait for copies. The device may have been collected already, so its lanes take no work."""
+    for _, copied in memory:
+        if copied is not None:
+            with contextlib.suppress(OSError):  # nobody wants the bytes any more
+                copied.synchronize()

@@ -1,0 +1,252 @@
+"""The unnamed file that the disk stores write activations to, and the allocation of its extents.
+
+[Note: other systems] Only Linux has all the calls that are used here. macOS has no
+`posix_fallocate` and no `posix_fadvise`: space is reserved by writing zeros, and bytes are read
+ahead by reading them once. Windows in addition cannot remove the name of an open file, so the
+system does that when the file is closed, and cannot read or write at an offset, so a lock guards
+the position of the file. A mapping is described by ``access=``, which all of them understand.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import logging
+import mmap
+import os
+import tempfile
+import threading
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import IO, final
+
+from ebbtide.devices.process import watch_forks
+from ebbtide.errors import PolicyError, StoreFullError
+from ebbtide.stores.store import Extent, ExtentAllocator
+from ebbtide.units import format_size
+
+_LOG = logging.getLogger(__name__)
+
+GROWTH_BYTES = 64 * 2**20
+_NO_ROOM = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC), errno.EFBIG)
+_NO_FILES = (errno.EMFILE, errno.ENFILE)
+_NOT_SUPPORTED = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
+_CALL_BYTES = 2**30  # macOS refuses to move 2 GiB or more in one call
+_CHUNK_BYTES = 2**20  # for zeros that are written, and for bytes that are read to have them cached
+
+
+class AbstractFile(ABC):
+    """A file, or a part of one, that worker threads read and write."""
+
+    @abstractmethod
+    def write(self, view: memoryview, offset_bytes: int) -> None:
+        """Write all of ``view`` at an offset."""
+
+    @abstractmethod
+    def read(self, view: memoryview, offset_bytes: int) -> None:
+        """Fill ``view`` from an offset."""
+
+    @abstractmethod
+    def read_ahead(self, extent: Extent) -> None:
+        """Tell the kernel that an extent will be read soon."""
+
+
+@final
+class OpenFile(AbstractFile):
+    """A file without a name, which stays open until no object refers to it.
+
+    Args:
+        directory: where to create it.
+
+    Raises:
+        PolicyError: ``directory`` is missing or cannot be written to.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._file: IO[bytes] | None = None
+        self._position = threading.Lock()
+        try:
+            # On Linux it never has a name (O_TMPFILE), which a process that is killed could leave
+            # behind. Elsewhere the name is removed at once, by Windows when the file is closed.
+            self._file = tempfile.TemporaryFile(  # noqa: SIM115 - closed by __del__
+                prefix="ebbtide-", dir=directory, buffering=0
+            )
+        except OSError as error:
+            if error.errno in _NO_FILES:
+                advice = "close files, or raise the limit of open files: `ulimit -n`"
+            elif error.errno in _NO_ROOM:
+                advice = 'free some space, or name another directory: store="disk:/some/dir"'
+            else:
+                advice = (
+                    'name a directory that exists and is writable, such as store="disk:/some/dir"'
+                )
+            raise PolicyError(
+                f"cannot create a file in {directory}: {error.strerror}; {advice}"
+            ) from error
+        self.fd = self._file.fileno()
+
+    def __del__(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def write(self, view: memoryview, offset_bytes: int) -> None:
+        while view:
+            written = self._write_some(view[:_CALL_BYTES], offset_bytes)
+            view, offset_bytes = view[written:], offset_bytes + written
+
+    def read(self, view: memoryview, offset_bytes: int) -> None:
+        while view:
+            read = self._read_some(view[:_CALL_BYTES], offset_bytes)
+            if read == 0:
+                raise OSError(errno.EIO, "a file of offloaded bytes ended early")
+            view, offset_bytes = view[read:], offset_bytes + read
+
+    def read_ahead(self, extent: Extent) -> None:
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self.fd, *extent, os.POSIX_FADV_WILLNEED)
+            return
+        scratch = memoryview(bytearray(min(extent.size_bytes, _CHUNK_BYTES)))
+        for begin in range(extent.offset_bytes, extent.end_bytes, _CHUNK_BYTES):
+            if not self._read_some(scratch[: extent.end_bytes - begin], begin):
+                return
+
+    def reserve(self, extent: Extent) -> None:
+        """Reserve the space on the disk of an extent, in which nothing has been written yet.
+
+        The file grows if the extent ends beyond its end.
+
+        Raises:
+            OSError: the disk has no room.
+        """
+        if hasattr(os, "posix_fallocate"):
+            try:
+                os.posix_fallocate(self.fd, *extent)
+                return
+            except OSError as error:
+                if error.errno not in _NOT_SUPPORTED:  # some file systems do not have it
+                    raise
+        zeros = memoryview(bytes(min(extent.size_bytes, _CHUNK_BYTES)))
+        for begin in range(extent.offset_bytes, extent.end_bytes, _CHUNK_BYTES):
+            self.write(zeros[: extent.end_bytes - begin], begin)
+
+    def _write_some(self, view: memoryview, offset_bytes: int) -> int:
+        if hasattr(os, "pwrite"):
+            return os.pwrite(self.fd, view, offset_bytes)
+        with self._position:
+            os.lseek(self.fd, offset_bytes, os.SEEK_SET)
+            return os.write(self.fd, view)
+
+    def _read_some(self, view: memoryview, offset_bytes: int) -> int:
+        if hasattr(os, "preadv"):
+            return os.preadv(self.fd, [view], offset_bytes)
+        with self._position, io.FileIO(self.fd, closefd=False) as file:
+            file.seek(offset_bytes)
+            return file.readinto(view)
+
+
+@final
+class DiskFile:
+    """An unnamed file, which disappears when the process ends, and the allocator of its extents.
+
+    Args:
+        directory: where to create it; None: the system's directory for temporary files.
+        growth_bytes: the least by which the file grows, if the disk has that much room.
+
+    Raises:
+        PolicyError: ``directory`` is missing or cannot be written to.
+    """
+
+    def __init__(self, directory: Path | None = None, growth_bytes: int = GROWTH_BYTES) -> None:
+        self._growth_bytes = growth_bytes
+        self.directory = default_directory() if directory is None else directory
+        self._extents = ExtentAllocator(mmap.ALLOCATIONGRANULARITY)
+        self._open: OpenFile | None = OpenFile(self.directory)
+        watch_forks(self)
+
+    def note_fork(self) -> None:
+        """Leave the file to the parent process: a child that lives long would keep its space."""
+        self.close()
+
+    @property
+    def open(self) -> OpenFile:
+        """The open file. A job that reads or writes must keep a reference to it."""
+        assert self._open is not None, "the store is closed"
+        return self._open
+
+    def close(self) -> None:
+        """Drop the file. It is closed after the last job that refers to it."""
+        self._open = None
+
+    @property
+    def capacity_bytes(self) -> int:
+        return self._extents.capacity_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        return self._extents.used_bytes
+
+    def allocate(self, size_bytes: int) -> Extent:
+        """Allocate an extent whose space on the disk is reserved.
+
+        Raises:
+            StoreFullError: the disk has no room for it.
+        """
+        extent = self._extents.allocate(size_bytes)
+        if extent is None:
+            missing_bytes = self._extents.missing_bytes(size_bytes)
+            if not self._grow(max(missing_bytes, self._growth_bytes)) and not self._grow(
+                missing_bytes
+            ):
+                raise StoreFullError(
+                    errno.ENOSPC,
+                    f"no room for {format_size(missing_bytes)} more in {self.directory}, where "
+                    f"{format_size(self.capacity_bytes)} of activations are already; free "
+                    f'some, choose another directory (store="disk:/some/dir"), or offload fewer '
+                    f"layers (ActivationPolicy(num_layers=...))",
+                )
+            extent = self._extents.allocate(size_bytes)
+            assert extent is not None
+        return extent
+
+    def free(self, extent: Extent) -> None:
+        self._extents.free(extent)
+
+    def _grow(self, size_bytes: int) -> bool:
+        """Reserve space on disk now, so that a full disk is noticed here and not by a write.
+
+        Returns:
+            Whether the disk had room.
+        """
+        size_bytes = self._extents.round_up(size_bytes)
+        try:
+            self.open.reserve(Extent(self.capacity_bytes, size_bytes))
+        except OSError as error:
+            if error.errno not in _NO_ROOM:
+                raise
+            # Free the part that could be reserved. Windows refuses while the file is mapped.
+            with contextlib.suppress(PermissionError):
+                os.ftruncate(self.open.fd, self.capacity_bytes)
+            return False
+        self._extents.grow(size_bytes)
+        _LOG.debug(
+            "file in %s: %s more, %s in all",
+            self.directory,
+            format_size(size_bytes),
+            format_size(self.capacity_bytes),
+        )
+        return True
+
+
+def default_directory() -> Path:
+    """The system's directory for temporary files.
+
+    Raises:
+        PolicyError: the system has none that is writable.
+    """
+    try:
+        return Path(tempfile.gettempdir())
+    except OSError as error:
+        raise PolicyError(
+            f'{error.strerror}; name a directory, such as store="disk:/some/dir"'
+        ) from error

@@ -1,0 +1,805 @@
+"""Page-locked blocks of host memory of an exact size.
+
+torch's own allocator rounds page-locked memory up to a power of two, which can double the size that
+was asked for. Here a block is an anonymous mapping of whole pages on the NUMA node of the device.
+Several threads touch the pages first, and then the block is page-locked in one call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import functools
+import io
+import math
+import mmap
+import multiprocessing
+import os
+import platform
+import re
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final, NamedTuple, final
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from ebbtide.devices.device import AbstractDevice
+from ebbtide.devices.process import watch_forks
+from ebbtide.errors import PolicyError, StoreFullError, warn_user
+from ebbtide.units import format_size, parse_size_bytes
+
+_MADV_DONTNEED = 4
+_MADV_POPULATE_WRITE = 23  # Linux 5.14 and later
+_MPOL_PREFERRED = 1
+_MBIND = {"x86_64": 237, "aarch64": 235, "ppc64le": 259}  # system call numbers of mbind
+_TOUCH_BYTES = 32 * 2**20  # the least share of a block that is worth another thread
+_TOUCH_THREADS = 8  # more than these do not zero pages faster
+_SYSFS = Path("/sys")
+
+
+def whole_pages(size_bytes: int) -> int:
+    """The size rounded up to the next page."""
+    return -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+@final
+class HostMemory:
+    """One block of host memory.
+
+    Args:
+        tensor: the bytes; this tensor and its views keep the block mapped.
+        device: the device whose copies use the block; required together with `unlock`.
+        unlock: undoes the page-lock; None if nothing must be undone.
+        refusal: why the block is pageable although the device wanted it page-locked. This is text
+            because the error itself would keep the frames of a whole forward pass alive.
+
+    Shape:
+        tensor: (size_bytes,), uint8.
+    """
+
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        device: AbstractDevice | None = None,
+        unlock: Callable[[], None] | None = None,
+        refusal: str | None = None,
+    ) -> None:
+        self.tensor = tensor
+        self.refusal = refusal
+        self._end: weakref.finalize[..., HostMemory] | None = None
+        if unlock is not None and device is not None:
+            # The finalizer refers to the tensor, so the memory stays mapped until it is unlocked.
+            # Memory that is unmapped first stays locked for ever, and the device would continue to
+            # use pages that are no longer ours.
+            self._end = weakref.finalize(self, _abandon, device, unlock, tensor, os.getpid())
+            self._end.atexit = False  # the system unlocks the memory of a process that ends
+
+    def give_back(self) -> None:
+        """Unlock the block. It is unmapped once nothing else refers to the tensor.
+
+        Streams:
+            The caller must have waited for all copies that read or write the block.
+        """
+        alive = self._end.detach() if self._end is not None else None
+        if alive is not None:
+            _, _, (_, unlock, tensor, pid), _ = alive
+            _unlock(unlock, tensor, pid)
+        self.tensor = self.tensor.new_empty(0)
+
+
+def map_exactly(device: AbstractDevice, size_bytes: int) -> HostMemory | None:
+    """Map a block, and page-lock it if the device needs that and the system permits it.
+
+    Args:
+        device: the device whose copies use the block.
+        size_bytes: a multiple of the page size.
+
+    Returns:
+        The block; None if the device can only use page-locked memory from `allocate_by_torch`.
+
+    Raises:
+        OSError: the system has no memory to map.
+    """
+    if sys.platform == "win32":
+        mapping = mmap.mmap(-1, size_bytes)  # backed by the paging file, never by a file
+    else:
+        mapping = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    tensor = torch.frombuffer(mapping, dtype=torch.uint8)
+    if not device.pins_host_memory:
+        return HostMemory(tensor, device)
+    address = tensor.data_ptr()
+    _share_with_children(mapping, False)
+    _place_near(device, address, size_bytes)
+    _touch(address, size_bytes)
+    try:
+        unlock = device.pin(address, size_bytes)
+    except OSError as refusal:
+        _share_with_children(mapping, True)
+        return HostMemory(tensor, device, refusal=str(refusal))
+    if unlock is None:
+        return None
+    return HostMemory(tensor, device, unlock)
+
+
+def allocate_by_torch(device: AbstractDevice, size_bytes: int) -> HostMemory:
+    """Allocate a block with torch, page-locked if possible, otherwise pageable.
+
+    Args:
+        device: the device whose copies use the block.
+        size_bytes: a power of two, because torch would round other sizes up to the next.
+    """
+    try:
+        tensor = torch.empty(size_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+        return HostMemory(tensor, device)
+    except RuntimeError as refusal:
+        tensor = torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
+        _touch(tensor.data_ptr(), size_bytes)  # or the RAM would still look free to other ranks
+        return HostMemory(tensor, device, refusal=str(refusal))
+
+
+_warned_of: weakref.WeakSet[AbstractDevice] = weakref.WeakSet()
+
+
+def warn_of_pageable(device: AbstractDevice, size_bytes: int, refusal: str) -> None:
+    """Warn that a block is pageable, with the consequences and what to do about it.
+
+    Each model has a device object of its own, and is warned of its first such block only.
+    """
+    if device in _warned_of:
+        return
+    _warned_of.add(device)
+    warn_user(
+        "pageable-memory",
+        f"the system refused to page-lock {format_size(size_bytes)} of host memory ({refusal}); "
+        f"ebbtide continues with pageable memory: the results are the same, but copies no longer "
+        f"overlap with compute. Raise the limit on locked memory (ulimit -l), free RAM, or set a "
+        f"smaller host_budget",
+    )
+
+
+# ---- ends ---------------------------------------------------------------------------------------
+
+_inherited: list[torch.Tensor] = []
+
+
+def _abandon(
+    device: AbstractDevice, unlock: Callable[[], None], tensor: torch.Tensor, pid: int
+) -> None:
+    """Unlock a block that was collected without `give_back`. This runs in a finalizer."""
+
+    def unlock_when_idle() -> None:
+        # Nobody has waited for the copies, the program's own included, and one could still use the
+        # memory after the unlock.
+        device.finish_copies()
+        device.finish_other_streams()
+        _unlock(unlock, tensor, pid)
+
+    if os.getpid() == pid:
+        device.defer(unlock_when_idle)
+    else:
+        _unlock(unlock, tensor, pid)
+
+
+def _unlock(unlock: Callable[[], None], tensor: torch.Tensor, pid: int) -> None:
+    if os.getpid() == pid:
+        unlock()
+    else:
+        # A forked child does not have this mapping. Unmapping it there would destroy whatever the
+        # child has mapped at the same address since, so the tensor is kept for ever.
+        _inherited.append(tensor)
+
+
+def _share_with_children(mapping: mmap.mmap, shared: bool) -> None:
+    """Set whether forked children inherit the block.
+
+    Inheriting a page-locked block does harm. With older kernels, the parent gets a new page when it
+    writes after the fork, while the device continues to use the old page. Newer kernels copy the
+    whole block for every child, such as a worker of a data loader.
+    """
+    name = "MADV_DOFORK" if shared else "MADV_DONTFORK"
+    if hasattr(mmap, name):
+        with contextlib.suppress(OSError):
+            mapping.madvise(getattr(mmap, name))
+
+
+def allocate_host_memory(
+    device: AbstractDevice, size_bytes: int, check: Callable[[int], None]
+) -> HostMemory:
+    """Allocate host memory, page-locked if the device needs that and the system permits it.
+
+    Args:
+        device: the device whose copies use the memory.
+        size_bytes: the least size.
+        check: called with the real size before it is allocated; raises if there is no room.
+    """
+    size_bytes = whole_pages(max(size_bytes, 1))
+    check(size_bytes)
+    memory = map_exactly(device, size_bytes)
+    if memory is None:
+        size_bytes = 2 ** math.ceil(math.log2(size_bytes))
+        check(size_bytes)  # afterwards is too late: torch keeps what it has page-locked
+        memory = allocate_by_torch(device, size_bytes)
+    if memory.refusal is not None:
+        warn_of_pageable(device, size_bytes, memory.refusal)
+    return memory
+
+
+# ---- first touch --------------------------------------------------------------------------------
+
+
+def _touch(address: int, size_bytes: int) -> None:
+    """Allocate the block's pages in parallel; page-locking would allocate them one by one."""
+    page = mmap.PAGESIZE
+    num_threads = max(1, min(_TOUCH_THREADS, _num_cores(), size_bytes // _TOUCH_BYTES))
+    share_bytes = -(-size_bytes // num_threads // page) * page
+    threads = [
+        threading.Thread(
+            target=_populate, args=(address + begin, min(share_bytes, size_bytes - begin))
+        )
+        for begin in range(0, size_bytes, share_bytes)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def _populate(address: int, size_bytes: int) -> None:
+    if _MADVISE is not None:
+        if not _MADVISE(address, size_bytes, _MADV_POPULATE_WRITE):
+            return
+        # The kernel supports the call but it failed: page-locking will report the reason.
+        if ctypes.get_errno() != errno.EINVAL:
+            return
+    ctypes.memset(address, 0, size_bytes)  # ctypes releases the interpreter lock meanwhile
+
+
+def _num_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+# ---- placement ----------------------------------------------------------------------------------
+
+
+def _place_near(device: AbstractDevice, address: int, size_bytes: int) -> None:
+    """Ask for pages on the NUMA node of the device. If that is unknown, do nothing."""
+    number = _MBIND.get(platform.machine())
+    node = _numa_node(device.torch_device)
+    if node is None or number is None or _SYSCALL is None:
+        return
+    bits = 8 * ctypes.sizeof(ctypes.c_ulong)
+    mask = (ctypes.c_ulong * (node // bits + 1))()
+    mask[node // bits] = 1 << node % bits
+    # The count of bits is one too many because the kernel subtracts one. If the kernel refuses, the
+    # block is merely slower, so the result is ignored.
+    _SYSCALL(
+        ctypes.c_long(number),
+        ctypes.c_void_p(address),
+        ctypes.c_ulong(size_bytes),
+        ctypes.c_long(_MPOL_PREFERRED),
+        mask,
+        ctypes.c_ulong(bits * len(mask) + 1),
+        ctypes.c_ulong(0),
+    )
+
+
+def _numa_node(torch_device: torch.device) -> int | None:
+    """The NUMA node of a CUDA device; None if the system has only one or does not say."""
+    nodes = (_SYSFS / "devices/system/node").glob("node[0-9]*")
+    directory = pci_directory(torch_device)
+    if directory is None or len(list(nodes)) < 2:
+        return None
+    try:
+        node = int((directory / "numa_node").read_text())
+    except (OSError, ValueError):
+        return None
+    return node if node >= 0 else None
+
+
+def pci_directory(torch_device: torch.device) -> Path | None:
+    """The directory in which Linux describes a CUDA device's place on the PCI bus, if it does."""
+    if torch_device.type != "cuda" or sys.platform != "linux":
+        return None
+    properties = torch.cuda.get_device_properties(torch_device)
+    names = ("pci_domain_id", "pci_bus_id", "pci_device_id")
+    if not all(hasattr(properties, name) for name in names):
+        return None
+    domain, bus, slot = (getattr(properties, name) for name in names)
+    return _SYSFS / "bus/pci/devices" / f"{domain:04x}:{bus:02x}:{slot:02x}.0"
+
+
+def _find_function(name: str, *argument_types: Any) -> Callable[..., int] | None:
+    # `mmap.madvise` holds the interpreter lock during the call; a call through ctypes does not.
+    try:
+        function = getattr(ctypes.CDLL(None, use_errno=True), name)
+    except (OSError, AttributeError, TypeError):
+        return None
+    if argument_types:
+        function.argtypes = argument_types
+    return function  # type: ignore[no-any-return]
+
+
+def advise(address: int, size_bytes: int, advice: int) -> bool:
+    """Call `madvise` on mapped pages. Returns whether the system has it and it succeeded."""
+    return _MADVISE is not None and _MADVISE(address, size_bytes, advice) == 0
+
+
+def page_out(address: int, size_bytes: int) -> None:
+    """Remove the pages of a mapped file from the memory of this process; the file keeps their data.
+
+    macOS has no call for this: there pages leave only when memory is short.
+    """
+    if _VIRTUAL_UNLOCK is not None:
+        # To unlock pages that are not locked is an error, and takes them out of the working set.
+        _VIRTUAL_UNLOCK(ctypes.c_void_p(address), ctypes.c_size_t(size_bytes))
+    else:
+        advise(address, size_bytes, _MADV_DONTNEED)
+
+
+def make_private(address: int, size_bytes: int, fd: int) -> None:
+    """Replace a shared mapping of a file, as a whole, by a private one at the same address.
+
+    A write to it then changes only the memory of this process. If the system has no memory to
+    promise for such writes, the mapping can only be read.
+    """
+    function = getattr(ctypes.CDLL(None), "mmap")  # noqa: B009 - mypy would check the attribute
+    function.restype = ctypes.c_void_p
+    function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_ssize_t]
+    for protection in (mmap.PROT_READ | mmap.PROT_WRITE, mmap.PROT_READ):
+        flags = mmap.MAP_PRIVATE | _MAP_FIXED
+        if function(address, size_bytes, protection, flags, fd, 0) == address:
+            return
+
+
+_MAP_FIXED = 0x10  # on Linux and macOS
+_MADVISE = (
+    _find_function("madvise", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    if sys.platform == "linux"
+    else None
+)
+_SYSCALL = _find_function("syscall")
+_VIRTUAL_UNLOCK: Callable[..., int] | None = (
+    getattr(ctypes, "windll").kernel32.VirtualUnlock  # noqa: B009 - mypy would check the attribute
+    if sys.platform == "win32"
+    else None
+)
+
+
+# ---- The limits of the control group (cgroup) of this process: a container's, or a batch job's
+#
+# The kernel kills processes of a group that passes its limit on memory, however much RAM the
+# machine has free. Both versions of control groups are read. A group is limited by those above
+# it, too.
+#
+# Source: Linux, Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst.
+
+_NO_LIMIT_BYTES: Final = 2**60  # version 1 has no word for "no limit", only a very large number
+_MEMORY: Final = {  # by version: files with the limits, with the use, and keys of memory.stat
+    1: (
+        ("memory.limit_in_bytes",),
+        "memory.usage_in_bytes",
+        ("total_inactive_file", "total_active_file"),
+    ),
+    2: (("memory.max", "memory.high"), "memory.current", ("inactive_file", "active_file")),
+}
+
+
+class MemoryLimit(NamedTuple):
+    """The limit on memory that is nearest.
+
+    Attributes:
+        limit_bytes: the most memory that the group may use.
+        used_bytes: what it uses now, without the page cache, which the kernel can drop.
+    """
+
+    limit_bytes: int
+    used_bytes: int
+
+    @property
+    def free_bytes(self) -> int:
+        """What may still be allocated."""
+        return max(0, self.limit_bytes - self.used_bytes)
+
+
+def memory_limit(root: Path = Path("/")) -> MemoryLimit | None:
+    """Return the limit on the memory of this process that is nearest; None if there is none.
+
+    Args:
+        root: where ``proc`` and ``sys`` are.
+    """
+    found = [
+        limit
+        for version, directory in _directories("memory", root)
+        if (limit := _read_memory(version, directory)) is not None
+    ]
+    return min(found, key=lambda limit: limit.free_bytes, default=None)
+
+
+def cpu_limit(root: Path = Path("/")) -> float | None:
+    """Return how many cores' time this process may use; None if there is no limit.
+
+    Args:
+        root: where ``proc`` and ``sys`` are.
+    """
+    found = []
+    for version, directory in _directories("cpu", root):
+        if version == 2:
+            words = _read(directory / "cpu.max").split()
+        else:
+            names = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+            words = [_read(directory / name).strip() for name in names]
+        if len(words) == 2 and all(word.isdigit() for word in words) and int(words[1]):
+            found.append(int(words[0]) / int(words[1]))
+    return min(found, default=None)
+
+
+def _read_memory(version: int, directory: Path) -> MemoryLimit | None:
+    limits, usage, cached = _MEMORY[version]
+    words = [_read(directory / name).strip() for name in limits]
+    sizes = [int(word) for word in words if word.isdigit()]
+    if not sizes or min(sizes) >= _NO_LIMIT_BYTES:
+        return None
+    used = _read(directory / usage).strip()
+    if not used.isdigit():
+        return None
+    lines = (line.split() for line in _read(directory / "memory.stat").splitlines())
+    stat = {line[0]: int(line[1]) for line in lines if len(line) == 2 and line[1].isdigit()}
+    cached_bytes = sum(stat.get(key, 0) for key in cached)
+    return MemoryLimit(min(sizes), max(0, int(used) - cached_bytes))
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except (OSError, ValueError):
+        return ""
+
+
+@functools.lru_cache(maxsize=8)
+def _directories(controller: str, root: Path) -> tuple[tuple[int, Path], ...]:
+    """Return the version and the directory of this process's group and of those above it.
+
+    They are found once, because groups change rarely and free memory is asked for often.
+    """
+    if sys.platform != "linux":
+        return ()
+    groups = {}
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = (*line.split(":", 2), "", "")[:3]
+        if controllers == "":
+            groups[2] = path
+        elif controller in controllers.split(","):
+            groups[1] = path
+    found: list[tuple[int, Path]] = []
+    for version, group in groups.items():
+        mounted = _mounted(version, controller, root)
+        if mounted is not None:
+            inside, mount = mounted
+            # A container may see its own group as the root of what is mounted.
+            below = group.removeprefix(inside.rstrip("/")).strip("/")
+            directory = mount / below if group.startswith(inside) else mount
+            found.append((version, directory))
+            while directory != mount:
+                directory = directory.parent
+                found.append((version, directory))
+    return tuple(found)
+
+
+def _mounted(version: int, controller: str, root: Path) -> tuple[str, Path] | None:
+    """Return which group a hierarchy is mounted from, and where."""
+    for line in _read(root / "proc/self/mountinfo").splitlines():
+        before, dash, after = line.partition(" - ")
+        fields, kinds = before.split(), after.split()
+        if not dash or len(fields) < 5 or not kinds:
+            continue
+        options = kinds[-1].split(",")
+        if (
+            kinds[0] == "cgroup2"
+            if version == 2
+            else kinds[0] == "cgroup" and controller in options
+        ):
+            return fields[3], root / fields[4].lstrip("/")
+    return None
+
+
+# ---- The user's ``host_budget``: of one process, or of a host whose ranks divide it ----
+#
+# [Note: equal parts] A budget of a host is divided by the number of its ranks once, when the
+# offload begins. Each rank then knows its limit, so the limit holds whatever the other ranks do,
+# equal steps stay equal, and a rank that dies leaves nothing to tidy up. One pool for all ranks
+# would give the memory to whoever asks first: of four equal ranks with a tiered store, one or two
+# would find host memory and the others only the disk, and every step would take as long as the
+# slowest rank. Ranks with different needs, such as pipeline stages, can each be given a budget of
+# their own.
+
+_OF_HOST: Final = re.compile(r"(.*)/\s*node\s*", re.IGNORECASE)
+_RANKS_OF_HOST: Final = (
+    "LOCAL_WORLD_SIZE",  # torchrun, accelerate launch
+    "OMPI_COMM_WORLD_LOCAL_SIZE",  # Open MPI
+    "MPI_LOCALNRANKS",  # Intel MPI, MPICH
+    "MV2_COMM_WORLD_LOCAL_SIZE",  # MVAPICH
+)
+
+
+class HostLimit(NamedTuple):
+    """The most host memory that one offload in this process may allocate.
+
+    Attributes:
+        size_bytes: the limit.
+        origin: the budget that it is a part of, in words; empty if it is a budget of its own.
+    """
+
+    size_bytes: int
+    origin: str = ""
+
+    def __str__(self) -> str:
+        of = f" ({self.origin})" if self.origin else ""
+        return format_size(self.size_bytes) + of
+
+
+def parse_host_budget(host_budget: int | str, *, name: str = "host_budget") -> HostLimit:
+    """Parse a budget such as ``"24GiB"``, for this process, or ``"96GiB/node"``, for its host.
+
+    Args:
+        host_budget: the budget. That of a host is divided equally; see [Note: equal parts].
+        name: name of the argument in error messages.
+
+    Raises:
+        PolicyError: the budget cannot be read, or the number of ranks is not known.
+    """
+    of_host = _OF_HOST.fullmatch(host_budget) if isinstance(host_budget, str) else None
+    if of_host is not None:
+        size_bytes, num_ranks = parse_size_bytes(of_host[1], name=name), num_host_ranks()
+        origin = f"an equal part of {format_size(size_bytes)}/node for {num_ranks} ranks"
+        return HostLimit(size_bytes // num_ranks, origin if num_ranks > 1 else "")
+    return HostLimit(parse_size_bytes(host_budget, name=name))
+
+
+def num_host_ranks() -> int:
+    """Return how many ranks share this host.
+
+    If only the number of all ranks is known, it is that number: on several hosts it is too large,
+    and so each part too small, but the budget is never exceeded.
+
+    Raises:
+        PolicyError: this process was started by another Python process, which may have started
+            more, and nothing says how many.
+    """
+    for variable in (*_RANKS_OF_HOST, "WORLD_SIZE"):
+        value = os.environ.get(variable, "")
+        if variable == "WORLD_SIZE" and dist.is_available() and dist.is_initialized():
+            value = str(dist.get_world_size())
+        if value.isdigit() and int(value):
+            return int(value)
+    if multiprocessing.parent_process() is not None:
+        raise PolicyError(
+            'a host_budget per node ("96GiB/node") is divided among the ranks of the host, and '
+            "nothing tells this process how many there are; call init_process_group before "
+            'offload, set LOCAL_WORLD_SIZE, or give each rank its part, such as "24GiB"'
+        )
+    return 1
+
+
+# ---- The limit on the host memory that one offload may allocate ----
+
+_OTHERWISE = (
+    'go to disk (store="tiered"), or offload fewer layers (ActivationPolicy(num_layers=...))'
+)
+_FREE_SHARE = 0.95  # of free RAM; the rest is a margin, because the OOM killer raises no error
+
+
+@final
+class HostBudget:
+    """Counts the host memory of slabs, weights, gradients and chunks against one limit.
+
+    Args:
+        limit_bytes: the most host memory to allocate; None: all that is free.
+        origin: the budget that the limit is a part of, in words; see `HostLimit`.
+
+    Attributes:
+        limit_bytes: as given.
+        taken_bytes: the memory that is allocated now.
+        reserved_bytes: memory set aside for gradients. They are allocated last, when activations
+            could otherwise have used up the budget.
+    """
+
+    def __init__(self, limit_bytes: int | None = None, origin: str = "") -> None:
+        self.limit_bytes = limit_bytes
+        self._origin = origin
+        self.taken_bytes = 0
+        self.reserved_bytes = 0
+
+    @property
+    def left_bytes(self) -> int:
+        """How much may still be allocated, in whole pages. This does not look at free RAM."""
+        if self.limit_bytes is None:
+            return sys.maxsize
+        whole_bytes = self.limit_bytes - self.limit_bytes % mmap.PAGESIZE
+        return whole_bytes - self.taken_bytes - self.reserved_bytes
+
+    @property
+    def limit(self) -> HostLimit:
+        """The limit, which there is, as error messages name it."""
+        assert self.limit_bytes is not None
+        return HostLimit(self.limit_bytes, self._origin)
+
+    def spare_ram_bytes(self) -> int:
+        """Free RAM beside the reserve and the margin that stays free, in whole pages.
+
+        The margin grows with what is taken. If it were a share of the free RAM alone, a store that
+        grows step by step would use up the margin, too.
+        """
+        margin_bytes = int(self.taken_bytes * (1 - _FREE_SHARE))
+        spare_bytes = max(0, free_ram_bytes() - margin_bytes - self.reserved_bytes)
+        return spare_bytes - spare_bytes % mmap.PAGESIZE
+
+    def take(self, size_bytes: int) -> None:
+        """Count memory that was allocated, or freed if the size is negative."""
+        self.taken_bytes += size_bytes
+
+    def reserve(self, size_bytes: int) -> None:
+        """Set memory aside, or release a part of the reserve if the size is negative."""
+        self.reserved_bytes = max(0, self.reserved_bytes + size_bytes)
+
+    def over_limit(self, size_bytes: int) -> StoreFullError:
+        """The error for activations that exceed the limit."""
+        return StoreFullError(
+            errno.EDQUOT,
+            f"host_budget allows {self.limit} of host memory, "
+            f"{format_size(self.taken_bytes + self.reserved_bytes)} are taken, and the next "
+            f"{format_size(size_bytes)} of offloaded activations do not fit; raise host_budget, "
+            f"let the rest {_OTHERWISE}",
+        )
+
+    def out_of_ram(self, size_bytes: int, spare_bytes: int) -> StoreFullError:
+        """The error for activations that exceed the free RAM."""
+        return StoreFullError(
+            errno.ENOMEM,
+            f"the host has {format_size(spare_bytes)} of RAM to spare and the next "
+            f"{format_size(size_bytes)} of offloaded activations do not fit, beside "
+            f"{format_size(self.taken_bytes)} that are taken; free host memory, let the rest "
+            f"{_OTHERWISE}",
+        )
+
+
+def free_ram_bytes() -> int:
+    """RAM that can be allocated without invoking the OOM killer, in whole pages.
+
+    In a container or a batch job, that is no more than its control group allows.
+    """
+    free_bytes = int(psutil.virtual_memory().available)
+    limit = memory_limit()
+    if limit is not None:
+        free_bytes = min(free_bytes, limit.free_bytes)
+    free_bytes = int(free_bytes * _FREE_SHARE)
+    return free_bytes - free_bytes % mmap.PAGESIZE
+
+
+# ---- A lock that lets one process of a host at a time allocate host memory ----
+#
+# [Note: growth in turn] A store checks how much RAM is free before it allocates. If two ranks
+# checked at the same moment, both would find the same RAM and both would take it, and the kernel
+# would kill one of them. So a store holds this lock from the check until the pages are allocated,
+# and the next process that checks finds less.
+#
+# The lock is an advisory `flock` on `/dev/zero`. Every Linux host and container has this file,
+# and it is never on a network file system, where the lock would reach other hosts. Nothing is
+# created that a killed process could leave behind: the kernel releases the lock of a process that
+# ends, however it ends. There is no table of who has taken what either, because the free RAM
+# already says it.
+#
+# A process that allocates one block after the other would take the lock again before another one
+# notices that it was free. So whoever waits holds the *door*, a second lock, and comes next.
+#
+# A process that is stopped while it holds the lock (SIGSTOP, a debugger) keeps it. The others wait
+# for a limited time, warn, and allocate without the lock until it is free again.
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+_LOCK_FILE: Final = "/dev/zero"
+_DOOR_FILE: Final = "/dev/null"
+_PATIENCE_S = 60.0  # page-locking takes up to 0.35 s/GiB, and several ranks may be ahead
+_LITTLE_PATIENCE_S = 0.1  # with a process that has been given up
+_POLL_S = 0.002
+
+
+@final
+class GrowthLock:
+    """The lock of [Note: growth in turn]. Threads of one process take turns, too."""
+
+    def __init__(self) -> None:
+        self._files: weakref.WeakSet[io.FileIO] = weakref.WeakSet()
+        self._has_given_up = False
+        watch_forks(self)
+
+    def note_fork(self) -> None:
+        """Close what another thread of the parent had open; the child would keep the lock."""
+        for file in list(self._files):
+            file.close()
+
+    @contextlib.contextmanager
+    def hold(self) -> Iterator[None]:
+        """Hold the lock. A thread that holds it must not ask for it again.
+
+        Where the system has no such lock, or its holder is stopped, the body runs without it.
+        """
+        patience_s = _LITTLE_PATIENCE_S if self._has_given_up else _PATIENCE_S
+        deadline_s = time.monotonic() + patience_s
+        with contextlib.ExitStack() as held:
+            with self._claim(_DOOR_FILE, deadline_s):
+                has_lock = held.enter_context(self._claim(_LOCK_FILE, deadline_s))
+            if has_lock:
+                self._has_given_up = False
+            yield
+
+    @contextlib.contextmanager
+    def _claim(self, path: str, deadline_s: float) -> Iterator[bool]:
+        """Lock a file; the body is told whether that has succeeded."""
+        file = _open(path)
+        if file is None:
+            yield False
+            return
+        with file:
+            self._files.add(file)
+            is_locked = self._wait(file, deadline_s)
+            try:
+                yield is_locked
+            finally:
+                if is_locked and not file.closed:  # in a process that was forked inside, it is
+                    # Closing alone would not release it while a forked process has a copy.
+                    fcntl.flock(file, fcntl.LOCK_UN)
+
+    def _wait(self, file: io.FileIO, deadline_s: float) -> bool:
+        """Wait for the lock on a file; return whether it is held now."""
+        while True:
+            try:
+                # No blocking call: it could not be given up.
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                pass
+            except OSError:  # a sandbox without such locks
+                return False
+            else:
+                return True
+            if time.monotonic() > deadline_s:
+                self._warn()
+                return False
+            time.sleep(_POLL_S)
+
+    def _warn(self) -> None:
+        if self._has_given_up:
+            return
+        self._has_given_up = True
+        warn_user(
+            "growth-lock",
+            f"another process on this host has been allocating host memory for {_PATIENCE_S:.0f} s "
+            f"(it may be stopped); ebbtide goes on without waiting for it. Until it ends or "
+            f"continues, two ranks can take the same free RAM; a host_budget for each rank "
+            f"prevents that",
+        )
+
+
+def _open(path: str) -> io.FileIO | None:
+    """Open a file; None if the system has no such file, no locks, or no descriptor left."""
+    if fcntl is None:
+        return None
+    try:
+        return io.FileIO(path)
+    except OSError:
+        return None
+
+
+GROWTH_LOCK: Final = GrowthLock()
+"""The lock of this process. It is one for all models, because they share the RAM of the host."""

@@ -1,0 +1,504 @@
+"""Returns memory that a process has freed to the system, so that its resident memory (RSS) falls.
+
+[Note: freed but resident] A model on a CPU allocates its tensors with the C library's `malloc`.
+When a tensor is freed, glibc keeps its memory for later allocations, up to 32 MiB a block, and the
+system still counts it as resident. Offloading then frees memory that nobody else gets.
+
+`malloc_trim` returns all pages in free blocks, wherever they lie. It changes no setting, so nothing
+must be restored. A lower threshold for blocks of their own (`mallopt(M_MMAP_THRESHOLD)`) was
+measured beside it: it makes every large tensor of the model pay for new pages, cannot be undone,
+and has no effect in a process that has trained before, whose free blocks stay where they are.
+
+`python -m benchmarks.rss` compares the ways.
+"""
+
+from __future__ import annotations
+
+import abc
+import ctypes
+import functools
+import logging
+import os
+import sys
+import weakref
+from collections.abc import Callable, Hashable, Mapping
+from pathlib import Path
+from typing import Final, NamedTuple, final
+
+import psutil
+import torch
+
+from ebbtide.stores.host_memory import memory_limit
+from ebbtide.units import format_size
+
+_LOG = logging.getLogger(__name__)
+
+LEAST_BYTES = 16 * 2**20
+SHARE = 16
+_LEAST_BUDGETED_BYTES = 2 * 2**20
+_BUDGETED_SHARE = 128
+
+# The user's own settings of when glibc returns memory, each as a variable and as a tunable.
+_SETTINGS = {
+    "MALLOC_TRIM_THRESHOLD_": "glibc.malloc.trim_threshold",
+    "MALLOC_MMAP_THRESHOLD_": "glibc.malloc.mmap_threshold",
+    "MALLOC_MMAP_MAX_": "glibc.malloc.mmap_max",
+    "MALLOC_TOP_PAD_": "glibc.malloc.top_pad",
+}
+
+
+@final
+class FreedMemory:
+    """Says after how many moved bytes freed memory is to be returned.
+
+    Returning memory costs time twice, now and when the memory is needed again. So it is done after
+    every 16 MiB that were moved, or after 1/16 of the bytes in the store if that is more: the peak
+    then exceeds that of an allocator that keeps nothing by about as much. Under a budget it is done
+    after an eighth of that, where the budget has no room for what was freed.
+
+    Attributes:
+        is_returned: whether this process returns freed memory at all.
+        has_room: says whether a budget has room for freed memory now; None: there is no budget.
+    """
+
+    def __init__(self) -> None:
+        self.has_room: Callable[[], bool] | None = None
+        self.is_returned = _refusal() is None
+        self._moved_bytes = 0
+        _log_once()
+
+    def is_due(self, size_bytes: int, stored_bytes: int) -> bool:
+        """Count moved bytes.
+
+        Args:
+            size_bytes: how many bytes have been moved now.
+            stored_bytes: how many bytes are in the store.
+
+        Returns:
+            Whether to call `return_freed_memory` when they have arrived.
+        """
+        self._moved_bytes += size_bytes
+        least_bytes, share = LEAST_BYTES, SHARE
+        if self.has_room is not None:
+            least_bytes, share = _LEAST_BUDGETED_BYTES, _BUDGETED_SHARE
+        if self._moved_bytes < max(least_bytes, stored_bytes // share) or not self.is_returned:
+            return False
+        self._moved_bytes = 0
+        return self.has_room is None or not self.has_room()
+
+
+def return_freed_memory() -> None:
+    """Return the free pages of the C library's allocator to the system.
+
+    Any thread may call this. Other threads that allocate large blocks wait meanwhile. If the user
+    has set when glibc returns memory, or the allocator is another one, this does nothing.
+    """
+    trim = _malloc_trim()
+    if trim is not None and _refusal() is None:
+        trim(0)
+
+
+def decides_when_to_return() -> bool:
+    """Whether ebbtide may say when glibc returns freed memory in this process."""
+    return _refusal() is None
+
+
+def describe() -> str:
+    """Say in one sentence what is done about freed memory in this process."""
+    refusal = _refusal()
+    if refusal is not None:
+        return f"Freed memory is not returned to the system by ebbtide: {refusal}."
+    return (
+        f"Freed memory is returned to the system by malloc_trim, after every "
+        f"{format_size(LEAST_BYTES)} that are offloaded or reloaded, or 1/{SHARE} of the bytes in "
+        f"the store if that is more; otherwise the resident memory (RSS) would not fall."
+    )
+
+
+@functools.cache
+def _log_once() -> None:
+    _LOG.info(describe())
+
+
+@functools.cache
+def _refusal() -> str | None:
+    """Return why freed memory is not returned here; None if it is."""
+    chosen = chosen_settings(os.environ)
+    if chosen:
+        return f"{' and '.join(chosen)} set when the C library returns it"
+    if sys.platform != "linux":
+        return f"on {sys.platform} the system's allocator decides when to return it"
+    if _malloc_trim() is None:
+        return "this C library is not glibc, and its own allocator decides when to return it"
+    owner = _owner_of_malloc()
+    if owner is not None:
+        return f"{owner} has replaced the C library's allocator and decides when to return it"
+    return None
+
+
+def chosen_settings(environment: Mapping[str, str]) -> list[str]:
+    """Return the settings in an environment that say when glibc returns freed memory."""
+    tunables = environment.get("GLIBC_TUNABLES", "")
+    named = {item.partition("=")[0] for item in tunables.split(":")}
+    chosen = [variable for variable in _SETTINGS if variable in environment]
+    return chosen + [tunable for tunable in _SETTINGS.values() if tunable in named]
+
+
+@functools.cache
+def _malloc_trim() -> Callable[[int], int] | None:
+    try:
+        function = ctypes.CDLL(None).malloc_trim
+    except (OSError, AttributeError, TypeError):  # musl, macOS; Windows has no CDLL(None)
+        return None
+    function.argtypes = (ctypes.c_size_t,)
+    return function
+
+
+class _SymbolInfo(ctypes.Structure):
+    _fields_ = (
+        ("file", ctypes.c_char_p),
+        ("base", ctypes.c_void_p),
+        ("symbol", ctypes.c_char_p),
+        ("address", ctypes.c_void_p),
+    )
+
+
+def _owner_of_malloc() -> str | None:
+    """Return the library that has replaced glibc's `malloc`, such as jemalloc; None if none has."""
+    files = []
+    try:
+        library = ctypes.CDLL(None)
+        for name in ("malloc", "gnu_get_libc_version"):
+            info = _SymbolInfo()
+            address = ctypes.cast(getattr(library, name), ctypes.c_void_p)
+            library.dladdr(address, ctypes.byref(info))
+            files.append(info.file)
+    except (OSError, AttributeError):
+        return None
+    malloc, glibc = files
+    if malloc is None or glibc is None or malloc == glibc:
+        return None
+    return os.path.basename(os.fsdecode(malloc))
+
+
+# ---- Says whether torch allocates large tensors on a CPU in huge pages, and makes the best of it
+#
+# [Note: huge pages] What is offloaded on a CPU is returned to the system, and the memory is taken
+# again, page by page, for the next tensors. With pages of 4 KiB that can take as long as the
+# training itself; pages of 2 MiB halve it (`python -m benchmarks.rss`). Linux gives huge pages to
+# whom it is asked by, and torch asks for tensors of 2 MiB or more if `THP_MEM_ALLOC_ENABLE` is
+# set when it allocates for the first time in a process. That is for the user to decide: memory is
+# often lower with huge pages, too, and in some programs it is much higher (TRL's trainer, by a
+# half).
+#
+# [Note: reused blocks] For huge pages torch aligns tensors to 4 KiB, and glibc 2.36 does not find
+# the hole that the last one of the same size has left. It takes memory from the end of the heap,
+# and returns the end of the heap whenever enough of it is free: pages come and go without end. A
+# convolutional net took twice as long so, without any offload. So, with huge pages, the end of
+# the heap is not returned by itself any more while a model on a CPU is offloaded, and blocks up
+# to 32 MiB come from the heap, as they do after a while anyway. ebbtide returns freed memory
+# itself, see [Note: freed but resident].
+#
+# [Note: blocks of their own] What an operator frees while it runs may be reused by it or not, as
+# it fits; a convolution's backward took between 70 and 120 MiB for the same tensors. Where a
+# budget has no room for that, blocks of 1 MiB or more are mapped one by one, unless one that was
+# freed before fits. They return to the system when they are freed, so resident memory is what is
+# in use. The heap grows by no more than is asked for then, because large blocks would fit into
+# the rest. All that takes time for new pages, so it is done in passes without room only. It
+# cannot be undone quite, because glibc stops to adapt its thresholds; what is set then is what it
+# adapts them to where tensors are large.
+
+VARIABLE: Final = "THP_MEM_ALLOC_ENABLE"
+_LARGE_BYTES: Final = 2 * 2**20  # torch asks for huge pages from this size on,
+_ALIGNMENT: Final = 4096  # and then aligns the tensor to this
+_MOST_REUSED_BYTES: Final = 32 * 2**20  # the most that glibc takes from the heap,
+_LEAST_MAPPED_BYTES: Final = 2**20  # and the least that is mapped where there is no room
+_MMAP_THRESHOLD: Final = -3  # larger blocks are mapped, and returned when they are freed
+_TRIM_THRESHOLD: Final = -1  # how much of the heap's end may be free
+_TOP_PAD: Final = -2  # how much the heap grows by beyond what is asked for:
+_MOST_GROWN_BYTES: Final = 64 * 2**20  # this with huge pages,
+_LEAST_GROWN_BYTES: Final = 128 * 2**10  # and this, which is what glibc begins with, elsewhere
+_PAGE_SETTINGS: Final = {  # of mallopt(3), by their numbers there
+    _MMAP_THRESHOLD: _MOST_REUSED_BYTES,
+    _TRIM_THRESHOLD: 2**31 - 1,
+    _TOP_PAD: _MOST_GROWN_BYTES,
+}
+
+
+@functools.cache
+def reuse_blocks() -> None:
+    """Have glibc reuse blocks if torch asks for huge pages. See [Note: reused blocks]."""
+    if decides_when_to_return() and has_huge_pages():
+        library = ctypes.CDLL(None)
+        for setting, value in _PAGE_SETTINGS.items():
+            library.mallopt(setting, value)
+
+
+@final
+class _LargeBlocks:
+    """Whether large blocks are mapped one by one in this process. See [Note: blocks of their own].
+
+    Attributes:
+        are_mapped: whether they are.
+    """
+
+    def __init__(self) -> None:
+        self.are_mapped = False
+
+    def map(self, mapped: bool) -> None:
+        """Map large blocks one by one from now on, or have them reused.
+
+        Args:
+            mapped: whether to map them.
+        """
+        if mapped is self.are_mapped or not decides_when_to_return():
+            return
+        self.are_mapped = mapped
+        library = ctypes.CDLL(None)
+        library.mallopt(_MMAP_THRESHOLD, _LEAST_MAPPED_BYTES if mapped else _MOST_REUSED_BYTES)
+        if has_huge_pages():
+            library.mallopt(_TOP_PAD, _LEAST_GROWN_BYTES if mapped else _MOST_GROWN_BYTES)
+        else:
+            library.mallopt(_TRIM_THRESHOLD, 2 * _MOST_REUSED_BYTES)
+
+
+large_blocks: Final = _LargeBlocks()
+
+
+@functools.cache
+def has_huge_pages() -> bool:
+    """Whether torch asks for huge pages in this process."""
+    tensors = [torch.empty(_LARGE_BYTES, dtype=torch.uint8, device="cpu") for _ in range(2)]
+    return sys.platform == "linux" and all(not each.data_ptr() % _ALIGNMENT for each in tensors)
+
+
+def describe_pages() -> str:
+    """Say in one sentence whether torch asks for huge pages, and if not, how it would."""
+    if has_huge_pages():
+        reused = " and reused when they are freed" if decides_when_to_return() else ""
+        return f"Tensors of 2 MiB or more are in huge pages where the system has them{reused}."
+    if sys.platform != "linux":
+        return "Huge pages are asked for on Linux only."
+    if os.environ.get(VARIABLE) == "1":
+        return (
+            f"Tensors are in small pages: {VARIABLE}=1 was set after torch had allocated memory. "
+            f"Set it before Python starts."
+        )
+    return (
+        f"Tensors are in small pages, and taking returned memory again is slow. With {VARIABLE}=1 "
+        f"set before Python starts it takes about half as long; in some programs memory is higher."
+    )
+
+
+# ---- Measures memory: of the process, as the kernel counts it, or of a device, as torch counts it
+
+
+class AbstractMemory(abc.ABC):
+    """The number of bytes in use, and its peak.
+
+    Attributes:
+        name: what is measured, in words.
+        keeps_freed: whether memory that was freed may still count, until `return_freed`.
+    """
+
+    name = "memory"
+    keeps_freed = False
+
+    @abc.abstractmethod
+    def now_bytes(self) -> int:
+        """Return the number of bytes in use now."""
+
+    @abc.abstractmethod
+    def peak_bytes(self) -> int:
+        """Return the largest number of bytes in use since `reset_peak`."""
+
+    def reserved_peak_bytes(self) -> int:
+        """Return the largest number of bytes since `reset_peak` that nobody else could use.
+
+        That is more than is in use where an allocator keeps what was freed.
+        """
+        return self.peak_bytes()
+
+    @property
+    @abc.abstractmethod
+    def total_bytes(self) -> int:
+        """All the memory that there is, or that this process may use."""
+
+    @abc.abstractmethod
+    def reset_peak(self) -> None:
+        """Restart the peak at the present level."""
+
+    def return_freed(self) -> None:  # noqa: B027  # most memories have nothing to return
+        """Return what was freed to where it came from, if that costs little."""
+
+    def reuse_freed(self, reuse: bool) -> None:  # noqa: B027  # most memories decide themselves
+        """Say whether what is freed from now on may stay, to be reused, where that takes memory.
+
+        Args:
+            reuse: whether it may. If not, as little as possible is in use, and steps are longer.
+        """
+
+    def return_cached(self) -> None:
+        """Return what was freed to where it came from, even if that waits for the device."""
+        self.return_freed()
+
+    def num_failures(self) -> int:
+        """Return how often there was not enough memory for a tensor since the process began."""
+        return 0
+
+
+class _Peaks(NamedTuple):
+    """The largest numbers of bytes in use, and that nobody else could use."""
+
+    used_bytes: int
+    reserved_bytes: int
+
+
+_NO_PEAKS: Final = _Peaks(0, 0)
+
+
+@final
+class _SharedPeak:
+    """A peak that the system counts once, for all objects that measure the same memory.
+
+    When one object resets the counter, each other one first notes how high it was. So two models
+    with budgets, which both measure the process, do not hide each other's peaks.
+
+    Args:
+        of: what is counted.
+        read: returns the peaks since the counter was reset.
+    """
+
+    _known: Final[dict[Hashable, weakref.WeakSet[_SharedPeak]]] = {}
+
+    def __init__(self, of: Hashable, read: Callable[[], _Peaks]) -> None:
+        self._read = read
+        self._before = _NO_PEAKS  # what the counter had reached when another object reset it
+        self._all = self._known.setdefault(of, weakref.WeakSet())
+        self._all.add(self)
+
+    def read(self) -> _Peaks:
+        return _Peaks(*map(max, self._before, self._read()))
+
+    def prepare_reset(self) -> None:
+        """Note the peak for the other objects. The caller resets the counter then."""
+        for other in list(self._all):
+            other._before = other.read()
+        self._before = _NO_PEAKS
+
+
+@final
+class ProcessMemory(AbstractMemory):
+    """Resident memory (RSS) of this process.
+
+    The kernel records the peak, so no short peak is missed.
+
+    Attributes:
+        can_reset: whether the kernel can reset the peak (Linux can). If not, the peak is that since
+            the process began.
+    """
+
+    name = "resident memory (RSS) of the process"
+    keeps_freed = True
+
+    def __init__(self) -> None:
+        self._process = psutil.Process()
+        self.can_reset = True
+        self._peak = _SharedPeak("process", _read_resident_peaks)
+        self.reset_peak()
+
+    def now_bytes(self) -> int:
+        return int(self._process.memory_info().rss)
+
+    def peak_bytes(self) -> int:
+        return self._peak.read().used_bytes
+
+    def reset_peak(self) -> None:
+        self._peak.prepare_reset()
+        try:
+            Path("/proc/self/clear_refs").write_text("5")  # 5 resets VmHWM, see proc(5)
+        except OSError:
+            self.can_reset = False
+
+    def return_freed(self) -> None:
+        return_freed_memory()
+
+    def reuse_freed(self, reuse: bool) -> None:
+        large_blocks.map(not reuse)
+
+    @property
+    def total_bytes(self) -> int:
+        total_bytes, limit = psutil.virtual_memory().total, memory_limit()
+        return int(total_bytes if limit is None else min(total_bytes, limit.limit_bytes))
+
+
+def memory_of(device: torch.device) -> AbstractMemory:
+    """Return the memory that a model on a device computes in."""
+    return ProcessMemory() if device.type == "cpu" else DeviceMemory(device)
+
+
+def resident_peak_bytes() -> int:
+    """Return the peak of this process's resident memory (RSS) since the kernel's count began."""
+    try:
+        status = Path("/proc/self/status").read_text()
+        line = next(line for line in status.splitlines() if line.startswith("VmHWM:"))
+    except (OSError, StopIteration):
+        return _peak_without_proc()
+    return int(line.split()[1]) * 1024
+
+
+def _read_resident_peaks() -> _Peaks:
+    peak_bytes = resident_peak_bytes()
+    return _Peaks(peak_bytes, peak_bytes)
+
+
+def _peak_without_proc() -> int:
+    if sys.platform == "win32":
+        return int(psutil.Process().memory_info().peak_wset)
+    import resource
+
+    unit_bytes = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes
+
+
+@final
+class DeviceMemory(AbstractMemory):
+    """Memory that torch has allocated on an accelerator.
+
+    Torch counts when the host queues work, not when the device does it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.name = f"memory that torch has allocated on {device}"
+        self._peak = _SharedPeak(str(device), functools.partial(_read_device_peaks, device))
+
+    def now_bytes(self) -> int:
+        return torch.accelerator.memory_allocated(self._device)
+
+    def peak_bytes(self) -> int:
+        return self._peak.read().used_bytes
+
+    def reserved_peak_bytes(self) -> int:
+        return self._peak.read().reserved_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        return int(torch.get_device_module(self._device).mem_get_info(self._device)[1])
+
+    def reset_peak(self) -> None:
+        self._peak.prepare_reset()
+        torch.accelerator.reset_peak_memory_stats(self._device)
+
+    def return_cached(self) -> None:
+        torch.accelerator.empty_cache()
+
+    def num_failures(self) -> int:
+        return int(torch.accelerator.memory_stats(self._device).get("num_ooms", 0))
+
+
+def _read_device_peaks(device: torch.device) -> _Peaks:
+    return _Peaks(
+        torch.accelerator.max_memory_allocated(device),
+        torch.accelerator.max_memory_reserved(device),
+    )

@@ -1,1 +1,0 @@
-"""The models that `ebbtide plan` knows, and those that users name."""

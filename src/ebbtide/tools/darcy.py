@@ -1,0 +1,872 @@
+"""Gaussian random fields on the unit square, and a solver for the elliptic equation on it.
+
+A grid has ``resolution`` nodes along each side, boundary included: node ``(i, j)`` lies at
+``(i h, j h)`` with ``h = 1 / (resolution - 1)``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+import functools
+import hashlib
+import json
+import math
+import operator
+import os
+import pickle
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+from scipy.fft import dctn, dstn, idstn
+from torch.utils.data import DataLoader, Dataset
+
+from ebbtide.errors import warn_user
+
+if TYPE_CHECKING:
+    from neuralop.data.transforms.data_processors import DefaultDataProcessor
+    from neuralop.data.transforms.normalizers import UnitGaussianNormalizer
+
+
+FloatArray = NDArray[np.float64]
+
+MIN_RESOLUTION = 4
+SOLVER_TOLERANCE = 1e-10
+MAX_ITERATIONS = 10_000
+
+
+def gaussian_field(
+    resolution: int, rng: np.random.Generator, *, alpha: float = 2.0, tau: float = 3.0
+) -> FloatArray:
+    """Draw a Gaussian field of mean zero and covariance ``(-Laplacian + tau^2)^-alpha``.
+
+    The Laplacian has a zero Neumann boundary condition. Its eigenfunctions are therefore cosines,
+    and the Karhunen-Loeve sum over all modes below ``resolution`` is one cosine transform. The
+    constant mode is left out, as in the code that made the published data. Generators in the same
+    state give the same coefficient to the same mode at every resolution, so a finer grid shows the
+    same field with more of its fine detail.
+
+    Args:
+        resolution: Nodes along each side, boundary included.
+        rng: Source of the coefficients; advanced by ``resolution ** 2`` normal draws.
+        alpha: Smoothness; samples are continuous for ``alpha > 1``.
+        tau: Inverse correlation length, in units of 1 / side of the square.
+
+    Returns:
+        The field at the nodes.
+
+    Raises:
+        ValueError: ``resolution`` is below ``MIN_RESOLUTION``.
+
+    Shape:
+        return: (resolution, resolution), float64.
+
+    Source:
+        Li et al., Fourier Neural Operator for Parametric Partial Differential Equations, ICLR
+        2021, section 5.2 and appendix A.3.2; GRF.m in the neuraloperator repository.
+    """
+    check_integer("resolution", resolution, least=MIN_RESOLUTION)
+    mode = np.arange(resolution)
+    row, column = np.meshgrid(mode, mode, indexing="ij")
+    eigenvalue = (np.pi**2 * (row**2 + column**2) + tau**2) ** -alpha
+    coefficient = np.sqrt(eigenvalue) * _draw_by_shell(row, column, rng)
+    coefficient[0, 0] = 0.0
+    # The normalised cosines are sqrt(2) cos(pi k x) for k > 0. The weights undo the counting of
+    # SciPy's type-1 transform, which takes every inner coefficient twice and the two outer ones
+    # once.
+    weight = np.full(resolution, np.sqrt(2.0) / 2.0)
+    weight[0] = 1.0
+    weight[-1] = np.sqrt(2.0)
+    field: FloatArray = dctn(coefficient * np.outer(weight, weight), type=1)
+    return field
+
+
+def _draw_by_shell(
+    row: NDArray[np.int_], column: NDArray[np.int_], rng: np.random.Generator
+) -> FloatArray:
+    """Draw one normal number per mode, shell by shell.
+
+    Mode (k, l) belongs to shell max(k, l). A finer grid only appends shells, so every mode keeps
+    its number.
+    """
+    shell = np.maximum(row, column)
+    position = shell**2 + np.where(row == shell, column, 2 * shell - row)
+    draws: FloatArray = rng.standard_normal(row.size)[position]
+    return draws
+
+
+def apply_elliptic(a: FloatArray, u: FloatArray) -> FloatArray:
+    """Apply ``-div(a grad u)`` at the interior nodes by the conservative 5-point scheme.
+
+    The flux through a cell face uses the mean of the coefficients at the two nodes beside it, as in
+    the solver of the published data.
+
+    Shape:
+        a: (n, n), float64. u: (n, n), float64, boundary included. return: (n - 2, n - 2), float64.
+    """
+    flux_row = _face_mean(a[:, 1:-1]) * np.diff(u[:, 1:-1], axis=0)
+    flux_column = _face_mean(a[1:-1].T).T * np.diff(u[1:-1], axis=1)
+    cells = a.shape[0] - 1
+    outflow: FloatArray = -(cells**2) * (np.diff(flux_row, axis=0) + np.diff(flux_column, axis=1))
+    return outflow
+
+
+def _face_mean(a: FloatArray) -> FloatArray:
+    mean: FloatArray = 0.5 * (a[1:] + a[:-1])
+    return mean
+
+
+def solve_elliptic(a: ArrayLike, f: ArrayLike = 1.0) -> FloatArray:
+    """Solve ``-div(a grad u) = f`` on the unit square with ``u = 0`` on the boundary.
+
+    The method is conjugate gradients, preconditioned by the constant-coefficient Laplacian, which
+    the sine transform inverts exactly. The condition number is then at most ``max(a) / min(a)`` on
+    every grid, so the number of iterations (20 for coefficients 3 and 12) does not grow with the
+    resolution.
+
+    Args:
+        a: Coefficient at the nodes, positive.
+        f: Right-hand side at the nodes, or one number for all of them.
+
+    Returns:
+        The solution at the nodes, second-order accurate where ``a`` is smooth.
+
+    Raises:
+        ValueError: ``a`` is not a positive finite square grid, or ``f`` does not fit it.
+        ArithmeticError: The iteration does not converge, because ``max(a) / min(a)`` is extreme.
+
+    Shape:
+        a: (n, n). f: () or (n, n). return: (n, n), float64.
+    """
+    coefficient, load = _check_problem(a, f)
+    cells = coefficient.shape[0] - 1
+    half_angle = np.pi * np.arange(1, cells) / (2 * cells)
+    eigenvalue_1d = (2 * cells * np.sin(half_angle)) ** 2
+    eigenvalue = np.add.outer(eigenvalue_1d, eigenvalue_1d)
+
+    def operator(interior: FloatArray) -> FloatArray:
+        return apply_elliptic(coefficient, np.pad(interior, 1))
+
+    def preconditioner(residual: FloatArray) -> FloatArray:
+        inverse: FloatArray = idstn(dstn(residual, type=1) / eigenvalue, type=1)
+        return inverse
+
+    return np.pad(_conjugate_gradients(operator, preconditioner, load[1:-1, 1:-1]), 1)
+
+
+def _conjugate_gradients(
+    operator: Callable[[FloatArray], FloatArray],
+    preconditioner: Callable[[FloatArray], FloatArray],
+    load: FloatArray,
+) -> FloatArray:
+    """Run preconditioned conjugate gradients, with a result independent of the thread count.
+
+    SciPy's ``cg`` takes its inner products from BLAS, whose order of summation depends on the
+    number of threads, so the last bits of a sample would too. NumPy's sum has a fixed order.
+    """
+    solution = np.zeros_like(load)
+    residual = load.copy()
+    direction = preconditioner(residual)
+    product = np.sum(residual * direction)
+    target = SOLVER_TOLERANCE**2 * product
+    for _ in range(MAX_ITERATIONS):
+        if product <= target:
+            return solution
+        image = operator(direction)
+        step = product / np.sum(image * direction)
+        solution += step * direction
+        residual -= step * image
+        correction = preconditioner(residual)
+        previous, product = product, np.sum(residual * correction)
+        direction = correction + (product / previous) * direction
+    raise ArithmeticError(
+        f"no convergence in {MAX_ITERATIONS} iterations; lower the contrast max(a) / min(a)"
+    )
+
+
+def _check_problem(a: ArrayLike, f: ArrayLike) -> tuple[FloatArray, FloatArray]:
+    coefficient = np.asarray(a, dtype=np.float64)
+    if coefficient.ndim != 2 or coefficient.shape[0] != coefficient.shape[1]:
+        raise ValueError(f"a must be one square grid of nodes, got shape {coefficient.shape}")
+    check_integer("resolution of a", coefficient.shape[0], least=MIN_RESOLUTION)
+    if not (np.isfinite(coefficient).all() and (coefficient > 0).all()):
+        raise ValueError("a must be positive and finite at every node")
+    load = np.asarray(f, dtype=np.float64)
+    if load.shape not in ((), coefficient.shape):
+        raise ValueError(
+            f"f must be a number or have a's shape {coefficient.shape}, got shape {load.shape}"
+        )
+    if not np.isfinite(load).all():
+        raise ValueError("f must be finite at every node")
+    return coefficient, np.broadcast_to(load, coefficient.shape)
+
+
+def check_integer(name: str, value: int, *, least: int) -> None:
+    """Raise ValueError unless ``value`` is an integer and at least ``least``."""
+    try:
+        if operator.index(value) >= least:
+            return
+    except TypeError:
+        pass
+    raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+
+
+# ---- Cache arrays on disk under a key that records the parameters they were made with ----
+
+Arrays = dict[str, NDArray[Any]]
+
+
+def cache_directory(chosen: str | os.PathLike[str] | None = None) -> Path:
+    """Return ``chosen`` if given, else ``$EBBTIDE_CACHE``, else the user's cache directory."""
+    if chosen is not None:
+        return Path(chosen).expanduser()
+    if from_environment := os.environ.get("EBBTIDE_CACHE"):
+        return Path(from_environment).expanduser()
+    return _user_cache_root() / "ebbtide"
+
+
+def _user_cache_root() -> Path:
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+
+
+def cache_path(directory: Path, name: str, key: str) -> Path:
+    """Return the path of the file for ``key``: a readable name, then a hash of the key."""
+    return directory / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.npz"
+
+
+def read_cached(path: Path, key: str, names: Sequence[str]) -> Arrays | None:
+    """Read the arrays ``names`` stored under ``key``.
+
+    Returns:
+        The arrays. None if the file is missing, damaged (zip members carry checksums) or stored
+        under another key; a warning reports the last two cases.
+
+    Raises:
+        OSError: The file exists but cannot be opened.
+    """
+    try:
+        file = path.open("rb")
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    with file:
+        try:
+            return _parse(file, key, names)
+        except _DAMAGE as error:
+            problem = str(error) or type(error).__name__
+    warn_user(
+        "cache-damaged",
+        f"cache file {path} cannot be used ({problem}) and will be made again; nothing needs to be "
+        f"done, unless it happens again: then check the disk, or choose another directory",
+    )
+    return None
+
+
+# The errors that NumPy and zipfile raise for damaged bytes. OSError is one of them because a
+# damaged offset makes a seek fail.
+_DAMAGE = (zipfile.BadZipFile, ValueError, TypeError, LookupError, EOFError, RuntimeError, OSError)
+
+
+def _parse(file: IO[bytes], key: str, names: Sequence[str]) -> Arrays:
+    with np.load(file, allow_pickle=False) as stored:
+        if str(stored["key"]) != key:
+            raise ValueError("it was made with other parameters")
+        return {name: stored[name] for name in names}
+
+
+def write_cached(path: Path, key: str, arrays: Arrays) -> None:
+    """Store the arrays under ``key``.
+
+    The file is replaced atomically: a reader sees the old file or the new one, never a part.
+
+    Raises:
+        OSError: The directory cannot be written to; the message says how to choose another.
+    """
+    with _temporary_file(path.parent) as temporary:
+        members: dict[str, Any] = {"key": np.array(key), **arrays}
+        np.savez(temporary, **members)
+        temporary.close()
+        os.replace(temporary.name, path)
+
+
+def check_writable(directory: Path) -> None:
+    """Check that a file can be created in ``directory``; create the directory if it is missing.
+
+    Call this before a long computation, so that its result is sure to find a place.
+
+    Raises:
+        OSError: As for ``write_cached``.
+    """
+    with _temporary_file(directory):
+        pass
+
+
+@contextlib.contextmanager
+def _temporary_file(directory: Path) -> Iterator[IO[bytes]]:
+    """Open a new file in ``directory`` and delete it on exit, unless the caller has moved it."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=directory, suffix=".part", delete=False) as file:
+            try:
+                yield file
+            finally:
+                file.close()
+                Path(file.name).unlink(missing_ok=True)
+    except OSError as error:
+        advice = "cannot write the cache; pass another cache_dir or set EBBTIDE_CACHE"
+        raise OSError(error.errno, f"{advice} ({error.strerror})", str(directory)) from error
+
+
+# ---- Generate samples of the Darcy problem (coefficient and solution) and cache them on disk ----
+
+Array32 = NDArray[np.float32]
+
+# Part of every cache key. Increase it whenever a change makes the same spec give other numbers.
+FORMAT_VERSION = 1
+# Below this resolution a sample takes a few ms of short NumPy calls, which threads cannot speed up
+# because they only wait for one another.
+THREADED_RESOLUTION = 96
+
+
+class Split(enum.Enum):
+    """A stream of samples. Streams share no random numbers; the value is the stream's index."""
+
+    TRAIN = 0
+    TEST = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class DarcySpec:
+    """Everything that determines the numbers of sample ``i``.
+
+    The number of samples is not part of the spec, because sample ``i`` does not depend on it.
+
+    Args:
+        resolution: Nodes along each side, boundary included; at least 4.
+        split: ``Split.TRAIN`` or ``Split.TEST``.
+        seed: Random seed, 0 or more.
+        low: Coefficient where the Gaussian field is negative.
+        high: Coefficient elsewhere.
+        forcing: Right-hand side, constant over the square.
+        alpha: Smoothness of the Gaussian field (``fields.gaussian_field``).
+        tau: Inverse correlation length of the Gaussian field, in units of 1 / side of the square.
+        refinement: The problem is drawn and solved on a grid this many times finer, and every
+            ``refinement``-th node is kept. With 1, each pair satisfies the discrete equation on its
+            own grid.
+
+    Raises:
+        ValueError: A value is outside its range.
+    """
+
+    resolution: int
+    split: Split = Split.TRAIN
+    seed: int = 0
+    low: float = 3.0
+    high: float = 12.0
+    forcing: float = 1.0
+    alpha: float = 2.0
+    tau: float = 3.0
+    refinement: int = 1
+
+    def __post_init__(self) -> None:
+        check_integer("resolution", self.resolution, least=MIN_RESOLUTION)
+        check_integer("seed", self.seed, least=0)
+        check_integer("refinement", self.refinement, least=1)
+        if not 0 < self.low < self.high < math.inf:
+            raise ValueError(f"need 0 < low < high, got low={self.low} and high={self.high}")
+        if not (self.alpha > 1 and self.tau > 0 and math.isfinite(self.alpha + self.tau)):
+            raise ValueError(f"need alpha > 1 and tau > 0, got {self.alpha} and {self.tau}")
+        if not math.isfinite(self.forcing):
+            raise ValueError(f"forcing must be finite, got {self.forcing}")
+
+    def key(self) -> str:
+        """Return the cache key of the spec: every parameter and the format version, as JSON."""
+        fields = dataclasses.asdict(self) | {"split": self.split.name, "format": FORMAT_VERSION}
+        return json.dumps(fields, sort_keys=True, default=operator.index)
+
+
+class DarcySamples(NamedTuple):
+    """Coefficients ``a`` and the corresponding solutions ``u``.
+
+    Shape:
+        a: (n, resolution, resolution), float32. u: the same.
+    """
+
+    a: torch.Tensor
+    u: torch.Tensor
+
+
+def generate_darcy(
+    spec: DarcySpec,
+    n_samples: int,
+    *,
+    first: int = 0,
+    workers: int | None = None,
+    progress: bool | None = None,
+) -> DarcySamples:
+    """Draw coefficients and solve for the pressure, without touching the cache.
+
+    Sample ``i`` depends on the spec and on ``i`` alone. With the same NumPy and SciPy on the same
+    kind of processor it has the same bits whatever ``n_samples``, ``first`` and ``workers`` are.
+
+    Args:
+        spec: Determines the samples.
+        n_samples: Number of samples.
+        first: Index of the first sample.
+        workers: Number of threads. None means torch's number of threads, or one on small grids.
+        progress: Whether to draw a progress bar on stderr. None means only if stderr is a terminal.
+
+    Returns:
+        Samples ``first`` to ``first + n_samples - 1``.
+
+    Raises:
+        ValueError: A count is out of range.
+
+    Source:
+        Li et al., Fourier Neural Operator for Parametric Partial Differential Equations, ICLR
+        2021, section 5.2 and appendix A.3.2.
+    """
+    check_integer("n_samples", n_samples, least=1)
+    check_integer("first", first, least=0)
+    if workers is None:
+        workers = torch.get_num_threads() if _solved_on(spec) >= THREADED_RESOLUTION else 1
+    check_integer("workers", workers, least=1)
+    shape = (n_samples, spec.resolution, spec.resolution)
+    samples = DarcySamples(torch.empty(shape), torch.empty(shape))
+    pairs = _solve_all(spec, range(first, first + n_samples), workers)
+    for i, (a, u) in enumerate(_with_progress(pairs, spec, n_samples, progress)):
+        samples.a[i] = torch.from_numpy(a)
+        samples.u[i] = torch.from_numpy(u)
+    return samples
+
+
+def load_darcy(
+    spec: DarcySpec,
+    n_samples: int,
+    *,
+    cache_dir: str | os.PathLike[str] | None = None,
+    workers: int | None = None,
+    progress: bool | None = None,
+) -> DarcySamples:
+    """Return the first ``n_samples`` samples, reading from the cache those that it has.
+
+    One file holds all samples of a spec. If more are asked for than it has, only the missing ones
+    are computed, and the file grows.
+
+    Args:
+        spec: Determines the samples.
+        n_samples: Number of samples.
+        cache_dir: Directory of the cache. None means ``$EBBTIDE_CACHE``, else ``ebbtide`` in the
+            user's cache directory.
+        workers: As for ``generate_darcy``.
+        progress: As for ``generate_darcy``.
+
+    Raises:
+        ValueError: A count is out of range.
+        OSError: Samples have to be computed and the cache directory cannot be written to.
+    """
+    check_integer("n_samples", n_samples, least=1)
+    name = f"darcy-{spec.resolution}-{spec.split.name.lower()}"
+    path = cache_path(cache_directory(cache_dir), name, spec.key())
+    samples = _read(path, spec)
+    n_cached = len(samples.a)
+    if n_cached < n_samples:
+        check_writable(path.parent)
+        missing = generate_darcy(
+            spec, n_samples - n_cached, first=n_cached, workers=workers, progress=progress
+        )
+        samples = DarcySamples(*map(torch.cat, zip(samples, missing, strict=True)))
+        write_cached(path, spec.key(), {"a": samples.a.numpy(), "u": samples.u.numpy()})
+    return DarcySamples(samples.a[:n_samples], samples.u[:n_samples])
+
+
+def _read(path: Path, spec: DarcySpec) -> DarcySamples:
+    """Read a cache file; return zero samples if there is none, or none that can be used."""
+    arrays = read_cached(path, spec.key(), DarcySamples._fields)
+    if arrays is None:
+        empty = torch.empty(0, spec.resolution, spec.resolution)
+        return DarcySamples(empty, empty)
+    return DarcySamples(**{name: torch.from_numpy(array) for name, array in arrays.items()})
+
+
+def _solved_on(spec: DarcySpec) -> int:
+    """Return the nodes along each side of the grid on which the samples are solved."""
+    return (spec.resolution - 1) * spec.refinement + 1
+
+
+def _sample(spec: DarcySpec, index: int) -> tuple[Array32, Array32]:
+    stream = np.random.SeedSequence(spec.seed, spawn_key=(spec.split.value, index))
+    rng = np.random.Generator(np.random.PCG64(stream))
+    field = gaussian_field(_solved_on(spec), rng, alpha=spec.alpha, tau=spec.tau)
+    a = np.where(field >= 0, spec.high, spec.low)
+    u = solve_elliptic(a, spec.forcing)
+    nodes = slice(None, None, spec.refinement)
+    return a[nodes, nodes].astype(np.float32), u[nodes, nodes].astype(np.float32)
+
+
+def _solve_all(
+    spec: DarcySpec, indices: Iterable[int], workers: int
+) -> Iterator[tuple[Array32, Array32]]:
+    """Yield the samples in order.
+
+    Threads are enough to use several cores, because NumPy and SciPy's FFT release the GIL.
+    """
+    if workers == 1:
+        yield from map(functools.partial(_sample, spec), indices)
+        return
+    with ThreadPoolExecutor(workers) as pool:
+        yield from pool.map(functools.partial(_sample, spec), indices)
+
+
+def _with_progress(
+    pairs: Iterator[tuple[Array32, Array32]], spec: DarcySpec, total: int, progress: bool | None
+) -> Iterator[tuple[Array32, Array32]]:
+    if progress is None:
+        progress = sys.stderr.isatty()
+    if not progress:
+        return pairs
+    # Imported here because rich is needed only when a bar is drawn.
+    from rich.console import Console
+    from rich.progress import track
+
+    grid = f"{spec.resolution}x{spec.resolution}"
+    label = f"Darcy flow {grid}, {spec.split.name.lower()}"
+    return iter(track(pairs, label, total, console=Console(stderr=True)))
+
+
+# ---- Loaders of Darcy samples for neuraloperator, and the reader of the published files ----
+
+Batches = DataLoader[dict[str, torch.Tensor]]
+Loaders = tuple[Batches, dict[int, Batches], "DefaultDataProcessor"]
+ReadSamples = Callable[[Split, int, int], DarcySamples]
+
+ENCODINGS = ("channel-wise", "pixel-wise")
+INSTALL_NEURALOP = 'the Darcy loaders need neuraloperator: pip install "ebbtide[neuralop]"'
+
+
+@dataclasses.dataclass(frozen=True)
+class LoaderRequest:
+    """The validated arguments of the two loaders; see ``darcy.load_darcy_flow_small``.
+
+    Raises:
+        ValueError: A count, resolution or choice is out of range, or the lists differ in length.
+    """
+
+    n_train: int
+    n_tests: Sequence[int]
+    batch_size: int
+    test_batch_sizes: Sequence[int]
+    train_resolution: int
+    test_resolutions: Sequence[int]
+    encode_input: bool
+    encode_output: bool
+    encoding: str
+    channel_dim: int
+    num_workers: int
+
+    def __post_init__(self) -> None:
+        self._check_lists()
+        for name in ("n_train", "batch_size"):
+            check_integer(name, getattr(self, name), least=1)
+        for name in ("n_tests", "test_batch_sizes"):
+            for value in getattr(self, name):
+                check_integer(f"every entry of {name}", value, least=1)
+        check_integer("num_workers", self.num_workers, least=0)
+        for resolution in (self.train_resolution, *self.test_resolutions):
+            check_integer("every resolution", resolution, least=MIN_RESOLUTION)
+        if self.channel_dim not in (1, 2, 3, -1, -2, -3):
+            raise ValueError(f"channel_dim must be 1, 2 or 3 in a batch, got {self.channel_dim}")
+        self._check_encoding()
+
+    def _check_lists(self) -> None:
+        lists = {
+            name: getattr(self, name)
+            for name in ("test_resolutions", "n_tests", "test_batch_sizes")
+        }
+        for name, values in lists.items():
+            if not isinstance(values, Sequence) or isinstance(values, str):
+                raise ValueError(
+                    f"{name} must be a list with one entry per test set, got {values!r}"
+                )
+        lengths = {name: len(values) for name, values in lists.items()}
+        if len(set(lengths.values())) > 1:
+            raise ValueError(f"these lists need one entry per test set each, got lengths {lengths}")
+        if len(set(self.test_resolutions)) < len(self.test_resolutions):
+            raise ValueError(
+                f"name each of test_resolutions once; there are repeats in {self.test_resolutions}"
+            )
+
+    def _check_encoding(self) -> None:
+        if self.encoding not in ENCODINGS:
+            raise ValueError(f"encoding must be one of {ENCODINGS}, got {self.encoding!r}")
+        encodes = self.encode_input or self.encode_output
+        others = set(self.test_resolutions) - {self.train_resolution}
+        if encodes and self.encoding == "pixel-wise" and others:
+            raise ValueError(
+                f"a pixel-wise encoding is valid at one resolution only; test at "
+                f"{self.train_resolution} alone, or use encoding='channel-wise'"
+            )
+
+
+def make_loaders(request: LoaderRequest, read: ReadSamples) -> Loaders:
+    """Build the training loader, the test loaders by resolution, and the data processor.
+
+    Args:
+        request: The validated arguments.
+        read: Returns the samples, given the split, the resolution and the number of samples.
+
+    Raises:
+        ImportError: neuraloperator is not installed.
+    """
+    try:
+        from neuralop.data.datasets.tensor_dataset import TensorDataset
+        from neuralop.data.transforms.data_processors import DefaultDataProcessor
+    except ImportError as error:
+        raise ImportError(INSTALL_NEURALOP) from error
+
+    def dataset(split: Split, resolution: int, n_samples: int) -> TensorDataset:
+        samples = read(split, resolution, n_samples)
+        return TensorDataset(*(field.unsqueeze(request.channel_dim) for field in samples))
+
+    train = dataset(Split.TRAIN, request.train_resolution, request.n_train)
+    tests = zip(request.test_resolutions, request.n_tests, request.test_batch_sizes, strict=True)
+    test_loaders = {
+        resolution: _loader(dataset(Split.TEST, resolution, n_test), batch_size, request)
+        for resolution, n_test, batch_size in tests
+    }
+    processor = DefaultDataProcessor(
+        in_normalizer=_normalizer(train.x, request) if request.encode_input else None,
+        out_normalizer=_normalizer(train.y, request) if request.encode_output else None,
+    )
+    return _loader(train, request.batch_size, request), test_loaders, processor
+
+
+def _loader(
+    dataset: Dataset[dict[str, torch.Tensor]], batch_size: int, request: LoaderRequest
+) -> Batches:
+    return DataLoader(
+        dataset,
+        batch_size=batch_size,
+        num_workers=request.num_workers,
+        pin_memory=torch.accelerator.is_available(),
+    )
+
+
+def _normalizer(data: torch.Tensor, request: LoaderRequest) -> UnitGaussianNormalizer:
+    from neuralop.data.transforms.normalizers import UnitGaussianNormalizer
+
+    reduced = list(range(data.ndim))
+    if request.encoding == "channel-wise":
+        reduced.pop(request.channel_dim)
+    else:
+        reduced = [0]
+    normalizer = UnitGaussianNormalizer(dim=reduced)
+    normalizer.fit(data)
+    return normalizer
+
+
+def read_published(root: Path, split: Split, resolution: int, n_samples: int) -> DarcySamples:
+    """Read the first ``n_samples`` samples of a published file.
+
+    Raises:
+        ValueError: The file has fewer samples or does not hold a dict of ``x`` and ``y``.
+        OSError: The file is missing or cannot be read.
+    """
+    path = root / f"darcy_{split.name.lower()}_{resolution}.pt"
+    try:
+        data = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError as error:
+        advice = "get it from Zenodo record 12784353, or leave out data_root to generate the data"
+        raise FileNotFoundError(error.errno, advice, str(path)) from error
+    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise OSError(f"{path} is damaged or was not written by torch.save: {error}") from error
+    if not isinstance(data, dict) or not all(torch.is_tensor(data.get(name)) for name in "xy"):
+        raise ValueError(f"{path} must hold a dict with the tensors 'x' and 'y'")
+    if len(data["x"]) < n_samples:
+        raise ValueError(f"{path} has {len(data['x'])} samples, not {n_samples}; ask for fewer")
+    return DarcySamples(*(_without_channel(data[name][:n_samples], path) for name in "xy"))
+
+
+def _without_channel(data: torch.Tensor, path: Path) -> torch.Tensor:
+    if data.ndim == 4 and data.shape[1] == 1:
+        data = data.squeeze(1)
+    if data.ndim != 3:
+        raise ValueError(f"{path} must hold one channel on a 2-D grid, got shape {data.shape}")
+    return data.to(torch.float32)
+
+
+# ---- Darcy flow: the map from a rock's permeability to the pressure of the water in it ----
+#
+# The equation is ``-div(a grad u) = f`` on the unit square, ``u = 0`` on the boundary, ``f = 1``.
+# The permeability ``a`` is 12 where a Gaussian random field is positive and 3 where it is
+# negative; a neural operator learns the map from ``a`` to ``u``. Samples are generated on this
+# machine and cached on disk (``load_darcy``), or read from the published files
+# (``load_darcy_pt``). ``load_darcy_flow_small`` and ``load_darcy_pt`` can replace
+# neuraloperator's functions of the same names: they take the same arguments and return the same
+# kinds of objects.
+#
+# Source:
+# Li et al., Fourier Neural Operator for Parametric Partial Differential Equations, ICLR 2021,
+# section 5.2 and appendix A.3.2.
+
+__all__ = [
+    "DarcySamples",
+    "DarcySpec",
+    "Split",
+    "apply_elliptic",
+    "gaussian_field",
+    "generate_darcy",
+    "load_darcy",
+    "load_darcy_flow_small",
+    "load_darcy_pt",
+    "solve_elliptic",
+]
+
+UNIT_SQUARE = ((0, 1), (0, 1))
+
+
+# The two loaders have this many parameters because neuraloperator's functions have them.
+def load_darcy_flow_small(
+    n_train: int,
+    n_tests: Sequence[int],
+    batch_size: int,
+    test_batch_sizes: Sequence[int],
+    *,
+    data_root: str | os.PathLike[str] | None = None,
+    train_resolution: int = 16,
+    test_resolutions: Sequence[int] = (16, 32),
+    grid_boundaries: Sequence[Sequence[float]] = UNIT_SQUARE,
+    encode_input: bool = False,
+    encode_output: bool = True,
+    encoding: str = "channel-wise",
+    channel_dim: int = 1,
+    num_workers: int = 0,
+    seed: int = 0,
+    refinement: int = 1,
+    cache_dir: str | os.PathLike[str] | None = None,
+    progress: bool | None = None,
+) -> Loaders:
+    """Load Darcy flow data for neuraloperator; generate them unless ``data_root`` is given.
+
+    The training loader yields samples in the order of their index, without shuffling. Test samples
+    never occur in the training set. Sample ``i`` is the same physical field at every test
+    resolution, drawn and solved on that resolution's own grid. Inputs are the coefficients
+    themselves, 3 and 12.
+
+    Args:
+        n_train: Number of training samples.
+        n_tests: Number of test samples, per test resolution.
+        batch_size: Training batch size.
+        test_batch_sizes: Test batch size, per test resolution.
+        data_root: Directory with the published files, which are read as by ``load_darcy_pt``;
+            ``seed``, ``refinement``, ``cache_dir`` and ``progress`` then have no effect.
+        train_resolution: Nodes along each side of the training grid, boundary included.
+        test_resolutions: Nodes along each side of each test grid, boundary included.
+        grid_boundaries: Must be the unit square, on which the problem is posed.
+        encode_input: Whether to fit a normalizer to the training inputs; ``data_processor``
+            applies it.
+        encode_output: The same for the outputs.
+        encoding: ``"channel-wise"``, or ``"pixel-wise"`` (a mean and deviation per node, so
+            every test resolution has to be the training resolution).
+        channel_dim: Position of the channel dimension in a batch.
+        num_workers: Worker processes per loader.
+        seed: Random seed of the samples.
+        refinement: As in ``DarcySpec``.
+        cache_dir: As for ``load_darcy``.
+        progress: As for ``generate_darcy``.
+
+    Returns:
+        ``(train_loader, test_loaders, data_processor)``: a loader, a dict from resolution to
+        loader, and neuraloperator's ``DefaultDataProcessor``.
+
+    Raises:
+        ValueError: A count, resolution or choice is out of range, or the lists differ in length.
+        OSError: The cache directory cannot be written to, or a published file is missing.
+        ImportError: neuraloperator is not installed.
+
+    Shape:
+        batch["x"], batch["y"]: (batch, 1, resolution, resolution), float32.
+    """
+    if [list(side) for side in grid_boundaries] != [list(side) for side in UNIT_SQUARE]:
+        raise ValueError(
+            f"the problem is posed on the unit square; leave grid_boundaries at its default "
+            f"(got {grid_boundaries}) and scale the model's positional embedding instead"
+        )
+    request = LoaderRequest(
+        n_train, n_tests, batch_size, test_batch_sizes, train_resolution, test_resolutions,
+        encode_input, encode_output, encoding, channel_dim, num_workers,
+    )  # fmt: skip
+
+    def read(split: Split, resolution: int, n_samples: int) -> DarcySamples:
+        if data_root is not None:
+            return read_published(Path(data_root), split, resolution, n_samples)
+        spec = DarcySpec(resolution, split=split, seed=seed, refinement=refinement)
+        return load_darcy(spec, n_samples, cache_dir=cache_dir, progress=progress)
+
+    return make_loaders(request, read)
+
+
+def load_darcy_pt(
+    n_train: int,
+    n_tests: Sequence[int],
+    batch_size: int,
+    test_batch_sizes: Sequence[int],
+    *,
+    data_root: str | os.PathLike[str],
+    train_resolution: int = 16,
+    test_resolutions: Sequence[int] = (16, 32),
+    encode_input: bool = False,
+    encode_output: bool = True,
+    encoding: str = "channel-wise",
+    channel_dim: int = 1,
+    num_workers: int = 0,
+) -> Loaders:
+    """Load Darcy flow data from the published files, which must already be on this machine.
+
+    The files are ``darcy_train_{resolution}.pt`` and ``darcy_test_{resolution}.pt`` of Zenodo
+    record 12784353. Each holds a dict of ``x`` and ``y``, with or without a channel dimension.
+    Values of any type (``x`` may be boolean) are converted to float32 without rescaling.
+
+    Args:
+        n_train: Number of training samples, taken from the start of the file.
+        n_tests: Number of test samples, per test resolution.
+        batch_size: Training batch size.
+        test_batch_sizes: Test batch size, per test resolution.
+        data_root: Directory with the files.
+        train_resolution: Resolution of the training file to read.
+        test_resolutions: Resolutions of the test files to read.
+        encode_input: As for ``load_darcy_flow_small``.
+        encode_output: As for ``load_darcy_flow_small``.
+        encoding: As for ``load_darcy_flow_small``.
+        channel_dim: As for ``load_darcy_flow_small``.
+        num_workers: As for ``load_darcy_flow_small``.
+
+    Returns:
+        As for ``load_darcy_flow_small``.
+
+    Raises:
+        ValueError: As for ``load_darcy_flow_small``, or a file has fewer samples than asked for
+            or does not hold such a dict.
+        OSError: A file is missing or cannot be read.
+        ImportError: neuraloperator is not installed.
+
+    Shape:
+        batch["x"], batch["y"]: (batch, 1, resolution, resolution), float32.
+    """
+    request = LoaderRequest(
+        n_train, n_tests, batch_size, test_batch_sizes, train_resolution, test_resolutions,
+        encode_input, encode_output, encoding, channel_dim, num_workers,
+    )  # fmt: skip
+    return make_loaders(request, functools.partial(read_published, Path(data_root)))

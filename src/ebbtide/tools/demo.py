@@ -1,0 +1,774 @@
+"""The table that compares the demo's modes, and sentences on what limits its figures."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+import json
+import multiprocessing
+import os
+import platform
+import signal
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, TypeVar, final
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+
+from ebbtide.observe.page import write_page
+from ebbtide.runtime.stats import StepStats
+from ebbtide.tools import darcy_fno
+from ebbtide.tools import demo_worker as worker
+from ebbtide.tools.demo_config import (
+    STEPS_PER_TURN,
+    DemoConfig,
+    FinalResult,
+    Mode,
+    ModeResult,
+    StepResult,
+    UsageError,
+    check_neuralop,
+    check_writable,
+    first_difference,
+)
+from ebbtide.units import format_size
+from ebbtide.version import __version__
+
+_ABSENT = "-"
+_JUST_THERE = 0.95  # two measurements of the RSS of two processes differ by less
+_NOISY = 1.5  # times vary too much above this ratio of a mode's slowest to its fastest step
+
+
+def compare(results: list[ModeResult]) -> dict[Mode, str | None]:
+    """Compare each other mode with the one without offload, if that ran.
+
+    Returns:
+        For each other mode the result of `first_difference`.
+    """
+    reference = _reference(results)
+    if reference is None:
+        return {}
+    return {
+        result.mode: first_difference(reference, result)
+        for result in results
+        if result is not reference
+    }
+
+
+def build_table(config: DemoConfig, results: list[ModeResult]) -> Table:
+    """Build the table of results, with one column per mode."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column(
+        f"FNO, Darcy {config.resolution} x {config.resolution}, batch {config.batch_size}"
+    )
+    for result in results:
+        table.add_column(
+            result.mode.title, justify="right", style="bold" if result.mode is Mode.EBBTIDE else ""
+        )
+    for label, cell in _rows(config, results):
+        table.add_row(label, *(cell(result) for result in results))
+    return table
+
+
+_Cell = Callable[[ModeResult], str]
+
+
+def _rows(config: DemoConfig, results: list[ModeResult]) -> Iterator[tuple[str, _Cell]]:
+    reference = _reference(results)
+    what = "RSS" if config.device.type == "cpu" else "device memory"
+    yield f"Peak {what} of a step", lambda result: format_size(result.peak_bytes)
+    yield "  above idle", lambda result: format_size(_above_idle(result))
+    if reference is not None:
+        yield "  relative to no offload", _ratio(reference, _above_idle)
+    yield f"Step, median of {len(results[0].timed)}", lambda result: f"{_digits(result.median_s)} s"
+    if reference is not None:
+        yield "  relative to no offload", _ratio(reference, lambda result: result.median_s)
+    yield "  fastest - slowest", _range
+    if config.device.type == "cpu":
+        yield "  processor time, own / kernel", _processor_time
+    yield from _stats_rows(results)
+    yield "Train error, L2 / H1", _train_error
+    yield "Test error, L2 / H1", _test_error
+    if reference is not None:
+        differences = compare(results)
+        yield "Losses, gradients, weights", lambda result: _verdict(result, differences)
+
+
+def _stats_rows(results: list[ModeResult]) -> Iterator[tuple[str, _Cell]]:
+    if all(result.stats is None for result in results):
+        return
+
+    def size(field: str) -> _Cell:
+        return lambda result: (
+            _ABSENT if result.stats is None else format_size(getattr(result.stats, field))
+        )
+
+    yield "Saved by autograd in a step", size("saved_bytes")
+    yield "  without repeats and weights", size("unique_bytes")
+    yield "  rebuilt in backward", size("rebuilt_bytes")
+    yield "  offloaded", size("offloaded_bytes")
+
+
+def limits(config: DemoConfig, results: list[ModeResult]) -> Iterator[str]:
+    """Yield sentences that say what limits ebbtide's figures, and how far to trust them."""
+    for result in results:
+        if result.stats is not None:
+            yield from _limits_of(config, result, result.stats)
+            if result.mode is Mode.EBBTIDE and result.stats.offloaded_bytes:
+                yield from _floor(_reference(results) or result, result)
+    if any(slowest_s > _NOISY * fastest_s for fastest_s, slowest_s in map(_extremes_s, results)):
+        yield (
+            "Times vary too much to compare: other programs run on this machine, or the steps are "
+            "too short."
+        )
+
+
+def _limits_of(config: DemoConfig, result: ModeResult, stats: StepStats) -> Iterator[str]:
+    if result.mode is Mode.REBUILD:
+        return
+    if not stats.offloaded_bytes:
+        yield "Nothing was offloaded: no saved tensor was large enough. Increase --resolution."
+        return
+    where = "disk" if stats.peak_disk_bytes else "host memory"
+    rate = format_size(int(stats.offloaded_bytes / result.median_s))
+    yield (
+        f"Time: in each step {format_size(stats.offloaded_bytes)} go to {where} and come back "
+        f"while the model computes, which needs {rate}/s each way. In the last step the model "
+        f"waited {stats.stall_s:.2f} s for copies ({stats.late_reloads} reloads were late)."
+    )
+    yield (
+        f"Memory: saved tensors took at most {format_size(stats.peak_device_bytes)} at once, of a "
+        f"peak of {format_size(_above_idle(result))} above idle."
+    )
+    if config.device.type == "cpu":
+        yield "The kernel caches the file in otherwise unused RAM, which RSS does not count."
+
+
+def _floor(reference: ModeResult, result: ModeResult) -> Iterator[str]:
+    """Say what remains of the peak, and that no way of offloading can remove it."""
+    final = reference.final
+    assert final is not None
+    lasting_bytes = max(0, final.lasting_bytes - reference.idle_bytes)
+    floor_bytes = lasting_bytes + final.forward_bytes
+    if not floor_bytes:
+        return
+    ratio = _above_idle(result) / floor_bytes
+    place = f"{ratio:.2f} times that" if ratio > 1 else "just there"
+    if ratio < _JUST_THERE:
+        place = "below it, because it also returns what is freed in the middle of an operation"
+    yield (
+        f"Limit: a forward without autograd saves nothing at all, and it needs "
+        f"{format_size(final.forward_bytes)} for this batch: the working memory of its largest "
+        f"operation. With the {format_size(lasting_bytes)} of gradients and optimizer state that "
+        f"stay between steps, {format_size(floor_bytes)} above idle is about what no offloader can "
+        f"go below; ebbtide's peak is {place}. A smaller batch or resolution lowers it."
+    )
+
+
+def _reference(results: list[ModeResult]) -> ModeResult | None:
+    return next((result for result in results if result.mode is Mode.NONE), None)
+
+
+def _above_idle(result: ModeResult) -> int:
+    return result.peak_bytes - result.idle_bytes
+
+
+def _ratio(reference: ModeResult, value: Callable[[ModeResult], float]) -> _Cell:
+    return lambda result: (
+        f"{value(result) / value(reference):.2f}x" if value(reference) else _ABSENT
+    )
+
+
+def _digits(value: float) -> str:
+    """Format with three significant digits, such as ``3.10``."""
+    return f"{value:#.3g}".rstrip(".")
+
+
+def _extremes_s(result: ModeResult) -> tuple[float, float]:
+    durations_s = [step.duration_s for step in result.timed]
+    return min(durations_s), max(durations_s)
+
+
+def _range(result: ModeResult) -> str:
+    fastest_s, slowest_s = _extremes_s(result)
+    return f"{_digits(fastest_s)} - {_digits(slowest_s)} s"
+
+
+def _processor_time(result: ModeResult) -> str:
+    own_s = statistics.median(step.user_s for step in result.timed)
+    kernel_s = statistics.median(step.kernel_s for step in result.timed)
+    return f"{_digits(own_s)} / {_digits(kernel_s)} s"
+
+
+def _train_error(result: ModeResult) -> str:
+    return f"{result.steps[-1].train_l2:.3f} / {result.steps[-1].train_h1:.3f}"
+
+
+def _test_error(result: ModeResult) -> str:
+    assert result.final is not None
+    return f"{result.final.test_l2:.3f} / {result.final.test_h1:.3f}"
+
+
+def _verdict(result: ModeResult, differences: dict[Mode, str | None]) -> str:
+    if result.mode is Mode.NONE:
+        return _ABSENT
+    difference = differences[result.mode]
+    return "[green]same bits[/]" if difference is None else f"[red]differ: {difference}[/]"
+
+
+# ---- Shows how far the demo is, and how long the rest takes. Progress goes to standard error ----
+
+Note = Callable[[Mode, StepResult], None]
+
+_MINUTE_S = 60.0
+
+
+class TimeLeft:
+    """Estimates the seconds that the steps to come will take, from those that were taken.
+
+    Args:
+        modes: the modes that train.
+        steps: number of steps of each.
+    """
+
+    def __init__(self, modes: Sequence[Mode], steps: int) -> None:
+        self._left = dict.fromkeys(modes, steps)
+        self._taken_s: dict[Mode, list[float]] = {mode: [] for mode in modes}
+
+    def note(self, mode: Mode, seconds: float) -> None:
+        """Note a step of a mode, with all that went with it."""
+        self._left[mode] -= 1
+        self._taken_s[mode].append(seconds)
+
+    def estimate_s(self) -> float | None:
+        """Return the seconds that are left; None before the first step.
+
+        A mode that has not begun is taken to be as fast as the others are on average.
+        """
+        means = {mode: sum(each) / len(each) for mode, each in self._taken_s.items() if each}
+        if not means:
+            return None
+        other_s = sum(means.values()) / len(means)
+        return sum(left * means.get(mode, other_s) for mode, left in self._left.items())
+
+
+def format_left(seconds: float | None) -> str:
+    """Format the time that is left, such as ``"about 40 s left"``; none if it is not known or 0."""
+    if not seconds:
+        return ""
+    if seconds < 1.5 * _MINUTE_S:
+        return f"about {max(1, round(seconds))} s left"
+    return f"about {round(seconds / _MINUTE_S)} min left"
+
+
+@contextlib.contextmanager
+def activity(console: Console, what: str) -> Iterator[None]:
+    """Show that something is under way; when it is done, say how long it took."""
+    if not console.is_terminal:
+        console.print(what, highlight=False, markup=False)
+        yield
+        return
+    begin_s = time.perf_counter()
+    spinner = "dots" if console.encoding.lower().startswith("utf") else "line"
+    with console.status(what, spinner=spinner):
+        yield
+    taken_s = time.perf_counter() - begin_s
+    console.print(f"{what} ({taken_s:.0f} s)", highlight=False, markup=False)
+
+
+@contextlib.contextmanager
+def training(console: Console, modes: Sequence[Mode], steps: int) -> Iterator[Note]:
+    """Show a bar for each mode on a terminal; elsewhere print a line for each step.
+
+    Yields:
+        A function to call with each step as soon as it is done.
+    """
+    left = TimeLeft(modes, steps)
+    begin_s = time.perf_counter()
+
+    def take() -> float:
+        nonlocal begin_s
+        taken_s, begin_s = time.perf_counter() - begin_s, time.perf_counter()
+        return taken_s
+
+    shown = _bars if console.is_terminal else _lines
+    with shown(console, modes, steps) as show:
+
+        def note(mode: Mode, step: StepResult) -> None:
+            left.note(mode, take())
+            show(mode, step, format_left(left.estimate_s()))
+
+        yield note
+
+
+_Show = Callable[[Mode, StepResult, str], None]
+
+
+@contextlib.contextmanager
+def _lines(console: Console, modes: Sequence[Mode], steps: int) -> Iterator[_Show]:
+    numbers = dict.fromkeys(modes, 0)
+
+    def show(mode: Mode, step: StepResult, left: str) -> None:
+        numbers[mode] += 1
+        place = f"{mode.title}: step {numbers[mode]} of {steps}"
+        words = ", ".join(filter(None, [_describe(step), left]))
+        console.print(f"{place:<27} {words}", highlight=False, markup=False)
+
+    yield show
+
+
+@contextlib.contextmanager
+def _bars(console: Console, modes: Sequence[Mode], steps: int) -> Iterator[_Show]:
+    columns = (
+        TextColumn("{task.description:>11}"),
+        BarColumn(16),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[last]}"),
+    )
+    with Progress(*columns, console=console) as bars:
+        tasks = {mode: bars.add_task(mode.title, total=steps, last="") for mode in modes}
+        total = bars.add_task("all", total=steps * len(modes), last="")
+
+        def show(mode: Mode, step: StepResult, left: str) -> None:
+            bars.update(tasks[mode], advance=1, last=_describe(step))
+            bars.update(total, advance=1, last=left)
+
+        yield show
+
+
+def _describe(step: StepResult) -> str:
+    return f"{step.duration_s:5.2f} s, peak {format_size(step.peak_bytes)}"
+
+
+# ---- Draw the demo's picture: memory over one step, and a prediction of the trained model ----
+
+# The palette of Okabe and Ito, whose colours colour-blind readers can tell apart.
+_COLOURS = {
+    Mode.NONE: "#D55E00",
+    Mode.SAVE_ON_CPU: "#E69F00",
+    Mode.REBUILD: "#009E73",
+    Mode.EBBTIDE: "#0072B2",
+}
+_PIXELS_PER_INCH = 200
+_SIZE_INCHES = (8.0, 3.0)
+
+
+def draw(config: DemoConfig, results: list[ModeResult], path: Path) -> bool:
+    """Write the picture, 1600 x 600 pixels.
+
+    Returns:
+        False if there is no picture because matplotlib is not installed, else True.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        return False
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=_SIZE_INCHES, dpi=_PIXELS_PER_INCH, layout="constrained")
+    FigureCanvasAgg(figure)
+    halves: Any = figure.subfigures(1, 2, width_ratios=(1.0, 1.55))
+    memory, fields = halves
+    _draw_memory(memory.subplots(), config, results)
+    _draw_sample(fields, config, results[-1])
+    figure.savefig(path)
+    return True
+
+
+def _draw_memory(axes: Any, config: DemoConfig, results: list[ModeResult]) -> None:
+    for result in results:
+        times_s, sizes = zip(*result.typical.timeline, strict=True)
+        above_gib = [(size - result.idle_bytes) / 2**30 for size in sizes]
+        colour = _COLOURS[result.mode]
+        label = f"{result.mode.title}: peak {max(above_gib):.2f} GiB"
+        axes.plot(times_s, above_gib, color=colour, linewidth=1.2, label=label)
+        axes.fill_between(times_s, above_gib, color=colour, alpha=0.12, linewidth=0)
+    what = "Process" if config.device.type == "cpu" else "Device"
+    axes.set_title(f"{what} memory in a training step", fontsize=10, loc="left")
+    axes.set_xlabel("time since the step began (s)", fontsize=9)
+    axes.set_ylabel("above idle (GiB)", fontsize=9)
+    axes.set_xlim(left=0)
+    axes.set_ylim(bottom=0)
+    axes.set_ylim(top=axes.get_ylim()[1] * 1.25)  # room for the legend
+    axes.tick_params(labelsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(fontsize=9, frameon=False, loc="upper left", handlelength=1.2)
+
+
+def _draw_sample(figure: Any, config: DemoConfig, result: ModeResult) -> None:
+    assert result.final is not None
+    coefficient, true, predicted = result.final.sample
+    axes = figure.subplots(1, 3)
+    axes[0].imshow(
+        coefficient.T, origin="lower", cmap="Greys", vmin=0, vmax=1.6 * coefficient.max()
+    )
+    scale = {"vmin": 0, "vmax": 1e3 * max(true.max(), predicted.max())}
+    for axis, pressure in zip(axes[1:], (true, predicted), strict=True):
+        image = axis.imshow(1e3 * pressure.T, origin="lower", cmap="viridis", **scale)
+    titles = (
+        f"permeability\n{config.resolution} x {config.resolution} nodes",
+        "pressure\nfinite differences",
+        f"predicted pressure\ntest error {result.final.test_l2:.1%}",
+    )
+    for axis, title in zip(axes, titles, strict=True):
+        axis.set_title(title, fontsize=9)
+        axis.set_xticks([])
+        axis.set_yticks([])
+    bar = figure.colorbar(
+        image, ax=axes, location="bottom", shrink=0.66, anchor=(1.0, 1.0), aspect=30, pad=0.04
+    )
+    bar.set_label("pressure (10$^{-3}$)", fontsize=8)
+    bar.ax.tick_params(labelsize=8)
+
+
+# ---- The parent's side of the worker processes: start them, give them turns, notice when one dies
+
+Result = TypeVar("Result")
+
+_GRACE_S = 5.0
+
+# [Note: a fair baseline] On a CPU, two costs would hide those of offloading. Torch takes the memory
+# of every large tensor fresh from the kernel, and in pages of 4 KiB that took two thirds of a plain
+# step. Threads that spin while they wait for one another become several times slower when another
+# program runs. These variables avoid both costs; settings of the user take precedence.
+ENVIRONMENT = {"THP_MEM_ALLOC_ENABLE": "1", "OMP_WAIT_POLICY": "passive"}
+
+
+class WorkerError(Exception):
+    """A mode's process failed or died.
+
+    Attributes:
+        trace: the traceback of the process, empty if it left none.
+    """
+
+    def __init__(self, message: str, trace: str = "") -> None:
+        super().__init__(message)
+        self.trace = trace
+
+
+@final
+class Team:
+    """One worker process per mode. All live at the same time and work in turns."""
+
+    def __init__(self, config: DemoConfig) -> None:
+        for name, value in ENVIRONMENT.items():
+            os.environ.setdefault(name, value)  # workers inherit the environment
+        # A forked child would inherit the parent's memory, and a state of torch in which the
+        # parent's threads seem to run but do not exist.
+        context = multiprocessing.get_context("spawn")
+        self._members = {}
+        for mode in config.modes:
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=worker.run, args=(theirs, config, mode), name=mode.value, daemon=True
+            )
+            process.start()
+            theirs.close()  # an open copy here would hide that the worker has closed its end
+            self._members[mode] = (process, ours)
+
+    def tell(self, mode: Mode, message: Any = None) -> None:
+        """Give a mode its turn. If that fails, `hear` raises the error."""
+        with contextlib.suppress(OSError):
+            self._members[mode][1].send(message)
+
+    def hear(self, mode: Mode, kind: type[Result]) -> Result:
+        """Wait for the result of a mode's turn.
+
+        Raises:
+            UsageError: the mode cannot do what the user asked for.
+            WorkerError: the mode failed, or its process has ended.
+        """
+        process, connection = self._members[mode]
+        try:
+            answer = connection.recv()
+        except (EOFError, OSError):
+            process.join(_GRACE_S)
+            raise WorkerError(_obituary(mode, process.exitcode)) from None
+        if isinstance(answer, worker.Failure):
+            if answer.by_user:
+                raise UsageError(answer.message)
+            raise WorkerError(f"mode {mode.title} failed: {answer.message}", answer.trace)
+        assert isinstance(answer, kind)
+        return answer
+
+    def ask(self, mode: Mode, kind: type[Result], message: Any = None) -> Result:
+        """Give a mode its turn and wait for the result."""
+        self.tell(mode, message)
+        return self.hear(mode, kind)
+
+    def pid(self, mode: Mode) -> int | None:
+        return self._members[mode][0].pid
+
+    def __enter__(self) -> Team:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for process, connection in self._members.values():
+            connection.close()  # ends a worker that waits for its turn
+            if error is not None:
+                process.kill()
+        for process, _ in self._members.values():
+            process.join(_GRACE_S)
+            if process.exitcode is None:
+                process.kill()
+
+
+def _obituary(mode: Mode, exitcode: int | None) -> str:
+    if exitcode is not None and exitcode < 0:
+        try:
+            name = signal.Signals(-exitcode).name
+        except ValueError:
+            name = f"signal {-exitcode}"
+        hint = ""
+        if name == "SIGKILL":
+            hint = "; if memory ran out, try a smaller --batch-size or --resolution"
+        return f"the process of mode {mode.title} was ended by {name}{hint}"
+    return f"the process of mode {mode.title} ended with exit code {exitcode} and no result"
+
+
+# ---- Run the demo: train the same FNO on Darcy flow in every mode; the modes take turns ----
+
+FORMAT: Final = "ebbtide-demo"
+VERSION: Final = 1
+
+_WIDTH: Final = 80
+
+
+@final
+@dataclass(frozen=True)
+class Outputs:
+    """Where the demo prints.
+
+    Attributes:
+        progress: what is under way, and what should be known besides.
+        report: the table and the sentences, or the JSON.
+        as_json: whether JSON is printed instead of the table.
+    """
+
+    progress: Console
+    report: Console
+    as_json: bool = False
+
+
+def run_demo(config: DemoConfig, outputs: Outputs) -> bool:
+    """Train, measure, compare and report.
+
+    Returns:
+        Whether ebbtide's run was bitwise the same as the run without offload; True also if one of
+        the two did not run.
+
+    Raises:
+        UsageError: the configuration asks for something that cannot be done on this machine.
+        WorkerError: a mode failed.
+    """
+    check_neuralop()
+    check_writable(config.out)
+    begin_s = time.perf_counter()
+    progress = outputs.progress
+    _announce(config, progress)
+    with Team(config) as team:
+        with activity(progress, "1/4  Starting a process for each mode"):
+            for mode in config.modes:
+                team.tell(mode)
+            for mode in config.modes:
+                team.hear(mode, worker.Started)
+        weights = _prepare(config, progress)
+        results, peak_is_per_step = _begin(team, config, weights)
+        progress.print("4/4  Training", highlight=False)
+        _train(team, config, results, progress)
+        with activity(progress, "     Test errors, and a forward without autograd"):
+            for mode in config.modes:
+                results[mode].final = team.ask(mode, FinalResult)
+    if config.device.type == "cpu" and not peak_is_per_step:
+        progress.print("This kernel cannot reset the peak RSS: peaks are since the process began.")
+    _report(config, list(results.values()), outputs)
+    progress.print(f"{time.perf_counter() - begin_s:.0f} s in all", highlight=False)
+    differences = compare(list(results.values()))
+    return differences.get(Mode.EBBTIDE) is None
+
+
+def _announce(config: DemoConfig, console: Console) -> None:
+    """Say what is about to be done."""
+    grid = f"{config.resolution} x {config.resolution}"
+    where = "the CPU" if config.device.type == "cpu" else str(config.device)
+    names = ", ".join(mode.title for mode in config.modes)
+    lines = [
+        f"A Fourier neural operator learns Darcy flow at {grid} on {where}, batch "
+        f"{config.batch_size}.",
+        f"Modes: {names}. Each trains {config.steps} steps, in turns.",
+    ]
+    for line in lines:
+        console.print(line, highlight=False, markup=False)
+
+
+def _prepare(config: DemoConfig, console: Console) -> darcy_fno.Weights:
+    """Generate the data and train the weights that all modes begin with, while the modes wait."""
+    number = config.steps * config.batch_size + darcy_fno.N_TEST
+    what = f"2/4  Data: {number} samples, generated unless a run before has left them here"
+    console.print(what, highlight=False, markup=False)
+    try:
+        darcy_fno.load_problem(config)
+        coarse = darcy_fno.load_coarse_problem(config)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--data: {error}") from error
+    what = f"3/4  Warm start: {config.warm_steps} steps on a coarse grid"
+    with activity(console, what), one_thread():
+        return darcy_fno.warm_start(config, coarse)
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute with one thread inside of the block.
+
+    On the coarse grid, threads save little and wait for one another most of the time. On two cores
+    that other programs used as well, the warm start took eight times as long with two threads as
+    with one: what [Note: a fair baseline] sets for the workers comes too late for this process.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _begin(
+    team: Team, config: DemoConfig, weights: darcy_fno.Weights
+) -> tuple[dict[Mode, ModeResult], bool]:
+    results = {}
+    peak_is_per_step = True
+    for mode in config.modes:
+        prepared = team.ask(mode, worker.Prepared, weights)
+        results[mode] = ModeResult(mode, prepared.idle_bytes)
+        peak_is_per_step &= prepared.peak_is_per_step
+    return results, peak_is_per_step
+
+
+def _train(
+    team: Team, config: DemoConfig, results: dict[Mode, ModeResult], console: Console
+) -> None:
+    """Run all steps of all modes, in turns."""
+    with training(console, config.modes, config.steps) as note:
+        for first in range(0, config.steps, STEPS_PER_TURN):
+            for mode in config.modes:
+                for _ in range(first, min(first + STEPS_PER_TURN, config.steps)):
+                    step = team.ask(mode, StepResult)
+                    results[mode].steps.append(step)
+                    note(mode, step)
+
+
+def _report(config: DemoConfig, results: list[ModeResult], outputs: Outputs) -> None:
+    """Print the table, or JSON, and name the files that are written."""
+    document = json.dumps(_as_json(config, results), indent=2)
+    written = _write_files(config, results, document)
+    if outputs.as_json:
+        # As it is: a console would wrap it.
+        print(document, file=outputs.report.file)
+        return
+    report = outputs.report
+    width = min(report.width, _WIDTH)
+    report.print()
+    report.print(build_table(config, results), width=width)
+    for line in limits(config, results):
+        report.print(line, width=width, highlight=False)
+    report.print()
+    for what, path in written.items():
+        report.print(f"{what}: {path}", soft_wrap=True, markup=False, highlight=False)
+
+
+def _write_files(
+    config: DemoConfig, results: list[ModeResult], document: str
+) -> dict[str, Path | str]:
+    """Write what remains of a run. Returns what each file has, and where it is."""
+    figures = config.out / "demo.json"
+    figures.write_text(f"{document}\n")
+    picture = config.out / "demo.png"
+    is_drawn = draw(config, results, picture)
+    page = config.out / "demo.html"
+    finals = [result.final for result in results if result.final is not None]
+    records = [final.record for final in finals if final.record is not None]
+    if records:
+        write_page(page, records)
+    return {
+        "Report": page if records else "not written: no mode can be recorded",
+        "Figures": figures,
+        "Picture": picture if is_drawn else 'not drawn; pip install "ebbtide[plots]" allows it',
+    }
+
+
+def _as_json(config: DemoConfig, results: list[ModeResult]) -> dict[str, Any]:
+    differences = compare(results)
+    settings = {
+        name: str(value) if isinstance(value, (Path, torch.device)) else value
+        for name, value in dataclasses.asdict(config).items()
+    }
+    settings["modes"] = [mode.value for mode in config.modes]
+    modes = {}
+    for result in results:
+        assert result.final is not None
+        modes[result.mode.value] = {
+            "idle_bytes": result.idle_bytes,
+            "peak_bytes": result.peak_bytes,
+            "median_s": result.median_s,
+            "test_l2": result.final.test_l2,
+            "test_h1": result.final.test_h1,
+            "parameters_sha256": result.final.parameters_sha256,
+            "lasting_bytes": result.final.lasting_bytes,
+            "forward_bytes": result.final.forward_bytes,
+            "first_difference": differences.get(result.mode),
+            "compared": result.mode in differences,
+            "steps": [_step_as_json(step) for step in result.steps],
+        }
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "environment": _environment(config),
+        "configuration": settings,
+        "modes": modes,
+    }
+
+
+def _step_as_json(step: StepResult) -> dict[str, Any]:
+    figures = dataclasses.asdict(step)
+    del figures["timeline"]  # hundreds of numbers, which the picture shows
+    return figures
+
+
+def _environment(config: DemoConfig) -> dict[str, Any]:
+    accelerator = None
+    if config.device.type == "cuda":
+        accelerator = torch.cuda.get_device_name(config.device)
+    return {
+        "ebbtide": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()}",
+        "cpu": _cpu_model(),
+        "cores": os.cpu_count(),
+        "torch_threads": config.threads or torch.get_num_threads(),
+        "variables": {name: os.environ.get(name) for name in ENVIRONMENT},
+        "device": str(config.device),
+        "accelerator": accelerator,
+    }
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())

@@ -1,0 +1,470 @@
+"""Advice on what slows ebbtide on a machine. Each piece names the evidence that it rests on."""
+
+from __future__ import annotations
+
+import os
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Final
+
+from ebbtide.stores import measured_memory as freed_memory
+from ebbtide.tools.examination import Examination
+from ebbtide.tools.machine import Sample, another_disk
+from ebbtide.units import count, format_size
+
+GIB: Final = 2**30
+_NEARLY_FULL = 0.85  # of a control group's memory
+_FEW_CORES = 4
+_SLOW_LINK = 0.55  # of the slower direction; both at once below this are no faster than in turn
+_FAULTS = 2.0  # fresh memory this much slower than touched memory is worth a word
+_IDLE = 0.75  # of the cores that this process may use
+_SLOW_HALF = 0.5  # of float32
+_SLOW_PIN_S_PER_GIB = 1.0
+
+
+def advise(
+    found: Examination, other_disk: Callable[[Path], Path | None] = another_disk
+) -> list[str]:
+    """Return advice in plain sentences, what prevents offloading first.
+
+    Args:
+        found: the examination.
+        other_disk: finds a directory on another disk than the given one.
+    """
+    return [
+        *_on_the_store(found, other_disk),
+        *_on_the_device(found),
+        *_on_pinning(found),
+        *_on_the_link(found),
+        *_on_memory(found),
+        *_on_cores(found),
+        *_on_types(found),
+        *_on_other_programs(found),
+    ]
+
+
+def _on_the_store(found: Examination, other_disk: Callable[[Path], Path | None]) -> Iterator[str]:
+    store = found.facts.store
+    used_for = "" if found.on_cpu else ', which only store="disk" and "tiered" use'
+    failure = found.problems.get("links" if found.on_cpu else "disk")
+    if failure is not None:
+        reason = failure.partition(";")[0]
+        yield (
+            f"Nothing can be offloaded to {store.path}{used_for}: {reason}. Name "
+            f'a directory that can be written to, with store="disk:/some/dir" or TMPDIR.'
+        )
+        return
+    if store.in_ram:
+        other = other_disk(store.path)
+        better = f'store="disk:{other}"' if other else 'store="disk:/a/directory/on/a/disk"'
+        yield (
+            f"{store.path} is a {store.filesystem}: its files are kept in RAM, so offloading there "
+            f"frees no RAM{used_for}. Use {better}."
+        )
+    elif store.on_network:
+        rate = ""
+        if found.disk is not None:
+            rate = f" It took {found.disk.write_bytes_per_s / 1e9:.2g} GB/s."
+        yield (
+            f"{store.path} is on another machine ({store.filesystem}).{rate} A local disk is "
+            f'usually faster, and disturbs no other users: store="disk:/local/dir".'
+        )
+    free_bytes = store.free_bytes
+    small = free_bytes is not None and free_bytes < found.facts.total_ram_bytes
+    if free_bytes is not None and small and found.on_cpu and not store.in_ram:
+        yield (
+            f"{store.path} has {format_size(free_bytes)} free, less than the RAM of "
+            f"{format_size(found.facts.total_ram_bytes)}. A step that offloads more than that "
+            f"stops with StoreFullError."
+        )
+
+
+def _on_the_device(found: Examination) -> Iterator[str]:
+    if found.facts.idle_gpus:
+        vendors = " and ".join(found.facts.idle_gpus)
+        yield (
+            f"This machine has a GPU by {vendors} that torch {found.facts.torch_version} does not "
+            f"see. Install the build of torch for it (pytorch.org/get-started), and its driver."
+        )
+    accelerator = found.facts.accelerator
+    if accelerator is not None and accelerator.free_bytes < accelerator.total_bytes // 2:
+        used_bytes = accelerator.total_bytes - accelerator.free_bytes
+        yield (
+            f"Other programs use {format_size(used_bytes)} of the device's "
+            f"{format_size(accelerator.total_bytes)}, and may have slowed the figures above."
+        )
+
+
+def _on_pinning(found: Examination) -> Iterator[str]:
+    pinning, memlock = found.pinning, found.facts.memlock_bytes
+    if pinning is None:
+        return
+    if pinning.refusal is not None:
+        limit = ""
+        if memlock is not None and memlock < pinning.size_bytes:
+            limit = f" The limit on locked memory is {format_size(memlock)}; raise it (ulimit -l)."
+        yield (
+            f"The system refused to page-lock {format_size(pinning.size_bytes)} "
+            f"({pinning.refusal}). Copies from pageable memory are slower and do not overlap with "
+            f"compute.{limit}"
+        )
+    elif pinning.seconds_per_gib > _SLOW_PIN_S_PER_GIB:
+        yield (
+            f"Page-locking takes {pinning.seconds_per_gib:.1f} s for each GiB. ebbtide does it in "
+            f"the first step only, so that step is slow."
+        )
+
+
+def _on_the_link(found: Examination) -> Iterator[str]:
+    accelerator = found.facts.accelerator
+    if accelerator is not None and accelerator.lanes is not None:
+        now, most = accelerator.lanes
+        if now < most:
+            yield (
+                f"The device uses {now} of its {most} PCIe lanes, so copies have {now / most:.0%} "
+                f"of the bandwidth that it could have. Move it to a slot with {most} lanes, or "
+                f"take out the card that shares them."
+            )
+    down, up, both = found.down_bytes_per_s, found.up_bytes_per_s, found.both_bytes_per_s
+    if down is None or up is None or both is None or found.on_cpu:
+        return
+    if both < _SLOW_LINK * (down + up):
+        yield (
+            f"Both ways at once the link moves {both / 1e9:.1f} GB/s, of {(down + up) / 1e9:.1f} "
+            f"that its directions have alone. Steps that offload and reload at the same time (a "
+            f"pipeline's) wait longer than the one-way figures say."
+        )
+
+
+def _on_memory(found: Examination) -> Iterator[str]:
+    facts = found.facts
+    if facts.group is not None and facts.group.used_bytes > _NEARLY_FULL * facts.group.limit_bytes:
+        yield (
+            f"The control group of this process (a container or a batch job) uses "
+            f"{format_size(facts.group.used_bytes)} of {format_size(facts.group.limit_bytes)}. "
+            f"Past the limit the kernel kills the program. Ask for more memory, or set host_budget."
+        )
+    used_bytes, total_bytes = facts.swap_bytes
+    if total_bytes and used_bytes > max(total_bytes // 20, 256 * 2**20):
+        yield (
+            f"{format_size(used_bytes)} of memory are in swap. Pages that come back from there "
+            f"stop a step for as long as the disk takes. End other programs, or use less memory."
+        )
+    if not found.on_cpu:
+        return
+    yield from _on_page_faults(found)
+    if found.facts.system.startswith("Linux") and not freed_memory.FreedMemory().is_returned:
+        yield freed_memory.describe()
+
+
+def _on_page_faults(found: Examination) -> Iterator[str]:
+    facts = found.facts
+    if found.fresh is None or not found.fresh[1].durations_s:
+        return
+    first, again = (entry.best_per_s for entry in found.fresh)
+    if again < _FAULTS * first or facts.torch_huge_pages or facts.huge_pages is None:
+        return
+    cost = f"New memory is written at {first / 1e9:.1f} GB/s and used memory at {again / 1e9:.1f}"
+    if facts.huge_pages == "madvise":
+        yield (
+            f"{cost}: the difference is page faults, which every large tensor pays. Set "
+            f"THP_MEM_ALLOC_ENABLE=1 before Python starts, and torch asks for huge pages."
+        )
+    elif facts.huge_pages == "never":
+        yield (
+            f"{cost}: the difference is page faults. Transparent huge pages are off here; an "
+            f"administrator can allow them: echo madvise > "
+            f"/sys/kernel/mm/transparent_hugepage/enabled. Then set THP_MEM_ALLOC_ENABLE=1."
+        )
+
+
+def _on_cores(found: Examination) -> Iterator[str]:
+    facts, accelerator = found.facts, found.facts.accelerator
+    cores = float(facts.cores)
+    if facts.quota_cores is not None and facts.quota_cores < cores:
+        cores = facts.quota_cores
+        if facts.torch_threads > cores:
+            yield (
+                f"The control group allows the time of {cores:.3g} cores, and torch runs "
+                f"{facts.torch_threads} threads, which then wait for each other. Set "
+                f"OMP_NUM_THREADS={max(1, int(cores))}."
+            )
+    if found.on_cpu and facts.torch_threads <= cores / 2:
+        yield (
+            f"torch runs {facts.torch_threads} threads on {cores:.3g} cores (OMP_NUM_THREADS?), so "
+            f"the figures above are those of {facts.torch_threads}."
+        )
+    elif found.on_cpu and cores < _FEW_CORES:
+        yield (
+            f"With {cores:.3g} cores, the threads that write and read files take time from the "
+            f"model's own kernels; offload what matters most (ActivationPolicy(num_layers=...))."
+        )
+    if accelerator is not None and accelerator.near_cores == 0:
+        yield (
+            f"The device is on NUMA node {accelerator.numa_node}, and this process may use none of "
+            f"that node's cores, so its memory traffic crosses between sockets. Start it with "
+            f"numactl --cpunodebind={accelerator.numa_node}."
+        )
+
+
+def _on_types(found: Examination) -> Iterator[str]:
+    full = found.matmul.get("fp32")
+    if full is None or _is_busy(found):  # another program may have held up just one of the types
+        return
+    for name, word in (("fp16", "float16"), ("bf16", "bfloat16")):
+        half = found.matmul.get(name)
+        if half is not None and half.best_per_s < _SLOW_HALF * full.best_per_s:
+            share = half.best_per_s / full.best_per_s
+            yield (
+                f"Products of {word} run at {share:.0%} of the speed of float32 here. Mixed "
+                f"precision with {word} saves memory and costs time."
+            )
+
+
+def _on_other_programs(found: Examination) -> Iterator[str]:
+    if not _is_busy(found) or found.others_cores is None:
+        return
+    cores = os.cpu_count() or 1
+    yield (
+        f"Other programs kept {found.others_cores:.1f} of {count(cores, 'core')} busy meanwhile, "
+        f"so this machine can do more than the figures above say. Measure again when it is idle."
+    )
+
+
+def _is_busy(found: Examination) -> bool:
+    """Whether other programs left too few cores for this one."""
+    if found.others_cores is None:
+        return False
+    return (os.cpu_count() or 1) - found.others_cores <= _IDLE * found.facts.cores
+
+
+# ---- The report of an examination, as text of at most 80 columns ----
+
+WIDTH: Final = 80
+_LABEL = 18
+_GIB: Final = 2**30
+_WORDS: Final = {
+    "fp64": "float64",
+    "fp32": "float32",
+    "tf32": "float32 in TF32",
+    "bf16": "bfloat16",
+    "fp16": "float16",
+}
+
+
+def build_report(found: Examination, advice: Sequence[str]) -> str:
+    """Return the report.
+
+    Args:
+        found: the examination.
+        advice: what `advise` says about it.
+    """
+    lines = ["This machine", *_machine(found), "", *_compute(found)]
+    for section in (_links(found), _disk(found), _problems(found)):
+        part = list(section)
+        lines += ["", *part] if part else []
+    lines += ["", "Advice"]
+    if advice:
+        for number, text in enumerate(advice, 1):
+            lines += _fill(text, f"  {number}. ", "     ")
+    else:
+        lines.append("  Nothing was found that slows ebbtide here.")
+    lines += ["", "What ebbtide can do here"]
+    for text in summarize(found):
+        lines += _fill(text, "  ", "  ")
+    return "\n".join(lines)
+
+
+def summarize(found: Examination) -> Iterator[str]:
+    """Yield what the figures mean for a model, in sentences."""
+    down, up, both = found.down_bytes_per_s, found.up_bytes_per_s, found.both_bytes_per_s
+    if down is None or up is None or both is None:
+        yield "Nothing can be offloaded as the machine is; see the advice."
+        return
+    yield (
+        f"1 GiB of activations leaves in {_seconds(_GIB / down)} and comes back in "
+        f"{_seconds(_GIB / up)}; 1 GiB each way at once takes {_seconds(2 * _GIB / both)}."
+    )
+    if found.on_cpu and found.disk is not None and not found.facts.store.in_ram:
+        known = "" if found.disk.read_from_disk else ", or less fast"
+        yield (
+            f"That is so while the page cache has room. Beyond it the disk decides: 1 GiB then "
+            f"leaves in {_seconds(_GIB / found.disk.write_bytes_per_s)} and comes back in "
+            f"{_seconds(_GIB / found.disk.read_bytes_per_s)}{known}."
+        )
+    meanwhile = [
+        f"{_number(entry.best_per_s / down)} FLOP of {_WORDS[name]}"
+        for name, entry in found.matmul.items()
+        if name in ("fp32", "bf16")
+    ]
+    if meanwhile:
+        yield (
+            f"While one byte leaves, the device computes {' or '.join(meanwhile)} matrix "
+            f"products. A layer that computes less for each byte that it saves waits for the link, "
+            f"and one that computes for 100 ms hides {format_size(int(down / 10))}."
+        )
+    yield _capacity(found)
+    yield "`ebbtide doctor --json` prints these figures for a plan to read."
+
+
+def _capacity(found: Examination) -> str:
+    facts = found.facts
+    if found.on_cpu:
+        if facts.store.free_bytes is None:
+            return f"Offloaded bytes go to {facts.store.path}."
+        return (
+            f"Up to {format_size(facts.store.free_bytes)} can be offloaded to {facts.store.path}."
+        )
+    room = f"Up to {format_size(facts.free_ram_bytes)} of host memory can hold what is offloaded"
+    if found.pinning is None or found.pinning.refusal is not None:
+        return f"{room}, in pageable memory."
+    seconds = _seconds(found.pinning.seconds_per_gib)
+    return f"{room}. The first step page-locks it, at {seconds} for each GiB."
+
+
+def _machine(found: Examination) -> Iterator[str]:
+    facts, accelerator = found.facts, found.facts.accelerator
+    cores = count(facts.cores, "core")
+    if facts.quota_cores is not None:
+        cores += f", {facts.quota_cores:.3g} by the control group"
+    yield from _row("processor", f"{facts.cpu}, {cores}")
+    yield from _row("torch", f"{facts.torch_version}, {count(facts.torch_threads, 'thread')}")
+    if accelerator is None:
+        yield from _row("device", "the CPU")
+    else:
+        lanes = f", {accelerator.lanes[0]} PCIe lanes" if accelerator.lanes else ""
+        yield from _row("device", f"{accelerator.name}, 1 of {accelerator.count}{lanes}")
+        total, free = (
+            format_size(size) for size in (accelerator.total_bytes, accelerator.free_bytes)
+        )
+        yield from _row("device memory", f"{total}, {free} free")
+    total, free = format_size(facts.total_ram_bytes), format_size(facts.free_ram_bytes)
+    by_group = "" if facts.group is None else " (limited by the control group)"
+    yield from _row("RAM", f"{total}, {free} free{by_group}")
+    used, swap = facts.swap_bytes
+    yield from _row(
+        "swap", f"{format_size(used)} of {format_size(swap)} in use" if swap else "none"
+    )
+    nodes = f", {count(facts.numa_nodes, 'NUMA node')}" if facts.numa_nodes else ""
+    yield from _row("huge pages", f"{facts.huge_pages or 'not known'}{nodes}")
+    yield from _row("locked memory", _locked(found))
+    store = facts.store
+    free = "" if store.free_bytes is None else f", {format_size(store.free_bytes)} free"
+    kind = store.filesystem or "unknown file system"
+    yield from _row(
+        "store's files", f"{store.path} ({kind}{', in RAM' if store.in_ram else ''}){free}"
+    )
+
+
+def _locked(found: Examination) -> str:
+    memlock = found.facts.memlock_bytes
+    limit = "no limit" if memlock is None else f"limit {format_size(memlock)}"
+    if found.pinning is None:
+        return f"{limit}; a model on a CPU needs none" if found.on_cpu else limit
+    size = format_size(found.pinning.size_bytes)
+    if found.pinning.refusal is not None:
+        return f"{limit}; {size} were refused"
+    seconds = _seconds(found.pinning.seconds_per_gib)
+    over = ""
+    if memlock is not None and memlock < found.pinning.size_bytes:
+        over = ", so the driver is not bound by it"
+    return f"{limit}; {size} were locked{over}, {seconds} for each GiB"
+
+
+def _compute(found: Examination) -> Iterator[str]:
+    yield f"{'Compute':<{_LABEL + 10}}{'best':>15}{'median':>15}"
+    for name, entry in found.matmul.items():
+        yield _rates(f"matmul {_WORDS[name]}", entry, "FLOP/s")
+    if found.fft is not None:
+        yield _rates("FFT in 2D, float32", found.fft, "FLOP/s")
+    if found.copy is not None:
+        yield _rates("copy, read + written", found.copy, "B/s")
+    if found.fresh is not None:
+        yield _rates("write new memory", found.fresh[0], "B/s")
+        if found.fresh[1].durations_s:
+            yield _rates("write it again", found.fresh[1], "B/s")
+
+
+def _links(found: Examination) -> Iterator[str]:
+    links, both = found.links, found.both_bytes_per_s
+    if links is None or both is None:
+        return
+    where = "files in the page cache" if found.on_cpu else "host memory"
+    yield f"{'Link to ' + where:<{_LABEL + 10}}{'offload':>15}{'reload':>15}"
+    memory = found.copy.best_per_s if found.on_cpu and found.copy is not None else None
+    mapped = False
+    for size in links.down:
+        up = links.up[size].median_per_s
+        text = _rate(up, "B/s")
+        if memory is not None and up > memory:
+            text, mapped = "mapped", True
+        down = _rate(links.down[size].median_per_s, "B/s")
+        yield f"  {'copies of ' + format_size(size):<{_LABEL + 8}}{down:>15}{text:>15}"
+    yield f"  {'both at once, in sum':<{_LABEL + 8}}{_rate(both, 'B/s'):>15}"
+    yield f"  {'each copy besides':<{_LABEL + 8}}{_seconds(links.latency_s):>15}"
+    if mapped:
+        yield from _fill(
+            "Mapped: the reload only maps pages of the file, and the bytes are read where they "
+            "are, at the speed of memory.",
+            "  ",
+            "  ",
+        )
+
+
+def _disk(found: Examination) -> Iterator[str]:
+    disk = found.disk
+    if disk is None:
+        return
+    yield f"{'Disk':<{_LABEL + 10}}{'write':>15}{'read':>15}"
+    rates = [_rate(rate, "B/s") for rate in (disk.write_bytes_per_s, disk.read_bytes_per_s)]
+    label = f"{format_size(disk.size_bytes)}, not cached"
+    yield f"  {label:<{_LABEL + 8}}{rates[0]:>15}{rates[1]:>15}"
+    if found.facts.store.in_ram:
+        yield "  These are rates of RAM: the file system keeps its files there."
+    elif not disk.read_from_disk:
+        yield "  The page cache could not be emptied, so the disk may read more slowly."
+
+
+def _problems(found: Examination) -> Iterator[str]:
+    if found.problems:
+        yield "Not measured"
+    for name, why in found.problems.items():
+        yield from _fill(f"{name}: {why}", "  ", "    ")
+
+
+def _row(label: str, text: str) -> Iterator[str]:
+    yield from _fill(text, f"  {label:<{_LABEL - 2}}", " " * _LABEL)
+
+
+def _rates(label: str, entry: Sample, unit: str) -> str:
+    best, median = _rate(entry.best_per_s, unit), _rate(entry.median_per_s, unit)
+    return f"  {label:<{_LABEL + 8}}{best:>15}{median:>15}  {entry.note}".rstrip()
+
+
+def _fill(text: str, first: str, later: str) -> list[str]:
+    return textwrap.wrap(
+        text, WIDTH, initial_indent=first, subsequent_indent=later, break_on_hyphens=False
+    )
+
+
+def _rate(per_s: float, unit: str) -> str:
+    for size, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M")):
+        if per_s >= size:
+            return f"{_number(per_s / size)} {prefix}{unit}"
+    return f"{per_s:.3g} {unit}"
+
+
+def _seconds(duration_s: float) -> str:
+    if duration_s >= 0.1:
+        return f"{_number(duration_s)} s"
+    if duration_s >= 1e-3:
+        return f"{_number(duration_s * 1e3)} ms"
+    return f"{duration_s * 1e6:.0f} us"
+
+
+def _number(value: float) -> str:
+    """Format a number with three digits, or all of them before the point."""
+    if value >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if value >= 10 else f"{value:.2f}"

@@ -1,0 +1,878 @@
+"""Finds the storages of a step that the engine can rebuild, in autograd's graph of fake tensors.
+
+It looks for what `activations.rebuild.RebuildFinder` looks for, by the same rules. Whether a recipe
+gives the same bits is known only once it has run; where it does not, the engine keeps the storage
+or offloads it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple, TypeVar, final
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ebbtide.errors import PolicyError
+from ebbtide.planning.contest import rule_plans
+from ebbtide.planning.hardware import Hardware
+from ebbtide.planning.prediction import StepTiming
+from ebbtide.planning.profile import LayerProfile, SavedStorage, StepProfile, StorageId
+from ebbtide.policy import DEFAULT_MIN_BYTES, check_model, check_modules, parse_number, refuse
+from ebbtide.runtime.module_state import Arguments
+from ebbtide.runtime.record import MOST_STEPS, RECIPES
+from ebbtide.tools.fake_step import (
+    START,
+    Batch,
+    FakeStep,
+    LayerCall,
+    LayerCalls,
+    Loss,
+    Part,
+    StorageLedger,
+)
+
+
+class FakeRecipe(NamedTuple):
+    """How a storage can be rebuilt.
+
+    Attributes:
+        sources: keys of the saved storages that it is computed from. Parameters and small tensors,
+            which are in memory in any case, are not among them.
+        traffic_bytes: bytes that computing it reads and writes.
+    """
+
+    sources: tuple[int, ...]
+    traffic_bytes: int
+
+
+class _Input(NamedTuple):
+    """An input of an operation: a saved storage, or a tensor that is in memory in any case."""
+
+    key: int | None
+    size_bytes: int
+
+
+@final
+class FakeRecipes:
+    """Finds recipes for the storages that autograd saves of a fake step.
+
+    Args:
+        ledger: gives storages their keys.
+        unpack: the unpack hook of the step, by which tensors that it has packed are recognised.
+
+    Attributes:
+        found: recipes of the storages that can be rebuilt, by key.
+    """
+
+    def __init__(self, ledger: StorageLedger, unpack: Any) -> None:
+        self.found: dict[int, FakeRecipe] = {}
+        self._ledger = ledger
+        self._unpack = unpack
+        self._versions: dict[int, int] = {}  # of the saved storages when they were saved last
+        self._depths: dict[int, int] = {}
+
+    def note(self, tensor: Tensor, key: int) -> None:
+        """Note a tensor that is saved, and find its recipe if it is the first save of its storage.
+
+        Args:
+            tensor: the saved tensor.
+            key: key of its storage.
+        """
+        if key not in self._versions:
+            self._find(tensor, key)
+        self._versions[key] = tensor._version
+
+    def _find(self, tensor: Tensor, key: int) -> None:
+        output = tensor if tensor._base is None else tensor._base
+        node: Any = output.grad_fn
+        if node is None or output._version:
+            return
+        recipe = RECIPES.get(node.name())
+        whole = not output.storage_offset() and output.nbytes == output.untyped_storage().nbytes()
+        if recipe is None or not whole or not output.is_contiguous():
+            return
+        inputs: list[_Input] = []
+        for place, name in enumerate(recipe.inputs):
+            found = self._saved_by(node, name) or self._saved_before(node, place)
+            if found is None:
+                return
+            inputs.append(found)
+        sources = tuple(dict.fromkeys(each.key for each in inputs if each.key is not None))
+        depth = 1 + max((self._depths.get(source, 0) for source in sources), default=0)
+        if not sources or depth > MOST_STEPS:
+            return
+        traffic_bytes = recipe.traffic_bytes([each.size_bytes for each in inputs], output.nbytes)
+        self.found[key] = FakeRecipe(sources, traffic_bytes)
+        self._depths[key] = depth
+
+    def _saved_by(self, node: Any, name: str) -> _Input | None:
+        """Return an operation's input that the operation has saved itself."""
+        raw = getattr(node, f"_raw_saved_{name}", None)
+        try:
+            if raw is None or raw.unpack_hook is not self._unpack:
+                return None
+            tensor = raw.data
+        except (AttributeError, RuntimeError):  # nothing was saved
+            return None
+        key = self._ledger.known_key_of(tensor)
+        if key not in self._versions:
+            return _Input(None, tensor.nbytes)
+        return _Input(key, tensor.nbytes) if tensor._version == self._versions[key] else None
+
+    def _saved_before(self, node: Any, place: int) -> _Input | None:
+        """Return an operation's input that the operation before has saved as its result."""
+        if place >= len(node.next_functions):
+            return None
+        producer, number = node.next_functions[place]
+        return None if producer is None or number else self._saved_by(producer, "result")
+
+
+# ---- Notes which storages autograd saves in which part of a forward ----
+
+_AUTOCAST_TYPES: Final = frozenset({torch.bfloat16, torch.float16})
+
+# Nodes whose output has the values of their input. The engine keeps copies of parameters that only
+# these have made on the device, like the parameters themselves.
+_COPYING: Final = frozenset(
+    f"{name}Backward0"
+    for name in (
+        "ToCopy",
+        "Clone",
+        "T",
+        "Transpose",
+        "Permute",
+        "View",
+        "UnsafeView",
+        "ReshapeAlias",
+        "Alias",
+        "Expand",
+        "Select",
+        "Slice",
+        "Unsqueeze",
+        "Squeeze",
+        "Unbind",
+        "Split",
+        "AsStrided",
+        "ViewAsReal",
+        "ViewAsComplex",
+        "Conj",
+    )
+) | {"SqueezeBackward1"}
+
+
+@final
+class SavedStorages:
+    """Notes the storages that autograd saves in a forward, through its pack hook.
+
+    Args:
+        ledger: gives storages their keys.
+        device: the device of the model; what is elsewhere does not count.
+        parameters: keys of the storages of parameters and buffers, which do not count.
+        min_bytes: smaller storages do not count.
+
+    Attributes:
+        firsts: the part of the forward that saved each storage first, by key.
+        saves: for each part of the forward, the keys of the storages that it saved, in order.
+        recipes: finds the storages that can be rebuilt.
+        min_bytes: as given, and at least 1.
+    """
+
+    def __init__(
+        self, ledger: StorageLedger, device: torch.device, parameters: Set[int], min_bytes: int
+    ) -> None:
+        self._part = START
+        self.firsts: dict[int, Part] = {}
+        self.saves: dict[Part, dict[int, None]] = {}
+        self._ledger = ledger
+        self._device = device
+        self._parameters = parameters
+        self.min_bytes = max(min_bytes, 1)
+        self._frozen_shapes: set[torch.Size] = set()
+        self.recipes = FakeRecipes(ledger, unpack)
+
+    def know_frozen(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Note the shapes of frozen parameters, by which autocast's copies of them are recognised.
+
+        Args:
+            parameters: parameters, frozen or not.
+        """
+        for each in parameters:
+            if not each.requires_grad and each.dtype not in _AUTOCAST_TYPES:
+                self._frozen_shapes |= {each.shape, each.shape[::-1]}
+
+    def enter(self, part: Part) -> None:
+        """Note which part of the forward runs from now on."""
+        self._part = part
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        """Note a tensor that autograd saves. This is the pack hook.
+
+        Returns:
+            What autograd holds.
+        """
+        if self._counts_as_saved(tensor):
+            key = self._ledger.key_of(tensor)
+            self._note(key)
+            self.recipes.note(tensor, key)
+        return without_graph(tensor)
+
+    def _counts_as_saved(self, tensor: Tensor) -> bool:
+        if tensor.device != self._device or tensor.layout is not torch.strided:
+            return False
+        whole = tensor if tensor._base is None else tensor._base
+        if max(tensor.nbytes, whole.nbytes) < self.min_bytes or not tensor.nbytes:
+            return False
+        return not self._is_parameter(tensor)
+
+    def _is_parameter(self, tensor: Tensor) -> bool:
+        if self._ledger.known_key_of(tensor) in self._parameters:
+            return True
+        node: Any = tensor.grad_fn
+        if node is None:
+            return tensor.dtype in _AUTOCAST_TYPES and tensor.shape in self._frozen_shapes
+        if node.name() not in _COPYING:
+            return False
+        while node is not None and node.name() in _COPYING:
+            node = node.next_functions[0][0]
+        leaf = getattr(node, "variable", None)
+        return leaf is not None and self._ledger.known_key_of(leaf) in self._parameters
+
+    def _note(self, key: int) -> None:
+        self.firsts.setdefault(key, self._part)
+        self.saves.setdefault(self._part, {})[key] = None
+
+
+def without_graph(tensor: Tensor) -> Tensor:
+    """Return what autograd is to hold of a tensor, which would refer to its own graph for good."""
+    return tensor if tensor.grad_fn is None else tensor.detach()
+
+
+def unpack(tensor: Tensor) -> Tensor:
+    """Return what `SavedStorages.pack` returned. This is the unpack hook."""
+    return tensor
+
+
+# ---- Which position of a step each of its parts belongs to ----
+
+Value = TypeVar("Value", int, float)
+
+OUTSIDE: Final = -1
+"""Index of the layer of what comes before the first and after the last pass."""
+
+
+class Position(NamedTuple):
+    """A position of the step: see [Note: positions] in `planning.step_profile`.
+
+    Attributes:
+        backward: whether it comes after the loss.
+        layer: index of the layer; `OUTSIDE` for what comes before the first and after the last
+            pass, and the number of layers for the loss.
+    """
+
+    backward: bool
+    layer: int
+
+
+@final
+class StepPositions:
+    """Gives the parts of a step their positions.
+
+    Args:
+        num_calls: number of calls of layers.
+        saving: the parts of the forward that save something.
+        between: whether work between layers that saves something is a layer of its own.
+
+    Attributes:
+        parts: the parts of the forward that are layers of the profile, in order.
+        indices: their numbers.
+    """
+
+    def __init__(self, num_calls: int, saving: Container[Part], *, between: bool) -> None:
+        self._num_calls = num_calls
+        self.parts = list(self._layer_parts(saving if between else ()))
+        self.indices = {part: index for index, part in enumerate(self.parts)}
+
+    def _layer_parts(self, saving: Container[Part]) -> Iterator[Part]:
+        for index in range(-1, self._num_calls):
+            inside = Part(backward=False, layer=index, inside=True)
+            if index >= 0:
+                yield inside
+            after = inside._replace(inside=False)
+            if after in saving:
+                yield after
+
+    def position(self, part: Part) -> Position:
+        """Return the position of a part."""
+        index = self.indices.get(part._replace(backward=False))
+        if index is None:
+            if part.layer == self._num_calls - 1:  # the loss
+                return Position(False, len(self.parts))
+            around = Part(backward=False, layer=part.layer, inside=True)
+            index = self.indices.get(around, OUTSIDE)
+        return Position(part.backward, index)
+
+    def gather(
+        self, values: Mapping[Part, Value], combine: Callable[[Value, Value], Value]
+    ) -> dict[Position, Value]:
+        """Return one value for each position that has any, from those of its parts."""
+        found: dict[Position, Value] = {}
+        for part, value in values.items():
+            position = self.position(part)
+            found[position] = combine(found[position], value) if position in found else value
+        return found
+
+    def passes(self) -> Iterator[Position]:
+        """Yield the positions F0, F1, ..., the loss, ..., B1, B0."""
+        count = len(self.parts)
+        yield from (Position(False, index) for index in range(count + 1))
+        yield from (Position(True, index) for index in reversed(range(count)))
+
+
+# ---- Adds to a profile what the passes of recomputed layers need, from a step that recomputed them
+
+
+class RecomputedPasses(NamedTuple):
+    """A step in which all layers that may be recomputed were, and kept their inputs.
+
+    Attributes:
+        peak_by_position: the most bytes on the device in the passes F0, F1, ..., the loss, ..., B1,
+            B0.
+        recompute_s: seconds of the second forward of each layer.
+    """
+
+    peak_by_position: tuple[int, ...]
+    recompute_s: tuple[float, ...]
+
+
+def with_recomputation(
+    profile: StepProfile, hardware: Hardware, passes: RecomputedPasses
+) -> StepProfile:
+    """Return a profile whose prediction for the step that recomputed its layers is what it needed.
+
+    Args:
+        profile: the step in which everything was kept.
+        hardware: the machine.
+        passes: the step that recomputed.
+    """
+    plan = dict(rule_plans(profile))["recompute all"]
+    predicted = StepTiming(profile, hardware).predict(plan).peak_by_position
+    more_bytes = [
+        found - expected for found, expected in zip(passes.peak_by_position, predicted, strict=True)
+    ]
+
+    def recomputed(index: int, layer: LayerProfile) -> LayerProfile:
+        if not layer.may_recompute:
+            return layer
+        unsaved_bytes = profile.inside_bytes(index) + layer.forward_working_bytes
+        second_bytes = layer.second_working_bytes + more_bytes[-1 - index]
+        return dataclasses.replace(
+            layer,
+            recompute_s=passes.recompute_s[index],
+            unsaved_forward_bytes=max(0, unsaved_bytes + more_bytes[index]),
+            recompute_working_bytes=max(0, second_bytes),
+        )
+
+    layers = tuple(recomputed(index, layer) for index, layer in enumerate(profile.layers))
+    return dataclasses.replace(profile, layers=layers)
+
+
+def without_recomputation(profile: StepProfile) -> StepProfile:
+    """Return the profile of a step whose layers cannot run again."""
+    layers = tuple(dataclasses.replace(each, may_recompute=False) for each in profile.layers)
+    return dataclasses.replace(profile, layers=layers)
+
+
+# ---- Layer calls that run again in the backward of a step with fake tensors ----
+#
+# What is alive then is found by running the step so. A second forward has its own output and the
+# gradient of the first one's beside what it saves, and a forward that saves nothing needs less than
+# one that does: neither follows from a step in which everything is kept.
+
+
+def recompute_calls(
+    model: nn.Module, names: Iterable[str], calls: LayerCalls, recomputed: Set[int]
+) -> None:
+    """Have calls of layers run again in backward, for good.
+
+    Args:
+        model: a copy of the model, which is used once. Its layers are hooked by ``calls``.
+        names: names of the layers.
+        calls: numbers the calls.
+        recomputed: which calls run again. What is inside one of these runs again with it.
+    """
+    for name in names:
+        module = model.get_submodule(name)
+        module.forward = functools.partial(_forward, module.forward, name, calls, recomputed)
+
+
+def _forward(
+    forward: Callable[..., Any],
+    name: str,
+    calls: LayerCalls,
+    recomputed: Set[int],
+    /,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    opened = calls.open
+    if not opened or opened[-1] not in recomputed or not recomputed.isdisjoint(opened[:-1]):
+        return forward(*args, **kwargs)
+    arguments = Arguments(args, kwargs, name)
+    tensors = arguments.take_tensors()
+    first = [(args, kwargs)]  # held no longer than until the first call
+
+    def run(*saved: Tensor) -> Any:
+        given = first.pop() if first else arguments.put_together(saved)
+        return forward(*given[0], **given[1])
+
+    # There are no random numbers to bring back.
+    return checkpoint(run, *tensors, use_reentrant=False, preserve_rng_state=False)
+
+
+# ---- Puts together the profile of a step from what was seen while it ran ----
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class StepFindings:
+    """What was seen while a step ran with fake tensors.
+
+    Attributes:
+        ledger: the storages.
+        saved: what autograd saved.
+        calls: the calls of layers.
+        changing: indices of the calls that changed an input in place.
+        seconds: seconds of each part of the step.
+        owners: index of the layer that each parameter belongs to, by the key of its storage.
+        parameters: keys of the storages of parameters, not of buffers.
+        gradients: keys of the storages of a parameter and of its gradient.
+        inputs: keys of the storages of parameters, buffers and the batch: all that there was before
+            the step.
+        between: whether work between layers that saves something is a layer of its own.
+    """
+
+    ledger: StorageLedger
+    saved: SavedStorages
+    calls: Sequence[LayerCall]
+    changing: Set[int]
+    seconds: Mapping[Part, float]
+    owners: Mapping[int, int]
+    parameters: Set[int]
+    gradients: Sequence[tuple[int, int]]
+    inputs: Set[int]
+    between: bool
+
+
+class _ParameterBytes(NamedTuple):
+    weight_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+
+    @property
+    def update_bytes(self) -> int:
+        """Bytes that an update of the weights reads and writes."""
+        if not self.gradient_bytes:
+            return 0
+        return self.gradient_bytes + 2 * (self.gradient_bytes + self.optimizer_bytes)
+
+
+_NOTHING: Final = _ParameterBytes(0, 0, 0)
+
+
+@final
+class StepAssembly:
+    """Puts together the profile of one step.
+
+    Args:
+        found: what was seen.
+        hardware: the machine.
+        optimizer_states: number of tensors of the weights' size that the optimizer keeps.
+    """
+
+    def __init__(self, found: StepFindings, hardware: Hardware, optimizer_states: int) -> None:
+        self._found = found
+        self._hardware = hardware
+        self._optimizer_states = optimizer_states
+        self._sizes = found.ledger.sizes
+        self._positions = StepPositions(
+            len(found.calls), found.saved.saves.keys(), between=found.between
+        )
+        self._parts, self._indices = self._positions.parts, self._positions.indices
+        self._count = len(self._parts)
+        self._seconds = self._positions.gather(found.seconds, operator.add)
+        without = {gradient for _, gradient in found.gradients}
+        self._peaks = self._positions.gather(found.ledger.peaks(without), max)
+        self._parameters = [_NOTHING] * (self._count + 1)  # the last one: outside layers
+        for key in found.parameters:
+            self._add_parameter(key)
+        self._names = self._name_storages()
+        of_a_step = found.inputs | found.saved.firsts.keys()
+        self._of_no_layer = of_a_step - self._names.keys()
+        # Resident throughout, but for gradients and optimizer state.
+        self._always_bytes = sum(self._sizes[key] for key in self._of_no_layer & found.inputs)
+        self._saved_bytes = [0] * self._count
+        for key, name in self._names.items():
+            self._saved_bytes[name.layer] += self._sizes[key]
+
+    def _name_storages(self) -> dict[int, StorageId]:
+        """Return the name of each storage's first save; what no layer saves first has none."""
+        saved = self._found.saved
+        names: dict[int, StorageId] = {}
+        for index, part in enumerate(self._parts):
+            numbered = (
+                key for key in saved.saves.get(part, ()) if saved.firsts[key] in self._indices
+            )
+            for number, key in enumerate(numbered):
+                names.setdefault(key, StorageId(index, number))
+        return names
+
+    def _add_parameter(self, key: int) -> None:
+        call = self._found.owners.get(key, OUTSIDE)
+        part = Part(backward=False, layer=call, inside=True)
+        owner = self._indices.get(part, OUTSIDE)
+        gradients = (gradient for of, gradient in self._found.gradients if of == key)
+        gradient_bytes = sum(self._sizes[gradient] for gradient in gradients)
+        before = self._parameters[owner]
+        self._parameters[owner] = _ParameterBytes(
+            before.weight_bytes + self._sizes[key],
+            before.gradient_bytes + gradient_bytes,
+            before.optimizer_bytes + self._optimizer_states * gradient_bytes,
+        )
+
+    @property
+    def recomputable(self) -> Set[int]:
+        """Indices of the calls that backward may run again."""
+        return set(range(len(self._found.calls))) - self._found.changing
+
+    def recomputed_passes(
+        self, peaks: Mapping[Part, int], seconds: Mapping[Part, float]
+    ) -> RecomputedPasses:
+        """Return what a step needed that recomputed its layers.
+
+        Args:
+            peaks: the most bytes that were alive in each part of it, but for gradients.
+            seconds: seconds of each part of it.
+        """
+        peaks_at = self._positions.gather(peaks, max)
+        seconds_at = self._positions.gather(seconds, operator.add)
+        # Gradients and optimizer state are there throughout.
+        added_bytes = sum(each.gradient_bytes + each.optimizer_bytes for each in self._parameters)
+        backwards = [Position(True, index) for index in range(self._count)]
+        again_s = [seconds_at.get(each, 0.0) - self._seconds.get(each, 0.0) for each in backwards]
+        return RecomputedPasses(
+            tuple(peaks_at.get(each, 0) + added_bytes for each in self._positions.passes()),
+            tuple(max(0.0, each_s) for each_s in again_s),
+        )
+
+    def profile(self) -> StepProfile:
+        """Return the profile of the step as it ran."""
+        outer = self._parameters[OUTSIDE]
+        inner_bytes = sum(each.weight_bytes for each in self._parameters[:-1])
+        update_bytes = sum(each.update_bytes for each in self._parameters)
+        all_saved_bytes = sum(self._saved_bytes)
+        after_s = self._seconds.get(Position(True, OUTSIDE), 0.0)
+        return StepProfile(
+            layers=tuple(self._layer(index) for index in range(self._count)),
+            fixed_bytes=self._always_bytes
+            - inner_bytes
+            + outer.gradient_bytes
+            + outer.optimizer_bytes,
+            before_s=self._seconds.get(Position(False, OUTSIDE), 0.0),
+            loss_s=self._seconds.get(Position(False, self._count), 0.0),
+            after_s=after_s + update_bytes / self._hardware.device_memory_bytes_per_s,
+            before_working_bytes=self._working_bytes(Position(False, OUTSIDE), 0),
+            loss_working_bytes=self._working_bytes(Position(False, self._count), all_saved_bytes),
+            after_working_bytes=self._working_bytes(Position(True, OUTSIDE), 0),
+        )
+
+    def _working_bytes(self, position: Position, resident_bytes: int) -> int:
+        """Return the peak of a position above what is resident.
+
+        Args:
+            position: the position.
+            resident_bytes: what is resident beside what always is.
+        """
+        return max(0, self._peaks.get(position, 0) - self._always_bytes - resident_bytes)
+
+    def _layer(self, index: int) -> LayerProfile:
+        storages = self._storages(index)
+        saved_bytes = sum(self._saved_bytes[: index + 1])
+        input_bytes, input_same_as = self._input(index)
+        missing_bytes = 0 if input_same_as is not None else input_bytes
+        forward, backward = Position(False, index), Position(True, index)
+        parameters = self._parameters[index]
+        part = self._parts[index]
+        name = self._found.calls[part.layer].name if part.layer >= 0 else ""
+        if not part.inside:
+            name = f"after {name}" if name else "before layers"
+        return LayerProfile(
+            name=name,
+            between=not part.inside,
+            may_recompute=part.inside and part.layer not in self._found.changing,
+            forward_s=self._seconds.get(forward, 0.0),
+            backward_s=self._seconds.get(backward, 0.0),
+            forward_working_bytes=self._working_bytes(forward, saved_bytes + missing_bytes),
+            backward_working_bytes=self._working_bytes(backward, saved_bytes),
+            input_bytes=input_bytes,
+            input_same_as=input_same_as,
+            storages=storages,
+            weight_bytes=parameters.weight_bytes,
+            gradient_bytes=parameters.gradient_bytes,
+            optimizer_bytes=parameters.optimizer_bytes,
+            host_update_s=parameters.update_bytes / self._host_bytes_per_s,
+        )
+
+    @property
+    def _host_bytes_per_s(self) -> float:
+        """Bandwidth of the host's memory; an accelerator's link is taken to be no faster."""
+        hardware = self._hardware
+        if hardware.computes_on_host:
+            return hardware.device_memory_bytes_per_s
+        return hardware.d2h_bytes_per_s
+
+    def _storages(self, index: int) -> tuple[SavedStorage, ...]:
+        storages: list[SavedStorage] = []
+        for key in self._found.saved.saves.get(self._parts[index], ()):
+            name = self._names.get(key)
+            if name is None:
+                continue
+            again = name.layer != index
+            sources, rebuild_s = ((), None) if again else self._recipe(key)
+            storages.append(
+                SavedStorage(
+                    number=len(storages),
+                    size_bytes=self._sizes[key],
+                    same_as=name if again else None,
+                    may_leave=again or key not in self._found.inputs,  # the loop holds the batch
+                    sources=sources,
+                    rebuild_s=rebuild_s,
+                )
+            )
+        return tuple(storages)
+
+    def _recipe(self, key: int) -> tuple[tuple[StorageId, ...], float | None]:
+        """Return what a storage can be rebuilt from, and how long that takes."""
+        recipe = self._found.saved.recipes.found.get(key)
+        if recipe is None:
+            return (), None
+        # A source that is no layer's stays in memory.
+        sources = tuple(self._names[each] for each in recipe.sources if each in self._names)
+        took_s = recipe.traffic_bytes / self._hardware.device_memory_bytes_per_s
+        return sources, took_s if sources else None
+
+    def _input(self, index: int) -> tuple[int, StorageId | None]:
+        """Return the size of a layer's input, and the storage that is the same memory."""
+        part = self._parts[index]
+        if not part.inside:
+            return 0, None
+        keys = [key for key in self._found.calls[part.layer].inputs if key not in self._of_no_layer]
+        input_bytes = sum(self._sizes[key] for key in keys)
+        first = self._names.get(keys[0]) if len(keys) == 1 else None
+        if first is not None and first.layer <= index:
+            return input_bytes, first
+        return input_bytes, None
+
+
+# ---- Profiles a training step with fake tensors: no memory, no accelerator, no arithmetic ----
+#
+# [Note: fake profile] The step runs on tensors without values. Operators are seen one by one, so
+# the bytes that autograd saves and the bytes that are alive at any time are those of a real step.
+# Seconds are estimates: see [Note: roofline] in `operator_costs`.
+#
+# - What is saved outside layers, or too small to be offloaded, is no layer's. It counts as working
+# memory of all passes in which it is alive.
+# - Work after one layer and before the next counts with the layer before it.
+# - A parameter belongs to the layer whose call reads it first; others count as fixed.
+# - Gradients count as there throughout the step.
+# - A pass's working memory is the peak of what is alive in it, less what a plan that keeps
+#   everything has resident then: see [Note: positions] in `planning.step_profile`. That of a
+#   recomputed layer's passes is found in a second step, in which all layers that may be
+#   recomputed are.
+#
+# Not modelled: workspaces inside operators, rounding by the allocator, what a fused optimizer
+# allocates, storages that are saved again after they were changed in place, packing, recipes that
+# do not give the same bits here, views that are gathered before they are offloaded (their storage
+# counts whole), layers inside a reentrant checkpoint or another `torch.autograd.Function`, whose
+# backward counts with what comes before it.
+
+
+def profile_with_fake_tensors(
+    model: nn.Module,
+    batch: Batch,
+    hardware: Hardware,
+    *,
+    layers: Iterable[nn.Module],
+    loss: Loss | None = None,
+    min_bytes: int = DEFAULT_MIN_BYTES,
+    optimizer_states: int = 2,
+    between: bool = False,
+) -> StepProfile:
+    """Profile one training step of a model without running it. See [Note: fake profile].
+
+    The model and its gradients stay as they are, and so do random number generators. The model may
+    be on the meta device; it is then taken to be on the CPU.
+
+    Args:
+        model: the model, in training mode if its training is meant.
+        batch: what the model is called with: one tensor, a sequence of positional arguments, or a
+            mapping of arguments by name. Only shapes and types matter.
+        hardware: the machine whose seconds are estimated.
+        layers: the modules whose calls are layers, such as
+            ``ebbtide.runtime.layers.find_layers(model).modules``.
+        loss: computes the loss from what the model returns; may use tensors that it closes over.
+            None means the attribute ``loss`` of what the model returns, or else the sum of all
+            floating-point tensors in it.
+        min_bytes: the same as the policy's; smaller storages are not numbered.
+        optimizer_states: tensors of the weights' size that the optimizer keeps: 2 for Adam, 1 for
+            SGD with momentum, 0 for plain SGD.
+        between: whether work between layers that saves something is a layer of its own. Otherwise
+            what it saves is working memory of the passes in which it is alive.
+
+    Returns:
+        The profile.
+
+    Raises:
+        PolicyError: an argument is wrong, no layer was called, or the model cannot run with fake
+            tensors because its code looks at values.
+    """
+    # Many arguments: a step has that many parts, and most of them have defaults.
+    names = _layer_names(model, hardware, layers)
+    optimizer_states = parse_number("optimizer_states", optimizer_states)
+    step = FakeStep(model, batch, hardware)
+    saved = SavedStorages(
+        step.ledger, step.device, step.state, parse_number("min_bytes", min_bytes)
+    )
+    saved.know_frozen(step.model.parameters())
+    step.calls.listener = saved.enter
+    step.calls.hook(step.model, names)
+    step.run(loss, saved.pack, unpack)
+    if not step.calls.calls:
+        raise PolicyError("the model called none of its layers; name modules that it calls")
+    found = StepFindings(
+        ledger=step.ledger,
+        saved=saved,
+        calls=step.calls.calls,
+        changing=step.calls.changing,
+        seconds=step.watch.seconds,
+        owners=step.watch.owners,
+        parameters={step.ledger.key_of(each) for each in step.model.parameters()},
+        gradients=step.gradients,
+        inputs=step.inputs,
+        between=between,
+    )
+    assembly = StepAssembly(found, hardware, optimizer_states)
+    profile = dataclasses.replace(assembly.profile(), min_bytes=saved.min_bytes)
+    again = FakeStep(model, batch, hardware)
+    again.calls.hook(again.model, names)
+    recompute_calls(again.model, names, again.calls, assembly.recomputable)
+    try:
+        again.run(loss, without_graph, unpack)
+    except PolicyError:  # what cannot run again here is not planned to
+        return without_recomputation(profile)
+    passes = assembly.recomputed_passes(again.peaks(), again.watch.seconds)
+    return with_recomputation(profile, hardware, passes)
+
+
+def _layer_names(model: nn.Module, hardware: Hardware, layers: Iterable[nn.Module]) -> list[str]:
+    """Return the names of the layers, in model order.
+
+    Raises:
+        PolicyError: an argument is wrong.
+    """
+    check_model(model)
+    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+        raise PolicyError(  # a copy of it shares its parameters
+            f"{type(model).__name__} contains a script module, which cannot be copied to run with "
+            f"fake tensors; plan for the model before torch.jit scripts or traces a part of it"
+        )
+    if not isinstance(hardware, Hardware):
+        refuse("hardware", "a Hardware", hardware, 'such as Hardware.named("h100")')
+    layers = [*layers] if isinstance(layers, Iterator) else layers
+    check_modules("layers", layers)
+    wanted = {id(module) for module in layers}
+    names = [name for name, module in model.named_modules() if id(module) in wanted]
+    if not wanted or len(names) < len(wanted):
+        missing = len(wanted) - len(names)
+        raise PolicyError(
+            f"layers must name modules of the model; got {len(wanted)}, of which {missing} are not "
+            f"part of it"
+        )
+    return names
+
+
+# ---- What `torch.autograd.graph.save_on_cpu` would copy and need, found with fake tensors ----
+
+
+class SavedOnCpu(NamedTuple):
+    """A step in which autograd saves everything on the CPU.
+
+    Attributes:
+        step_s: seconds of the step: of all operators, of the copies, and of Adam's update.
+        compute_s: that without the copies.
+        copied_bytes: bytes that are copied down, and again up.
+        num_copies: copies down.
+        peak_bytes: peak of device memory, gradients and the optimizer's state included throughout.
+    """
+
+    step_s: float
+    compute_s: float
+    copied_bytes: int
+    num_copies: int
+    peak_bytes: int
+
+
+def profile_saved_on_cpu(
+    model: nn.Module,
+    batch: Batch,
+    hardware: Hardware,
+    *,
+    loss: Loss | None = None,
+    optimizer_states: int = 2,
+) -> SavedOnCpu:
+    """Predict a training step under ``save_on_cpu(pin_memory=True)``.
+
+    It copies every saved tensor when autograd saves it, as often as it is saved and parameters too,
+    and copies it back when backward asks for it. The copies run on the compute stream, so compute
+    waits for each of them. Memory is page-locked in the first step only, and does not count here.
+
+    Args:
+        model: the model; it may be on the meta device.
+        batch: what the model is called with.
+        hardware: the machine.
+        loss: computes the loss from what the model returns.
+        optimizer_states: tensors of the weights' size that the optimizer keeps.
+
+    Not modelled: copies that make a tensor contiguous on the device before it is copied down.
+    """
+    step = FakeStep(model, batch, hardware)
+    sizes_bytes: list[int] = []
+
+    def pack(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
+        sizes_bytes.append(tensor.nbytes)
+        return tensor.shape, tensor.dtype
+
+    def unpack(packed: tuple[torch.Size, torch.dtype]) -> Tensor:
+        return torch.empty(packed[0], dtype=packed[1], device=step.device)
+
+    step.run(loss, pack, unpack)
+    sizes = step.ledger.sizes
+    gradient_bytes = sum(sizes[gradient] for _, gradient in step.gradients)
+    state_bytes = gradient_bytes * optimizer_states
+    update_bytes = 3 * gradient_bytes + 2 * state_bytes
+    compute_s = sum(step.watch.seconds.values())
+    compute_s += update_bytes / hardware.device_memory_bytes_per_s
+    copied_bytes = sum(sizes_bytes)
+    copies_s = sum(hardware.offload_s(each) + hardware.reload_s(each) for each in sizes_bytes)
+    return SavedOnCpu(
+        step_s=compute_s + copies_s,
+        compute_s=compute_s,
+        copied_bytes=copied_bytes,
+        num_copies=len(sizes_bytes),
+        peak_bytes=max(step.peaks().values()) + gradient_bytes + state_bytes,
+    )

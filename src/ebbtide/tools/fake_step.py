@@ -1,0 +1,805 @@
+"""The ledger of a step: which storages are alive during which part of it."""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import copy
+import functools
+import math
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from typing import Any, Final, NamedTuple, final
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from ebbtide.errors import PolicyError
+from ebbtide.planning.hardware import Hardware
+from ebbtide.policy import refuse
+from ebbtide.runtime.module_state import note_random_numbers
+
+_get_sequence_nr = torch._C._autograd._get_sequence_nr
+
+
+class Part(NamedTuple):
+    """A part of a step: the forward or the backward of a layer, or of what comes right after it.
+
+    Attributes:
+        backward: whether it is the backward.
+        layer: index of the layer; -1 for what comes before the first one.
+        inside: whether it is the layer itself, and not what comes after it.
+    """
+
+    backward: bool
+    layer: int
+    inside: bool
+
+
+START: Final = Part(backward=False, layer=-1, inside=False)
+
+
+class _Entry(NamedTuple):
+    """One line of the ledger: a part begins (no storage), or a storage comes or goes."""
+
+    part: Part
+    key: int | None
+    size_bytes: int  # less than 0 if it goes
+
+
+@final
+class StorageLedger:
+    """Numbers the storages of a step and notes when each is allocated and freed.
+
+    Attributes:
+        sizes: sizes in bytes of all storages that there ever were, by key.
+        part: the part of the step that runs now.
+    """
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+        self.part = START
+        self._entries = [_Entry(START, None, 0)]
+        self._alive: dict[int, tuple[int, Any]] = {}  # key and weak reference, by address
+
+    def enter(self, part: Part) -> None:
+        """Note that a part of the step runs from now on."""
+        if part != self.part:
+            self.part = part
+            self._entries.append(_Entry(part, None, 0))
+
+    def key_of(self, tensor: Tensor) -> int:
+        """Return the key of a tensor's storage, which is noted as allocated if it is new."""
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        known = self._alive.get(address)
+        if known is not None:
+            return known[0]
+        key, size_bytes = len(self.sizes), storage.nbytes()
+        self.sizes.append(size_bytes)
+        # The reference's callback runs when the storage itself is freed, so an address that comes
+        # back is never taken for the storage that had it before.
+        self._alive[address] = key, weakref.ref(storage, functools.partial(self._free, address))
+        self._entries.append(_Entry(self.part, key, size_bytes))
+        return key
+
+    def known_key_of(self, tensor: Tensor) -> int | None:
+        """Return the key of a tensor's storage; None if it has none yet."""
+        known = self._alive.get(tensor.untyped_storage()._cdata)
+        return None if known is None else known[0]
+
+    def _free(self, address: int, _: object) -> None:
+        key, _reference = self._alive.pop(address)
+        self._entries.append(_Entry(self.part, key, -self.sizes[key]))
+
+    def peaks(self, without: Set[int]) -> dict[Part, int]:
+        """Return the most bytes that were alive in each part of the step.
+
+        Args:
+            without: keys of storages that do not count.
+        """
+        live_bytes = 0
+        peaks: dict[Part, int] = {}
+        for part, key, size_bytes in self._entries:
+            if key is None or key not in without:
+                live_bytes += size_bytes
+            peaks[part] = max(peaks.get(part, 0), live_bytes)
+        return peaks
+
+
+# ---- How long an operator takes on a machine, from its FLOPs and the bytes that it moves ----
+#
+# [Note: roofline] An operator takes as long as its arithmetic at the machine's rate for that kind
+# of arithmetic, or as long as its inputs and outputs take to be read and written at the bandwidth
+# of the device's memory, whichever is longer. Arithmetic that is neither a matrix product, a
+# convolution, attention nor an FFT is taken to be free. An FFT in several dimensions passes
+# through memory once for each of them.
+#
+# torch's own counter of FLOPs counts none for FFTs, and a quarter for products of complex matrices.
+#
+# Not modelled: the time to launch a kernel, shapes that kernels are slow at, caches, rates of FFTs
+# and convolutions that differ by type, scattered access to memory.
+
+aten = torch.ops.aten
+
+_COMPLEX_FACTOR: Final = 4  # a complex multiplication and addition: four real ones of each
+
+# Where the two factors are among the arguments.
+_PRODUCTS: Final = {
+    aten.mm: (0, 1),
+    aten.bmm: (0, 1),
+    aten.mv: (0, 1),
+    aten.dot: (0, 1),
+    aten.vdot: (0, 1),
+    aten.addmm: (1, 2),
+    aten.addmv: (1, 2),
+    aten.baddbmm: (1, 2),
+    aten.addbmm: (1, 2),
+}
+_ATTENTION: Final = frozenset(
+    {
+        aten._scaled_dot_product_flash_attention,
+        aten._scaled_dot_product_flash_attention_for_cpu,
+        aten._scaled_dot_product_efficient_attention,
+        aten._scaled_dot_product_cudnn_attention,
+    }
+)
+_ATTENTION_BACKWARD: Final = frozenset(
+    {
+        aten._scaled_dot_product_flash_attention_backward,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward,
+        aten._scaled_dot_product_efficient_attention_backward,
+        aten._scaled_dot_product_cudnn_attention_backward,
+    }
+)
+_CONVOLUTIONS: Final = frozenset({aten.convolution, aten._convolution})
+_FFTS: Final = frozenset({aten._fft_r2c, aten._fft_c2r, aten._fft_c2c})
+_ALLOCATES: Final = frozenset(
+    {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
+)
+_ONLY_WRITES: Final = frozenset(  # the first argument gives the shape, or is overwritten
+    {
+        aten.zeros_like,
+        aten.ones_like,
+        aten.full_like,
+        aten.new_zeros,
+        aten.new_ones,
+        aten.new_full,
+        aten.copy_,
+        aten.fill_,
+        aten.zero_,
+    }
+)
+_LOOKS_UP: Final = frozenset(  # of the first argument only as much is read as comes out
+    {aten.embedding, aten.index, aten.index_select, aten.gather}
+)
+
+
+class Work(NamedTuple):
+    """The arithmetic of one operator, by what it runs on.
+
+    Attributes:
+        matmul_flops: floating-point operations of matrix products, convolutions and attention.
+        fft_flops: those of FFTs.
+    """
+
+    matmul_flops: float = 0.0
+    fft_flops: float = 0.0
+
+
+_NO_WORK: Final = Work()
+
+
+def count_flops(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> Work:
+    """Return the arithmetic of one call of an operator.
+
+    Args:
+        operator: an overload, such as ``torch.ops.aten.mm.default``.
+        args: its positional arguments.
+        kwargs: its other arguments.
+        output: what it returned.
+    """
+    packet = operator.overloadpacket
+    if packet in _PRODUCTS:
+        first, second = (args[place] for place in _PRODUCTS[packet])
+        return Work(_product_flops(first, second))
+    if packet in _ATTENTION:
+        return Work(_attention_flops(operator, args, kwargs, args[:3], (1, 1)))
+    if packet in _ATTENTION_BACKWARD:
+        # Five products: the scores again, the gradients of them and of the three inputs.
+        return Work(_attention_flops(operator, args, kwargs, args[1:4], (3, 2)))
+    if packet in _CONVOLUTIONS:
+        return Work(_convolution_flops(args[0], args[1], output, transposed=args[6]))
+    if packet is aten.convolution_backward:
+        one = _convolution_flops(args[1], args[2], args[0], transposed=args[7])
+        return Work(one * sum(args[10][:2]))  # by input and by weight
+    if packet in _FFTS:
+        return Work(0.0, _fft_flops(packet, args[0], args[1], output))
+    return _NO_WORK
+
+
+def _product_flops(first: Tensor, second: Tensor) -> float:
+    """FLOPs of a product whose first factor has its rows' length as its last dimension."""
+    columns = second.shape[-1] if second.dim() > 1 else 1
+    factor = _COMPLEX_FACTOR if first.is_complex() or second.is_complex() else 1
+    return 2.0 * factor * first.numel() * columns
+
+
+def _convolution_flops(x: Tensor, weight: Tensor, y: Tensor, *, transposed: bool) -> float:
+    """FLOPs of a convolution.
+
+    Shape:
+        x: (batch, in, *spatial).
+        weight: (out, in / groups, *kernel), or (in, out / groups, *kernel) if transposed.
+        y: (batch, out, *spatial).
+    """
+    applied = x if transposed else y  # each element of it meets one row of the weight
+    return 2.0 * applied.numel() * math.prod(weight.shape[1:])
+
+
+def _attention_flops(
+    operator: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    inputs: Sequence[Tensor],
+    products: tuple[int, int],
+) -> float:
+    """FLOPs of attention. Causal attention over equal lengths computes half of its scores.
+
+    Args:
+        operator: the operator.
+        args: its positional arguments.
+        kwargs: its other arguments.
+        inputs: query, key and value.
+        products: how many products have the width of the query, and of the value.
+
+    Shape:
+        inputs: (batch, heads, length, width).
+    """
+    query, key, value = inputs
+    scores: float = math.prod(query.shape[:-1]) * key.shape[-2]
+    if query.shape[-2] == key.shape[-2] and _argument(operator, args, kwargs, "is_causal"):
+        scores /= 2
+    width = products[0] * query.shape[-1] + products[1] * value.shape[-1]
+    return 2 * scores * width
+
+
+def _argument(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> Any:
+    for place, argument in enumerate(operator._schema.arguments):
+        if argument.name == name:
+            default = kwargs.get(name, argument.default_value)
+            return args[place] if place < len(args) else default
+    return None
+
+
+def _fft_flops(packet: Any, x: Tensor, dims: Sequence[int], y: Tensor) -> float:
+    """FLOPs of FFTs: 5 n log2 n for each complex signal of n values, and half for a real one."""
+    signals = y if packet is aten._fft_c2r else x  # of a real signal, the real side has all values
+    length = math.prod(signals.shape[dim] for dim in dims)
+    if length < 2:
+        return 0.0
+    factor = 5.0 if packet is aten._fft_c2c else 2.5
+    return factor * signals.numel() * math.log2(length)
+
+
+def count_traffic(
+    operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any
+) -> int:
+    """Return the bytes that one call of an operator reads and writes. Views move none.
+
+    Args:
+        operator: an overload, such as ``torch.ops.aten.mm.default``.
+        args: its positional arguments.
+        kwargs: its other arguments.
+        output: what it returned.
+    """
+    packet = operator.overloadpacket
+    outputs = _tensors(output)
+    if not outputs or packet in _ALLOCATES:
+        return 0
+    inputs = _tensors((args, kwargs))
+    written = sum(map(_distinct_bytes, outputs))
+    if not operator._schema.is_mutable:
+        known = {tensor.untyped_storage()._cdata for tensor in inputs}
+        if all(tensor.untyped_storage()._cdata in known for tensor in outputs):
+            return 0
+    read = sum(map(_distinct_bytes, inputs))
+    if inputs and packet in _ONLY_WRITES:
+        read -= _distinct_bytes(inputs[0])
+    elif inputs and packet in _LOOKS_UP:
+        read -= max(0, _distinct_bytes(inputs[0]) - written)
+    elif packet in _FFTS:
+        return read + written + _fft_passes_bytes(args[0], args[1], outputs[0])
+    return read + written
+
+
+def _fft_passes_bytes(x: Tensor, dims: Sequence[int], y: Tensor) -> int:
+    """Bytes that an FFT moves beside its input and output: the spectrum, once for each more dim.
+
+    An FFT along one dimension reads and writes everything once, if a signal fits on the chip.
+    """
+    spectrum = x if x.is_complex() else y
+    return 2 * (len(dims) - 1) * _distinct_bytes(spectrum)
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [
+        leaf
+        for leaf in tree_leaves(values)
+        if isinstance(leaf, Tensor) and leaf.layout is torch.strided
+    ]
+
+
+def _distinct_bytes(tensor: Tensor) -> int:
+    """Return the size of a tensor's elements; those of an expanded one count once."""
+    pairs: Iterable[tuple[int, int]] = zip(tensor.shape, tensor.stride(), strict=True)
+    return math.prod(size if stride else min(size, 1) for size, stride in pairs) * tensor.itemsize
+
+
+@final
+class OperatorCosts:
+    """Tells how long operators take on one machine. See [Note: roofline].
+
+    Args:
+        hardware: the machine.
+    """
+
+    def __init__(self, hardware: Hardware) -> None:
+        self._hardware = hardware
+
+    def seconds(
+        self, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any
+    ) -> float:
+        """Return the seconds that one call of an operator takes.
+
+        Args:
+            operator: an overload, such as ``torch.ops.aten.mm.default``.
+            args: its positional arguments.
+            kwargs: its other arguments.
+            output: what it returned.
+        """
+        traffic_bytes = count_traffic(operator, args, kwargs, output)
+        if not traffic_bytes:
+            return 0.0
+        work = count_flops(operator, args, kwargs, output)
+        moving_s = traffic_bytes / self._hardware.device_memory_bytes_per_s
+        return max(moving_s, self._matmul_s(work, args), self._fft_s(work))
+
+    def _matmul_s(self, work: Work, args: Sequence[Any]) -> float:
+        if not work.matmul_flops:
+            return 0.0
+        dtype = next(arg.dtype for arg in args if isinstance(arg, Tensor))
+        try:
+            return work.matmul_flops / self._hardware.matmul_flops(dtype)
+        except PolicyError:  # no figure for products of whole numbers
+            return 0.0
+
+    def _fft_s(self, work: Work) -> float:
+        rate = self._hardware.fft_flops
+        return work.fft_flops / rate if rate is not None else 0.0
+
+
+# ---- Notes which layer's call runs during a forward, and what it gets as input ----
+
+
+class LayerCall(NamedTuple):
+    """One call of a layer.
+
+    Attributes:
+        name: qualified name of the module.
+        inputs: keys of the storages of its input tensors.
+        tensors: the input tensors with their versions, while the call runs.
+    """
+
+    name: str
+    inputs: tuple[int, ...]
+    tensors: list[tuple[Tensor, int]]
+
+
+@final
+class LayerCalls:
+    """Numbers the calls of layers in a forward and tells which of them a backward node belongs to.
+
+    [Note: nodes of layers] Autograd numbers the nodes of a graph in the order in which the forward
+    makes them. So the number of a node that runs in backward tells which part of the forward has
+    made it.
+
+    Args:
+        ledger: is told which part of the step runs.
+
+    Attributes:
+        listener: is told which part of the forward runs; None: nobody is.
+        calls: the calls so far.
+        changing: indices of the calls that changed an input in place. A second forward would find
+            other values.
+    """
+
+    def __init__(self, ledger: StorageLedger) -> None:
+        self.listener: Callable[[Part], None] | None = None
+        self.calls: list[LayerCall] = []
+        self.changing: set[int] = set()
+        self._ledger = ledger
+        self._open: list[int] = []
+        self._begins = [0]  # the first node of each part of the forward
+        self._parts = [START]
+        self._end_number = 0
+
+    def hook(self, model: nn.Module, names: Iterable[str]) -> None:
+        """Hook the layers of a model, for good.
+
+        Args:
+            model: a copy of the model, which is used once.
+            names: names of the modules whose calls count.
+        """
+        for name in names:
+            module = model.get_submodule(name)
+            begin = functools.partial(self._begin, name)
+            module.register_forward_pre_hook(begin, prepend=True, with_kwargs=True)
+            module.register_forward_hook(self._end, always_call=True)
+
+    def _begin(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:  # noqa: ARG002
+        if torch._C._current_graph_task_id() != -1:
+            return  # a checkpoint computes the layer again
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        keys = dict.fromkeys(self._ledger.key_of(tensor) for tensor in tensors)
+        self._open.append(len(self.calls))
+        versions = [(tensor, tensor._version) for tensor in tensors]
+        self.calls.append(LayerCall(name, tuple(keys), versions))
+        self._enter()
+
+    def _end(self, module: nn.Module, args: Any, output: Any) -> None:  # noqa: ARG002
+        if self._open and torch._C._current_graph_task_id() == -1:
+            index = self._open.pop()
+            tensors = self.calls[index].tensors
+            if any(tensor._version != version for tensor, version in tensors):
+                self.changing.add(index)
+            tensors.clear()
+            self._enter()
+
+    def _enter(self) -> None:
+        inside = bool(self._open)
+        layer = self._open[-1] if inside else len(self.calls) - 1
+        part = Part(backward=False, layer=layer, inside=inside)
+        self._begins.append(_get_sequence_nr())
+        self._parts.append(part)
+        self._ledger.enter(part)
+        if self.listener is not None:
+            self.listener(part)
+
+    @property
+    def open(self) -> Sequence[int]:
+        """Indices of the calls that run now in the forward, the outermost first."""
+        return self._open
+
+    def close(self) -> None:
+        """Note that the forward and the loss have ended. Nodes made from now on are no layer's."""
+        self._end_number = _get_sequence_nr()
+
+    def part_of(self, node_number: int) -> Part | None:
+        """Return the part of the backward that a node belongs to.
+
+        Args:
+            node_number: the number that autograd gave to the node.
+
+        Returns:
+            The part; None for nodes that no forward made, such as those that accumulate gradients.
+        """
+        if node_number >= self._end_number:
+            return None
+        forward = self._parts[bisect.bisect_right(self._begins, node_number) - 1]
+        return forward._replace(backward=True)
+
+
+# ---- Sees each operator of a step: how long it takes, what it allocates, whose weights it reads
+
+
+@final
+class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees each operator while it is the innermost mode.
+
+    Args:
+        ledger: is told of each storage that an operator allocates.
+        calls: tells which layer an operator of the backward belongs to.
+        costs: tells how long an operator takes.
+        parameters: keys of the storages of parameters.
+
+    Attributes:
+        seconds: seconds of the operators in each part of the step.
+        owners: the index of the layer that first read each parameter in the forward, by key; -1 if
+            that was outside layers.
+    """
+
+    def __init__(
+        self,
+        ledger: StorageLedger,
+        calls: LayerCalls,
+        costs: OperatorCosts,
+        parameters: Set[int],
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seconds: dict[Part, float] = {}
+        self.owners: dict[int, int] = {}
+        self._ledger = ledger
+        self._calls = calls
+        self._costs = costs
+        self._parameters = parameters
+
+    def __torch_dispatch__(
+        self,
+        operator: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run an operator and note what it costs."""
+        kwargs = kwargs or {}
+        self._follow_backward()
+        if not self._ledger.part.backward:
+            self._note_owners(args, kwargs)
+        output = operator(*args, **kwargs)
+        part = self._ledger.part
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
+                self._ledger.key_of(leaf)
+        took_s = self._costs.seconds(operator, args, kwargs, output)
+        self.seconds[part] = self.seconds.get(part, 0.0) + took_s
+        return output
+
+    def _follow_backward(self) -> None:
+        if torch._C._current_graph_task_id() == -1:
+            return
+        node: Any = torch._C._current_autograd_node()
+        part = None if node is None else self._calls.part_of(node._sequence_nr())
+        if part is not None:
+            self._ledger.enter(part)
+        elif not self._ledger.part.backward:  # the gradient of the loss itself
+            self._ledger.enter(self._ledger.part._replace(backward=True))
+
+    def _note_owners(self, args: Any, kwargs: Any) -> None:
+        part = self._ledger.part
+        for leaf in tree_leaves((args, kwargs)):
+            if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided:
+                continue
+            key = self._ledger.known_key_of(leaf)
+            if key is not None and key in self._parameters:
+                self.owners.setdefault(key, part.layer if part.inside else -1)
+
+
+# ---- Copies of tensors that have no memory: shapes, types and shared storages, but no values ----
+
+
+@final
+class FakeCopies:
+    """Makes fake copies of a model's tensors and of its batch.
+
+    Tensors that share a storage get copies that share one. Copies of tensors on the meta device are
+    on another one, so a model that was built there can be profiled.
+
+    Args:
+        mode: the mode that makes fake tensors.
+        meta_as: the device that tensors on the meta device are taken to be on.
+    """
+
+    def __init__(self, mode: FakeTensorMode, meta_as: torch.device) -> None:
+        self._mode = mode
+        self._meta_as = meta_as
+        self._copies: dict[int, tuple[Tensor, Tensor]] = {}  # with the original, by its id
+        self._storages: dict[tuple[int, torch.dtype], Tensor] = {}
+
+    def model(self, model: nn.Module) -> nn.Module:
+        """Return a copy of a model whose parameters and buffers are fake.
+
+        Whatever the copy's code stores in its attributes, the model itself stays as it is.
+
+        Raises:
+            PolicyError: a parameter has no shape yet, or is no plain tensor, or the model cannot be
+                copied.
+        """
+        named: list[tuple[str, Tensor]] = [*model.named_parameters(), *model.named_buffers()]
+        for name, tensor in named:
+            if is_lazy(tensor):
+                raise PolicyError(f"{name} has no shape yet; run the model once, then profile it")
+            self.copy(tensor, name)
+        # What is in the memo is not copied but replaced.
+        memo = {address: fake for address, (fake, _) in self._copies.items()}
+        try:
+            return copy.deepcopy(model, memo)
+        except Exception as error:
+            raise PolicyError(
+                f"a model is copied to be profiled, and this {type(model).__name__} cannot be "
+                f"copied ({type(error).__name__}: {error}). ebbtide.offload(model, budget=...) "
+                f"plans it from its first training step"
+            ) from error
+
+    def batch(self, values: Any) -> Any:
+        """Return nested containers with fake copies of their tensors."""
+        return tree_map_only(Tensor, lambda tensor: self.copy(tensor, "a tensor of batch"), values)
+
+    def copy(self, tensor: Tensor, name: str) -> Tensor:
+        """Return the fake copy of a tensor.
+
+        Raises:
+            PolicyError: it is no plain tensor.
+        """
+        known = self._copies.get(id(tensor))
+        if known is None:
+            if tensor.layout is not torch.strided or hasattr(tensor, "__tensor_flatten__"):
+                raise PolicyError(
+                    f"{name} is a {type(tensor).__name__} of layout {tensor.layout}, which cannot "
+                    f"be profiled with fake tensors; profile before the model is sharded, "
+                    f"quantized or compiled"
+                )
+            known = self._copies[id(tensor)] = self._make(tensor), tensor
+        return known[0]
+
+    def _make(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        place = storage._cdata, tensor.dtype
+        device = self._meta_as if tensor.device.type == "meta" else tensor.device
+        with self._mode, torch.no_grad():
+            if place not in self._storages:
+                count = storage.nbytes() // tensor.itemsize
+                self._storages[place] = torch.empty(count, dtype=tensor.dtype, device=device)
+            view = self._storages[place].as_strided(
+                tensor.shape, tensor.stride(), tensor.storage_offset()
+            )
+            if isinstance(tensor, nn.Parameter):
+                return nn.Parameter(view.detach(), requires_grad=tensor.requires_grad)
+        return view.detach().requires_grad_(tensor.requires_grad)
+
+
+# ---- One training step of a copy of a model with fake tensors, whose storages are followed ----
+
+Batch = Sequence[Any] | Mapping[str, Any] | Tensor
+"""What a model is called with."""
+
+Loss = Callable[[Any], Tensor]
+"""Computes the loss from what the model returns."""
+
+
+@final
+class FakeStep:
+    """A step that runs once, with fake tensors, on a copy of a model.
+
+    The model and its gradients stay as they are, and so do random number generators.
+
+    Args:
+        model: the model; it may be on the meta device.
+        batch: what the model is called with.
+        hardware: the machine whose seconds are estimated.
+
+    Attributes:
+        model: the copy.
+        device: the device that the model is on, or is taken to be on.
+        ledger: follows the storages.
+        calls: numbers the calls of layers.
+        watch: sees the operators.
+        state: keys of the storages of parameters and buffers.
+        inputs: keys of all storages that there were before the step: those and the batch.
+
+    Raises:
+        PolicyError: the model cannot be copied.
+    """
+
+    def __init__(self, model: nn.Module, batch: Batch, hardware: Hardware) -> None:
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._trained = model
+        self.device = _device_of(model)
+        copies = FakeCopies(self._mode, self.device)
+        with explained(model):
+            self.model, self._arguments = copies.model(model), copies.batch(batch)
+        self.ledger = StorageLedger()
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        leaves = tree_leaves((tensors, self._arguments))
+        self.inputs = {self.ledger.key_of(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
+        self.state = {self.ledger.key_of(tensor) for tensor in tensors}
+        self.calls = LayerCalls(self.ledger)
+        self.watch = OperatorWatch(self.ledger, self.calls, OperatorCosts(hardware), self.state)
+
+    def run(
+        self, loss: Loss | None, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]
+    ) -> None:
+        """Run the forward, the loss and the backward.
+
+        Args:
+            loss: computes the loss from what the model returns.
+            pack: what becomes of each tensor that autograd saves.
+            unpack: returns what was packed.
+
+        Raises:
+            PolicyError: the model cannot run with fake tensors.
+        """
+        hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+        with (
+            _numbers_put_back(),
+            torch.enable_grad(),
+            explained(self._trained),
+            self._mode,
+            self.watch,
+        ):
+            with hooks:
+                # Training loops hold the output during backward.
+                output = _call(self.model, self._arguments)
+                value = _default_loss(output) if loss is None else loss(output)
+            self.calls.close()
+            _run_backward(value)
+
+    @property
+    def gradients(self) -> list[tuple[int, int]]:
+        """Keys of the storages of each parameter that has a gradient, and of the gradient."""
+        key_of = self.ledger.key_of
+        trained = (each for each in self.model.parameters() if each.grad is not None)
+        return [(key_of(each), key_of(each.grad)) for each in trained if each.grad is not None]
+
+    def peaks(self) -> dict[Any, int]:
+        """Return the most bytes alive in each part of the step, but for gradients of parameters."""
+        return self.ledger.peaks({gradient for _, gradient in self.gradients})
+
+
+@contextlib.contextmanager
+def _numbers_put_back() -> Iterator[None]:
+    """Leave the states of the host's random numbers as they were before the block."""
+    put_back = note_random_numbers(())
+    try:
+        yield
+    finally:
+        put_back()
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    """Return the device that a model's tensors are on, or are taken to be on."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.device.type != "meta":
+            return tensor.device
+    return torch.device("cpu")
+
+
+@contextlib.contextmanager
+def explained(model: nn.Module) -> Iterator[None]:
+    """Turn what goes wrong while the model runs into a `PolicyError`."""
+    try:
+        yield
+    except PolicyError:
+        raise
+    except Exception as error:
+        raise PolicyError(
+            f"{type(model).__name__} could not be trained for a step with fake tensors, which have "
+            f"no values ({type(error).__name__}: {error}). If the step runs with real tensors, the "
+            f"model's code looks at values: ebbtide.offload(model, budget=...) plans such a model "
+            f"from its first training step"
+        ) from error
+
+
+def _call(model: nn.Module, arguments: Any) -> Any:
+    if isinstance(arguments, Mapping):
+        return model(**arguments)
+    return model(arguments) if isinstance(arguments, Tensor) else model(*arguments)
+
+
+def _default_loss(output: Any) -> Tensor:
+    loss = getattr(output, "loss", None)
+    if isinstance(loss, Tensor):
+        return loss
+    sums = [
+        leaf.sum()
+        for leaf in tree_leaves(output)
+        if isinstance(leaf, Tensor) and leaf.requires_grad
+    ]
+    if not sums:
+        raise PolicyError("the model returns no tensor that depends on a parameter; give loss=")
+    return torch.stack([each.real for each in sums]).sum() if len(sums) > 1 else sums[0].real
+
+
+def _run_backward(value: Any) -> None:
+    """Run the backward of a loss.
+
+    Raises:
+        PolicyError: it is not one number that depends on parameters.
+    """
+    if not isinstance(value, Tensor) or not value.requires_grad or value.numel() != 1:
+        refuse("what loss returns", "one number that depends on the parameters", value)
+    value.backward()  # type: ignore[no-untyped-call]

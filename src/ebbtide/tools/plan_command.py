@@ -1,0 +1,132 @@
+"""``ebbtide plan``: parse the options and print; `ebbtide.tools.plan_study` does the work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ebbtide.tools.exit_codes import ExitCode, describe_codes, ends_by_code, show_status
+from ebbtide.tools.native_output import other_output_on_stderr
+
+EPILOG = describe_codes({ExitCode.DOES_NOT_FIT: "no plan fits into the budget"})
+
+
+# There are many parameters because typer makes an option of each.
+def plan(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="fno1d, fno2d, fno3d, tfno, uno, gpt, llama; or your own as module:function, "
+            "where function() returns (model, batch) or (model, batch, loss).",
+        ),
+    ],
+    resolution: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Points along each side of a neural operator's grid."),
+    ] = None,
+    seq: Annotated[
+        int | None, typer.Option(metavar="N", help="Tokens in a sequence of gpt or llama.")
+    ] = None,
+    batch: Annotated[int | None, typer.Option(metavar="N", help="Samples in a step.")] = None,
+    hardware: Annotated[
+        str,
+        typer.Option(
+            metavar="MACHINE",
+            help="The machine: a name such as h100 or rtx4090, or a file that "
+            "`ebbtide doctor --json` printed on yours.",
+        ),
+    ] = "h100",
+    budget: Annotated[
+        str,
+        typer.Option(
+            metavar="SIZE",
+            help="Memory that training may take: 24GiB, or 90% of what the device has.",
+        ),
+    ] = "90%",
+    size: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Size of gpt or llama, such as 7b.")
+    ] = None,
+    precision: Annotated[
+        str | None, typer.Option(metavar="TYPE", help="Numbers of gpt and llama: bf16 or fp32.")
+    ] = None,
+    width: Annotated[
+        int | None, typer.Option(metavar="N", help="Hidden channels of a neural operator.")
+    ] = None,
+    modes: Annotated[
+        int | None, typer.Option(metavar="N", help="Fourier modes in each direction.")
+    ] = None,
+    depth: Annotated[
+        int | None, typer.Option("--layers", metavar="N", help="Layers of a neural operator.")
+    ] = None,
+    channels: Annotated[
+        int | None, typer.Option(metavar="N", help="Channels of the input and output fields.")
+    ] = None,
+    planned: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--plan-layers",
+            metavar="PATTERN",
+            help="Modules whose calls are the layers of the plan, such as blocks.*; repeatable.",
+        ),
+    ] = None,
+    optimizer_states: Annotated[
+        int,
+        typer.Option(
+            metavar="N", help="Tensors that the optimizer keeps for each weight; Adam has 2."
+        ),
+    ] = 2,
+    weights: Annotated[
+        bool,
+        typer.Option(
+            "--weights",
+            help="Weights, gradients and the optimizer's state may rest on the host, if that is "
+            "faster or nothing else fits.",
+        ),
+    ] = False,
+    quick: Annotated[
+        bool,
+        typer.Option("--quick", help="Leave out the search for the largest batch and resolution."),
+    ] = False,
+    picture: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="File for a picture of the step: .png, .svg or .pdf."),
+    ] = None,
+    save: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="File for the plan; `ebbtide run --plan` follows it."),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print all figures as JSON instead of the report.")
+    ] = False,
+) -> None:
+    """Predict a training step without running it.
+
+    Says whether the step fits into the memory budget, which layers should be kept, offloaded,
+    rebuilt or recomputed, and how long the step takes. Needs no accelerator: nothing is computed.
+    """
+    with ends_by_code("plan"):
+        from ebbtide.tools.models import ModelOptions
+        from ebbtide.tools.plan_study import Outputs, Request, run_plan
+
+        options = ModelOptions(
+            resolution=resolution, seq=seq, batch=batch, width=width, modes=modes, layers=depth,
+            channels=channels, size=size, precision=precision,
+        )  # fmt: skip
+        request = Request(
+            model, options, hardware, budget, tuple(planned or ()), optimizer_states, not quick,
+            weights,
+        )  # fmt: skip
+        texts: list[str] = []
+        outputs = Outputs(texts.append, picture, save, as_json)
+        try:
+            with other_output_on_stderr():
+                fits = run_plan(request, outputs, show_status)
+        finally:
+            show_status("")
+        for text in texts:
+            typer.echo(text)
+        if not fits:
+            raise typer.Exit(ExitCode.DOES_NOT_FIT)

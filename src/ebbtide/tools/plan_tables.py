@@ -1,0 +1,990 @@
+"""Layers that a user names, and profiles of models with many equal blocks."""
+
+from __future__ import annotations
+
+import dataclasses
+import textwrap
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Final, NamedTuple, final
+
+from torch import nn
+
+from ebbtide.errors import BudgetError, PolicyError
+from ebbtide.planning.contest import inflight_choices, rule_plans
+from ebbtide.planning.hardware import Hardware, Kind
+from ebbtide.planning.plan import Decision, LayerMode, LayerPlan, Plan
+from ebbtide.planning.prediction import CautiousTiming, PlanBudget, Prediction, Predictor
+from ebbtide.planning.profile import LayerProfile, StepProfile, StorageId
+from ebbtide.planning.search import find_frugal, search
+from ebbtide.runtime.layers import covering_layers, match_layers, parts_of
+from ebbtide.tools.fake_profile import profile_with_fake_tensors
+from ebbtide.tools.models import Size, Task, TaskFamily
+from ebbtide.units import format_size
+
+
+def named_layers(model: nn.Module, patterns: Sequence[str]) -> list[str]:
+    """Return the names of the modules that patterns such as ``"blocks.*"`` name.
+
+    Raises:
+        PolicyError: a pattern matches nothing.
+    """
+    return match_layers(model, list(patterns)).names
+
+
+def stretch(profile: StepProfile, index: int, count: int, hardware: Hardware) -> StepProfile:
+    """Return the profile of a model in which one layer is there several times.
+
+    What each layer adds to the working memory of those after it, because it is too small to be
+    offloaded or is saved outside layers, is added for each copy.
+
+    Args:
+        profile: the step of a model with fewer layers. What the layer shares with others, it shares
+            with the layer before it and the one after it.
+        index: index of the layer; the one before it is equal to it.
+        count: number of layers that take its place.
+        hardware: the machine of the profile, on which the weights are updated.
+    """
+    before, layer = profile.layers[index - 1], profile.layers[index]
+    more = count - 1
+    update_bytes = 3 * layer.gradient_bytes + 2 * layer.optimizer_bytes
+    added_bytes = max(0, layer.forward_working_bytes - before.forward_working_bytes)
+    again_bytes = max(0, (layer.unsaved_forward_bytes or 0) - (before.unsaved_forward_bytes or 0))
+    begin, _, number = layer.name.rpartition(".")
+
+    def later(each: LayerProfile, after: int, steps: int, name: str) -> LayerProfile:
+        more_bytes = steps * again_bytes
+        return dataclasses.replace(
+            _shifted(each, after, steps),
+            name=name,
+            forward_working_bytes=each.forward_working_bytes + steps * added_bytes,
+            backward_working_bytes=each.backward_working_bytes + steps * added_bytes,
+            unsaved_forward_bytes=_plus(each.unsaved_forward_bytes, more_bytes),
+            recompute_working_bytes=_plus(each.recompute_working_bytes, more_bytes),
+        )
+
+    copies = tuple(later(layer, -1, step, f"{begin}.{int(number) + step}") for step in range(count))
+    rest = tuple(
+        later(each, index - 1, more, _next_name(each.name, begin, more))
+        for each in profile.layers[index + 1 :]
+    )
+    return dataclasses.replace(
+        profile,
+        layers=profile.layers[:index] + copies + rest,
+        loss_working_bytes=profile.loss_working_bytes + more * added_bytes,
+        after_s=profile.after_s + more * update_bytes / hardware.device_memory_bytes_per_s,
+    )
+
+
+def _plus(size_bytes: int | None, more_bytes: int) -> int | None:
+    return None if size_bytes is None else size_bytes + more_bytes
+
+
+def _next_name(name: str, begin: str, more: int) -> str:
+    before, _, number = name.rpartition(".")
+    return f"{begin}.{int(number) + more}" if before == begin and number.isdigit() else name
+
+
+def _shifted(layer: LayerProfile, after: int, by: int) -> LayerProfile:
+    """Return a layer whose references to layers after one refer to others, ``by`` layers on."""
+
+    def moved(name: StorageId | None) -> StorageId | None:
+        if name is None or name.layer <= after:
+            return name
+        return StorageId(name.layer + by, name.number)
+
+    return dataclasses.replace(
+        layer,
+        input_same_as=moved(layer.input_same_as),
+        storages=tuple(
+            dataclasses.replace(
+                each,
+                same_as=moved(each.same_as),
+                sources=tuple(source for source in map(moved, each.sources) if source is not None),
+            )
+            for each in layer.storages
+        ),
+    )
+
+
+# ---- A study: profiles of one training step at any size, and what plans for it cost ----
+
+_SHORT_BLOCKS: Final = 3  # the first, the last, and one that stands for all others
+
+_HIGH: Final = (
+    0.95  # share of the most frugal plan's peak, from which layers are divided into parts
+)
+
+RULES: Final = (
+    "keep all",
+    "rebuild alone",
+    "offload all",
+    "offload all, rebuild",
+    "recompute all",
+    "recompute + offload all",
+)
+"""The plans that are compared with the one that is found; nothing is rebuilt in a profile."""
+
+
+class Outcome(NamedTuple):
+    """A plan and what it is predicted to cost."""
+
+    plan: Plan
+    prediction: Prediction
+
+
+@final
+class Study:
+    """One training step at any size on one machine.
+
+    Args:
+        family: the training step.
+        hardware: the machine.
+        patterns: the layers, such as ``"blocks.*"``; none: the model's blocks and what is beside
+            them.
+        optimizer_states: tensors of the weights' size that the optimizer keeps.
+        weights: whether weights, gradients and the optimizer's state may rest on the host, if that
+            is faster or nothing else fits. Rules for all layers keep them on the device.
+        parts: names of modules that are the layers instead; work between them that saves something
+            is a layer, too.
+
+    Attributes:
+        family: as given.
+        hardware: as given.
+        weights: as given.
+        names: names of the modules that are layers.
+    """
+
+    def __init__(
+        self,
+        family: TaskFamily,
+        hardware: Hardware,
+        patterns: Sequence[str] = (),
+        optimizer_states: int = 2,
+        *,
+        weights: bool = False,
+        parts: Sequence[str] = (),
+    ) -> None:
+        self.family = family
+        self.hardware = hardware
+        self.weights = weights
+        self._between, self._named = bool(parts), bool(patterns)
+        self._optimizer_states = optimizer_states
+        self._profiles: dict[Size, StepProfile] = {}
+        self._smallest: dict[Size, int] = {}
+        self._middle = 0
+        task = self._build(family.size)
+        if parts or patterns:
+            self.names = list(parts) or named_layers(task.model, patterns)
+            self._profile_first(task)
+            return
+        self.names = covering_layers(task.model)
+        profile = self._profile_first(task)
+        idle = {layer.name for layer in profile.layers if not layer.storages}
+        busy = [name for name in self.names if name not in idle]
+        if idle and busy and len(busy) < len(self.names):
+            self.names = busy
+            self._profile_first(task)
+
+    @property
+    def is_divisible(self) -> bool:
+        """Whether parts of layers can be layers instead.
+
+        Not if layers were named, or if the model has so many blocks that one stands for the others.
+        """
+        is_short = self.family.num_blocks > _SHORT_BLOCKS and self.family.build_short is not None
+        return not (self._named or is_short)
+
+    def divided(self) -> Study:
+        """Return the same study with the parts of some layers as layers.
+
+        These are the layers that the peak of the most frugal plan comes from.
+        """
+        layers, timing = self.profile.layers, self._timing(self.profile)
+        peaks = timing.predict(find_frugal(self.profile, self.hardware, timing)).peak_by_position
+        high = {
+            layer.name
+            for layer, *needed in zip(layers, peaks, reversed(peaks), strict=False)
+            if max(needed) >= _HIGH * max(peaks)
+        }
+        model = self._build(self.family.size).model
+        parts = {name: parts_of(model, name) for name in self.names if name in high}
+        names = [each for name in self.names for each in parts.get(name) or [name]]
+        states = self._optimizer_states
+        return Study(self.family, self.hardware, (), states, weights=self.weights, parts=names)
+
+    def _build(self, size: Size) -> Task:
+        if self.family.num_blocks > _SHORT_BLOCKS and self.family.build_short is not None:
+            return self.family.build_short(size, _SHORT_BLOCKS)
+        return self.family.build(size)
+
+    def _profile_first(self, task: Task) -> StepProfile:
+        profile = self._profile(task)
+        self._profiles[self.family.size] = profile
+        return profile
+
+    def _profile(self, task: Task) -> StepProfile:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of models; they say the same at every size
+            profile = profile_with_fake_tensors(
+                task.model,
+                task.batch,
+                self.hardware,
+                layers=[task.model.get_submodule(name) for name in self.names],
+                loss=task.loss,
+                optimizer_states=self._optimizer_states,
+                between=self._between,
+            )
+        if self.family.num_blocks <= _SHORT_BLOCKS or self.family.build_short is None:
+            return profile
+        blocks = [n for n, each in enumerate(profile.layers) if each.name.startswith("blocks.")]
+        if len(blocks) != _SHORT_BLOCKS:
+            raise PolicyError(
+                'the layers of this model must be its blocks, such as --layers "blocks.*", or be '
+                "left to ebbtide"
+            )
+        count = self.family.num_blocks - _SHORT_BLOCKS + 1
+        return stretch(profile, blocks[1], count, self.hardware)
+
+    @property
+    def profile(self) -> StepProfile:
+        """The step at the size that was asked for."""
+        return self.profile_at(self.family.size)
+
+    def profile_at(self, size: Size) -> StepProfile:
+        """Return the step of a size.
+
+        Raises:
+            PolicyError: the model cannot be built or trained at this size.
+        """
+        if size not in self._profiles:
+            self._profiles[size] = self._profile(self._build(size))
+        return self._profiles[size]
+
+    def budget(self, device_bytes: int) -> PlanBudget:
+        """Return a budget of device memory, with the machine's host and pinned memory."""
+        hardware = self.hardware
+        if hardware.computes_on_host:
+            return PlanBudget(device_bytes=device_bytes)
+        return PlanBudget(
+            device_bytes=device_bytes,
+            host_bytes=hardware.host_memory_bytes,
+            pinned_bytes=hardware.pinned_limit_bytes,
+        )
+
+    def predict(self, plan: Plan, size: Size | None = None) -> Prediction:
+        """Return what a step under a plan costs."""
+        profile = self.profile if size is None else self.profile_at(size)
+        return self._timing(profile).predict(plan)
+
+    def _timing(self, profile: StepProfile) -> Predictor:
+        """Return what predicts steps; on an accelerator, the host sees copies complete late."""
+        return CautiousTiming(profile, self.hardware, 1.0)
+
+    def find(self, device_bytes: int, size: Size | None = None) -> Outcome:
+        """Find the fastest plan within a budget of device memory.
+
+        Raises:
+            BudgetError: no plan was found within the budget.
+        """
+        profile = self.profile if size is None else self.profile_at(size)
+        timing = self._timing(profile)
+        budget = self.budget(device_bytes)
+        plan = search(profile, self.hardware, budget, timing, weights=self.weights)
+        return Outcome(plan, timing.predict(plan))
+
+    def smallest_bytes(self, size: Size | None = None) -> int:
+        """Return the smallest budget of device memory that a plan was found for."""
+        size = self.family.size if size is None else size
+        if size not in self._smallest:
+            profile = self.profile_at(size)
+            timing = self._timing(profile)
+            try:
+                nothing = search(
+                    profile, self.hardware, self.budget(0), timing, weights=self.weights
+                )
+                self._smallest[size] = timing.predict(nothing).peak_bytes
+            except BudgetError as error:
+                self._smallest[size] = error.smallest_bytes
+        return self._smallest[size]
+
+    def rules(self, device_bytes: int) -> Iterator[tuple[str, Outcome]]:
+        """Yield the plans that treat all layers alike, with their names, as `rule` has them."""
+        for name in RULES:
+            yield name, self.rule(name, device_bytes)
+
+    def rule(self, name: str, device_bytes: int, size: Size | None = None) -> Outcome:
+        """Return a plan that treats all layers alike.
+
+        It has the number of bytes in flight with which it is fastest within the budget, or, if it
+        does not fit, smallest.
+
+        Args:
+            name: one of `RULES`.
+            device_bytes: the budget of device memory.
+            size: the size of the step; None: the one that was asked for.
+        """
+        profile = self.profile if size is None else self.profile_at(size)
+        timing = self._timing(profile)
+        budget = self.budget(device_bytes)
+        plan = dict(rule_plans(profile))[name]
+        outcomes = []
+        for inflight_bytes in inflight_choices(profile) if "offload" in name else (0,):
+            bounded = dataclasses.replace(plan, max_inflight_bytes=inflight_bytes)
+            outcomes.append(Outcome(bounded, timing.predict(bounded)))
+        return min(outcomes, key=lambda each: _rank(each.prediction, budget))
+
+
+def _rank(prediction: Prediction, budget: PlanBudget) -> tuple[int, float]:
+    return budget.excess_bytes(prediction), prediction.step_s
+
+
+# ---- A study of a model's blocks, and those of ever smaller layers, which need less memory at once
+
+
+@final
+class Granularities:
+    """Studies of the same step with ever smaller layers, as long as less memory is enough then.
+
+    Args:
+        study: the one with the largest layers.
+    """
+
+    def __init__(self, study: Study) -> None:
+        self._studies = [study]
+        self._is_finest = not study.is_divisible
+
+    def __iter__(self) -> Iterator[Study]:
+        number = 0
+        while number < len(self._studies):
+            yield self._studies[number]
+            number += 1
+            if number == len(self._studies):
+                self._divide()
+
+    def _divide(self) -> None:
+        last = self._studies[-1]
+        if self._is_finest:
+            return
+        divided = last.divided()
+        self._is_finest = divided.smallest_bytes() >= last.smallest_bytes()
+        if not self._is_finest:
+            self._studies.append(divided)
+
+    def smallest_bytes(self, size: Size | None = None) -> int:
+        """Return the smallest budget of device memory that a plan was found for."""
+        return min(study.smallest_bytes(size) for study in self)
+
+    def find(self, device_bytes: int, size: Size | None = None) -> Outcome:
+        """Find the fastest plan within a budget, for smaller layers if no other fits.
+
+        Raises:
+            BudgetError: no plan was found within the budget.
+        """
+        refused: BudgetError | None = None
+        for study in self:
+            try:
+                return study.find(device_bytes, size)
+            except BudgetError as error:
+                refused = error
+        assert refused is not None
+        raise refused
+
+
+# ---- What a step costs at several budgets ----
+
+_ROWS: Final = 5
+_ROWS_IF_LONG: Final = 4  # for steps of many layers, whose search takes seconds
+_LONG: Final = 24
+_MIB: Final = 2**20
+
+
+class BudgetRow(NamedTuple):
+    """What was found at one budget.
+
+    Attributes:
+        budget_bytes: the budget of device memory.
+        outcome: the plan that was found; None: nothing fits.
+    """
+
+    budget_bytes: int
+    outcome: Outcome | None
+
+
+@final
+class PlanCounts(NamedTuple):
+    """What a plan does, counted.
+
+    Attributes:
+        recomputed: layers that run their forward again.
+        layers: layers in all.
+        offloaded_bytes: what is offloaded, inputs of recomputed layers included.
+        rebuilt_bytes: what is computed again from other saved tensors.
+    """
+
+    recomputed: int
+    layers: int
+    offloaded_bytes: int
+    rebuilt_bytes: int
+
+
+def find_rows(
+    study: Study,
+    budget_bytes: int,
+    say: Callable[[str], None] = lambda _: None,
+    most_bytes: int | None = None,
+) -> list[BudgetRow]:
+    """Return plans for several budgets, the largest first, with the one that was asked for.
+
+    The largest budget lets everything be kept, the smallest is the smallest that fits. Those in
+    between are evenly spaced. Budgets that the device does not have are left out.
+
+    Args:
+        study: the training step.
+        budget_bytes: the budget that was asked for.
+        say: is told what is being looked for.
+        most_bytes: the largest budget of interest; None: that which lets everything be kept.
+    """
+    device_bytes = study.hardware.device_memory_bytes
+    most = most_bytes or study.rule("keep all", device_bytes).prediction.peak_bytes
+    least = study.smallest_bytes()
+    top = max(min(most, device_bytes), least)
+    count = _ROWS if len(study.profile.layers) < _LONG else _ROWS_IF_LONG
+    spaced = [top - (top - least) * n // (count - 1) for n in range(count)]
+    budgets = {_rounded_up(each): None for each in spaced if each <= device_bytes or each == least}
+    budgets[budget_bytes] = None
+    rows = []
+    for each in sorted(budgets, reverse=True):
+        say(f"the fastest step within {each / 2**30:.2f} GiB")
+        try:
+            rows.append(BudgetRow(each, study.find(each)))
+        except BudgetError:
+            rows.append(BudgetRow(each, None))
+    return _without_misses(rows)
+
+
+def _without_misses(rows: list[BudgetRow]) -> list[BudgetRow]:
+    """Replace plans that are slower than one for a smaller budget, which the search has missed.
+
+    Args:
+        rows: the largest budget first.
+    """
+    best: Outcome | None = None
+    found = []
+    for row in reversed(rows):
+        outcome = row.outcome
+        if outcome is not None:
+            if best is not None and best.prediction.step_s < outcome.prediction.step_s:
+                plan = dataclasses.replace(best.plan, bound_s=outcome.plan.bound_s)
+                outcome = Outcome(plan, best.prediction)
+            best = outcome
+        found.append(row._replace(outcome=outcome))
+    return found[::-1]
+
+
+def _rounded_up(size_bytes: int) -> int:
+    """Round up to a hundredth of a GiB or to a MiB, so that what is printed is what was used."""
+    grain = 2**30 // 100 + 1 if size_bytes >= 2**30 else _MIB
+    return -(-size_bytes // grain) * grain
+
+
+def count_choices(study: Study, plan: Plan) -> PlanCounts:
+    """Count what a plan for the size that was asked for does."""
+    profile = study.profile
+    offloaded_bytes = rebuilt_bytes = recomputed = 0
+    for layer, chosen in zip(profile.layers, plan.layers, strict=True):
+        if chosen.mode is not LayerMode.AS_IS:
+            recomputed += 1
+            offloads = chosen.mode is LayerMode.RECOMPUTE_OFFLOAD
+            offloaded_bytes += layer.input_bytes if offloads else 0
+            continue
+        for storage, decision in zip(layer.storages, chosen.decisions, strict=True):
+            if decision is Decision.OFFLOAD and storage.same_as is None and storage.may_leave:
+                offloaded_bytes += storage.size_bytes
+            if decision is Decision.REBUILD and storage.same_as is None:
+                rebuilt_bytes += storage.size_bytes
+    return PlanCounts(recomputed, len(profile.layers), offloaded_bytes, rebuilt_bytes)
+
+
+# ---- The largest sizes that fit: by plain training, by rules for all layers, and by a plan ----
+
+PLANNED: Final = "planned"
+
+METHODS: Final = {
+    "plain": "keep all",
+    "checkpointed": "recompute all",
+    "offload all": "offload all",
+    PLANNED: PLANNED,
+}
+"""Names of ways to train, and the rules that they stand for."""
+
+_MOST_UNITS: Final = 2**20
+_SURE: Final = 1e-3  # share of a peak by which a guess may be wrong to be believed further
+
+
+class Limit(NamedTuple):
+    """The largest size that fits with one way to train.
+
+    Attributes:
+        method: the way to train.
+        length: the largest length at the batch that was asked for; None: not even the smallest
+            fits.
+        length_step_s: predicted seconds of its step.
+        batch: the largest batch at the length that was asked for; None: not even one sample fits.
+        batch_step_s: predicted seconds of its step.
+    """
+
+    method: str
+    length: int | None = None
+    length_step_s: float | None = None
+    batch: int | None = None
+    batch_step_s: float | None = None
+
+
+class _Line(NamedTuple):
+    """A straight line through peaks: bytes by number of points."""
+
+    points: int
+    peak_bytes: int
+    bytes_per_point: float
+
+    def bytes_at(self, points: int) -> float:
+        return self.peak_bytes + (points - self.points) * self.bytes_per_point
+
+
+def find_limits(
+    studies: Granularities, device_bytes: int, say: Callable[[str], None] = lambda _: None
+) -> list[Limit]:
+    """Return the largest sizes that fit into a budget of device memory.
+
+    Args:
+        studies: the training step; rules are about the largest layers.
+        device_bytes: the budget.
+        say: is told what is being looked for.
+    """
+    limits = _Limits(studies, device_bytes)
+    study = next(iter(studies))
+    size = study.family.size
+    found = []
+    for method in METHODS:
+        limit = Limit(method)
+        if size.length is not None:
+            say(f"largest {study.family.length_name}, {method}")
+            length = limits.largest(method, "length")
+            step_s = None if length is None else limits.step_s(method, length)
+            limit = limit._replace(length=length and length.length, length_step_s=step_s)
+        if size.batch is not None:
+            say(f"largest batch, {method}")
+            batch = limits.largest(method, "batch")
+            step_s = None if batch is None else limits.step_s(method, batch)
+            limit = limit._replace(batch=batch and batch.batch, batch_step_s=step_s)
+        found.append(limit)
+    return found
+
+
+@final
+class _Limits:
+    """Looks for the largest sizes. Peaks that are known guide it to those that are not."""
+
+    def __init__(self, studies: Granularities, device_bytes: int) -> None:
+        self._studies = studies
+        self._study = next(iter(studies))
+        self._device_bytes = device_bytes
+        self._peaks: dict[tuple[str, Size], int | None] = {}
+
+    def largest(self, method: str, what: str) -> Size | None:
+        """Return the largest size that fits; None if none does.
+
+        Args:
+            method: one of `METHODS`.
+            what: ``"length"`` or ``"batch"``: the number that may grow.
+        """
+        step = self._study.family.length_step if what == "length" else 1
+        start = getattr(self._study.family.size, what)
+        power = max(1, self._study.family.dimensions) if what == "length" else 1
+
+        def size_of(units: int) -> Size:
+            return self._study.family.size._replace(**{what: units * step})
+
+        def fits(units: int) -> bool:
+            peak_bytes = self._peak_bytes(method, size_of(units))
+            return peak_bytes is not None and peak_bytes <= self._device_bytes
+
+        low, high = 0, _MOST_UNITS + 1  # what fits, and what does not
+        units = max(1, start // step)
+        while high - low > 1:
+            units = min(max(units, low + 1), high - 1)
+            line = self._line(method, what, power)
+            if fits(units):
+                low = units
+                if line is not None and self._is_sure(line, method, size_of(units), (what, power)):
+                    next_points = ((units + 1) * step) ** power
+                    if line.bytes_at(next_points) > self._device_bytes * (1 + 2 * _SURE):
+                        break
+            else:
+                high = units
+            units = self._guess(self._line(method, what, power), (low, high), step, power)
+        return size_of(low) if low else None
+
+    def _is_sure(self, line: _Line, method: str, size: Size, axis: tuple[str, int]) -> bool:
+        """Whether a line that was drawn before a peak was known has met it."""
+        what, power = axis
+        peak_bytes = self._peaks[method, size]
+        assert peak_bytes is not None
+        expected_bytes = line.bytes_at(getattr(size, what) ** power)
+        return abs(expected_bytes - peak_bytes) <= _SURE * peak_bytes
+
+    def _guess(self, line: _Line | None, bracket: tuple[int, int], step: int, power: int) -> int:
+        """Return where the peak should be just within the budget, in units."""
+        low, high = bracket
+        if line is None or line.bytes_per_point <= 0:
+            return low * 2 if low else high // 2
+        points = line.points + (self._device_bytes - line.peak_bytes) / line.bytes_per_point
+        return int(max(points, 0.0) ** (1 / power) / step)
+
+    def _line(self, method: str, what: str, power: int) -> _Line | None:
+        """Return the line through the two known peaks nearest to the budget.
+
+        Peaks grow about linearly with the number of points, or of samples.
+        """
+        base = self._study.family.size
+        known = [
+            (getattr(size, what) ** power, peak_bytes)
+            for (of, size), peak_bytes in self._peaks.items()
+            if of == method
+            and peak_bytes is not None
+            and size == base._replace(**{what: getattr(size, what)})
+        ]
+        if len(known) < 2:
+            return None
+        nearest = sorted(known, key=lambda each: abs(each[1] - self._device_bytes))[:2]
+        (first, first_bytes), (second, second_bytes) = nearest
+        return _Line(first, first_bytes, (second_bytes - first_bytes) / (second - first))
+
+    def _peak_bytes(self, method: str, size: Size) -> int | None:
+        """Return the peak of a size; None if it cannot be built, or the host is too small."""
+        key = method, size
+        if key not in self._peaks:
+            try:
+                self._peaks[key] = self._smallest_peak_bytes(method, size)
+            except PolicyError:
+                self._peaks[key] = None
+        return self._peaks[key]
+
+    def _smallest_peak_bytes(self, method: str, size: Size) -> int | None:
+        if method == PLANNED:
+            return self._studies.smallest_bytes(size)
+        outcome = self._study.rule(METHODS[method], 0, size)
+        budget = self._study.budget(outcome.prediction.peak_bytes)
+        too_much = budget.excess_bytes(outcome.prediction)  # on the host
+        return None if too_much else outcome.prediction.peak_bytes
+
+    def step_s(self, method: str, size: Size) -> float | None:
+        """Return the seconds of the fastest step of a size that fits; None if none is found."""
+        if method != PLANNED:
+            return self._study.rule(METHODS[method], self._device_bytes, size).prediction.step_s
+        try:
+            return self._studies.find(self._device_bytes, size).prediction.step_s
+        except BudgetError:
+            return None
+
+
+# ---- What `ebbtide plan` prints, in 80 columns ----
+
+_WIDTH: Final = 80
+_NAME_WIDTH: Final = 16
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Findings:
+    """All that a study has found.
+
+    Args:
+        study: the study.
+        budget_bytes: the budget of device memory.
+        rows: plans at several budgets.
+        chosen: the plan within the budget; None: nothing fits.
+        limits: the largest sizes; empty: not looked for.
+        blocks_bytes: the smallest budget of the model's blocks, if these are smaller layers.
+    """
+
+    study: Study
+    budget_bytes: int
+    rows: Sequence[BudgetRow]
+    chosen: Outcome | None
+    limits: Sequence[Limit]
+    blocks_bytes: int | None = None
+
+
+def build_report(found: Findings) -> str:
+    """Return the report, in lines of 80 columns or less."""
+    lines = [
+        *_heading(found),
+        "",
+        *_budget_lines(found),
+        "",
+        *_plan_lines(found),
+        "",
+        *_rule_lines(found),
+    ]
+    if found.limits:
+        lines += ["", *_limit_lines(found)]
+    return "\n".join([*lines, "", *_footnote(found.study.hardware)])
+
+
+def format_seconds(seconds: float) -> str:
+    """Format a duration with three digits, such as ``"143 ms"``."""
+    value, unit = (seconds, "s") if seconds >= 1 else (seconds * 1e3, "ms")
+    digits = 2 if value < 10 else 1 if value < 100 else 0
+    return f"{value:.{digits}f} {unit}"
+
+
+# ---- the parts ----------------------------------------------------------------------------------
+
+
+def _heading(found: Findings) -> Iterator[str]:
+    study, family = found.study, found.study.family
+    profile = study.profile
+    yield family.title
+    size = family.describe(family.size)
+    saved = sum(
+        each.size_bytes for layer in profile.layers for each in layer.storages if not each.same_as
+    )
+    parameters = sum(layer.parameter_bytes for layer in profile.layers)
+    facts = [
+        ("step", size or "as the function makes it"),
+        ("machine", study.hardware.name),
+        ("budget", f"{format_size(found.budget_bytes)} of device memory"),
+        ("layers", _join_names([each.name for each in profile.layers if not each.between])),
+        ("saved", f"{format_size(saved)} by all layers, each storage once"),
+        (
+            "fixed",
+            f"{format_size(parameters)} of the layers' weights, gradients, optimizer; "
+            f"{format_size(profile.fixed_bytes)} else",
+        ),
+    ]
+    if found.blocks_bytes is not None:
+        blocks = f"whole blocks need {format_size(found.blocks_bytes)}, so their parts are planned"
+        facts.append(("note", blocks))
+    for name, text in facts:
+        yield from textwrap.wrap(
+            f"  {name:<8} {text}", _WIDTH, subsequent_indent=" " * 11, drop_whitespace=True
+        )
+
+
+def _join_names(names: Sequence[str]) -> str:
+    """Name layers in order; equal ones once."""
+    members: dict[str, list[str]] = {}
+    for name in names:
+        members.setdefault(_stem(name), []).append(name)
+    return ", ".join(
+        each[0] if len(each) == 1 else f"{len(each)} x {stem}" for stem, each in members.items()
+    )
+
+
+def _stem(name: str) -> str:
+    head, _, tail = name.rpartition(".")
+    return head if tail.isdigit() else name
+
+
+def _budget_lines(found: Findings) -> Iterator[str]:
+    yield "The fastest step within a budget (predicted)"
+    yield (
+        f"  {'budget':>10} {'peak':>10} {'step':>8} {'x keep':>6} {'waiting':>7} "
+        f"{'recomputed':>10} {'rebuilt':>9} {'leaves':>9}"
+    )
+    base_s = found.study.rule("keep all", found.budget_bytes).prediction.step_s
+    rest = False
+    for row in found.rows:
+        mark = ">" if row.budget_bytes == found.budget_bytes else " "
+        budget = f"{mark} {format_size(row.budget_bytes):>10}"
+        if row.outcome is None:
+            yield f"{budget} nothing fits"
+            continue
+        prediction = row.outcome.prediction
+        counts = count_choices(found.study, row.outcome.plan)
+        again = f"{counts.recomputed} of {counts.layers}" if counts.recomputed else "-"
+        weights = " w" if row.outcome.plan.has_weights_on_host else ""
+        rest = rest or bool(weights)
+        yield (
+            f"{budget} {format_size(prediction.peak_bytes):>10} "
+            f"{format_seconds(prediction.step_s):>8} {prediction.step_s / base_s:>6.3f} "
+            f"{prediction.exposed_copy_s / prediction.step_s:>7.1%} {again:>10} "
+            f"{_size_or_dash(counts.rebuilt_bytes):>9} {_size_or_dash(counts.offloaded_bytes):>9}"
+            f"{weights}"
+        )
+    if rest:
+        yield "  w: weights, gradients, optimizer state of some or all layers rest on the host"
+
+
+def _plan_lines(found: Findings) -> Iterator[str]:
+    if found.chosen is None:
+        smallest = format_size(found.study.smallest_bytes())
+        yield f"No plan fits into {format_size(found.budget_bytes)}."
+        yield f"The smallest budget that a plan was found for is {smallest}."
+        if not found.study.weights:
+            yield "With --weights, weights and the optimizer's state may rest on the host, too."
+        return
+    plan, prediction = found.chosen
+    gap = f", at most {plan.gap:.1%} above the optimum" if (plan.gap or 0) >= 5e-4 else ""
+    yield (
+        f"The plan within {format_size(found.budget_bytes)}: step "
+        f"{format_seconds(prediction.step_s)}{gap}"
+    )
+    yield (
+        f"  {'layers':<9} {'module':<{_NAME_WIDTH}} {'how':<19} {'stays':>9} {'rebuilt':>9} "
+        f"{'leaves':>9}"
+    ).rstrip()
+    pairs = list(zip(found.study.profile.layers, plan.layers, strict=True))
+    first = 0
+    for _, group in groupby(pairs, key=lambda pair: (_stem(pair[0].name), pair[1].mode)):
+        run = list(group)
+        last = first + len(run) - 1
+        numbers = str(first) if first == last else f"{first} to {last}"
+        name = run[0][0].name if first == last else f"{len(run)} x {_stem(run[0][0].name)}"
+        stays, rebuilt, leaves = (sum(each) for each in zip(*map(_sizes, run), strict=True))
+        yield (
+            f"  {numbers:<9} {_shortened(name):<{_NAME_WIDTH}} {run[0][1].mode.value:<19} "
+            f"{_size_or_dash(stays):>9} {_size_or_dash(rebuilt):>9} {_size_or_dash(leaves):>9}"
+        )
+        first = last + 1
+    sizes = [_sizes(pair) for pair in pairs]
+    weights = plan.has_weights_on_host
+    if not weights and all(chosen.mode is LayerMode.AS_IS for _, chosen in pairs):
+        if not any(each.rebuilt or each.leaves for each in sizes):
+            yield "  Everything fits as it is: there is nothing to move."
+            return
+        if not any(each.leaves for each in sizes):
+            yield "  There is nothing to move."
+            return
+    where = "in files" if found.study.hardware.computes_on_host else "on the host"
+    rest = f"{format_size(prediction.host_peak_bytes)} rest {where}"
+    if weights:
+        owners = found.study.profile.weight_owners()
+        resting = [each for each, chosen in pairs if chosen.weights_on_host]
+        names = {layer.name for layer in resting} & owners.keys()
+        parameter_bytes = sum(layer.parameter_bytes for layer in resting)
+        update_s = sum(layer.host_update_s for layer in resting)
+        what = f"{format_size(parameter_bytes)} of weights, gradients and optimizer state"
+        alone = parameter_bytes == prediction.host_peak_bytes
+        rest = f"{what} rest {where}" if alone else f"{rest}, with {what}"
+        if len(names) < len(owners):
+            rest += f", those of {len(names)} of {len(owners)} modules, spread evenly"
+        rest += (
+            f". At most two layers' weights are on the device at once, and the optimizer's step on "
+            f"the host takes {format_seconds(update_s)} more"
+        )
+    waits = "never waits"
+    if prediction.exposed_copy_s:
+        waits = f"waits {format_seconds(prediction.exposed_copy_s)}"
+    moving = f"up to {format_size(plan.max_inflight_bytes)} at once each way"
+    if plan.windows:
+        moving = f"as each pass has room for them, {format_size(plan.max_inflight_bytes)} at most"
+    elif not plan.max_inflight_bytes:
+        moving = "one at a time"
+    yield from _wrap(f"{rest}. Copies move {moving}; compute {waits} for them.")
+
+
+class _Sizes(NamedTuple):
+    """Bytes that a layer is the first to save, by what becomes of them."""
+
+    stays: int
+    rebuilt: int
+    leaves: int
+
+
+def _sizes(pair: tuple[LayerProfile, LayerPlan]) -> _Sizes:
+    layer, chosen = pair
+    if chosen.mode is not LayerMode.AS_IS:
+        leaves = chosen.mode is LayerMode.RECOMPUTE_OFFLOAD
+        return _Sizes(0, 0, layer.input_bytes) if leaves else _Sizes(layer.input_bytes, 0, 0)
+    sizes: Counter[Decision] = Counter()
+    for storage, decision in zip(layer.storages, chosen.decisions, strict=True):
+        if storage.same_as is None:
+            stays = decision is Decision.OFFLOAD and not storage.may_leave
+            sizes[Decision.KEEP if stays else decision] += storage.size_bytes
+    return _Sizes(sizes[Decision.KEEP], sizes[Decision.REBUILD], sizes[Decision.OFFLOAD])
+
+
+def _size_or_dash(size_bytes: int) -> str:
+    return format_size(size_bytes) if size_bytes else "-"
+
+
+def _shortened(name: str) -> str:
+    return name if len(name) <= _NAME_WIDTH else f"...{name[3 - _NAME_WIDTH :]}"
+
+
+def _rule_lines(found: Findings) -> Iterator[str]:
+    yield "Beside one rule for all layers (predicted)"
+    yield f"  {'':<26} {'peak':>10}  {'step':>8}  {'x the plan':>10}  {'waiting':>8}  fits"
+    outcomes = list(found.study.rules(found.budget_bytes))
+    if found.chosen is not None:
+        outcomes.append(("the plan", found.chosen))
+    budget = found.study.budget(found.budget_bytes)
+    for name, (_, prediction) in outcomes:
+        ratio = "-"
+        if found.chosen is not None:
+            ratio = f"{prediction.step_s / found.chosen.prediction.step_s:.2f}"
+        fits = "no" if budget.excess_bytes(prediction) else "yes"
+        yield (
+            f"  {name:<26} {format_size(prediction.peak_bytes):>10}  "
+            f"{format_seconds(prediction.step_s):>8}  {ratio:>10}  "
+            f"{prediction.exposed_copy_s / prediction.step_s:>8.1%}  {fits}"
+        )
+
+
+def _limit_lines(found: Findings) -> Iterator[str]:
+    family = found.study.family
+    yield (
+        f"The largest that fits into {format_size(found.budget_bytes)}, all else as above "
+        f"(predicted)"
+    )
+    lengths = family.size.length is not None
+    batches = family.size.batch is not None
+    head = [f"{'':<14}"]
+    if lengths:
+        head.append(f"{family.length_name:<18} {'step':>8}")
+    if batches:
+        head.append(f"    {'batch':>8}  {'step':>8}")
+    yield "  " + "  ".join(head).rstrip()
+    for limit in found.limits:
+        cells = [f"{limit.method:<14}"]
+        if lengths:
+            length = "none" if limit.length is None else family.describe_length(limit.length)
+            cells.append(f"{length:<18} {_seconds_or_dash(limit.length_step_s):>8}")
+        if batches:
+            batch = "none" if limit.batch is None else str(limit.batch)
+            cells.append(f"    {batch:>8}  {_seconds_or_dash(limit.batch_step_s):>8}")
+        yield "  " + "  ".join(cells).rstrip()
+
+
+def _seconds_or_dash(seconds: float | None) -> str:
+    return "-" if seconds is None else format_seconds(seconds)
+
+
+def _footnote(hardware: Hardware) -> Iterator[str]:
+    yield from _wrap(origin(hardware), indent="")
+
+
+def origin(hardware: Hardware) -> str:
+    """Return what the figures of a machine's steps are worth, in sentences."""
+    measured = any(source.kind is Kind.MEASURED for source in hardware.sources)
+    if measured:
+        return (
+            f"Every figure here is predicted from what `ebbtide doctor` measured on "
+            f"{hardware.name}. No step has been measured."
+        )
+    return (
+        f"Every figure here is predicted, from the preset {hardware.name!r}: data sheets, "
+        f"published measurements and estimates. This project has measured nothing on that "
+        f"hardware. Workspaces of kernels, fragments of the allocator and the time to launch "
+        f"kernels are not in the figures."
+    )
+
+
+def _wrap(text: str, indent: str = "  ") -> list[str]:
+    return textwrap.wrap(text, _WIDTH, initial_indent=indent, subsequent_indent=indent)

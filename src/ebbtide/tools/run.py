@@ -1,0 +1,646 @@
+"""Runs a script or a module as ``__main__``, as ``python`` and ``python -m`` do."""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import importlib.machinery
+import importlib.util
+import io
+import json
+import os
+import pkgutil
+import sys
+import textwrap
+import types
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple, TextIO, final
+
+import torch
+from torch import nn
+
+import ebbtide.api
+from ebbtide.errors import BudgetError, PolicyError
+from ebbtide.observe.page import render_page
+from ebbtide.planning.plan import Decision, LayerMode
+from ebbtide.runtime.stats import StepStats
+from ebbtide.stores.measured_memory import resident_peak_bytes
+from ebbtide.tools.found_models import FoundModel, ModelFinder, ModuleCalls, RunOptions
+from ebbtide.units import count, few, format_size
+
+
+class ScriptNotFoundError(PolicyError):
+    """There is no such script, or it cannot be run."""
+
+
+class _Found(NamedTuple):
+    """Where the code of ``__main__`` is.
+
+    Attributes:
+        path: its file, which becomes ``__file__``.
+        read: returns its code.
+        spec: how it was imported; None for a file that was named.
+        search: what becomes the first entry of ``sys.path``.
+        shown: what becomes ``sys.argv[0]``.
+    """
+
+    path: str
+    read: Callable[[], types.CodeType]
+    spec: importlib.machinery.ModuleSpec | None
+    search: str
+    shown: str
+
+
+@final
+class MainScript:
+    """A script, or a module that is run like one.
+
+    Args:
+        name: path of a file, or of a directory or archive with a ``__main__.py``; or a module.
+        arguments: what follows it on the command line.
+        is_module: whether ``name`` is the name of a module.
+
+    Raises:
+        ScriptNotFoundError: there is no such script.
+    """
+
+    def __init__(self, name: str, arguments: Sequence[str], *, is_module: bool) -> None:
+        self.name = name
+        self.arguments = list(arguments)
+        self._is_module = is_module
+        if not is_module and not os.path.exists(name):
+            raise ScriptNotFoundError(f"there is no file {name}")
+
+    def run(self) -> None:
+        """Run it. What it raises is raised here.
+
+        Raises:
+            ScriptNotFoundError: the module cannot be found, or a directory has no ``__main__.py``.
+        """
+        before = sys.modules["__main__"]
+        _set_search_path(os.getcwd() if self._is_module else "")  # first: it finds the module
+        sys.argv[:] = ["-m" if self._is_module else self.name, *self.arguments]
+        found = _find_module(self.name) if self._is_module else _find_file(self.name)
+        _set_search_path(found.search)
+        sys.argv[0] = found.shown
+        module = _make_main(found)
+        sys.modules["__main__"] = module
+        code = found.read()
+        exec(code, module.__dict__)
+        del before  # until now, or its globals would have gone while its code runs
+
+
+def script_frames(error: BaseException) -> types.TracebackType | None:
+    """Return the traceback of an error without the frames of ebbtide that run and watch the script.
+
+    Python prints such a traceback as it would if it had run the script itself.
+    """
+    kept = []
+    trace = error.__traceback__
+    while trace is not None:
+        kept.append(trace)
+        trace = trace.tb_next
+    ours = [number for number, each in enumerate(kept) if _is_ours(each)]
+    begin = next((n for n, each in enumerate(kept) if _is_main(each)), max(ours, default=-1) + 1)
+    kept = [each for each in kept[begin:] if not _is_ours(each)]
+    for number, each in enumerate(kept):
+        each.tb_next = kept[number + 1] if number + 1 < len(kept) else None
+    return kept[0] if kept else None
+
+
+def _is_main(trace: types.TracebackType) -> bool:
+    return trace.tb_frame.f_globals is vars(sys.modules["__main__"])
+
+
+def _is_ours(trace: types.TracebackType) -> bool:
+    return Path(trace.tb_frame.f_code.co_filename).parent == Path(__file__).parent
+
+
+def _set_search_path(first: str) -> None:
+    """Set the entry of ``sys.path`` that Python sets from what it runs."""
+    if not getattr(sys.flags, "safe_path", False):  # python -P has no such entry
+        sys.path[0] = first
+
+
+def _find_file(name: str) -> _Found:
+    path = os.path.abspath(name)
+    if os.path.isdir(name) or zipfile.is_zipfile(name):
+        spec = importlib.machinery.PathFinder.find_spec("__main__", [path])
+        if spec is None:
+            raise ScriptNotFoundError(f"{name} has no __main__.py, so it cannot be run")
+        return _Found(spec.origin or name, lambda: _read_spec(spec), spec, path, name)
+    search = os.path.dirname(os.path.realpath(name))
+    return _Found(path, lambda: _read_file(path), None, search, name)
+
+
+def _find_module(name: str) -> _Found:
+    """Find a module, or the ``__main__`` of a package. Packages around it are imported."""
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError) as error:
+        if isinstance(error, ImportError) and not _is_missing(error, name):
+            raise  # the package itself failed to import something
+        spec = None
+    if spec is None:
+        raise ScriptNotFoundError(f"there is no module named {name}")
+    if spec.submodule_search_locations is not None:
+        if name.endswith(".__main__"):
+            raise ScriptNotFoundError(f"{name} is a package and cannot be run")
+        return _find_module(f"{name}.__main__")
+    path = spec.origin or name
+    return _Found(path, lambda: _read_spec(spec), spec, os.getcwd(), path)
+
+
+def _is_missing(error: ImportError, name: str) -> bool:
+    return error.name is not None and (name == error.name or name.startswith(f"{error.name}."))
+
+
+def _read_file(path: str) -> types.CodeType:
+    with io.open_code(path) as file:
+        compiled = pkgutil.read_code(file)  # of a .pyc file
+    if compiled is not None:
+        return compiled  # type: ignore[no-any-return]
+    with io.open_code(path) as file:
+        return compile(file.read(), path, "exec", dont_inherit=True)
+
+
+def _read_spec(spec: importlib.machinery.ModuleSpec) -> types.CodeType:
+    read = getattr(spec.loader, "get_code", None)
+    code = None if read is None else read(spec.name)
+    if code is None:
+        raise ScriptNotFoundError(f"{spec.name} has no Python code that could be run")
+    return code  # type: ignore[no-any-return]
+
+
+def _make_main(found: _Found) -> types.ModuleType:
+    module = types.ModuleType("__main__")
+    spec = found.spec
+    module.__file__ = found.path
+    module.__spec__ = spec
+    module.__package__ = None if spec is None else spec.parent
+    module.__loader__ = importlib.machinery.SourceFileLoader("__main__", found.path)
+    if spec is not None:
+        module.__loader__ = spec.loader
+    vars(module).update(__builtins__=sys.modules["builtins"], __annotations__={})
+    vars(module)["__cached__"] = None if spec is None else spec.cached
+    return module
+
+
+# ---- What `ebbtide run` prints at the end, and writes as JSON ----
+
+FORMAT: Final = "ebbtide-run"
+VERSION: Final = 1
+
+_WIDTH: Final = 80
+_LABEL: Final = 11  # columns of the words at the left
+
+
+@final
+class RunReport:
+    """Reports on all models that a script trained.
+
+    Args:
+        models: the models.
+        options: how they were offloaded.
+        passing: why calls of other modules were passed over, by class.
+        is_dry: whether they were only planned.
+        peak_bytes: the peak of memory since the first model was found; None if none was.
+        budget_bytes: the budget, in bytes; None without one.
+        hints: what may explain that no model was found.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[FoundModel],
+        options: RunOptions,
+        *,
+        passing: dict[str, str],
+        is_dry: bool,
+        peak_bytes: int | None,
+        budget_bytes: int | None,
+        hints: Sequence[str] = (),
+    ) -> None:
+        self._models = models
+        self._options = options
+        self._passing = passing
+        self._is_dry = is_dry
+        self._peak_bytes = peak_bytes
+        self._budget_bytes = budget_bytes
+        self._hints = hints
+
+    def document(self) -> dict[str, Any]:
+        """Return all figures for JSON: bytes, and seconds."""
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "dry": self._is_dry,
+            "budget_bytes": self._budget_bytes,
+            "peak_bytes": self._peak_bytes,
+            "models": [_model_entry(model) for model in self._models],
+            "passed_over": self._passing,
+        }
+
+    def troubles(self) -> list[str]:
+        """Return what must not be overlooked, each in a sentence."""
+        found = [
+            f"{model.name} was left alone: {model.left_alone}"
+            for model in self._models
+            if model.left_alone is not None and not model.num_steps
+        ]
+        found += [_in_options(model.budget_error) for model in self._models if model.budget_error]
+        return found
+
+    def text(self) -> str:
+        """Return the report, 80 columns wide. After `--dry`, models have been described before."""
+        return "\n".join(self._lines())
+
+    def describe(self, model: FoundModel) -> str:
+        """Return what there is to say of one model."""
+        return "\n".join(self._describe(model))
+
+    def _lines(self) -> Iterator[str]:
+        number = count(len(self._models), "model")
+        if not self._models:
+            yield "ebbtide run: nothing trained: no model was found"
+            for name, reason in self._passing.items():
+                yield from _wrap("", f"{name} was passed over: {reason}")
+            for hint in self._hints:
+                yield from _wrap("", hint)
+            return
+        if self._is_dry:
+            yield f"ebbtide run: {number} found, and nothing was offloaded (--dry)"
+            return
+        yield f"ebbtide run: {number} trained"
+        yield from _wrap("memory", self._describe_memory())
+        for model in self._models:
+            yield from self._describe(model)
+
+    def _describe_memory(self) -> str:
+        peak = "unknown" if self._peak_bytes is None else format_size(self._peak_bytes)
+        if self._budget_bytes is None:
+            return f"peak {peak}, no budget"
+        words = f"peak {peak}, budget {format_size(self._budget_bytes)}"
+        over_bytes = (self._peak_bytes or 0) - self._budget_bytes
+        return words + (f": OVER by {format_size(over_bytes)}" if over_bytes > 0 else "")
+
+    def _describe(self, model: FoundModel) -> Iterator[str]:
+        kinds = " and ".join(model.dtypes)
+        yield from _wrap(
+            model.name, f"{_short(model.num_parameters)} parameters, {kinds} on {model.device}"
+        )
+        if model.left_alone is not None:
+            yield from _wrap("left alone", model.left_alone)
+        if model.layers:
+            number = count(len(model.layers), "module")
+            yield from _wrap("layers", f"{number}: {few(model.layers)}")
+        if model.dry is not None:
+            yield from self._describe_dry(model)
+        elif model.num_steps:
+            yield from self._describe_steps(model)
+        elif model.left_alone is None and not self._is_dry:
+            yield from _wrap("steps", "none was finished")
+        if model.budget_error is not None:
+            yield from _wrap("error", _in_options(model.budget_error))
+        for note in model.notes:
+            yield from _wrap("note", note)
+
+    def _describe_dry(self, model: FoundModel) -> Iterator[str]:
+        assert model.dry is not None
+        yield from _wrap("saved", f"{format_size(model.dry.saved_bytes)} in a step")
+        if model.dry.planned is None:
+            yield from _wrap("policy", self._options.describe())
+            return
+        yield from _wrap("plan", describe_plan(model))
+        # The state of the plan, which was never followed, is not worth a line.
+        yield from textwrap.indent(str(model.dry.planned), " " * 4).splitlines()[1:]
+
+    def _describe_steps(self, model: FoundModel) -> Iterator[str]:
+        plan = model.plan
+        if plan is not None:
+            yield from _wrap("plan", describe_plan(model))
+            if plan.measured is not None:
+                size, seconds = format_size(plan.measured.peak_bytes), plan.measured.step_s
+                yield from _wrap("measured", f"peak {size}, step {seconds:.3g} s with this plan")
+        elif self._options.is_planned:
+            none = "none until other models have theirs" if model.waits_for_turn else "none"
+            yield from _wrap("plan", f"{none}; all that can leave does")
+        else:
+            yield from _wrap("policy", self._options.describe())
+        last = model.last_step
+        assert last is not None, "a step was finished"
+        yield from _wrap("last step", _describe_step(last))
+        reason = _why_nothing_left(model, last)
+        if reason is not None:
+            yield from _wrap("why", reason)
+        yield from _wrap("steps", f"{model.num_steps:,}")
+
+
+def _in_options(error: BudgetError) -> str:
+    """Say what to change in the words of the command line."""
+    return str(error).replace("weights=ebbtide.WeightPolicy()", "--weights")
+
+
+def describe_plan(model: FoundModel) -> str:
+    """Say in a line what a plan does."""
+    plan = model.plan if model.dry is None else model.dry.planned
+    assert plan is not None, "there is a plan"
+    layers = [
+        chosen
+        for layer, chosen in zip(plan.profile.layers, plan.plan.layers, strict=True)
+        if not layer.between
+    ]
+    again = sum(chosen.mode is not LayerMode.AS_IS for chosen in layers)
+    leaving = sum(
+        chosen.mode is LayerMode.AS_IS and Decision.OFFLOAD in chosen.decisions for chosen in layers
+    )
+    kept = len(layers) - again - leaving
+    parts = [(leaving, "offload"), (again, "run again"), (kept, "stay")]
+    done = ", ".join(f"{number} {what}" for number, what in parts if number)
+    state = "settled" if plan.settled else "not settled"
+    if model.dry is not None:
+        state = "estimated"
+    return f"of {count(len(layers), 'layer')} {done}; {state}"
+
+
+def _describe_step(step: StepStats) -> str:
+    moved = [
+        (step.offloaded_bytes, "offloaded"),
+        (step.kept_bytes, "kept"),
+        (step.rebuilt_bytes, "rebuilt"),
+        (step.recomputed_bytes, "recomputed"),
+        (step.weight_reload_bytes, "of weights moved"),
+    ]
+    done = ", ".join(f"{format_size(size)} {what}" for size, what in moved if size)
+    waited = f"waited {step.stall_s:.3f} s for copies"
+    return f"{done or 'nothing was saved'}; {waited}"
+
+
+def _why_nothing_left(model: FoundModel, step: StepStats) -> str | None:
+    """Say why nothing was offloaded; None if something was."""
+    if step.offloaded_bytes or step.rebuilt_bytes or step.recomputed_bytes:
+        return None
+    if step.weight_reload_bytes:
+        return None
+    if not step.num_saved:
+        return "autograd saved nothing that ebbtide could see"
+    if model.plan is not None:
+        return "nothing left, because there is room for all of it"
+    return (
+        "nothing left: what is saved is below --min-bytes, a parameter, or needed for a second "
+        "backward"
+    )
+
+
+def _model_entry(model: FoundModel) -> dict[str, Any]:
+    plan = model.plan if model.dry is None else model.dry.planned
+    last = model.last_step
+    measured = None if plan is None or plan.measured is None else plan.measured._asdict()
+    return {
+        "model": model.name,
+        "parameters": model.num_parameters,
+        "dtypes": model.dtypes,
+        "device": str(model.device),
+        "layers": list(model.layers),
+        "steps": model.num_steps,
+        "left_alone": model.left_alone,
+        "budget_error": None if model.budget_error is None else str(model.budget_error),
+        "notes": model.notes,
+        "saved_bytes": None if model.dry is None else model.dry.saved_bytes,
+        "plan": None
+        if plan is None
+        else {
+            "settled": plan.settled,
+            "predicted_peak_bytes": plan.plan.peak_bytes,
+            "predicted_step_s": plan.plan.step_s,
+            "measured": measured,
+            "table": str(plan),
+        },
+        "last_step": None if last is None else dataclasses.asdict(last),
+    }
+
+
+def _wrap(label: str, words: str) -> Iterator[str]:
+    """Lay out a label and what it labels, which is wrapped beside it."""
+    space = " " * (_LABEL + 4)
+    fits = len(label) <= _LABEL
+    begin = f"    {label:<{_LABEL}}" if fits else f"    {label}  "
+    if label and label[0].isupper():
+        begin = f"  {label}: "
+    lines = textwrap.wrap(words, _WIDTH, initial_indent=begin, subsequent_indent=space)
+    yield from (line.rstrip() for line in lines)
+
+
+def _short(number: int) -> str:
+    for size, unit in ((10**9, " G"), (10**6, " M"), (10**3, " k")):
+        if number >= size:
+            return f"{number / size:.3g}{unit}"
+    return str(number)
+
+
+# ---- Runs a script, has its models found and offloaded, and reports when the process ends ----
+
+_JIT: Any = torch.jit._recursive
+BUDGET_EXIT_CODE: Final = 78  # no plan fits into the budget; EX_CONFIG of sysexits.h
+
+
+@final
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunRequest:
+    """What `ebbtide run` was asked for.
+
+    Args:
+        script: what to run.
+        options: how to offload.
+        dry: whether to offload nothing and say what would be done.
+        quiet: whether to print nothing but errors.
+        json: file for the figures; None: none. ``Path("-")`` is standard output.
+        report: file for a page on the last step of each model; None: none. Its steps should be
+            recorded: `RunOptions.trace`.
+    """
+
+    script: MainScript
+    options: RunOptions
+    dry: bool = False
+    quiet: bool = False
+    json: Path | None = None
+    report: Path | None = None
+
+
+def run_script(request: RunRequest) -> None:
+    """Run a script as Python would, and offload the models that it trains.
+
+    Whatever ends the script ends this function. The report is printed when the process ends, after
+    all threads and after what the script has registered with `atexit`.
+
+    Raises:
+        SystemExit: the script has called `sys.exit`, it was not found (2), or no plan fits into the
+            budget (`BUDGET_EXIT_CODE`).
+    """
+    session = RunSession(request)
+    session.begin()
+    try:
+        request.script.run()
+    except ScriptNotFoundError as error:
+        session.end()
+        print(f"ebbtide run: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except SystemExit as end:
+        if not end.code and session.is_over_budget():
+            raise SystemExit(BUDGET_EXIT_CODE) from None
+        raise
+    except BaseException as error:
+        _show_as_python_does()
+        if isinstance(error, Exception) and _comes_from_budget(error):
+            sys.excepthook(type(error), error, error.__traceback__)
+            raise SystemExit(BUDGET_EXIT_CODE) from None
+        raise
+    if session.is_over_budget():
+        raise SystemExit(BUDGET_EXIT_CODE)
+
+
+@final
+class RunSession:
+    """Watches the modules of a script until the process ends.
+
+    Args:
+        request: what was asked for.
+        err: where to print; None: the standard error that the process began with.
+    """
+
+    def __init__(self, request: RunRequest, err: TextIO | None = None) -> None:
+        self._request = request
+        self._err = err or sys.__stderr__
+        self._rank = _read_rank()
+        self._process = os.getpid()
+        self.finder = ModelFinder(request.options, self._say, self._show, is_dry=request.dry)
+        self._calls = ModuleCalls(self.finder)
+        self._compile = _JIT.create_script_module
+
+    def begin(self) -> None:
+        """Watch from now on."""
+        atexit.register(self.report)
+        self._calls.install()
+        ebbtide.api.before_offload.append(self.finder.give_way_for_good)
+        _JIT.create_script_module = self._compile_plain
+
+    def end(self) -> None:
+        """Watch no longer, and report nothing. Models that are offloaded stay so."""
+        atexit.unregister(self.report)
+        self._calls.remove()
+        ebbtide.api.before_offload.remove(self.finder.give_way_for_good)
+        _JIT.create_script_module = self._compile
+
+    def report(self) -> None:
+        """End, print what was found, and write the file that was asked for."""
+        self.end()
+        if os.getpid() != self._process:
+            return  # a forked child that ends like its parent
+        report = self.make_report()
+        if self._request.json is not None:
+            text = json.dumps(report.document(), indent=2) + "\n"
+            self._write(self._request.json, text)
+        if self._request.report is not None:
+            self._write_page(self._request.report)
+        if self._rank == 0 and not self._request.quiet:
+            self._print(report.text())
+        elif self._rank:
+            for trouble in report.troubles():
+                self._print(f"ebbtide run: rank {self._rank}: {trouble}")
+
+    def make_report(self) -> RunReport:
+        """Return the report on what was found until now. The device is waited for."""
+        finder = self.finder
+        finder.end_dry_steps()
+        for model in finder.found:
+            model.freeze()
+        memory = finder.memory
+        return RunReport(
+            finder.found,
+            self._request.options,
+            passing=finder.passing,
+            is_dry=self._request.dry,
+            peak_bytes=resident_peak_bytes() if memory is None else memory.reserved_peak_bytes(),
+            budget_bytes=finder.budget_bytes,
+            hints=_find_hints(),
+        )
+
+    def is_over_budget(self) -> bool:
+        """Whether the last call of a model found no plan within the budget."""
+        self.finder.end_dry_steps()
+        return any(
+            model.budget_error is not None and not model.has_recovered
+            for model in self.finder.found
+        )
+
+    def _compile_plain(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Compile a module by torch.jit, which cannot compile an offloaded one."""
+        self.finder.give_way(module, for_good=False)
+        return self._compile(module, *args, **kwargs)
+
+    def _say(self, words: str) -> None:
+        rank = f"rank {self._rank}: " if self._rank else ""
+        if not self._request.quiet:
+            self._print(f"ebbtide run: {rank}{words}")
+
+    def _show(self, model: FoundModel) -> None:
+        if not self._request.quiet and not self._rank:
+            self._print(f"ebbtide run --dry:\n{self.make_report().describe(model)}")
+
+    def _print(self, text: str) -> None:
+        if self._err is not None and not self._err.closed:
+            print(text, file=self._err, flush=True)
+
+    def _write_page(self, path: Path) -> None:
+        records = [model.record() for model in self.finder.found]
+        found = [record for record in records if record is not None]
+        if found:
+            self._write(path, render_page(found))
+        else:
+            self._say(f"{path} was not written, because no model has finished a step")
+
+    def _write(self, path: Path, text: str) -> None:
+        if str(path) == "-":
+            if not self._rank and sys.__stdout__ is not None and not sys.__stdout__.closed:
+                print(text, file=sys.__stdout__, flush=True)
+            return
+        if self._rank:
+            path = path.with_name(f"{path.stem}.rank{self._rank}{path.suffix}")
+        try:
+            path.write_text(text, encoding="utf-8")
+        except OSError as error:
+            self._print(f"ebbtide run: {path} could not be written: {error}")
+
+
+def _show_as_python_does() -> None:
+    """Have the traceback of the error that ends the process begin in the script."""
+    hook = sys.excepthook
+
+    def show(kind: type[BaseException], error: BaseException, _: Any) -> None:
+        trace = script_frames(error)
+        error.__traceback__ = trace
+        hook(kind, error, trace)
+
+    sys.excepthook = show
+
+
+def _comes_from_budget(error: BaseException | None) -> bool:
+    while error is not None:
+        if isinstance(error, BudgetError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _read_rank() -> int:
+    """Return the rank of this process; 0 without a launcher."""
+    rank = os.environ.get("RANK", "")
+    return int(rank) if rank.isdecimal() else 0
+
+
+def _find_hints() -> list[str]:
+    hints = ["Models are looked for in this process only, not in processes that it starts."]
+    if "torch._dynamo" in sys.modules:
+        hints.append("A function that torch.compile compiles as a whole is not looked into.")
+    return hints

@@ -1,0 +1,191 @@
+"""``ebbtide run``: parse the options; `ebbtide.tools.run` runs the script, outside of typer."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, final
+
+import typer
+
+from ebbtide.tools.exit_codes import ExitCode, describe_codes, ends_by_code
+
+if TYPE_CHECKING:
+    from ebbtide.tools.run import RunRequest
+
+
+EPILOG = describe_codes(
+    {
+        ExitCode.DONE: "the script ended well; whatever else it ends with comes through",
+        ExitCode.DOES_NOT_FIT: "no plan fits into the budget",
+    }
+)
+SETTINGS = {"allow_interspersed_args": False}  # what follows the script is the script's own
+
+
+@final
+class ScriptRequest(SystemExit):
+    """Leaves typer with a script to run.
+
+    Typer turns Ctrl-C and some errors into messages and exit codes of its own, so the script must
+    not run inside of it.
+
+    Attributes:
+        request: what to run.
+    """
+
+    def __init__(self, request: RunRequest) -> None:
+        super().__init__(0)
+        self.request = request
+
+
+@final
+class CommandLine(typer.Typer):
+    """The commands of ebbtide. A script that one of them asks for runs when typer is done."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        hook = sys.excepthook  # typer puts its own in the place of it
+        try:
+            return super().__call__(*args, **kwargs)
+        except ScriptRequest as asked:
+            request = asked.request
+        sys.excepthook = hook
+        from ebbtide.tools.run import run_script
+
+        return run_script(request)
+
+
+# There are many parameters because typer makes an option of each.
+def run(
+    script: Annotated[
+        str,
+        typer.Argument(
+            metavar="SCRIPT", help="Your training script; with -m the name of a module."
+        ),
+    ],
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="ARGUMENTS", help="What the script itself is given."),
+    ] = None,
+    as_module: Annotated[
+        bool, typer.Option("-m", "--module", help="SCRIPT is a module, as for python -m.")
+    ] = False,
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Most memory that training may take: 20GiB, or 90% of all there is.",
+        ),
+    ] = None,
+    plan: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Instead of a budget: a plan that `ebbtide plan --save` wrote."
+        ),
+    ] = None,
+    store: Annotated[
+        str,
+        typer.Option(
+            metavar="STORE",
+            help="Where activations go: auto, host, disk[:/some/dir] or tiered[:/dir].",
+        ),
+    ] = "auto",
+    host_budget: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Most host memory to take, such as 24GiB, or 96GiB/node for all ranks of a host.",
+        ),
+    ] = None,
+    layers: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PATTERN",
+            help="Modules whose calls are the layers, such as blocks.*; repeatable.",
+        ),
+    ] = None,
+    num_layers: Annotated[
+        int | None, typer.Option(metavar="N", help="Without a budget: offload this many layers.")
+    ] = None,
+    keep_last: Annotated[
+        int,
+        typer.Option(
+            metavar="N", help="Without a budget: keep this many last layers on the device."
+        ),
+    ] = 0,
+    mode: Annotated[
+        str,
+        typer.Option(
+            metavar="MODE", help="Without a budget: offload, recompute, or recompute+offload."
+        ),
+    ] = "offload",
+    min_bytes: Annotated[
+        str, typer.Option(metavar="SIZE", help="Tensors smaller than this stay on the device.")
+    ] = "1MiB",
+    weights: Annotated[
+        bool,
+        typer.Option(
+            "--weights",
+            help="Keep weights off the device, too, while their layer does not compute.",
+        ),
+    ] = False,
+    dry: Annotated[
+        bool,
+        typer.Option("--dry", help="Offload nothing; say what would be done, from the first step."),
+    ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print no report; errors only.")] = False,
+    json: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Write all figures as JSON to this file; - is standard output, after what the "
+            "script prints.",
+        ),
+    ] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PAGE.HTML",
+            help="Write a page on the last step of each model: memory by owner, lanes, layers.",
+        ),
+    ] = None,
+) -> None:
+    """Run a training script as it is, with its models offloaded.
+
+    No line of the script changes, and neither do its results. Every model that it trains is found
+    at its first training step and offloaded. A report on standard error says at the end what was
+    done. Options of ebbtide come before SCRIPT, those of the script after it.
+    """
+    from ebbtide.errors import PolicyError
+    from ebbtide.policy import ActivationPolicy
+    from ebbtide.tools.found_models import RunOptions
+    from ebbtide.tools.run import MainScript, RunRequest
+
+    with ends_by_code("run"):
+        activations = ActivationPolicy(
+            num_layers=num_layers,
+            keep_last=keep_last,
+            min_bytes=min_bytes,
+            mode=cast(Literal["offload"], mode),
+        )
+        options = RunOptions(
+            activations=activations, budget=budget, plan=plan, store=store,
+            host_budget=host_budget, layers=tuple(layers or ()), weights=weights,
+            trace=report is not None,
+        )  # fmt: skip
+        for option, file in (("--json", json), ("--report", report)):
+            is_file = file is not None and str(file) != "-"
+            if file is not None and is_file and not file.absolute().parent.is_dir():
+                raise PolicyError(f"{option} {file}: there is no such directory")
+        if dry and report is not None:
+            raise PolicyError(
+                "--dry offloads nothing, so there is no step to --report; leave out one of them"
+            )
+        to_run = MainScript(script, arguments or (), is_module=as_module)
+    raise ScriptRequest(
+        RunRequest(
+            script=to_run, options=options, dry=dry, quiet=quiet,
+            json=json if json is None or str(json) == "-" else json.absolute(),
+            report=None if report is None else report.absolute(),
+        )
+    )  # fmt: skip

@@ -1,0 +1,183 @@
+"""``ebbtide schedule``: check a schedule and show it, its peak and the timeline of its step."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Annotated, Final, NamedTuple
+
+import typer
+
+from ebbtide.errors import PolicyError
+from ebbtide.observe.trace import Trace
+from ebbtide.planning.rehearsal import rehearse
+from ebbtide.schedule import Schedule, default, from_pipeline
+from ebbtide.tools.exit_codes import describe_codes, ends_by_code
+from ebbtide.units import format_size, parse_size_bytes
+
+FORMAT: Final = "ebbtide-schedule"
+VERSION: Final = 1
+EPILOG = describe_codes()
+
+_MOST_LINES = 24  # number of lines of the schedule that are shown
+
+
+# There are many parameters because typer makes an option of each.
+def schedule(
+    file: Annotated[
+        Path | None,
+        typer.Argument(metavar="FILE", help="Text file with a schedule; - reads standard input."),
+    ] = None,
+    layers: Annotated[
+        str | None,
+        typer.Option(
+            metavar="K/N", help="Instead of a file: offload the first k of N layers, such as 4/20."
+        ),
+    ] = None,
+    pipeline: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PASSES",
+            help="Instead of a file: the passes of a pipeline rank in order, such as "
+            '"0F0 0F1 0B0 0B1" (stage, forward or backward, microbatch).',
+        ),
+    ] = None,
+    resident: Annotated[
+        int,
+        typer.Option(
+            metavar="N", help="With --pipeline: microbatches of a stage that stay on the device."
+        ),
+    ] = 1,
+    layer_size: Annotated[
+        str, typer.Option(metavar="SIZE", help="Bytes that each layer saves.")
+    ] = "64MiB",
+    forward_ms: Annotated[
+        float,
+        typer.Option(
+            metavar="MS", help="Milliseconds of a layer's forward; backward takes twice that."
+        ),
+    ] = 10.0,
+    bandwidth: Annotated[
+        float, typer.Option(metavar="GB/S", help="GB/s of the link, in each direction.")
+    ] = 25.0,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="File for a picture: .png, .svg or .pdf.")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print all figures as JSON instead of the timeline.")
+    ] = False,
+) -> None:
+    """Check a schedule, and rehearse it without a model.
+
+    A schedule says which layer's activations move at which moment of a training step. The rehearsal
+    shows when each copy runs, where compute waits, and how much memory is in use at the peak.
+    """
+    with ends_by_code("schedule"):
+        found = _rehearse(
+            _read(file, layers, pipeline, resident),
+            layer_bytes=parse_size_bytes(layer_size, name="--layer-size"),
+            forward_s=forward_ms / 1e3,
+            bandwidth_bytes_per_s=bandwidth * 1e9,
+        )
+        if out is not None:
+            found.trace.plot(out)
+        if as_json:
+            typer.echo(json.dumps(_as_document(found), indent=1, allow_nan=False))
+            return
+        typer.echo("\n".join(_lines(found, layer_size)))
+        if out is not None:
+            typer.echo(f"\nPicture: {out}")
+
+
+class _Rehearsed(NamedTuple):
+    """A schedule, and what came of it."""
+
+    plan: Schedule
+    layer_bytes: int
+    copy_s: float
+    trace: Trace
+
+    @property
+    def peak_without(self) -> int:
+        """The most layers on the device without offload."""
+        return Schedule(self.plan.order).peak_resident
+
+
+def _rehearse(
+    plan: Schedule, *, layer_bytes: int, forward_s: float, bandwidth_bytes_per_s: float
+) -> _Rehearsed:
+    trace = rehearse(
+        plan,
+        layer_bytes=layer_bytes,
+        forward_s=forward_s,
+        bandwidth_bytes_per_s=bandwidth_bytes_per_s,
+    )
+    return _Rehearsed(plan, layer_bytes, layer_bytes / bandwidth_bytes_per_s, trace)
+
+
+def _lines(found: _Rehearsed, layer_size: str) -> list[str]:
+    plan = found.plan
+    lines = str(plan).splitlines()
+    rest = len(lines) - _MOST_LINES
+    shown = lines if rest <= 1 else [*lines[:_MOST_LINES], f"... and {rest} more lines"]
+    peak, without = (
+        f"{number} x {layer_size} = {format_size(number * found.layer_bytes)}"
+        for number in (plan.peak_resident, found.peak_without)
+    )
+    return [
+        *shown,
+        "",
+        f"Peak on the device: {peak}.",
+        f"Without offload: {without}.",
+        f"A copy takes {found.copy_s * 1e3:.3g} ms.",
+        "",
+        found.trace.timeline(),
+    ]
+
+
+def _as_document(found: _Rehearsed) -> dict[str, object]:
+    plan, trace = found.plan, found.trace
+    waits_s = (event.duration_s for event in trace.events if event.what == "wait")
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "schedule": str(plan),
+        "anchors": {str(anchor): [str(action) for action in acts] for anchor, acts in plan.lines},
+        "layer_bytes": found.layer_bytes,
+        "peak_layers": plan.peak_resident,
+        "peak_bytes": plan.peak_resident * found.layer_bytes,
+        "peak_bytes_without": found.peak_without * found.layer_bytes,
+        "copy_s": found.copy_s,
+        "step_s": trace.duration_s,
+        "waited_s": sum(waits_s),
+        "events": [dataclasses.asdict(event) for event in trace.events],
+    }
+
+
+def _read(file: Path | None, layers: str | None, pipeline: str | None, resident: int) -> Schedule:
+    """Return the schedule that was asked for.
+
+    Raises:
+        PolicyError: not exactly one schedule was given, or it cannot be read.
+    """
+    if sum(given is not None for given in (file, layers, pipeline)) != 1:
+        raise PolicyError("give one schedule: a file, --layers 4/20, or --pipeline with --resident")
+    if pipeline is not None:
+        return from_pipeline(pipeline, resident=resident)
+    if layers is not None:
+        match = re.fullmatch(r"(\d+)/(\d+)", layers.strip())
+        if match is None:
+            raise PolicyError(f"--layers {layers!r} is not of the form k/N, such as 4/20")
+        chosen, number = int(match[1]), int(match[2])
+        if chosen >= number:
+            raise PolicyError(
+                f"--layers {layers}: of {number} layers, fewer than {number} can be offloaded; the "
+                f"backward of the last one follows its forward at once"
+            )
+        return default(chosen, number)
+    assert file is not None
+    text = sys.stdin.read() if str(file) == "-" else file.read_text()
+    return Schedule.parse(text).check()

@@ -1,1 +1,0 @@
-"""What moves between the device and the tiers below: records, queues, bounds, figures."""

@@ -1,0 +1,575 @@
+"""Finds the parts of a model whose weights are copied together, and checks that they can be."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, final
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves
+
+from ebbtide.devices.process import call_weakly, watch_forks
+from ebbtide.errors import ForkedProcessError, PolicyError, warn_user
+from ebbtide.policy import WeightPolicy, is_in_share
+from ebbtide.runtime.layers import LayerModules, lists_by_index
+from ebbtide.runtime.parameter_index import find_sharded_parameters
+from ebbtide.runtime.saved_tensors import is_traced, refuse_moving_weights
+from ebbtide.runtime.torch_internals import ModuleHook
+from ebbtide.runtime.transfers import Transfers
+from ebbtide.stores.store import AbstractStore
+from ebbtide.units import few
+from ebbtide.weights.device_weights import DeviceWeights
+from ebbtide.weights.gradients import bring_scales, wait_for_scales
+from ebbtide.weights.groups import AbstractWeights, OffloadedParameters, WeightGroup
+from ebbtide.weights.mapped_weights import MappedOptimizerState, MappedWeights
+from ebbtide.weights.parameters import (
+    OffloadedParameter,
+    find_places,
+    find_shared,
+    is_foreign,
+    running_modules,
+    start_substituting,
+    stop_substituting,
+)
+
+Unit = tuple[list[nn.Module], str, list[tuple[str, nn.Parameter]]]
+"""Modules whose call needs the parameters, the unit's name, and the named parameters."""
+
+
+def find_units(layers: LayerModules) -> list[Unit]:
+    """Find what is copied together: a layer, or the blocks of one place in its lists."""
+    units: list[Unit] = []
+    for name, module in zip(layers.names, layers.modules, strict=True):
+        lists = lists_by_index(module)
+        inner: set[int] = set()
+        for index in range(len(next(iter(lists.values()))) if lists else 0):
+            elements = [(list_name, blocks[index]) for list_name, blocks in lists.items()]
+            named = [
+                (f"{name}.{list_name}.{index}.{parameter_name}", parameter)
+                for list_name, element in elements
+                for parameter_name, parameter in element.named_parameters()
+            ]
+            inner |= {id(parameter) for _, parameter in named}
+            modules = [element for _, element in elements]
+            units.append((modules, f"{name}.{index}", named))
+        rest = [(f"{name}.{n}", p) for n, p in module.named_parameters() if id(p) not in inner]
+        if rest:
+            units.append(([module], name, rest))
+    return units
+
+
+def refuse_lazy(units: Sequence[Unit]) -> None:
+    """Check that all parameters have shapes.
+
+    Raises:
+        PolicyError: one of them is lazy.
+    """
+    for *_, named in units:
+        for name, parameter in named:
+            if is_lazy(parameter):
+                raise PolicyError(
+                    f"{name} is lazy and has no shape yet, so its bytes cannot be moved; run one "
+                    f"forward of the model before ebbtide.offload(model, weights=...)"
+                )
+
+
+def choose_units(units: Sequence[Unit], policy: WeightPolicy) -> list[Unit]:
+    """Return the units that a policy selects.
+
+    Raises:
+        PolicyError: the policy counts more layers than there are.
+    """
+    for field, count in (("num_layers", policy.num_layers), ("keep_last", policy.keep_last)):
+        if count is not None and count > len(units):
+            names = [name for _, name, _ in units]
+            raise PolicyError(
+                f"WeightPolicy({field}={count}) is out of range: the model has {len(units)} layers "
+                f"with weights ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''}); name "
+                f"others by layers=[...], or leave {field} out"
+            )
+    least_bytes = max(int(policy.min_bytes), 1)
+    return [
+        unit
+        for number, unit in enumerate(units[: len(units) - policy.keep_last][: policy.num_layers])
+        if is_in_share(number, policy.fraction) and _size_bytes(unit) >= least_bytes
+    ]
+
+
+def _size_bytes(unit: Unit) -> int:
+    plain = (p for _, p in unit[2] if p.layout is torch.strided and not p.is_nested)
+    return sum(parameter.numel() * parameter.element_size() for parameter in plain)
+
+
+def check_units(units: Sequence[Unit]) -> None:
+    """Check that the bytes of all parameters can rest side by side.
+
+    Raises:
+        PolicyError: those of one cannot, or there are no units.
+    """
+    if not units:
+        raise PolicyError(
+            "no layer has weights to offload: name some, layers=[model.encoder, ...], or lower "
+            "WeightPolicy(min_bytes=...)"
+        )
+    for *_, named in units:
+        for name, parameter in named:
+            if type(parameter) is not nn.Parameter:
+                raise PolicyError(
+                    f"{name} is a {type(parameter).__name__}, not a plain nn.Parameter; leave that "
+                    f"layer out: name the others, layers=[...]"
+                )
+            if parameter.layout is not torch.strided or parameter.is_nested:
+                kind = "nested" if parameter.is_nested else "sparse"
+                raise PolicyError(
+                    f"{name} is {kind}, and the weights of a layer rest side by side as plain "
+                    f"bytes; leave its layer out: name the other layers with layers=[...]"
+                )
+            if parameter.is_inference():
+                raise PolicyError(
+                    f"{name} was made under torch.inference_mode and can never be trained; make "
+                    f"the model outside of it"
+                )
+
+
+def leave_first(units: Sequence[Unit], model: nn.Module) -> list[Unit]:
+    """Leave out the model's first parameter if its layer is one module, such as an embedding.
+
+    It stays on the device. Programs ask it for the device of the model, as ``model.device`` of
+    Transformers and Diffusers does, and get the device that the model computes on.
+
+    Not modelled: a model that begins with a block, whose first parameter rests.
+
+    Raises:
+        PolicyError: there is no other parameter.
+    """
+    first = next(model.parameters())
+    alone = any(
+        not any(module.children()) and any(p is first for _, p in named)
+        for modules, _, named in units
+        for module in modules
+    )
+    left = _without(units, {id(first)} if alone else ())
+    if not left:
+        raise PolicyError(
+            "the only weight that could be offloaded is the model's first parameter, which stays "
+            "on the device because programs ask it for the model's device; leave weights out"
+        )
+    return left
+
+
+def leave_shared(units: Sequence[Unit]) -> list[Unit]:
+    """Leave out parameters whose memory something else refers to, and say so.
+
+    Raises:
+        PolicyError: there are no others.
+    """
+    named = {id(p): (name, p) for *_, own in units for name, p in own}
+    parameters = [p for _, p in named.values()]
+    shared = {id(parameters[position]) for position in find_shared(parameters, but_graphs=True)}
+    shared |= {id(p) for p in parameters if is_foreign(p)}
+    if not shared:
+        return list(units)
+    said = (
+        f"{few([name for key, (name, _) in named.items() if key in shared])} share their memory "
+        f"with other tensors or processes, or with NumPy, and would not share it on the host any "
+        f"more"
+    )
+    left = _without(units, shared)
+    advice = (
+        "drop what shares it, such as a state_dict or a flat vector, or give each parameter memory "
+        "of its own (parameter.data = parameter.data.clone()) before ebbtide.offload"
+    )
+    if not left:
+        raise PolicyError(f"no weights can be offloaded: {said}; {advice}")
+    warn_user("shared-weights", f"{said}, so these weights stay where they are; {advice}")
+    return left
+
+
+def _without(units: Sequence[Unit], left_out: Collection[int]) -> list[Unit]:
+    """Units without these parameters, by identity. A unit that has no others goes."""
+    smaller = [
+        (modules, name, [(each, p) for each, p in named if id(p) not in left_out])
+        for modules, name, named in units
+    ]
+    return [unit for unit in smaller if unit[2]]
+
+
+# ---- Groups the weights of a model's layers for offloading, and hooks the modules that use them
+
+
+@final
+class WeightHooks:
+    """Offloads the weights of some layers of a model, and reports when modules use them.
+
+    Args:
+        model: the model whose weights are offloaded.
+        layers: its layers.
+        policy: selects the layers, and sets how their weights are copied.
+        transfers: the model's transfers; its parameters are on their device.
+
+    Attributes:
+        parameters: the offloaded parameters.
+        weights: copies the parameters to the device and their gradients to the host, by groups.
+
+    Raises:
+        PolicyError: a parameter cannot be offloaded; nothing has been moved.
+        StoreFullError: the store has no room for the weights; nothing has been moved.
+    """
+
+    # Long: whatever a model does with a module that has weights at rest arrives here.
+
+    def __init__(
+        self, model: nn.Module, layers: LayerModules, policy: WeightPolicy, transfers: Transfers
+    ) -> None:
+        self._model = weakref.ref(model)
+        device, store = transfers.device, transfers.store
+        found = find_units(layers)
+        refuse_lazy(found)
+        units = choose_units(found, policy)
+        if found and not units:
+            raise PolicyError(
+                f"{policy} selects none of the model's {len(found)} layers; leave weights out to "
+                f"offload none, or change num_layers, keep_last, fraction or min_bytes"
+            )
+        _refuse_sharded(model, (each for *_, named in units for each in named))
+        check_units(units)
+        if device.torch_device.type != "cpu":
+            units = leave_first(units, model)
+        units = leave_shared(units)
+        groups, used = _make_groups(units, store, device.torch_device)
+        self._device = device
+        self._store = store
+        self._gate = transfers.gate
+        self.parameters = OffloadedParameters(groups, device.torch_device)
+        make = MappedWeights if device.computes_on_host else DeviceWeights
+        with _rolled_back_on_error(groups, store, device.torch_device):
+            self.weights: AbstractWeights = make(
+                transfers, groups, self.parameters, double_buffering=policy.double_buffering
+            )
+        find_places(model, (member for _, member in self.parameters.members()))
+        holds: dict[nn.Module, dict[WeightGroup, None]] = {}
+        for group, member in self.parameters.members():
+            for known, *_ in member.places:
+                module = known()
+                assert module is not None, "it is a part of the model"
+                holds.setdefault(module, {})[group] = None
+        holders = [] if device.computes_on_host else list(holds)
+        substitute = functools.partial(_substitute, weakref.ref(self))
+        start_substituting(holders, substitute, call_weakly(self._leave_ended))
+        # See [Note: what a model owns].
+        self._holders = [weakref.ref(module) for module in holders]
+        self._uses = [(weakref.ref(module), own) for module, own in used]
+        self._uses += [(weakref.ref(module), own) for module, own in _find_others(holds, used)]
+        self._members_of: weakref.WeakKeyDictionary[nn.Module, tuple[OffloadedParameter, ...]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._state: MappedOptimizerState | None = None
+        if any(group.resting.is_mapped for group in groups):
+            most_bytes = 2 * max(group.size_bytes for group in groups)
+            self._state = MappedOptimizerState(store, self.parameters, most_bytes)
+        if not device.computes_on_host:
+            wait_for_scales()
+        # torch registers this hook globally, for all optimizers: it must not keep the model alive.
+        watch = register_optimizer_step_pre_hook(call_weakly(self.before_step))
+        self._hooks: list[Any] = [watch]
+        weakref.finalize(self, self._hooks[0].remove).atexit = False
+        for used_module, needed in self._used:
+            self._hook(used_module, needed)
+        if not device.computes_on_host:
+            watch_forks(self)
+
+    @property
+    def _used(self) -> Iterator[tuple[nn.Module, Sequence[WeightGroup]]]:
+        """The modules that use offloaded weights, and the groups that each needs."""
+        for known, groups in self._uses:
+            module = known()
+            if module is not None:
+                yield module, groups
+
+    def note_fork(self) -> None:
+        """Take the memory of the weights from the parameters, in a forked child.
+
+        Children do not inherit page-locked memory. Reading a parameter would end the process.
+        """
+        for group, member in self.parameters.members():
+            if not group.resting.is_mapped:
+                member.lose_memory()
+
+    def _is_lost(self) -> bool:
+        """Whether this process was forked, and has not inherited the memory of the weights."""
+        mapped = all(group.resting.is_mapped for group in self.weights.groups)
+        return self._gate.is_inherited and not (self._device.computes_on_host or mapped)
+
+    def _hook(self, module: nn.Module, groups: Sequence[WeightGroup]) -> None:
+        begin = ModuleHook(module, functools.partial(self._begin, groups))
+        end = ModuleHook(module, functools.partial(self._end, groups))
+        self._hooks.append(module.register_forward_pre_hook(begin, prepend=True))
+        self._hooks.append(module.register_forward_hook(end, always_call=True))
+
+    def check_process(self) -> None:
+        """Check that this process offloaded the weights.
+
+        Raises:
+            ForkedProcessError: this process was forked from the one that did.
+        """
+        if self._is_lost():
+            raise ForkedProcessError(
+                "the weights of this model rest in page-locked memory, which the process that this "
+                "one was forked from has for itself. Offload only after the processes have been "
+                "forked, or use the method 'spawn'"
+            )
+        if self._gate.is_inherited:
+            raise ForkedProcessError(
+                "the weights of this model rest in memory or files of the process that this one "
+                "was forked from. To use the model here, call detach() on the offload's handle "
+                "first, which copies the weights, and offload again; or offload only after the "
+                "processes have been forked"
+            )
+
+    def _begin(self, groups: Sequence[WeightGroup], _: Any) -> None:
+        self.check_process()
+        for group in groups:
+            self.weights.enter(group)
+
+    def _end(self, groups: Sequence[WeightGroup], values: Any) -> None:
+        """Note that a module has ended, and watch for its backward on its outputs' nodes."""
+        for group in groups:
+            self.weights.leave(group)
+        outputs = [leaf for leaf in tree_leaves(values[-1]) if isinstance(leaf, torch.Tensor)]
+        for node in {tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None}:
+            node.register_prehook(lambda _: self.weights.begin_backward(groups))
+
+    def substitute(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return the tensor for code that reads a parameter of a module that is not running."""
+        found = self.parameters.find(parameter)
+        return parameter if found is None else self.weights.substitute(*found)
+
+    def _leave_ended(self) -> None:
+        """Have modules hold their parameters again that an interrupt has ended."""
+        if not self._gate.is_inherited:
+            self.weights.leave_ended(self._running_groups)
+
+    def _running_groups(self) -> set[WeightGroup]:
+        modules = running_modules()
+        return {group for module, groups in self._used if module in modules for group in groups}
+
+    @contextlib.contextmanager
+    def open(self, module: nn.Module) -> Iterator[None]:
+        """Surround a forward of a module whose hooks torch does not call."""
+        groups = next((groups for used, groups in self._used if used is module), ())
+        self._begin(groups, None)
+        try:
+            yield
+        finally:
+            for group in groups:
+                self.weights.leave(group)
+
+    def versions_of(self, module: nn.Module) -> Hashable:
+        """Return the versions of the host values of the weights that a module is called with."""
+        members = self._members_of.get(module)
+        if members is None:
+            inside = {id(each) for each in module.modules()}
+            used = dict.fromkeys(g for m, groups in self._used if id(m) in inside for g in groups)
+            members = tuple(member for group in used for member in group.members)
+            self._members_of[module] = members
+        return tuple((each.parameter._version, each.replacements) for each in members)
+
+    def rests(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is the host value of a weight, with which nothing computes."""
+        return not self._device.computes_on_host and tensor in self.parameters
+
+    @contextlib.contextmanager
+    def in_forward(self) -> Iterator[None]:
+        """Surround a forward of the model, and note its end even if it raises.
+
+        Raises:
+            ForkedProcessError, PolicyError: see `begin_forward`.
+        """
+        begun = self.begin_forward()
+        try:
+            yield
+        finally:
+            if begun:
+                self.end_forward()
+
+    def begin_forward(self) -> bool:
+        """Note that a forward of the model begins.
+
+        Returns:
+            Whether `end_forward` must be called.
+
+        Raises:
+            ForkedProcessError: this process was forked after the weights had been offloaded.
+            PolicyError: the model was sharded after its weights had been offloaded, or the weights
+                would have to be moved inside a transform or while traced.
+        """
+        self.check_process()
+        self.refuse_transforms()
+        if is_traced():  # nothing is computed, and fake tensors have no values to adopt
+            return False
+        model = self._model()
+        if model is not None:
+            _refuse_sharded(model, self.parameters.present())
+        self.weights.begin_forward()
+        return True
+
+    def end_forward(self) -> None:
+        """Note that the forward has ended, normally or by an exception."""
+        self.weights.end_forward()
+
+    def start_anew(self, transfers: Transfers) -> None:
+        """Forget what an interrupt may have left half done, and go on with other transfers.
+
+        Args:
+            transfers: with the same device and a store of the same kind. No copy of the transfers
+                so far is under way.
+        """
+        transfers.store.take_over(self._store, self.weights.resting_slots())
+        self.weights.start_anew(transfers)
+        if self._state is not None:
+            self._state.move_to(transfers.store)
+        self._store, self._gate = transfers.store, transfers.gate
+
+    def refuse_transforms(self) -> None:
+        """Check that nothing would record how the weights move to the device.
+
+        Raises:
+            PolicyError: a transform of `torch.func`, an export or a trace would.
+        """
+        if not self._device.computes_on_host:
+            refuse_moving_weights()
+
+    def detach(self) -> None:
+        """Remove all hooks and move the parameters and their gradients back to the device."""
+        while self._hooks:
+            self._hooks.pop().remove()
+        stop_substituting(module for known in self._holders if (module := known()) is not None)
+        home = self._device.torch_device
+        self.parameters.put_back()  # an interrupt may have come after the last forward
+        if self._is_lost():
+            return  # the parameters have no values here, and the memory is the parent's
+        self.parameters.adopt_all()
+        # On an accelerator, the host's memory cannot remain that of the parameter.
+        on_host = self._device.computes_on_host
+        staying = self.parameters.find_staying() if on_host else frozenset[OffloadedParameter]()
+        for _, member in self.parameters.members():
+            member.restore_to(home, stays=member in staying)
+        self.weights.close()
+        if self._state is not None:
+            self._state.close()
+
+    def before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Prepare for an optimizer's step, which changes parameters on the host.
+
+        Raises:
+            PolicyError: the optimizer's state is on the device although its weight is offloaded.
+            ForkedProcessError: this process was forked from the one that offloaded the weights.
+        """
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self.parameters.begin_step(parameters)
+        if any(parameter in self.parameters for parameter in parameters):
+            bring_scales(optimizer)
+        for parameter in parameters:
+            found = self.parameters.find(parameter)
+            if found is None:
+                continue
+            self.check_process()
+            for name, value in optimizer.state.get(parameter, {}).items():
+                moved = isinstance(value, torch.Tensor) and value.device != parameter.device
+                if moved and value.dim():
+                    raise PolicyError(
+                        f"{type(optimizer).__name__} holds {name!r} of "
+                        f"{found[1].name} on {value.device}, and that weight "
+                        f"is on the host now; make the optimizer after ebbtide.offload, or load "
+                        f"its state_dict again: optimizer.load_state_dict(optimizer.state_dict())"
+                    )
+
+
+def _substitute(hooks: weakref.ref[WeightHooks], parameter: torch.Tensor) -> torch.Tensor:
+    alive = hooks()
+    return parameter if alive is None else alive.substitute(parameter)
+
+
+def _refuse_sharded(model: nn.Module, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Check that none of these parameters is sharded over several processes.
+
+    Raises:
+        PolicyError: one of them is.
+    """
+    sharded = find_sharded_parameters(model)
+    for name, parameter in named if sharded else ():
+        if id(parameter) in sharded:
+            raise PolicyError(
+                f"weights= is not for sharded weights, and {name} is sharded (FSDP or DTensor); "
+                f"FSDP2 itself keeps its shards in host memory: fully_shard(module, offload_policy="
+                f"torch.distributed.fsdp.CPUOffloadPolicy()). Offload the activations of such a "
+                f"model only: ebbtide.offload(model, activations=ebbtide.ActivationPolicy())"
+            )
+
+
+def _find_others(
+    holds: Mapping[nn.Module, Iterable[WeightGroup]],
+    used: Sequence[tuple[nn.Module, Sequence[WeightGroup]]],
+) -> list[tuple[nn.Module, list[WeightGroup]]]:
+    """Find modules outside the layers that share a weight with a layer, such as a tied head.
+
+    A module that contains a layer is left out: it may hold a weight in a list without computing
+    with it, and if it reads a weight by name it gets a substitute.
+    """
+    layers = {id(module) for module, _ in used}
+    covered = {
+        (id(inner), id(g)) for module, own in used for inner in module.modules() for g in own
+    }
+    others = []
+    for module, groups in holds.items():
+        missing = [group for group in groups if (id(module), id(group)) not in covered]
+        if missing and not any(id(inner) in layers for inner in module.modules()):
+            others.append((module, missing))
+    return others
+
+
+def _make_groups(
+    units: Iterable[Unit], store: AbstractStore, home: torch.device
+) -> tuple[list[WeightGroup], list[tuple[nn.Module, list[WeightGroup]]]]:
+    """Make a group for each unit; a tied parameter belongs to the first unit that has it.
+
+    Returns:
+        The groups, and for each module the groups that it uses.
+
+    Raises:
+        StoreFullError: the store has no room for a group; all weights are on their device again.
+    """
+    groups: list[WeightGroup] = []
+    found: dict[int, WeightGroup] = {}
+    used: list[tuple[nn.Module, list[WeightGroup]]] = []
+    with _rolled_back_on_error(groups, store, home):
+        for modules, name, named in units:
+            own = [(each, p) for each, p in named if id(p) not in found]
+            needed = dict.fromkeys(found[id(p)] for _, p in named if id(p) in found)
+            if own:
+                groups.append(WeightGroup(len(groups), name, own, store))
+                found |= {id(parameter): groups[-1] for _, parameter in own}
+                needed[groups[-1]] = None
+            used += [(module, list(needed)) for module in modules]
+    return groups, used
+
+
+@contextlib.contextmanager
+def _rolled_back_on_error(
+    groups: Sequence[WeightGroup], store: AbstractStore, home: torch.device
+) -> Iterator[None]:
+    """Put the parameters of all groups back on their device if the block raises."""
+    try:
+        yield
+    except BaseException:
+        for group in groups:
+            for member in group.members:
+                member.restore_to(home)
+            store.drop(group.resting)
+        raise

@@ -1,0 +1,851 @@
+"""Who else refers to the memory of a tensor: other tensors, NumPy arrays, other processes.
+
+Values may be moved to other memory only where nobody could notice. What else refers to the memory
+would not see later changes of the values any more, and its own changes would be lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import sys
+import weakref
+from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from types import FrameType
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from ebbtide.devices.process import visit_frames
+from ebbtide.errors import PolicyError
+from ebbtide.runtime.torch_internals import parts_of
+
+
+def count_users(tensor: torch.Tensor) -> int:
+    """The reference count of a tensor's storage; see `ALONE`."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+ALONE = count_users(torch.empty(1, device="cpu"))
+"""What `count_users` returns for a tensor that shares its memory with no other."""
+
+
+_FROZEN = gc.get_freeze_count()
+"""Of objects that Python itself has hidden from its collector, as 3.12 does when it starts."""
+
+
+def find_shared(
+    tensors: Sequence[torch.Tensor], *, aliases: int = 0, but_graphs: bool = False
+) -> set[int]:
+    """Find the tensors whose memory somebody else refers to.
+
+    Args:
+        tensors: distinct tensors. They may be parts of one storage if they do not overlap.
+        aliases: how many tensors the caller has for each of them that share its memory.
+        but_graphs: leave out what only autograd graphs refer to. Their values are from before, and
+            they keep them. This looks at all tensors of the process where a graph may be.
+
+    Returns:
+        The positions of the tensors that share their memory.
+    """
+    by_storage: dict[int, list[int]] = {}
+    for position, tensor in enumerate(tensors):
+        by_storage.setdefault(tensor.untyped_storage()._cdata, []).append(position)
+    shared, perhaps = set(), {}
+    for storage, positions in by_storage.items():
+        first = tensors[positions[0]]
+        users = count_users(first) - ALONE + 1 - len(positions) * (1 + aliases)
+        between_processes = first.device.type == "cpu" and first.is_shared()  # type: ignore[no-untyped-call]
+        if between_processes or _overlap([tensors[position] for position in positions]):
+            shared.update(positions)
+        elif users:
+            perhaps[storage] = positions
+    # What a program has hidden by `gc.freeze` cannot be looked at, and counts as sharing.
+    if perhaps and but_graphs and gc.get_freeze_count() <= _FROZEN:
+        gc.collect()  # a tensor that nobody can reach shares nothing
+        seen = _storages_of_others(tensors)
+        perhaps = {storage: found for storage, found in perhaps.items() if storage in seen}
+    return shared.union(*perhaps.values())
+
+
+def _storages_of_others(tensors: Sequence[torch.Tensor]) -> set[int]:
+    known = {id(tensor) for tensor in tensors}
+    found: set[int] = set()
+    # Any tensor of the process is asked: lazy, sparse, fake, or of a class that refuses to be.
+    with torch._C.DisableTorchFunction():
+        for each, references in _count_references(gc.get_objects()):
+            # What a graph has saved keeps its Python object, to which nothing in Python refers.
+            if references > _UNREFERENCED and id(each) not in known:
+                with contextlib.suppress(Exception):  # it has no memory, or raises all the same
+                    parts = map(torch.Tensor.untyped_storage, parts_of(each))
+                    found.update(part._cdata for part in parts)
+    return found
+
+
+def _count_references(objects: list[Any]) -> Iterator[tuple[torch.Tensor, int]]:
+    """Yield the tensors in a list, and how often Python refers to each."""
+    for each in objects:
+        if issubclass(type(each), torch.Tensor):
+            yield each, sys.getrefcount(each) - (torch.Tensor._use_count(each) > 1)  # type: ignore[attr-defined]
+
+
+_UNREFERENCED = next(_count_references([torch.empty(0, device="cpu")]))[1]
+"""What `_count_references` yields for a tensor to which nothing but the list refers."""
+
+
+def _overlap(tensors: Sequence[torch.Tensor]) -> bool:
+    ranges = sorted((tensor.data_ptr(), _end_of(tensor)) for tensor in tensors if tensor.numel())
+    return any(end > begin for (_, end), (begin, _) in pairwise(ranges))
+
+
+def _end_of(tensor: torch.Tensor) -> int:
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((size - 1) * stride for size, stride in steps)
+    return tensor.data_ptr() + (last + 1) * tensor.element_size()
+
+
+def is_foreign(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is in memory that torch has not allocated, such as that of a NumPy array.
+
+    torch cannot say whether anybody else refers to it. Nobody does where torch or safetensors have
+    mapped a file for this process alone, as they do to load weights.
+    """
+    storage = tensor.untyped_storage()
+    if storage.resizable() or not storage.nbytes():
+        return False
+    return tensor.device.type != "cpu" or not _is_private_file(tensor.data_ptr())
+
+
+def _is_private_file(address: int) -> bool:
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return False
+    for line in lines:
+        extent, mode, _, _, inode, *_ = line.split()
+        begin, end = (int(part, 16) for part in extent.split("-"))
+        if begin <= address < end:
+            return mode.endswith("p") and inode != "0"
+    return False
+
+
+# ---- Moves a parameter to another device while autograd graphs that use it are alive ----
+#
+# [Note: leaves] A parameter is a leaf of autograd's graphs. They end in a node that accumulates
+# the leaf's gradient, and `torch.autograd.grad` and `backward(inputs=...)` find a parameter in a
+# graph by that node. torch gives a leaf a new node when the leaf moves to another device: graphs
+# from before keep the old node, and the parameter is no longer found in them. A parameter is
+# therefore not moved while graphs are alive but becomes another leaf: the Python object, which
+# model and optimizer refer to, gets the tensor of a leaf that is on the other device already.
+#
+# Graphs of offloaded weights have such a leaf from the beginning
+# (`OffloadedParameter.device_leaf`). It gets no gradient as long as the parameter rests on the
+# host. After `detach` the parameter is this leaf, and the gradients flow into it.
+
+
+def make_leaf(like: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Make a leaf with the shape and dtype of a parameter, and memory for one element."""
+    one = torch.empty((), dtype=like.dtype, device=device)
+    return one.expand(like.shape).detach().requires_grad_()
+
+
+def is_in_graph(leaf: torch.Tensor) -> bool:
+    """Whether an autograd graph that is alive refers to the leaf."""
+    # The Python object is one user. A node that accumulates its gradient is another, and so is
+    # each node that has saved the leaf itself.
+    return int(leaf._use_count()) > 1  # type: ignore[attr-defined]
+
+
+def become(parameter: torch.Tensor, leaf: torch.Tensor) -> None:
+    """Let a parameter be another leaf; the Python object stays the same. See [Note: leaves].
+
+    Gradients that graphs still accumulate in the parameter's former leaf go to the parameter.
+
+    Args:
+        parameter: a parameter without a gradient.
+        leaf: has the parameter's values, on the same device or another. It refers to the
+            parameter's former tensor afterwards.
+    """
+    leaf.requires_grad_(parameter.requires_grad)
+    torch._C._autograd._unsafe_set_version_counter((leaf,), (parameter._version,))
+    hooks, after = _hooks_of(parameter)
+    torch._C._swap_tensor_impl(parameter, leaf)
+    _set_hooks(leaf, {}, {0: functools.partial(_pass_on, parameter)})
+    _set_hooks(parameter, hooks, after)
+    if int(leaf._use_count()) <= 2:  # type: ignore[attr-defined]  # no node has saved it
+        leaf.data = leaf.new_empty(()).expand(leaf.shape)
+
+
+def _pass_on(parameter: torch.Tensor, former: torch.Tensor) -> None:
+    """Add the gradient that a graph has accumulated in a former leaf to the parameter's.
+
+    Raises:
+        RuntimeError: the parameter has hooks, which would have to get the sum of both gradients.
+    """
+    gradient, former.grad = former.grad, None
+    if gradient is not None:
+        if any(_hooks_of(parameter)):
+            raise RuntimeError(
+                "a graph uses a parameter that was moved by ebbtide.offload, or by detach() of its "
+                "handle, after the graph had been made; hooks on that parameter cannot get its "
+                "whole gradient. Run the backward before that call, or remove the hooks"
+            )
+        create_graph = torch.is_grad_enabled()
+        # Guard gradient-under-lock: the parameter's own node adds the gradient, because it takes a
+        # lock. The parameter is on the other device, so another of autograd's threads may add to
+        # its gradient at this moment, and one of the two sums would be lost.
+        torch.autograd.backward(parameter, gradient.to(parameter.device), create_graph=create_graph)
+
+
+def _hooks_of(tensor: torch.Tensor) -> tuple[Any, Any]:
+    return tensor._backward_hooks, tensor._post_accumulate_grad_hooks
+
+
+def _set_hooks(tensor: torch.Tensor, hooks: Any, after: Any) -> None:
+    """Set the hooks that are called with a gradient, and those after it was accumulated."""
+    tensor._backward_hooks = hooks
+    tensor._post_accumulate_grad_hooks = after
+
+
+# ---- Offloaded parameters, and the device parameters that replace them while their module runs
+#
+# [Note: a parameter never moves] From offload to detach, the `nn.Parameter` is a tensor on the
+# host. While a module that uses it runs, the module holds a device parameter in its place: a
+# tensor on the device, which autograd treats as computed from the parameter. (Moving the
+# parameter itself to the device and back would disconnect it from graphs: when a leaf changes its
+# device, autograd replaces the node that accumulates its gradient, so `torch.autograd.grad` and
+# `backward(inputs=...)` would not find the leaf in the graph.)
+#
+# [Note: values stay where the program puts them] A program may give a parameter other memory
+# (`parameter.data = average`), refer to the memory that it had (`old = parameter.data`), and put it
+# back later. Both then belong to the program: it changes the one and sees it in the other. So the
+# values of a parameter are always those in the memory that it has now (`find_values`), and neither
+# that memory nor the parameter's part of its group's memory is written by anybody else. A layer
+# reads its weights from wherever they are. They move back into the group's memory, from which one
+# copy brings them all, when nobody else refers to either (`OffloadedParameters.move_in`).
+
+Place = tuple[weakref.ref[nn.Module], str, Any]
+"""A module, its list or dict that holds a parameter, and the index or key there."""
+
+PARAMETERS = "_parameters"
+"""The attribute of `nn.Module` that holds its parameters."""
+
+
+class DeviceParameter(torch.Tensor):
+    """Replaces a parameter in its modules: a tensor with the same values in a device buffer.
+
+    Operations on it return plain tensors. It is no `nn.Parameter`, because modules that a forward
+    constructs around it (tensorly's slices of factorized weights) must not register it as theirs.
+
+    Attributes:
+        exposed: whether `data` was read; no version counter sees changes made through `data`.
+        known: the tensor's version when its values last equalled those on the host.
+        read: for each tensor that `data` gave, one that shares its version counter and no memory,
+            and its version at that time.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    exposed = False
+    known = 0
+    read: tuple[tuple[torch.Tensor, int], ...] = ()
+
+    @staticmethod
+    def of(values: torch.Tensor) -> DeviceParameter:
+        """Make a device parameter that shares the memory of the given values."""
+        made = torch.Tensor._make_subclass(DeviceParameter, values)
+        assert isinstance(made, DeviceParameter)
+        return made
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The same as `torch.Tensor.data`; reading it also sets `exposed`."""
+        self.exposed = True
+        values = torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
+        counter = values.detach()
+        counter.data = values.new_empty(0)
+        self.read += ((counter, counter._version),)
+        return values  # type: ignore[no-any-return]
+
+    @data.setter
+    def data(self, values: torch.Tensor) -> None:
+        self.exposed = True
+        self.refer_to(values)
+
+    def refer_to(self, values: torch.Tensor) -> None:
+        """Make this tensor object share the memory of the given values."""
+        torch.Tensor.data.__set__(self, values)  # type: ignore[attr-defined]
+
+    def track(self) -> DeviceParameter:
+        """Regard the present values as unmodified. Returns the tensor itself."""
+        self.exposed = False
+        self.known = self._version
+        if self.read:
+            self.read = tuple((counter, counter._version) for counter, _ in self.read)
+        return self
+
+    def let_go(self) -> DeviceParameter:
+        """Give up the memory, which views may still refer to. Returns the tensor itself.
+
+        The tensor shares its version counter with the views: a change through one is still seen.
+        """
+        # Tensors that autograd saved refer to the group, so this memory is not needed.
+        self.refer_to(self.new_empty(0))
+        return self
+
+    def counter(self) -> DeviceParameter:
+        """A tensor that shares its version counter, and has no memory."""
+        shared = DeviceParameter.of(self.detach()).let_go()
+        shared.read = self.read
+        return shared.track()
+
+    def is_changed(self) -> bool:
+        """Whether the values were or may have been modified."""
+        # Guard data-changes-count: a tensor whose `data` was read counts as modified. No version
+        # counter sees changes through `data`: they would be lost when the buffer is released.
+        return (
+            self._version != self.known
+            or self.exposed
+            or bool(self.read and self._is_changed_through_data())
+        )
+
+    def _is_changed_through_data(self) -> bool:
+        return any(counter._version != version for counter, version in self.read)
+
+
+@final
+class OffloadedParameter:
+    """A parameter whose values are on the host, and the device parameters that replace it.
+
+    Args:
+        name: the parameter's name in the model.
+        parameter: the object that the model and the optimizer refer to.
+        offset_bytes: where its values begin in the memory of its group.
+
+    Attributes:
+        name: as given.
+        parameter: as given, until the program installs another one, see `replace_by`.
+        offset_bytes: as given; the same on the host and on the device.
+        shape: the shape of its values.
+        stride: the strides of its values, or of a packed copy if they are not dense.
+        size_bytes: the size of its values.
+        host: its part of its group's memory, where it rests, in a storage of its own.
+        values: where its values are, see [Note: values stay where the program puts them].
+        loaded: `values` when the values in the group's device buffer were read from there.
+        places: where modules hold the parameter: in their parameters, lists and dicts.
+        installed: the device parameter that running modules hold; None while none runs.
+        substitutes: device parameters that code still refers to although no module holds them.
+        reused: the device parameter of this forward pass, which later calls reuse. Between calls it
+            has no memory, unless the model itself refers to it.
+        is_reused_viewed: whether views of other memory may share the version counter of `reused`.
+        watched: device parameters that nobody refers to any more, without memory. They show whether
+            the values in the group's present buffer are changed through views.
+        device_leaf: what the parameter becomes in `restore_to`, see [Note: leaves]; None as long as
+            no graph has it.
+        has_left: whether `restore_to` has moved the parameter back to the device.
+        changes: how often a forward pass has modified the values.
+        replacements: how often other values replaced the values.
+    """
+
+    # Long: every way in which a program can change or replace a parameter ends here.
+
+    def __init__(self, name: str, parameter: nn.Parameter, offset_bytes: int) -> None:
+        self.name = name
+        self.parameter = parameter
+        self.offset_bytes = offset_bytes
+        self.size_bytes = parameter.numel() * parameter.element_size()
+        self.shape, self.stride = parameter.shape, _dense_stride(parameter)
+        self.host = self.values = parameter.data
+        self._place = self._rests_at = _place_of(parameter)
+        self.loaded: torch.Tensor | None = None
+        self.places: list[Place] = []
+        self.installed: DeviceParameter | None = None
+        self.substitutes: list[DeviceParameter] = []
+        self.reused: DeviceParameter | None = None
+        self.is_reused_viewed = False
+        self.watched: list[DeviceParameter] = []
+        self.device_leaf: torch.Tensor | None = None
+        self.has_left = False
+        self.changes = self.replacements = 0
+
+    # ---- memory -------------------------------------------------------------------------------
+
+    def view_of(self, memory: torch.Tensor) -> torch.Tensor:
+        """View its values in the memory of its group. The view shares the memory's storage."""
+        dtype = self.host.dtype
+        view = torch.empty(0, dtype=dtype, device=memory.device)
+        offset = self.offset_bytes // dtype.itemsize
+        return view.set_(memory.untyped_storage(), offset, self.shape, self.stride)
+
+    def own_view_of(self, memory: torch.Tensor, offset_bytes: int | None = None) -> torch.Tensor:
+        """View host memory as a tensor like the parameter, in a storage of its own.
+
+        Because of the separate storage, `torch.save` writes this parameter and not its group.
+
+        Args:
+            memory: host memory.
+            offset_bytes: where the tensor begins in it; None: at the parameter's own offset.
+        """
+        begin = self.offset_bytes if offset_bytes is None else offset_bytes
+        part = memory.numpy()[begin : begin + self.size_bytes]
+        flat = torch.from_numpy(part).view(self.host.dtype)
+        return flat.as_strided(self.shape, self.stride).data  # without a base, which counts as user
+
+    def rest_in(self, memory: torch.Tensor) -> None:
+        """Move the values to the group's host memory, and the gradient to the host."""
+        self.host = self.own_view_of(memory)
+        parameter = self.parameter
+        if is_in_graph(parameter) and parameter.device.type != "cpu":
+            # A graph from before may have saved the parameter itself, and finds it in its former
+            # leaf, on the device.
+            gradient, parameter.grad = parameter.grad, None
+            leaf = make_leaf(parameter, parameter.device)
+            leaf.data = parameter.data
+            become(parameter, leaf)
+            parameter.grad = gradient
+        self._rest()
+
+    def _rest(self) -> None:
+        parameter = self.parameter
+        gradient, parameter.grad = parameter.grad, None
+        self.host.copy_(parameter.data)
+        parameter.data = self.values = self.host
+        self._place = self._rests_at = _place_of(parameter)
+        if gradient is not None:
+            parameter.grad = gradient.to(self.host.device)
+
+    def lose_memory(self) -> None:
+        """Move the parameter to the meta device, because this process has not got its memory."""
+        self.parameter.grad = None
+        become(self.parameter, torch.empty_like(self.parameter, device="meta").detach())
+        self.host = self.values = self.parameter.data
+        self._place = _place_of(self.parameter)
+
+    def restore_to(self, home: torch.device, *, stays: bool = False) -> None:
+        """Move the parameter and its gradient back to the device.
+
+        Args:
+            home: the device.
+            stays: leave the values where they are, because others refer to that memory, too.
+        """
+        parameter = self.parameter
+        gradient, parameter.grad = parameter.grad, None
+        if not stays:
+            values = parameter.data.to(home, copy=parameter.device.type == "cpu")
+            self._become_leaf(home, values)
+        if gradient is not None:
+            parameter.grad = gradient.to(home, copy=True)
+        self.has_left = True
+
+    def forget_memory(self) -> None:
+        """Let go of the memory that graphs could still need after `restore_to`; none is alive."""
+        self.host = self.values = torch.empty(0, dtype=self.host.dtype)
+        self.loaded = None
+
+    def _become_leaf(self, home: torch.device, values: torch.Tensor) -> None:
+        """Make the parameter a leaf on the device that has these values."""
+        parameter, leaf = self.parameter, self.device_leaf
+        if leaf is None and home.type != "cpu" and is_in_graph(parameter):
+            leaf = make_leaf(parameter, home)  # a graph uses it outside the model's forward only
+        if leaf is None or not (is_in_graph(leaf) or is_in_graph(parameter)):
+            parameter.data = values
+            return
+        leaf.data = values
+        # Guard leaf-of-live-graphs: after detach, a parameter is the leaf that graphs from before
+        # have on the device. They would accumulate their gradients in a leaf that is no parameter.
+        become(parameter, leaf)
+
+    def leaf_on(self, device: torch.device) -> torch.Tensor:
+        """The leaf on the device that a graph gets beside the parameter; see [Note: leaves]."""
+        if self.device_leaf is None:
+            self.device_leaf = make_leaf(self.parameter, device)
+        return self.device_leaf
+
+    # ---- what the program puts in its place ---------------------------------------------------
+
+    def find_values(self) -> torch.Tensor:
+        """Find where the values are now; see [Note: values stay where the program puts them].
+
+        Returns:
+            `host`, or a tensor in the memory that the program has given the parameter
+            (`parameter.data = ...`, `model.to(...)`), as long as it is the same one each time.
+            After `restore_to`, where graphs from before find them.
+
+        Raises:
+            PolicyError: the values have another shape or dtype.
+        """
+        # Guard values-where-they-are: each use of a weight finds out where its values are. It would
+        # use those in the memory that the parameter had before the program gave it other memory.
+        if _place_of(self.parameter) != self._place and not self.has_left:
+            given = self.parameter.data
+            if not self._fits(given):
+                raise self._misfit(given)
+            self._place, self.stride = _place_of(given), _dense_stride(given)
+            self.values = self.host if self._place == self._rests_at else given
+        return self.values
+
+    def has_values_in(self, memory: torch.Tensor | None) -> bool:
+        """Whether the values are still in the memory in which `find_values` has found them."""
+        values = self.find_values()
+        return values is memory or (memory is not None and _place_of(memory) == self._place)
+
+    def is_given(self) -> bool:
+        """Whether the program has given it other memory since the values were last looked for."""
+        return _place_of(self.parameter) not in (self._place, self._rests_at)
+
+    @property
+    def is_on_device(self) -> bool:
+        """Whether the program has given it memory on the device. It is used where it is, then."""
+        return self.values.device != self.host.device
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether the parameter's values are in its part of its group's memory."""
+        return _place_of(self.parameter) == self._rests_at
+
+    def can_move_in(self) -> bool:
+        """Whether the values, which are elsewhere, may move to `host`: nobody else refers to it.
+
+        Who refers to the memory that they are in is not looked at.
+        """
+        if self.host.data_ptr() != self._rests_at[0]:
+            return False  # torch has moved `host` to memory that it shares with another process
+        # A leaf that moves to another device would leave the graphs that it is in.
+        stays = self.is_on_device and is_in_graph(self.parameter)
+        return not stays and count_users(self.host) == ALONE and not is_foreign(self.parameter)
+
+    def move_in(self) -> None:
+        """Move the values, which are elsewhere, to `host`; see `can_move_in`."""
+        self.host = self.host.as_strided(self.shape, self.stride).data
+        self._rest()
+
+    def find_given(self) -> list[nn.Parameter]:
+        """Other parameters that the program has installed in its places."""
+        held = [held_at(container, key) for _, container, key in self._containers()]
+        given = {id(p): p for p in held if isinstance(p, nn.Parameter) and p is not self.parameter}
+        return list(given.values())
+
+    def replace_by(self, given: nn.Parameter) -> None:
+        """Stand for another parameter in its place, whose values stay where they are.
+
+        Raises:
+            PolicyError: the parameter has another shape or dtype, or the modules that share the
+                old one hold different parameters now.
+        """
+        if len(self.find_given()) > 1 or any(
+            held_at(container, key) is self.parameter
+            for name, container, key in self._containers()
+            if name == PARAMETERS
+        ):
+            raise PolicyError(
+                f"{self.name} is offloaded and shared by several modules, which hold different "
+                f"parameters now; call detach() on the offload's handle first, change the model, "
+                f"and offload it again"
+            )
+        if not self._fits(given.data):
+            raise self._misfit(given.data)
+        self.parameter = given  # the old one, which is no longer offloaded, keeps its memory
+        self.device_leaf = None
+
+    def _misfit(self, given: torch.Tensor) -> PolicyError:
+        return PolicyError(
+            f"{self.name} is offloaded as {self.host.dtype} of shape {tuple(self.shape)}, and "
+            f"was given {given.dtype} of shape {tuple(given.shape)}; call detach() on the "
+            f"offload's handle first, change the model, and offload it again"
+        )
+
+    def _fits(self, values: torch.Tensor) -> bool:
+        return values.shape == self.shape and values.dtype == self.host.dtype
+
+    # ---- device parameters --------------------------------------------------------------------
+
+    def install(self, tensor: DeviceParameter) -> None:
+        """Replace the parameter in its modules by a device parameter."""
+        self._exchange(self.parameter, tensor)
+        self.installed = tensor.track()
+
+    def uninstall(self) -> None:
+        """Put the parameter back into its modules. Code may still refer to the device parameter."""
+        installed, self.installed = self.installed, None
+        if installed is not None:
+            self._exchange(installed, self.parameter)
+            if all(tensor is not installed for tensor in self.substitutes):
+                self.substitutes.append(installed)
+
+    def put_back(self) -> None:
+        """Put the parameter back into its modules even if an interrupt came into `install`."""
+        for _, container, key in self._containers():
+            if isinstance(held_at(container, key), DeviceParameter):
+                container[key] = self.parameter
+        self.installed = self.reused = None
+        self.is_reused_viewed = False
+        self.substitutes, self.watched = [], []
+
+    def is_changed(self) -> bool:
+        """Whether one of its device parameters was or may have been modified."""
+        return any(tensor.is_changed() for tensor in self._tracked())
+
+    def _tracked(self) -> list[DeviceParameter]:
+        installed = self.installed
+        return self.substitutes if installed is None else [installed, *self.substitutes]
+
+    def keep_changes(self, buffer: torch.Tensor | None) -> None:
+        """Write modified device parameters back to the host.
+
+        Args:
+            buffer: the group's device buffer, which is updated, too; None while there is none.
+        """
+        for tensor in self._tracked():
+            if tensor.is_changed():
+                self._keep_changes(tensor.track().detach(), buffer)
+
+    def _keep_changes(self, values: torch.Tensor, buffer: torch.Tensor | None) -> None:
+        self.changes += 1
+        if not self._fits(values):
+            self.parameter.data = values  # the next forward raises the error
+            return
+        self.values.copy_(values)
+        present = None if buffer is None else self.view_of(buffer)
+        if present is not None and present.data_ptr() != values.data_ptr():
+            present.copy_(values)
+            # Tensors that autograd saved before have valid versions, but their values are gone.
+            self.replacements += 1
+
+    def forget_unused(self) -> None:
+        """Drop the device parameters that nobody refers to, and release their memory."""
+        # Guard held-weights-are-tracked: a weight that the model itself refers to keeps its memory.
+        # A forward could take a weight out of a layer, run the layer, and then use the weight after
+        # its memory was taken away.
+        self.substitutes = [
+            t
+            for t in _pop_each(self.substitutes)
+            if _users(t) > _ALONE + (t is self.reused) or self._watch(t)
+        ]
+
+    def _watch(self, tensor: DeviceParameter) -> bool:
+        if tensor is self.reused:
+            tensor.let_go()
+        else:
+            # Not what belongs to a graph: it would keep the graph, and with it this object.
+            self.watched.append(tensor.let_go() if tensor.grad_fn is None else tensor.counter())
+        return False
+
+    def unused(self) -> list[DeviceParameter]:
+        """The device parameters that have no memory, and share version counters with views."""
+        reused = self.reused
+        if reused is None or reused.numel() or not self.size_bytes or self.is_reused_viewed:
+            return self.watched
+        return [*self.watched, reused]
+
+    def stop_watching(self, *, viewed: bool) -> None:
+        """Forget the device parameters without memory.
+
+        Args:
+            viewed: whether views may share their version counters.
+        """
+        if viewed and any(tensor is self.reused for tensor in self.unused()):
+            self.is_reused_viewed = True
+        self.watched = []
+
+    def keep_view_changes(
+        self, unused: Sequence[DeviceParameter], source: torch.Tensor, buffer: torch.Tensor | None
+    ) -> None:
+        """Write values that were changed through views back to the host.
+
+        Args:
+            unused: share version counters with the views; see `unused`.
+            source: the memory that the views refer to, of the group's size.
+            buffer: the group's present buffer, which is updated, too; None while there is none.
+        """
+        # Guard views-count: a change through a view of a weight is seen after the weight itself is
+        # gone. It would be lost when the buffer is released, and the next use of the layer would
+        # compute with the old values.
+        if any(tensor.is_changed() for tensor in unused):
+            for tensor in unused:
+                tensor.track()
+            self._keep_changes(self.view_of(source), buffer)
+
+    def _exchange(self, present: torch.Tensor, following: torch.Tensor) -> None:
+        for _, container, key in self._containers():
+            if container is not None and held_at(container, key) is present:
+                container[key] = following
+
+    def _containers(self) -> Iterator[tuple[str, Any, Any]]:
+        """Yield what is in each place now, which the model may have replaced, and the key there."""
+        for known, name, key in self.places:
+            module = known()
+            if module is not None:
+                yield name, vars(module).get(name), key
+
+
+def held_at(container: Any, key: Any) -> Any:
+    """The entry of a module's list or dict, without substitution; None if there is none."""
+    if isinstance(container, dict):
+        return dict.get(container, key)
+    return container[key] if isinstance(container, list) and key < len(container) else None
+
+
+def _place_of(tensor: torch.Tensor) -> tuple[int, tuple[int, ...], torch.Size]:
+    """Where a tensor's values are, and in which order."""
+    return tensor.data_ptr(), tensor.stride(), tensor.shape
+
+
+def _dense_stride(parameter: torch.Tensor) -> tuple[int, ...]:
+    """The parameter's strides if they are dense, else the strides of a packed copy."""
+    return torch.empty_like(parameter, device="meta").stride()
+
+
+def _pop_each(tensors: list[DeviceParameter]) -> Iterator[DeviceParameter]:
+    """Remove each tensor from the list and yield it."""
+    while tensors:
+        yield tensors.pop(0)
+
+
+def _users(tensor: DeviceParameter) -> int:
+    return sys.getrefcount(tensor)
+
+
+_ALONE = [_users(t) for t in _pop_each([DeviceParameter.of(torch.empty(0))])][0]  # noqa: RUF015
+"""The reference count that such a loop sees for a tensor that nobody else refers to."""
+
+
+# ---- Finds the device that parameters are computed with on ----
+
+
+def find_device(modules: Sequence[nn.Module]) -> torch.device | None:
+    """Return the one device of all parameters, or None if there are no parameters.
+
+    Raises:
+        PolicyError: the parameters are on several devices, or on `meta`.
+    """
+    homes: dict[torch.device, str] = {}
+    for module in modules:
+        for name, parameter in module.named_parameters():
+            homes.setdefault(home_of(parameter), name)
+    if len(homes) > 1:
+        places = ", ".join(f"{name} on {device}" for device, name in homes.items())
+        raise PolicyError(
+            f"the model is on {len(homes)} devices ({places}); move it to one with "
+            f"model.to(device), or offload the parts on each device separately"
+        )
+    device = next(iter(homes), None)
+    if device is not None and device.type == "meta":
+        raise PolicyError(
+            "the model's parameters are on the meta device and hold no values; materialise them "
+            "first, for example with model.to_empty(device=...) and by loading a state_dict"
+        )
+    return device
+
+
+def home_of(parameter: nn.Parameter) -> torch.device:
+    """Return the device that a parameter is computed with on.
+
+    FSDP2's `CPUOffloadPolicy` keeps shards on the host, and gathers them on the mesh's device.
+    """
+    device = parameter.device
+    mesh = getattr(parameter, "device_mesh", None)
+    if mesh is None or device.type in (mesh.device_type, "meta"):
+        return device
+    return torch.device(mesh.device_type, torch.accelerator.current_device_index())
+
+
+# ---- The places where a model holds its parameters, and the substitutes that code finds there ----
+
+Substitute = Callable[[torch.Tensor], torch.Tensor]
+"""Maps a parameter to the tensor that code gets when it reads it from a module not running."""
+
+
+@final
+class SubstitutingDict(dict[str, nn.Parameter | None]):
+    """A module's parameters by name. Code that reads one by its name gets its substitute.
+
+    `module.weight` reads by name; `module.parameters()` and `state_dict()` do not, and give the
+    parameter itself. A copied or unpickled instance is a plain dict.
+
+    Args:
+        parameters: the parameters of the module.
+        substitute: see `Substitute`.
+        settle: called before all parameters are looked at, so that they are there: a module whose
+            forward was interrupted in a thread of autograd's can hold device parameters still.
+    """
+
+    __slots__ = ("_settle", "_substitute")
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter | None],
+        substitute: Substitute,
+        settle: Callable[[], None],
+    ) -> None:
+        super().__init__(parameters)
+        self._substitute, self._settle = substitute, settle
+
+    def items(self) -> ItemsView[str, nn.Parameter | None]:  # type: ignore[override]
+        self._settle()
+        return super().items()
+
+    def __getitem__(self, name: str) -> Any:
+        held = super().__getitem__(name)
+        return held if held is None else self._substitute(held)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (), None, None, iter(self.items())
+
+
+def start_substituting(
+    modules: Iterable[nn.Module], substitute: Substitute, settle: Callable[[], None]
+) -> None:
+    """Make these modules return substitutes when their parameters are read by name.
+
+    Args:
+        modules: the modules.
+        substitute: see `Substitute`.
+        settle: see `SubstitutingDict`.
+    """
+    for module in modules:
+        module._parameters = SubstitutingDict(module._parameters, substitute, settle)
+
+
+def stop_substituting(modules: Iterable[nn.Module]) -> None:
+    """Undo `start_substituting`."""
+    for module in modules:
+        if isinstance(module._parameters, SubstitutingDict):
+            module._parameters = dict(module._parameters.items())
+
+
+def running_modules() -> set[nn.Module]:
+    """Return the modules whose call is on the stack of some thread."""
+    found = set()
+
+    def look(frame: FrameType) -> None:
+        if frame.f_code is nn.Module._call_impl.__code__:
+            found.add(frame.f_locals["self"])
+
+    visit_frames(look)
+    return found
+
+
+def find_places(model: nn.Module, members: Iterable[OffloadedParameter]) -> None:
+    """Add to each parameter the places that hold it: its modules' parameters, lists and dicts.
+
+    Lists matter: `nn.LSTM` computes with a list of its weights, and a head can hold an embedding's
+    weight in a list so that it does not register it as its own parameter.
+    """
+    sought = {id(member.parameter): member for member in members}
+    for module in model.modules():
+        for place in _places_in(module):
+            member = sought.get(id(held_at(vars(module)[place[1]], place[2])))
+            if member is not None:
+                member.places.append(place)
+
+
+def _places_in(module: nn.Module) -> Iterator[Place]:
+    known = weakref.ref(module)
+    for name, value in vars(module).items():
+        if isinstance(value, list):
+            yield from ((known, name, index) for index in range(len(value)))
+        elif isinstance(value, dict) and (name == PARAMETERS or not name.startswith("_")):
+            yield from ((known, name, key) for key in value)
