@@ -40,6 +40,7 @@ from recompute_bench import (
     stack,
     step,
 )
+from waiting import wait_until
 
 LAYERS = ["layers.*"]
 
@@ -866,8 +867,8 @@ def test_dropped_graphs_leave_nothing() -> None:
                 assert alive[-1]() is None, "at once, without the garbage collector"
             finally:
                 gc.enable()
-        handle._engine.transfers.device.finish_copies()
-        assert handle.inspect().in_flight.is_idle
+        # Copies may outlive the step.
+        wait_until(lambda: handle.inspect().in_flight.is_idle, "a step leaves something in flight")
         assert handle._engine.refused_layers == frozenset()
 
 
