@@ -14,7 +14,7 @@ import weight_statements
 from mutant import CAUGHT
 from mutations import ACTIVATIONS, MUTATIONS, SCHEDULES, STATEMENTS, WEIGHTS, Mutation
 from oracle_feed import check_activations, watched
-from test_mutations import _run_mutated
+from test_mutations import _mutate, _run_mutated
 
 _CHECKS = {
     ACTIVATIONS: "oracle_feed.check_activations",
@@ -97,7 +97,7 @@ def test_it_finds_planted_races_that_show_in_few_programs(name: str, tmp_path: P
     (mutation,) = (mutation for mutation in MUTATIONS if mutation.name == name)
     check_activations(RARE[name])  # as the engine is, nothing is reported
     oracle = dataclasses.replace(mutation, check=_CHECKS[mutation.check])
-    printed = _run_mutated(forks, oracle, tmp_path, [RARE[name]])
+    printed = _run_mutated(forks, oracle, _mutate(mutation, tmp_path), [RARE[name]])
     assert any(line.startswith(CAUGHT) for line in printed.splitlines()), printed
 
 
@@ -111,5 +111,5 @@ if "EBBTIDE_SIMULATION_SEEDS" not in os.environ:
 def test_it_finds_planted_races(mutation: Mutation, tmp_path: Path) -> None:
     forks = multiprocessing.get_context("forkserver")
     oracle = dataclasses.replace(mutation, check=_CHECKS[mutation.check])
-    printed = _run_mutated(forks, oracle, tmp_path)
+    printed = _run_mutated(forks, oracle, _mutate(mutation, tmp_path))
     assert any(line.startswith(CAUGHT) for line in printed.splitlines()), printed
