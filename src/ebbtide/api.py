@@ -89,8 +89,8 @@ def offload(
         host_budget: the most host memory to take for a model on an accelerator, in bytes or as text
             such as ``"24GiB"``; or the most for all ranks of this host, ``"96GiB/node"``, of which
             each rank has an equal part. Bytes beyond it go to disk if the store is tiered;
-            otherwise the forward raises `StoreFullError`. None means all free host memory, which
-            the ranks of a host take in turn.
+            otherwise the forward raises `StoreFullError`. None means all free host memory, of
+            which each rank of a host has an equal part.
         trace: record every step for ``handle.trace``. On an accelerator the host then waits for
             the device once per step, so use it to study a step, not for a whole training run.
         schedule: which layer moves at which pass; see `ebbtide.schedule`. None means that

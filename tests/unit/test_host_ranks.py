@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 pytestmark = [
     pytest.mark.skipif(not dist.is_available(), reason="torch was built without distributed"),
-    pytest.mark.skipif(sys.platform != "linux", reason="needs flock"),
+    pytest.mark.skipif(sys.platform != "linux", reason="the ranks share a mapped file"),
 ]
 if dist.is_available():
     from host_ranks_worker import BUDGET_BYTES, MIB, RAM_BYTES
@@ -55,7 +55,6 @@ class Runs(dict[int, list[dict[str, Any]]]):
             timeout=120,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
-        assert "growth-lock" not in done.stderr
         left = {path for path in Path("/dev/shm").iterdir() if path not in shared}
         # torch's own, and semaphores of tests that run at the same time.
         others = ("torch", "sem.")
@@ -79,9 +78,12 @@ def peak_bytes(seen: Seen) -> int:
     ("world", "check"), [(2, "activations"), (2, "weights"), (2, "gradients"), (4, "activations")]
 )
 def test_free_ram_is_not_taken_twice(world: int, check: str, runs: Runs) -> None:
-    """Each rank alone would take all of it: slabs of 5 MiB and less, blocks of 20 or of 3 MiB."""
+    """Each rank alone would take all of it: slabs of 5 MiB and less, blocks of 9 or of 3 MiB.
+
+    Without a budget each has an equal part, so that it does not matter who is first.
+    """
     seen = [rank[check] for rank in runs[world]]
-    assert RAM_BYTES - 6 * MIB <= peak_bytes(seen) < RAM_BYTES
+    assert RAM_BYTES - world * 9 * MIB <= peak_bytes(seen) < RAM_BYTES
     for rank in seen:
         assert "of RAM to spare" in rank["reason"] or "of free RAM are left" in rank["reason"]
         assert rank["left_bytes"] >= 0

@@ -11,7 +11,6 @@ import contextlib
 import ctypes
 import errno
 import functools
-import io
 import math
 import mmap
 import multiprocessing
@@ -20,9 +19,8 @@ import platform
 import re
 import sys
 import threading
-import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, NamedTuple, final
 
@@ -31,7 +29,6 @@ import torch
 import torch.distributed as dist
 
 from ebbtide.devices.device import AbstractDevice
-from ebbtide.devices.process import watch_forks
 from ebbtide.errors import PolicyError, StoreFullError, warn_user
 from ebbtide.units import format_size, parse_size_bytes
 
@@ -515,7 +512,9 @@ def _mounted(version: int, controller: str, root: Path) -> tuple[str, Path] | No
 #
 # [Note: equal parts] A budget of a host is divided by the number of its ranks once, when the
 # offload begins. Each rank then knows its limit, so the limit holds whatever the other ranks do,
-# equal steps stay equal, and a rank that dies leaves nothing to tidy up. One pool for all ranks
+# equal steps stay equal, and a rank that dies leaves nothing to tidy up. Without a budget, the RAM
+# that is free then is divided likewise: two ranks that looked at the same moment how much is free
+# would both take it, and the kernel would kill one of them. One pool for all ranks
 # would give the memory to whoever asks first: of four equal ranks with a tiered store, one or two
 # would find host memory and the others only the disk, and every step would take as long as the
 # slowest rank. Ranks with different needs, such as pipeline stages, can each be given a budget of
@@ -602,7 +601,7 @@ class HostBudget:
     """Counts the host memory of slabs, weights, gradients and chunks against one limit.
 
     Args:
-        limit_bytes: the most host memory to allocate; None: all that is free.
+        limit_bytes: the most host memory to allocate; None: this rank's part of what is free.
         origin: the budget that the limit is a part of, in words; see `HostLimit`.
 
     Attributes:
@@ -617,6 +616,10 @@ class HostBudget:
         self._origin = origin
         self.taken_bytes = 0
         self.reserved_bytes = 0
+        self._num_ranks = 1 if limit_bytes is not None else _num_known_ranks()
+        self._part_bytes = sys.maxsize  # of free RAM; see [Note: equal parts]
+        if self._num_ranks > 1:
+            self._part_bytes = free_ram_bytes() // self._num_ranks
 
     @property
     def left_bytes(self) -> int:
@@ -635,11 +638,14 @@ class HostBudget:
     def spare_ram_bytes(self) -> int:
         """Free RAM beside the reserve and the margin that stays free, in whole pages.
 
+        Without a limit, a rank takes no more than its part of what was free when it began.
+
         The margin grows with what is taken. If it were a share of the free RAM alone, a store that
         grows step by step would use up the margin, too.
         """
         margin_bytes = int(self.taken_bytes * (1 - _FREE_SHARE))
-        spare_bytes = max(0, free_ram_bytes() - margin_bytes - self.reserved_bytes)
+        free_bytes = min(free_ram_bytes() - margin_bytes, self._part_bytes - self.taken_bytes)
+        spare_bytes = max(0, free_bytes - self.reserved_bytes)
         return spare_bytes - spare_bytes % mmap.PAGESIZE
 
     def take(self, size_bytes: int) -> None:
@@ -662,13 +668,26 @@ class HostBudget:
 
     def out_of_ram(self, size_bytes: int, spare_bytes: int) -> StoreFullError:
         """The error for activations that exceed the free RAM."""
+        part = ""
+        if self._num_ranks > 1:
+            part = (
+                f" for this rank (without a host_budget, each of {self._num_ranks} ranks has an "
+                f"equal part of what was free)"
+            )
         return StoreFullError(
             errno.ENOMEM,
-            f"the host has {format_size(spare_bytes)} of RAM to spare and the next "
+            f"the host has {format_size(spare_bytes)} of RAM to spare{part}, and the next "
             f"{format_size(size_bytes)} of offloaded activations do not fit, beside "
             f"{format_size(self.taken_bytes)} that are taken; free host memory, let the rest "
             f"{_OTHERWISE}",
         )
+
+
+def _num_known_ranks() -> int:
+    try:
+        return num_host_ranks()
+    except PolicyError:  # started by a program that says nothing of others
+        return 1
 
 
 def free_ram_bytes() -> int:
@@ -682,124 +701,3 @@ def free_ram_bytes() -> int:
         free_bytes = min(free_bytes, limit.free_bytes)
     free_bytes = int(free_bytes * _FREE_SHARE)
     return free_bytes - free_bytes % mmap.PAGESIZE
-
-
-# ---- A lock that lets one process of a host at a time allocate host memory ----
-#
-# [Note: growth in turn] A store checks how much RAM is free before it allocates. If two ranks
-# checked at the same moment, both would find the same RAM and both would take it, and the kernel
-# would kill one of them. So a store holds this lock from the check until the pages are allocated,
-# and the next process that checks finds less.
-#
-# The lock is an advisory `flock` on `/dev/zero`. Every Linux host and container has this file,
-# and it is never on a network file system, where the lock would reach other hosts. Nothing is
-# created that a killed process could leave behind: the kernel releases the lock of a process that
-# ends, however it ends. There is no table of who has taken what either, because the free RAM
-# already says it.
-#
-# A process that allocates one block after the other would take the lock again before another one
-# notices that it was free. So whoever waits holds the *door*, a second lock, and comes next.
-#
-# A process that is stopped while it holds the lock (SIGSTOP, a debugger) keeps it. The others wait
-# for a limited time, warn, and allocate without the lock until it is free again.
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
-
-_LOCK_FILE: Final = "/dev/zero"
-_DOOR_FILE: Final = "/dev/null"
-_PATIENCE_S = 60.0  # page-locking takes up to 0.35 s/GiB, and several ranks may be ahead
-_LITTLE_PATIENCE_S = 0.1  # with a process that has been given up
-_POLL_S = 0.002
-
-
-@final
-class GrowthLock:
-    """The lock of [Note: growth in turn]. Threads of one process take turns, too."""
-
-    def __init__(self) -> None:
-        self._files: weakref.WeakSet[io.FileIO] = weakref.WeakSet()
-        self._has_given_up = False
-        watch_forks(self)
-
-    def note_fork(self) -> None:
-        """Close what another thread of the parent had open; the child would keep the lock."""
-        for file in list(self._files):
-            file.close()
-
-    @contextlib.contextmanager
-    def hold(self) -> Iterator[None]:
-        """Hold the lock. A thread that holds it must not ask for it again.
-
-        Where the system has no such lock, or its holder is stopped, the body runs without it.
-        """
-        patience_s = _LITTLE_PATIENCE_S if self._has_given_up else _PATIENCE_S
-        deadline_s = time.monotonic() + patience_s
-        with contextlib.ExitStack() as held:
-            with self._claim(_DOOR_FILE, deadline_s):
-                has_lock = held.enter_context(self._claim(_LOCK_FILE, deadline_s))
-            if has_lock:
-                self._has_given_up = False
-            yield
-
-    @contextlib.contextmanager
-    def _claim(self, path: str, deadline_s: float) -> Iterator[bool]:
-        """Lock a file; the body is told whether that has succeeded."""
-        file = _open(path)
-        if file is None:
-            yield False
-            return
-        with file:
-            self._files.add(file)
-            is_locked = self._wait(file, deadline_s)
-            try:
-                yield is_locked
-            finally:
-                if is_locked and not file.closed:  # in a process that was forked inside, it is
-                    # Closing alone would not release it while a forked process has a copy.
-                    fcntl.flock(file, fcntl.LOCK_UN)
-
-    def _wait(self, file: io.FileIO, deadline_s: float) -> bool:
-        """Wait for the lock on a file; return whether it is held now."""
-        while True:
-            try:
-                # No blocking call: it could not be given up.
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                pass
-            except OSError:  # a sandbox without such locks
-                return False
-            else:
-                return True
-            if time.monotonic() > deadline_s:
-                self._warn()
-                return False
-            time.sleep(_POLL_S)
-
-    def _warn(self) -> None:
-        if self._has_given_up:
-            return
-        self._has_given_up = True
-        warn_user(
-            "growth-lock",
-            f"another process on this host has been allocating host memory for {_PATIENCE_S:.0f} s "
-            f"(it may be stopped); ebbtide goes on without waiting for it. Until it ends or "
-            f"continues, two ranks can take the same free RAM; a host_budget for each rank "
-            f"prevents that",
-        )
-
-
-def _open(path: str) -> io.FileIO | None:
-    """Open a file; None if the system has no such file, no locks, or no descriptor left."""
-    if fcntl is None:
-        return None
-    try:
-        return io.FileIO(path)
-    except OSError:
-        return None
-
-
-GROWTH_LOCK: Final = GrowthLock()
-"""The lock of this process. It is one for all models, because they share the RAM of the host."""

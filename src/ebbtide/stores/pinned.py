@@ -23,7 +23,6 @@ import torch
 from ebbtide.devices.device import AbstractDevice, AbstractEvent
 from ebbtide.errors import StoreFullError
 from ebbtide.stores.host_memory import (
-    GROWTH_LOCK,
     HostBudget,
     HostMemory,
     allocate_by_torch,
@@ -157,13 +156,11 @@ class Slabs:
         Raises:
             StoreFullError: there is no room for one.
         """
-        # See [Note: growth in turn].
-        with GROWTH_LOCK.hold():
+        memory = self._take(self._next_size(size_bytes))
+        if memory is None:
+            self._by_torch = True
             memory = self._take(self._next_size(size_bytes))
-            if memory is None:
-                self._by_torch = True
-                memory = self._take(self._next_size(size_bytes))
-                assert memory is not None
+            assert memory is not None
         self._slabs.append(Slab(memory, trimmed=False))
         self.grown = True
         _LOG.debug(
@@ -243,15 +240,10 @@ class Slabs:
         Raises:
             StoreFullError: some could not be had. What was given back is gone.
         """
-        # See [Note: growth in turn]. No other process gets in between what is given back and taken.
-        with GROWTH_LOCK.hold():
-            more_bytes = sum(size_bytes for _, size_bytes in sizes) - self.capacity_bytes
-            spare_bytes = self._budget.spare_ram_bytes()
-            if more_bytes > spare_bytes:
-                raise self._budget.out_of_ram(more_bytes, spare_bytes)
-            self._resize(sizes)
-
-    def _resize(self, sizes: Sizes) -> None:
+        more_bytes = sum(size_bytes for _, size_bytes in sizes) - self.capacity_bytes
+        spare_bytes = self._budget.spare_ram_bytes()
+        if more_bytes > spare_bytes:
+            raise self._budget.out_of_ram(more_bytes, spare_bytes)
         changed = [slab for slab, size_bytes in sizes if slab.capacity_bytes != size_bytes]
         for slab in changed:
             self._give_back(slab)  # all of it first: there may be no RAM for both
@@ -407,16 +399,15 @@ class PinnedStore(AbstractStore):
         whole_bytes = whole_pages(max(size_bytes, 1))
         if reserved:
             self.budget.reserve(-whole_bytes)
-        # See [Note: growth in turn]. Another process may have taken RAM that was set aside here.
-        with GROWTH_LOCK.hold():
-            ram_bytes = free_ram_bytes() if reserved else self.budget.spare_ram_bytes()
-            check = functools.partial(self._check_room, ram_bytes=ram_bytes)
-            try:
-                memory = allocate_host_memory(self._device, size_bytes, check)
-            except StoreFullError:
-                raise
-            except OSError as error:
-                raise self._no_room(whole_bytes, free_ram_bytes()) from error
+        # Another process may have taken RAM that was set aside here.
+        ram_bytes = free_ram_bytes() if reserved else self.budget.spare_ram_bytes()
+        check = functools.partial(self._check_room, ram_bytes=ram_bytes)
+        try:
+            memory = allocate_host_memory(self._device, size_bytes, check)
+        except StoreFullError:
+            raise
+        except OSError as error:
+            raise self._no_room(whole_bytes, free_ram_bytes()) from error
         extent = Extent(0, memory.tensor.numel())
         self.budget.take(extent.size_bytes)
         return RestingSlot(extent, size_bytes, ALREADY_REACHED, "host", memory=memory)

@@ -15,7 +15,6 @@ from ebbtide.devices.device import AbstractDevice, AbstractEvent, Origin, Span
 from ebbtide.errors import StoreFullError
 from ebbtide.stores.disk_file import GROWTH_BYTES, AbstractFile, DiskFile
 from ebbtide.stores.host_memory import (
-    GROWTH_LOCK,
     HostMemory,
     allocate_by_torch,
     map_exactly,
@@ -359,18 +358,16 @@ class StagedDiskStore(AbstractStore):
 
     def _take_staging(self) -> None:
         size_bytes = 2 * _CHUNKS * self._chunk_bytes
-        # See [Note: growth in turn]. The chunks are part of the margin that stores leave free.
-        with GROWTH_LOCK.hold():
-            try:
-                staging = map_exactly(self._device, size_bytes)
-            except OSError as error:
-                raise StoreFullError(
-                    errno.ENOMEM,
-                    "the host has no memory for the chunks that stage bytes for the disk; set a "
-                    "smaller host_budget or free host memory",
-                ) from error
-            if staging is None:
-                staging = allocate_by_torch(self._device, size_bytes)
+        try:  # the chunks are part of the margin that stores leave free
+            staging = map_exactly(self._device, size_bytes)
+        except OSError as error:
+            raise StoreFullError(
+                errno.ENOMEM,
+                "the host has no memory for the chunks that stage bytes for the disk; set a "
+                "smaller host_budget or free host memory",
+            ) from error
+        if staging is None:
+            staging = allocate_by_torch(self._device, size_bytes)
         if staging.refusal is not None:
             warn_of_pageable(self._device, size_bytes, staging.refusal)
         self._staging = staging
