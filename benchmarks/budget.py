@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -29,7 +28,7 @@ from torch import Tensor, nn
 
 import ebbtide
 from benchmarks import record
-from ebbtide.stores.measured_memory import VARIABLE, AbstractMemory, ProcessMemory
+from ebbtide.stores.measured_memory import AbstractMemory, ProcessMemory
 from ebbtide.tools.darcy import gaussian_field
 
 _MIB = 2**20
@@ -133,14 +132,13 @@ def _together(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _run(name: str, kind: str, value: str, steps: int) -> dict[str, Any]:
-    """Train in a process of its own, with huge pages."""
+    """Train in a process of its own."""
     command = [sys.executable, "-m", "benchmarks.budget", "--steps", str(steps)]
     done = subprocess.run(
         [*command, "--worker", name, kind, value],
         capture_output=True,
         text=True,
         check=False,
-        env={**os.environ, VARIABLE: "1"},
     )
     if done.returncode:
         raise RuntimeError(f"{name}, {value}: {done.stderr[-2000:]}")

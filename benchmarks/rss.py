@@ -17,8 +17,6 @@ import ctypes
 import json
 import os
 import statistics
-import subprocess
-import sys
 import time
 import traceback
 import warnings
@@ -32,7 +30,7 @@ from torch import Tensor, nn
 import ebbtide
 from benchmarks import record
 from ebbtide.stores import measured_memory as freed_memory
-from ebbtide.stores.measured_memory import VARIABLE, ProcessMemory
+from ebbtide.stores.measured_memory import ProcessMemory
 
 Loss = Callable[[], Tensor]
 
@@ -51,7 +49,6 @@ class Way:
         share: or after this part of the bytes in the store, if that is more.
         threshold_bytes: `M_MMAP_THRESHOLD`; None leaves glibc's own.
         late: set the threshold only after a step without offload.
-        huge_pages: torch asks for huge pages, and glibc reuses blocks.
     """
 
     offloaded: bool = True
@@ -59,7 +56,6 @@ class Way:
     share: int = freed_memory.SHARE
     threshold_bytes: int | None = None
     late: bool = False
-    huge_pages: bool = False
 
 
 _OURS = freed_memory.LEAST_BYTES
@@ -74,9 +70,6 @@ WAYS = {
     "threshold 1 MiB, after a plain step": Way(threshold_bytes=_MIB, late=True),
     "threshold 4 MiB": Way(threshold_bytes=4 * _MIB),
     "no offload, threshold 1 MiB": Way(offloaded=False, threshold_bytes=_MIB),
-    "no offload, huge pages": Way(offloaded=False, huge_pages=True),
-    "offload, freed memory kept, huge pages": Way(huge_pages=True),
-    "as built, huge pages": Way(every_bytes=_OURS, huge_pages=True),
 }
 
 
@@ -86,51 +79,20 @@ def main() -> None:
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--rounds", type=int, default=7, help="samples of each mode")
     parser.add_argument("--steps", type=int, default=3, help="measured steps of each sample")
-    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     names = arguments.models.split(",")
     import neuralop  # noqa: F401  # once, before the processes are forked
     import transformers  # noqa: F401
 
-    if arguments.serve:
-        for line in sys.stdin:
-            name, title = json.loads(line)
-            print(json.dumps(in_child(_measure, MODELS[name], WAYS[title], arguments.steps)))
-            sys.stdout.flush()
-        return
-    server = _HugePages(arguments.steps)
     samples: dict[str, dict[str, list[Any]]] = {name: {way: [] for way in WAYS} for name in names}
     for number in range(arguments.rounds):
         for name in names:
             for title, way in WAYS.items():
-                if way.huge_pages:
-                    sample = server.measure(name, title)
-                else:
-                    sample = in_child(_measure, MODELS[name], way, arguments.steps)
+                sample = in_child(_measure, MODELS[name], way, arguments.steps)
                 samples[name][title].append(sample)
             print(f"round {number + 1}, {name}", flush=True)
     _report(vars(arguments), samples)
-
-
-class _HugePages:
-    """A process like this one, in which torch asks for huge pages, and which forks, too."""
-
-    def __init__(self, steps: int) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.rss", "--serve", "--steps", str(steps)],
-            env={**os.environ, VARIABLE: "1"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-
-    def measure(self, name: str, title: str) -> dict[str, Any]:
-        """Return one sample."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        print(json.dumps([name, title]), file=self._process.stdin, flush=True)
-        sample: dict[str, Any] = json.loads(self._process.stdout.readline())
-        return sample
 
 
 def in_child(measure: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:

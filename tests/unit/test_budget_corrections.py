@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ from ebbtide.planning.follow import place
 from ebbtide.planning.plan import LayerMode, LayerPlan, Plan
 from ebbtide.planning.prediction import StepTiming
 from ebbtide.planning.profile import LayerProfile, StepProfile
-from ebbtide.planning.recorded import PassGuard, PassWatch, copied_bytes
+from ebbtide.planning.recorded import AbstractPasses, PassTrim, PassWatch, copied_bytes
 from ebbtide.runtime.events import TraceEvent
 from ebbtide.stores.measured_memory import AbstractMemory
 from ebbtide.units import format_size
@@ -137,10 +137,7 @@ def run(study: BudgetStudy, peak_mb: int, step_s: float) -> Plan:
     plan = study.choose(0)
     if study.phase is Phase.SETTLED:
         return plan
-    if study.stage is Stage.REFILL:
-        study.learn_refill(step_s, peak_mb * MB)
-        study.note_peak(peak_mb * MB)
-    elif study.stage is Stage.SECONDS:
+    if study.stage is Stage.SECONDS:
         study.learn_seconds(Trace(), step_s, peak_mb * MB)
         study.note_peak(peak_mb * MB)
     else:
@@ -151,7 +148,7 @@ def run(study: BudgetStudy, peak_mb: int, step_s: float) -> Plan:
 def measured_study(budget_mb: int, peak_mb: int, profile: StepProfile = PROFILE) -> BudgetStudy:
     """A study that has measured its frugal steps."""
     study = BudgetStudy(profile, LINK, budget_mb * MB)
-    for stage in (Stage.WARM_UP, Stage.MEMORY, Stage.REFILL, Stage.REFILL, Stage.SECONDS):
+    for stage in (Stage.WARM_UP, Stage.MEMORY, Stage.SECONDS):
         assert (study.phase, study.stage) == (Phase.FRUGAL, stage)
         run(study, peak_mb, 3.0)
     return study
@@ -264,13 +261,12 @@ def test_a_plan_settles_when_it_needs_what_was_predicted() -> None:
     assert study.phase is Phase.PLANNED
 
 
-def until_settled(study: BudgetStudy, freed_mb: int, step_s: float) -> Plan:
-    """Run steps in which this much freed memory stays, and return the plan before it has run."""
+def until_settled(study: BudgetStudy, step_s: float, more_mb: int = 0) -> Plan:
+    """Run steps that need this much more than was predicted; return the plan before it has run."""
     first = study.choose(0)
     for _ in range(16):
         plan = study.choose(0)
-        stays = study.stage in (Stage.REFILL, Stage.SECONDS)
-        run(study, (plan.peak_bytes or 0) // MB + (freed_mb if stays else 0), step_s)
+        run(study, (plan.peak_bytes or 0) // MB + more_mb, step_s)
         if study.phase is Phase.SETTLED:
             break
     assert study.phase is Phase.SETTLED
@@ -278,14 +274,12 @@ def until_settled(study: BudgetStudy, freed_mb: int, step_s: float) -> Plan:
 
 
 def test_what_is_predicted_of_a_settled_plan_has_what_its_own_steps_showed() -> None:
-    """The freed memory that stayed in them, and their seconds."""
     study = measured_study(100, 30)
-    first = until_settled(study, 5, 2.0)
+    first = until_settled(study, 2.0, 1)
     step = study.step
     assert step.at_first == (first.peak_bytes, first.step_s)
     assert step.measured is not None and step.plan.peak_bytes is not None
     assert step.plan.peak_bytes // MB == step.measured.peak_bytes // MB
-    assert step.plan.peak_bytes // MB == (first.peak_bytes or 0) // MB + 5
     assert [line.split()[:2] for line in str(step).splitlines()[2:5]] == [
         ["at", "first"],
         ["predicted", format_size(step.plan.peak_bytes).split()[0]],
@@ -314,75 +308,6 @@ def test_a_plan_that_is_followed_again_is_predicted_by_its_own_steps() -> None:
     assert settle(BudgetStudy(PROFILE, LINK, 46 * MB)) == pytest.approx(2.0, rel=0.1)
 
 
-def test_a_plan_that_is_followed_again_is_timed_again_before_it_stays() -> None:
-    """What the process holds then is what the plans before have left."""
-    study = BudgetStudy(PROFILE, LINK, 46 * MB)
-    frugal = study.choose(0).layers
-    stages = []
-    for _ in range(40):
-        plan = study.choose(0)
-        if study.phase is Phase.SETTLED:
-            break
-        again = plan.layers == frugal and study.phase is Phase.PLANNED
-        stages += [study.stage] if again else []
-        peak_mb = 30 + 9 * again if plan.layers == frugal else (plan.peak_bytes or 0) // MB
-        last = again and study.stage is Stage.SECONDS
-        if last:
-            study._num_plans = 0  # so that more plans could be tried, as this step is late
-        run(study, peak_mb, 9.0 if last else 2.0 if plan.layers == frugal else 6.0)
-        assert not last or study.phase is Phase.SETTLED
-    assert stages == [Stage.REFILL, Stage.REFILL, Stage.SECONDS]
-    assert study.plan.layers == frugal
-    assert study.plan.peak_bytes == 39 * MB
-    assert study.step.measured is not None and study.step.measured.peak_bytes == 39 * MB
-
-
-def test_a_timed_step_that_was_disturbed_counts_as_long_as_the_one_before() -> None:
-    study = BudgetStudy(PROFILE, LINK, 100 * MB)
-    for _ in range(2):
-        run(study, 30, 3.0)
-    plans = []
-    for refill_s, step_s in ((2.0, 3.0), (3.0, 2.0), (2.0, 2.0)):
-        study.stage = Stage.REFILL
-        study.learn_refill(refill_s, 30 * MB)
-        study.learn_seconds(Trace(list(forwards_and_backwards(step_s))), step_s, 30 * MB)
-        plans.append(study.step.profile.layers)
-        assert study.step.measured is not None and study.step.measured.step_s == 2.0
-    assert plans[0][0].forward_s == pytest.approx(plans[2][0].forward_s)
-    assert plans[1] == plans[2]
-
-
-@pytest.mark.parametrize(
-    ("refills_s", "num_refills"),
-    [
-        ((3.0, 2.0, 2.0, 1.0), 3),  # it gets no shorter
-        ((2.0, 3.0, 1.0, 1.0), 2),
-        ((4.0, 3.0, 2.0, 1.0), 4),  # the most
-        ((1.0, 0.96, 0.5, 0.5), 2),
-    ],
-)
-def test_a_step_is_timed_once_steps_get_no_shorter(
-    refills_s: tuple[float, ...], num_refills: int
-) -> None:
-    study = BudgetStudy(PROFILE, LINK, 100 * MB)
-    for _ in range(2):
-        run(study, 30, 3.0)
-    for number, step_s in enumerate(refills_s):
-        if study.stage is not Stage.REFILL:
-            assert number == num_refills
-            break
-        run(study, 30, step_s)
-    assert study.stage is Stage.SECONDS
-    run(study, 30, 5.0)
-    assert study.step.measured is not None
-    assert study.step.measured.step_s == min(refills_s[:num_refills])
-    study.choose(0)
-    run(study, 30, 3.0)
-    run(study, 30, 3.0)  # the plan after it begins anew
-    run(study, 30, 3.0)
-    assert study.stage is Stage.REFILL
-
-
 def forwards_and_backwards(step_s: float) -> Iterator[TraceEvent]:
     """A step of the two layers in `PROFILE`, each pass of which takes a quarter."""
     passes = [("forward", 0), ("forward", 1), ("backward", 1), ("backward", 0)]
@@ -391,48 +316,14 @@ def forwards_and_backwards(step_s: float) -> Iterator[TraceEvent]:
         yield TraceEvent(what=what, lane="compute", begin_s=begin_s, end_s=end_s, layer=layer)
 
 
-@pytest.mark.parametrize("more_mb", [(0, 0, 0), (7, 0, 0), (0, 6, 0), (7, 5, 3), (7, 3, 5)])
-def test_freed_memory_that_stays_in_the_last_steps_is_predicted_to_stay(
-    more_mb: tuple[int, int, int],
-) -> None:
-    """Those of the step that is timed and of the one before, not of the first that take it."""
-    study, plan = measured_study(100, 30), None
-    for _ in range(16):
-        if study.phase is Phase.PLANNED and study.stage is Stage.REFILL:
-            break
-        plan = study.choose(0)
-        run(study, (plan.peak_bytes or 0) // MB, 2.0)
-    assert plan is not None
-    for more in more_mb:
-        run(study, (plan.peak_bytes or 0) // MB + more, 2.0)
-    study.choose(0)  # finds the same plan again
-    assert study.phase is Phase.SETTLED
-    step = study.step
-    assert step.at_first is not None and step.measured is not None
-    assert step.plan.peak_bytes == step.at_first.peak_bytes + max(more_mb[1:]) * MB
-    # Whether it fits is judged by the most.
-    assert step.measured.peak_bytes == step.at_first.peak_bytes + max(more_mb) * MB
-
-
 def test_a_settled_plan_that_was_measured_to_fit_is_predicted_to_fit() -> None:
     """Other plans' steps have raised what is predicted of it: their copies came late."""
     study = measured_study(100, 30)
-    until_settled(study, 0, 2.0)
+    until_settled(study, 2.0)
     study._slower, study._slack_bytes = 4.0, 90 * MB
     study._end_search()
     assert study.step.measured is not None
-    assert study.step.plan.peak_bytes == study.step.measured.peak_bytes <= 98 * MB
-    study._hardware = dataclasses.replace(LINK, computes_on_host=False)
-    study._end_search()  # on an accelerator, copies can come later in other steps
-    assert study.step.plan.peak_bytes == study.limit_bytes == 97 * MB
-
-
-def test_a_plan_is_not_predicted_by_the_steps_of_another_one() -> None:
-    study = measured_study(100, 30)
-    study._timed_peak_bytes = 90 * MB  # of the plan that was followed last
-    study._follow_what_fits()
-    assert study.phase is Phase.SETTLED
-    assert study.plan.peak_bytes is not None and study.plan.peak_bytes < 90 * MB
+    assert study.step.plan.peak_bytes == 100 * MB
 
 
 def test_a_plan_is_searched_for_with_the_memory_in_use_now() -> None:
@@ -440,17 +331,6 @@ def test_a_plan_is_searched_for_with_the_memory_in_use_now() -> None:
     copied = [copied_bytes(PROFILE, plan) for plan in plans]
     assert copied[0] < copied[1]
     assert plans[1].peak_bytes is not None and plans[1].peak_bytes <= 97 * MB
-
-
-def test_memory_that_an_accelerator_keeps_is_timed_at_once() -> None:
-    """What was measured there did not return it to the system, so nothing is to be refilled."""
-    study = BudgetStudy(PROFILE, make_link(1000.0), 100 * MB)
-    stages = []
-    for _ in range(3):
-        study.choose(0)
-        stages.append(study.stage)
-        run(study, 30, 3.0)
-    assert stages == [Stage.WARM_UP, Stage.MEMORY, Stage.SECONDS]
 
 
 def test_the_fastest_plan_that_was_measured_to_fit_stays() -> None:
@@ -540,91 +420,35 @@ def test_less_caution_after_steps_that_needed_less() -> None:
     assert study._slower == before
 
 
-# ---- guards --------------------------------------------------------------------------------------
+# ---- freed memory --------------------------------------------------------------------------------
 
 
-class CountingMemory(AbstractMemory):
-    """A memory in which a given amount is in use, and that counts how often freed is returned."""
+class CountingMemory(ScriptedMemory):
+    """A memory that counts how often what was freed is returned."""
 
-    def __init__(self, now_mb: int) -> None:
-        self.now_mb = now_mb
-        self.num_returned = 0
-        self.reuses = True
-
-    def now_bytes(self) -> int:
-        return self.now_mb * MB
-
-    def peak_bytes(self) -> int:
-        return self.now_mb * MB
-
-    @property
-    def total_bytes(self) -> int:
-        return 10**12
-
-    def reset_peak(self) -> None:
-        pass
+    num_returned = 0
 
     def return_freed(self) -> None:
         self.num_returned += 1
 
-    def reuse_freed(self, reuse: bool) -> None:
-        self.reuses = reuse
 
-
-def test_freed_memory_is_returned_only_before_passes_that_need_its_room() -> None:
+@pytest.mark.parametrize("follow", [PassTrim, lambda memory: PassWatch(memory, PROFILE)])
+def test_freed_memory_is_returned_before_each_pass_whether_it_is_measured_or_not(
+    follow: Callable[[AbstractMemory], AbstractPasses],
+) -> None:
     memory = CountingMemory(50)
-    growth = {0: 25 * MB, 2: 26 * MB, 6: 30 * MB}
-    guard = PassGuard(memory, PROFILE, 100 * MB, growth, 2.0)
-    assert memory.num_returned == 0
-    # 50 + 2 * 25 fit: what a pass frees may not be reused by it.
-    guard.begin_forward_of(Layer(0, ""), ((), {}))
-    assert memory.num_returned == 0
-    assert memory.reuses
-    guard.begin_forward_of(Layer(1, ""), ((), {}))  # 50 + 2 * 26 do not; its position is 2
-    assert memory.num_returned == 1
-    assert not memory.reuses
-    memory.now_mb = 20
-    assert not guard.has_room()  # it had more when the pass began, and may yet grow from there
-    memory.now_mb = 50
-    guard.begin_backward_of(1)  # position 4 was not measured: it may grow like the largest
-    assert memory.num_returned == 2
-    memory.now_mb = 40
-    guard.begin_backward_of(0)
-    assert memory.num_returned == 2
-    assert memory.reuses
-    memory.now_mb = 41
-    assert not guard.has_room()
-    memory.now_mb = 70
-    assert PassGuard(memory, PROFILE, 100 * MB, {0: 30 * MB}, 1.0).has_room()
-    memory.now_mb = 71
-    assert not PassGuard(memory, PROFILE, 100 * MB, {0: 30 * MB}, 1.0).has_room()
-
-
-def test_passes_may_take_memory_again_where_the_plan_leaves_a_tenth_of_the_budget() -> None:
-    study = BudgetStudy(PROFILE, LINK, 100 * MB)
-    assert study.regrowth == 2  # nothing was measured
-    run(study, 80, 3.0)
-    run(study, 90, 3.0)
-    assert (study.stage, study.regrowth) == (Stage.REFILL, 1)
-    study.learn_refill(3.0, 97 * MB)
-    assert (study.stage, study.regrowth) == (Stage.REFILL, 1)  # what was freed has stayed
-    study.learn_refill(3.0, 98 * MB)
-    assert study.regrowth == 2
-    study = BudgetStudy(PROFILE, LINK, 100 * MB)
-    run(study, 80, 3.0)
-    run(study, 91, 3.0)
-    assert (study.stage, study.regrowth) == (Stage.REFILL, 2)  # it leaves less
-
-
-def test_a_step_whose_memory_is_measured_reuses_nothing() -> None:
-    memory = CountingMemory(50)
-    PassWatch(memory, PROFILE)
-    assert not memory.reuses
-
-
-def test_growth_is_measured_from_the_begin_of_each_pass() -> None:
-    watch = watched(1, 2, 3, 4, 5, 6, 7, 8)  # of a memory that says 0 is in use
-    assert watch.growth == watch.peaks
+    passes = follow(memory)
+    before = memory.num_returned
+    for number, enter in enumerate(
+        (
+            lambda: passes.begin_forward_of(Layer(0, ""), ((), {})),
+            lambda: passes.end_forward_of(Layer(0, "")),
+            passes.end_forward,
+            lambda: passes.begin_backward_of(0),
+        )
+    ):
+        enter()
+        assert memory.num_returned == before + number + 1
 
 
 @pytest.mark.parametrize("mode", [LayerMode.RECOMPUTE, LayerMode.RECOMPUTE_OFFLOAD])

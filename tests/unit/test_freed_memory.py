@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 
 import pytest
@@ -142,41 +141,6 @@ def tower() -> nn.Sequential:
     return nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), nn.Tanh()) for _ in range(4)))
 
 
-def test_freed_memory_stays_where_there_is_room() -> None:
-    freed = FreedMemory()
-    freed.has_room = lambda: True
-    assert not freed.is_due(2 * LEAST_BYTES, 0)
-    freed.has_room = lambda: False
-    assert freed.is_due(2 * LEAST_BYTES, 0) == freed.is_returned
-
-
-def test_a_budget_without_room_has_it_returned_eight_times_as_often() -> None:
-    freed = FreedMemory()
-    freed.is_returned, freed.has_room = True, lambda: False
-    assert [freed.is_due(MIB, 0) for _ in range(4)] == [False, True] * 2
-    assert [freed.is_due(2 * MIB, 512 * MIB) for _ in range(4)] == [False, True] * 2
-
-
-def test_what_a_budget_has_no_room_for_is_returned_by_the_thread_that_frees_it(
-    trims: list[int],
-) -> None:
-    model = nn.Linear(2, 2)
-    with ebbtide.offload(model) as handle:
-        store = handle._engine.transfers.store
-        store.freed.has_room = lambda: False
-        blocked = threading.Event()
-        store._reader.submit(blocked.wait)
-        before = len(trims)
-        store.note_freed(2 * MIB)
-        assert len(trims) == before + 1
-        store.freed.has_room = None
-        store.note_freed(LEAST_BYTES)
-        assert len(trims) == before + 1
-        blocked.set()
-        store._reader.submit(lambda: None).synchronize()
-        assert len(trims) == before + 2
-
-
 def test_a_step_returns_memory_in_forward_and_in_backward(trims: list[int]) -> None:
     model = tower()
     with ebbtide.offload(model) as handle:
@@ -291,7 +255,6 @@ def test_a_failing_lookup_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_was_kept_is_returned_when_backward_has_freed_it(trims: list[int]) -> None:
-    """The C library does not return the end of the heap by itself; see `huge_pages`."""
     model = nn.Sequential(*[nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(8)])
     policy = ebbtide.ActivationPolicy(num_layers=0, rebuild=False)
     with ebbtide.offload(model, activations=policy) as handle:
@@ -302,3 +265,45 @@ def test_what_was_kept_is_returned_when_backward_has_freed_it(trims: list[int]) 
         handle._engine.transfers.store._reader.submit(lambda: None).synchronize()
         # 8 results of 4 MiB each and the input were kept: 36 MiB, and one return for each 16.
         assert len(trims) - before == 36 * MIB // LEAST_BYTES
+
+
+# ---- blocks of their own, under a budget ---------------------------------------------------------
+
+BLOCKS = """
+import json, psutil, torch
+from ebbtide.stores.measured_memory import ProcessMemory, large_blocks, return_freed_memory
+process, found, mapped = psutil.Process(), [], []
+first, second = ProcessMemory(), ProcessMemory()
+def resident():
+    return process.memory_info().rss / 2**20
+def left():
+    before = resident()
+    tensors = [torch.ones(8 * 2**18) for _ in range(6)]
+    del tensors
+    return round(resident() - before)
+torch.ones(8 * 2**18)
+holes = [torch.empty(8 * 2**18) for _ in range(64)]  # what was freed before is reused first
+for memory, wanted in ((first, True), (second, True), (first, False), (second, False)):
+    memory.return_at_once(wanted)
+    mapped.append(large_blocks.are_mapped)
+    return_freed_memory()  # the heap has no end any more that blocks could come from,
+    small = [bytes(1000) for _ in range(3000)]  # and grows by what small blocks need
+    found.append(left())
+print(json.dumps({"left": found, "mapped": mapped}))
+"""
+
+
+@linux
+@pytest.mark.skipif(not FreedMemory().is_returned, reason="the allocator is not glibc's")
+def test_large_blocks_return_when_they_are_freed_as_long_as_one_budget_wants_it() -> None:
+    found = run(BLOCKS)
+    assert found["mapped"] == [True, True, True, False]
+    *at_once, left = found["left"]
+    assert max(at_once) < 8
+    assert left > 32
+
+
+@linux
+def test_blocks_are_left_alone_where_the_user_decides() -> None:
+    found = run(BLOCKS, MALLOC_TRIM_THRESHOLD_="67108864")
+    assert found["mapped"] == [False] * 4

@@ -21,7 +21,7 @@ from ebbtide.planning.follow import place
 from ebbtide.planning.hardware import Hardware
 from ebbtide.planning.plan import Plan
 from ebbtide.planning.planned_step import PlannedStep, describe_briefly
-from ebbtide.planning.recorded import PassGuard, PassWatch, profile_recorded_step
+from ebbtide.planning.recorded import PassTrim, PassWatch, profile_recorded_step
 from ebbtide.planning.relaxation import load_solver
 from ebbtide.runtime.engine import Engine
 from ebbtide.runtime.rebuild import PlannedLayers, mark_not_offload
@@ -267,8 +267,9 @@ class BudgetController:
         self._was_exceeded = False  # whether the user knows of a step that was over the budget
         self._was_short = False  # whether the user knows of a step that ran out of memory
         self._was_refused = False  # whether the user knows of a step that could not be planned
+        self._memory = memory or memory_of(engine.torch_device)
         self._begin_on(engine.torch_device)
-        weakref.finalize(self, self._memory.reuse_freed, True)
+        weakref.finalize(self, self._memory.return_at_once, False)
         load_solver()
 
     @property
@@ -323,13 +324,14 @@ class BudgetController:
     def detach(self) -> None:
         """Let the policy decide again, and measure nothing any more."""
         self._running = self._engine.passes = None
-        self._memory.reuse_freed(True)
-        self._engine.keep_freed_memory(None)
+        self._memory.return_at_once(False)
         self._engine.follow(None, None)
 
     def _begin_on(self, device: torch.device) -> None:
         self._device = device
+        self._memory.return_at_once(False)
         self._memory = self._given or memory_of(device)
+        self._memory.return_at_once(True)
         self._hardware = assumed_hardware(device)
         self._budget_bytes = parse_budget_bytes(self._budget, self._memory.total_bytes)
         self._studies.clear()
@@ -362,17 +364,13 @@ class BudgetController:
             if _LOG.isEnabledFor(logging.INFO):
                 _LOG.info("the next step follows another plan: %s", describe_briefly(study.step))
         stage = None if study.phase is Phase.SETTLED or not is_own else study.stage
-        watch = guard = None
+        watch = None
         if stage is Stage.WARM_UP or stage is Stage.MEMORY:
             watch = PassWatch(self._memory, study.profile, self._finish_copies)
-        elif self._device.type == "cpu":
-            guard = PassGuard(
-                self._memory, study.profile, study.limit_bytes, study.growth, study.regrowth
-            )
-        self._engine.passes = watch or guard
-        self._engine.keep_freed_memory(_has_no_room if guard is None else guard.has_room)
-        if stage is Stage.REFILL or stage is Stage.SECONDS:
+        elif stage is Stage.SECONDS:
             self._memory.reset_peak()
+        trims = watch is None and self._memory.keeps_freed
+        self._engine.passes = PassTrim(self._memory) if trims else watch
         self._engine.record_steps(traced=self._traced or stage is Stage.SECONDS)
         self._running = self._begun(kind, study, watch, stage)._replace(is_own=is_own)
 
@@ -392,7 +390,6 @@ class BudgetController:
         self._memory.return_cached()  # what others have left there is not this step's
         watch = PassWatch(self._memory, None, self._finish_copies, self._engine.find_record, held)
         self._engine.passes = watch
-        self._engine.keep_freed_memory(_has_no_room)
         self._engine.record_steps(traced=True)
         self._running = self._begun(kind, None, watch, Stage.WARM_UP)
 
@@ -402,7 +399,6 @@ class BudgetController:
         bound_bytes = 0 if self._is_short else None
         self._engine.follow(PlannedLayers({}, nothing, nothing, rebuilds=True), bound_bytes)
         self._engine.record_steps(traced=self._traced)
-        self._engine.keep_freed_memory(None)
         self._followed = None
 
     def _finish_copies(self) -> None:
@@ -443,7 +439,6 @@ class BudgetController:
         """Learn from the step that has ended."""
         running, self._running = self._running, None
         self._engine.passes = None
-        self._memory.reuse_freed(True)
         if running is None:
             return
         study, watch, step_s = running.study, running.watch, time.perf_counter() - running.begin_s
@@ -480,8 +475,6 @@ class BudgetController:
             if study.has_all_passes(watch) and not self._several:
                 study.learn_memory(watch, step_s)
                 return
-        elif running.stage is Stage.REFILL and not self._several:
-            study.learn_refill(step_s, peak_bytes)
         elif running.stage is Stage.SECONDS and not self._several:
             study.learn_seconds(self._engine.trace, step_s, peak_bytes)
             if study.phase is Phase.FRUGAL:
@@ -534,11 +527,6 @@ class BudgetController:
                 f"this",
                 UserWarning,
             )
-
-
-def _has_no_room() -> bool:
-    """Say that no freed memory may stay, as in a step whose memory is measured."""
-    return False
 
 
 def _needs_gradients(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import logging
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Sequence, Set
 from typing import Any, Final, NamedTuple, final
 
 from ebbtide.errors import BudgetError
@@ -23,7 +23,6 @@ from ebbtide.planning.recorded import (
     measured_hardware,
     measured_profile,
     with_copy_cost,
-    with_shorter_passes,
 )
 from ebbtide.planning.search import find_frugal, search
 from ebbtide.units import format_size
@@ -189,14 +188,11 @@ def too_small(budget_bytes: int, smallest_bytes: int, price: float | None) -> Bu
 # memory is cold, and the first step of all makes the optimizer's state. The next step measures
 # its memory, pass by pass. If offloading everything is not enough, a plan that needs less is
 # searched for. If a plan's memory is as predicted and within the budget, its seconds are measured
-# without the returning of freed memory that measuring memory needs: on a CPU once such steps get
-# no shorter any more, as the first ones take from the system what was returned to it. Then a plan
-# is searched for with what was learned. After a few plans, or as soon as one costs what was
-# predicted, the fastest plan that was measured to fit stays. On a CPU it is timed once more if
-# another plan was followed since.
+# in the next step. Then a plan is searched for with what was learned. After a few plans, or as soon
+# as one costs what was predicted, the fastest plan that was measured to fit stays.
 #
-# What is predicted of the plan that stays is corrected by its own steps, freed memory that stays in
-# the process included. What was predicted before it ran is kept beside that.
+# What is predicted of the plan that stays is corrected by its own steps. What was predicted before
+# it ran is kept beside that.
 
 _LOG = logging.getLogger(__name__)
 
@@ -205,17 +201,12 @@ _MOST_LATE: Final = 2  # or other time than was predicted
 _UNSURE: Final = 0.02  # share of the budget by which layers can be off that never ran again there
 _CLOSE: Final = 0.04  # error of a predicted peak, as a share of it, that needs no other plan,
 _CLOSE_S: Final = 0.15  # and of a predicted time
-_GUARDED: Final = 0.03  # share of the budget that freed memory leaves free
-_REGROWTH: Final = 2.0  # how many times as much passes could grow in which that stays,
-_ROOMY: Final = 0.9  # unless the plan needs no more than this share of the budget without that
 _STEP: Final = 4.0  # by which `SLOWER` changes where more or less memory waited for its copies
 _MOST_FRUGAL: Final = 3  # plans that are tried because they need little
 _LESS: Final = 0.9  # share of the budget that is left after the device ran out of memory
 _ANY_BYTES: Final = 2**62
 _TIMED: Final = 3  # steps that measure the seconds of a plan before another one is preferred
 _FASTER: Final = 0.02  # by how much a plan must be faster to be followed instead of the last one
-_STEADY: Final = 0.05  # by how much a step must be shorter than the last one to take memory still
-_MOST_REFILLS: Final = 4  # steps that may take memory again before one is timed
 _SEARCH_STEPS: Final = 2.0  # that a search may take, as it is repeated up to five times,
 _QUICK_S: Final = 2.0  # or this long,
 _LONG: Final = 256  # in steps of more layers than this
@@ -237,7 +228,6 @@ class Stage(enum.Enum):
 
     WARM_UP = enum.auto()
     MEMORY = enum.auto()
-    REFILL = enum.auto()
     SECONDS = enum.auto()
 
 
@@ -256,16 +246,12 @@ class _Tried(NamedTuple):
         plan: the plan.
         at_first: what was predicted before it ran.
         measured: what was measured.
-        growth: by how much memory grew in each position.
-        freed_bytes: freed memory that stayed in the process at the peak.
         learned: the step and the machine, with the seconds that the plan's own steps took.
     """
 
     plan: Plan
     at_first: StepCost
     measured: StepCost
-    growth: Mapping[int, int]
-    freed_bytes: int
     learned: tuple[StepProfile, Hardware]
 
 
@@ -316,7 +302,6 @@ class BudgetStudy:
         self._corrections = Corrections()
         self._begin_bytes = begin_bytes
         self._slack_bytes = 0  # what an allocator holds beside what is in use
-        self._freed_bytes = 0  # freed memory that stays in the process in steps with the plan
         self._over_bytes = 0  # how far plans were over the budget that should not have been
         self._frugal: list[_Frugal] = []  # the plans that were measured first
         self._failed: list[Plan] = []  # the plans that ran out of memory before any was measured
@@ -324,14 +309,11 @@ class BudgetStudy:
         self._num_plans = 0
         self._at_first: StepCost | None = None  # what was predicted of the plan before it ran
         self._measured: StepCost | None = None
-        self._growth: Mapping[int, int] | None = None  # of the plan, once its memory was measured
+        self._is_watched = False  # whether the memory of the plan was measured
         self._tried: list[_Tried] = []
         self._samples: list[_Sample] = []
         self._searches = False
-        self._confirms = False  # whether the plan has won, and is measured once more
         self._seen: Set[int] = frozenset()  # the positions that the last watched step had
-        self._refills_s: list[float] = []  # seconds of the steps that took memory again
-        self._timed_peak_bytes = 0  # of these, and of the step before them; 0 if there was none
         self._num_timed = 0  # steps that have measured the seconds of the plan
         self.exceeded_bytes = self.saved_bytes = 0
         self.plan = plan or offload_first(profile, len(profile.layers))
@@ -354,35 +336,6 @@ class BudgetStudy:
             at_first=self._at_first,
             measured=self._measured,
         )
-
-    @property
-    def limit_bytes(self) -> int:
-        """How much may be in use in steps that nobody measures, if freed memory is to stay."""
-        return int((1 - _GUARDED) * self.budget_bytes)
-
-    @property
-    def regrowth(self) -> float:
-        """How many times as much a pass could grow, if freed memory is to stay in it."""
-        if self._measured is None:
-            return _REGROWTH
-        peak_bytes = self._measured.peak_bytes
-        is_roomy = peak_bytes - self._freed_bytes <= _ROOMY * self.budget_bytes
-        return 1.0 if is_roomy and peak_bytes <= self.limit_bytes else _REGROWTH
-
-    @property
-    def growth(self) -> Mapping[int, int]:
-        """By how much memory may grow in each position of a step with this plan."""
-        if self._growth is not None:
-            return self._growth
-        profile, last = self._corrected(self._begin_bytes), 2 * len(self._profile.layers)
-        growth = {len(profile.layers): profile.loss_working_bytes}
-        for index, (layer, chosen) in enumerate(zip(profile.layers, self.plan.layers, strict=True)):
-            again = chosen.mode is not LayerMode.AS_IS
-            forward = layer.unsaved_forward_bytes if again else layer.forward_working_bytes
-            backward = layer.second_working_bytes if again else layer.backward_working_bytes
-            saved = sum(each.size_bytes for each in layer.storages)
-            growth[index], growth[last - index] = saved + (forward or 0), saved + backward
-        return growth
 
     @property
     def _frugal_fits(self) -> bool:
@@ -478,34 +431,19 @@ class BudgetStudy:
         watched = self._predict_watched(watch.begin_bytes, before)
         self._corrections.learn(watch, self.plan, watched)
         self._slack_bytes = max(0, peak_bytes - max(watch.peaks.values()))
-        self._begin_bytes, self._growth = watch.begin_bytes, watch.growth
-        self._measured, self._freed_bytes = StepCost(peak_bytes, step_s), 0
+        self._begin_bytes, self._is_watched = watch.begin_bytes, True
+        self._measured = StepCost(peak_bytes, step_s)
         self.plan = predicted_now(self.plan, before, self._slack_bytes)
         self._note_had(peak_bytes)
         if frugal:
             others = (each for each in self._frugal if not is_same(each.plan, self.plan))
             measured = _Frugal(peak_bytes, self.plan, self._at_first or predicted_cost(self.plan))
             self._frugal = sorted([*others, measured], key=lambda each: each.peak_bytes)
-            self.stage = Stage.MEMORY if warm_up else self._first_timed_stage
+            self.stage = Stage.MEMORY if warm_up else Stage.SECONDS
             enough_bytes = _SURE * self.budget_bytes if warm_up else self.budget_bytes
             self._searches = peak_bytes > enough_bytes
         else:
             self._judge(watched.peak_bytes + self._slack_bytes, peak_bytes)
-
-    def learn_refill(self, step_s: float, peak_bytes: int) -> None:
-        """Learn from a step that takes the memory again that measuring had returned.
-
-        Args:
-            step_s: seconds from its begin to the begin of the next step.
-            peak_bytes: its peak.
-        """
-        self._learn_freed(peak_bytes)
-        self._timed_peak_bytes = peak_bytes
-        self._refills_s.append(step_s)
-        *_, before_s, now_s = [0.0, *self._refills_s]
-        is_steady = now_s > (1 - _STEADY) * before_s > 0
-        if is_steady or len(self._refills_s) == _MOST_REFILLS:
-            self.stage = Stage.SECONDS
 
     def learn_seconds(self, trace: Trace, step_s: float, peak_bytes: int) -> None:
         """Learn from a step that followed the plan and was traced.
@@ -516,51 +454,32 @@ class BudgetStudy:
             peak_bytes: its peak.
         """
         predicted_s = self._predict(self._begin_bytes).step_s
-        # If a step before was shorter, although it took memory again, this one was disturbed.
-        share = min(1.0, min(self._refills_s) / step_s) if self._refills_s and step_s else 1.0
-        self._refills_s = []
-        self._learn_copy_cost(trace, step_s, share)
+        self._learn_copy_cost(trace, step_s)
         per_byte_s = self._hardware.copy_cost_s_per_byte or 0.0
-        cost_s = copied_bytes(self._profile, self.plan) * per_byte_s / share
-        measured = measured_profile(self._profile, self.plan, trace, step_s, cost_s)
-        self._profile, step_s = with_shorter_passes(measured, share), share * step_s
+        cost_s = copied_bytes(self._profile, self.plan) * per_byte_s
+        self._profile = measured_profile(self._profile, self.plan, trace, step_s, cost_s)
         self._hardware = measured_hardware(self._hardware, trace)
         self._num_timed += 1
-        before_bytes = 0 if self._measured is None else self._measured.peak_bytes
-        needed_bytes = before_bytes - self._freed_bytes
-        self._timed_peak_bytes = max(peak_bytes, self._timed_peak_bytes, needed_bytes)
-        peak_bytes = self._learn_freed(peak_bytes)
+        if self._measured is not None:
+            peak_bytes = max(peak_bytes, self._measured.peak_bytes)
         for each in self._tried:
             if is_same(each.plan, self.plan):
                 step_s = min(step_s, each.measured.step_s)
         self._tried = [each for each in self._tried if not is_same(each.plan, self.plan)]
         self._measured = StepCost(peak_bytes, step_s)
         at_first = self._at_first or predicted_cost(self.plan)
-        memory = self._growth or {}, self._freed_bytes
         learned = self._profile, self._hardware
-        self._tried.append(_Tried(self.plan, at_first, self._measured, *memory, learned))
-        if self._confirms:
-            self._end_search()
-            return
+        self._tried.append(_Tried(self.plan, at_first, self._measured, learned))
         late = predicted_s and abs(step_s / predicted_s - 1) > _CLOSE_S
         if self.phase is Phase.FRUGAL or (late and self._num_plans < _MOST_LATE):
             self._searches = True
         else:
             self._settle()
 
-    def _learn_freed(self, peak_bytes: int) -> int:
-        """Learn from a step's peak how much freed memory stays; return the plan's highest one."""
-        if self._measured is None:
-            return peak_bytes
-        peak_bytes = max(peak_bytes, self._measured.peak_bytes)
-        self._freed_bytes += peak_bytes - self._measured.peak_bytes
-        self._measured = self._measured._replace(peak_bytes=peak_bytes)
-        return peak_bytes
-
-    def _learn_copy_cost(self, trace: Trace, step_s: float, share: float) -> None:
+    def _learn_copy_cost(self, trace: Trace, step_s: float) -> None:
         """Learn what copies cost the processor from steps that copied more and less."""
         copied = copied_bytes(self._profile, self.plan)
-        self._samples.append(_Sample(copied, share * computing_s(trace, step_s)))
+        self._samples.append(_Sample(copied, computing_s(trace, step_s)))
         least, most = min(self._samples), max(self._samples)
         if self._hardware.copy_cost_s_per_byte is None or not trace.events:
             return
@@ -612,12 +531,7 @@ class BudgetStudy:
         elif wrong and peak_bytes < predicted_bytes:
             self._slower = max(1.0, self._slower / _STEP)
         self._searches = over or (wrong and self._num_plans < _MOST_PLANS)
-        self.stage = Stage.WARM_UP if self._searches else self._first_timed_stage
-
-    @property
-    def _first_timed_stage(self) -> Stage:
-        """What the step is for that follows those that measure memory."""
-        return Stage.REFILL if self._hardware.computes_on_host else Stage.SECONDS
+        self.stage = Stage.WARM_UP if self._searches else Stage.SECONDS
 
     def _settle(self) -> None:
         """Stay with the fastest plan that was measured to fit."""
@@ -632,24 +546,16 @@ class BudgetStudy:
                     self.stage, self._searches = Stage.SECONDS, False  # perhaps it was chance
                     return
                 self._follow(best)
-                if self._hardware.computes_on_host:  # it begins with what others have freed
-                    self.stage, self._searches, self._confirms = Stage.REFILL, False, True
-                    return
         self._end_search()
 
     def _end_search(self) -> None:
-        self.phase, self._searches, self._confirms = Phase.SETTLED, False, False
+        self.phase, self._searches = Phase.SETTLED, False
         prediction = self._predict(self._begin_bytes)
-        used_bytes = prediction.peak_bytes + self._slack_bytes
-        freed_bytes = min(used_bytes + self._freed_bytes, self.limit_bytes)  # see `PassGuard`
+        slack_bytes = self._slack_bytes
         if self._measured is not None and self._measured.peak_bytes <= self.budget_bytes:
             # It was measured to fit, whatever another plan's steps have taught since.
-            used_bytes = min(used_bytes, max(self.limit_bytes, self._measured.peak_bytes))
-        held_bytes = max(used_bytes, freed_bytes) - prediction.peak_bytes
-        if self._timed_peak_bytes and self._hardware.computes_on_host:
-            # Most freed memory stays in the first steps after another plan.
-            held_bytes = self._timed_peak_bytes - prediction.peak_bytes
-        self.plan = predicted_now(self.plan, prediction, held_bytes)
+            slack_bytes = min(slack_bytes, self.budget_bytes - prediction.peak_bytes)
+        self.plan = predicted_now(self.plan, prediction, slack_bytes)
         if _LOG.isEnabledFor(logging.INFO):
             _LOG.info("the plan has settled: %s", describe_briefly(self.step))
 
@@ -661,8 +567,7 @@ class BudgetStudy:
     def _follow(self, tried: _Tried) -> None:
         """Follow a plan again."""
         self._begin(tried.plan, tried.at_first)
-        self._measured, self._growth = tried.measured, tried.growth
-        self._freed_bytes = tried.freed_bytes
+        self._measured, self._is_watched = tried.measured, True
         self._profile, self._hardware = tried.learned
 
     def _begin(self, plan: Plan, at_first: StepCost | None = None) -> None:
@@ -673,8 +578,7 @@ class BudgetStudy:
             at_first: what was predicted before it ran for the first time; None means now.
         """
         self.plan, self._at_first = plan, at_first or predicted_cost(plan)
-        self._growth, self._freed_bytes, self._num_timed, self._refills_s = None, 0, 0, []
-        self._timed_peak_bytes, self._confirms = 0, False
+        self._is_watched, self._num_timed = False, 0
 
     def _corrected(self, begin_bytes: int, *, cautious: bool = False) -> StepProfile:
         fixed_bytes = begin_bytes + self._slack_bytes
@@ -730,8 +634,8 @@ class BudgetStudy:
             return
         self._num_plans += 1
         self.phase = Phase.PLANNED
-        if self._growth is not None and is_same(plan, self.plan):
-            self.stage = self._first_timed_stage  # its memory is known
+        if self._is_watched and is_same(plan, self.plan):
+            self.stage = Stage.SECONDS  # its memory is known
             return
         self._begin(plan)
         self.stage = Stage.WARM_UP

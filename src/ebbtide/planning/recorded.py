@@ -276,12 +276,6 @@ def measured_profile(
     )
 
 
-def with_shorter_passes(profile: StepProfile, share: float) -> StepProfile:
-    """Return a profile whose passes, and the work after them, take this share of their time."""
-    layers = tuple(_scaled(each, share) for each in profile.layers)
-    return dataclasses.replace(profile, layers=layers, after_s=share * profile.after_s)
-
-
 def computing_s(trace: Trace, step_s: float) -> float:
     """Return the seconds of a step without waits, rebuilding and second forward passes."""
     seconds = _seconds(trace)
@@ -457,7 +451,7 @@ def _rate(events: Iterable[TraceEvent], what: str) -> float | None:
     return min(rates) if rates else None
 
 
-# ---- Records the passes of one step, with the peak of memory in each of them, or guards that peak
+# ---- Records the passes of one step, with the peak of memory in each of them
 #
 # [Note: measured passes] Torch tells when a layer's backward begins and not when it ends, so what
 # is measured as the backward of a layer includes the backward of the work before it, up to the
@@ -610,13 +604,11 @@ class PassWatch(AbstractPasses):
         self._open: list[_OpenCall] = []
         self._records_calls = find is not None
         self.calls: list[RecordedCall] = []
-        self._entered: dict[_Pass, int] = {}  # the least memory in use when the pass began
         self._peaks: dict[_Pass, int] = {}
         self._merged: dict[_Pass, set[_Pass]] = {}  # passes that were not measured alone
         self._finish_copies()
-        memory.reuse_freed(False)
         memory.return_freed()
-        self.begin_bytes = self._entered[_BEGIN] = memory.now_bytes()
+        self.begin_bytes = memory.now_bytes()
         self.reserved_peak_bytes = 0
         memory.reset_peak()
         self._pass = _BEGIN
@@ -628,23 +620,12 @@ class PassWatch(AbstractPasses):
     @property
     def peaks(self) -> dict[int, int]:
         """The highest peak of each position; a position that was not measured alone has none."""
-        return self._by_position(self._peaks, max)
-
-    @property
-    def growth(self) -> dict[int, int]:
-        """By how much memory grew in each of these positions."""
-        entered = self._by_position(self._entered, min)
-        return {each: peak_bytes - entered[each] for each, peak_bytes in self.peaks.items()}
-
-    def _by_position(
-        self, values: Mapping[_Pass, int], combine: Callable[[int, int], int]
-    ) -> dict[int, int]:
         assert self._positions is not None, "the profile is not known yet"
         found: dict[int, int] = {}
-        for each, size_bytes in values.items():
+        for each, size_bytes in self._peaks.items():
             position = self._positions.position(*each)
             if position is not None:
-                found[position] = combine(found.get(position, size_bytes), size_bytes)
+                found[position] = max(found.get(position, 0), size_bytes)
         return found
 
     def covered(self, position: int) -> list[int]:
@@ -720,8 +701,7 @@ class PassWatch(AbstractPasses):
         self.reserved_peak_bytes = max(self.reserved_peak_bytes, reserved_bytes)
         self._finish_copies()
         self._memory.return_freed()  # what is measured is what is in use
-        self._pass, now_bytes = _Pass(what, call), self._memory.now_bytes()
-        self._entered[self._pass] = min(self._entered.get(self._pass, now_bytes), now_bytes)
+        self._pass = _Pass(what, call)
         self._memory.reset_peak()
 
 
@@ -736,55 +716,18 @@ def _address_of(tensor: Tensor) -> int | None:
 
 
 @final
-class PassGuard(AbstractPasses):
-    """Returns freed memory at the begin of a pass that would not fit into a limit otherwise.
+class PassTrim(AbstractPasses):
+    """Returns freed memory at the begin of each pass, as a step does whose memory is measured.
 
-    Returning memory costs time twice, now and when the memory is needed again. So it stays where
-    the limit leaves room for it.
+    So a step that nobody measures has the peak that was measured.
 
     Args:
         memory: the memory.
-        profile: the step.
-        limit_bytes: how much may be in use.
-        growth: by how much memory grows in each position. One that is not there is taken to grow
-            like the one that grows most.
-        times: freed memory stays in a pass that could grow this many times as much. What a pass
-            frees may not be reused by it.
     """
 
-    def __init__(
-        self,
-        memory: AbstractMemory,
-        profile: StepProfile,
-        limit_bytes: int,
-        growth: Mapping[int, int],
-        times: float,
-    ) -> None:
-        self._positions = Positions(profile)
+    def __init__(self, memory: AbstractMemory) -> None:
         self._memory = memory
-        self._limit_bytes = limit_bytes
-        self._times = times
-        self._growth = growth
-        self._most_bytes = max(growth.values(), default=0)
-        self._position = 0
-        self._enter("begin")
 
-    def has_room(self) -> bool:
-        """Whether freed memory may stay in the pass that runs.
-
-        A pass may have less in use than when it began and still be before its peak.
-        """
-        growth_bytes = self._growth.get(self._position, self._most_bytes)
-        from_bytes = max(self._memory.now_bytes(), self._entered_bytes)
-        return from_bytes + self._times * growth_bytes <= self._limit_bytes
-
-    def _enter(self, what: str, call: int = -1) -> None:
-        position = self._positions.position(what, call)
-        if position is None or position == self._position > 0:
-            return
-        self._position, self._entered_bytes = position, 0
-        has_room = self.has_room()
-        self._memory.reuse_freed(has_room)  # see [Note: blocks of their own] in `huge_pages`
-        if not has_room:
+    def _enter(self, what: str, call: int = -1) -> None:  # noqa: ARG002
+        if call < 0 or _is_measured(call):
             self._memory.return_freed()
-        self._entered_bytes = self._memory.now_bytes()

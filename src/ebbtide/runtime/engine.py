@@ -42,7 +42,7 @@ from ebbtide.runtime.verification import Verifications
 from ebbtide.schedule import Action, Direction, Schedule, Unit
 from ebbtide.stores.build import build_store, parse_store
 from ebbtide.stores.host_memory import HostLimit, parse_host_budget
-from ebbtide.stores.measured_memory import describe, describe_pages, memory_of
+from ebbtide.stores.measured_memory import describe, memory_of
 from ebbtide.units import count, format_size
 from ebbtide.weights.hooks import WeightHooks
 from ebbtide.weights.parameters import DeviceParameter, find_device, home_of
@@ -138,7 +138,6 @@ class Engine:
         self.passes: PassListener | None = None
         self._bound_bytes: int | None = None
         self._windows: PassWindows | None = None
-        self._has_room: Callable[[], bool] | None = None
         self._verifications = Verifications()
         self._no_weights = NoRestingWeights()
         self.placement.refused = self._verifications.refused
@@ -186,7 +185,7 @@ class Engine:
     def notes(self) -> tuple[str, ...]:
         """What is done on this machine beyond moving bytes, in sentences."""
         on_host = self.transfers.device.computes_on_host
-        return (describe(), describe_pages()) if on_host else ()
+        return (describe(),) if on_host else ()
 
     @property
     def torch_device(self) -> torch.device:
@@ -209,18 +208,6 @@ class Engine:
     def _bound_transfers(self) -> None:
         if self._bound_bytes is not None:
             self.transfers.bound(self._bound_bytes, self._windows)
-
-    def keep_freed_memory(self, has_room: Callable[[], bool] | None) -> None:
-        """Return freed memory to the system only where it has no room, for a model on a CPU.
-
-        Args:
-            has_room: says whether freed memory may stay. It may be called by any thread. None:
-                freed memory is returned after a fixed number of moved bytes.
-        """
-        self._has_room = has_room
-        for freed in (self.transfers.store.freed, self._recomputations.freed):
-            if freed is not None:
-                freed.has_room = has_room
 
     @property
     def policy(self) -> ActivationPolicy:
@@ -593,7 +580,6 @@ class Engine:
         self._bound_transfers()
         self.activations = Activations(self.transfers)
         self._recomputations = Recomputations(self.activations, self._verifications)
-        self.keep_freed_memory(self._has_room)
         self.executor = None
         if self.mode is not None:
             self.executor = ScheduleExecutor(self.mode, self.activations)

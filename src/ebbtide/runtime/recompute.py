@@ -117,7 +117,6 @@ class Recomputations:
 
     Attributes:
         verifications: as given.
-        freed: says when freed memory is returned to the system; None on an accelerator.
     """
 
     def __init__(self, activations: Activations, verifications: Verifications) -> None:
@@ -126,7 +125,7 @@ class Recomputations:
         self._account: Account = activations.transfers.account
         self._gate = activations.transfers.gate
         on_host = activations.transfers.device.computes_on_host
-        self.freed = FreedMemory() if on_host else None  # see [Note: freed but resident]
+        self._freed = FreedMemory() if on_host else None  # see [Note: freed but resident]
         self._step = 0  # number of the step that `_calls` is of
         self._calls: list[RecomputedLayer] = []
         self._calls_before: list[RecomputedLayer] = []  # of the last finished step
@@ -183,7 +182,7 @@ class Recomputations:
     def _note_freed(self, size_bytes: int) -> None:
         """Note that what a layer would have saved is freed, or is about to be."""
         stored_bytes = self._account.stored_bytes["disk"]
-        if self.freed is not None and self.freed.is_due(size_bytes, stored_bytes):
+        if self._freed is not None and self._freed.is_due(size_bytes, stored_bytes):
             return_freed_memory()
 
     def begin(self, hold: RecomputedHold) -> None:

@@ -23,7 +23,7 @@ from ebbtide.devices.lanes import WorkLane
 from ebbtide.stores.disk_file import DiskFile
 from ebbtide.stores.host_memory import advise
 from ebbtide.stores.mapped_memory import MappedFiles
-from ebbtide.stores.measured_memory import FreedMemory, return_freed_memory, reuse_blocks
+from ebbtide.stores.measured_memory import FreedMemory, return_freed_memory
 from ebbtide.stores.store import AbstractStore, Landing, RestingSlot, Slot, Target
 
 _MADV_POPULATE_READ = 22  # Linux 5.14 and later
@@ -60,8 +60,7 @@ class DiskStore(AbstractStore):
     def __init__(self, directory: Path | None = None) -> None:
         self._dropped: list[_MappedSlot] = []
         self._file = DiskFile(directory)
-        self.freed = self._freed = FreedMemory()
-        reuse_blocks()
+        self._freed = FreedMemory()
         self._mapped = MappedFiles(self._file.directory)
         self._writer = WorkLane("ebbtide-disk-write", "disk")
         self._reader = WorkLane("ebbtide-disk-read", "disk")
@@ -177,10 +176,7 @@ class DiskStore(AbstractStore):
         return_freed_memory()
 
     def note_freed(self, size_bytes: int) -> None:
-        if self._freed.has_room is None:
-            self._return_freed_memory(self._reader, size_bytes)
-        elif self._freed.is_due(size_bytes, self._file.used_bytes):
-            return_freed_memory()  # at once: a budget may have no room for it until a lane runs
+        self._return_freed_memory(self._reader, size_bytes)
 
     def _return_freed_memory(self, lane: WorkLane, size_bytes: int) -> None:
         """Queue the return of freed memory behind a copy, once enough bytes have been moved."""

@@ -35,8 +35,6 @@ _LOG = logging.getLogger(__name__)
 
 LEAST_BYTES = 16 * 2**20
 SHARE = 16
-_LEAST_BUDGETED_BYTES = 2 * 2**20
-_BUDGETED_SHARE = 128
 
 # The user's own settings of when glibc returns memory, each as a variable and as a tunable.
 _SETTINGS = {
@@ -53,16 +51,13 @@ class FreedMemory:
 
     Returning memory costs time twice, now and when the memory is needed again. So it is done after
     every 16 MiB that were moved, or after 1/16 of the bytes in the store if that is more: the peak
-    then exceeds that of an allocator that keeps nothing by about as much. Under a budget it is done
-    after an eighth of that, where the budget has no room for what was freed.
+    then exceeds that of an allocator that keeps nothing by about as much.
 
     Attributes:
         is_returned: whether this process returns freed memory at all.
-        has_room: says whether a budget has room for freed memory now; None: there is no budget.
     """
 
     def __init__(self) -> None:
-        self.has_room: Callable[[], bool] | None = None
         self.is_returned = _refusal() is None
         self._moved_bytes = 0
         _log_once()
@@ -78,13 +73,10 @@ class FreedMemory:
             Whether to call `return_freed_memory` when they have arrived.
         """
         self._moved_bytes += size_bytes
-        least_bytes, share = LEAST_BYTES, SHARE
-        if self.has_room is not None:
-            least_bytes, share = _LEAST_BUDGETED_BYTES, _BUDGETED_SHARE
-        if self._moved_bytes < max(least_bytes, stored_bytes // share) or not self.is_returned:
+        if self._moved_bytes < max(LEAST_BYTES, stored_bytes // SHARE) or not self.is_returned:
             return False
         self._moved_bytes = 0
-        return self.has_room is None or not self.has_room()
+        return True
 
 
 def return_freed_memory() -> None:
@@ -181,113 +173,47 @@ def _owner_of_malloc() -> str | None:
     return os.path.basename(os.fsdecode(malloc))
 
 
-# ---- Says whether torch allocates large tensors on a CPU in huge pages, and makes the best of it
-#
-# [Note: huge pages] What is offloaded on a CPU is returned to the system, and the memory is taken
-# again, page by page, for the next tensors. With pages of 4 KiB that can take as long as the
-# training itself; pages of 2 MiB halve it (`python -m benchmarks.rss`). Linux gives huge pages to
-# whom it is asked by, and torch asks for tensors of 2 MiB or more if `THP_MEM_ALLOC_ENABLE` is
-# set when it allocates for the first time in a process. That is for the user to decide: memory is
-# often lower with huge pages, too, and in some programs it is much higher (TRL's trainer, by a
-# half).
-#
-# [Note: reused blocks] For huge pages torch aligns tensors to 4 KiB, and glibc 2.36 does not find
-# the hole that the last one of the same size has left. It takes memory from the end of the heap,
-# and returns the end of the heap whenever enough of it is free: pages come and go without end. A
-# convolutional net took twice as long so, without any offload. So, with huge pages, the end of
-# the heap is not returned by itself any more while a model on a CPU is offloaded, and blocks up
-# to 32 MiB come from the heap, as they do after a while anyway. ebbtide returns freed memory
-# itself, see [Note: freed but resident].
+# ---- Returns large blocks as soon as they are freed, while a budget is followed
 #
 # [Note: blocks of their own] What an operator frees while it runs may be reused by it or not, as
-# it fits; a convolution's backward took between 70 and 120 MiB for the same tensors. Where a
-# budget has no room for that, blocks of 1 MiB or more are mapped one by one, unless one that was
-# freed before fits. They return to the system when they are freed, so resident memory is what is
-# in use. The heap grows by no more than is asked for then, because large blocks would fit into
-# the rest. All that takes time for new pages, so it is done in passes without room only. It
-# cannot be undone quite, because glibc stops to adapt its thresholds; what is set then is what it
-# adapts them to where tensors are large.
+# it fits; a convolution's backward took between 70 and 120 MiB for the same tensors. So while a
+# model on a CPU has a budget, blocks of 1 MiB or more are mapped one by one. They return to the
+# system when they are freed, and resident memory is what is in use. That takes time for new pages,
+# about a third of a small model's step. It cannot be undone quite, because glibc stops to adapt its
+# thresholds; what is set afterwards is what it adapts them to where tensors are large.
 
-VARIABLE: Final = "THP_MEM_ALLOC_ENABLE"
-_LARGE_BYTES: Final = 2 * 2**20  # torch asks for huge pages from this size on,
-_ALIGNMENT: Final = 4096  # and then aligns the tensor to this
-_MOST_REUSED_BYTES: Final = 32 * 2**20  # the most that glibc takes from the heap,
-_LEAST_MAPPED_BYTES: Final = 2**20  # and the least that is mapped where there is no room
-_MMAP_THRESHOLD: Final = -3  # larger blocks are mapped, and returned when they are freed
+_MMAP_THRESHOLD: Final = -3  # of mallopt(3): larger blocks are mapped, and returned when freed
 _TRIM_THRESHOLD: Final = -1  # how much of the heap's end may be free
-_TOP_PAD: Final = -2  # how much the heap grows by beyond what is asked for:
-_MOST_GROWN_BYTES: Final = 64 * 2**20  # this with huge pages,
-_LEAST_GROWN_BYTES: Final = 128 * 2**10  # and this, which is what glibc begins with, elsewhere
-_PAGE_SETTINGS: Final = {  # of mallopt(3), by their numbers there
-    _MMAP_THRESHOLD: _MOST_REUSED_BYTES,
-    _TRIM_THRESHOLD: 2**31 - 1,
-    _TOP_PAD: _MOST_GROWN_BYTES,
-}
-
-
-@functools.cache
-def reuse_blocks() -> None:
-    """Have glibc reuse blocks if torch asks for huge pages. See [Note: reused blocks]."""
-    if decides_when_to_return() and has_huge_pages():
-        library = ctypes.CDLL(None)
-        for setting, value in _PAGE_SETTINGS.items():
-            library.mallopt(setting, value)
+_LEAST_MAPPED_BYTES: Final = 2**20
+_MOST_REUSED_BYTES: Final = 32 * 2**20  # the most that glibc takes from the heap by itself
 
 
 @final
 class _LargeBlocks:
     """Whether large blocks are mapped one by one in this process. See [Note: blocks of their own].
 
-    Attributes:
-        are_mapped: whether they are.
+    They are as long as anyone wants it.
     """
 
     def __init__(self) -> None:
-        self.are_mapped = False
+        self._wanted_by: weakref.WeakSet[AbstractMemory] = weakref.WeakSet()
 
-    def map(self, mapped: bool) -> None:
-        """Map large blocks one by one from now on, or have them reused.
+    @property
+    def are_mapped(self) -> bool:
+        return bool(self._wanted_by) and decides_when_to_return()
 
-        Args:
-            mapped: whether to map them.
-        """
-        if mapped is self.are_mapped or not decides_when_to_return():
+    def map_for(self, memory: AbstractMemory, mapped: bool) -> None:
+        """Note whether one memory wants them mapped."""
+        before = self.are_mapped
+        (self._wanted_by.add if mapped else self._wanted_by.discard)(memory)
+        if self.are_mapped is before:
             return
-        self.are_mapped = mapped
         library = ctypes.CDLL(None)
         library.mallopt(_MMAP_THRESHOLD, _LEAST_MAPPED_BYTES if mapped else _MOST_REUSED_BYTES)
-        if has_huge_pages():
-            library.mallopt(_TOP_PAD, _LEAST_GROWN_BYTES if mapped else _MOST_GROWN_BYTES)
-        else:
-            library.mallopt(_TRIM_THRESHOLD, 2 * _MOST_REUSED_BYTES)
+        library.mallopt(_TRIM_THRESHOLD, 2 * _MOST_REUSED_BYTES)
 
 
 large_blocks: Final = _LargeBlocks()
-
-
-@functools.cache
-def has_huge_pages() -> bool:
-    """Whether torch asks for huge pages in this process."""
-    tensors = [torch.empty(_LARGE_BYTES, dtype=torch.uint8, device="cpu") for _ in range(2)]
-    return sys.platform == "linux" and all(not each.data_ptr() % _ALIGNMENT for each in tensors)
-
-
-def describe_pages() -> str:
-    """Say in one sentence whether torch asks for huge pages, and if not, how it would."""
-    if has_huge_pages():
-        reused = " and reused when they are freed" if decides_when_to_return() else ""
-        return f"Tensors of 2 MiB or more are in huge pages where the system has them{reused}."
-    if sys.platform != "linux":
-        return "Huge pages are asked for on Linux only."
-    if os.environ.get(VARIABLE) == "1":
-        return (
-            f"Tensors are in small pages: {VARIABLE}=1 was set after torch had allocated memory. "
-            f"Set it before Python starts."
-        )
-    return (
-        f"Tensors are in small pages, and taking returned memory again is slow. With {VARIABLE}=1 "
-        f"set before Python starts it takes about half as long; in some programs memory is higher."
-    )
 
 
 # ---- Measures memory: of the process, as the kernel counts it, or of a device, as torch counts it
@@ -331,11 +257,11 @@ class AbstractMemory(abc.ABC):
     def return_freed(self) -> None:  # noqa: B027  # most memories have nothing to return
         """Return what was freed to where it came from, if that costs little."""
 
-    def reuse_freed(self, reuse: bool) -> None:  # noqa: B027  # most memories decide themselves
-        """Say whether what is freed from now on may stay, to be reused, where that takes memory.
+    def return_at_once(self, returned: bool) -> None:  # noqa: B027  # most decide themselves
+        """Say whether large blocks return to where they came from as soon as they are freed.
 
         Args:
-            reuse: whether it may. If not, as little as possible is in use, and steps are longer.
+            returned: whether they do. Then as little as possible is in use, and steps are longer.
         """
 
     def return_cached(self) -> None:
@@ -423,8 +349,8 @@ class ProcessMemory(AbstractMemory):
     def return_freed(self) -> None:
         return_freed_memory()
 
-    def reuse_freed(self, reuse: bool) -> None:
-        large_blocks.map(not reuse)
+    def return_at_once(self, returned: bool) -> None:
+        large_blocks.map_for(self, returned)
 
     @property
     def total_bytes(self) -> int:

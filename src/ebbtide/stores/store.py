@@ -12,7 +12,6 @@ import torch
 
 from ebbtide.devices.device import AbstractDevice, AbstractEvent, AbstractStream, HostMoment
 from ebbtide.stores.host_memory import HostMemory
-from ebbtide.stores.measured_memory import FreedMemory
 
 
 @final
@@ -199,13 +198,10 @@ class AbstractStore(ABC):
     Attributes:
         reads_ahead: whether `read_ahead` has an effect.
         on_progress: called after each finished write, by stores whose writes a worker thread does.
-        freed: says when freed memory is returned to the system, in stores that move bytes out of
-            the memory of a process.
     """
 
     reads_ahead: bool = True
     on_progress: Callable[[], None] | None = None
-    freed: FreedMemory | None = None
 
     @property
     @abstractmethod

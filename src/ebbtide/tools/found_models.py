@@ -383,7 +383,7 @@ class DryStep:
     def end(self) -> None:
         """Put the model back as it was."""
         self._engine.passes = None
-        self._memory.reuse_freed(True)
+        self._memory.return_at_once(False)
         self._handle.detach()
 
 
