@@ -15,6 +15,7 @@ from torch import nn
 from ebbtide.devices.process import call_weakly
 from ebbtide.errors import PolicyError
 from ebbtide.handle import OffloadHandle
+from ebbtide.observe.recording import record_model
 from ebbtide.policy import (
     ActivationPolicy,
     WeightPolicy,
@@ -160,7 +161,15 @@ def offload(
     _check_schedule(schedule, policy, found)
     one_region = check_regions(model, policy)
     mode = None if schedule is None else ScheduleMode(schedule)
-    engine = Engine([model], policy, store, host_budget=host_budget, traced=trace, mode=mode)
+    engine = Engine(
+        [model],
+        policy,
+        store,
+        host_budget=host_budget,
+        traced=trace,
+        mode=mode,
+        record=record_model,
+    )
     resting = None
     if weights is not None:
         owners = match_layers(model, resting_names) if resting_names else found
@@ -247,7 +256,9 @@ def wrap_forward_with_offload(
         _give_way_to(module)
         refuse_second_offload(module)
     home = parse_device(device)
-    engine = Engine(modules, policy, store, home, host_budget=host_budget, traced=trace)
+    engine = Engine(
+        modules, policy, store, home, host_budget=host_budget, traced=trace, record=record_model
+    )
     wrapped = OffloadedForward(forward, engine.hooks, None)
     wrapped.kept = forward
     undo = [call_weakly(wrapped.deactivate)]  # the forward owns its handle

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn, final
 from ebbtide.devices.process import call_weakly
 from ebbtide.errors import PolicyError
 from ebbtide.observe.explain import Explanation, collect_evidence, explain
-from ebbtide.observe.inspection import Inspection
+from ebbtide.observe.inspection import Inspection, inspect_engine
+from ebbtide.observe.recording import trace_of
 from ebbtide.observe.trace import Trace
 from ebbtide.runtime.engine import Engine
 from ebbtide.runtime.forward import OffloadedForward
@@ -94,7 +95,7 @@ class OffloadHandle:
         Raises:
             PolicyError: the model was offloaded without ``trace=True``.
         """
-        return self._engine.trace
+        return trace_of(self._engine)
 
     @property
     def schedule(self) -> Schedule | None:
@@ -138,7 +139,7 @@ class OffloadHandle:
 
         The report prints as a table. Making it waits until the device has finished that step.
         """
-        return self._engine.inspect()
+        return inspect_engine(self._engine)
 
     def report(self, path: str | PathLike[str], *, title: str | None = None) -> None:
         """Write a page of HTML on the last finished step, which any browser opens.

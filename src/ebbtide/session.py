@@ -11,7 +11,8 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from ebbtide.errors import PolicyError
-from ebbtide.observe.inspection import Inspection
+from ebbtide.observe.inspection import Inspection, inspect_engine
+from ebbtide.observe.recording import record_model, trace_of
 from ebbtide.observe.trace import Trace
 from ebbtide.policy import (
     ActivationPolicy,
@@ -110,6 +111,7 @@ class OffloadSession:
             parse_device(device),
             host_budget=host_budget,
             traced=trace,
+            record=record_model,
             mode=ScheduleMode(chosen, manual=manual, any_order=any_order),
         )
         self._is_closed = False
@@ -134,11 +136,11 @@ class OffloadSession:
         Raises:
             PolicyError: the session was made without ``trace=True``.
         """
-        return self._engine.trace
+        return trace_of(self._engine)
 
     def inspect(self) -> Inspection:
         """Report what became of the last step, as `OffloadHandle.inspect` does."""
-        return self._engine.inspect()
+        return inspect_engine(self._engine)
 
     @contextlib.contextmanager
     def layer(self, number: int | None = None, *, microbatch: int | None = None) -> Iterator[None]:

@@ -121,7 +121,7 @@ def test_what_is_in_flight_stays_within_the_bound_however_slow_the_link(tensors:
 def test_lanes_overlap_compute() -> None:
     run = Run(20, 16, FAST, bound_bytes=2 * SIZE_BYTES)
     run.steps()
-    trace = run.bench.transfers.account.trace
+    trace = run.bench.recording.trace
     copies = [event for event in trace.events if event.what in ("offload", "reload")]
     assert len(copies) == 2 * 16
     assert {event.lane for event in copies} == {"d2h", "h2d"}

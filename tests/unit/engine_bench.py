@@ -9,6 +9,7 @@ import ebbtide
 from ebbtide import ActivationPolicy
 from ebbtide.devices.device import AbstractDevice
 from ebbtide.observe.inspection import InFlight, Inspection, inspect
+from ebbtide.observe.recording import Recording
 from ebbtide.runtime.activations import Activations
 from ebbtide.runtime.parameter_index import ParameterIndex
 from ebbtide.runtime.rebuild import Placement, Plan
@@ -44,6 +45,7 @@ class EngineBench:
         self.device = device
         self.store = store
         self.transfers = Transfers(device, store, bound_bytes, traced=traced)
+        self.recording = self.transfers.account.listener = Recording(device)
         self.activations = Activations(self.transfers)
         policy = policy or ActivationPolicy(min_bytes=1, rebuild=False)
         placement = Placement(policy, plan)

@@ -26,7 +26,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveMemory]:
     """Counts the bytes of all live tensors, in the place of resident memory."""
     gc.collect()
     with LiveMemory() as live:
-        monkeypatch.setattr("ebbtide.runtime.engine.memory_of", lambda _: live)
+        monkeypatch.setattr("ebbtide.observe.recording.memory_of", lambda _: live)
         yield live
 
 

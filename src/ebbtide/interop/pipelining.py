@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ebbtide.api import refuse_second_offload
 from ebbtide.errors import PolicyError, ScheduleError
 from ebbtide.handle import OffloadHandle
+from ebbtide.observe.recording import record_model
 from ebbtide.policy import (
     ActivationPolicy,
     WeightPolicy,
@@ -111,6 +112,7 @@ def offload_stages(
         torch.device(stages[0].device),
         host_budget=host_budget,
         traced=trace,
+        record=record_model,
         mode=ScheduleMode(_choose_schedule(pipeline, stages[0], resident, lead, schedule)),
     )
     names = [f"stage {stage.stage_index}" for stage in stages]

@@ -10,9 +10,10 @@ from typing import Final, Protocol, final
 import torch
 from torch import nn
 
-from ebbtide.observe.inspection import Inspection
+from ebbtide.observe.inspection import Inspection, inspect_engine
 from ebbtide.observe.memory import LOSS, OPTIMIZER
 from ebbtide.observe.owners import HeldTensor
+from ebbtide.observe.recording import Recording, trace_of
 from ebbtide.planning.plan import Plan
 from ebbtide.policy import ActivationPolicy
 from ebbtide.runtime.engine import Engine
@@ -691,9 +692,10 @@ def collect_evidence(
         planned: the plan that is followed, if there is one.
     """
     stats = engine.stats
-    memory = engine.trace.memory if engine.is_traced else None
-    account = engine.transfers.account
-    held = account.watch.owners.held if account.watch is not None else None
+    memory = trace_of(engine).memory if engine.is_traced else None
+    listener = engine.transfers.account.listener
+    owners = listener.owners if isinstance(listener, Recording) else None
+    held = None if owners is None else owners.held
     seen = memory is not None and any(Owner.REFERENCED in each.owned for each in memory.samples)
     on_cpu = engine.torch_device.type == "cpu"
     counts = engine.transfers.device.has_memory
@@ -701,7 +703,7 @@ def collect_evidence(
     return Evidence(
         stats=stats,
         num_steps=engine.num_steps,
-        inspection=engine.inspect(),
+        inspection=inspect_engine(engine),
         memory=memory,
         policy=engine.policy,
         min_bytes=engine.placement.min_bytes,

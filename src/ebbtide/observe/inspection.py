@@ -8,6 +8,7 @@ from typing import final
 
 from ebbtide.devices.device import Layer, Origin
 from ebbtide.runtime.activations import Activations
+from ebbtide.runtime.engine import Engine
 from ebbtide.runtime.handles import StorageRecord
 from ebbtide.runtime.recompute import RecomputedLayer, recomputed_lines
 from ebbtide.units import Share, bar, card, folded, format_size, note, table, text_block
@@ -208,6 +209,13 @@ def inspect(
     storages = tuple(_inspect_storage(record, origin) for record in activations.saved())
     in_flight = _look_at_flight(activations, weights)
     return Inspection(storages, _inspect_parameters(weights), in_flight, tuple(recomputed()))
+
+
+def inspect_engine(engine: Engine) -> Inspection:
+    """Report each storage's fate in the last step of an engine, and what is in flight now."""
+    engine.settle()
+    weights = None if engine.weights is None else engine.weights.weights
+    return inspect(engine.activations, weights, engine.recomputed_layers)
 
 
 def _inspect_storage(record: StorageRecord, origin: Origin | None) -> InspectedStorage:

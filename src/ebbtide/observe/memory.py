@@ -14,7 +14,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from ebbtide.devices.device import AbstractEvent, Origin
+from ebbtide.devices.device import AbstractEvent, Layer, Origin
 from ebbtide.observe.owners import TensorOwners
 from ebbtide.runtime.events import MemorySample, OwnedBytes, Owner, StepMemory
 from ebbtide.stores.measured_memory import AbstractMemory
@@ -73,18 +73,6 @@ OPTIMIZER = "optimizer step"
 BETWEEN = "between steps"
 _COUNTED = frozenset({Owner.INPUTS, Owner.OUTPUTS, Owner.REFERENCED})
 _AFTER_FORWARD = (LOSS, OPTIMIZER, BETWEEN)
-
-
-class Layer(Protocol):
-    """What is said about a layer; `ebbtide.devices.device.Layer` is one."""
-
-    @property
-    def index(self) -> int:
-        """Its number in forward order."""
-
-    @property
-    def name(self) -> str:
-        """The name of its module."""
 
 
 class _Change(NamedTuple):
@@ -192,6 +180,10 @@ class MemoryLog:
         name = self._phase.name
         if name in (*_AFTER_FORWARD, BACKWARD) or name.startswith("B"):
             self.enter(BEGIN)
+
+    def leave_forward(self) -> None:
+        """Note that the model's forward has ended."""
+        self.enter(LOSS)
 
     def enter_backward(self) -> None:
         """Note that a backward begins to read saved tensors, perhaps those of a layer."""
@@ -361,65 +353,3 @@ def _by_layer(
         merged[part.owner, part.layer, part.name] += part.size_bytes
     whole = [OwnedBytes(owner, size, layer, name) for (owner, layer, name), size in merged.items()]
     yield from sorted(whole, key=lambda part: -part.size_bytes)
-
-
-# ---- Starts a record of memory with each step, and tells it of optimizers ----
-
-
-@final
-class MemoryWatch:
-    """Records the memory of one step after another.
-
-    Args:
-        make_memory: returns the memory to measure. None: only saved tensors are counted.
-        owners: counts what is not a saved tensor.
-        settle: notes which saved tensors have died, without waiting.
-
-    Attributes:
-        log: the record of the step that runs, or ran last; None before the first.
-    """
-
-    def __init__(
-        self,
-        make_memory: Callable[[], AbstractMemory] | None,
-        owners: TensorOwners,
-        settle: Callable[[], None],
-    ) -> None:
-        self._settle = settle
-        self._make_memory = make_memory
-        self._memory: AbstractMemory | None = None
-        self.owners = owners
-        self.log: MemoryLog | None = None
-
-    def begin_step(self, clock: Callable[[], AbstractEvent]) -> MemoryLog:
-        """Begin the record of a step, and end that of the step before.
-
-        Args:
-            clock: records an event on the compute stream.
-        """
-        before = {}
-        if self.log is None:
-            self._memory = None if self._make_memory is None else self._make_memory()
-            listen_to_optimizers(self)
-        else:
-            self.log.close()
-            before = self.log.saved_after()
-        self.owners.begin_step()
-        self.log = MemoryLog(self._memory, self.owners, before, clock)
-        return self.log
-
-    def freeze(self, log: MemoryLog, origin: Origin) -> StepMemory:
-        """Return what a record says. The host waits until the device has finished the step."""
-        counted = "saved tensors" if self._memory is None else self._memory.name
-        return log.freeze(origin, counted)
-
-    def begin_optimizer_step(self, optimizer: Optimizer) -> None:
-        if self.log is not None and self.owners.note_optimizer(optimizer):
-            self._settle()
-            self.log.enter(OPTIMIZER)
-
-    def end_optimizer_step(self, optimizer: Optimizer) -> None:
-        if self.log is not None and self.owners.note_optimizer(optimizer):
-            self.owners.count_optimizers()
-            self.owners.recount_gradients()
-            self.log.enter(BETWEEN)

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves
 
 from ebbtide.errors import PolicyError, warn_user
+from ebbtide.observe.inspection import inspect_engine
+from ebbtide.observe.recording import trace_of
 from ebbtide.planning.budget_study import BudgetStudy, Phase, Stage, is_same
 from ebbtide.planning.follow import place
 from ebbtide.planning.hardware import Hardware
@@ -414,7 +416,7 @@ class BudgetController:
         """Return the study of the step that was recorded last; None if it cannot be planned."""
         try:
             profile = profile_recorded_step(
-                self._engine.inspect().storages,
+                inspect_engine(self._engine).storages,
                 watch.calls,
                 self._hardware,
                 min_bytes=self._min_bytes,
@@ -432,7 +434,7 @@ class BudgetController:
         study.refuse(self._engine.refused_layers)
         study.saved_bytes = self._engine.transfers.account.last_counts.unique_bytes
         if not self._several:
-            study.learn_record(watch, self._engine.trace, step_s)
+            study.learn_record(watch, trace_of(self._engine), step_s)
         return study
 
     def _learn(self) -> None:
@@ -476,7 +478,7 @@ class BudgetController:
                 study.learn_memory(watch, step_s)
                 return
         elif running.stage is Stage.SECONDS and not self._several:
-            study.learn_seconds(self._engine.trace, step_s, peak_bytes)
+            study.learn_seconds(trace_of(self._engine), step_s, peak_bytes)
             if study.phase is Phase.FRUGAL:
                 return  # what is more frugal is searched for
         study.note_peak(peak_bytes)

@@ -11,6 +11,7 @@ import torch
 from ebbtide.devices.device import Layer
 from ebbtide.devices.simulated import SimulatedDevice
 from ebbtide.errors import PolicyError
+from ebbtide.observe.recording import Recording
 from ebbtide.observe.trace import Trace
 from ebbtide.policy import ActivationPolicy, refuse
 from ebbtide.runtime.activations import Activations
@@ -99,6 +100,8 @@ class _Rehearsal:
         self._device = SimulatedDevice(0, 0.0, bandwidth, timely=True)
         store = PinnedStore(self._device, slab_bytes=64 * _LARGEST_BYTES)
         self._transfers = Transfers(self._device, store, bound_bytes=0, traced=True)
+        self._recording = Recording(self._device)
+        self._transfers.account.listener = self._recording
         self._activations = Activations(self._transfers)
         self._executor = ScheduleExecutor(ScheduleMode(schedule), self._activations)
         policy = ActivationPolicy(min_bytes=1, rebuild=False)
@@ -135,7 +138,7 @@ class _Rehearsal:
     def trace(self) -> Trace:
         self._saved.clear()
         self._transfers.poll()
-        events = self._transfers.account.trace.events
+        events = self._recording.trace.events
         self._transfers.close()
         origin_s = min((event.begin_s for event in events), default=0.0)
         return Trace(

@@ -10,7 +10,7 @@ from typing import NamedTuple, final
 import torch
 
 from ebbtide.devices.device import AbstractEvent, AbstractStream, Layer
-from ebbtide.observe.memory import LOSS
+from ebbtide.runtime.events import Subject
 from ebbtide.runtime.handles import (
     KEEP,
     OFFLOAD,
@@ -32,7 +32,6 @@ from ebbtide.runtime.handles import (
     pack,
 )
 from ebbtide.runtime.record import DROPPED, PENDING, REBUILT, AccessOrder, ForwardLog
-from ebbtide.runtime.stats import Subject
 from ebbtide.runtime.transfers import Transfers
 from ebbtide.schedule import Verb
 
@@ -196,7 +195,7 @@ class Scopes:
         if not running.scopes:
             self._threads = [each for each in self._threads if each is not running.scopes]
             if self._account.memory is not None:
-                self._account.memory.enter(LOSS)
+                self._account.memory.leave_forward()
         with self._transfers.gate:
             tally = scope.small.tally
             if tally.pointers:

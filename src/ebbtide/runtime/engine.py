@@ -17,12 +17,9 @@ from ebbtide.devices.cpu import CpuDevice
 from ebbtide.devices.device import AbstractDevice, Layer
 from ebbtide.devices.lanes import defer, watch
 from ebbtide.errors import PolicyError
-from ebbtide.observe.inspection import Inspection, inspect
-from ebbtide.observe.memory import MemoryWatch
-from ebbtide.observe.owners import TensorOwners
-from ebbtide.observe.trace import Trace
 from ebbtide.policy import ActivationPolicy, WeightPolicy
 from ebbtide.runtime.activations import Activations, PassWindows
+from ebbtide.runtime.events import StepListener, Subject
 from ebbtide.runtime.executor import ScheduleExecutor, ScheduleMode
 from ebbtide.runtime.handles import StorageRecord, UnitRecords
 from ebbtide.runtime.layers import LayerModules
@@ -31,18 +28,19 @@ from ebbtide.runtime.rebuild import Placement, Plan, PlannedLayers
 from ebbtide.runtime.recompute import (
     NoRestingWeights,
     Recomputations,
+    RecomputedLayer,
     Recomputing,
     find_recomputing,
 )
 from ebbtide.runtime.record import ForwardLog
 from ebbtide.runtime.saved_tensors import SavedTensorHooks, hooks_are_wanted, let_others_disable
-from ebbtide.runtime.stats import StepStats, Subject, watch_nodes
+from ebbtide.runtime.stats import StepStats, watch_nodes
 from ebbtide.runtime.transfers import Transfers
 from ebbtide.runtime.verification import Verifications
 from ebbtide.schedule import Action, Direction, Schedule, Unit
 from ebbtide.stores.build import build_store, parse_store
 from ebbtide.stores.host_memory import HostLimit, parse_host_budget
-from ebbtide.stores.measured_memory import describe, memory_of
+from ebbtide.stores.measured_memory import describe
 from ebbtide.units import count, format_size
 from ebbtide.weights.hooks import WeightHooks
 from ebbtide.weights.parameters import DeviceParameter, find_device, home_of
@@ -70,6 +68,11 @@ class PassListener(Protocol):
         """Called when a layer's backward begins, perhaps on a thread of autograd."""
 
 
+Record = Callable[[Transfers, list[nn.Module], Callable[[], frozenset[int]]], StepListener]
+"""Makes what is told of a model's steps, given its transfers, its modules, and a function that
+returns the parameters whose values rest elsewhere, by `id`."""
+
+
 class OpenLayer(NamedTuple):
     """The open layer of a hand-written training loop."""
 
@@ -93,6 +96,7 @@ class Engine:
         mode: the schedule and how to follow it; None means that storages are offloaded when they
             are saved.
         plan: decisions for single storages.
+        record: makes what is told of the steps that are recorded; None if none ever is.
 
     Attributes:
         mode: as given.
@@ -121,6 +125,7 @@ class Engine:
         traced: bool = False,
         mode: ScheduleMode | None = None,
         plan: Plan | None = None,
+        record: Record | None = None,
     ) -> None:
         let_others_disable()
         self.mode = mode
@@ -130,6 +135,7 @@ class Engine:
         self._subject = kinds[0] if len(kinds) == 1 else count(len(kinds), "module")
         self._host_limit = None if host_budget is None else parse_host_budget(host_budget)
         self._traced = traced
+        self._record = record
         self._policy = policy
         self._store = store
         self._fallback = device
@@ -156,25 +162,13 @@ class Engine:
     @property
     def stats(self) -> StepStats:
         """The statistics of the last finished step."""
-        self._leave_to_parent()
-        self.transfers.settle()
+        self.settle()
         return self.transfers.account.stats
 
-    @property
-    def trace(self) -> Trace:
-        """The trace of the last finished step.
-
-        Raises:
-            PolicyError: the engine was made without ``traced=True``.
-        """
-        if not self._traced:
-            raise PolicyError(
-                "no step was recorded, because recording costs time; turn it on with "
-                "ebbtide.offload(model, trace=True)"
-            )
+    def settle(self) -> None:
+        """Note what has died and what is complete, without waiting, in the process that asks."""
         self._leave_to_parent()
         self.transfers.settle()
-        return self.transfers.account.trace
 
     @property
     def schedule(self) -> Schedule | None:
@@ -235,7 +229,9 @@ class Engine:
         meter = self.transfers.account.last_meter
         if meter is not None and meter.had_backward:
             return True
-        return self._traced and any(event.what == "backward" for event in self.trace.events)
+        self.settle()
+        listener = self.transfers.account.listener
+        return self._traced and listener is not None and listener.has_seen("backward")
 
     @property
     def num_verifying(self) -> int:
@@ -306,11 +302,9 @@ class Engine:
         """
         return self.activations.find(address, version)
 
-    def inspect(self) -> Inspection:
-        """Report each storage's fate in the last step, and what is in flight now."""
-        self._leave_to_parent()
-        weights = None if self.weights is None else self.weights.weights
-        return inspect(self.activations, weights, self._recomputations.calls)
+    def recomputed_layers(self) -> list[RecomputedLayer]:
+        """Return the calls of recomputed layers in the last finished step."""
+        return self._recomputations.calls()
 
     def hooks(self, *, interrupted: bool = False) -> SavedTensorHooks:
         """Return the saved-tensor hooks for a forward that begins now.
@@ -551,14 +545,6 @@ class Engine:
         assert self.executor is not None, "there is no schedule"
         return self.executor
 
-    def _watch_memory(self, transfers: Transfers) -> MemoryWatch:
-        """Have the memory of each recorded step recorded, too."""
-        device = transfers.device
-        at_rest = functools.partial(_find_at_rest, weakref.ref(self))
-        owners = TensorOwners(self.modules, device.torch_device, at_rest)
-        read = functools.partial(memory_of, device.torch_device) if device.has_memory else None
-        return MemoryWatch(read, owners, transfers.weak_poll())
-
     def _build(self, torch_device: torch.device, *, is_whole: bool = True) -> None:
         """Build the parts for a device.
 
@@ -576,7 +562,9 @@ class Engine:
         )
         transfers.is_broken = True  # until all parts belong together
         self.transfers = transfers
-        transfers.account.watch = self._watch_memory(transfers)
+        if self._record is not None:
+            at_rest = functools.partial(_find_at_rest, weakref.ref(self))
+            transfers.account.listener = self._record(transfers, self.modules, at_rest)
         self._bound_transfers()
         self.activations = Activations(self.transfers)
         self._recomputations = Recomputations(self.activations, self._verifications)

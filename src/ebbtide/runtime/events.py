@@ -1,12 +1,15 @@
-"""The event type that all recorders of traces share."""
+"""What happens in a step: the events of a trace, what memory holds, and who is told of it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import final
+from typing import Any, NamedTuple, Protocol, final
 
+import torch
+
+from ebbtide.devices.device import AbstractEvent, Layer, Origin
 from ebbtide.units import card, format_size, note, table
 
 LANES = ("compute", "d2h", "h2d", "disk", "cpu_optimizer")
@@ -179,3 +182,87 @@ class StepMemory:
                 share = size_bytes / (sample.peak_bytes or 1)
                 lines.append(f"  {format_size(size_bytes):>10} {share:>5.0%}  {owner.value}")
         return "\n".join(lines)
+
+
+# ---- Who is told of a step as it happens: all that the runtime knows of its listeners ----
+
+
+class Subject(NamedTuple):
+    """The layer, the microbatch and the bytes that an event of a trace is about."""
+
+    layer: Layer | None
+    microbatch: int
+    size_bytes: int = 0
+    kind: str = ""
+
+
+class EventListener(Protocol):
+    """Is told what the lanes do in the step that runs."""
+
+    def copy(self, what: str, subject: Subject, *ends: AbstractEvent) -> None:
+        """Copies have been queued; ``ends`` are the events of their completion."""
+
+    def mark(self) -> AbstractEvent:
+        """Return an event on the compute stream, behind the work queued so far."""
+
+    def compute(self, what: str, subject: Subject, begin: AbstractEvent) -> None:
+        """The compute stream runs, or waits for, something from ``begin`` to its present end."""
+
+    def moment(self, what: str, subject: Subject) -> None:
+        """Something without duration happens on the compute stream."""
+
+    def begin_forward(self, subject: Subject) -> None:
+        """A layer's forward begins."""
+
+    def end_forward(self) -> None:
+        """The innermost layer's forward has ended."""
+
+    def begin_backward(self, subject: Subject | None) -> None:
+        """A layer's backward begins, and the previous layer's has ended; None: no other begins."""
+
+
+class MemoryListener(Protocol):
+    """Is told which bytes come and go, from the begin of a step to the begin of the next."""
+
+    def change(
+        self, owner: Owner, layer: Layer | None, size_bytes: int, address: int | None = None
+    ) -> None:
+        """Bytes of saved tensors came to the device; a negative number of them left it.
+
+        Args:
+            owner: what they are.
+            layer: the layer that they belong to.
+            size_bytes: how many they are.
+            address: address of the storage, if it is the one that was saved and no copy of it.
+        """
+
+    def note_reference(self, storage: torch.UntypedStorage) -> None:
+        """A storage has no reader left within ebbtide; the program may hold it still."""
+
+    def note_values(self, owner: Owner, values: Any) -> None:
+        """The tensors in some values belong to an owner, from the begin of this phase on."""
+
+    def enter_forward(self) -> None:
+        """A forward begins, perhaps within another one or in the middle of a step."""
+
+    def leave_forward(self) -> None:
+        """The model's forward has ended."""
+
+    def enter_backward(self) -> None:
+        """A backward begins to read saved tensors, perhaps those of a layer."""
+
+
+class StepListener(Protocol):
+    """Is told of the steps of one model that are recorded."""
+
+    def begin_step(self, origin: Origin) -> tuple[EventListener, MemoryListener | None]:
+        """A step begins; return who is told what happens in it."""
+
+    def end_step(self) -> None:
+        """The last step that began has ended."""
+
+    def stop(self) -> None:
+        """No further steps are recorded for now."""
+
+    def has_seen(self, what: str) -> bool:
+        """Whether an event of this kind was in the last finished step. It waits for the device."""

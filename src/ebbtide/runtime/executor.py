@@ -18,9 +18,9 @@ from typing import ParamSpec, TypeVar, final
 from ebbtide.devices.device import Layer
 from ebbtide.errors import ScheduleError, warn_user
 from ebbtide.runtime.activations import Activations
+from ebbtide.runtime.events import Subject
 from ebbtide.runtime.handles import UnitRecords
 from ebbtide.runtime.record import PENDING, RELOADED, RETAINED, STORED, ForwardLog
-from ebbtide.runtime.stats import Subject
 from ebbtide.schedule import Action, Direction, Pass, Schedule, Unit, Verb, first_use
 
 _Arguments = ParamSpec("_Arguments")

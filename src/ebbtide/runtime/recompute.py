@@ -30,12 +30,12 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 from ebbtide.devices.device import AbstractEvent, Layer, in_range
 from ebbtide.errors import PolicyError, SavedTensorModifiedError
 from ebbtide.runtime.activations import Activations
-from ebbtide.runtime.events import Owner
+from ebbtide.runtime.events import Owner, Subject
 from ebbtide.runtime.handles import KEEP, Hold, StorageRecord, raise_modified, restore
 from ebbtide.runtime.layers import ReplaceForward
 from ebbtide.runtime.module_state import Arguments, ModuleState
 from ebbtide.runtime.record import ForwardLog
-from ebbtide.runtime.stats import Account, Subject
+from ebbtide.runtime.stats import Account
 from ebbtide.runtime.torch_internals import (
     WrappedForward,
     hold_forward,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
-from typing import Final, NamedTuple, final
+from typing import Final, final
 
 import torch
 
@@ -15,13 +15,10 @@ from ebbtide.devices.device import (
     AbstractStream,
     Layer,
     Origin,
-    Span,
     in_range,
     is_profiling,
 )
-from ebbtide.observe.memory import BEGIN, BETWEEN, MemoryLog, MemoryWatch
-from ebbtide.observe.trace import Trace
-from ebbtide.runtime.events import Owner, TraceEvent
+from ebbtide.runtime.events import EventListener, MemoryListener, Owner, StepListener, Subject
 from ebbtide.runtime.record import ACTIVATION, GRADIENT, WEIGHT, Record
 from ebbtide.units import Share, bar, card, format_size, table
 
@@ -200,123 +197,6 @@ class StepMeter:
         )
 
 
-# ---- Records the events of a running step; the host waits for their times only when they are read
-
-
-class Subject(NamedTuple):
-    """The layer, the microbatch and the bytes that an event of a trace is about."""
-
-    layer: Layer | None
-    microbatch: int
-    size_bytes: int = 0
-    kind: str = ""
-
-
-class _Entry(NamedTuple):
-    what: str
-    subject: Subject
-    begin: AbstractEvent | None  # None for a copy: `end` knows its times and its lane
-    end: AbstractEvent
-
-
-@final
-class StepRecorder:
-    """Records the events of the step that is running.
-
-    Args:
-        device: device whose streams run the work.
-        origin: the start of the step, from which times are counted.
-        memory: is told of the passes; None if memory is not recorded.
-    """
-
-    def __init__(
-        self, device: AbstractDevice, origin: Origin, memory: MemoryLog | None = None
-    ) -> None:
-        self._device = device
-        self._memory = memory
-        self._origin = origin
-        self._entries: list[_Entry] = []
-        self._forwards: list[tuple[Subject, AbstractEvent]] = []  # layers can be nested
-        self._backward: tuple[Subject, AbstractEvent] | None = None
-
-    def copy(self, what: str, subject: Subject, *ends: AbstractEvent) -> None:
-        """Note that copies have been queued; ``ends`` are the events of their completion."""
-        self._entries += [_Entry(what, subject, None, end) for end in ends]
-
-    def mark(self) -> AbstractEvent:
-        """Record an event on the compute stream, behind the work queued so far."""
-        return self._device.compute_stream().record()
-
-    def compute(self, what: str, subject: Subject, begin: AbstractEvent) -> None:
-        """Note what the compute stream runs, or waits for, from ``begin`` to its present end."""
-        self._entries.append(_Entry(what, subject, begin, self.mark()))
-
-    def moment(self, what: str, subject: Subject) -> None:
-        """Note an event without duration on the compute stream."""
-        now = self.mark()
-        self._entries.append(_Entry(what, subject, now, now))
-
-    def begin_forward(self, subject: Subject) -> None:
-        """Note that a layer's forward begins."""
-        mark = self.mark()
-        self._forwards.append((subject, mark))
-        if self._memory is not None:
-            self._memory.enter(_name_pass("F", subject), mark)
-
-    def end_forward(self) -> None:
-        """Note that the innermost layer's forward has ended."""
-        if self._forwards:
-            self.compute("forward", *self._forwards.pop())
-            if self._memory is not None:
-                around = self._forwards[-1][0] if self._forwards else None
-                name = BEGIN if around is None else _name_pass("F", around)
-                self._memory.enter(name, self._entries[-1].end)
-
-    def begin_backward(self, subject: Subject | None) -> None:
-        """Note that a layer's backward begins, and that the previous layer's has ended.
-
-        Args:
-            subject: the layer; None if no layer's backward follows.
-        """
-        if self._backward is not None:
-            self.compute("backward", *self._backward)
-        self._backward = None if subject is None else (subject, self.mark())
-        if self._backward is not None and self._memory is not None:
-            self._memory.enter(_name_pass("B", self._backward[0]), self._backward[1])
-
-    def trace(self) -> Trace:
-        """Return the events with their times. The host waits until the device has run them all."""
-        return Trace(event for entry in self._entries for event in self._resolve(entry))
-
-    def _resolve(self, entry: _Entry) -> list[TraceEvent]:
-        if entry.begin is None:
-            spans = entry.end.spans(self._origin)
-        else:
-            begin_s = entry.begin.since(self._origin)
-            spans = [Span("compute", begin_s, max(begin_s, entry.end.since(self._origin)))]
-        layer = entry.subject.layer
-        return [
-            TraceEvent(
-                what=entry.what,
-                lane=span.lane,
-                begin_s=span.begin_s,
-                end_s=span.end_s,
-                layer=None if layer is None else layer.index,
-                microbatch=entry.subject.microbatch,
-                name="" if layer is None else layer.name,
-                size_bytes=entry.subject.size_bytes,
-                kind=entry.subject.kind,
-            )
-            for span in spans
-        ]
-
-
-def _name_pass(direction: str, subject: Subject) -> str:
-    assert subject.layer is not None
-    name = f"{direction}{subject.layer.index}"
-    return f"{name}.m{subject.microbatch}" if subject.microbatch else name
-
-
 def watch_nodes(outputs: Iterable[torch.Tensor], begin: Callable[[object], None]) -> None:
     """Call ``begin`` when backward reaches the operations that computed these outputs."""
     for node in {tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None}:
@@ -337,9 +217,9 @@ class Account:
     Attributes:
         meter: the counters of the running step.
         last_meter: the counters of the last finished step; None before the first one ends.
-        recorder: records the running step; None where no trace is wanted.
-        watch: records the memory of traced steps; None where only their events are recorded.
-        memory: the record of memory that is written now; None where no trace is wanted.
+        listener: is told of the steps that are traced; None if nobody is.
+        recorder: is told what the lanes do in the running step; None where no trace is wanted.
+        memory: is told which bytes come and go; None where no trace is wanted.
         num_steps: number of finished steps.
         origin: the moment at which the running step began; None before its first forward.
         last_origin: the moment at which the last finished step began.
@@ -356,13 +236,10 @@ class Account:
         self._traced = traced
         device.keeps_time = traced
         self._finished: StepMeter | StepStats = StepStats()
-        self._trace: StepRecorder | Trace = Trace()
         self.meter = StepMeter()
-        self.recorder: StepRecorder | None = None
-        self.watch: MemoryWatch | None = None
-        self.memory: MemoryLog | None = None
-        self._memory_before: tuple[MemoryLog, Origin] | None = None  # of the last finished step
-        self._num_phases = 0  # of that record, when it was last read
+        self.listener: StepListener | None = None
+        self.recorder: EventListener | None = None
+        self.memory: MemoryListener | None = None
         self.last_meter: StepMeter | None = None
         self.num_steps = 0
         self.origin: Origin | None = None
@@ -384,41 +261,21 @@ class Account:
         """The counts of the last finished step, without its waits. Reading it does not wait."""
         return self._finished
 
-    @property
-    def trace(self) -> Trace:
-        """What the last finished step did. Reading it waits until the device has finished it."""
-        if isinstance(self._trace, StepRecorder):
-            self._trace = self._trace.trace()
-            self._num_phases = 0
-        if self._memory_before is not None and self.watch is not None:
-            log, origin = self._memory_before
-            if log.num_phases != self._num_phases:  # an optimizer has stepped since
-                self._num_phases = log.num_phases
-                self._trace = Trace(self._trace.events, self.watch.freeze(log, origin))
-        return self._trace
-
     def record(self, *, traced: bool) -> None:
         """Record a trace of each step, or of none, from the next step on."""
         self._traced = self._device.keeps_time = traced
         if not traced:
-            self.memory = self._memory_before = None
-            if self.watch is not None:
-                self.watch.log = None
+            self.memory = None
+            if self.listener is not None:
+                self.listener.stop()
 
     def begin(self) -> None:
         """Note that a forward begins, perhaps the first of a step."""
         if self.origin is None:
             # A trace compares the clocks of host and device, so they must meet: the host waits.
             self.origin = self._device.origin() if self._traced else self._device.moment()
-            if self._traced:
-                self._begin_recording(self.origin)
-
-    def _begin_recording(self, origin: Origin) -> None:
-        if self.watch is not None:
-            if isinstance(self._trace, StepRecorder):
-                _ = self.trace  # its record of memory ends now
-            self.memory = self.watch.begin_step(lambda: self._device.compute_stream().record())
-        self.recorder = StepRecorder(self._device, origin, self.memory)
+            if self._traced and self.listener is not None:
+                self.recorder, self.memory = self.listener.begin_step(self.origin)
 
     def watch_backward(self, subject: Subject, outputs: Iterable[torch.Tensor]) -> None:
         """Have the begin of a layer's backward recorded, in the step that runs by then.
@@ -443,13 +300,9 @@ class Account:
         self.meter = StepMeter()
         self.num_steps += 1
         self.last_origin, self.origin = self.origin, None
-        if self.recorder is not None:
-            self.recorder.begin_backward(None)
-            self._trace, self.recorder = self.recorder, None
-            if self.memory is not None:
-                assert self.last_origin is not None
-                self.memory.enter(BETWEEN)
-                self._memory_before = self.memory, self.last_origin
+        if self.recorder is not None and self.listener is not None:
+            self.recorder = None
+            self.listener.end_step()
 
     def note_offload(self, record: Record) -> None:
         """Count a copy down that was queued."""

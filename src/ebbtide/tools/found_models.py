@@ -23,6 +23,8 @@ from ebbtide.api import offload, refuse_second_offload
 from ebbtide.devices.process import watch_forks
 from ebbtide.errors import BudgetError, EbbtideError, PolicyError
 from ebbtide.handle import LastingFigures, OffloadHandle
+from ebbtide.observe.inspection import inspect_engine
+from ebbtide.observe.recording import last_trace, trace_of
 from ebbtide.observe.run_record import RunRecord, RunSources, collect_record
 from ebbtide.observe.trace import Trace
 from ebbtide.planning.budget import assumed_hardware, parse_budget_bytes
@@ -360,7 +362,7 @@ class DryStep:
             return None
         step_s = time.perf_counter() - self._begin_s
         self._watch.finish()
-        storages, trace = engine.inspect().storages, engine.trace
+        storages, trace = inspect_engine(engine).storages, trace_of(engine)
         names = self._handle.layers
         self.end()
         saved_bytes = sum(each.size_bytes for each in storages)
@@ -546,7 +548,7 @@ class FoundModel:
     def _note_counts(self, account: Account) -> None:
         if account.num_steps:
             self._counts = account.stats
-            self._last_trace = account.trace
+            self._last_trace = last_trace(account)
 
 
 def _name_of(model: nn.Module) -> str:

@@ -23,7 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ebbtide.devices.lanes import watch
 from ebbtide.devices.process import call_weakly
 from ebbtide.errors import StoreFullError, warn_user
-from ebbtide.runtime.stats import Subject
+from ebbtide.runtime.events import Subject
 from ebbtide.runtime.transfers import Transfers
 from ebbtide.stores.mapped_memory import FileSlot, page_in, page_out
 from ebbtide.stores.measured_memory import FreedMemory, return_freed_memory
