@@ -43,6 +43,7 @@ from ebbtide.runtime.layers import (
 from ebbtide.runtime.recompute import replace_forwards
 from ebbtide.runtime.torch_internals import ModuleHook
 from ebbtide.schedule import Schedule
+from ebbtide.weights.hooks import WeightHooks
 
 if TYPE_CHECKING:
     from ebbtide.planning.budget import BudgetController
@@ -173,7 +174,8 @@ def offload(
     resting = None
     if weights is not None:
         owners = match_layers(model, resting_names) if resting_names else found
-        resting = engine.offload_weights(model, owners, weights)
+        resting = WeightHooks(model, owners, weights, engine.transfers)
+        engine.rest(resting)
     engine.placement.num_calls = found.num_calls
     planner: BudgetController | FixedPlan | None = None
     if budget is not None:

@@ -26,7 +26,6 @@ from ebbtide.runtime.handles import RecordHold, Saved, restore
 from ebbtide.runtime.parameter_index import ParameterIndex
 from ebbtide.runtime.rebuild import Placement
 from ebbtide.runtime.recompute import (
-    NoRestingWeights,
     Recomputations,
     find_recomputing,
     recompute_later,
@@ -192,9 +191,7 @@ class Simulation:
         """Apply a function to tensors, and chance says whether as a recomputed layer."""
         if self._choices.random() < self.knobs.recompute:
             layer = Layer(self.recomputed, "recomputed")
-            recomputing = find_recomputing(
-                layer, self.hooks, self.recomputations, NoRestingWeights()
-            )
+            recomputing = find_recomputing(layer, self.hooks, self.recomputations, None)
             if recomputing is not None:
                 self.recomputed += 1
                 return recompute_later(recomputing, torch.nn.Identity(), function, tensors, {})

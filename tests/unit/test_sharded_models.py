@@ -14,7 +14,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 import ebbtide
 from ebbtide import ActivationPolicy
-from ebbtide.weights.parameters import find_device
+from ebbtide.runtime.parameter_index import find_device
 
 WIDTH, ROWS = 64, 128
 POLICY = ActivationPolicy(min_bytes=1024, rebuild=False)

@@ -121,7 +121,8 @@ def offload_stages(
         modules = nn.ModuleDict(
             {name: stage.submod for name, stage in zip(names, stages, strict=True)}
         )
-        resting = engine.offload_weights(modules, _find_layers(modules), weights)
+        resting = WeightHooks(modules, _find_layers(modules), weights, engine.transfers)
+        engine.rest(resting)
     hooks = [StageHook(stage, engine, resting) for stage in stages]
     undo: list[Callable[[], None]] = [hook.detach for hook in hooks]
     if resting is not None:

@@ -13,6 +13,7 @@ from ebbtide.runtime.handles import StorageRecord
 from ebbtide.runtime.recompute import RecomputedLayer, recomputed_lines
 from ebbtide.units import Share, bar, card, folded, format_size, note, table, text_block
 from ebbtide.weights.groups import AbstractWeights
+from ebbtide.weights.hooks import WeightHooks
 
 _WIDTH = 80
 _MOST_ROWS = 40  # that a notebook shows before a click unfolds the rest
@@ -214,7 +215,7 @@ def inspect(
 def inspect_engine(engine: Engine) -> Inspection:
     """Report each storage's fate in the last step of an engine, and what is in flight now."""
     engine.settle()
-    weights = None if engine.weights is None else engine.weights.weights
+    weights = engine.weights.weights if isinstance(engine.weights, WeightHooks) else None
     return inspect(engine.activations, weights, engine.recomputed_layers)
 
 

@@ -17,16 +17,20 @@ from ebbtide.devices.cpu import CpuDevice
 from ebbtide.devices.device import AbstractDevice, Layer
 from ebbtide.devices.lanes import defer, watch
 from ebbtide.errors import PolicyError
-from ebbtide.policy import ActivationPolicy, WeightPolicy
+from ebbtide.policy import ActivationPolicy
 from ebbtide.runtime.activations import Activations, PassWindows
 from ebbtide.runtime.events import StepListener, Subject
 from ebbtide.runtime.executor import ScheduleExecutor, ScheduleMode
 from ebbtide.runtime.handles import StorageRecord, UnitRecords
-from ebbtide.runtime.layers import LayerModules
-from ebbtide.runtime.parameter_index import ParameterIndex, UnshardedParameters
+from ebbtide.runtime.parameter_index import (
+    ParameterIndex,
+    RestingWeights,
+    UnshardedParameters,
+    find_device,
+    home_of,
+)
 from ebbtide.runtime.rebuild import Placement, Plan, PlannedLayers
 from ebbtide.runtime.recompute import (
-    NoRestingWeights,
     Recomputations,
     RecomputedLayer,
     Recomputing,
@@ -42,8 +46,6 @@ from ebbtide.stores.build import build_store, parse_store
 from ebbtide.stores.host_memory import HostLimit, parse_host_budget
 from ebbtide.stores.measured_memory import describe
 from ebbtide.units import count, format_size
-from ebbtide.weights.hooks import WeightHooks
-from ebbtide.weights.parameters import DeviceParameter, find_device, home_of
 
 _META = torch.device("meta")
 _WITHOUT_STREAMS = frozenset({"mps"})  # devices on which copies cannot run beside compute
@@ -140,12 +142,11 @@ class Engine:
         self._store = store
         self._fallback = device
         self._microbatch = 0
-        self.weights: WeightHooks | None = None
+        self.weights: RestingWeights | None = None
         self.passes: PassListener | None = None
         self._bound_bytes: int | None = None
         self._windows: PassWindows | None = None
         self._verifications = Verifications()
-        self._no_weights = NoRestingWeights()
         self.placement.refused = self._verifications.refused
         self._build(find_device(modules) or self._default_device())
 
@@ -341,22 +342,14 @@ class Engine:
                 self.weights.check_process()
             self._build(self.torch_device)
 
-    def offload_weights(
-        self, model: nn.Module, layers: LayerModules, policy: WeightPolicy
-    ) -> WeightHooks:
-        """Offload the weights of these layers to the host from now on.
-
-        Raises:
-            PolicyError: the weights cannot be offloaded; nothing has been moved.
-            StoreFullError: the store has no room for the weights; nothing has been moved.
-        """
-        self.weights = weights = WeightHooks(model, layers, policy, self.transfers)
+    def rest(self, weights: RestingWeights) -> None:
+        """Note that weights of the model rest outside the device from now on."""
+        self.weights = weights
         self._connect(weights)
-        return weights
 
-    def _connect(self, weights: WeightHooks) -> None:
-        self._hooks.pack_weight = weights.weights.pack
-        self._hooks.plain_types |= {DeviceParameter}
+    def _connect(self, weights: RestingWeights) -> None:
+        self._hooks.pack_weight = weights.pack
+        self._hooks.plain_types |= weights.plain_types
         self._parameters.resting = weights.parameters
 
     # ---- called by the hooks on a model's layers ----------------------------------------------
@@ -409,8 +402,7 @@ class Engine:
         layer = find_layer()
         if layer is None or not self.placement.recomputes(layer):
             return None
-        weights = self._no_weights if self.weights is None else self.weights
-        return find_recomputing(layer, self._hooks, self._recomputations, weights)
+        return find_recomputing(layer, self._hooks, self._recomputations, self.weights)
 
     def end_layer(self, layer: Layer, output: Any) -> None:
         """Note that a layer's forward has ended."""
@@ -582,10 +574,7 @@ class Engine:
 def _find_at_rest(engine: weakref.ref[Engine]) -> frozenset[int]:
     """Return the parameters whose values rest elsewhere, by `id`."""
     alive = engine()
-    if alive is None or alive.weights is None:
-        return frozenset()
-    members = alive.weights.weights.parameters.members()
-    return frozenset(id(member.parameter) for _, member in members)
+    return frozenset() if alive is None or alive.weights is None else alive.weights.at_rest()
 
 
 def _close_later(transfers: weakref.ref[Transfers]) -> None:

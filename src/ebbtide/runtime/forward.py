@@ -21,6 +21,7 @@ from ebbtide.errors import PolicyError, warn_user
 from ebbtide.runtime.events import Owner
 from ebbtide.runtime.layers import LayerModules, LayerTracker, is_script, register_hooks
 from ebbtide.runtime.module_state import ForwardState
+from ebbtide.runtime.parameter_index import RestingWeights
 from ebbtide.runtime.saved_tensors import SavedTensorHooks, hooks_are_wanted
 from ebbtide.runtime.torch_internals import (
     CompiledCall,
@@ -33,7 +34,6 @@ from ebbtide.runtime.torch_internals import (
     skip_in_compiler,
 )
 from ebbtide.units import brief
-from ebbtide.weights.hooks import WeightHooks
 
 _LATER = types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType
 _call_numbers = itertools.count()
@@ -86,7 +86,7 @@ class OffloadedForward:
         forward: Callable[..., Any],
         hooks: FindHooks,
         tracker: LayerTracker | None,
-        weights: WeightHooks | None = None,
+        weights: RestingWeights | None = None,
     ) -> None:
         self._weights = weights
         pass_for(self, forward)
@@ -263,12 +263,12 @@ class OffloadedForward:
             return False
         return state.can_be_put_back() and self.needs_less()
 
-    def _begin_weights(self) -> WeightHooks | None:
+    def _begin_weights(self) -> RestingWeights | None:
         """Begin a forward with offloaded weights; None if there are none."""
         weights = self._weights
         return weights if weights is not None and weights.begin_forward() else None
 
-    def _end_weights(self, weights: WeightHooks) -> None:
+    def _end_weights(self, weights: RestingWeights) -> None:
         weights.end_forward()
 
     def _find_hooks(self) -> SavedTensorHooks | None:

@@ -27,9 +27,9 @@ from torch.nn.utils import parametrize
 from torch.utils._pytree import TreeSpec, tree_flatten
 
 from ebbtide.errors import SavedTensorModifiedError
+from ebbtide.runtime.parameter_index import ExchangedParameter
 from ebbtide.runtime.torch_internals import ModuleHook, modules_of, parts_of
 from ebbtide.units import format_size
-from ebbtide.weights.parameters import DeviceParameter
 
 _MODULE = "transformers.cache_utils"
 
@@ -406,7 +406,7 @@ def _content_of(container: Any, *, lasting: bool) -> Any:
 
 def _without_graph(tensor: Tensor) -> Tensor:
     """Return a tensor with the same memory and version that refers to no graph."""
-    if tensor.grad_fn is None or isinstance(tensor, DeviceParameter):
+    if tensor.grad_fn is None or isinstance(tensor, ExchangedParameter):
         return tensor
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
@@ -451,7 +451,7 @@ def _refill(container: Any, content: Any) -> None:
 def _is_exchanged(*values: object) -> bool:
     """Whether values are ebbtide's own hooks, or offloaded or sharded weights."""
     return any(
-        isinstance(value, DeviceParameter | ModuleHook)
+        isinstance(value, ExchangedParameter | ModuleHook)
         or hasattr(type(value), "__tensor_flatten__")
         for value in values
     )
@@ -620,14 +620,14 @@ class ModuleState:
         elif type(parameter) is Tensor:  # of `functional_call`
             self._constants.append(_UnchangedTensor(_without_graph(parameter)))
             return False
-        elif type(parameter) is DeviceParameter:
+        elif isinstance(parameter, ExchangedParameter):
             self._exchanged.append((parameter, parameter._version))
         return True  # sharded and offloaded weights are exchanged for each call
 
     def _note_tensor(self, holder: dict[str, Any], name: str, tensor: Tensor) -> None:
         if is_lazy(tensor):
             self.is_lazy = True
-        elif not isinstance(tensor, nn.Parameter | DeviceParameter):
+        elif not isinstance(tensor, nn.Parameter | ExchangedParameter):
             if _size_bytes(tensor) <= _MOST_COPIED_BYTES:
                 self._copies.append(_CopiedTensor(holder, name, tensor))
             elif not tensor.is_inference():

@@ -6,12 +6,14 @@ import functools
 import itertools
 import sys
 import weakref
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from typing import final
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, final
 
 import torch
 from torch import nn
 
+from ebbtide.errors import PolicyError
 from ebbtide.runtime.torch_internals import addresses_of, modules_of, parts_of
 
 _AUTOCAST_TYPES = frozenset({torch.bfloat16, torch.float16})
@@ -286,3 +288,108 @@ def _own_places(module: nn.Module, sharded: dict[nn.Module, None]) -> Iterator[P
     for child in module.children():
         if child not in sharded:
             yield from _own_places(child, sharded)
+
+
+# ---- Where a model's parameters are ----
+
+
+def find_device(modules: Sequence[nn.Module]) -> torch.device | None:
+    """Return the one device of all parameters, or None if there are no parameters.
+
+    Raises:
+        PolicyError: the parameters are on several devices, or on `meta`.
+    """
+    homes: dict[torch.device, str] = {}
+    for module in modules:
+        for name, parameter in module.named_parameters():
+            homes.setdefault(home_of(parameter), name)
+    if len(homes) > 1:
+        places = ", ".join(f"{name} on {device}" for device, name in homes.items())
+        raise PolicyError(
+            f"the model is on {len(homes)} devices ({places}); move it to one with "
+            f"model.to(device), or offload the parts on each device separately"
+        )
+    device = next(iter(homes), None)
+    if device is not None and device.type == "meta":
+        raise PolicyError(
+            "the model's parameters are on the meta device and hold no values; materialise them "
+            "first, for example with model.to_empty(device=...) and by loading a state_dict"
+        )
+    return device
+
+
+def home_of(parameter: nn.Parameter) -> torch.device:
+    """Return the device that a parameter is computed with on.
+
+    FSDP2's `CPUOffloadPolicy` keeps shards on the host, and gathers them on the mesh's device.
+    """
+    device = parameter.device
+    mesh = getattr(parameter, "device_mesh", None)
+    if mesh is None or device.type in (mesh.device_type, "meta"):
+        return device
+    return torch.device(mesh.device_type, torch.accelerator.current_device_index())
+
+
+# ---- Weights that rest outside the device: all that the runtime knows of them ----
+
+
+class ExchangedParameter(torch.Tensor):
+    """Values of a parameter on the device, which its modules hold for one call of their layer."""
+
+
+class RestingWeights(Protocol):
+    """The weights of a model that rest outside the device between uses.
+
+    Attributes:
+        parameters: those that rest.
+        plain_types: types of tensors that stand for a weight while its layer runs.
+        pack: returns the handle of a saved tensor that is a part of a weight; None for any other.
+            It is given that tensor, and its base or the tensor itself.
+    """
+
+    @property
+    def parameters(self) -> Container[nn.Parameter]: ...
+
+    @property
+    def plain_types(self) -> frozenset[type[torch.Tensor]]: ...
+
+    def open(self, module: nn.Module) -> AbstractContextManager[None]:
+        """Surround a forward of a module whose hooks torch does not call."""
+
+    def versions_of(self, module: nn.Module) -> Hashable:
+        """Return the versions of the host values of the weights that a module is called with."""
+
+    def rests(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is the host value of a weight, with which nothing computes."""
+
+    def at_rest(self) -> frozenset[int]:
+        """Return the parameters whose values rest elsewhere, by `id`."""
+
+    @property
+    def pack(self) -> Callable[[torch.Tensor, torch.Tensor], Any]: ...
+
+    def check_process(self) -> None:
+        """Check that this process offloaded the weights.
+
+        Raises:
+            ForkedProcessError: this process was forked from the one that did.
+        """
+
+    def refuse_transforms(self) -> None:
+        """Check that nothing would record how the weights move to the device.
+
+        Raises:
+            PolicyError: a transform of `torch.func`, an export or a trace would.
+        """
+
+    def begin_forward(self) -> bool:
+        """Note that a forward of the model begins; return whether `end_forward` must be called."""
+
+    def end_forward(self) -> None:
+        """Note that the forward has ended, normally or by an exception."""
+
+    def in_forward(self) -> AbstractContextManager[None]:
+        """Surround a forward of the model, and note its end even if it raises."""
+
+    def start_anew(self, transfers: Any) -> None:
+        """Forget what an interrupt may have left half done, and go on with other transfers."""

@@ -16,7 +16,6 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Protocol, final
 
@@ -34,6 +33,7 @@ from ebbtide.runtime.events import Owner, Subject
 from ebbtide.runtime.handles import KEEP, Hold, StorageRecord, raise_modified, restore
 from ebbtide.runtime.layers import ReplaceForward
 from ebbtide.runtime.module_state import Arguments, ModuleState
+from ebbtide.runtime.parameter_index import RestingWeights
 from ebbtide.runtime.record import ForwardLog
 from ebbtide.runtime.stats import Account
 from ebbtide.runtime.torch_internals import (
@@ -278,44 +278,17 @@ class AbstractHooks(Protocol):
         """Count a saved tensor; return its storages that are no parameters, and their records."""
 
 
-class AbstractRestingWeights(Protocol):
-    """The weights of a model that rest on the host, as a forward that runs again needs them."""
-
-    def open(self, module: nn.Module) -> AbstractContextManager[None]:
-        """Surround a forward of a module that is not called as such with its weights."""
-
-    def versions_of(self, module: nn.Module) -> Hashable:
-        """Return the versions of the host values of its weights."""
-
-    def rests(self, tensor: Tensor) -> bool:
-        """Whether a tensor is the host value of a weight, with which nothing computes."""
-
-
-@final
-class NoRestingWeights:
-    """Stands for the weights that rest on the host where none do."""
-
-    def open(self, _: nn.Module) -> AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def versions_of(self, _: nn.Module) -> Hashable:
-        return None
-
-    def rests(self, _: Tensor) -> bool:
-        return False
-
-
 class Recomputing(NamedTuple):
     """A layer to recompute, who is told of it, and what surrounds its second forward."""
 
     layer: Layer
     hooks: AbstractHooks
     account: Recomputations
-    weights: AbstractRestingWeights
+    weights: RestingWeights | None
 
 
 def find_recomputing(
-    layer: Layer, hooks: AbstractHooks, account: Recomputations, weights: AbstractRestingWeights
+    layer: Layer, hooks: AbstractHooks, account: Recomputations, weights: RestingWeights | None
 ) -> Recomputing | None:
     """Say whether a call that the policy chooses can be recomputed.
 
@@ -359,7 +332,7 @@ def recompute_later(
     trained = any(tensor.requires_grad for tensor in tensors)
     if not trained and not any(weight.requires_grad for weight in module.parameters()):
         return forward(*args, **kwargs)  # it saves nothing
-    state = ModuleState(module, where, weights.versions_of)
+    state = ModuleState(module, where, _no_versions if weights is None else weights.versions_of)
     if state.is_lazy:  # only this forward knows the shapes of its weights
         account.note_verifying()
         return forward(*args, **kwargs)
@@ -391,6 +364,10 @@ def recompute_later(
             account.verifications.refuse(layer, change)
         hooks_of_first.await_backward(verifies=not change)
     return result
+
+
+def _no_versions(_: nn.Module) -> Hashable:
+    return None
 
 
 def _autocast(device: torch.device) -> Hashable:
@@ -427,21 +404,24 @@ class _Inputs:
 
     @contextlib.contextmanager
     def again(
-        self, module: nn.Module, weights: AbstractRestingWeights, tensors: tuple[Tensor, ...]
+        self, module: nn.Module, weights: RestingWeights | None, tensors: tuple[Tensor, ...]
     ) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
         """Within the block all is as the first forward found it; gives its arguments."""
         arguments = self._arguments.put_together(tensors)
-        with self._state.put_back(), weights.open(module):
+        opened = contextlib.nullcontext() if weights is None else weights.open(module)
+        with self._state.put_back(), opened:
             yield arguments
 
     @contextlib.contextmanager
     def untouched(
-        self, module: nn.Module, weights: AbstractRestingWeights, tensors: Sequence[Tensor]
+        self, module: nn.Module, weights: RestingWeights | None, tensors: Sequence[Tensor]
     ) -> Iterator[None]:
         """Undo what the block does to the memory of weights, large buffers and inputs."""
         own = [w for each in module.modules() for w in dict.values(each._parameters)]
         found = {id(t): t for t in (*self._state.unchanged(), *own, *tensors) if t is not None}
-        kept = [t for t in found.values() if _has_plain_memory(t) and not weights.rests(t)]
+        kept = [tensor for tensor in found.values() if _has_plain_memory(tensor)]
+        if weights is not None:
+            kept = [tensor for tensor in kept if not weights.rests(tensor)]
         copies = [(tensor, tensor.detach().clone()) for tensor in kept]
         try:
             yield

@@ -36,6 +36,7 @@ from ebbtide.planning.recorded import PassWatch, profile_recorded_step
 from ebbtide.policy import DEFAULT_MIN_BYTES, ActivationPolicy, WeightPolicy, check_budgeted
 from ebbtide.runtime.handles import restore
 from ebbtide.runtime.layers import class_of, covering_layers
+from ebbtide.runtime.parameter_index import home_of
 from ebbtide.runtime.saved_tensors import is_traced
 from ebbtide.runtime.stats import Account, StepStats
 from ebbtide.runtime.torch_internals import skip_in_compiler
@@ -43,7 +44,6 @@ from ebbtide.stores.build import parse_store
 from ebbtide.stores.host_memory import parse_host_budget
 from ebbtide.stores.measured_memory import AbstractMemory, memory_of
 from ebbtide.units import format_size
-from ebbtide.weights.parameters import home_of
 
 _LARGEST_BYTES = 2**60  # a share of it can be read before there is a device
 

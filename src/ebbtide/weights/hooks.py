@@ -19,7 +19,7 @@ from ebbtide.errors import ForkedProcessError, PolicyError, warn_user
 from ebbtide.policy import WeightPolicy, is_in_share
 from ebbtide.runtime.layers import LayerModules, lists_by_index
 from ebbtide.runtime.parameter_index import find_sharded_parameters
-from ebbtide.runtime.saved_tensors import is_traced, refuse_moving_weights
+from ebbtide.runtime.saved_tensors import PackWeight, is_traced, refuse_moving_weights
 from ebbtide.runtime.torch_internals import ModuleHook
 from ebbtide.runtime.transfers import Transfers
 from ebbtide.stores.store import AbstractStore
@@ -29,6 +29,7 @@ from ebbtide.weights.gradients import bring_scales, wait_for_scales
 from ebbtide.weights.groups import AbstractWeights, OffloadedParameters, WeightGroup
 from ebbtide.weights.mapped_weights import MappedOptimizerState, MappedWeights
 from ebbtide.weights.parameters import (
+    DeviceParameter,
     OffloadedParameter,
     find_places,
     find_shared,
@@ -224,6 +225,8 @@ class WeightHooks:
 
     # Long: whatever a model does with a module that has weights at rest arrives here.
 
+    plain_types = frozenset({DeviceParameter})
+
     def __init__(
         self, model: nn.Module, layers: LayerModules, policy: WeightPolicy, transfers: Transfers
     ) -> None:
@@ -369,6 +372,13 @@ class WeightHooks:
         finally:
             for group in groups:
                 self.weights.leave(group)
+
+    @property
+    def pack(self) -> PackWeight:
+        return self.weights.pack
+
+    def at_rest(self) -> frozenset[int]:
+        return frozenset(id(member.parameter) for _, member in self.parameters.members())
 
     def versions_of(self, module: nn.Module) -> Hashable:
         """Return the versions of the host values of the weights that a module is called with."""

@@ -22,6 +22,7 @@ from torch import nn
 
 from ebbtide.devices.process import visit_frames
 from ebbtide.errors import PolicyError
+from ebbtide.runtime.parameter_index import ExchangedParameter
 from ebbtide.runtime.torch_internals import parts_of
 
 
@@ -235,7 +236,7 @@ PARAMETERS = "_parameters"
 """The attribute of `nn.Module` that holds its parameters."""
 
 
-class DeviceParameter(torch.Tensor):
+class DeviceParameter(ExchangedParameter):
     """Replaces a parameter in its modules: a tensor with the same values in a device buffer.
 
     Operations on it return plain tensors. It is no `nn.Parameter`, because modules that a forward
@@ -713,43 +714,6 @@ _ALONE = [_users(t) for t in _pop_each([DeviceParameter.of(torch.empty(0))])][0]
 
 
 # ---- Finds the device that parameters are computed with on ----
-
-
-def find_device(modules: Sequence[nn.Module]) -> torch.device | None:
-    """Return the one device of all parameters, or None if there are no parameters.
-
-    Raises:
-        PolicyError: the parameters are on several devices, or on `meta`.
-    """
-    homes: dict[torch.device, str] = {}
-    for module in modules:
-        for name, parameter in module.named_parameters():
-            homes.setdefault(home_of(parameter), name)
-    if len(homes) > 1:
-        places = ", ".join(f"{name} on {device}" for device, name in homes.items())
-        raise PolicyError(
-            f"the model is on {len(homes)} devices ({places}); move it to one with "
-            f"model.to(device), or offload the parts on each device separately"
-        )
-    device = next(iter(homes), None)
-    if device is not None and device.type == "meta":
-        raise PolicyError(
-            "the model's parameters are on the meta device and hold no values; materialise them "
-            "first, for example with model.to_empty(device=...) and by loading a state_dict"
-        )
-    return device
-
-
-def home_of(parameter: nn.Parameter) -> torch.device:
-    """Return the device that a parameter is computed with on.
-
-    FSDP2's `CPUOffloadPolicy` keeps shards on the host, and gathers them on the mesh's device.
-    """
-    device = parameter.device
-    mesh = getattr(parameter, "device_mesh", None)
-    if mesh is None or device.type in (mesh.device_type, "meta"):
-        return device
-    return torch.device(mesh.device_type, torch.accelerator.current_device_index())
 
 
 # ---- The places where a model holds its parameters, and the substitutes that code finds there ----
