@@ -1,6 +1,7 @@
 """Ctrl-C at any line of the hot path: the next step is right, and nothing is left over."""
 
 import contextlib
+import dis
 import functools
 import gc
 import os
@@ -44,6 +45,14 @@ class Interrupt(BaseException):
     """What a signal handler raises."""
 
 
+def _begins_to_handle(frame: types.FrameType) -> bool:
+    """Whether an exception is about to leave a `with` block.
+
+    Python 3.11 never frees it if a trace function raises there.
+    """
+    return frame.f_code.co_code[frame.f_lasti] == dis.opmap.get("PUSH_EXC_INFO")
+
+
 class Interrupter:
     """Raises at the n-th line of ebbtide's code that the main thread comes to.
 
@@ -69,7 +78,8 @@ class Interrupter:
         name = frame.f_code.co_filename
         if not name.startswith(SOURCE) or name == NOT_OURS or self.where:
             return None
-        if event in ("call", "line"):  # before the first line, and before each
+        if event in ("call", "line") and not _begins_to_handle(frame):
+            # Before the first line, and before each.
             self._left -= 1
             if self._left < 0:
                 self.where = f"{frame.f_code.co_qualname}:{frame.f_lineno} ({event})"

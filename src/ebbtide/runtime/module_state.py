@@ -17,7 +17,7 @@ import operator
 import random
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator
 from typing import Any, ClassVar, Final, NamedTuple, final
 
 import torch
@@ -28,7 +28,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten
 
 from ebbtide.errors import SavedTensorModifiedError
 from ebbtide.runtime.parameter_index import ExchangedParameter
-from ebbtide.runtime.torch_internals import ModuleHook, modules_of, parts_of
+from ebbtide.runtime.torch_internals import ModuleHook, addresses_of, modules_of, parts_of
 from ebbtide.units import format_size
 
 _MODULE = "transformers.cache_utils"
@@ -561,9 +561,10 @@ class ModuleState:
     """What a forward of a module finds; see [Note: what a second forward finds].
 
     Buffers of up to 64 KiB, and other tensors among the attributes, are copied if need be, so that
-    the running statistics of a batch norm are updated once. Parameters and larger buffers must be
-    unchanged, which their version counters tell. Python and NumPy give the same random numbers
-    again; torch's checkpoint sees to torch's.
+    the running statistics of a batch norm are updated once. So are parameters of that size that the
+    forward does not save, such as biases: plain training may change them before backward. Other
+    parameters and larger buffers must be unchanged, which their version counters tell. Python and
+    NumPy give the same random numbers again; torch's checkpoint sees to torch's.
 
     Args:
         module: the module.
@@ -590,6 +591,8 @@ class ModuleState:
         self._constants: list[_UnchangedTensor] = []
         self._exchanged: list[tuple[Tensor, int]] = []
         self._trained: list[tuple[Tensor, bool]] = []
+        self._parameters: list[tuple[dict[str, Any], str, _UnchangedTensor | None]] = []
+        self._unsaved: list[tuple[_UnchangedTensor, _CopiedTensor]] = []
         self.is_lazy = False
         kind: list[Hashable] = []
         for each in modules_of(module):
@@ -598,9 +601,11 @@ class ModuleState:
             kind += (each.training, note.num_attributes)
             parameters, buffers = each._parameters, each._buffers
             if parameters:
-                for parameter in dict.values(parameters):
+                for name, parameter in dict.items(parameters):
                     if parameter is not None:
-                        kind += (parameter.requires_grad, self._note_parameter(parameter))
+                        is_own, unchanged = self._note_parameter(parameter)
+                        kind += (parameter.requires_grad, is_own)
+                        self._parameters.append((parameters, name, unchanged))
             if buffers:
                 for name, buffer in buffers.items():
                     if buffer is not None:
@@ -609,20 +614,21 @@ class ModuleState:
                 self._note_tensor(vars(each), name, tensor)
         self.kind = tuple(kind)
 
-    def _note_parameter(self, parameter: Tensor) -> bool:
-        """Note a parameter. Returns whether it is the module's own."""
+    def _note_parameter(self, parameter: Tensor) -> tuple[bool, _UnchangedTensor | None]:
+        """Note a parameter. Returns whether it is the module's own, and if so, what notes it."""
         if type(parameter) is nn.Parameter:
-            self._constants.append(_UnchangedTensor(parameter))
+            unchanged = _UnchangedTensor(parameter)
+            self._constants.append(unchanged)
             self._trained.append((parameter, parameter.requires_grad))
-            return True
+            return True, unchanged
         if is_lazy(parameter):
             self.is_lazy = True
         elif type(parameter) is Tensor:  # of `functional_call`
             self._constants.append(_UnchangedTensor(_without_graph(parameter)))
-            return False
+            return False, None
         elif isinstance(parameter, ExchangedParameter):
             self._exchanged.append((parameter, parameter._version))
-        return True  # sharded and offloaded weights are exchanged for each call
+        return True, None  # sharded and offloaded weights are exchanged for each call
 
     def _note_tensor(self, holder: dict[str, Any], name: str, tensor: Tensor) -> None:
         if is_lazy(tensor):
@@ -632,6 +638,30 @@ class ModuleState:
                 self._copies.append(_CopiedTensor(holder, name, tensor))
             elif not tensor.is_inference():
                 self._constants.append(_UnchangedTensor(_without_graph(tensor)))
+
+    def find_unsaved(self, saved: Container[int]) -> frozenset[int]:
+        """Return the places of small parameters whose memory is not among what was saved.
+
+        Args:
+            saved: addresses of the parameters that the forward has saved.
+        """
+        return frozenset(
+            place
+            for place, (_, _, unchanged) in enumerate(self._parameters)
+            if unchanged is not None
+            and _has_address(unchanged.tensor)
+            and unchanged.tensor.nbytes <= _MOST_COPIED_BYTES
+            and not any(address in saved for address in addresses_of(unchanged.tensor))
+        )
+
+    def copy_unsaved(self, places: Container[int]) -> None:
+        """Copy the parameters in these places. A second forward gets the copies of changed ones."""
+        for place, (holder, name, unchanged) in enumerate(self._parameters):
+            if place in places and unchanged is not None:
+                copied = _CopiedTensor(holder, name, unchanged.tensor)
+                self._unsaved.append((unchanged, copied))
+        kept = {id(unchanged) for unchanged, _ in self._unsaved}
+        self._constants = [each for each in self._constants if id(each) not in kept]
 
     def find_change(self) -> str:
         """Say what the first forward, which has ended, has changed that is not put back."""
@@ -680,6 +710,9 @@ class ModuleState:
             copied: dict[int, Tensor] = {}
             for each in self._copies:
                 each.put_back(copied)
+            for unchanged, each in self._unsaved:
+                if unchanged.is_modified() or unchanged.is_elsewhere():
+                    each.put_back(copied)
             _set_trained(self._trained)
             yield
         finally:

@@ -15,7 +15,7 @@ import functools
 import os
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Protocol, final
 
@@ -167,15 +167,19 @@ class Recomputations:
             forward: the log of its forward.
         """
         deaths, transfers = self._activations.deaths, self._activations.transfers
-        with self._gate:
-            self._note_step()
-            self._calls.append(call)
-            hold = RecomputedHold(owner, deaths.queue.append)
-            hold.call, hold.forward, hold.transfers = call, forward, transfers
-            hold.held_bytes, hold.begun = 0, None
-            transfers.live += 1
-            deaths.awaited.add(hold)
-            self._account.meter.recomputed_bytes += call.size_bytes
+        try:
+            with self._gate:
+                self._note_step()
+                self._calls.append(call)
+                hold = RecomputedHold(owner, deaths.queue.append)
+                hold.call, hold.forward, hold.transfers = call, forward, transfers
+                hold.held_bytes, hold.begun = 0, None
+                transfers.live += 1
+                deaths.awaited.add(hold)
+                self._account.meter.recomputed_bytes += call.size_bytes
+        except BaseException as error:
+            transfers.note_error(error)
+            raise
         self._note_freed(call.size_bytes)
         return hold
 
@@ -346,6 +350,7 @@ def recompute_later(
         call = _VerifiedCall(recomputing, module, forward, inputs, (args, kwargs), kind)
         hooks_of_first = call.hooks
     else:
+        state.copy_unsaved(verified.unsaved)
         call = _Call(recomputing, module, forward, inputs, (args, kwargs), verified)
     device = hooks.device
     if device.type != "cpu" and not any(tensor.device == device for tensor in tensors):
@@ -401,6 +406,19 @@ class _Inputs:
 
     def finds_changes(self) -> bool:
         return self._state.finds_changes()
+
+    def copy_unsaved(self, saved: Container[int]) -> frozenset[int]:
+        """Copy the small parameters that the forward, which has ended, has not saved.
+
+        Args:
+            saved: addresses of the parameters that it has saved.
+
+        Returns:
+            Their places, for `ModuleState.copy_unsaved`.
+        """
+        places = self._state.find_unsaved(saved)
+        self._state.copy_unsaved(places)
+        return places
 
     @contextlib.contextmanager
     def again(
@@ -699,6 +717,7 @@ class _VerifiedCall:
         with saved_tensors_hooks(hooks.pack, hooks.unpack):
             result = self._forward(*args, **kwargs)
         self._digests.finish()
+        self._digests.unsaved = self._inputs.copy_unsaved(self._digests.weights)
         hooks.number = _save_number()
         return result
 

@@ -397,12 +397,21 @@ class SavedTensorHooks:
             self._account.memory.note_values(owner, values)
 
     def pop(self) -> bool:
-        """Take the hooks from the top of autograd's stack. Returns False if they are not there."""
-        top = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        if top is None or top[0] != self.pack:
-            return False
-        torch._C._autograd._pop_saved_tensors_default_hooks()
-        return True
+        """Take the hooks from autograd's stack, and what an interrupt has left above them.
+
+        Returns:
+            False if they are not there: the stack is then as it was.
+        """
+        stack = torch._C._autograd
+        above = []
+        while (top := stack._top_saved_tensors_default_hooks(True)) is not None:
+            stack._pop_saved_tensors_default_hooks()
+            if top[0] == self.pack:
+                return True
+            above.append(top)
+        for hooks in reversed(above):
+            stack._push_saved_tensors_default_hooks(*hooks)
+        return False
 
     def pack(self, tensor: torch.Tensor) -> Saved:
         """Pack a tensor that autograd saves. This is the pack hook.

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ebbtide.devices.device import AbstractDevice, AbstractEvent, Layer
 from ebbtide.errors import SavedTensorModifiedError, warn_user
-from ebbtide.runtime.torch_internals import parts_of
+from ebbtide.runtime.torch_internals import addresses_of, parts_of
 from ebbtide.units import few
 
 _ROW: Final = 2**9  # words in a row, and rows in a piece, which is digested at once
@@ -41,10 +41,12 @@ class Verified(NamedTuple):
         stops_early: whether the second forward may end with the last tensor that is saved. An
             operation may save a tensor before its kernel fills it, as `nn.RReLU` does.
         sampled: number of a saved tensor that each recomputation compares a sample of; -1: none.
+        unsaved: the parameters that the forward does not save; see `ModuleState.copy_unsaved`.
     """
 
     stops_early: bool
     sampled: int
+    unsaved: frozenset[int] = frozenset()
 
 
 def digest(tensor: Tensor) -> list[Digest]:
@@ -108,6 +110,10 @@ class SavedDigests:
     Args:
         first: whether this is the first of two forwards. It takes the digest at once, too, to tell
             which tensors are filled later.
+
+    Attributes:
+        weights: addresses of the storages of the parameters among them.
+        unsaved: the parameters that are not among them; see `ModuleState.copy_unsaved`.
     """
 
     def __init__(self, *, first: bool) -> None:
@@ -116,6 +122,8 @@ class SavedDigests:
         self.digests: list[list[Digest]] = []
         self.operations: list[int] = []
         self.can_be_sampled: list[bool] = []
+        self.weights: set[int] = set()
+        self.unsaved: frozenset[int] = frozenset()
         self._is_first = first
         self._pending: list[tuple[int, Tensor]] = []
         self._operation = -1
@@ -138,6 +146,8 @@ class SavedDigests:
             self.at_once.append(digest(tensor))
             self.operations.append(operation)
             self.can_be_sampled.append(not is_weight and sample(tensor) is not None)
+            if is_weight:
+                self.weights.update(addresses_of(tensor))
         self._pending.append((len(self.digests), tensor.detach()))
         self.digests.append([])
 
@@ -219,7 +229,7 @@ class _Comparison:
         last = first.operations[-1] if first.operations else 0
         stops_early = not any(first.operations[number] == last for number in late)
         sampled = [n for n, can in enumerate(first.can_be_sampled) if can and n not in late]
-        return Verified(stops_early, sampled[-1] if sampled else -1)
+        return Verified(stops_early, sampled[-1] if sampled else -1, self.first.unsaved)
 
 
 def _numbers(digests: list[Digest]) -> list[Digest]:
