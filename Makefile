@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo test versions clients clients-page clients-science dry-gpu soft-quick soft soft-soak soft-mutants programs soft-programs
+.PHONY: demo test test-slow test-seeds test-all versions clients clients-page clients-science dry-gpu soft-quick soft soft-soak soft-mutants programs soft-programs
 .PHONY: check dist site pictures races soak bench gpu clean
 
 # What make installs, and how long that takes, is said before pip begins, which is quiet.
@@ -20,8 +20,23 @@ TEST_PROCESSES ?= 2
 # A run whose worker dies ends, as tests/conftest.py says: with a new worker xdist may wait for ever.
 IN_PARALLEL = --numprocesses $(TEST_PROCESSES) --dist loadfile --max-worker-restart 0
 
-test: $(VENV)/.dev  ## run the tests
-	$(BIN)/python -m pytest $(IN_PARALLEL)
+# These need an accelerator, or other projects' frameworks.
+NOT_HERE = $(addprefix --ignore=tests/,clients gpu softdevice)
+
+test: $(VENV)/.dev  ## the tests of all that a change can break for a user; six minutes on two cores
+	$(BIN)/python -m pytest $(IN_PARALLEL) -m "not slow" $(NOT_HERE)
+
+# PART=2/4 runs the second of four parts.
+PART ?= 1/1
+TEST_SEEDS ?= 300
+
+test-slow: $(VENV)/.dev  ## the slow tests
+	EBBTIDE_PART=$(PART) $(BIN)/python -m pytest $(IN_PARALLEL) -m slow
+
+test-seeds: $(VENV)/.dev  ## the random tests of the simulated device, with TEST_SEEDS of each kind
+	EBBTIDE_SIMULATION_SEEDS=$(TEST_SEEDS) $(BIN)/python -m pytest $(IN_PARALLEL) -m "not slow" tests/simulation
+
+test-all: test test-slow test-seeds soft site dist versions clients  ## all of it, before a release
 
 VERSIONS_FLAGS ?=
 

@@ -4,7 +4,9 @@
 """
 
 import os
+from pathlib import Path
 
+import pytest
 import torch
 
 from run_program import declare_torchvision_operators
@@ -28,3 +30,10 @@ if CHOSEN in ("all", "science"):
     os.environ["HF_HUB_OFFLINE"] = "1"
     if torch.version.cuda is None:
         declare_torchvision_operators()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Other projects' frameworks take long to import, and longer to train with."""
+    for item in items:
+        if item.path.is_relative_to(Path(__file__).parent):
+            item.add_marker(pytest.mark.slow)

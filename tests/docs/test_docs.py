@@ -12,6 +12,8 @@ import pytest
 
 from snippet_summary import ENDED, LEFT_EARLY, OUTCOME, ROOT, TEST, pages, summarize, summarize_run
 
+pytestmark = pytest.mark.slow
+
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 NOT_RUN = re.compile(r"^<!-- not run: \S.* -->\n```py\n", re.MULTILINE)
 SHOW_NOTHING = ["README.md:1"]  # the other of two ways to attach

@@ -15,6 +15,8 @@ import pytest
 import ebbtide
 from test_docs import ROOT
 
+pytestmark = pytest.mark.slow
+
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 REASON = 'needs nbclient and ipykernel: pip install "ebbtide[dev]"'
 SHOWN = {

@@ -28,6 +28,8 @@ from engine_bench import EngineBench
 from harness import KIB, Simulation, drain_autograd, without_collector
 from programs import Program
 
+pytestmark = pytest.mark.slow
+
 STEPS = 1000
 SETTLED = 300  # steps after which memory must have stopped growing
 SESSION_STEPS = 50  # then another session takes over

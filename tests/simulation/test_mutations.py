@@ -41,6 +41,7 @@ def runs(
     pool.shutdown(cancel_futures=True)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(STUCK_S + 300)
 @pytest.mark.parametrize(
     "mutation",

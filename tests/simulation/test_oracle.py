@@ -70,6 +70,7 @@ RARE = {
 """Mutations that it reports in few programs, of activations: the seed of one."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("check", "num_seeds"),
     [

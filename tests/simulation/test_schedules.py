@@ -20,7 +20,7 @@ FAST = 2 * SIZE_BYTES / FORWARD_S  # bytes/s: a copy takes half a layer's forwar
 SLOW = FAST / 20
 POLICY = ebbtide.ActivationPolicy(min_bytes=SIZE_BYTES, rebuild=False)
 
-SEEDS = max(300, int(os.environ.get("EBBTIDE_SIMULATION_SEEDS", "0")))
+SEEDS = int(os.environ.get("EBBTIDE_SIMULATION_SEEDS", "100"))
 
 
 def timely(bandwidth_bytes_per_s: float) -> SimulatedDevice:

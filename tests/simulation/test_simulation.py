@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from harness import KIB, Knobs, Watch, check, check_outcome
 from programs import Outcome, one_forward_one_backward
 
-SEEDS = int(os.environ.get("EBBTIDE_SIMULATION_SEEDS", "300"))
+SEEDS = int(os.environ.get("EBBTIDE_SIMULATION_SEEDS", "150"))
 """`make soak` runs many more."""
 
 CHUNK = 50
-GENERATED = max(800, SEEDS // 4)
+GENERATED = 2 * SEEDS
 TAPES = st.integers(0, 500).flatmap(lambda size: st.binary(min_size=size, max_size=size))
 KNOBS = st.builds(
     Knobs,

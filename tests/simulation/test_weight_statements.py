@@ -15,22 +15,22 @@ from ebbtide.stores.pinned import PinnedStore
 from loops import on_device
 from weight_statements import STATEMENTS, check_statements
 
-SEEDS = max(200, int(os.environ.get("EBBTIDE_SIMULATION_SEEDS", "0")))
+SEEDS = int(os.environ.get("EBBTIDE_SIMULATION_SEEDS", "50"))
 WIDTH = 16
 
 
-@pytest.mark.parametrize("first", range(0, SEEDS, 100))
+@pytest.mark.parametrize("first", range(0, SEEDS, 50))
 def test_random_statements(first: int) -> None:
     content: Counter[str] = Counter()
-    for seed in range(first, first + 100):
+    for seed in range(first, first + 50):
         content += check_statements(seed)
     assert content.keys() == STATEMENTS.keys() | {"interrupted", "said so"}
-    assert min(content.values()) > 10
+    assert min(content.values()) > 4
 
 
 @pytest.mark.parametrize("kind", ["disk", "tiered"])
 def test_random_statements_with_files(kind: str) -> None:
-    for seed in range(20):
+    for seed in range(SEEDS // 10):
         check_statements(seed, kind)
 
 

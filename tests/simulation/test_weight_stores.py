@@ -242,6 +242,7 @@ def _is_in_a_file(tensor: torch.Tensor, directory: Path) -> bool:
     return False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, 100, 50))
 @pytest.mark.parametrize("kind", ["disk", "tiered"])
 def test_random_training_on_disk(kind: str, first: int) -> None:

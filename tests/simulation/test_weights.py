@@ -12,7 +12,7 @@ from ebbtide.stores.pinned import PinnedStore
 from loops import on_device
 from weight_programs import Tally, check_weights
 
-SEEDS = max(200, int(os.environ.get("EBBTIDE_SIMULATION_SEEDS", "0")))
+SEEDS = int(os.environ.get("EBBTIDE_SIMULATION_SEEDS", "100"))
 CONTENT = {
     "another order",
     "asked for",

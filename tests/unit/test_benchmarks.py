@@ -26,6 +26,8 @@ from benchmarks.modes import all_modes  # noqa: E402
 from benchmarks.record import RESULTS, save  # noqa: E402
 from benchmarks.tables import CASES, limit_of_step_s, tables_of  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 
 

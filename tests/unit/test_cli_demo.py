@@ -255,6 +255,7 @@ def test_published_files_are_used_where_they_are(tmp_path: Path) -> None:
     assert not darcy_fno.has_published_files(tmp_path, 32)
 
 
+@pytest.mark.slow
 def test_published_files_with_too_few_samples(tmp_path: Path) -> None:
     pytest.importorskip("neuralop")
     save_published(tmp_path, 11)
@@ -262,6 +263,7 @@ def test_published_files_with_too_few_samples(tmp_path: Path) -> None:
     assert "has 11 samples" in message
 
 
+@pytest.mark.slow
 def test_store_that_does_not_fit_is_refused_by_the_worker(tmp_path: Path) -> None:
     pytest.importorskip("neuralop")
     message = refused([*TINY, "--device", "cpu", "--store", "host"], tmp_path)
@@ -294,6 +296,7 @@ def test_a_quick_look_is_small_unless_sizes_are_given(
     assert [(each.resolution, each.steps, each.warm_steps) for each in seen] == [sizes]
 
 
+@pytest.mark.slow
 def test_dead_and_failing_workers_are_reported() -> None:
     pytest.importorskip("neuralop")
     config = DemoConfig(64, 4, modes=(Mode.NONE, Mode.EBBTIDE))

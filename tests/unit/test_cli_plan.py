@@ -78,6 +78,7 @@ def report() -> str:
     return found.output
 
 
+@pytest.mark.slow
 def test_the_report_fits_80_columns(report: str) -> None:
     assert max(map(len, report.splitlines())) <= 80
     for text in (
@@ -91,12 +92,14 @@ def test_the_report_fits_80_columns(report: str) -> None:
         assert text in report
 
 
+@pytest.mark.slow
 def test_the_report_says_that_nothing_was_measured(report: str) -> None:
     flat = " ".join(report.split())
     assert "Every figure here is predicted, from the preset 'NVIDIA H100 SXM'" in flat
     assert "This project has measured nothing on that hardware" in flat
 
 
+@pytest.mark.slow
 def test_steps_get_shorter_with_the_budget(report: str) -> None:
     table = report.split("The fastest step")[1].split("The plan within")[0]
     ratios = [float(each) for each in re.findall(r"  (\d+\.\d{3})  ", table)]
@@ -105,6 +108,7 @@ def test_steps_get_shorter_with_the_budget(report: str) -> None:
     assert ratios == sorted(ratios)
 
 
+@pytest.mark.slow
 def test_the_budgets_of_the_report_hold(report: str) -> None:
     table = report.split("The fastest step")[1].split("The plan within")[0]
     rows = re.findall(r"([\d.]+) (MiB|GiB)  +([\d.]+) (MiB|GiB)", table)
@@ -133,6 +137,7 @@ def test_json_has_all_figures_and_the_saved_plan(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_parts_of_blocks_are_planned_where_whole_blocks_do_not_fit(tmp_path: Path) -> None:
     pytest.importorskip("neuralop")
     model = ("fno2d", "--resolution", "128", "--batch", "2", "--quick")
@@ -188,6 +193,7 @@ def heavy(batch: int = 256) -> tuple[nn.Module, torch.Tensor]:
 HEAVY = f"{Path(__file__).stem}:heavy"
 
 
+@pytest.mark.slow
 def test_weights_may_rest_on_the_host(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "ebbtide")
     without = run(HEAVY, "--budget", "60MiB", "--quick")
@@ -236,6 +242,7 @@ def test_weights_may_rest_on_the_host(tmp_path: Path, caplog: pytest.LogCaptureF
     assert all(map(torch.equal, *digests))
 
 
+@pytest.mark.slow
 def test_a_plan_with_the_weights_of_one_module_in_two_places_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     run(HEAVY, "--budget", "25MiB", "--quick", "--weights", "--save", str(path))
@@ -269,6 +276,7 @@ ctypes.CDLL(None).puts(b"from C")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="calls the C library by its Unix name")
 def test_standard_output_is_json_whatever_other_code_prints(tmp_path: Path) -> None:
     (tmp_path / "noisy.py").write_text(NOISY)
@@ -287,6 +295,7 @@ def test_standard_output_is_json_whatever_other_code_prints(tmp_path: Path) -> N
         assert text in found.stderr
 
 
+@pytest.mark.slow
 def test_a_saved_plan_is_followed(tmp_path: Path) -> None:
     """What was planned without an accelerator decides in training, layer by layer."""
     path = tmp_path / "plan.json"
@@ -306,6 +315,7 @@ def test_a_saved_plan_is_followed(tmp_path: Path) -> None:
     assert bool(moved) == (leaves or "recompute+offload" in modes)
 
 
+@pytest.mark.slow
 def test_a_picture_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "step.png"
@@ -316,6 +326,7 @@ def test_a_picture_is_drawn(tmp_path: Path) -> None:
     assert path.stat().st_size > 20_000
 
 
+@pytest.mark.slow
 def test_a_budget_that_nothing_fits_into_is_answered_with_the_smallest() -> None:
     found = run(TOWER, "--budget", "20MiB", "--quick")
     assert found.exit_code == 78
@@ -330,6 +341,7 @@ def test_a_model_that_fits_is_left_alone() -> None:
     assert "Everything fits as it is: there is nothing to move." in found.output
 
 
+@pytest.mark.slow
 def test_a_measured_machine_is_said_to_be_one(tmp_path: Path) -> None:
     path = tmp_path / "machine.json"
     text = H100.to_json().replace('"published"', '"measured"').replace(H100.name, "my machine")
@@ -424,6 +436,7 @@ def tower_family() -> TaskFamily:
     )
 
 
+@pytest.mark.slow
 def test_the_largest_is_the_largest() -> None:
     """Every size above and below is tried; one step more must not fit, what is found must."""
     study = Study(tower_family(), H100)
@@ -454,6 +467,7 @@ def test_what_does_not_fit_at_all_has_no_largest() -> None:
     assert {(limit.length, limit.batch) for limit in limits} == {(None, None)}
 
 
+@pytest.mark.slow
 def test_the_largest_fno_is_found_in_few_profiles() -> None:
     pytest.importorskip("neuralop")
     study = Study(build_family("fno2d", ModelOptions(resolution=256)), H100)

@@ -111,6 +111,7 @@ def test_a_budget_is_kept_and_the_plan_is_reported(tmp_path: Path) -> None:
     assert "OVER" not in found.stderr and "of 6 layers 6 stay" in found.stderr
 
 
+@pytest.mark.slow
 def test_a_budget_that_nothing_fits_into_ends_the_script(tmp_path: Path) -> None:
     name = script(tmp_path, TRAIN + "import atexit; atexit.register(print, 'left')\ntrain(2)\n")
     found = run("--budget", "50MiB", name, at=tmp_path)
@@ -123,6 +124,7 @@ def test_a_budget_that_nothing_fits_into_ends_the_script(tmp_path: Path) -> None
     assert (found.returncode, found.stdout.splitlines()[1:]) == (78, ["went on"])
 
 
+@pytest.mark.slow
 def test_dry_changes_nothing_and_shows_the_plan(tmp_path: Path) -> None:
     text = TRAIN + "train(2)\nassert 'forward' not in vars(model), 'it was offloaded'\n"
     name = script(tmp_path, text)
@@ -153,6 +155,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [["sub/script.py"], ["-m", "sub.script"], ["sub"]])
 def test_a_script_sees_what_it_sees_under_python(tmp_path: Path, arguments: list[str]) -> None:
     folder = tmp_path / "sub"
@@ -170,6 +173,7 @@ def test_a_script_sees_what_it_sees_under_python(tmp_path: Path, arguments: list
     assert "no model was found" in found.stderr
 
 
+@pytest.mark.slow
 def test_an_error_looks_as_it_does_under_python(tmp_path: Path) -> None:
     text = "import torch\nmodel = torch.nn.Linear(2, 2)\ndef f():\n    model(torch.ones(3))\nf()\n"
     name = script(tmp_path, text)
@@ -187,6 +191,7 @@ def test_an_error_looks_as_it_does_under_python(tmp_path: Path) -> None:
     assert (found.returncode, found.stderr) == (plain.returncode, plain.stderr)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 def test_a_signal_ends_it_as_it_ends_python(tmp_path: Path, name: str) -> None:
     (tmp_path / "files").mkdir()
@@ -260,6 +265,7 @@ def test_json_on_standard_output_follows_what_the_script_prints(tmp_path: Path) 
     assert json.loads(brace + figures)["format"] == "ebbtide-run"
 
 
+@pytest.mark.slow
 def test_profilers_profile_the_script(tmp_path: Path) -> None:
     own = (
         "with torch.profiler.profile() as profile:\n    train(1, 512)\n"

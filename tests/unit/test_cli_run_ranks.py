@@ -7,7 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from test_cli_run import TRAIN, environment, script
+
+pytestmark = pytest.mark.slow
 
 PARALLEL = """
 import torch.distributed as dist

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 TESTS = Path(__file__).parents[1]
 LONG_S = 300
 LONGEST_S = 60  # for the run to start, and to end the other process

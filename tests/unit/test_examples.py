@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["neuralop_darcy.py", "neuralop_trainer.py"])
 def test_example_trains_and_offloads(name: str, tmp_path: Path) -> None:
     pytest.importorskip("neuralop")
@@ -33,7 +34,6 @@ def test_example_trains_and_offloads(name: str, tmp_path: Path) -> None:
     assert 25 < float(offloaded[1]) < 40
 
 
-@pytest.mark.slow
 def test_a_model_larger_than_memory_trains() -> None:
     done = subprocess.run(
         [sys.executable, EXAMPLES / "larger_than_memory.py", "--limit", "224MiB", "--steps", "2"],
@@ -53,7 +53,6 @@ def test_a_model_larger_than_memory_trains() -> None:
     assert "the same, to the bit" in done.stdout
 
 
-@pytest.mark.slow
 def test_pipeline_keeps_less_on_every_rank() -> None:
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     # The launcher looks for a free port itself.

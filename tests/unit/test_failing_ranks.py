@@ -18,6 +18,7 @@ import pytest
 import torch.distributed as dist
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(not dist.is_available(), reason="torch was built without distributed"),
     pytest.mark.skipif(sys.platform != "linux", reason="reads /dev/shm and /proc"),
 ]

@@ -13,6 +13,8 @@ from torch import nn
 
 from ebbtide.observe.owners import HeldTensor, find_holders
 
+pytestmark = pytest.mark.slow
+
 
 def address(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)

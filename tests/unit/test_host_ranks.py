@@ -17,6 +17,7 @@ import pytest
 import torch.distributed as dist
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(not dist.is_available(), reason="torch was built without distributed"),
     pytest.mark.skipif(sys.platform != "linux", reason="the ranks share a mapped file"),
 ]

@@ -66,6 +66,7 @@ print(before, len(os.listdir("/proc/self/fd")))
 """
 
 
+@pytest.mark.slow
 def test_six_hundred_parameters_need_few_descriptors() -> None:
     """300 layers have 300 groups of weights and of gradients, and 1,800 tensors of state."""
     run = subprocess.run([sys.executable, "-c", FEW_DESCRIPTORS], capture_output=True, text=True)

@@ -121,6 +121,7 @@ def small_family(build_short: bool) -> TaskFamily:
     )
 
 
+@pytest.mark.slow
 def test_a_stretched_profile_is_that_of_the_whole_model() -> None:
     short, whole = (Study(small_family(each), H100) for each in (True, False))
     assert short.names != whole.names
@@ -253,6 +254,7 @@ def wide_family(batch: int = 8192) -> TaskFamily:
     return TaskFamily(title="wide", size=Size(None, batch), build=build)
 
 
+@pytest.mark.slow
 def test_smaller_layers_are_studied_where_less_memory_is_enough_then() -> None:
     """A block has 2 x 3 wide matrices at once if it runs again, and a part half of them."""
     study = Study(wide_family(), H100)

@@ -111,6 +111,7 @@ def check_against_all(
 shares = st.sampled_from([0.0, 0.1, 0.3, 0.5, 0.8, 1.0])
 
 
+@pytest.mark.slow
 @given(profile=profiles(), hardware=links(), share=shares)
 @MANY
 def test_search_equals_all_plans(profile: StepProfile, hardware: Hardware, share: float) -> None:
@@ -118,6 +119,7 @@ def test_search_equals_all_plans(profile: StepProfile, hardware: Hardware, share
     check_against_all(profile, hardware, share)
 
 
+@pytest.mark.slow
 @given(
     profile=profiles(4), hardware=links(), share=shares, host_share=st.sampled_from([0.0, 0.3, 0.7])
 )
@@ -129,6 +131,7 @@ def test_search_equals_all_plans_within_a_host_budget(
     check_against_all(profile, hardware, share, host_share)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [6, 7])
 @given(data=st.data(), hardware=links(), share=shares)
 @FEW
@@ -539,6 +542,7 @@ def with_weights(profile: StepProfile, update_s: float, sizes: Sequence[int]) ->
     return dataclasses.replace(profile, layers=tuple(layers))
 
 
+@pytest.mark.slow
 @given(profile=profiles(5), hardware=links(), share=shares)
 @settings(MANY, max_examples=15)
 def test_weights_of_some_layers_are_no_worse_than_those_of_all_or_none(
@@ -558,6 +562,7 @@ def test_weights_of_some_layers_are_no_worse_than_those_of_all_or_none(
     assert timing.predict(found).peak_bytes <= budget.device_bytes
 
 
+@pytest.mark.slow
 @given(
     profile=profiles(3), hardware=links(), share=shares, update_s=st.sampled_from([0.0, 0.5, 5.0])
 )

@@ -30,6 +30,7 @@ HERE = Path(__file__).parent
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="fakes other systems on Linux")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("platform", ["darwin", "win32"])
 def test_everything_imports_and_trains(platform: str, tmp_path: Path) -> None:
     paths = [str(Path(ebbtide.__file__).parents[1]), str(HERE.parent / "simulation")]

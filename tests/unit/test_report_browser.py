@@ -14,6 +14,8 @@ from ebbtide.observe.page import write_page
 from ebbtide.observe.run_record import RunRecord
 from report_cases import make_record
 
+pytestmark = pytest.mark.slow
+
 BEFORE, AFTER = "nothing offloaded", "6 of 8 layers offloaded"
 
 

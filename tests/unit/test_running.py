@@ -100,6 +100,7 @@ def test_a_model_whose_blocks_are_called_one_by_one_is_one_model() -> None:
     assert all(torch.equal(a, b) for a, b in zip(chain(*expected), chain(*found), strict=True))
 
 
+@pytest.mark.slow
 def test_modules_in_a_plain_list_are_not_offloaded_without_end() -> None:
     torch.manual_seed(0)
     blocks = [Block() for _ in range(20)]
@@ -177,6 +178,7 @@ def test_a_model_that_shares_modules_with_another_is_left_alone() -> None:
             assert not is_offloaded(model)
 
 
+@pytest.mark.slow
 def test_models_compiled_by_torch_jit_are_left_alone() -> None:
     model, scripted = make(), torch.jit.script(make())
     traced = torch.jit.trace(make(), batch())
@@ -210,6 +212,7 @@ def test_transforms_and_lazy_modules_are_passed_over() -> None:
         assert watched.names == ["Sequential"] and watched.steps == [1]
 
 
+@pytest.mark.slow
 def test_models_that_are_dropped_leave_nothing_behind() -> None:
     def train() -> weakref.ref[Net]:
         model = make()

@@ -7,10 +7,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 from ebbtide.tools.found_models import RunOptions
 from ebbtide.tools.run import MainScript, RunRequest, RunSession
 from run_cases import SMALL, make, step
 from test_cli_run import TRAIN, run, script
+
+pytestmark = pytest.mark.slow
 
 
 @contextmanager
