@@ -98,7 +98,7 @@ def count(number: int, what: str) -> str:
 # loads nothing, runs no script, and scrolls its own tables on narrow screens.
 
 # The palette of Okabe and Ito, whose colours colour-blind readers can tell apart. What becomes of
-# a storage has the colour of the event that does it in `ebbtide.observe.plots`.
+# a storage has the colour of the event that does it.
 COLOURS: Final = {
     "forward": "#56B4E9",
     "backward": "#0072B2",
@@ -135,8 +135,7 @@ SCOPE .ebbtide-dot{display:inline-block;width:9px;height:9px;border-radius:2px;
 margin-right:5px}
 SCOPE summary{cursor:pointer;margin:4px 0}
 SCOPE pre{margin:0;font-size:12px;line-height:1.35;color:inherit;background:none;white-space:pre}
-SCOPE svg{display:block;width:100%;min-width:46em;height:auto}
-SCOPE svg text{fill:currentColor;font-size:12px;font-family:inherit}
+SCOPE img{display:block;width:100%;max-width:none;min-width:46em;height:auto;margin:0}
 </style>"""
 _STYLE: Final = _RULES.replace("SCOPE", _SCOPE)
 

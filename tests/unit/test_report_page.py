@@ -17,7 +17,7 @@ from torch import nn
 import ebbtide
 from ebbtide.errors import PolicyError
 from ebbtide.observe.page import comparison_rows, render_page, verdict_of, write_seconds
-from ebbtide.observe.plots import EVENT_COLOURS, OWNER_COLOURS
+from ebbtide.observe.plots import OWNER_COLOURS
 from ebbtide.observe.run_record import RunRecord
 from ebbtide.runtime.events import Owner
 from report_cases import MIB, SAVED_BYTES, make_record
@@ -150,10 +150,9 @@ def test_seconds_are_written_for_people() -> None:
     ]
 
 
-def test_every_owner_and_kind_has_a_colour_of_its_own() -> None:
+def test_every_owner_has_a_colour_of_its_own() -> None:
     assert OWNER_COLOURS.keys() == set(Owner)
     assert len(set(OWNER_COLOURS.values())) == len(OWNER_COLOURS)
-    assert len(set(EVENT_COLOURS.values())) == len(EVENT_COLOURS)
 
 
 @pytest.mark.parametrize("trace", [True, False])

@@ -161,7 +161,7 @@ def test_saved_file_opens_as_trace_events(tmp_path: Path) -> None:
 
 def test_each_lane_is_a_named_thread() -> None:
     events = [TraceEvent("offload", lane, 0, 1) for lane in LANES]
-    rows = chrome_events(events, LANES)
+    rows = chrome_events(events)
     names = {row["tid"]: row["args"]["name"] for row in rows if row["name"] == "thread_name"}
     assert [names[tid] for tid in sorted(names)] == list(LANES)
 
@@ -169,7 +169,7 @@ def test_each_lane_is_a_named_thread() -> None:
 def test_overlapping_events_of_a_lane_get_rows_of_their_own() -> None:
     def threads(*spans: tuple[float, float]) -> list[int]:
         events = [TraceEvent("reload", "disk", begin, end) for begin, end in spans]
-        rows = [row for row in chrome_events(events, LANES) if row["ph"] == "X"]
+        rows = [row for row in chrome_events(events) if row["ph"] == "X"]
         first = min(row["tid"] for row in rows)
         return [row["tid"] - first for row in rows]
 

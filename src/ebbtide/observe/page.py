@@ -16,15 +16,12 @@ from typing import Any, Final, final
 
 from ebbtide.errors import PolicyError
 from ebbtide.observe.plots import (
-    EVENT_COLOURS,
-    HATCHED_EVENTS,
     HATCHED_OWNERS,
-    OTHER_EVENT_COLOUR,
     OWNER_COLOURS,
 )
 from ebbtide.observe.run_record import RunRecord, to_entry
 from ebbtide.runtime.events import LANES, Owner
-from ebbtide.units import format_size
+from ebbtide.units import COLOURS, format_size
 
 
 def verdict_of(record: RunRecord) -> str:
@@ -267,10 +264,7 @@ def page_data(records: Sequence[RunRecord]) -> dict[str, Any]:
             }
             for owner in Owner
         },
-        "events": {
-            what: {"colour": colour, "hatched": what in HATCHED_EVENTS}
-            for what, colour in {**EVENT_COLOURS, "other": OTHER_EVENT_COLOUR}.items()
-        },
+        "events": {what: {"colour": colour, "hatched": False} for what, colour in COLOURS.items()},
     }
 
 

@@ -565,7 +565,7 @@ def save_record(path: str | PathLike[str], record: RunRecord) -> None:
     Raises:
         OSError: the file cannot be written.
     """
-    document = chrome_document(record.events, LANES, record.memory)
+    document = chrome_document(record.events, record.memory)
     write_chrome(path, {**document, _KEY: to_entry(record)})
 
 

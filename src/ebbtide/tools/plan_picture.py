@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Final
 
-from ebbtide.observe.plots import TimeUnit, draw_lanes
+from ebbtide.observe.plots import draw_lanes, stack_areas
 from ebbtide.planning.prediction import MemoryParts, StepRecord, StepTiming
-from ebbtide.runtime.events import LANES, TraceEvent
+from ebbtide.runtime.events import TraceEvent
 from ebbtide.tools.plan_tables import Findings, format_seconds
 from ebbtide.units import format_size
 
@@ -49,30 +49,25 @@ def draw_plan(found: Findings, path: Path) -> None:
     figure = Figure(figsize=_SIZE_INCHES, dpi=_PIXELS_PER_INCH, layout="constrained")
     FigureCanvasAgg(figure)
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=[5, 2])
-    _draw_memory(above, found, record, TimeUnit.of(events))
-    draw_lanes(figure, below, events, LANES)
+    _draw_memory(above, found, record)
+    draw_lanes(figure, below, events)
     below.set_title("", loc="left")
     figure.savefig(path, format=path.suffix[1:].lower())
 
 
-def _draw_memory(axes: Any, found: Findings, record: StepRecord, unit: TimeUnit) -> None:
+def _draw_memory(axes: Any, found: Findings, record: StepRecord) -> None:
     assert found.chosen is not None
-    edges = [each.begin_s * unit.per_s for each in record.passes]
-    edges.append(record.passes[-1].end_s * unit.per_s)
+    edges_s = [*(each.begin_s for each in record.passes), record.passes[-1].end_s]
     stacks = [_stack(each.memory) for each in record.passes]
-    lower = [0.0] * (len(stacks) + 1)
-    for number, (name, colour) in enumerate(_LAYERS):
-        sizes = [stack[number] / _GIB for stack in stacks]
-        upper = [low + size for low, size in zip(lower, [*sizes, sizes[-1]], strict=True)]
-        if any(sizes):
-            axes.fill_between(
-                edges, lower, upper, step="post", label=name, color=colour, linewidth=0
-            )
-        lower = upper
-    axes.step(edges, lower, where="post", color=_INK, linewidth=0.8)
+    layers = [
+        (name, [stack[number] / _GIB for stack in stacks], {"color": colour})
+        for number, (name, colour) in enumerate(_LAYERS)
+    ]
+    upper = stack_areas(axes, edges_s, layers)
+    axes.step(edges_s, upper, where="post", color=_INK, linewidth=0.8)
     budget = found.budget_bytes / _GIB
     axes.axhline(budget, color="#D55E00", linewidth=1.2, linestyle="--")
-    axes.set_ylim(0, max(budget, max(lower)) * 1.18)
+    axes.set_ylim(0, max(budget, max(upper)) * 1.18)
     axes.annotate(
         f"budget {format_size(found.budget_bytes)}",
         (1, budget),
