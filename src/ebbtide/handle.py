@@ -179,25 +179,22 @@ class OffloadHandle:
         Args:
             title: what tells the run from others; None: the model and its device.
         """
-        from ebbtide.observe.run_record import RunSources, collect_record
+        from ebbtide.observe.run_record import RunRecord, complete_record
 
         engine, plan = self._engine, self.plan
         settings = engine.settings()
         if plan is not None:
             settings["budget"] = format_size(plan.budget_bytes)
+        title = title or engine.describe()["model"]
         is_done = engine.stats.num_saved > 0
-        sources = RunSources(
-            title=title or engine.describe()["model"],
-            device=engine.torch_device,
-            settings=settings,
-            stats=self.stats,
+        return complete_record(
+            RunRecord(title=title, settings=settings, stats=self.stats, notes=self.notes),
+            engine.torch_device,
             trace=self.trace if engine.is_traced else None,
             inspection=self.inspect(),
             planned=plan,
             explained=self.explain() if is_done else None,
-            notes=self.notes,
         )
-        return collect_record(sources)
 
     def explain(self) -> Explanation:
         """Say in words why memory is as high as it is in the last step, and what to change.

@@ -31,7 +31,7 @@ def main() -> None:
         page.screenshot(path=IMAGES / "report.png")
         page.get_by_role("radio", name=RUNS[1][0]).check()
         lanes = page.locator(".lanes >> visible=true")
-        lanes.locator("canvas").hover(position={"x": 560, "y": 75})
+        lanes.locator(".u-over").hover(position={"x": 474, "y": 75})
         page.wait_for_timeout(_DRAWN_MS)
         lanes.screenshot(path=IMAGES / "report-lanes.png")
 

@@ -121,8 +121,9 @@ def test_the_page_shows_both_modes(run: Run) -> None:
     packed = re.search(r'id="data">([^<]*)<', page)
     assert packed is not None
     runs = json.loads(gzip.decompress(base64.b64decode(packed[1])))["runs"]
-    assert [each["title"] for each in runs] == ["no offload", "ebbtide"]
-    assert all(each["memory"] is not None for each in runs)
+    records = [each["ebbtide"] for each in runs]
+    assert [each["title"] for each in records] == ["no offload", "ebbtide"]
+    assert all(each["memory"] is not None for each in records)
 
 
 def test_the_limit_is_measured(figures: dict) -> None:

@@ -156,6 +156,21 @@ def with_an_empty_owner(record: RunRecord) -> RunRecord:
     return dataclasses.replace(record, memory=memory)
 
 
+def with_rounded_times(record: RunRecord) -> RunRecord:
+    """A Chrome trace has its times in microseconds, which costs the last digits of seconds."""
+
+    def rounded(events: tuple[TraceEvent, ...]) -> tuple[TraceEvent, ...]:
+        return tuple(
+            dataclasses.replace(each, begin_s=round(each.begin_s, 9), end_s=round(each.end_s, 9))
+            for each in events
+        )
+
+    prediction = record.prediction
+    if prediction is not None:
+        prediction = dataclasses.replace(prediction, events=rounded(prediction.events))
+    return dataclasses.replace(record, events=rounded(record.events), prediction=prediction)
+
+
 RECORDS = [
     *(run(), run(trace=False), make_record("made up", 8, 6)),
     with_an_empty_owner(make_record("made up", 8, 6)),
@@ -165,7 +180,8 @@ RECORDS = [
 @pytest.mark.parametrize("record", RECORDS)
 def test_a_file_gives_back_an_equal_record(record: RunRecord, tmp_path: Path) -> None:
     save_record(tmp_path / "run.json", record)
-    assert load_record(tmp_path / "run.json") == record
+    loaded = load_record(tmp_path / "run.json")
+    assert with_rounded_times(loaded) == with_rounded_times(record)
 
 
 def test_every_field_of_a_record_is_in_the_file() -> None:
@@ -242,7 +258,7 @@ WRONG_FILES = {
         "version 99.*install the ebbtide that wrote it",
     ),
     "a damaged record": (
-        '{"ebbtide": {"format": "ebbtide-record", "version": 1}}',
+        '{"ebbtide": {"format": "ebbtide-record", "version": 2}}',
         "damaged.*record the run again",
     ),
     "a foreign key": ('{"ebbtide": 3}', "not a record of a run"),

@@ -9,16 +9,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
-from typing import Any, Final, Protocol, final
+from typing import Any, Final, final
 
 import torch
 
 from ebbtide.errors import PolicyError
-from ebbtide.observe.explain import Finding
+from ebbtide.observe.explain import Explanation, Finding
 from ebbtide.observe.inspection import Inspection
-from ebbtide.observe.trace import Trace, chrome_document, write_chrome
+from ebbtide.observe.trace import Trace, chrome_document, chrome_events, write_chrome
 from ebbtide.planning.hardware import Hardware
 from ebbtide.planning.plan import Plan
+from ebbtide.planning.planned_step import PlannedStep
 from ebbtide.planning.prediction import StepRecord, StepTiming
 from ebbtide.planning.profile import LayerProfile, StepProfile
 from ebbtide.runtime.events import LANES, MemorySample, OwnedBytes, Owner, StepMemory, TraceEvent
@@ -153,10 +154,8 @@ class RunRecord:
 
 # ---- Adds up the figures of each layer of a step from its storages and its trace ----
 
-_Call = tuple[int | None, int]  # layer and microbatch
-
-_SECONDS = {"forward": "forward_s", "backward": "backward_s", "wait": "wait_s"}
-_BYTES = {"keep": "kept_bytes", "offload": "offloaded_bytes", "rebuild": "rebuilt_bytes"}
+_SECONDS: Final = {"forward": "forward_s", "backward": "backward_s", "wait": "wait_s"}
+_BYTES: Final = {"keep": "kept_bytes", "offload": "offloaded_bytes", "rebuild": "rebuilt_bytes"}
 
 
 def layer_figures(
@@ -168,35 +167,29 @@ def layer_figures(
         inspection: what became of the storages of the step; None if nobody knows.
         events: the trace of the step; empty if it was not traced.
     """
-    names: dict[_Call, str] = {}
-    figures: dict[_Call, dict[str, float]] = {}
+    figures: dict[tuple[int | None, int], LayerFigures] = {}
 
-    def add(call: _Call, name: str, what: str, amount: float) -> None:
-        names[call] = name or names.get(call, "")
-        sums = figures.setdefault(call, {})
-        sums[what] = sums.get(what, 0) + amount
+    def add(layer: int | None, microbatch: int, name: str, what: str, amount: float) -> None:
+        call = layer, microbatch
+        before = figures.get(call, LayerFigures(layer, name, microbatch))
+        sum_ = (getattr(before, what) or 0) + amount
+        changed: dict[str, Any] = {"name": name or before.name, what: sum_}
+        figures[call] = dataclasses.replace(before, **changed)
 
     for event in events:
         if event.what in _SECONDS and not event.kind:
-            call = event.layer, event.microbatch
-            add(call, event.name, _SECONDS[event.what], event.duration_s)
+            seconds = _SECONDS[event.what]
+            add(event.layer, event.microbatch, event.name, seconds, event.duration_s)
     if inspection is not None:
         for storage in inspection.storages:
-            call = storage.layer, storage.microbatch
-            add(call, storage.name, _BYTES[storage.decision], storage.size_bytes)
+            what = _BYTES[storage.decision]
+            add(storage.layer, storage.microbatch, storage.name, what, storage.size_bytes)
         for each in inspection.recomputed:
-            call = each.layer.index, each.microbatch
-            add(call, each.layer.name, "recomputed_bytes", each.size_bytes)
+            layer, size_bytes = each.layer, each.size_bytes
+            add(layer.index, each.microbatch, layer.name, "recomputed_bytes", size_bytes)
     # What belongs to no layer comes last.
-    calls = sorted(figures, key=lambda call: (call[1], call[0] is None, call[0] or 0))
-    return tuple(_figures(call, names[call], figures[call]) for call in calls)
-
-
-def _figures(call: _Call, name: str, sums: dict[str, float]) -> LayerFigures:
-    layer, microbatch = call
-    figures = LayerFigures(layer, name, microbatch)
-    whole = {what: int(sum_) if what.endswith("_bytes") else sum_ for what, sum_ in sums.items()}
-    return dataclasses.replace(figures, **whole)  # type: ignore[arg-type]
+    order = sorted(figures, key=lambda call: (call[1], call[0] is None, call[0] or 0))
+    return tuple(figures[call] for call in order)
 
 
 # ---- Runs a plan through the model of a step, for a page that shows prediction over measurement
@@ -261,120 +254,42 @@ def _events(
 # ---- Makes the record of a run from what its handle knows ----
 
 
-class Explained(Protocol):
-    """Why memory is as high as it is; the attributes are those of `RunRecord`."""
+def complete_record(
+    record: RunRecord,
+    device: torch.device,
+    *,
+    trace: Trace | None = None,
+    inspection: Inspection | None = None,
+    planned: PlannedStep | None = None,
+    explained: Explanation | None = None,
+) -> RunRecord:
+    """Return a record with what its parts know; what is None is not known.
 
-    @property
-    def verdict(self) -> str:
-        """The verdict."""
-
-    @property
-    def findings(self) -> Sequence[Finding]:
-        """The reasons."""
-
-    @property
-    def limit_bytes(self) -> int | None:
-        """The smallest peak that any offloader could reach."""
-
-    @property
-    def limit_why(self) -> str:
-        """Why that is the smallest."""
-
-
-class Measured(Protocol):
-    """What a step was measured to cost."""
-
-    @property
-    def peak_bytes(self) -> int:
-        """The peak of memory."""
-
-    @property
-    def step_s(self) -> float:
-        """Seconds from the begin of the step to the begin of the next."""
-
-
-class Planned(Protocol):
-    """A plan, and what it was made from."""
-
-    @property
-    def plan(self) -> Plan:
-        """The plan."""
-
-    @property
-    def profile(self) -> StepProfile:
-        """The step that it is for."""
-
-    @property
-    def hardware(self) -> Hardware:
-        """The machine that it is for."""
-
-    @property
-    def budget_bytes(self) -> int:
-        """The most memory to take."""
-
-    @property
-    def measured(self) -> Measured | None:
-        """What the last step under the plan was measured to cost."""
-
-
-@final
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RunSources:
-    """What the record of a run is made from. What is None is not known.
-
-    Attributes:
-        title: the title of the record.
+    Args:
+        record: has the title, settings, statistics and notes.
         device: the device that the model computes on.
-        settings: what the offload was asked for.
-        stats: statistics of the last step.
-        trace: its trace.
+        trace: the trace of the last step.
         inspection: what became of its storages.
         planned: the plan that it followed.
         explained: why its memory is as high as it is.
-        notes: what else is to be known, in sentences.
     """
-
-    title: str
-    device: torch.device
-    settings: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    stats: StepStats | None = None
-    trace: Trace | None = None
-    inspection: Inspection | None = None
-    planned: Planned | None = None
-    explained: Explained | None = None
-    notes: Sequence[str] = ()
-
-
-def collect_record(sources: RunSources) -> RunRecord:
-    """Return the record."""
-    planned, explained = sources.planned, sources.explained
-    trace = Trace() if sources.trace is None else sources.trace
-    measured = None if planned is None else planned.measured
-    record = RunRecord(
-        title=sources.title,
-        settings=sources.settings,
-        versions=_versions(sources.device),
-        stats=sources.stats,
-        layers=layer_figures(sources.inspection, trace.events),
-        events=trace.events,
-        memory=trace.memory,
-        budget_bytes=None if planned is None else planned.budget_bytes,
-        prediction=None
-        if planned is None
-        else predict_step(planned.plan, planned.profile, planned.hardware),
-        measured_step_s=None if measured is None else measured.step_s,
-        measured_peak_bytes=None if measured is None else measured.peak_bytes,
-        notes=tuple(sources.notes),
-    )
-    if explained is None:
-        return record
-    return dataclasses.replace(
-        record,
-        verdict=explained.verdict,
-        findings=tuple(explained.findings),
-        limit_bytes=explained.limit_bytes,
-        limit_why=explained.limit_why,
-    )
+    trace = Trace() if trace is None else trace
+    known: dict[str, Any] = {
+        "versions": _versions(device),
+        "layers": layer_figures(inspection, trace.events),
+        "events": trace.events,
+        "memory": trace.memory,
+    }
+    if planned is not None:
+        known["budget_bytes"] = planned.budget_bytes
+        known["prediction"] = predict_step(planned.plan, planned.profile, planned.hardware)
+        if planned.measured is not None:
+            known["measured_step_s"] = planned.measured.step_s
+            known["measured_peak_bytes"] = planned.measured.peak_bytes
+    if explained is not None:
+        for name in ("verdict", "findings", "limit_bytes", "limit_why"):
+            known[name] = getattr(explained, name)
+    return dataclasses.replace(record, **known)
 
 
 def _versions(device: torch.device) -> dict[str, str]:
@@ -395,168 +310,39 @@ def _describe_device(device: torch.device) -> str:
     return str(device)
 
 
-# ---- Records of runs as JSON: exact, and compact enough for steps of thousands of layers ----
+# ---- Files of records: Chrome traces, which Perfetto opens, with the rest beside the events ----
 
 FORMAT: Final = "ebbtide-record"
-VERSION: Final = 1
-
-_PLAIN: Final = (
-    *("title", "verdict", "limit_bytes", "limit_why", "budget_bytes"),
-    *("measured_step_s", "measured_peak_bytes"),
-)
-
-
-def to_entry(record: RunRecord) -> dict[str, Any]:
-    """Return a record as an object for JSON, from which `from_entry` makes an equal record."""
-    prediction = record.prediction
-    return {
-        "format": FORMAT,
-        "version": VERSION,
-        **{name: getattr(record, name) for name in _PLAIN},
-        "settings": dict(record.settings),
-        "versions": dict(record.versions),
-        "stats": None if record.stats is None else dataclasses.asdict(record.stats),
-        "layers": _table(record.layers, LayerFigures),
-        "events": _table(record.events, TraceEvent),
-        "memory": None if record.memory is None else _memory_entry(record.memory),
-        "findings": [dataclasses.asdict(finding) for finding in record.findings],
-        "prediction": None
-        if prediction is None
-        else {
-            "step_s": prediction.step_s,
-            "peak_bytes": prediction.peak_bytes,
-            "phases": _table(prediction.phases, PredictedPhase),
-            "events": _table(prediction.events, TraceEvent),
-        },
-        "notes": list(record.notes),
-    }
-
-
-def from_entry(entry: Any) -> RunRecord:
-    """Return the record that `to_entry` has made an object of.
-
-    Raises:
-        PolicyError: it is something else, or of a newer version.
-    """
-    if not isinstance(entry, dict) or entry.get("format") != FORMAT:
-        raise PolicyError('its part "ebbtide" is not a record of a run')
-    if entry.get("version") != VERSION:
-        raise PolicyError(
-            f"its record has version {entry.get('version')}, and this ebbtide reads version "
-            f"{VERSION}; install the ebbtide that wrote it, or record the run again"
-        )
-    try:
-        return _read(entry)
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        message = f"its record is damaged ({type(error).__name__}: {error}); record the run again"
-        raise PolicyError(message) from None
-
-
-def _read(entry: Mapping[str, Any]) -> RunRecord:
-    memory, predicted, stats = entry["memory"], entry["prediction"], entry["stats"]
-    return RunRecord(
-        **{name: entry[name] for name in _PLAIN},
-        settings=dict(entry["settings"]),
-        versions=dict(entry["versions"]),
-        stats=None if stats is None else StepStats(**stats),
-        layers=_rows(entry["layers"], LayerFigures),
-        events=_rows(entry["events"], TraceEvent),
-        memory=None if memory is None else _read_memory(memory),
-        findings=tuple(Finding(**finding) for finding in entry["findings"]),
-        prediction=None
-        if predicted is None
-        else PredictedStep(
-            predicted["step_s"],
-            predicted["peak_bytes"],
-            _rows(predicted["phases"], PredictedPhase),
-            _rows(predicted["events"], TraceEvent),
-        ),
-        notes=tuple(entry["notes"]),
-    )
-
-
-def _table(items: Iterable[Any], kind: type[Any]) -> dict[str, Any]:
-    """Return dataclasses of one kind as rows, with the names of their columns.
-
-    Texts, of which there are few different ones, are replaced by their number in a list.
-    """
-    fields = dataclasses.fields(kind)
-    # Annotations are text, because the files of these classes import them from __future__.
-    of_text = [each.name for each in fields if each.type == "str"]
-    texts: dict[str, int] = {}
-    rows = [
-        [
-            texts.setdefault(value, len(texts)) if name in of_text else value
-            for name, value in ((each.name, getattr(item, each.name)) for each in fields)
-        ]
-        for item in items
-    ]
-    columns = [each.name for each in fields]
-    return {"columns": columns, "of_text": of_text, "texts": list(texts), "rows": rows}
-
-
-def _rows(table: Mapping[str, Any], kind: type[Any]) -> tuple[Any, ...]:
-    texts, of_text = table["texts"], set(table["of_text"])
-    columns: Sequence[str] = table["columns"]
-    return tuple(
-        kind(
-            **{
-                name: texts[value] if name in of_text else value
-                for name, value in zip(columns, row, strict=True)
-            }
-        )
-        for row in table["rows"]
-    )
-
-
-def _memory_entry(memory: StepMemory) -> dict[str, Any]:
-    owners = [each for each in Owner if any(each in sample.owned for sample in memory.samples)]
-    return {
-        "counted": memory.counted,
-        "owners": [owner.name for owner in owners],
-        # Phase, begin, end, peak, and the bytes of each owner; None if a sample lacks the owner.
-        "samples": [
-            [
-                *(sample.phase, sample.begin_s, sample.end_s, sample.peak_bytes),
-                *(sample.owned.get(owner) for owner in owners),
-            ]
-            for sample in memory.samples
-        ],
-        "peak": memory.peak,
-        "peak_owned": [
-            [each.owner.name, each.size_bytes, each.layer, each.name] for each in memory.peak_owned
-        ],
-        "reserved_peak_bytes": memory.reserved_peak_bytes,
-        "counts_freed": memory.counts_freed,
-    }
-
-
-def _read_memory(entry: Mapping[str, Any]) -> StepMemory:
-    owners = [Owner[name] for name in entry["owners"]]
-    samples = []
-    for phase, begin_s, end_s, peak_bytes, *sizes in entry["samples"]:
-        pairs = zip(owners, sizes, strict=True)
-        owned = {owner: size for owner, size in pairs if size is not None}
-        samples.append(MemorySample(phase, begin_s, end_s, owned, peak_bytes))
-    memory = StepMemory(
-        counted=entry["counted"],
-        samples=tuple(samples),
-        peak=entry["peak"],
-        peak_owned=tuple(
-            OwnedBytes(Owner[owner], size_bytes, layer, name)
-            for owner, size_bytes, layer, name in entry["peak_owned"]
-        ),
-        reserved_peak_bytes=entry["reserved_peak_bytes"],
-        counts_freed=entry["counts_freed"],
-    )
-    _ = memory.peak_bytes  # an IndexError if there is no such sample
-    return memory
-
-
-# ---- Files of records: Chrome traces, which Perfetto opens, with the record beside the events ----
+VERSION: Final = 2
 
 _KEY: Final = "ebbtide"  # viewers of Chrome traces pass over keys that they do not know
 _HOW: Final = 'handle.save_run("run.json") and handle.trace.save("trace.json") write such files'
+
+
+def as_document(record: RunRecord) -> dict[str, Any]:
+    """Return a record as an object for JSON: a Chrome trace, and the rest under ``"ebbtide"``."""
+    prediction = record.prediction
+    planned = () if prediction is None else prediction.events
+    rest = dataclasses.replace(
+        record,
+        events=(),
+        prediction=None if prediction is None else dataclasses.replace(prediction, events=()),
+    )
+    entry = _name_owners(dataclasses.asdict(rest))
+    del entry["events"]
+    if prediction is not None:
+        entry["prediction"]["events"] = chrome_events(planned)
+    about = {"format": FORMAT, "version": VERSION}
+    return {**chrome_document(record.events, record.memory), _KEY: {**about, **entry}}
+
+
+def _name_owners(value: Any) -> Any:
+    """Return data with the names of owners instead of owners."""
+    if isinstance(value, dict):
+        return {_name_owners(key): _name_owners(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_name_owners(each) for each in value]
+    return value.name if isinstance(value, Owner) else value
 
 
 def save_record(path: str | PathLike[str], record: RunRecord) -> None:
@@ -565,14 +351,14 @@ def save_record(path: str | PathLike[str], record: RunRecord) -> None:
     Raises:
         OSError: the file cannot be written.
     """
-    document = chrome_document(record.events, record.memory)
-    write_chrome(path, {**document, _KEY: to_entry(record)})
+    write_chrome(path, as_document(record))
 
 
 def load_record(path: str | PathLike[str]) -> RunRecord:
     """Read what `save_record` has written, or a trace that `Trace.save` has.
 
-    A trace gives a record of its events, with the name of the file as title.
+    A trace gives a record of its events, with the name of the file as title. Times of events are
+    rounded to what a Chrome trace holds.
 
     Raises:
         OSError: the file cannot be read.
@@ -587,14 +373,60 @@ def load_record(path: str | PathLike[str]) -> RunRecord:
         raise PolicyError(f"{path} is a file of the format {kind}, not a record of a run. {_HOW}")
     try:
         if isinstance(document, dict) and _KEY in document:
-            return from_entry(document[_KEY])
+            return _read_document(document)
         return RunRecord(title=Path(path).stem, events=_read_events(document))
     except PolicyError as error:
         raise PolicyError(f"{path} cannot be read: {error}") from None
 
 
+def _read_document(document: Mapping[str, Any]) -> RunRecord:
+    entry = document[_KEY]
+    if not isinstance(entry, dict) or entry.get("format") != FORMAT:
+        raise PolicyError('its part "ebbtide" is not a record of a run')
+    if entry.get("version") != VERSION:
+        raise PolicyError(
+            f"its record has version {entry.get('version')}, and this ebbtide reads version "
+            f"{VERSION}; install the ebbtide that wrote it, or record the run again"
+        )
+    try:
+        return _read_entry(entry, _read_events(document))
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        message = f"its record is damaged ({type(error).__name__}: {error}); record the run again"
+        raise PolicyError(message) from None
+
+
+def _read_entry(entry: Mapping[str, Any], events: tuple[TraceEvent, ...]) -> RunRecord:
+    known = {name: each for name, each in entry.items() if name not in ("format", "version")}
+    memory, stats = entry["memory"], entry["stats"]
+    known.update(
+        stats=None if stats is None else StepStats(**stats),
+        layers=tuple(LayerFigures(**each) for each in entry["layers"]),
+        memory=None if memory is None else _read_memory(memory),
+        findings=tuple(Finding(**each) for each in entry["findings"]),
+        notes=tuple(entry["notes"]),
+    )
+    if (predicted := entry["prediction"]) is not None:
+        phases = tuple(PredictedPhase(**each) for each in predicted["phases"])
+        planned = _read_events({"traceEvents": predicted["events"]})
+        known["prediction"] = PredictedStep(**{**predicted, "phases": phases, "events": planned})
+    return RunRecord(events=events, **known)
+
+
+def _read_memory(entry: Mapping[str, Any]) -> StepMemory:
+    samples = tuple(
+        MemorySample(**{**each, "owned": {Owner[name]: n for name, n in each["owned"].items()}})
+        for each in entry["samples"]
+    )
+    owned = tuple(
+        OwnedBytes(**{**each, "owner": Owner[each["owner"]]}) for each in entry["peak_owned"]
+    )
+    memory = StepMemory(**{**entry, "samples": samples, "peak_owned": owned})
+    _ = memory.peak_bytes  # an IndexError if there is no such sample
+    return memory
+
+
 def _read_events(document: Any) -> tuple[TraceEvent, ...]:
-    """Return the events of a file of `Trace.save`; their times are rounded to what it holds."""
+    """Return the events of a Chrome trace."""
     rows = document.get("traceEvents") if isinstance(document, dict) else None
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise PolicyError(f"it is not a trace of ebbtide. {_HOW}")

@@ -25,7 +25,7 @@ from ebbtide.errors import BudgetError, EbbtideError, PolicyError
 from ebbtide.handle import LastingFigures, OffloadHandle
 from ebbtide.observe.inspection import inspect_engine
 from ebbtide.observe.recording import last_trace, trace_of
-from ebbtide.observe.run_record import RunRecord, RunSources, collect_record
+from ebbtide.observe.run_record import RunRecord, complete_record
 from ebbtide.observe.trace import Trace
 from ebbtide.planning.budget import assumed_hardware, parse_budget_bytes
 from ebbtide.planning.budget_study import BudgetStudy
@@ -526,15 +526,8 @@ class FoundModel:
             return handle.record(self.name)
         if self._counts is None or not self.num_steps:
             return None
-        sources = RunSources(
-            title=self.name,
-            device=self.device,
-            stats=self._counts,
-            trace=self._last_trace,
-            planned=self.plan,
-            notes=self.notes,
-        )
-        return collect_record(sources)
+        record = RunRecord(title=self.name, stats=self._counts, notes=tuple(self.notes))
+        return complete_record(record, self.device, trace=self._last_trace, planned=self.plan)
 
     @property
     def plan(self) -> PlannedStep | None:

@@ -1,313 +1,230 @@
-// What charts over time have in common: a canvas that zooms, its axis, and what is pointed at.
-//
-// A subclass has `draw(context)`, `height()`, `find(x, y)` which returns an item or null,
-// `walk(chosen, right, down)` which returns the item that the arrow keys lead to, `spanOf(item)`,
-// which returns its begin and end, and `describe(item)`, which returns a title and rows.
+// Charts over time, which uPlot draws. All of a page show the same stretch of time.
 
-const DRAG = 5; // pixels; a shorter drag is a click
-const AXIS = 24; // height of the axis of time
+const HINT = "Point at something, or go to it with the arrow keys.";
 
+const view = { whole: [0, 1], begin: 0, end: 1, layer: null, charts: [] };
+
+function show(begin, end) {
+  const [first, last] = view.whole;
+  const length = Math.min(Math.max(end - begin, (last - first) * 1e-6), last - first);
+  view.begin = Math.min(Math.max(begin, first), last - length);
+  view.end = view.begin + length;
+  for (const chart of view.charts) chart.update();
+}
+
+/** Make the stretch `factor` times as long; the time `around` keeps its place. */
+function zoom(factor, around = (view.begin + view.end) / 2) {
+  show(around - (around - view.begin) * factor, around + (view.end - around) * factor);
+}
+
+/** Move by a share of what is seen; to the right if it is positive. */
+function move(share) {
+  const by = (view.end - view.begin) * share;
+  show(view.begin + by, view.end + by);
+}
+
+function css(name) {
+  return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+}
+
+function font(size, weight = 400) {
+  return `${weight} ${size}px system-ui, "Noto Sans", sans-serif`;
+}
+
+/** What to fill an area with: a colour, or a colour with white hatching. */
+function filling({ colour, hatched }) {
+  if (!hatched) return colour;
+  const tile = new OffscreenCanvas(8, 8);
+  const pen = tile.getContext("2d");
+  pen.fillStyle = colour;
+  pen.fillRect(0, 0, 8, 8);
+  pen.strokeStyle = "#ffffff99";
+  pen.lineWidth = 1.4;
+  for (const shift of [-8, 0, 8]) {
+    pen.moveTo(shift - 1, 9);
+    pen.lineTo(shift + 9, -1);
+  }
+  pen.stroke();
+  return pen.createPattern(tile, "repeat");
+}
+
+/** Text that is legible on whatever it is drawn over. */
+function write(context, text, x, y, ink = css("ink"), ground = css("paper")) {
+  context.lineWidth = 4;
+  context.lineJoin = "round";
+  context.strokeStyle = ground;
+  context.strokeText(text, x, y);
+  context.fillStyle = ink;
+  context.fillText(text, x, y);
+}
+
+/**
+ * A subclass has `draw(context, width, height)`, `find(time, y)` which returns an item with `begin_s`
+ * and `end_s` or null, `walk(item, right, down)` which returns the item that the arrow keys lead to,
+ * `top(item)`, and `tell(item)` which shows an item, or null, and returns words for it.
+ */
 class Chart {
-  constructor(host, label, window_) {
-    this.host = host;
-    this.window = window_;
-    this.chosen = null;
-    this.drag = null; // where a mouse began to drag, and where it is
-    this.touches = new Map();
-    this.canvas = element("canvas", { tabindex: 0, role: "application", "aria-label": label });
-    this.tip = element("div", { class: "tip", hidden: "" });
-    this.spoken = element("div", { class: "unseen", "aria-live": "polite" });
+  constructor(host, label, { height, side, data, ...options }) {
+    this.item = null;
     this.range = element("span", { class: "range" });
-    host.append(this.makeTools(), this.canvas, this.tip, this.spoken);
-    this.listen();
-    window_.listeners.push(() => this.redraw());
-    new ResizeObserver(() => this.redraw()).observe(host);
-    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.redraw());
-    this.redraw();
+    this.said = element("p", { class: "said", "aria-live": "polite" }, HINT);
+    const left = host.clientWidth < 480 ? 66 : 86;
+    const axis = { stroke: () => css("quiet"), grid: { stroke: () => css("grid"), width: 1 } };
+    const ticks = { show: false };
+    const times = { ...axis, size: 24, gap: 4, font: font(11), values: writeTimes, ticks };
+    host.append(this.makeTools());
+    this.plot = new uPlot(
+      {
+        width: host.clientWidth || 600, height: height + 24, padding: [0, 20, 0, 0],
+        legend: { show: false },
+        cursor: {
+          y: false, points: { show: false }, drag: { setScale: false },
+          sync: { key: "page", filters: { pub: (type) => type === "mousemove" } },
+          bind: { dblclick: () => () => show(...view.whole) },
+        },
+        axes: [times, { ...axis, size: left, gap: 6, font: font(11), ticks, ...side }],
+        hooks: {
+          draw: [() => this.paint()],
+          setSelect: [({ select }) => this.select(select)],
+          setCursor: [({ cursor: { left: x, top: y } }) => this.point(x, y)],
+        },
+        ...options,
+        scales: { x: { time: false }, ...options.scales },
+      },
+      data,
+      host,
+    );
+    host.append(this.said);
+    this.listen(label);
+    view.charts.push(this);
+    const resize = () => host.clientWidth && this.plot.setSize({ width: host.clientWidth, height: height + 24 });
+    new ResizeObserver(resize).observe(host);
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.plot.redraw());
   }
 
   makeTools() {
-    const tools = element("div", { class: "tools" });
-    const add = (text, label, act) => {
+    const actions = [
+      ["+", "Zoom in", () => zoom(0.5)],
+      ["−", "Zoom out", () => zoom(2)],
+      ["←", "Earlier", () => move(-0.4)],
+      ["→", "Later", () => move(0.4)],
+      ["All", "Show the whole step", () => show(...view.whole)],
+    ];
+    const buttons = actions.map(([text, label, act]) => {
       const button = element("button", { type: "button", "aria-label": label, title: label }, text);
       button.addEventListener("click", act);
-      tools.append(button);
-    };
-    add("+", "Zoom in", () => this.window.zoom(0.5));
-    add("−", "Zoom out", () => this.window.zoom(2));
-    add("←", "Earlier", () => this.window.move(-0.4));
-    add("→", "Later", () => this.window.move(0.4));
-    add("All", "Show the whole step", () => this.window.showAll());
-    tools.append(this.range);
-    return tools;
+      return button;
+    });
+    return element("div", { class: "tools" }, ...buttons, this.range);
   }
 
-  listen() {
-    const { canvas } = this;
-    canvas.addEventListener("pointerdown", (event) => this.press(event));
-    canvas.addEventListener("pointermove", (event) => this.moveTo(event));
-    canvas.addEventListener("pointerup", (event) => this.release(event));
-    canvas.addEventListener("pointercancel", (event) => this.touches.delete(event.pointerId));
-    canvas.addEventListener("pointerleave", (event) => this.leave(event));
-    canvas.addEventListener("dblclick", () => this.window.showAll());
-    canvas.addEventListener("wheel", (event) => this.wheel(event), { passive: false });
-    canvas.addEventListener("keydown", (event) => this.pressKey(event));
-    canvas.addEventListener("blur", () => this.choose(null));
-  }
-
-  // ---- where things are ------------------------------------------------------------------------
-
-  get left() {
-    return this.host.clientWidth < 480 ? 66 : 86;
-  }
-
-  get width() {
-    return Math.max(20, this.host.clientWidth - this.left - 8);
-  }
-
-  x(time) {
-    return this.left + ((time - this.window.begin) / this.window.length) * this.width;
-  }
-
-  timeAt(x) {
-    return this.window.begin + ((x - this.left) / this.width) * this.window.length;
-  }
-
-  // ---- pointers and keys -----------------------------------------------------------------------
-
-  press(event) {
-    this.canvas.setPointerCapture(event.pointerId);
-    if (event.pointerType === "mouse") {
-      if (event.button === 0) this.drag = { from: event.offsetX, to: event.offsetX };
-      return;
+  listen(label) {
+    const { root, over } = this.plot;
+    root.tabIndex = 0;
+    root.setAttribute("role", "application");
+    root.setAttribute("aria-label", label);
+    root.addEventListener("keydown", (event) => this.press(event));
+    over.addEventListener("wheel", (event) => this.wheel(event), { passive: false });
+    for (const name of ["touchstart", "touchend"]) {
+      over.addEventListener(name, ({ touches }) => (this.held = this.sharesOf(touches).map(timeAt)));
     }
-    this.touches.set(event.pointerId, { x: event.offsetX, began: event.offsetX });
+    over.addEventListener("touchmove", ({ touches }) => this.drag(this.sharesOf(touches)));
   }
 
-  moveTo(event) {
-    const x = event.offsetX;
-    const touch = this.touches.get(event.pointerId);
-    if (touch) {
-      this.moveTouch(touch, x);
-    } else if (this.drag) {
-      this.drag.to = x;
-      this.redraw();
-    } else {
-      this.point(x, event.offsetY);
-    }
+  sharesOf(touches) {
+    const { left, width } = this.plot.over.getBoundingClientRect();
+    return [...touches].map(({ clientX }) => (clientX - left) / width);
   }
 
-  moveTouch(touch, x) {
-    const before = touch.x;
-    const others = [...this.touches.values()].filter((each) => each !== touch);
-    touch.x = x;
-    if (!others.length) {
-      this.window.move((before - x) / this.width);
-      return;
-    }
-    const other = others[0].x;
-    const [was, is] = [Math.abs(before - other), Math.abs(x - other)];
-    if (was > 8 && is > 8) this.window.zoom(was / is, this.timeAt(other));
+  /** The times under the fingers stay there: one finger moves, two zoom. */
+  drag([first, second]) {
+    const [begin, end] = this.held;
+    const length = second === undefined ? view.end - view.begin : (end - begin) / (second - first);
+    if (length > 0) show(begin - first * length, begin + (1 - first) * length);
   }
 
-  release(event) {
-    const touch = this.touches.get(event.pointerId);
-    this.touches.delete(event.pointerId);
-    const { drag } = this;
-    this.drag = null;
-    if (drag && Math.abs(drag.to - drag.from) > DRAG) {
-      const times = [this.timeAt(drag.from), this.timeAt(drag.to)].sort((a, b) => a - b);
-      this.window.show(...times);
-    } else if (drag || (touch && Math.abs(touch.x - touch.began) <= DRAG)) {
-      this.point(event.offsetX, event.offsetY);
-    }
-  }
-
-  leave(event) {
-    if (event.pointerType !== "mouse" || this.drag) return;
-    this.choose(null);
-    this.window.pointAt(null);
+  select({ left, width }) {
+    const length = this.plot.over.clientWidth;
+    if (width > 5) show(timeAt(left / length), timeAt((left + width) / length));
+    this.plot.setSelect({ left: 0, width: 0 }, false);
   }
 
   wheel(event) {
-    const sideways = event.shiftKey || Math.abs(event.deltaX) > Math.abs(event.deltaY);
-    if (event.ctrlKey || event.metaKey) {
-      this.window.zoom(Math.exp(event.deltaY * 0.005), this.timeAt(event.offsetX));
-    } else if (sideways) {
-      this.window.move((event.deltaX || event.deltaY) / this.width);
-    } else {
-      return; // the page scrolls
-    }
+    const { offsetX, deltaX, deltaY } = event;
+    const { clientWidth } = this.plot.over;
+    if (event.ctrlKey || event.metaKey) zoom(Math.exp(deltaY * 0.005), timeAt(offsetX / clientWidth));
+    else if (event.shiftKey || Math.abs(deltaX) > Math.abs(deltaY)) move((deltaX || deltaY) / clientWidth);
+    else return; // the page scrolls
     event.preventDefault();
   }
 
-  pressKey(event) {
+  press(event) {
     if (event.ctrlKey || event.metaKey || event.altKey) return;
-    const arrows = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
-    const { key, shiftKey } = event;
-    if (arrows[key] && shiftKey) this.window.move(arrows[key][0] * 0.2);
-    else if (arrows[key]) this.walkOn(...arrows[key]);
-    else if (key === "+" || key === "=") this.window.zoom(0.5, this.middleOfChosen());
-    else if (key === "-") this.window.zoom(2, this.middleOfChosen());
-    else if (key === "0" || key === "Home") this.window.showAll();
-    else if (key === "Escape") this.choose(null);
+    const [right, down] = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] }[event.key] ?? [];
+    const middle = this.item ? Math.min(Math.max((this.item.begin_s + this.item.end_s) / 2, view.begin), view.end) : undefined;
+    if (right && event.shiftKey) move(right * 0.2);
+    else if (right || down) this.goTo(this.walk(this.item, right, down));
+    else if (event.key === "+" || event.key === "=") zoom(0.5, middle);
+    else if (event.key === "-") zoom(2, middle);
+    else if (event.key === "0" || event.key === "Home") show(...view.whole);
+    else if (event.key === "Escape") this.choose(null);
     else return;
     event.preventDefault();
   }
 
-  middleOfChosen() {
-    if (!this.chosen) return undefined;
-    const [begin, end] = this.spanOf(this.chosen);
-    return Math.min(Math.max((begin + end) / 2, this.window.begin), this.window.end);
-  }
-
-  walkOn(right, down) {
-    const item = this.walk(this.chosen, right, down);
-    if (!item) return;
-    this.window.reveal(...this.spanOf(item));
-    this.choose(item);
-    const { title, rows } = this.describe(item);
-    this.spoken.textContent = [title, ...rows.map((row) => row.slice(-2).join(" "))].join(", ");
+  goTo(item) {
+    const length = view.end - view.begin;
+    if (item.end_s > view.end) move((item.end_s - view.end) / length + 0.1);
+    if (item.begin_s < view.begin) move((item.begin_s - view.begin) / length - 0.1);
+    const [begin, end] = [Math.max(item.begin_s, view.begin), Math.min(item.end_s, view.end)];
+    const left = (((begin + end) / 2 - view.begin) / length) * this.plot.over.clientWidth;
+    this.plot.setCursor({ left, top: this.top(item) }, true, true);
+    this.choose(item); // whatever else is at that place
   }
 
   point(x, y) {
-    const inside = x >= this.left && x <= this.left + this.width;
-    this.choose(inside ? this.find(x, y) : null, x, y);
-    this.window.pointAt(inside ? this.timeAt(x) : null);
+    this.choose(x < 0 ? null : this.find(timeAt(x / this.plot.over.clientWidth), y));
   }
 
-  /** Show what there is to say of an item, at a place or beside the item. */
-  choose(item, x, y) {
-    this.chosen = item;
-    this.tip.hidden = !item;
-    if (item) {
-      this.fillTip(this.describe(item));
-      const [begin, end] = this.spanOf(item);
-      const middle = Math.max(this.x(begin), this.left) + Math.min(this.x(end), this.left + this.width);
-      this.placeTip(x ?? middle / 2, y ?? this.tipTop(item));
-    }
-    this.redraw();
+  choose(item) {
+    if (item === this.item) return;
+    this.item = item;
+    this.said.textContent = this.tell(item) || HINT;
+    this.plot.redraw(false);
   }
 
-  tipTop() {
-    return 30;
+  update() {
+    this.plot.batch(() => this.plot.setScale("x", { min: view.begin, max: view.end }));
+    const [length, whole] = [view.end - view.begin, view.whole[1] - view.whole[0]];
+    const from = length < whole * (1 - 1e-9) ? `from ${formatSeconds(view.begin)}` : "the whole step";
+    this.range.textContent = `${from}, ${formatSeconds(length)}`;
   }
 
-  fillTip({ title, rows }) {
-    const body = rows.map(([mark, name, value]) => {
-      const label = element("td", {}, ...(mark ? [swatch(mark)] : []), name);
-      return element("tr", {}, label, element("td", {}, value));
-    });
-    this.tip.replaceChildren(element("b", {}, title), element("table", {}, ...body));
-  }
-
-  placeTip(x, y) {
-    const { offsetWidth: width, offsetHeight: height } = this.tip;
-    const room = this.host.clientWidth - width;
-    const left = x + 16 + width > this.host.clientWidth ? x - width - 16 : x + 16;
-    const top = this.canvas.offsetTop + y - height / 3;
-    this.tip.style.left = `${Math.max(0, Math.min(left, room))}px`;
-    this.tip.style.top = `${Math.max(0, top)}px`;
-  }
-
-  // ---- drawing ---------------------------------------------------------------------------------
-
-  redraw() {
-    if (this.pending) return;
-    this.pending = requestAnimationFrame(() => {
-      this.pending = null;
-      if (this.host.clientWidth) this.paint(); // a run that is not shown has no width
-    });
-  }
-
+  /** Draw over what uPlot has drawn, in pixels of the page from the corner of the plot. */
   paint() {
-    const ratio = devicePixelRatio || 1;
-    const [width, height] = [this.host.clientWidth, this.height()];
-    this.canvas.style.height = `${height}px`;
-    this.canvas.width = Math.round(width * ratio);
-    this.canvas.height = Math.round(height * ratio);
-    const context = this.canvas.getContext("2d");
-    context.setTransform(ratio, 0, 0, ratio, 0, 0);
-    const style = getComputedStyle(document.documentElement);
-    const colour = (name) => style.getPropertyValue(`--${name}`).trim();
-    this.colours = Object.fromEntries(
-      ["paper", "ink", "quiet", "line", "grid", "mark", "accent"].map((each) => [each, colour(each)]),
-    );
-    this.font = (size, weight = 400) => `${weight} ${size}px system-ui, "Noto Sans", sans-serif`;
-    this.drawTimes(context, height);
+    const { ctx: context, bbox } = this.plot;
     context.save();
-    this.draw(context, height - AXIS);
-    context.restore();
-    this.drawPointer(context, height - AXIS);
-    const { begin, end } = this.window;
-    const words = this.window.isWhole ? "the whole step, " : `from ${formatSeconds(begin)}, `;
-    this.range.textContent = `${words}${formatSeconds(end - begin)}`;
-  }
-
-  /** Keep what is drawn from now on inside the chart. */
-  clip(context, bottom) {
     context.beginPath();
-    context.rect(this.left, 0, this.width, bottom);
+    context.rect(bbox.left, bbox.top, bbox.width, bbox.height);
     context.clip();
+    context.translate(bbox.left, bbox.top);
+    context.scale(uPlot.pxRatio, uPlot.pxRatio);
+    this.width = bbox.width / uPlot.pxRatio;
+    this.draw(context, this.width, bbox.height / uPlot.pxRatio);
+    context.restore();
   }
 
-  drawTimes(context, height) {
-    const { begin, end } = this.window;
-    const marks = unitTicks(begin, end, this.width / 95, TIMES, Math.max(end, -begin));
-    context.font = this.font(11);
-    context.textAlign = "center";
-    context.textBaseline = "middle";
-    for (const { at, text } of marks) {
-      const x = Math.round(this.x(at)) + 0.5;
-      context.fillStyle = this.colours.grid;
-      context.fillRect(x - 0.5, 0, 1, height - AXIS);
-      context.fillStyle = this.colours.quiet;
-      const half = context.measureText(text).width / 2;
-      const most = this.left + this.width - half + 6;
-      context.fillText(text, Math.min(Math.max(x, half + 1), most), height - AXIS / 2);
-    }
+  x(time) {
+    return ((time - view.begin) / (view.end - view.begin)) * this.width;
   }
+}
 
-  drawPointer(context, bottom) {
-    const { cursor } = this.window;
-    if (cursor !== null) {
-      context.fillStyle = this.colours.quiet;
-      context.fillRect(Math.round(this.x(cursor)), 0, 1, bottom);
-    }
-    if (this.drag) {
-      const { from, to } = this.drag;
-      context.globalAlpha = 0.2;
-      context.fillStyle = this.colours.accent;
-      context.fillRect(Math.min(from, to), 0, Math.abs(to - from), bottom);
-      context.globalAlpha = 1;
-    }
-  }
+/** The time at a share of what is seen. */
+function timeAt(share) {
+  return view.begin + share * (view.end - view.begin);
+}
 
-  /** What to fill an area with: a colour, or a colour with white hatching. */
-  filling(context, { colour, hatched }) {
-    if (!hatched) return colour;
-    const tile = new OffscreenCanvas(8, 8);
-    const pen = tile.getContext("2d");
-    pen.fillStyle = colour;
-    pen.fillRect(0, 0, 8, 8);
-    pen.strokeStyle = "#ffffff99";
-    pen.lineWidth = 1.4;
-    pen.beginPath();
-    for (const shift of [-8, 0, 8]) {
-      pen.moveTo(shift - 1, 9);
-      pen.lineTo(shift + 9, -1);
-    }
-    pen.stroke();
-    return context.createPattern(tile, "repeat");
-  }
-
-  /** Text that is legible on whatever it is drawn over. */
-  drawOutlined(context, text, x, y) {
-    context.lineWidth = 4;
-    context.lineJoin = "round";
-    context.strokeStyle = this.colours.paper;
-    context.strokeText(text, x, y);
-    context.fillStyle = this.colours.ink;
-    context.fillText(text, x, y);
-  }
+function writeTimes(_, times) {
+  const [unit, length] = TIMES.find(([, each]) => view.whole[1] >= each) ?? TIMES.at(-1);
+  return times.map((time) => `${Number((time / length).toPrecision(10))} ${unit}`);
 }

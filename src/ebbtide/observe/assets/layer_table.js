@@ -13,9 +13,7 @@ const COLUMNS = [
 ];
 
 class LayerTable {
-  constructor(host, layers, window_) {
-    this.host = host;
-    this.window = window_;
+  constructor(host, layers) {
     this.layers = layers;
     // Columns in which there is nothing but zeros are left out.
     this.columns = COLUMNS.filter(([key]) => key === "index" || layers.some((each) => each[key]));
@@ -63,7 +61,8 @@ class LayerTable {
       each.row.classList.toggle("marked", each.row === this.marked);
       each.button.setAttribute("aria-pressed", String(each.row === this.marked));
     }
-    this.window.mark(isMarked ? null : layer.index);
+    view.layer = isMarked ? null : layer.index;
+    for (const chart of view.charts) chart.plot.redraw(false);
   }
 
   sort() {

@@ -2,257 +2,142 @@
 
 const HEADROOM = 1.2; // of the axis above the highest value, for the label of the peak
 
+/** The largest number of bytes that the chart of a run shows. */
+function mostOf({ memory, prediction, budget_bytes, limit_bytes }) {
+  const peaks = [...(memory?.samples ?? []), ...(prediction?.phases ?? [])].map((each) => each.peak_bytes);
+  return Math.max(1, budget_bytes ?? 0, limit_bytes ?? 0, memory?.reserved_peak_bytes ?? 0, ...peaks);
+}
+
 class MemoryChart extends Chart {
   /** `most` is the largest number of bytes that any chart of the page shows. */
-  constructor(host, run, owners, window_, most) {
-    super(host, "Memory over the step, by owner. Arrow keys walk through its phases.", window_);
-    this.run = run;
-    this.most = most;
-    this.owners = (run.memory?.owners ?? []).map((name) => owners[name]);
-    this.phases = MemoryChart.phasesOf(run);
-    this.predicted = MemoryChart.predictedOf(run, this.phases);
-    if (!this.phases.length) this.phases = this.predicted;
-  }
-
-  static phasesOf({ memory }) {
-    return (memory?.samples ?? []).map(([phase, begin, end, peak, ...sizes], index) => ({
-      phase, begin, end, peak, sizes, index,
-    }));
-  }
-
-  /** Predicted phases: under the measured ones of their names, or else when they were predicted. */
-  static predictedOf({ prediction }, phases) {
-    const predicted = (prediction ? readTable(prediction.phases) : []).map((each, index) => ({
-      phase: each.phase, begin: each.begin_s, end: each.end_s, peak: each.peak_bytes,
-      sizes: [], index,
-    }));
-    if (!phases.length) return predicted;
-    const byName = new Map(predicted.map((each) => [each.phase, each.peak]));
-    return phases
-      .filter(({ phase }) => byName.has(phase) && !phase.includes("outside"))
-      .map((each) => ({ ...each, peak: byName.get(each.phase) }));
-  }
-
-  /** The largest number of bytes that the chart of a run shows. */
-  static mostOf(run) {
-    const measured = MemoryChart.phasesOf(run);
-    const phases = [...measured, ...MemoryChart.predictedOf(run, measured)];
-    const levels = [run.budget_bytes, run.limit_bytes, run.memory?.reserved_peak_bytes];
-    return Math.max(0, ...phases.map(({ peak }) => peak), ...levels.map((each) => each ?? 0));
-  }
-
-  height() {
-    return this.host.clientWidth < 480 ? 260 : 330;
-  }
-
-  y(bytes) {
-    const bottom = this.height() - AXIS;
-    return bottom - (bytes / (this.most * HEADROOM || 1)) * (bottom - 4);
-  }
-
-  draw(context, bottom) {
-    this.drawSizes(context);
-    this.clip(context, bottom);
-    const fillings = this.owners.map((owner) => this.filling(context, owner));
-    for (const { from, to, phase } of this.columns()) {
-      this.drawColumn(context, fillings, from, to - from, phase);
-    }
-    this.drawPredicted(context);
-    this.drawPeak(context);
-    this.drawLevels(context);
-    this.drawChosen(context, bottom);
-  }
-
-  drawSizes(context) {
-    context.font = this.font(11);
-    context.textAlign = "right";
-    context.textBaseline = "middle";
-    for (const { at, text } of unitTicks(0, this.most * HEADROOM, 5, SIZES, this.most)) {
-      const y = Math.round(this.y(at));
-      context.fillStyle = at ? this.colours.grid : this.colours.line;
-      context.fillRect(this.left, y, this.width, 1);
-      context.fillStyle = this.colours.quiet;
-      context.fillText(text, this.left - 6, Math.max(7, y));
-    }
-  }
-
-  /** Stretches of pixels and the phase that each shows: the highest of those that share a pixel. */
-  columns() {
-    const result = [];
-    let next = 0;
-    for (let px = 0; px < this.width; px++) {
-      const [begin, end] = [this.timeAt(this.left + px), this.timeAt(this.left + px + 1)];
-      while (next < this.phases.length && this.phases[next].end <= begin) next++;
-      let highest = null;
-      for (let n = next; n < this.phases.length && this.phases[n].begin < end; n++) {
-        if (!highest || this.phases[n].peak > highest.peak) highest = this.phases[n];
-      }
-      if (!highest) continue;
-      const last = result.at(-1);
-      const x = this.left + px;
-      if (last?.phase === highest && last.to === x) last.to = x + 1;
-      else result.push({ from: x, to: x + 1, phase: highest });
-    }
-    return result;
-  }
-
-  drawColumn(context, fillings, x, width, { sizes }) {
-    let below = 0;
-    sizes.forEach((size, n) => {
-      if (!size) return;
-      const [top, bottom] = [this.y(below + size), this.y(below)];
-      context.fillStyle = fillings[n];
-      context.fillRect(x, top, width, bottom - top);
-      if (bottom - top > 4) {
-        context.fillStyle = this.colours.paper;
-        context.fillRect(x, top, width, 1); // tells neighbours apart
-      }
-      below += size;
+  constructor(host, breakdown, run, owners, most) {
+    const { memory, prediction } = run;
+    const phases = memory?.samples ?? prediction.phases;
+    // Predicted peaks stand under the measured phases of their names.
+    const named = (prediction?.phases ?? []).filter(({ phase }) => !phase.includes("outside"));
+    const byName = new Map(named.map((each) => [each.phase, each.peak_bytes]));
+    const predicted = phases.map((each) => (memory ? (byName.get(each.phase) ?? null) : each.peak_bytes));
+    const names = Object.keys(owners).filter((name) => phases.some(({ owned }) => owned?.[name]));
+    let below = phases.map(() => 0);
+    const stack = names.map((name) => (below = below.map((low, n) => low + (phases[n].owned[name] ?? 0))));
+    const paths = uPlot.paths.stepped({ align: 1 });
+    const area = (name) => ({
+      scale: "bytes", paths, fill: filling(owners[name]), stroke: () => css("paper"), width: 0.7, points: { show: false },
     });
+    const line = (stroke, width, dash) => ({ scale: "bytes", paths, stroke, width, dash, points: { show: false } });
+    const times = [...phases.map((each) => each.begin_s), phases.at(-1).end_s];
+    // What is below is drawn over what is above it. The last value lasts until the last time.
+    const values = [...stack.reverse(), predicted, predicted].map((each) => [...each, each.at(-1)]);
+    super(host, "Memory over the step, by owner. Arrow keys walk through its phases.", {
+      height: host.clientWidth < 480 ? 236 : 306,
+      data: [times, ...values],
+      series: [
+        {}, ...names.reverse().map(area),
+        line(() => css("paper"), 4), line(() => css("mark"), 2, [5, 3]),
+      ],
+      scales: { bytes: { range: [0, most * HEADROOM] } },
+      side: {
+        scale: "bytes", incrs: [...Array(50).keys()].map((n) => 2 ** n), space: 45,
+        values: (_, sizes) => sizes.map((size) => formatSize(size).replace(/\.0+ /, " ")),
+      },
+    });
+    Object.assign(this, { breakdown, run, owners, names, phases, predicted, most });
+    this.tell(null);
   }
 
-  drawPredicted(context) {
-    context.beginPath();
-    let last = null;
-    for (const phase of this.predicted) {
-      const [left, right] = [this.x(phase.begin), this.x(phase.end)];
-      const y = this.y(phase.peak);
-      if (last?.index === phase.index - 1) context.lineTo(left, y);
-      else context.moveTo(left, y);
-      context.lineTo(right, y);
-      last = phase;
-    }
-    context.setLineDash([]);
-    context.lineWidth = 4;
-    context.strokeStyle = this.colours.paper;
-    context.stroke();
-    context.setLineDash([5, 3]);
-    context.lineWidth = 2;
-    context.strokeStyle = this.colours.mark;
-    context.stroke();
-    context.setLineDash([]);
+  y(bytes, height) {
+    return height * (1 - bytes / (this.most * HEADROOM));
   }
 
-  /** Horizontal lines: the budget, the limit of all offloaders, what the allocator has taken. */
-  drawLevels(context) {
-    const { run } = this;
-    const reserved = run.memory?.reserved_peak_bytes ?? 0;
-    const peak = run.memory?.samples[run.memory.peak][3] ?? 0;
+  /** The peak, and lines for the budget, the limit of all offloaders, and the allocator's memory. */
+  draw(context, width, height) {
+    const { memory, budget_bytes, limit_bytes } = this.run;
+    const peak = memory?.samples[memory.peak];
+    const reserved = memory && memory.reserved_peak_bytes > peak.peak_bytes * 1.005;
     const levels = [
-      ["budget", run.budget_bytes],
-      ["no offloader gets below", run.limit_bytes],
-      ["taken by the allocator", reserved > peak * 1.005 ? reserved : null],
+      ["budget", budget_bytes],
+      ["no offloader gets below", limit_bytes],
+      ["taken by the allocator", reserved ? memory.reserved_peak_bytes : null],
     ].filter(([, bytes]) => bytes);
-    context.font = this.font(11, 600);
-    context.textBaseline = "bottom";
+    context.strokeStyle = context.fillStyle = css("mark");
+    if (peak && peak.end_s >= view.begin && peak.begin_s <= view.end) this.drawPeak(context, peak, width, height);
+    context.font = font(11, 600);
     context.textAlign = "left";
     for (const [name, bytes] of levels) {
-      const y = Math.round(this.y(bytes)) + 0.5;
-      context.beginPath();
-      context.moveTo(this.left, y);
-      context.lineTo(this.left + this.width, y);
+      const y = Math.round(this.y(bytes, height)) + 0.5;
       context.lineWidth = 1.5;
       context.setLineDash([2, 3]);
-      context.strokeStyle = this.colours.mark;
-      context.stroke();
+      context.strokeStyle = css("mark");
+      context.strokeRect(-9, y, width + 18, height); // of which only the upper edge is seen
       context.setLineDash([]);
-      this.drawOutlined(context, `${name} ${formatSize(bytes)}`, this.left + 6, y - 3);
+      write(context, `${name} ${formatSize(bytes)}`, 6, y - 4);
     }
   }
 
-  /** A pointer at the peak, and above all that is drawn its label. */
-  drawPeak(context) {
-    const { memory } = this.run;
-    if (!memory) return;
-    const sample = this.phases[memory.peak];
-    const [begin, end] = [Math.max(sample.begin, this.window.begin), Math.min(sample.end, this.window.end)];
-    if (begin > end) return;
-    const [x, y] = [this.x((begin + end) / 2), this.y(sample.peak)];
-    context.fillStyle = this.colours.mark;
+  drawPeak(context, peak, width, height) {
+    const [begin, end] = [Math.max(peak.begin_s, view.begin), Math.min(peak.end_s, view.end)];
+    const [x, y] = [this.x((begin + end) / 2), this.y(peak.peak_bytes, height)];
     context.fillRect(x - 0.75, 16, 1.5, Math.max(0, y - 24));
     context.beginPath();
-    context.moveTo(x, y - 1);
-    context.lineTo(x - 5, y - 9);
-    context.lineTo(x + 5, y - 9);
+    for (const [right, up] of [[0, 1], [-5, 9], [5, 9]]) context.lineTo(x + right, y - up);
     context.fill();
-    context.font = this.font(12, 700);
-    const short = `peak ${formatSize(sample.peak)}`;
-    const long = `${short} in ${sample.phase}`;
-    const text = context.measureText(long).width < this.width - 4 ? long : short;
+    context.font = font(12, 700);
     context.textAlign = "center";
-    context.textBaseline = "middle";
+    const text = `peak ${formatSize(peak.peak_bytes)} in ${peak.phase}`;
     const half = context.measureText(text).width / 2 + 2;
-    const most = this.left + this.width - half;
-    this.drawOutlined(context, text, Math.min(Math.max(x, this.left + half), most), 9);
+    write(context, text, Math.min(Math.max(x, half), width - half), 13);
   }
 
-  drawChosen(context, bottom) {
-    if (!this.chosen) return;
-    const [left, right] = [this.x(this.chosen.begin), this.x(this.chosen.end)];
-    const y = this.y(this.chosen.peak);
-    context.lineWidth = 2;
-    context.strokeStyle = this.colours.mark;
-    context.strokeRect(left, y, Math.max(2, right - left), bottom - y);
+  find(time) {
+    return this.phases.find((each) => each.begin_s <= time && each.end_s > time) ?? null;
   }
 
-  find(x) {
-    const begin = this.timeAt(x - 1);
-    const end = this.timeAt(x + 1);
-    const here = this.phases.filter((each) => each.begin < end && each.end > begin);
-    return here.reduce((best, each) => (best && best.peak >= each.peak ? best : each), null);
+  walk(phase, right = 0) {
+    if (!phase) return this.phases[this.run.memory?.peak ?? 0];
+    return this.phases[this.phases.indexOf(phase) + right] ?? phase;
   }
 
-  walk(chosen, right) {
-    if (!chosen) return this.phases[this.run.memory?.peak ?? 0];
-    return this.phases[chosen.index + right] ?? chosen;
+  top() {
+    return 0;
   }
 
-  spanOf({ begin, end }) {
-    return [begin, end];
+  /** Show what memory holds in a phase, or at the peak. The table is the legend of the chart, too. */
+  tell(phase) {
+    const { memory } = this.run;
+    if (memory) this.breakdown.replaceChildren(this.byOwner(phase ?? memory.samples[memory.peak]), ...this.byLayer());
+    if (!phase) return "";
+    const predicted = this.predicted[this.phases.indexOf(phase)];
+    const measured = memory ? `: ${formatSize(phase.peak_bytes)}` : "";
+    const also = predicted === null ? "" : `, predicted ${formatSize(predicted)}`;
+    return `${phase.phase}${measured}${also}, lasts ${formatSeconds(phase.end_s - phase.begin_s)}`;
   }
 
-  describe({ phase, begin, end, peak, sizes, index }) {
-    const parts = sizes
-      .map((size, n) => [this.owners[n], this.owners[n].label, size])
-      .filter(([, , size]) => size)
-      .reverse() // as they are stacked
-      .map(([mark, name, size]) => [mark, name, formatSize(size)]);
-    const rows = [...parts, [null, "lasts", formatSeconds(end - begin)]];
-    const isMeasured = this.run.memory !== null;
-    const predicted = isMeasured && this.predicted.find((each) => each.index === index);
-    if (predicted) rows.push([null, "predicted peak", formatSize(predicted.peak)]);
-    return { title: `${phase}: ${formatSize(peak)}${isMeasured ? "" : " predicted"}`, rows };
+  byOwner(phase) {
+    const isPeak = phase === this.run.memory.samples[this.run.memory.peak];
+    const title = `${isPeak ? "At the peak, in" : "In"} ${phase.phase}: ${formatSize(phase.peak_bytes)}`;
+    const rows = this.names.map((name) => [this.owners[name], this.owners[name].label, phase.owned[name] ?? 0, ""]);
+    return makeSizes(title, rows, phase.peak_bytes);
+  }
+
+  byLayer() {
+    const { samples, peak, peak_owned } = this.run.memory;
+    const layers = peak_owned.filter(({ layer }) => layer !== null);
+    const rows = layers.slice(0, 10).map(({ owner, size_bytes, layer, name }) => [
+      this.owners[owner], layerName(layer, name), size_bytes, ` ${this.owners[owner].label}`,
+    ]);
+    const more = layers.length > rows.length ? `, the largest ${rows.length} of ${layers.length}` : "";
+    return rows.length ? [makeSizes(`At the peak by layer${more}`, rows, samples[peak].peak_bytes)] : [];
   }
 }
 
-/** What memory held at the peak, by owner and by layer. It is the legend of the chart, too. */
-function showBreakdown(host, run, owners) {
-  if (!run.memory) return;
-  const { memory } = run;
-  const [phase, , , peak, ...sizes] = memory.samples[memory.peak];
-  const row = (owner, name, size, ...remark) =>
+function makeSizes(title, rows, whole) {
+  const cells = rows.map(([mark, name, size, remark]) =>
     element(
       "tr", size ? {} : { class: "none" },
-      element("td", {}, swatch(owner), name, ...remark),
+      element("td", {}, swatch(mark), name, element("small", {}, remark)),
       element("td", { class: "size" }, size ? formatSize(size) : "–"),
-      element("td", { class: "share" }, size ? `${Math.round((size / peak) * 100)}%` : ""),
-    );
-  const byOwner = memory.owners
-    .map((name, n) => [owners[name], owners[name].label, sizes[n]])
-    .reverse()
-    .map((each) => row(...each));
-  const layers = memory.peak_owned.filter(([, , layer]) => layer !== null);
-  const byLayer = layers
-    .slice(0, 10)
-    .map(([owner, size, layer, name]) => {
-      const remark = element("small", {}, ` ${owners[owner].label}`);
-      return row(owners[owner], layerName(layer, name), size, remark);
-    });
-  const part = (title, rows) =>
-    element("div", {}, element("h3", {}, title), element("table", {}, element("tbody", {}, ...rows)));
-  host.append(part(`At the peak, in ${phase}: ${formatSize(peak)}`, byOwner));
-  if (byLayer.length) {
-    const more = layers.length > byLayer.length ? `, the largest ${byLayer.length} of ${layers.length}` : "";
-    host.append(part(`Of it, by layer${more}`, byLayer));
-  }
+      element("td", { class: "share" }, size ? `${Math.round((size / whole) * 100)}%` : ""),
+    ),
+  );
+  return element("div", {}, element("h3", {}, title), element("table", {}, element("tbody", {}, ...cells)));
 }

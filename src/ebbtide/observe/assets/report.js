@@ -1,37 +1,24 @@
 // Puts charts and tables into the page, and switches between its runs.
 
-function timesOf(run) {
-  const events = [...readTable(run.events), ...(run.prediction ? readTable(run.prediction.events) : [])];
-  const phases = [...MemoryChart.phasesOf(run), ...MemoryChart.predictedOf(run, [])];
+function timesOf({ traceEvents, ebbtide: { memory, prediction } }) {
+  const spans = [...(memory?.samples ?? []), ...(prediction?.phases ?? [])];
+  const events = [...traceEvents, ...(prediction?.events ?? [])].filter(({ ts }) => ts !== undefined);
   return [
-    ...events.flatMap(({ begin_s, end_s }) => [begin_s, end_s]),
-    ...phases.flatMap(({ begin, end }) => [begin, end]),
+    ...spans.flatMap(({ begin_s, end_s }) => [begin_s, end_s]),
+    ...events.flatMap(({ ts, dur }) => [ts / 1e6, (ts + (dur ?? 0)) / 1e6]),
   ];
 }
 
-/** All runs share one window and one scale, so that what looks longer or higher is. */
-function makeWindow(runs) {
-  let [begin, end] = [0, 0];
-  for (const time of runs.flatMap(timesOf)) {
-    begin = Math.min(begin, time);
-    end = Math.max(end, time);
-  }
-  return new TimeWindow(begin, end);
-}
-
-function fill(article, run, data, window_, most) {
+function fill(article, run, data, most) {
   const find = (selector) => article.querySelector(selector);
-  const [memory, lanes] = [find("[data-chart=memory]"), find("[data-chart=lanes]")];
-  if (memory) {
-    new MemoryChart(memory, run, data.owners, window_, most);
-    showBreakdown(find(".breakdown"), run, data.owners);
-  }
-  if (lanes) new LaneChart(lanes, run, data.events, data.lanes, window_);
-  const table = find(".layer-table");
-  if (table) new LayerTable(table, readTable(run.layers), window_);
+  const [memory, lanes, layers] = [find("[data-chart=memory]"), find("[data-chart=lanes]"), find(".layer-table")];
+  if (memory) new MemoryChart(memory, find(".breakdown"), run.ebbtide, data.owners, most);
+  if (lanes) new LaneChart(lanes, run, data.events, data.lanes);
+  if (layers) new LayerTable(layers, run.ebbtide.layers);
+  find(".perfetto")?.addEventListener("click", () => openInPerfetto(run));
 }
 
-function show(which) {
+function showRun(which) {
   document.body.classList.toggle("all", which === "all");
   for (const article of document.querySelectorAll(".run")) {
     article.hidden = which !== "all" && article.dataset.run !== which;
@@ -39,16 +26,20 @@ function show(which) {
 }
 
 const data = await unpack(document.querySelector("#data").textContent);
-const window_ = makeWindow(data.runs);
-const most = Math.max(...data.runs.map(MemoryChart.mostOf));
+// All runs have the same scales, so that what looks longer or higher is.
+const times = data.runs.flatMap(timesOf);
+const least = times.reduce((a, b) => Math.min(a, b), 0);
+view.whole = [least, times.reduce((a, b) => Math.max(a, b), least + 1e-9)];
+const most = Math.max(...data.runs.map(({ ebbtide }) => mostOf(ebbtide)));
 const articles = document.querySelectorAll(".run");
-data.runs.forEach((run, n) => fill(articles[n], run, data, window_, most));
+data.runs.forEach((run, n) => fill(articles[n], run, data, most));
+show(...view.whole);
 
 const choices = [...document.querySelectorAll(".switch input")];
-for (const choice of choices) choice.addEventListener("change", () => show(choice.value));
+for (const choice of choices) choice.addEventListener("change", () => showRun(choice.value));
 if (choices.length) {
   const first = choices.length === 3 ? choices.at(-1) : choices[0]; // two runs: side by side
   first.checked = true;
-  show(first.value);
+  showRun(first.value);
 }
 document.documentElement.dataset.ready = "";
