@@ -420,7 +420,7 @@ def draw_lanes_figure(events: Sequence[TraceEvent]) -> Any:
     Raises:
         ImportError: matplotlib is not installed.
     """
-    figure = _new_figure(max(1, len(_rows(events))) * _ROW_INCHES + _AROUND_INCHES)
+    figure = _new_figure(max(1, len(_seen_rows(events))) * _ROW_INCHES + _AROUND_INCHES)
     draw_lanes(figure, figure.subplots(), events)
     return figure
 
@@ -433,7 +433,7 @@ def draw_lanes(figure: Any, axes: Any, events: Sequence[TraceEvent]) -> None:
         axes: where to draw the lanes.
         events: the events in the order in which they began.
     """
-    rows = _rows(events)
+    rows = _seen_rows(events)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.set_ylim(max(1, len(rows)) - 0.5, -0.5)
     axes.set_yticks(range(len(rows)), rows)
@@ -450,7 +450,7 @@ def draw_lanes(figure: Any, axes: Any, events: Sequence[TraceEvent]) -> None:
     label_time(axes, unit)
     title = f"Timeline: {', '.join(write_durations(events, unit))}"
     axes.set_title(title, loc="left", fontsize=11)
-    _draw_kinds(figure, [event.what for event in events])
+    _draw_kinds(figure, {event.what for here in rows.values() for event in here})
     figure.draw_without_rendering()  # lays out the figure; only then is the width of a block known
     points = axes.get_window_extent().width / figure.dpi * 72
     points_per_s = points / (unit.end_s - unit.begin_s + 2 * margin_s)
@@ -477,11 +477,16 @@ def label_time(axes: Any, unit: TimeUnit) -> None:
     axes.xaxis.set_major_formatter(lambda time_s, _: f"{time_s * unit.per_s:.10g}")
 
 
-def _draw_kinds(figure: Any, occurring: Iterable[str]) -> None:
+def _seen_rows(events: Sequence[TraceEvent]) -> dict[str, list[TraceEvent]]:
+    """Return the rows without events that take no time, but for releases, which are marked."""
+    return _rows([event for event in events if event.duration_s or event.what == "release"])
+
+
+def _draw_kinds(figure: Any, kinds: set[str]) -> None:
     """Draw the legend."""
     from matplotlib.patches import Patch
 
-    kinds = set(occurring) - {"release"}
+    kinds.discard("release")
     order = [*(what for what in COLOURS if what in kinds), *sorted(kinds - COLOURS.keys())]
     handles = [Patch(facecolor=_colour(what), linewidth=0, label=what) for what in order]
     figure.legend(
