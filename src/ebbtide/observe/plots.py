@@ -522,14 +522,20 @@ def _draw_blocks(
     axes.broken_barh(spans, band, facecolors=faces, edgecolors=edges, linewidth=0.6)
     longest = {id(block[0]): block for block in sorted(blocks, key=lambda block: block[2])}
     for event, begin_s, duration_s in longest.values():
-        text = _short_label(event)
-        if _CHARACTER * _LABEL_POINTS * len(text) + 2 <= duration_s * points_per_s:
+        label = _short_label(event)
+        texts = [label, label.replace(".", "\n")] if band[1] == _BAR else [label]
+        fits = (text for text in texts if _width_points(text) + 2 <= duration_s * points_per_s)
+        if text := next(fits, ""):
             at = begin_s + duration_s / 2, band[0] + band[1] / 2
             _write(axes, at, text, ha="center", color="white" if event.what in _DARK else _INK)
 
 
+def _width_points(text: str) -> float:
+    return _CHARACTER * _LABEL_POINTS * max(map(len, text.split("\n")))
+
+
 def _write(axes: Any, at: tuple[float, float], text: str, **style: Any) -> None:
-    axes.text(*at, text, va="center_baseline", fontsize=_LABEL_POINTS, **style)
+    axes.text(*at, text, va="center_baseline", fontsize=_LABEL_POINTS, linespacing=1.0, **style)
 
 
 def _draw_releases(
@@ -543,7 +549,7 @@ def _draw_releases(
     axes.plot(times_s, [place] * len(times_s), "v", color=_INK, markersize=5, markeredgewidth=0)
     for begin_s, next_s in zip(times_s, [*times_s[1:], end_s], strict=True):
         text = ", ".join(labels[begin_s])
-        if _CHARACTER * _LABEL_POINTS * len(text) + 8 <= (next_s - begin_s) * points_per_s:
+        if _width_points(text) + 8 <= (next_s - begin_s) * points_per_s:
             _write(axes, (begin_s + 4 / points_per_s, place), text, color=_INK)
 
 
