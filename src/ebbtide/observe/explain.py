@@ -1,20 +1,21 @@
-"""One thing that a report has found out about a step."""
+"""Says in words why memory is as high as it is in a step, and what to change."""
 
 from __future__ import annotations
 
+import itertools
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol, final
+from typing import Final, NamedTuple, final
 
 import torch
 from torch import nn
 
-from ebbtide.observe.inspection import Inspection, inspect_engine
+from ebbtide.observe.inspection import InspectedStorage, Inspection, inspect_engine
 from ebbtide.observe.memory import LOSS, OPTIMIZER
 from ebbtide.observe.owners import HeldTensor
 from ebbtide.observe.recording import Recording, trace_of
-from ebbtide.planning.plan import Plan
+from ebbtide.planning.planned_step import PlannedStep
 from ebbtide.policy import ActivationPolicy
 from ebbtide.runtime.engine import Engine
 from ebbtide.runtime.events import MemorySample, Owner, StepMemory
@@ -46,16 +47,11 @@ class Finding:
 
 # ---- The figures of a step that its explanation rests on ----
 
-ACTIVATIONS = frozenset(
-    {
-        *(Owner.KEPT, Owner.LEAVING, Owner.REFERENCED),
-        *(Owner.RELOADED, Owner.REBUILT, Owner.RECOMPUTED),
-    }
+ACTIVATIONS: Final = frozenset(
+    {Owner.KEPT, Owner.LEAVING, Owner.REFERENCED}
+    | {Owner.RELOADED, Owner.REBUILT, Owner.RECOMPUTED}
 )
 """Owners of bytes that an offloader could have somewhere else."""
-
-TRAINED = frozenset({Owner.PARAMETERS, Owner.GRADIENTS, Owner.OPTIMIZER, Owner.WEIGHTS})
-"""Owners of bytes that rest on the host with `WeightPolicy`."""
 
 
 @final
@@ -112,15 +108,28 @@ class Evidence:
         peak = self.peak
         return 0 if peak is None else peak.peak_bytes - peak.owned.get(Owner.OTHER, 0)
 
+    @property
+    def phase(self) -> str:
+        """The phase in which memory was highest; empty if nobody knows."""
+        return "" if self.peak is None else self.peak.phase
+
+    @property
+    def kept(self) -> list[InspectedStorage]:
+        """The storages that stay on the device by decision."""
+        return [each for each in self.inspection.storages if each.decision == "keep"]
+
     def at_peak(self, *owners: Owner) -> int:
         """Return the bytes of some owners at the peak; 0 where it was not recorded."""
         return 0 if self.peak is None else total(self.peak, owners)
 
+    def share(self, size_bytes: int) -> float:
+        """Return the share of the peak that bytes are; 0 where it was not recorded."""
+        return size_bytes / self.own_bytes if self.own_bytes > 0 else 0.0
+
     @property
     def small_bytes(self) -> int:
         """Bytes of saved tensors that stay because they are small."""
-        kept = (each for each in self.inspection.storages if each.decision == "keep")
-        return max(0, self.stats.kept_bytes - sum(each.size_bytes for each in kept))
+        return max(0, self.stats.kept_bytes - sum(each.size_bytes for each in self.kept))
 
 
 def total(sample: MemorySample, owners: Iterable[Owner]) -> int:
@@ -161,16 +170,9 @@ _SHARE: Final = 0.1  # of the peak: less than this does not explain it
 _MOST: Final = 0.4  # of the peak: more than this dominates it
 _LISTED: Final = 3
 
-Cause = Callable[[Evidence], Iterator[Finding]]
-
-
-# ---- nothing happened: if one of these applies, the others do not matter ------------------------
-
 
 def no_step(evidence: Evidence) -> Iterator[Finding]:
     """No training step has ended yet."""
-    if evidence.num_steps:
-        return
     if evidence.replaced_by:
         yield Finding(
             "forward replaced",
@@ -206,8 +208,6 @@ def no_step(evidence: Evidence) -> Iterator[Finding]:
 def nothing_saved(evidence: Evidence) -> Iterator[Finding]:
     """Autograd saved nothing that could leave."""
     stats = evidence.stats
-    if not evidence.num_steps:
-        return
     if stats.num_saved and stats.parameter_bytes == stats.saved_bytes:
         yield Finding(
             "only parameters",
@@ -219,16 +219,13 @@ def nothing_saved(evidence: Evidence) -> Iterator[Finding]:
 
 def compiled_as_one(evidence: Evidence) -> Iterator[Finding]:
     """The layers are inside one compiled region."""
-    if evidence.compiled and evidence.num_steps:
+    if evidence.compiled:
         yield Finding(
             "compiled as one region",
             "The model is compiled as a whole, so ebbtide cannot tell one layer from another.",
             f"compiled: {', '.join(evidence.compiled[:_LISTED])}; no layer was seen to begin",
             "compile the layers one by one: for layer in model.layers: layer.compile()",
         )
-
-
-# ---- what the peak consists of, largest first ---------------------------------------------------
 
 
 def small_tensors(evidence: Evidence) -> Iterator[Finding]:
@@ -249,7 +246,7 @@ def small_tensors(evidence: Evidence) -> Iterator[Finding]:
 
 def kept_by_choice(evidence: Evidence) -> Iterator[Finding]:
     """The policy, a schedule or a plan keeps layers on the device."""
-    kept = [each for each in evidence.inspection.storages if each.decision == "keep"]
+    kept = evidence.kept
     size_bytes = sum(each.size_bytes for each in kept)
     whole_bytes = evidence.own_bytes or evidence.stats.unique_bytes
     if evidence.wanted_again or size_bytes <= _SHARE * whole_bytes or evidence.plan_keeps_all:
@@ -291,7 +288,7 @@ def held_by_program(evidence: Evidence) -> Iterator[Finding]:
     """Variables of the program refer to activations that were offloaded."""
     size_bytes = evidence.at_peak(Owner.REFERENCED)
     held_bytes = sum(each.size_bytes for each in evidence.held)
-    if max(size_bytes, held_bytes) <= _SHARE * evidence.own_bytes or not evidence.own_bytes:
+    if evidence.share(max(size_bytes, held_bytes)) <= _SHARE:
         return
     names = [
         f"{each.holder} {list(each.shape)} {format_size(each.size_bytes)}"
@@ -310,121 +307,117 @@ def held_by_program(evidence: Evidence) -> Iterator[Finding]:
     )
 
 
-def late_copies(evidence: Evidence) -> Iterator[Finding]:
-    """Copies had not ended at the peak."""
-    size_bytes = evidence.at_peak(Owner.LEAVING)
-    if size_bytes <= 2 * _SHARE * evidence.own_bytes or not evidence.own_bytes:
-        return
-    if evidence.follows_schedule:
-        yield Finding(
-            "released late",
-            "The schedule releases activations after the peak.",
-            f"{format_size(size_bytes)} were on their way out or retained",
-            "move the release of these layers to an earlier pass",
-            size_bytes,
-        )
-    else:
-        yield Finding(
-            "late copies",
-            "Copies are slower than compute here, so activations were still on the device.",
-            f"{format_size(size_bytes)} were on their way out at the peak",
-            "lower ActivationPolicy(max_inflight_bytes=...), which makes compute wait, or "
-            'recompute: ActivationPolicy(mode="recompute")',
-            size_bytes,
-        )
+class _Part(NamedTuple):
+    """A finding that is about what owners have at the peak."""
+
+    cause: str
+    sentence: str  # may name the {phase} of the peak
+    setting: str
+    owners: tuple[Owner, ...]
+    least: float  # share of the peak that the owners must have
+    applies: Callable[[Evidence], bool] = lambda _: True
 
 
-def reloaded_early(evidence: Evidence) -> Iterator[Finding]:
-    """Prefetching fills memory."""
-    size_bytes = evidence.at_peak(Owner.RELOADED)
-    if size_bytes > 0.25 * evidence.own_bytes > 0:
-        yield Finding(
-            "reloaded early",
-            "Activations that were brought back ahead of their use are a large part of the peak.",
-            f"{format_size(size_bytes)} had been reloaded",
-            "lower ActivationPolicy(max_inflight_bytes=...)",
-            size_bytes,
-        )
-
-
-def optimizer_step(evidence: Evidence) -> Iterator[Finding]:
-    """The peak is in the optimizer's step."""
-    peak = evidence.peak
-    if peak is None or peak.phase != OPTIMIZER:
-        return
-    size_bytes = evidence.at_peak(Owner.RUNNING, Owner.OPTIMIZER)
-    yield Finding(
+_PARTS: Final = (
+    _Part(
+        "late copies",
+        "Copies are slower than compute here, so activations were still on the device.",
+        "lower ActivationPolicy(max_inflight_bytes=...), which makes compute wait, or "
+        'recompute: ActivationPolicy(mode="recompute")',
+        (Owner.LEAVING,),
+        0.2,
+        lambda evidence: not evidence.follows_schedule,
+    ),
+    _Part(
+        "released late",
+        "The schedule releases activations after the peak.",
+        "move the release of these layers to an earlier pass",
+        (Owner.LEAVING,),
+        0.2,
+        lambda evidence: evidence.follows_schedule,
+    ),
+    _Part(
+        "reloaded early",
+        "Activations that were brought back ahead of their use are a large part of the peak.",
+        "lower ActivationPolicy(max_inflight_bytes=...)",
+        (Owner.RELOADED,),
+        0.25,
+    ),
+    _Part(
         "optimizer step",
         "Memory is highest while the optimizer steps, not while the model runs.",
-        f"{format_size(peak.peak_bytes)} then, of which {_parts(evidence)}",
         "give the optimizer foreach=False or fused=True, which need fewer temporaries, or let "
         "weights and state rest elsewhere: weights=ebbtide.WeightPolicy()",
-        max(size_bytes, evidence.own_bytes),
-    )
+        tuple(owner for owner in Owner if owner is not Owner.OTHER),
+        0.0,
+        lambda evidence: evidence.phase == OPTIMIZER,
+    ),
+    _Part(
+        "loss",
+        "Memory is highest while the loss is computed from the model's outputs.",
+        "compute the loss in parts of the batch or sequence, or inside the model",
+        (Owner.OUTPUTS, Owner.RUNNING),
+        _SHARE,
+        lambda evidence: evidence.phase == LOSS,
+    ),
+    _Part(
+        "one operation",
+        "Most of the peak is what the operations of {phase} work on at once. No offloader can move "
+        "that.",
+        "a smaller batch, or an operation that works in parts",
+        (Owner.RUNNING,),
+        _MOST,
+        lambda evidence: evidence.phase not in (OPTIMIZER, LOSS),
+    ),
+    _Part(
+        "weights and state",
+        "Weights, gradients and optimizer state are a large part of the peak, and activations are "
+        "not.",
+        "weights=ebbtide.WeightPolicy()",
+        (Owner.PARAMETERS, Owner.GRADIENTS, Owner.OPTIMIZER, Owner.WEIGHTS),
+        _MOST,
+        lambda evidence: evidence.phase != OPTIMIZER and not evidence.offloads_weights,
+    ),
+    _Part(
+        "allocator",
+        "Memory that was freed is not returned to the system, or layers pass much to each other.",
+        "look at handle.notes, which says how freed memory is returned here",
+        (Owner.PASSED,),
+        _MOST,
+        lambda evidence: (
+            evidence.memory is not None
+            and evidence.memory.counts_freed
+            and evidence.at_peak(Owner.PASSED) > 4 * LEAST_BYTES
+        ),
+    ),
+)
 
 
-def loss(evidence: Evidence) -> Iterator[Finding]:
-    """The peak is in the loss, such as of logits."""
-    peak = evidence.peak
-    if peak is None or peak.phase != LOSS:
-        return
-    output_bytes = evidence.at_peak(Owner.OUTPUTS)
-    size_bytes = output_bytes + evidence.at_peak(Owner.RUNNING)
-    if size_bytes > _SHARE * evidence.own_bytes:
-        yield Finding(
-            "loss",
-            "Memory is highest while the loss is computed from the model's outputs.",
-            f"the outputs have {format_size(output_bytes)}, computing with them takes "
-            f"{format_size(evidence.at_peak(Owner.RUNNING))}",
-            "compute the loss in parts of the batch or sequence, or inside the model",
-            size_bytes,
-        )
+def parts_of_peak(evidence: Evidence) -> Iterator[Finding]:
+    """Owners have a large part of the peak."""
+    for part in _PARTS:
+        size_bytes = evidence.at_peak(*part.owners)
+        if part.applies(evidence) and evidence.share(size_bytes) > part.least:
+            whole = format_size(evidence.own_bytes)
+            sizes = sorted(((evidence.at_peak(owner), owner) for owner in part.owners), key=_size)
+            owned = [f"{format_size(size)} {owner.value}" for size, owner in sizes if size]
+            yield Finding(
+                part.cause,
+                part.sentence.format(phase=_phase(evidence)),
+                f"{', '.join(owned[:_LISTED])}, of the step's {whole}",
+                part.setting,
+                size_bytes,
+            )
 
 
-def one_operation(evidence: Evidence) -> Iterator[Finding]:
-    """What the running operation needs is most of the peak."""
-    size_bytes, peak = evidence.at_peak(Owner.RUNNING), evidence.peak
-    if peak is None or peak.phase in (OPTIMIZER, LOSS) or evidence.own_bytes <= 0:
-        return
-    if size_bytes > _MOST * evidence.own_bytes:
-        yield Finding(
-            "one operation",
-            f"Most of the peak is what the operations of {_phase(evidence)} work on at once. No "
-            f"offloader can move that.",
-            f"{format_size(size_bytes)} of {format_size(evidence.own_bytes)}",
-            "a smaller batch, or an operation that works in parts",
-            size_bytes,
-        )
+def _size(part: tuple[int, Owner]) -> int:
+    return -part[0]
 
 
-def weights_and_state(evidence: Evidence) -> Iterator[Finding]:
-    """Parameters, gradients and optimizer state are most of the peak."""
-    if evidence.peak is None or evidence.peak.phase == OPTIMIZER:
-        return
-    size_bytes = evidence.at_peak(*TRAINED)
-    if size_bytes > _MOST * evidence.own_bytes > 0 and not evidence.offloads_weights:
-        parts = [
-            f"{format_size(evidence.at_peak(owner))} {owner.value}"
-            for owner in (Owner.PARAMETERS, Owner.GRADIENTS, Owner.OPTIMIZER)
-            if evidence.at_peak(owner)
-        ]
-        yield Finding(
-            "weights and state",
-            "Weights, gradients and optimizer state are a large part of the peak, and activations "
-            "are not.",
-            ", ".join(parts),
-            "weights=ebbtide.WeightPolicy()",
-            size_bytes,
-        )
-
-
-def allocator(evidence: Evidence) -> Iterator[Finding]:
+def kept_by_allocator(evidence: Evidence) -> Iterator[Finding]:
     """The allocator keeps blocks that were freed."""
     memory = evidence.memory
-    if memory is None:
-        return
-    if memory.counts_freed:
-        yield from _freed_memory(evidence)
+    if memory is None or memory.counts_freed:
         return
     size_bytes = memory.reserved_peak_bytes - memory.peak_bytes
     if size_bytes > 2 * _SHARE * memory.peak_bytes:
@@ -438,25 +431,11 @@ def allocator(evidence: Evidence) -> Iterator[Finding]:
         )
 
 
-def _freed_memory(evidence: Evidence) -> Iterator[Finding]:
-    size_bytes = evidence.at_peak(Owner.PASSED)
-    if size_bytes > max(_MOST * evidence.own_bytes, 4 * LEAST_BYTES) and evidence.own_bytes:
-        yield Finding(
-            "allocator",
-            "Memory that was freed is not returned to the system, or layers pass much to each "
-            "other.",
-            f"{format_size(size_bytes)} of {format_size(evidence.own_bytes)} belonged to nobody "
-            f"when {_phase(evidence)} began",
-            "look at handle.notes, which says how freed memory is returned here",
-            size_bytes,
-        )
-
-
 def graph_held(evidence: Evidence) -> Iterator[Finding]:
     """A graph is alive although its backward has run."""
     now = evidence.inspection.in_flight
     size_bytes = now.kept_bytes + now.reload_bytes + now.offload_bytes
-    if evidence.num_steps and now.saved_tensors and not now.forwards:
+    if now.saved_tensors and not now.forwards:
         yield Finding(
             "graph held",
             "The program holds a graph from an earlier forward, and with it what it saved.",
@@ -489,31 +468,16 @@ def it_fits(evidence: Evidence) -> Iterator[Finding]:
         )
 
 
-FIRST: Final[tuple[Cause, ...]] = (no_step, nothing_saved, compiled_as_one, double_backward)
-"""If one of these applies, it comes first."""
-
-PARTS: Final[tuple[Cause, ...]] = (
-    graph_held,
-    held_by_program,
-    optimizer_step,
-    loss,
-    small_tensors,
-    kept_by_choice,
-    late_copies,
-    reloaded_early,
-    one_operation,
-    weights_and_state,
-    allocator,
+_FIRST: Final = (nothing_saved, compiled_as_one, double_backward)
+_BY_SIZE: Final = (
+    *(graph_held, held_by_program, small_tensors, kept_by_choice),
+    *(parts_of_peak, kept_by_allocator),
 )
-"""Parts of the peak. The one that accounts for most bytes comes first."""
-
-LAST: Final[tuple[Cause, ...]] = (it_fits,)
 
 
 def _phase(evidence: Evidence) -> str:
-    """Name the phase of the peak with its module."""
-    assert evidence.peak is not None and evidence.memory is not None
-    phase = evidence.peak.phase
+    """Return the phase of the peak with the name of its module."""
+    phase = evidence.phase
     number = phase[1:].partition(".")[0]
     for each in evidence.inspection.storages:
         if phase[0] in "FB" and str(each.layer) == number and each.name:
@@ -521,26 +485,14 @@ def _phase(evidence: Evidence) -> str:
     return phase
 
 
-def _parts(evidence: Evidence) -> str:
-    peak = evidence.peak
-    assert peak is not None
-    owned = sorted(peak.owned.items(), key=lambda part: -part[1])
-    named = [(owner, size) for owner, size in owned if owner is not Owner.OTHER]
-    return ", ".join(f"{format_size(size)} {owner.value}" for owner, size in named[:_LISTED])
-
-
 def _ranges(numbers: list[int]) -> str:
     """Write sorted numbers briefly, such as ``"0 to 5 and 7"``."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    texts = [str(low) if low == high else f"{low} to {high}" for low, high in runs[:_LISTED]]
-    if len(runs) > _LISTED:
-        texts.append("others")
-    return " and ".join(texts)
+    texts = []
+    for _, run in itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
+        low, *rest = [number for _, number in run]
+        texts.append(f"{low} to {rest[-1]}" if rest else str(low))
+    more = ["others"] if len(texts) > _LISTED else []
+    return " and ".join(texts[:_LISTED] + more)
 
 
 # ---- What a step's memory consists of, in words ----
@@ -579,32 +531,30 @@ class Explanation:
         return card("Why the peak is where it is", *parts, note(self.limit_why))
 
     def __str__(self) -> str:
-        return "\n".join(line.rstrip() for line in self._lines())
-
-    def _lines(self) -> Iterator[str]:
-        yield from textwrap.wrap(self.verdict, _WIDTH)
+        paragraphs = [_wrap(self.verdict)]
         for number, finding in enumerate(self.findings, 1):
-            yield ""
-            yield from textwrap.wrap(
-                f"{number}. {finding.sentence}", _WIDTH, subsequent_indent="   "
+            lines = _wrap(f"{number}. {finding.sentence}", then=3)
+            lines += _wrap(f"Evidence: {finding.evidence}.", first=3, then=6)
+            lines += (
+                _wrap(f"Change: {finding.setting}.", first=3, then=6) if finding.setting else []
             )
-            for what, text in (("Evidence", finding.evidence), ("Change", finding.setting)):
-                if text:
-                    yield from textwrap.wrap(
-                        f"{what}: {text}.",
-                        _WIDTH,
-                        initial_indent="   ",
-                        subsequent_indent="      ",
-                        break_on_hyphens=False,
-                    )
+            paragraphs.append(lines)
         if self.memory is not None:
-            yield ""
             first, *rows = str(self.memory).splitlines()
-            yield from textwrap.wrap(f"{first[0].upper()}{first[1:]}:", _WIDTH)
-            yield from rows
-        if self.limit_why:
-            yield ""
-            yield from textwrap.wrap(self.limit_why, _WIDTH)
+            paragraphs.append([*_wrap(f"{first[0].upper()}{first[1:]}:"), *rows])
+        paragraphs.append(_wrap(self.limit_why))
+        return "\n\n".join("\n".join(lines) for lines in paragraphs if lines)
+
+
+def _wrap(text: str, *, first: int = 0, then: int = 0) -> list[str]:
+    """Break text into lines of 80 columns, the first one and the others indented."""
+    return textwrap.wrap(
+        text,
+        _WIDTH,
+        initial_indent=" " * first,
+        subsequent_indent=" " * then,
+        break_on_hyphens=False,
+    )
 
 
 def explain(evidence: Evidence) -> Explanation:
@@ -613,15 +563,14 @@ def explain(evidence: Evidence) -> Explanation:
     Args:
         evidence: what is known of it.
     """
-    first = [finding for cause in FIRST for finding in cause(evidence)]
-    parts = [finding for cause in PARTS for finding in cause(evidence)]
-    parts.sort(key=lambda finding: -finding.size_bytes)
-    last = [finding for cause in LAST for finding in cause(evidence)]
-    if not evidence.num_steps:
-        parts = last = []
-    findings = (*first, *(last if evidence.plan_keeps_all else []), *parts)
-    if not evidence.plan_keeps_all:
-        findings += tuple(last)
+    if evidence.num_steps:
+        parts = [finding for cause in _BY_SIZE for finding in cause(evidence)]
+        parts.sort(key=lambda finding: -finding.size_bytes)
+        fits = [*it_fits(evidence)]
+        rest = [*fits, *parts] if evidence.plan_keeps_all else [*parts, *fits]
+        findings = (*(finding for cause in _FIRST for finding in cause(evidence)), *rest)
+    else:
+        findings = tuple(no_step(evidence))
     limit = find_limit(evidence)
     return Explanation(
         verdict=_verdict(evidence, findings, limit),
@@ -669,19 +618,11 @@ def _why(evidence: Evidence, limit_bytes: int, phase: str) -> str:
 # ---- Collects the evidence for an explanation from an offload ----
 
 
-class AbstractPlanned(Protocol):
-    """A plan that an offload follows."""
-
-    @property
-    def plan(self) -> Plan:
-        """What becomes of each layer, and the predicted peak."""
-
-
 def collect_evidence(
     engine: Engine,
     forward: OffloadedForward | None,
     layers: Sequence[str],
-    planned: AbstractPlanned | None,
+    planned: PlannedStep | None,
 ) -> Evidence:
     """Collect what is known of the last finished step.
 
