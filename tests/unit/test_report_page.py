@@ -16,7 +16,7 @@ from torch import nn
 
 import ebbtide
 from ebbtide.errors import PolicyError
-from ebbtide.observe.page import comparison_rows, render_page, verdict_of, write_seconds
+from ebbtide.observe.page import figures_of, render_page, verdict_of, write_seconds
 from ebbtide.observe.plots import OWNER_COLOURS
 from ebbtide.observe.run_record import RunRecord
 from ebbtide.runtime.events import Owner
@@ -126,15 +126,22 @@ def test_runs_of_one_title_are_told_apart() -> None:
 def test_runs_are_compared_with_the_first() -> None:
     """512 MiB stay of 8 layers; with 6 of them gone, 128 MiB: three quarters less."""
     before, after = make_record("before", 8, 0), make_record("after", 8, 6)
-    rows = comparison_rows([before, after])
+    rows = figures_of([before, after])
     assert rows["Kept"] == [("512.0 MiB", ""), ("128.0 MiB", "\u221275%")]
     assert rows["Offloaded"] == [("0 B", ""), ("384.0 MiB", "")]
     assert rows["Rebuilt"] == [("64.0 MiB", ""), ("64.0 MiB", "")]
     assert "Recomputed" not in rows and "Budget" not in rows
-    assert comparison_rows([before]) == {}
+    assert rows["Compute waited"] == [("0 s", ""), ("4 ms", "")]
     lost = dataclasses.replace(after, memory=None)
-    rows = comparison_rows([before, lost])
+    rows = figures_of([before, lost])
     assert rows["Peak of memory"][1] == ("\u2013", "")
+
+
+def test_one_run_has_its_figures_at_the_top_and_several_have_a_table() -> None:
+    one = render_page([make_record("made up", 8, 6)])
+    assert "<dt>Compute waited</dt><dd>4 ms</dd>" in one and "<h2>Before and after" not in one
+    two = render_page([make_record("before", 8, 0), make_record("after", 8, 6)])
+    assert "<dt>Compute waited" not in two and "<h2>Before and after" in two
 
 
 def test_a_verdict_is_made_of_what_there_is() -> None:
@@ -145,7 +152,7 @@ def test_a_verdict_is_made_of_what_there_is() -> None:
     )
     assert SAVED_BYTES * 8 == 512 * MIB
     without = dataclasses.replace(make_record("made up", 8, 6), memory=None)
-    assert verdict_of(without).startswith("Of 512.0 MiB that autograd saved, 384.0 MiB was offl")
+    assert verdict_of(without).startswith("Of 512.0 MiB that autograd saved, 128.0 MiB stayed")
     measured = dataclasses.replace(without, measured_peak_bytes=MIB)
     assert verdict_of(measured) == "Memory peaked at 1.0 MiB."
     assert verdict_of(RunRecord(title="x", events=record.events)).startswith("The step took 2")

@@ -22,14 +22,14 @@ from ebbtide.observe.run_record import RunRecord, as_document
 from ebbtide.runtime.events import LANES, Owner
 from ebbtide.units import COLOURS, format_size
 
-# ---- A run in sentences ----
+# ---- A run in a sentence and in figures ----
 
 
 def verdict_of(record: RunRecord) -> str:
     """Return the verdict of a record, or a sentence about the figures that it has."""
     if record.verdict:
         return record.verdict
-    memory = record.memory
+    memory, stats = record.memory, record.stats
     if memory is not None:
         owned = memory.samples[memory.peak].owned
         most = max(owned, key=lambda owner: owned[owner], default=None)
@@ -39,31 +39,12 @@ def verdict_of(record: RunRecord) -> str:
         return f"{words}; the largest part of it, {format_size(owned[most])}, is {most.value}."
     if record.peak_bytes is not None:
         return f"Memory peaked at {format_size(record.peak_bytes)}."
-    if record.step_s is not None and record.stats is None:
+    if stats is not None and stats.num_saved:
+        kept, whole = format_size(stats.kept_bytes), format_size(stats.unique_bytes)
+        return f"Of {whole} that autograd saved, {kept} stayed on the device."
+    if record.step_s is not None:
         return f"The step took {write_seconds(record.step_s)}."
-    return describe_moves(record) or "No step has been recorded yet."
-
-
-def describe_moves(record: RunRecord) -> str:
-    """Return a sentence on what became of saved bytes; empty if nothing was saved."""
-    stats = record.stats
-    if stats is None or not stats.num_saved:
-        return ""
-    parts = [
-        (stats.offloaded_bytes, "was offloaded"),
-        (stats.rebuilt_bytes, "was rebuilt"),
-        (stats.recomputed_bytes, "was recomputed"),
-        (stats.packed_bytes, "was left out by packing"),
-        (stats.kept_bytes, "stayed"),
-    ]
-    done = ", ".join(f"{format_size(size)} {what}" for size, what in parts if size)
-    waited = (
-        f"compute waited {write_seconds(stats.stall_s)} for copies"
-        if stats.stall_s
-        else "compute did not wait for copies"
-    )
-    saved = f"Of {format_size(stats.unique_bytes)} that autograd saved, "
-    return f"{saved}{done or 'nothing was moved'}; {waited}."
+    return "No step has been recorded yet."
 
 
 def write_seconds(seconds: float) -> str:
@@ -74,8 +55,6 @@ def write_seconds(seconds: float) -> str:
     return f"{seconds * 1e6:.3g} us" if seconds else "0 s"
 
 
-# ---- The key figures of runs, and their changes from the first run to the others ----
-
 _Number = int | float | None
 
 
@@ -84,69 +63,43 @@ def _of_stats(name: str) -> Callable[[RunRecord], _Number]:
 
 
 # Label, value, and how it is written.
-_ROWS: Final[tuple[tuple[str, Callable[[RunRecord], _Number], Callable[[Any], str]], ...]] = (
+_FIGURES: Final[tuple[tuple[str, Callable[[RunRecord], _Number], Callable[[Any], str]], ...]] = (
     ("Peak of memory", lambda record: record.peak_bytes, format_size),
     ("No offloader gets below", lambda record: record.limit_bytes, format_size),
     ("Budget", lambda record: record.budget_bytes, format_size),
     ("Step", lambda record: record.step_s, write_seconds),
     ("Compute waited", _of_stats("stall_s"), write_seconds),
+    ("Saved by autograd", _of_stats("unique_bytes"), format_size),
     ("Offloaded", _of_stats("offloaded_bytes"), format_size),
     ("Kept", _of_stats("kept_bytes"), format_size),
     ("Rebuilt", _of_stats("rebuilt_bytes"), format_size),
     ("Recomputed", _of_stats("recomputed_bytes"), format_size),
+    ("Left out by packing", _of_stats("packed_bytes"), format_size),
     ("Activations, at most", _of_stats("peak_device_bytes"), format_size),
 )
 
 
-def comparison_rows(records: Sequence[RunRecord]) -> dict[str, list[tuple[str, str]]]:
-    """Return the figures that at least one of several runs has; none for a single run.
+def figures_of(records: Sequence[RunRecord]) -> dict[str, list[tuple[str, str]]]:
+    """Return the key figures of runs, without those that no run has.
 
     A figure has for each run its value, and by how much that differs from the first run's.
     """
-    rows: dict[str, list[tuple[str, str]]] = {}
-    for label, value_of, write in _ROWS if len(records) > 1 else ():
+    figures: dict[str, list[tuple[str, str]]] = {}
+    for label, value_of, write in _FIGURES:
         values = [value_of(record) for record in records]
-        if any(values):
-            rows[label] = [
+        # No bytes of a kind need no line. That compute did not wait is worth one.
+        if any(values) or (write is write_seconds and set(values) != {None}):
+            figures[label] = [
                 ("\u2013" if value is None else write(value), _change(value, values[0]))
                 for value in values
             ]
-    return rows
+    return figures
 
 
 def _change(value: _Number, first: _Number) -> str:
     if value is None or not first or value == first:
         return ""
     return f"{value / first - 1:+.0%}".replace("-", "\u2212")
-
-
-def figures_of(record: RunRecord) -> list[tuple[str, str, str]]:
-    """Return the figures at the top of a run: label, value, and what stands beside it."""
-    figures = []
-    peak_bytes, budget_bytes, stats = record.peak_bytes, record.budget_bytes, record.stats
-    if peak_bytes is not None:
-        remark = "" if budget_bytes is None else f"budget {format_size(budget_bytes)}"
-        if budget_bytes is not None and peak_bytes > budget_bytes:
-            remark += f": over by {format_size(peak_bytes - budget_bytes)}"
-        figures.append(("Peak of memory", format_size(peak_bytes), remark))
-    elif stats is not None:
-        size = format_size(stats.peak_device_bytes)
-        figures.append(("Activations, at most", size, "what autograd saved"))
-    if record.limit_bytes is not None:
-        remark = ""
-        if peak_bytes is not None and record.limit_bytes:
-            remark = f"the peak is {format_size(peak_bytes - record.limit_bytes)} above it"
-        figures.append(("No offloader gets below", format_size(record.limit_bytes), remark))
-    if record.step_s is not None:
-        waited = "" if stats is None else "no wait for copies"
-        if stats is not None and stats.stall_s:
-            waited = f"{write_seconds(stats.stall_s)} of it waiting for copies"
-        figures.append(("Step", write_seconds(record.step_s), waited))
-    if stats is not None:
-        spared = stats.rebuilt_bytes + stats.recomputed_bytes
-        remark = f"and {format_size(spared)} computed again" if spared else ""
-        figures.append(("Offloaded", format_size(stats.offloaded_bytes), remark))
-    return figures
 
 
 # ---- The page ----
@@ -176,23 +129,12 @@ def render_page(records: Sequence[RunRecord]) -> str:
     """
     if not records:
         raise PolicyError("a report needs at least one run")
-    runs = []
     titled = _told_apart(records)
-    for record in titled:
-        verdict, moved = verdict_of(record), describe_moves(record)
-        runs.append(
-            {
-                "record": record,
-                "verdict": verdict,
-                "moved": "" if moved == verdict else moved,
-                "figures": figures_of(record),
-            }
-        )
     licence = f"/*\n{_asset('uplot.license')}*/"
     return str(
         _template().render(
-            runs=runs,
-            rows=comparison_rows(titled),
+            runs=[{"record": record, "verdict": verdict_of(record)} for record in titled],
+            figures=figures_of(titled),
             style=_asset("uplot.min.css") + _asset("report.css"),
             library=licence + _asset("uplot.min.js"),
             script="\n".join(_asset(name) for name in _SCRIPTS),
