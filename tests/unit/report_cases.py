@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ebbtide.observe.explain import Finding
-from ebbtide.observe.run_record import LayerFigures, PredictedPhase, PredictedStep, RunRecord
+from ebbtide.observe.run_record import LayerFigures, PredictedStep, RunRecord
 from ebbtide.observe.trace import Trace
 from ebbtide.runtime.events import MemorySample, OwnedBytes, Owner, StepMemory, TraceEvent
 from ebbtide.runtime.stats import StepStats
@@ -188,7 +188,7 @@ def make_findings(memory: StepMemory, num_offloaded: int) -> tuple[Finding, ...]
 def make_prediction(memory: StepMemory, events: tuple[TraceEvent, ...]) -> PredictedStep:
     """A prediction that is a little too low, and whose copies are a little too fast."""
     phases = tuple(
-        PredictedPhase(each.phase, each.begin_s, each.end_s, int(each.peak_bytes * 0.97))
+        MemorySample(each.phase, each.begin_s, each.end_s, {}, int(each.peak_bytes * 0.97))
         for each in memory.samples[:-1]
     )
     planned = tuple(

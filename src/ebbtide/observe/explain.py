@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple, final
 
-import torch
 from torch import nn
 
 from ebbtide.observe.inspection import InspectedStorage, Inspection, inspect_engine
@@ -71,8 +70,7 @@ class Evidence:
         num_unrecorded: number of forwards without grad mode since the offload began.
         replaced_by: what has taken the place of the model's forward; empty if nothing has.
         compiled: names of compiled modules that contain layers.
-        on_cpu: whether the model computes in host memory.
-        total_bytes: all memory of the device.
+        total_bytes: all memory of the device; 0 if nobody knows, or if the host computes.
         held: tensors that were offloaded and that the program held when backward began.
         offloads_weights: whether weights rest elsewhere.
         plan_keeps_all: whether there is a plan, and it keeps everything.
@@ -90,7 +88,6 @@ class Evidence:
     num_unrecorded: int = 0
     replaced_by: str = ""
     compiled: tuple[str, ...] = ()
-    on_cpu: bool = False
     total_bytes: int = 0
     held: tuple[HeldTensor, ...] = ()
     offloads_weights: bool = False
@@ -457,9 +454,7 @@ def it_fits(evidence: Evidence) -> Iterator[Finding]:
             "nothing; a smaller budget would make something leave",
         )
         return
-    if memory is None or evidence.on_cpu or not evidence.total_bytes:
-        return
-    if memory.reserved_peak_bytes < evidence.total_bytes / 4:
+    if memory is not None and memory.reserved_peak_bytes < evidence.total_bytes / 4:
         yield Finding(
             "it fits",
             "The step takes a small part of the device, and would do so without offload.",
@@ -638,8 +633,7 @@ def collect_evidence(
     owners = listener.owners if isinstance(listener, Recording) else None
     held = None if owners is None else owners.held
     seen = memory is not None and any(Owner.REFERENCED in each.owned for each in memory.samples)
-    on_cpu = engine.torch_device.type == "cpu"
-    counts = engine.transfers.device.has_memory
+    counts = engine.transfers.device.has_memory and engine.torch_device.type != "cpu"
     moved = stats.offloaded_bytes + stats.rebuilt_bytes + stats.recomputed_bytes
     return Evidence(
         stats=stats,
@@ -653,7 +647,6 @@ def collect_evidence(
         num_unrecorded=0 if forward is None else forward.num_unrecorded,
         replaced_by="" if forward is None else forward.replaced_by,
         compiled=tuple(_compiled_around(engine.modules, layers)),
-        on_cpu=on_cpu,
         total_bytes=memory_of(engine.torch_device).total_bytes if counts else 0,
         held=held if held is not None and seen else (),
         offloads_weights=engine.weights is not None,
@@ -666,14 +659,8 @@ def _compiled_around(modules: Sequence[nn.Module], layers: Sequence[str]) -> Ite
     """Yield the names of compiled modules that contain layers, and are none themselves."""
     for model in modules:
         for name, module in model.named_modules():
-            compiled = getattr(module, "_compiled_call_impl", None) is not None
+            called = getattr(module, "_compiled_call_impl", None) is not None
+            wrapped = type(module).__name__ == "OptimizedModule"  # what torch.compile returns
             inside = [layer for layer in layers if layer.startswith(f"{name}." if name else "")]
-            if (compiled or _is_optimized(module)) and any(layer != name for layer in inside):
+            if (called or wrapped) and any(layer != name for layer in inside):
                 yield name or "the model"
-
-
-def _is_optimized(module: nn.Module) -> bool:
-    """Whether ``torch.compile(module)`` has returned a module."""
-    return type(module).__name__ == "OptimizedModule" and isinstance(
-        getattr(module, "_orig_mod", None), torch.nn.Module
-    )

@@ -120,18 +120,9 @@ class InFlight:
     @property
     def is_idle(self) -> bool:
         """Whether no step holds, stores or copies anything. Weights may still be on the device."""
-        return not any(
-            (
-                self.saved_tensors,
-                self.forwards,
-                self.records,
-                self.offload_bytes,
-                self.reload_bytes,
-                self.abandoned_buffers,
-                self.kept_bytes,
-                self.stored_bytes,
-            )
-        )
+        numbers = self.saved_tensors + self.forwards + self.records + self.abandoned_buffers
+        sizes = self.offload_bytes + self.reload_bytes + self.kept_bytes + self.stored_bytes
+        return numbers + sizes == 0
 
 
 @final

@@ -59,37 +59,19 @@ class LayerFigures:
 
 @final
 @dataclass(frozen=True)
-class PredictedPhase:
-    """The predicted peak of memory in one phase of a step.
-
-    Attributes:
-        phase: named as in `MemorySample.phase`.
-        begin_s: its predicted begin, in seconds since the step began.
-        end_s: its predicted end.
-        peak_bytes: the peak of memory in it.
-    """
-
-    phase: str
-    begin_s: float
-    end_s: float
-    peak_bytes: int
-
-
-@final
-@dataclass(frozen=True)
 class PredictedStep:
     """What was predicted of a step.
 
     Attributes:
         step_s: seconds that it takes.
         peak_bytes: the peak of memory.
-        phases: memory by phase, in order.
+        phases: memory by phase, in order, without owners.
         events: what each lane does.
     """
 
     step_s: float
     peak_bytes: int
-    phases: tuple[PredictedPhase, ...] = ()
+    phases: tuple[MemorySample, ...] = ()
     events: tuple[TraceEvent, ...] = ()
 
 
@@ -229,13 +211,13 @@ def _number_calls(layers: Sequence[LayerProfile]) -> list[int | None]:
 
 def _phases(
     record: StepRecord, peaks: Sequence[int], numbers: Sequence[int | None]
-) -> Iterator[PredictedPhase]:
+) -> Iterator[MemorySample]:
     for each, peak_bytes in zip(record.passes, peaks, strict=True):
         phase = each.what
         if each.layer is not None:
             number = numbers[each.layer]
             phase = _BETWEEN[each.what] if number is None else f"{each.what[0].upper()}{number}"
-        yield PredictedPhase(phase, each.begin_s, each.end_s, peak_bytes)
+        yield MemorySample(phase, each.begin_s, each.end_s, {}, peak_bytes)
 
 
 def _events(
@@ -406,23 +388,28 @@ def _read_entry(entry: Mapping[str, Any], events: tuple[TraceEvent, ...]) -> Run
         notes=tuple(entry["notes"]),
     )
     if (predicted := entry["prediction"]) is not None:
-        phases = tuple(PredictedPhase(**each) for each in predicted["phases"])
+        phases = _read_samples(predicted["phases"])
         planned = _read_events({"traceEvents": predicted["events"]})
         known["prediction"] = PredictedStep(**{**predicted, "phases": phases, "events": planned})
     return RunRecord(events=events, **known)
 
 
 def _read_memory(entry: Mapping[str, Any]) -> StepMemory:
-    samples = tuple(
-        MemorySample(**{**each, "owned": {Owner[name]: n for name, n in each["owned"].items()}})
-        for each in entry["samples"]
-    )
     owned = tuple(
         OwnedBytes(**{**each, "owner": Owner[each["owner"]]}) for each in entry["peak_owned"]
     )
-    memory = StepMemory(**{**entry, "samples": samples, "peak_owned": owned})
+    memory = StepMemory(
+        **{**entry, "samples": _read_samples(entry["samples"]), "peak_owned": owned}
+    )
     _ = memory.peak_bytes  # an IndexError if there is no such sample
     return memory
+
+
+def _read_samples(entries: Iterable[Mapping[str, Any]]) -> tuple[MemorySample, ...]:
+    return tuple(
+        MemorySample(**{**each, "owned": {Owner[name]: n for name, n in each["owned"].items()}})
+        for each in entries
+    )
 
 
 def _read_events(document: Any) -> tuple[TraceEvent, ...]:
