@@ -1,5 +1,7 @@
 // Charts over time, which uPlot draws. All of a page show the same stretch of time.
 
+const AXIS = 24; // height of the axis of time
+const ARROWS = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
 const HINT = "Point at something, or go to it with the arrow keys.";
 
 const view = { whole: [0, 1], begin: 0, end: 1, layer: null, charts: [] };
@@ -71,11 +73,11 @@ class Chart {
     const left = host.clientWidth < 480 ? 66 : 86;
     const axis = { stroke: () => css("quiet"), grid: { stroke: () => css("grid"), width: 1 } };
     const ticks = { show: false };
-    const times = { ...axis, size: 24, gap: 4, font: font(11), values: writeTimes, ticks };
+    const times = { ...axis, size: AXIS, gap: 4, font: font(11), values: writeTimes, ticks };
     host.append(this.makeTools());
     this.plot = new uPlot(
       {
-        width: host.clientWidth || 600, height: height + 24, padding: [0, 20, 0, 0],
+        width: host.clientWidth || 600, height: height + AXIS, padding: [0, 20, 0, 0],
         legend: { show: false },
         cursor: {
           y: false, points: { show: false }, drag: { setScale: false },
@@ -97,8 +99,10 @@ class Chart {
     host.append(this.said);
     this.listen(label);
     view.charts.push(this);
-    const resize = () => host.clientWidth && this.plot.setSize({ width: host.clientWidth, height: height + 24 });
-    new ResizeObserver(resize).observe(host);
+    new ResizeObserver(() => {
+      // A run that is not shown has no width.
+      if (host.clientWidth) this.plot.setSize({ width: host.clientWidth, height: height + AXIS });
+    }).observe(host);
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.plot.redraw());
   }
 
@@ -150,24 +154,25 @@ class Chart {
   }
 
   wheel(event) {
-    const { offsetX, deltaX, deltaY } = event;
-    const { clientWidth } = this.plot.over;
-    if (event.ctrlKey || event.metaKey) zoom(Math.exp(deltaY * 0.005), timeAt(offsetX / clientWidth));
-    else if (event.shiftKey || Math.abs(deltaX) > Math.abs(deltaY)) move((deltaX || deltaY) / clientWidth);
+    const { offsetX, deltaX, deltaY, ctrlKey, metaKey, shiftKey } = event;
+    const width = this.plot.over.clientWidth;
+    const sideways = shiftKey || Math.abs(deltaX) > Math.abs(deltaY);
+    if (ctrlKey || metaKey) zoom(Math.exp(deltaY * 0.005), timeAt(offsetX / width));
+    else if (sideways) move((deltaX || deltaY) / width);
     else return; // the page scrolls
     event.preventDefault();
   }
 
   press(event) {
     if (event.ctrlKey || event.metaKey || event.altKey) return;
-    const [right, down] = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] }[event.key] ?? [];
-    const middle = this.item ? Math.min(Math.max((this.item.begin_s + this.item.end_s) / 2, view.begin), view.end) : undefined;
-    if (right && event.shiftKey) move(right * 0.2);
+    const { key, shiftKey } = event;
+    const [right, down] = ARROWS[key] ?? [];
+    if (right && shiftKey) move(right * 0.2);
     else if (right || down) this.goTo(this.walk(this.item, right, down));
-    else if (event.key === "+" || event.key === "=") zoom(0.5, middle);
-    else if (event.key === "-") zoom(2, middle);
-    else if (event.key === "0" || event.key === "Home") show(...view.whole);
-    else if (event.key === "Escape") this.choose(null);
+    else if (key === "+" || key === "=") zoom(0.5, this.item ? middleOf(this.item) : undefined);
+    else if (key === "-") zoom(2, this.item ? middleOf(this.item) : undefined);
+    else if (key === "0" || key === "Home") show(...view.whole);
+    else if (key === "Escape") this.choose(null);
     else return;
     event.preventDefault();
   }
@@ -176,8 +181,7 @@ class Chart {
     const length = view.end - view.begin;
     if (item.end_s > view.end) move((item.end_s - view.end) / length + 0.1);
     if (item.begin_s < view.begin) move((item.begin_s - view.begin) / length - 0.1);
-    const [begin, end] = [Math.max(item.begin_s, view.begin), Math.min(item.end_s, view.end)];
-    const left = (((begin + end) / 2 - view.begin) / length) * this.plot.over.clientWidth;
+    const left = ((middleOf(item) - view.begin) / length) * this.plot.over.clientWidth;
     this.plot.setCursor({ left, top: this.top(item) }, true, true);
     this.choose(item); // whatever else is at that place
   }
@@ -217,6 +221,11 @@ class Chart {
   x(time) {
     return ((time - view.begin) / (view.end - view.begin)) * this.width;
   }
+}
+
+/** The middle of what is seen of an item. */
+function middleOf({ begin_s, end_s }) {
+  return (Math.max(begin_s, view.begin) + Math.min(end_s, view.end)) / 2;
 }
 
 /** The time at a share of what is seen. */

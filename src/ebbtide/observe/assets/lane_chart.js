@@ -8,10 +8,11 @@ const TRACKS = 6; // of one lane; more events than that at once are drawn over e
 /** The lanes of a Chrome trace. A lane has the numbers of 100 threads, of which each is a track. */
 function lanesOf(rows, laneNames, remark) {
   const names = [laneNames[0], "release", ...laneNames.slice(1)];
+  const laneOf = ({ ph, tid }) => (ph === "i" ? "release" : laneNames[Math.floor(tid / 100)]);
   return names
     .map((name) => {
       const items = rows
-        .filter(({ ph, tid }) => (ph === "i" ? "release" : ph === "X" && laneNames[Math.floor(tid / 100)]) === name)
+        .filter((row) => (row.ph === "i" || row.ph === "X") && laneOf(row) === name)
         .map((row) => ({
           ...row, ...row.args, track: Math.min(row.tid % 100, TRACKS - 1),
           begin_s: row.ts / 1e6, end_s: (row.ts + (row.dur ?? 0)) / 1e6,
@@ -19,7 +20,8 @@ function lanesOf(rows, laneNames, remark) {
       // An event is drawn over those that enclose it.
       items.sort((a, b) => a.begin_s - b.begin_s || b.end_s - a.end_s);
       const tracks = Math.max(1, ...items.map(({ track }) => track + 1));
-      return { name, remark, items, tracks, height: HEIGHTS[name] ?? (tracks > 1 ? tracks * TRACK : 22) };
+      const height = HEIGHTS[name] ?? (tracks > 1 ? tracks * TRACK : 22);
+      return { name, remark, items, tracks, height };
     })
     .filter(({ items }) => items.length);
 }
@@ -27,7 +29,10 @@ function lanesOf(rows, laneNames, remark) {
 class LaneChart extends Chart {
   constructor(host, run, kinds, laneNames) {
     const predicted = run.ebbtide.prediction?.events ?? [];
-    const lanes = [...lanesOf(run.traceEvents, laneNames, ""), ...lanesOf(predicted, laneNames, ", predicted")];
+    const lanes = [
+      ...lanesOf(run.traceEvents, laneNames, ""),
+      ...lanesOf(predicted, laneNames, ", predicted"),
+    ];
     const names = new Map(); // by place
     let height = 4;
     lanes.forEach((lane, n) => {
@@ -77,8 +82,8 @@ class LaneChart extends Chart {
 
   /** The rectangle of an event: left, top, width and height. */
   box(lane, { begin_s, end_s, track }) {
-    const height = lane.height / lane.tracks;
-    return [this.x(begin_s), lane.top + track * height, Math.max(1, this.x(end_s) - this.x(begin_s)), height - 1];
+    const [left, height] = [this.x(begin_s), lane.height / lane.tracks];
+    return [left, lane.top + track * height, Math.max(1, this.x(end_s) - left), height - 1];
   }
 
   /** Whether another layer is marked. */
@@ -108,8 +113,10 @@ class LaneChart extends Chart {
     context.font = font(11, 500);
     const texts = [item.name, item.name.split(" ").at(-1)]; // "offload 3", or "3" alone
     const text = texts.find((each) => context.measureText(each).width <= room);
+    if (!text) return;
     const { colour } = this.kindOf(item); // events inside of this one must not cross its label
-    if (text) write(context, text, left + room / 2 + 3, y + height / 2 + 0.5, DARK.includes(item.cat) ? "#fff" : "#16202a", colour);
+    const ink = DARK.includes(item.cat) ? "#fff" : "#16202a";
+    write(context, text, left + room / 2 + 3, y + height / 2 + 0.5, ink, colour);
   }
 
   find(time, y) {
@@ -147,8 +154,10 @@ class LaneChart extends Chart {
     if (!item) return "";
     const { name, remark } = this.laneOf(item);
     const words = [
-      `${item.name} (${name}${remark})`, item.module, item.size_bytes && formatSize(item.size_bytes),
-      `begins at ${formatSeconds(item.begin_s)}`, item.cat !== "release" && `lasts ${formatSeconds(item.end_s - item.begin_s)}`,
+      `${item.name} (${name}${remark})`, item.module,
+      item.size_bytes && formatSize(item.size_bytes),
+      `begins at ${formatSeconds(item.begin_s)}`,
+      item.cat !== "release" && `lasts ${formatSeconds(item.end_s - item.begin_s)}`,
     ];
     return words.filter(Boolean).join(", ");
   }

@@ -20,11 +20,11 @@ class MemoryChart extends Chart {
     const names = Object.keys(owners).filter((name) => phases.some(({ owned }) => owned?.[name]));
     let below = phases.map(() => 0);
     const stack = names.map((name) => (below = below.map((low, n) => low + (phases[n].owned[name] ?? 0))));
-    const paths = uPlot.paths.stepped({ align: 1 });
+    const series = { scale: "bytes", paths: uPlot.paths.stepped({ align: 1 }), points: { show: false } };
     const area = (name) => ({
-      scale: "bytes", paths, fill: filling(owners[name]), stroke: () => css("paper"), width: 0.7, points: { show: false },
+      ...series, fill: filling(owners[name]), stroke: () => css("paper"), width: 0.7,
     });
-    const line = (stroke, width, dash) => ({ scale: "bytes", paths, stroke, width, dash, points: { show: false } });
+    const line = (colour, width, dash) => ({ ...series, stroke: () => css(colour), width, dash });
     const times = [...phases.map((each) => each.begin_s), phases.at(-1).end_s];
     // What is below is drawn over what is above it. The last value lasts until the last time.
     const values = [...stack.reverse(), predicted, predicted].map((each) => [...each, each.at(-1)]);
@@ -33,7 +33,7 @@ class MemoryChart extends Chart {
       data: [times, ...values],
       series: [
         {}, ...names.reverse().map(area),
-        line(() => css("paper"), 4), line(() => css("mark"), 2, [5, 3]),
+        line("paper", 4), line("mark", 2, [5, 3]),
       ],
       scales: { bytes: { range: [0, most * HEADROOM] } },
       side: {
@@ -60,7 +60,8 @@ class MemoryChart extends Chart {
       ["taken by the allocator", reserved ? memory.reserved_peak_bytes : null],
     ].filter(([, bytes]) => bytes);
     context.strokeStyle = context.fillStyle = css("mark");
-    if (peak && peak.end_s >= view.begin && peak.begin_s <= view.end) this.drawPeak(context, peak, width, height);
+    const isSeen = peak && peak.end_s >= view.begin && peak.begin_s <= view.end;
+    if (isSeen) this.drawPeak(context, peak, width, height);
     context.font = font(11, 600);
     context.textAlign = "left";
     for (const [name, bytes] of levels) {
@@ -75,8 +76,7 @@ class MemoryChart extends Chart {
   }
 
   drawPeak(context, peak, width, height) {
-    const [begin, end] = [Math.max(peak.begin_s, view.begin), Math.min(peak.end_s, view.end)];
-    const [x, y] = [this.x((begin + end) / 2), this.y(peak.peak_bytes, height)];
+    const [x, y] = [this.x(middleOf(peak)), this.y(peak.peak_bytes, height)];
     context.fillRect(x - 0.75, 16, 1.5, Math.max(0, y - 24));
     context.beginPath();
     for (const [right, up] of [[0, 1], [-5, 9], [5, 9]]) context.lineTo(x + right, y - up);
@@ -104,7 +104,10 @@ class MemoryChart extends Chart {
   /** Show what memory holds in a phase, or at the peak. The table is the legend of the chart, too. */
   tell(phase) {
     const { memory } = this.run;
-    if (memory) this.breakdown.replaceChildren(this.byOwner(phase ?? memory.samples[memory.peak]), ...this.byLayer());
+    if (memory) {
+      const owned = this.byOwner(phase ?? memory.samples[memory.peak]);
+      this.breakdown.replaceChildren(owned, ...this.byLayer());
+    }
     if (!phase) return "";
     const predicted = this.predicted[this.phases.indexOf(phase)];
     const measured = memory ? `: ${formatSize(phase.peak_bytes)}` : "";
@@ -115,7 +118,10 @@ class MemoryChart extends Chart {
   byOwner(phase) {
     const isPeak = phase === this.run.memory.samples[this.run.memory.peak];
     const title = `${isPeak ? "At the peak, in" : "In"} ${phase.phase}: ${formatSize(phase.peak_bytes)}`;
-    const rows = this.names.map((name) => [this.owners[name], this.owners[name].label, phase.owned[name] ?? 0, ""]);
+    const rows = this.names.map((name) => {
+      const owner = this.owners[name];
+      return [owner, owner.label, phase.owned[name] ?? 0, ""];
+    });
     return makeSizes(title, rows, phase.peak_bytes);
   }
 

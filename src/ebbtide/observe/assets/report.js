@@ -11,7 +11,8 @@ function timesOf({ traceEvents, ebbtide: { memory, prediction } }) {
 
 function fill(article, run, data, most) {
   const find = (selector) => article.querySelector(selector);
-  const [memory, lanes, layers] = [find("[data-chart=memory]"), find("[data-chart=lanes]"), find(".layer-table")];
+  const [memory, lanes] = [find("[data-chart=memory]"), find("[data-chart=lanes]")];
+  const layers = find(".layer-table");
   if (memory) new MemoryChart(memory, find(".breakdown"), run.ebbtide, data.owners, most);
   if (lanes) new LaneChart(lanes, run, data.events, data.lanes);
   if (layers) new LayerTable(layers, run.ebbtide.layers);
