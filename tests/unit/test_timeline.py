@@ -292,15 +292,33 @@ def test_any_trace_can_be_drawn(tmp_path: Path, trace: Trace) -> None:
     assert (tmp_path / "step.png").stat().st_size > 0
 
 
-def test_a_picture_names_lanes_and_passes(tmp_path: Path) -> None:
+def texts_of(trace: Trace, path: Path) -> list[str]:
+    """The texts of a picture; a label of two lines is two of them."""
     matplotlib = pytest.importorskip("matplotlib")
     with matplotlib.rc_context({"svg.fonttype": "none"}):
-        offloaded_step().plot(tmp_path / "step.svg")
-    texts = re.findall(r">([^<>\n]+)</(?:text|tspan)>", (tmp_path / "step.svg").read_text())
+        trace.plot(path)
+    return re.findall(r">([^<>\n]+)</(?:text|tspan)>", path.read_text())
+
+
+def test_a_picture_names_lanes_and_passes(tmp_path: Path) -> None:
+    texts = texts_of(offloaded_step(), tmp_path / "step.svg")
     assert {"compute", "release", "d2h", "h2d", "F0", "F1", "B1", "B0"} <= set(texts)
     assert {"forward", "backward", "offload", "reload", "wait"} <= set(texts)
     assert "Timeline: 32.0 ms, compute waited 4.00 ms" in texts
     assert "time since the step began (ms)" in texts
+
+
+def test_a_picture_has_no_row_for_what_takes_no_time(tmp_path: Path) -> None:
+    events = [event("forward", "compute", 0, 8), event("wait", "compute", 4, 4)]
+    assert "wait" not in texts_of(Trace(events), tmp_path / "step.svg")
+
+
+def test_a_narrow_block_of_a_picture_has_its_label_in_two_lines(tmp_path: Path) -> None:
+    """34 passes share about 790 points, 23 each: F3.m12 needs 30 of them, and m12 needs 16."""
+    events = [event("forward", "compute", i, i + 1, 3, 12) for i in range(34)]
+    texts = texts_of(Trace(events), tmp_path / "step.svg")
+    assert "F3.m12" not in texts
+    assert texts.count("F3") == texts.count("m12") == 34
 
 
 @pytest.mark.parametrize("name", ["step.jpeg", "step", "step.json"])

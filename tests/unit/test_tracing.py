@@ -176,6 +176,8 @@ def test_overlapping_events_of_a_lane_get_rows_of_their_own() -> None:
     assert threads((0, 1), (1, 2)) == [0, 0]  # one after the other
     assert threads((0, 4), (1, 2), (3, 4)) == [0, 0, 0]  # nested
     assert threads((0, 2), (1, 3), (2, 4)) == [0, 1, 0]  # crossing
+    assert threads((0, 1), (0, 4)) == [0, 0]  # nested, and begun together
+    assert threads((0, 1 + 1e-12), (1, 2)) == [0, 0]  # crossing by rounding alone
 
 
 # What is printed
