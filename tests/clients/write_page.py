@@ -33,7 +33,7 @@ that the tests run quickly, and this base is large beside what they train. *Abov
 out: the column shows by how much the peak exceeds the memory when the model is ready.
 
 `make clients` compares all clients on your machine, in an environment of its own
-(`.venv-clients`). `make clients-page` does so and writes this page. `make test-slow` compares a few.
+(`.venv-clients`). `make clients-page` does so and writes this page. `make test-slow` compares some.
 """
 
 HEADER = """\
