@@ -24,12 +24,19 @@ from typing import Any
 
 from benchmarks import record
 from ebbtide.errors import BudgetError
-from ebbtide.planning.contest import inflight_choices, offload_first, rule_plans
-from ebbtide.planning.hardware import Hardware, Kind, Source
-from ebbtide.planning.plan import Plan
-from ebbtide.planning.prediction import PlanBudget, StepTiming
-from ebbtide.planning.profile import StepProfile
-from ebbtide.planning.search import search
+from ebbtide.planning import (
+    Hardware,
+    Kind,
+    Plan,
+    PlanBudget,
+    Source,
+    StepProfile,
+    StepTiming,
+    offload_first,
+    rule_plans,
+    search,
+)
+from ebbtide.planning.contest import inflight_choices
 from ebbtide.tools.models import ModelOptions, build_family
 from ebbtide.tools.plan_tables import Study
 

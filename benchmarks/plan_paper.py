@@ -25,7 +25,7 @@ from typing import Any
 
 from benchmarks import record
 from ebbtide.errors import BudgetError
-from ebbtide.planning.hardware import Hardware
+from ebbtide.planning import Hardware
 from ebbtide.tools.fake_profile import SavedOnCpu, profile_saved_on_cpu
 from ebbtide.tools.models import ModelOptions, Size, build_family
 from ebbtide.tools.plan_tables import METHODS, Granularities, Study, find_limits

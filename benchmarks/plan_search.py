@@ -25,11 +25,18 @@ import scipy
 
 from benchmarks import record
 from ebbtide.errors import BudgetError
-from ebbtide.planning.contest import inflight_choices, keep_all, offload_first, rule_plans
-from ebbtide.planning.hardware import Hardware
-from ebbtide.planning.prediction import PlanBudget, StepTiming
-from ebbtide.planning.profile import StepProfile, StorageId
-from ebbtide.planning.search import search
+from ebbtide.planning import (
+    Hardware,
+    PlanBudget,
+    StepProfile,
+    StepTiming,
+    StorageId,
+    keep_all,
+    offload_first,
+    rule_plans,
+    search,
+)
+from ebbtide.planning.contest import inflight_choices
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "unit"))
 

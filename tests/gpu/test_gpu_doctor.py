@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ebbtide.planning.hardware import Hardware
+from ebbtide.planning import Hardware
 from ebbtide.tools.doctor import advise, build_report
 from ebbtide.tools.examination import QUICK, Examination, examine
 

@@ -48,8 +48,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint as recompute
 
 import ebbtide
-from ebbtide.planning.plan import Decision, LayerPlan, Plan
-from ebbtide.planning.profile import LayerProfile
+from ebbtide.planning import Decision, LayerPlan, LayerProfile, Plan
 
 BATCH, LENGTH, WIDTH, HEADS, BLOCKS = 2, 32, 32, 4, 2
 STEPS = 3

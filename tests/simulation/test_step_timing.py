@@ -9,13 +9,23 @@ import pytest
 from torch import Tensor
 
 from ebbtide import ActivationPolicy
-from ebbtide.planning.contest import offload_first
-from ebbtide.planning.follow import place
-from ebbtide.planning.hardware import FIGURES, Hardware, Kind, Source
-from ebbtide.planning.plan import Decision, LayerPlan, Plan
-from ebbtide.planning.prediction import StepTiming, StorageUses
-from ebbtide.planning.profile import LayerProfile, SavedStorage, StepProfile
-from ebbtide.planning.windows import open_windows
+from ebbtide.planning import (
+    Decision,
+    Hardware,
+    Kind,
+    LayerPlan,
+    LayerProfile,
+    Plan,
+    SavedStorage,
+    Source,
+    StepProfile,
+    StepTiming,
+    StorageUses,
+    offload_first,
+    open_windows,
+    place,
+)
+from ebbtide.planning.hardware import FIGURES
 from ebbtide.runtime.stats import watch_nodes
 from engine_bench import EngineBench
 from loops import BACKWARD_S, FORWARD_S, SIZE_BYTES

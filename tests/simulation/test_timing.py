@@ -6,10 +6,9 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from ebbtide import ActivationPolicy
-from ebbtide.devices.device import Layer
-from ebbtide.devices.simulated import SimulatedDevice
+from ebbtide.devices import Layer, SimulatedDevice
 from ebbtide.runtime.stats import StepStats
-from ebbtide.stores.pinned import PinnedStore
+from ebbtide.stores import PinnedStore
 from engine_bench import EngineBench
 from loops import BACKWARD_S, FORWARD_S, SIZE_BYTES, Work
 

@@ -10,11 +10,8 @@ from torch import Tensor, nn
 import ebbtide
 import softdevice
 from ebbtide import ActivationPolicy
-from ebbtide.planning.contest import rule_plans
-from ebbtide.planning.hardware import Hardware
-from ebbtide.planning.planned_step import PlannedStep
-from ebbtide.planning.prediction import CautiousTiming, PlanBudget
-from ebbtide.planning.search import find_frugal, search
+from ebbtide.planning import CautiousTiming, Hardware, PlanBudget, PlannedStep, rule_plans, search
+from ebbtide.planning.search import find_frugal
 from ebbtide.tools.fake_profile import profile_with_fake_tensors
 from gpu_bench import assert_at_rest
 from test_placed_plan import CPU, profile_of, random_plan

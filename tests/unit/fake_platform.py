@@ -173,7 +173,7 @@ def losses_of(model: nn.Module, steps: int = 3) -> list[float]:
 def train(directory: Path) -> None:
     """Activations and weights on a CPU: they rest in files."""
     import ebbtide
-    from ebbtide.stores.store import Extent
+    from ebbtide.stores import Extent
 
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Sequential(nn.Linear(128, 128), nn.GELU()) for _ in range(4)])
@@ -197,9 +197,9 @@ def train(directory: Path) -> None:
 
 def stage(directory: Path) -> None:
     """A device whose bytes go through page-locked chunks to a file, and one with pinned memory."""
-    from ebbtide.devices.simulated import SimulatedDevice
+    from ebbtide.devices import SimulatedDevice
+    from ebbtide.stores import StagedDiskStore
     from ebbtide.stores.host_memory import map_exactly
-    from ebbtide.stores.staged import StagedDiskStore
 
     device = SimulatedDevice(0)
     device.pins_host_memory = True

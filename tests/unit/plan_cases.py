@@ -10,11 +10,22 @@ from collections.abc import Iterator
 
 from hypothesis import strategies as st
 
+from ebbtide.planning import (
+    Decision,
+    Hardware,
+    Kind,
+    LayerMode,
+    LayerPlan,
+    LayerProfile,
+    Plan,
+    SavedStorage,
+    Source,
+    StepProfile,
+    StepTiming,
+    StorageId,
+)
 from ebbtide.planning.contest import inflight_choices
-from ebbtide.planning.hardware import FIGURES, Hardware, Kind, Source
-from ebbtide.planning.plan import Decision, LayerMode, LayerPlan, Plan
-from ebbtide.planning.prediction import StepTiming
-from ebbtide.planning.profile import LayerProfile, SavedStorage, StepProfile, StorageId
+from ebbtide.planning.hardware import FIGURES
 from ebbtide.planning.search import chain_plans
 
 MB = 10**6

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 import ebbtide
 from ebbtide import ActivationPolicy, BudgetError, OffloadHandle, PolicyError
+from ebbtide.planning import Decision, LayerMode, PlannedStep
 from ebbtide.planning import budget as budget_controller
-from ebbtide.planning.plan import Decision, LayerMode
-from ebbtide.planning.planned_step import PlannedStep
-from ebbtide.stores.measured_memory import ProcessMemory, decides_when_to_return, large_blocks
+from ebbtide.stores import ProcessMemory
+from ebbtide.stores.measured_memory import decides_when_to_return, large_blocks
 from live_memory import LiveMemory
 
 SMALL = ActivationPolicy(min_bytes=1)

@@ -8,17 +8,23 @@ from typing import Any
 
 import pytest
 
-from ebbtide.devices.device import Layer
+from ebbtide.devices import Layer
 from ebbtide.observe.trace import Trace
+from ebbtide.planning import (
+    LayerMode,
+    LayerPlan,
+    LayerProfile,
+    Plan,
+    StepProfile,
+    StepTiming,
+    keep_all,
+    offload_first,
+    place,
+)
 from ebbtide.planning.budget_study import BudgetStudy, Corrections, Phase, Stage
-from ebbtide.planning.contest import keep_all, offload_first
-from ebbtide.planning.follow import place
-from ebbtide.planning.plan import LayerMode, LayerPlan, Plan
-from ebbtide.planning.prediction import StepTiming
-from ebbtide.planning.profile import LayerProfile, StepProfile
 from ebbtide.planning.recorded import AbstractPasses, PassTrim, PassWatch, copied_bytes
 from ebbtide.runtime.events import TraceEvent
-from ebbtide.stores.measured_memory import AbstractMemory
+from ebbtide.stores import AbstractMemory
 from ebbtide.units import format_size
 from plan_cases import MB, make_layer, make_link, make_profile
 

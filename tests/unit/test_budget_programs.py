@@ -21,10 +21,8 @@ from torch._subclasses import FakeTensor
 
 import ebbtide
 from ebbtide import ActivationPolicy, PolicyError
+from ebbtide.planning import Plan, PlanBudget, Prediction, StepTiming, search
 from ebbtide.planning import budget as budget_controller
-from ebbtide.planning.plan import Plan
-from ebbtide.planning.prediction import PlanBudget, Prediction, StepTiming
-from ebbtide.planning.search import search
 from live_memory import LiveMemory
 from plan_cases import MB, make_layer, make_link, make_profile
 

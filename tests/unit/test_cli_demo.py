@@ -17,7 +17,7 @@ import torch
 from typer.testing import CliRunner
 
 from ebbtide import __version__
-from ebbtide.stores.measured_memory import ProcessMemory
+from ebbtide.stores import ProcessMemory
 from ebbtide.tools import darcy_fno
 from ebbtide.tools import demo as demo_module
 from ebbtide.tools import demo_worker as worker

@@ -18,9 +18,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import ebbtide
-from ebbtide.planning.hardware import Hardware
-from ebbtide.planning.plan import Decision, Plan
-from ebbtide.planning.planned_step import PlannedStep
+from ebbtide.planning import Decision, Hardware, Plan, PlannedStep
 from ebbtide.tools.main import app
 from ebbtide.tools.models import (
     ModelOptions,

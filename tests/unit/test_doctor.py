@@ -22,13 +22,9 @@ from typer.testing import CliRunner
 
 import ebbtide
 from doctor_cases import GPU, HEALTHY
-from ebbtide.devices.cpu import CpuDevice
-from ebbtide.devices.simulated import SimulatedDevice
-from ebbtide.planning.hardware import Hardware
-from ebbtide.stores.build import build_store
-from ebbtide.stores.disk import DiskStore
-from ebbtide.stores.pinned import PinnedStore
-from ebbtide.stores.store import AbstractStore
+from ebbtide.devices import CpuDevice, SimulatedDevice
+from ebbtide.planning import Hardware
+from ebbtide.stores import AbstractStore, DiskStore, PinnedStore, build_store
 from ebbtide.tools import examination
 from ebbtide.tools import examination as compute_speed
 from ebbtide.tools import examination as disk_speed

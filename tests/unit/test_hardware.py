@@ -14,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbtide import PolicyError
+from ebbtide.planning import Hardware, Kind, Source
 from ebbtide.planning import hardware as presets
-from ebbtide.planning.hardware import FIGURES, Hardware, Kind, Source, document
+from ebbtide.planning.hardware import FIGURES, document
 
 ALL = Hardware.names()
 GB, TERA = 10**9, 10**12

@@ -23,13 +23,12 @@ from torch.utils.checkpoint import checkpoint
 
 import ebbtide
 from ebbtide import ActivationPolicy, WeightPolicy
-from ebbtide.devices import simulated
-from ebbtide.devices.simulated import SimulatedDevice
+from ebbtide.devices import SimulatedDevice, simulated
 from ebbtide.runtime.forward import _running_calls
 from ebbtide.runtime.handles import Deaths, Hold
 from ebbtide.runtime.rebuild import RecordedTensor
 from ebbtide.runtime.transfers import Gate
-from ebbtide.stores.pinned import PinnedStore
+from ebbtide.stores import PinnedStore
 from loops import on_device
 
 SOURCE = str(Path(ebbtide.__file__).parent)

@@ -15,10 +15,9 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from ebbtide.devices import lanes
-from ebbtide.devices.cpu import CpuDevice
+from ebbtide.devices import CpuDevice, LaneEvent, WorkLane, lanes
 from ebbtide.devices.device import raise_again
-from ebbtide.devices.lanes import LaneEvent, WorkLane, watch
+from ebbtide.devices.lanes import watch
 from store_bench import wait_for
 from waiting import wait_until
 
@@ -388,7 +387,8 @@ def test_an_error_does_not_keep_its_event_alive() -> None:
 
 AT_THE_END = """
 import torch
-from ebbtide.devices.lanes import WorkLane, defer
+from ebbtide.devices import WorkLane
+from ebbtide.devices.lanes import defer
 
 square = torch.rand(300, 300)
 
@@ -466,7 +466,8 @@ def test_a_watch_goes_on_until_its_function_says_so() -> None:
 def test_a_forked_child_waits_for_no_thread_at_its_end() -> None:
     code = """
 import os, sys, threading
-from ebbtide.devices.lanes import WorkLane, defer, watch
+from ebbtide.devices import WorkLane
+from ebbtide.devices.lanes import defer, watch
 go_on = threading.Event()
 lane = WorkLane("lane")
 lane.submit(go_on.wait)

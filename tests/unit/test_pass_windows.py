@@ -13,24 +13,30 @@ from torch import Tensor, nn
 
 import ebbtide
 from ebbtide import ActivationPolicy
-from ebbtide.devices.simulated import SimulatedDevice
+from ebbtide.devices import SimulatedDevice
 from ebbtide.errors import PolicyError
-from ebbtide.planning.follow import place
-from ebbtide.planning.hardware import Hardware
-from ebbtide.planning.plan import Decision, LayerMode, LayerPlan, Plan
-from ebbtide.planning.planned_step import PlannedStep
-from ebbtide.planning.prediction import (
+from ebbtide.planning import (
     CautiousTiming,
+    Decision,
+    Hardware,
+    LayerMode,
+    LayerPlan,
+    Plan,
+    PlannedStep,
     Prediction,
-    Predictor,
+    SavedStorage,
+    StepProfile,
     StepTiming,
+    StorageId,
     StorageUses,
+    open_windows,
+    place,
 )
-from ebbtide.planning.profile import SavedStorage, StepProfile, StorageId
-from ebbtide.planning.windows import backward_groups, open_windows
+from ebbtide.planning.prediction import Predictor
+from ebbtide.planning.windows import backward_groups
 from ebbtide.runtime.activations import PassWindows, Window
 from ebbtide.runtime.transfers import Offloads
-from ebbtide.stores.pinned import PinnedStore
+from ebbtide.stores import PinnedStore
 from ebbtide.tools.fake_profile import profile_with_fake_tensors
 from loops import on_device
 from plan_cases import MB, links, make_layer, make_link, make_profile, profiles

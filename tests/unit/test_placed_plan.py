@@ -11,15 +11,24 @@ from torch import Tensor, nn
 
 import ebbtide
 from ebbtide import ActivationPolicy
-from ebbtide.devices.simulated import SimulatedDevice
-from ebbtide.planning.contest import keep_all
-from ebbtide.planning.follow import EngineName, engine_names, place
-from ebbtide.planning.hardware import Hardware
-from ebbtide.planning.plan import Decision, LayerMode, LayerPlan, Plan
-from ebbtide.planning.planned_step import PlannedStep
-from ebbtide.planning.profile import LayerProfile, SavedStorage, StepProfile, StorageId
+from ebbtide.devices import SimulatedDevice
+from ebbtide.planning import (
+    Decision,
+    Hardware,
+    LayerMode,
+    LayerPlan,
+    LayerProfile,
+    Plan,
+    PlannedStep,
+    SavedStorage,
+    StepProfile,
+    StorageId,
+    keep_all,
+    place,
+)
+from ebbtide.planning.follow import EngineName, engine_names
 from ebbtide.runtime.layers import find_layers
-from ebbtide.stores.pinned import PinnedStore
+from ebbtide.stores import PinnedStore
 from ebbtide.tools.fake_profile import profile_with_fake_tensors
 from loops import on_device
 from test_planning_profiling_bytes import CASES

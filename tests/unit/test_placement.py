@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from ebbtide import ActivationPolicy
-from ebbtide.devices.cpu import CpuDevice
-from ebbtide.devices.device import Layer
+from ebbtide.devices import CpuDevice, Layer
 from ebbtide.interop.transformer_engine import mark_not_offload
 from ebbtide.runtime.handles import Decision
 from ebbtide.runtime.rebuild import Placement, Plan
-from ebbtide.stores.disk import DiskStore
+from ebbtide.stores import DiskStore
 from engine_bench import EngineBench
 
 KEEP, OFFLOAD, REBUILD = Decision.KEEP, Decision.OFFLOAD, Decision.REBUILD

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ebbtide.errors import BudgetError, PolicyError
-from ebbtide.planning.hardware import Hardware
+from ebbtide.planning import Hardware
 from ebbtide.runtime.layers import covering_layers, parts_of
 from ebbtide.tools.fake_profile import profile_with_fake_tensors
 from ebbtide.tools.models import (

@@ -7,8 +7,15 @@ import json
 import pytest
 
 from ebbtide.errors import PolicyError
-from ebbtide.planning.contest import keep_all, offload_first, rule_plans
-from ebbtide.planning.plan import Decision, LayerMode, LayerPlan, Plan
+from ebbtide.planning import (
+    Decision,
+    LayerMode,
+    LayerPlan,
+    Plan,
+    keep_all,
+    offload_first,
+    rule_plans,
+)
 from plan_cases import make_layer, make_profile
 
 KEEP, OFFLOAD, REBUILD = Decision

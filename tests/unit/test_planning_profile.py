@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 
 from ebbtide.errors import PolicyError
-from ebbtide.planning.profile import SavedStorage, StepProfile, StorageId
+from ebbtide.planning import SavedStorage, StepProfile, StorageId
 from plan_cases import MB, make_layer, make_profile, profiles
 
 

@@ -17,12 +17,16 @@ import ebbtide
 from architectures import UNet
 from ebbtide import ActivationPolicy
 from ebbtide.errors import PolicyError
-from ebbtide.planning.contest import keep_all
+from ebbtide.planning import (
+    Hardware,
+    PlanBudget,
+    StepProfile,
+    StepTiming,
+    StorageId,
+    keep_all,
+    search,
+)
 from ebbtide.planning.follow import engine_names
-from ebbtide.planning.hardware import Hardware
-from ebbtide.planning.prediction import PlanBudget, StepTiming
-from ebbtide.planning.profile import StepProfile, StorageId
-from ebbtide.planning.search import search
 from ebbtide.runtime.layers import find_layers
 from ebbtide.tools.fake_profile import profile_with_fake_tensors
 

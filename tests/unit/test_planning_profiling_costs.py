@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ebbtide.planning.hardware import Hardware, Kind, Source
+from ebbtide.planning import Hardware, Kind, Source
 from ebbtide.tools.fake_profile import profile_with_fake_tensors
 from ebbtide.tools.fake_step import OperatorCosts, count_flops, count_traffic
 

@@ -12,10 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import ebbtide
-from ebbtide.planning.contest import keep_all, rule_plans
-from ebbtide.planning.hardware import Hardware
-from ebbtide.planning.prediction import StepTiming
-from ebbtide.planning.profile import StepProfile
+from ebbtide.planning import Hardware, StepProfile, StepTiming, keep_all, rule_plans
 from ebbtide.tools.fake_profile import profile_with_fake_tensors
 from live_memory import LiveMemory
 from waiting import await_copies

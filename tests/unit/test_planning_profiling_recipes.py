@@ -11,10 +11,8 @@ from torch import Tensor, nn
 
 import ebbtide
 from ebbtide import ActivationPolicy
-from ebbtide.planning.contest import keep_all
+from ebbtide.planning import Hardware, StepProfile, keep_all
 from ebbtide.planning.follow import engine_names
-from ebbtide.planning.hardware import Hardware
-from ebbtide.planning.profile import StepProfile
 from ebbtide.runtime.layers import find_layers
 from ebbtide.tools.fake_profile import profile_with_fake_tensors
 from test_planning_profiling_bytes import CASES

@@ -8,11 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ebbtide.planning.contest import rule_plans
-from ebbtide.planning.hardware import Hardware
-from ebbtide.planning.plan import Decision, LayerPlan, Plan
-from ebbtide.planning.prediction import StepTiming
-from ebbtide.planning.profile import StepProfile
+from ebbtide.planning import (
+    Decision,
+    Hardware,
+    LayerPlan,
+    Plan,
+    StepProfile,
+    StepTiming,
+    rule_plans,
+)
 from plan_cases import MB, links, make_layer, make_link, make_profile, profiles
 
 

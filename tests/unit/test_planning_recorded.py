@@ -10,10 +10,7 @@ from torch import Tensor, nn
 
 import ebbtide
 from ebbtide import ActivationPolicy, OffloadHandle, PolicyError
-from ebbtide.planning.follow import place
-from ebbtide.planning.hardware import Hardware
-from ebbtide.planning.plan import Decision, LayerPlan, Plan
-from ebbtide.planning.profile import StepProfile, StorageId
+from ebbtide.planning import Decision, Hardware, LayerPlan, Plan, StepProfile, StorageId, place
 from ebbtide.planning.recorded import RecordedCall, profile_recorded_step
 from ebbtide.runtime import handles as records
 from ebbtide.runtime.rebuild import mark_not_offload

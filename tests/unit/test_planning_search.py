@@ -16,22 +16,25 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from ebbtide.errors import BudgetError, PolicyError
-from ebbtide.planning.contest import (
-    Contest,
-    choices_of,
-    inflight_choices,
+from ebbtide.planning import (
+    Decision,
+    Hardware,
+    Plan,
+    PlanBudget,
+    Prediction,
+    StepProfile,
+    StepTiming,
+    StorageId,
+    StorageUses,
     keep_all,
     offload_first,
+    open_windows,
     rule_plans,
-    spare,
+    search,
 )
-from ebbtide.planning.hardware import Hardware
-from ebbtide.planning.plan import Decision, Plan
-from ebbtide.planning.prediction import PlanBudget, Prediction, StepTiming, StorageUses
-from ebbtide.planning.profile import StepProfile, StorageId
+from ebbtide.planning.contest import Contest, choices_of, inflight_choices, spare
 from ebbtide.planning.relaxation import everywhere, relax, resting_choices
-from ebbtide.planning.search import chain_plans, find_frugal, search
-from ebbtide.planning.windows import open_windows
+from ebbtide.planning.search import chain_plans, find_frugal
 from plan_cases import (
     MB,
     all_plans,

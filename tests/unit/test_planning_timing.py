@@ -8,10 +8,21 @@ from typing import Any
 import pytest
 
 from ebbtide.errors import PolicyError
-from ebbtide.planning.contest import keep_all, offload_first
-from ebbtide.planning.plan import Decision, LayerMode, LayerPlan, Plan
-from ebbtide.planning.prediction import CautiousTiming, CopyQueues, Prediction, StepTiming
-from ebbtide.planning.profile import SavedStorage, StepProfile, StorageId
+from ebbtide.planning import (
+    CautiousTiming,
+    Decision,
+    LayerMode,
+    LayerPlan,
+    Plan,
+    Prediction,
+    SavedStorage,
+    StepProfile,
+    StepTiming,
+    StorageId,
+    keep_all,
+    offload_first,
+)
+from ebbtide.planning.prediction import CopyQueues
 from plan_cases import MB, make_layer, make_link, make_profile
 
 KEEP, OFFLOAD, REBUILD = Decision

@@ -19,9 +19,8 @@ import ebbtide
 from ebbtide import PolicyError, StoreFullError
 from ebbtide.policy import ActivationPolicy
 from ebbtide.runtime.engine import Engine
-from ebbtide.stores import measured_memory
+from ebbtide.stores import Extent, measured_memory
 from ebbtide.stores.disk_file import DiskFile, OpenFile
-from ebbtide.stores.store import Extent
 from ebbtide.tools import demo as team
 from ebbtide.tools.demo_config import Mode
 

@@ -21,7 +21,7 @@ from ebbtide.observe.run_record import (
     save_record,
 )
 from ebbtide.observe.trace import MEMORY_COUNTER, Trace
-from ebbtide.planning.plan import Decision, LayerPlan, Plan
+from ebbtide.planning import Decision, LayerPlan, Plan
 from ebbtide.runtime.events import Owner, TraceEvent
 from ebbtide.tools.main import app
 from plan_cases import make_layer, make_link, make_profile

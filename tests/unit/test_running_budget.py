@@ -11,7 +11,7 @@ from torch import nn
 
 import ebbtide
 from ebbtide import ActivationPolicy
-from ebbtide.stores.measured_memory import DeviceMemory, ProcessMemory
+from ebbtide.stores import DeviceMemory, ProcessMemory
 from run_cases import batch, is_offloaded, make, step, watching
 
 MIB = 2**20

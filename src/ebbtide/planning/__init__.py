@@ -1,1 +1,43 @@
 """From the record of a step to a plan within a budget, and the budget that follows it."""
+
+from ebbtide.planning.contest import keep_all, offload_first, rule_plans
+from ebbtide.planning.follow import place
+from ebbtide.planning.hardware import Hardware, Kind, Source
+from ebbtide.planning.plan import Decision, LayerMode, LayerPlan, Plan
+from ebbtide.planning.planned_step import PlannedStep
+from ebbtide.planning.prediction import (
+    CautiousTiming,
+    PlanBudget,
+    Prediction,
+    StepTiming,
+    StorageUses,
+)
+from ebbtide.planning.profile import LayerProfile, SavedStorage, StepProfile, StorageId
+from ebbtide.planning.search import search
+from ebbtide.planning.windows import open_windows
+
+__all__ = [
+    "CautiousTiming",
+    "Decision",
+    "Hardware",
+    "Kind",
+    "LayerMode",
+    "LayerPlan",
+    "LayerProfile",
+    "Plan",
+    "PlanBudget",
+    "PlannedStep",
+    "Prediction",
+    "SavedStorage",
+    "Source",
+    "StepProfile",
+    "StepTiming",
+    "StorageId",
+    "StorageUses",
+    "keep_all",
+    "offload_first",
+    "open_windows",
+    "place",
+    "rule_plans",
+    "search",
+]
