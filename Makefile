@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo test test-slow test-seeds test-all versions clients clients-page clients-science dry-gpu soft-quick soft soft-soak soft-mutants programs soft-programs
+.PHONY: demo test test-slow test-seeds test-all mutants versions clients clients-page clients-science dry-gpu soft-quick soft soft-soak soft-mutants programs soft-programs
 .PHONY: check dist site pictures races soak bench gpu clean
 
 # What make installs, and how long that takes, is said before pip begins, which is quiet.
@@ -37,6 +37,11 @@ test-seeds: $(VENV)/.dev  ## the random tests of the simulated device, with TEST
 	EBBTIDE_SIMULATION_SEEDS=$(TEST_SEEDS) $(BIN)/python -m pytest $(IN_PARALLEL) -m "not slow" tests/simulation
 
 test-all: test test-slow test-seeds soft site dist versions clients  ## all of it, before a release
+
+MUTANTS_FLAGS ?=
+
+mutants: $(VENV)/.dev  ## random changes of the source, and how many of them make test notices; takes hours
+	$(BIN)/python tests/mutants/random_mutants.py $(MUTANTS_FLAGS)
 
 VERSIONS_FLAGS ?=
 
