@@ -342,7 +342,7 @@ class Draft:
         return (
             f"squares = [m for m in {model}.modules() if isinstance(m, nn.Linear) and "
             "m.weight.shape == (16, 16) and type(m) is nn.Linear]\n"
-            "squares[-1].weight = squares[0].weight"
+            "if squares:\n    squares[-1].weight = squares[0].weight"
         )
 
     # ---- models and policies --------------------------------------------------------------------
