@@ -61,6 +61,57 @@ def test_training_is_the_same(
         assert torch.equal(got[name], value), name
 
 
+class Scaled(nn.Module):
+    """A block that is given a keyword argument, and perhaps a number on the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor, *, scale: Tensor) -> Tensor:
+        return self.linear(x) * scale
+
+
+class OfScaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Scaled() for _ in range(3))
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, scale=scale)
+        return x
+
+
+@pytest.mark.parametrize("scale_on", ["parameters", "host"])
+@pytest.mark.parametrize("num_layers", [None, 1])
+def test_inputs_may_be_made_where_the_first_parameter_rests(
+    device: torch.device, num_layers: int | None, scale_on: str
+) -> None:
+    """As on `next(model.parameters()).device`, which is the host then."""
+    torch.manual_seed(0)
+    model = OfScaled().to(device)
+
+    def gradients() -> list[Tensor]:
+        home = next(model.parameters()).device
+        x = torch.ones(8, 64, device=home, requires_grad=True)
+        scale = torch.tensor(0.5) if scale_on == "host" else torch.full((64,), 0.5, device=home)
+        model.zero_grad()
+        loss = model(x, scale).square().mean()
+        loss.backward()
+        assert x.grad is not None
+        return [x.grad.cpu(), *(p.grad.cpu() for p in model.parameters() if p.grad is not None)]
+
+    if num_layers == 1 and scale_on == "parameters":
+        pytest.skip("the other blocks, whose weights are on the device, would be given it, too")
+    expected = gradients()
+    policy = ebbtide.WeightPolicy(num_layers=num_layers)
+    with ebbtide.offload(model, weights=policy, layers=["blocks.*"]):
+        got = gradients()
+    for one, other in zip(expected, got, strict=True):
+        assert torch.equal(one, other)
+
+
 @needs_sleep
 def test_a_step_waits_for_the_copies_of_a_forward_without_backward(device: torch.device) -> None:
     """The host is ahead of the device: it changes weights that the device has yet to copy."""

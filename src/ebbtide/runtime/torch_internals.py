@@ -200,18 +200,18 @@ class ModuleHook:
 
     Args:
         module: the module.
-        action: called with what torch gives the hook after the module, as a tuple.
+        action: called with what torch gives the hook after the module, as a tuple. What it returns
+            torch is given.
     """
 
-    def __init__(self, module: nn.Module, action: Callable[[Any], None]) -> None:
+    def __init__(self, module: nn.Module, action: Callable[[Any], Any]) -> None:
         self._module = weakref.ref(module)
         self._action = action
 
-    def __call__(self, module: nn.Module, *values: Any) -> None:
+    def __call__(self, module: nn.Module, *values: Any) -> Any:
         if torch.compiler.is_exporting() or is_traced():
-            return
-        if self._module() is module:
-            self._action(values)
+            return None
+        return self._action(values) if self._module() is module else None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         return inert_hook

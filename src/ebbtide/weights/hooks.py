@@ -144,7 +144,7 @@ def leave_first(units: Sequence[Unit], model: nn.Module) -> list[Unit]:
     It stays on the device. Programs ask it for the device of the model, as ``model.device`` of
     Transformers and Diffusers does, and get the device that the model computes on.
 
-    Not modelled: a model that begins with a block, whose first parameter rests.
+    In a model that begins with a block, that parameter rests. See `_moved`.
 
     Raises:
         PolicyError: there is no other parameter.
@@ -199,6 +199,31 @@ def _without(units: Sequence[Unit], left_out: Collection[int]) -> list[Unit]:
         for modules, name, named in units
     ]
     return [unit for unit in smaller if unit[2]]
+
+
+def _moved(
+    args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Return the arguments of a module with those on its device that were made on the host.
+
+    A program that asks a parameter at rest for the device of the model, as with
+    ``next(model.parameters()).device``, makes its inputs on the host. Without an offload it would
+    have made them on the device. Numbers beside a tensor on the device stay where they are, and so
+    do indices and lengths, which some operators want on the host. None: nothing is to be moved.
+    """
+    tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
+    on_host = [each for each in tensors if each.device.type == "cpu"]
+    if device.type == "cpu" or not on_host:
+        return None
+    some = len(on_host) < len(tensors)
+
+    def move(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or value.device.type != "cpu":
+            return value
+        stays = some and (not value.dim() or not (value.is_floating_point() or value.is_complex()))
+        return value if stays else value.to(device)
+
+    return tuple(map(move, args)), {name: move(each) for name, each in kwargs.items()}
 
 
 # ---- Groups the weights of a model's layers for offloading, and hooks the modules that use them
@@ -312,7 +337,7 @@ class WeightHooks:
     def _hook(self, module: nn.Module, groups: Sequence[WeightGroup]) -> None:
         begin = ModuleHook(module, functools.partial(self._begin, groups))
         end = ModuleHook(module, functools.partial(self._end, groups))
-        self._hooks.append(module.register_forward_pre_hook(begin, prepend=True))
+        self._hooks.append(module.register_forward_pre_hook(begin, prepend=True, with_kwargs=True))
         self._hooks.append(module.register_forward_hook(end, always_call=True))
 
     def check_process(self) -> None:
@@ -335,10 +360,14 @@ class WeightHooks:
                 "processes have been forked"
             )
 
-    def _begin(self, groups: Sequence[WeightGroup], _: Any) -> None:
+    def _begin(
+        self, groups: Sequence[WeightGroup], values: tuple[tuple[Any, ...], dict[str, Any]]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Note that a module begins. Returns its arguments if they had to be moved."""
         self.check_process()
         for group in groups:
             self.weights.enter(group)
+        return _moved(*values, self._device.torch_device)
 
     def _end(self, groups: Sequence[WeightGroup], values: Any) -> None:
         """Note that a module has ended, and watch for its backward on its outputs' nodes."""
@@ -366,7 +395,7 @@ class WeightHooks:
     def open(self, module: nn.Module) -> Iterator[None]:
         """Surround a forward of a module whose hooks torch does not call."""
         groups = next((groups for used, groups in self._used if used is module), ())
-        self._begin(groups, None)
+        self._begin(groups, ((), {}))
         try:
             yield
         finally:
