@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,9 +31,12 @@ def gpu(**changed: Any) -> dict[str, Any]:
     return {"accelerator": dataclasses.replace(GPU, **changed)}
 
 
-REFUSED = Pinning(256 * MIB, 0.1, "cudaHostRegister: out of memory")
+REFUSED = Pinning(256 * MIB, 0.4, "cudaHostRegister: out of memory")
 CASES = {
-    "tmpfs": (on_cpu(**store(filesystem="tmpfs")), "tmpfs: its files are kept in RAM.*disk:/other"),
+    "tmpfs": (
+        on_cpu(**store(filesystem="tmpfs")),
+        "tmpfs: its files are kept in RAM.*disk:/a/dir",
+    ),
     "network": (on_cpu(**store(filesystem="nfs4")), r"on another machine \(nfs4\). It took 2 GB/s"),
     "small disk": (
         on_cpu(**store(free_bytes=10 * GIB)),
@@ -51,10 +53,9 @@ CASES = {
         r"refused to page-lock 256.0 MiB.*The limit on locked memory is 8.0 MiB; raise it",
     ),
     "slow pinning": (
-        on_gpu({"pinning": Pinning(256 * MIB, 0.5, None)}),
+        on_gpu({"pinning": Pinning(256 * MIB, 2.0, None)}),
         "takes 2.0 s for each GiB",
     ),
-    "lanes": (on_gpu(**gpu(lanes=(1, 16))), "uses 1 of its 16 PCIe lanes, so copies have 6%"),
     "half duplex": (
         on_gpu({"links": links(25e9, 25e9, 26e9)}),
         "Both ways at once the link moves 26.0 GB/s, of 50.0",
@@ -62,15 +63,6 @@ CASES = {
     "a full container": (
         on_cpu(group=MemoryLimit(16 * GIB, 15 * GIB)),
         "uses 15.00 GiB of 16.00 GiB. Past the limit the kernel kills",
-    ),
-    "swap": (on_cpu(swap_bytes=(4 * GIB, 8 * GIB)), "4.00 GiB of memory are in swap"),
-    "page faults": (
-        on_cpu({"fresh": (rate(4e9), rate(12e9))}, huge_pages="madvise"),
-        "at 4.0 GB/s and used memory at 12.0.*THP_MEM_ALLOC_ENABLE=1",
-    ),
-    "huge pages off": (
-        on_cpu({"fresh": (rate(4e9), rate(12e9))}, huge_pages="never"),
-        "echo madvise >",
     ),
     "few cores": (
         on_cpu(cores=2, torch_threads=2),
@@ -81,7 +73,6 @@ CASES = {
         on_cpu(quota_cores=2.5),
         "allows the time of 2.5 cores, and torch runs 16 threads.*Set OMP_NUM_THREADS=2",
     ),
-    "far node": (on_gpu(**gpu(numa_node=1, near_cores=0)), "on NUMA node 1.*--cpunodebind=1"),
     "slow float16": (
         on_cpu({"matmul": {"fp32": rate(1e12), "fp16": rate(5e10)}}),
         "Products of float16 run at 5% of the speed of float32",
@@ -93,7 +84,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_each_illness_has_one_advice(name: str) -> None:
     found, expected = CASES[name]
-    advice = advise(found, lambda _: Path("/other"))
+    advice = advise(found)
     matching = [text for text in advice if re.search(expected, text)]
     assert len(matching) == 1, advice
     assert len(advice) == (2 if name == "quota" else 1), advice  # it has few cores, too
@@ -107,11 +98,9 @@ def test_a_healthy_machine_needs_no_advice(found: Examination) -> None:
 
 
 def test_what_does_not_matter_on_a_machine_is_not_said() -> None:
-    """Locked memory on a CPU, page faults on a GPU, a limit that the driver is not bound by."""
+    """Locked memory on a CPU, a limit that the driver is not bound by."""
     assert advise(on_cpu(memlock_bytes=65536)) == []
-    assert advise(on_gpu(memlock_bytes=65536, huge_pages="madvise")) == []
-    assert advise(on_gpu(swap_bytes=(100 * MIB, 8 * GIB))) == []
-    assert advise(on_cpu(huge_pages="madvise", torch_huge_pages=True)) == []
+    assert advise(on_gpu(memlock_bytes=65536)) == []
     report = build_report(on_gpu(memlock_bytes=65536), [])
     assert "256.0 MiB were locked, so the driver is not bound by it" in " ".join(report.split())
 
@@ -123,7 +112,7 @@ def test_types_are_not_compared_on_a_busy_machine() -> None:
 
 
 def test_a_tmpfs_matters_to_a_gpu_only_for_some_stores() -> None:
-    (advice,) = advise(on_gpu(**store(filesystem="tmpfs")), lambda _: None)
+    (advice,) = advise(on_gpu(**store(filesystem="tmpfs")))
     assert 'which only store="disk" and "tiered" use' in advice
     assert 'store="disk:/a/directory/on/a/disk"' in advice
 
@@ -183,7 +172,7 @@ def test_no_hardware_without_what_a_plan_needs(missing: str) -> None:
     assert build_report(found, advise(found))
 
 
-@pytest.mark.parametrize("missing", ["fft", "fresh", "disk"])
+@pytest.mark.parametrize("missing", ["fft", "disk"])
 def test_hardware_without_the_rest(missing: str) -> None:
     found = on_cpu({missing: None, "problems": {missing: "RuntimeError: not compiled with MKL"}})
     assert found.hardware() is not None
@@ -196,17 +185,17 @@ def test_hardware_without_the_rest(missing: str) -> None:
 
 @pytest.mark.parametrize("found", [case for case, _ in CASES.values()], ids=list(CASES))
 def test_reports_fit_80_columns(found: Examination) -> None:
-    report = build_report(found, advise(found, lambda _: None))
+    report = build_report(found, advise(found))
     assert max(map(len, report.splitlines())) <= 80
     assert report.splitlines()[0] == "This machine"
     assert "What ebbtide can do here" in report
 
 
 def test_long_names_are_wrapped() -> None:
-    path = Path("/a" * 60)
+    path = "/a" * 60
     found = on_cpu(cpu="A processor " * 9, **store(path=path))
     lines = build_report(found, []).splitlines()
-    assert all(len(line) <= 80 or str(path)[:60] in line for line in lines)
+    assert all(len(line) <= 80 or path[:60] in line for line in lines)
 
 
 def test_the_last_lines_say_what_the_figures_mean() -> None:
@@ -240,6 +229,5 @@ def test_a_reload_that_moves_nothing_is_not_given_a_rate() -> None:
 
 
 def test_a_page_cache_that_could_not_be_emptied() -> None:
-    for share in (1.0, None):
-        found = on_cpu({"disk": DiskFigures(GIB, 1.0, 1.0, 0.1, share)})
-        assert "The page cache could not be emptied" in build_report(found, [])
+    found = on_cpu({"disk": DiskFigures(GIB, 1e9, 1e10, cache_was_emptied=False)})
+    assert "The page cache could not be emptied" in build_report(found, [])

@@ -1,39 +1,35 @@
-"""Advice on what slows ebbtide on a machine. Each piece names the evidence that it rests on."""
+"""Advice on what slows ebbtide on a machine, and the report of an examination.
+
+Each piece of advice names the evidence that it rests on.
+"""
 
 from __future__ import annotations
 
 import os
-import textwrap
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+import sys
+from collections.abc import Iterator, Sequence
 from typing import Final
+
+from rich.console import RenderableType
 
 from ebbtide.stores import measured_memory as freed_memory
 from ebbtide.tools.examination import Examination
-from ebbtide.tools.machine import Sample, another_disk
+from ebbtide.tools.layout import columns, indented, labelled, render
+from ebbtide.tools.machine import Sample
 from ebbtide.units import count, format_size
 
-GIB: Final = 2**30
 _NEARLY_FULL = 0.85  # of a control group's memory
 _FEW_CORES = 4
 _SLOW_LINK = 0.55  # of the slower direction; both at once below this are no faster than in turn
-_FAULTS = 2.0  # fresh memory this much slower than touched memory is worth a word
 _IDLE = 0.75  # of the cores that this process may use
 _SLOW_HALF = 0.5  # of float32
 _SLOW_PIN_S_PER_GIB = 1.0
 
 
-def advise(
-    found: Examination, other_disk: Callable[[Path], Path | None] = another_disk
-) -> list[str]:
-    """Return advice in plain sentences, what prevents offloading first.
-
-    Args:
-        found: the examination.
-        other_disk: finds a directory on another disk than the given one.
-    """
+def advise(found: Examination) -> list[str]:
+    """Return advice in plain sentences, what prevents offloading first."""
     return [
-        *_on_the_store(found, other_disk),
+        *_on_the_store(found),
         *_on_the_device(found),
         *_on_pinning(found),
         *_on_the_link(found),
@@ -44,7 +40,7 @@ def advise(
     ]
 
 
-def _on_the_store(found: Examination, other_disk: Callable[[Path], Path | None]) -> Iterator[str]:
+def _on_the_store(found: Examination) -> Iterator[str]:
     store = found.facts.store
     used_for = "" if found.on_cpu else ', which only store="disk" and "tiered" use'
     failure = found.problems.get("links" if found.on_cpu else "disk")
@@ -56,11 +52,9 @@ def _on_the_store(found: Examination, other_disk: Callable[[Path], Path | None])
         )
         return
     if store.in_ram:
-        other = other_disk(store.path)
-        better = f'store="disk:{other}"' if other else 'store="disk:/a/directory/on/a/disk"'
         yield (
             f"{store.path} is a {store.filesystem}: its files are kept in RAM, so offloading there "
-            f"frees no RAM{used_for}. Use {better}."
+            f'frees no RAM{used_for}. Use store="disk:/a/directory/on/a/disk".'
         )
     elif store.on_network:
         rate = ""
@@ -117,15 +111,6 @@ def _on_pinning(found: Examination) -> Iterator[str]:
 
 
 def _on_the_link(found: Examination) -> Iterator[str]:
-    accelerator = found.facts.accelerator
-    if accelerator is not None and accelerator.lanes is not None:
-        now, most = accelerator.lanes
-        if now < most:
-            yield (
-                f"The device uses {now} of its {most} PCIe lanes, so copies have {now / most:.0%} "
-                f"of the bandwidth that it could have. Move it to a slot with {most} lanes, or "
-                f"take out the card that shares them."
-            )
     down, up, both = found.down_bytes_per_s, found.up_bytes_per_s, found.both_bytes_per_s
     if down is None or up is None or both is None or found.on_cpu:
         return
@@ -145,42 +130,12 @@ def _on_memory(found: Examination) -> Iterator[str]:
             f"{format_size(facts.group.used_bytes)} of {format_size(facts.group.limit_bytes)}. "
             f"Past the limit the kernel kills the program. Ask for more memory, or set host_budget."
         )
-    used_bytes, total_bytes = facts.swap_bytes
-    if total_bytes and used_bytes > max(total_bytes // 20, 256 * 2**20):
-        yield (
-            f"{format_size(used_bytes)} of memory are in swap. Pages that come back from there "
-            f"stop a step for as long as the disk takes. End other programs, or use less memory."
-        )
-    if not found.on_cpu:
-        return
-    yield from _on_page_faults(found)
-    if found.facts.system.startswith("Linux") and not freed_memory.FreedMemory().is_returned:
+    if found.on_cpu and sys.platform == "linux" and not freed_memory.FreedMemory().is_returned:
         yield freed_memory.describe()
 
 
-def _on_page_faults(found: Examination) -> Iterator[str]:
-    facts = found.facts
-    if found.fresh is None or not found.fresh[1].durations_s:
-        return
-    first, again = (entry.best_per_s for entry in found.fresh)
-    if again < _FAULTS * first or facts.torch_huge_pages or facts.huge_pages is None:
-        return
-    cost = f"New memory is written at {first / 1e9:.1f} GB/s and used memory at {again / 1e9:.1f}"
-    if facts.huge_pages == "madvise":
-        yield (
-            f"{cost}: the difference is page faults, which every large tensor pays. Set "
-            f"THP_MEM_ALLOC_ENABLE=1 before Python starts, and torch asks for huge pages."
-        )
-    elif facts.huge_pages == "never":
-        yield (
-            f"{cost}: the difference is page faults. Transparent huge pages are off here; an "
-            f"administrator can allow them: echo madvise > "
-            f"/sys/kernel/mm/transparent_hugepage/enabled. Then set THP_MEM_ALLOC_ENABLE=1."
-        )
-
-
 def _on_cores(found: Examination) -> Iterator[str]:
-    facts, accelerator = found.facts, found.facts.accelerator
+    facts = found.facts
     cores = float(facts.cores)
     if facts.quota_cores is not None and facts.quota_cores < cores:
         cores = facts.quota_cores
@@ -199,12 +154,6 @@ def _on_cores(found: Examination) -> Iterator[str]:
         yield (
             f"With {cores:.3g} cores, the threads that write and read files take time from the "
             f"model's own kernels; offload what matters most (ActivationPolicy(num_layers=...))."
-        )
-    if accelerator is not None and accelerator.near_cores == 0:
-        yield (
-            f"The device is on NUMA node {accelerator.numa_node}, and this process may use none of "
-            f"that node's cores, so its memory traffic crosses between sockets. Start it with "
-            f"numactl --cpunodebind={accelerator.numa_node}."
         )
 
 
@@ -239,10 +188,10 @@ def _is_busy(found: Examination) -> bool:
     return (os.cpu_count() or 1) - found.others_cores <= _IDLE * found.facts.cores
 
 
-# ---- The report of an examination, as text of at most 80 columns ----
+# ---- The report of an examination ----
 
-WIDTH: Final = 80
-_LABEL = 18
+_LABEL_WIDTH: Final = 15
+_TABLE_WIDTHS: Final = (31, 14, 14)  # of what is measured, and of its rates
 _GIB: Final = 2**30
 _WORDS: Final = {
     "fp64": "float64",
@@ -260,20 +209,19 @@ def build_report(found: Examination, advice: Sequence[str]) -> str:
         found: the examination.
         advice: what `advise` says about it.
     """
-    lines = ["This machine", *_machine(found), "", *_compute(found)]
-    for section in (_links(found), _disk(found), _problems(found)):
-        part = list(section)
-        lines += ["", *part] if part else []
-    lines += ["", "Advice"]
-    if advice:
-        for number, text in enumerate(advice, 1):
-            lines += _fill(text, f"  {number}. ", "     ")
-    else:
-        lines.append("  Nothing was found that slows ebbtide here.")
-    lines += ["", "What ebbtide can do here"]
-    for text in summarize(found):
-        lines += _fill(text, "  ", "  ")
-    return "\n".join(lines)
+    parts: list[RenderableType] = ["This machine", labelled(_machine(found), _LABEL_WIDTH), ""]
+    parts.append(_table("Compute", "best", "median", _compute(found)))
+    parts += [*_links(found), *_disk(found)]
+    if found.problems:
+        problems = (f"{name}: {why}" for name, why in found.problems.items())
+        parts += ["", "Not measured", *map(indented, problems)]
+    numbered = [(f"{number}.", text) for number, text in enumerate(advice, 1)]
+    parts += ["", "Advice"]
+    parts.append(
+        labelled(numbered, 2) if advice else "  Nothing was found that slows ebbtide here."
+    )
+    parts += ["", "What ebbtide can do here", *map(indented, summarize(found))]
+    return render(*parts)
 
 
 def summarize(found: Examination) -> Iterator[str]:
@@ -287,7 +235,7 @@ def summarize(found: Examination) -> Iterator[str]:
         f"{_seconds(_GIB / up)}; 1 GiB each way at once takes {_seconds(2 * _GIB / both)}."
     )
     if found.on_cpu and found.disk is not None and not found.facts.store.in_ram:
-        known = "" if found.disk.read_from_disk else ", or less fast"
+        known = "" if found.disk.cache_was_emptied else ", or less fast"
         yield (
             f"That is so while the page cache has room. Beyond it the disk decides: 1 GiB then "
             f"leaves in {_seconds(_GIB / found.disk.write_bytes_per_s)} and comes back in "
@@ -323,38 +271,26 @@ def _capacity(found: Examination) -> str:
     return f"{room}. The first step page-locks it, at {seconds} for each GiB."
 
 
-def _machine(found: Examination) -> Iterator[str]:
-    facts, accelerator = found.facts, found.facts.accelerator
+def _machine(found: Examination) -> Iterator[tuple[str, str]]:
+    facts, accelerator, store = found.facts, found.facts.accelerator, found.facts.store
     cores = count(facts.cores, "core")
     if facts.quota_cores is not None:
         cores += f", {facts.quota_cores:.3g} by the control group"
-    yield from _row("processor", f"{facts.cpu}, {cores}")
-    yield from _row("torch", f"{facts.torch_version}, {count(facts.torch_threads, 'thread')}")
+    yield "processor", f"{facts.cpu}, {cores}"
+    yield "torch", f"{facts.torch_version}, {count(facts.torch_threads, 'thread')}"
     if accelerator is None:
-        yield from _row("device", "the CPU")
+        yield "device", "the CPU"
     else:
-        lanes = f", {accelerator.lanes[0]} PCIe lanes" if accelerator.lanes else ""
-        yield from _row("device", f"{accelerator.name}, 1 of {accelerator.count}{lanes}")
-        total, free = (
-            format_size(size) for size in (accelerator.total_bytes, accelerator.free_bytes)
-        )
-        yield from _row("device memory", f"{total}, {free} free")
+        yield "device", f"{accelerator.name}, 1 of {accelerator.count}"
+        total, free = format_size(accelerator.total_bytes), format_size(accelerator.free_bytes)
+        yield "device memory", f"{total}, {free} free"
     total, free = format_size(facts.total_ram_bytes), format_size(facts.free_ram_bytes)
     by_group = "" if facts.group is None else " (limited by the control group)"
-    yield from _row("RAM", f"{total}, {free} free{by_group}")
-    used, swap = facts.swap_bytes
-    yield from _row(
-        "swap", f"{format_size(used)} of {format_size(swap)} in use" if swap else "none"
-    )
-    nodes = f", {count(facts.numa_nodes, 'NUMA node')}" if facts.numa_nodes else ""
-    yield from _row("huge pages", f"{facts.huge_pages or 'not known'}{nodes}")
-    yield from _row("locked memory", _locked(found))
-    store = facts.store
+    yield "RAM", f"{total}, {free} free{by_group}"
+    yield "locked memory", _locked(found)
     free = "" if store.free_bytes is None else f", {format_size(store.free_bytes)} free"
-    kind = store.filesystem or "unknown file system"
-    yield from _row(
-        "store's files", f"{store.path} ({kind}{', in RAM' if store.in_ram else ''}){free}"
-    )
+    kind = f"{store.filesystem or 'unknown file system'}{', in RAM' if store.in_ram else ''}"
+    yield "store's files", f"{store.path} ({kind}){free}"
 
 
 def _locked(found: Examination) -> str:
@@ -372,80 +308,67 @@ def _locked(found: Examination) -> str:
     return f"{limit}; {size} were locked{over}, {seconds} for each GiB"
 
 
-def _compute(found: Examination) -> Iterator[str]:
-    yield f"{'Compute':<{_LABEL + 10}}{'best':>15}{'median':>15}"
+Row = tuple[str, ...]
+
+
+def _table(title: str, first: str, second: str, rows: Iterator[Row]) -> RenderableType:
+    indented_rows = (("  " + label, *cells) for label, *cells in rows)
+    heads = (title, first, second, "")
+    return columns(heads, indented_rows, widths=_TABLE_WIDTHS, indent=0)
+
+
+def _compute(found: Examination) -> Iterator[Row]:
     for name, entry in found.matmul.items():
         yield _rates(f"matmul {_WORDS[name]}", entry, "FLOP/s")
     if found.fft is not None:
         yield _rates("FFT in 2D, float32", found.fft, "FLOP/s")
     if found.copy is not None:
         yield _rates("copy, read + written", found.copy, "B/s")
-    if found.fresh is not None:
-        yield _rates("write new memory", found.fresh[0], "B/s")
-        if found.fresh[1].durations_s:
-            yield _rates("write it again", found.fresh[1], "B/s")
 
 
-def _links(found: Examination) -> Iterator[str]:
+def _links(found: Examination) -> Iterator[RenderableType]:
     links, both = found.links, found.both_bytes_per_s
     if links is None or both is None:
         return
-    where = "files in the page cache" if found.on_cpu else "host memory"
-    yield f"{'Link to ' + where:<{_LABEL + 10}}{'offload':>15}{'reload':>15}"
     memory = found.copy.best_per_s if found.on_cpu and found.copy is not None else None
+    rows: list[Row] = []
     mapped = False
-    for size in links.down:
+    for size, down in links.down.items():
         up = links.up[size].median_per_s
-        text = _rate(up, "B/s")
-        if memory is not None and up > memory:
-            text, mapped = "mapped", True
-        down = _rate(links.down[size].median_per_s, "B/s")
-        yield f"  {'copies of ' + format_size(size):<{_LABEL + 8}}{down:>15}{text:>15}"
-    yield f"  {'both at once, in sum':<{_LABEL + 8}}{_rate(both, 'B/s'):>15}"
-    yield f"  {'each copy besides':<{_LABEL + 8}}{_seconds(links.latency_s):>15}"
+        is_mapped = memory is not None and up > memory
+        mapped = mapped or is_mapped
+        back = "mapped" if is_mapped else _rate(up, "B/s")
+        rows.append((f"copies of {format_size(size)}", _rate(down.median_per_s, "B/s"), back))
+    rows += [
+        ("both at once, in sum", _rate(both, "B/s")),
+        ("each copy besides", _seconds(links.latency_s)),
+    ]
+    where = "files in the page cache" if found.on_cpu else "host memory"
+    yield ""
+    yield _table(f"Link to {where}", "offload", "reload", iter(rows))
     if mapped:
-        yield from _fill(
+        yield indented(
             "Mapped: the reload only maps pages of the file, and the bytes are read where they "
-            "are, at the speed of memory.",
-            "  ",
-            "  ",
+            "are, at the speed of memory."
         )
 
 
-def _disk(found: Examination) -> Iterator[str]:
+def _disk(found: Examination) -> Iterator[RenderableType]:
     disk = found.disk
     if disk is None:
         return
-    yield f"{'Disk':<{_LABEL + 10}}{'write':>15}{'read':>15}"
     rates = [_rate(rate, "B/s") for rate in (disk.write_bytes_per_s, disk.read_bytes_per_s)]
-    label = f"{format_size(disk.size_bytes)}, not cached"
-    yield f"  {label:<{_LABEL + 8}}{rates[0]:>15}{rates[1]:>15}"
+    row = (f"{format_size(disk.size_bytes)}, not cached", *rates)
+    yield ""
+    yield _table("Disk", "write", "read", iter([row]))
     if found.facts.store.in_ram:
         yield "  These are rates of RAM: the file system keeps its files there."
-    elif not disk.read_from_disk:
+    elif not disk.cache_was_emptied:
         yield "  The page cache could not be emptied, so the disk may read more slowly."
 
 
-def _problems(found: Examination) -> Iterator[str]:
-    if found.problems:
-        yield "Not measured"
-    for name, why in found.problems.items():
-        yield from _fill(f"{name}: {why}", "  ", "    ")
-
-
-def _row(label: str, text: str) -> Iterator[str]:
-    yield from _fill(text, f"  {label:<{_LABEL - 2}}", " " * _LABEL)
-
-
-def _rates(label: str, entry: Sample, unit: str) -> str:
-    best, median = _rate(entry.best_per_s, unit), _rate(entry.median_per_s, unit)
-    return f"  {label:<{_LABEL + 8}}{best:>15}{median:>15}  {entry.note}".rstrip()
-
-
-def _fill(text: str, first: str, later: str) -> list[str]:
-    return textwrap.wrap(
-        text, WIDTH, initial_indent=first, subsequent_indent=later, break_on_hyphens=False
-    )
+def _rates(label: str, entry: Sample, unit: str) -> Row:
+    return label, _rate(entry.best_per_s, unit), _rate(entry.median_per_s, unit), entry.note
 
 
 def _rate(per_s: float, unit: str) -> str:

@@ -1,18 +1,13 @@
-"""``ebbtide doctor``: parse the options and print; `ebbtide.doctor` does the work."""
+"""``ebbtide doctor``: parse the options, examine and print."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from ebbtide.tools.exit_codes import ExitCode, describe_codes, end, ends_by_code, show_status
-
-if TYPE_CHECKING:
-    import torch
-
 
 EPILOG = describe_codes({ExitCode.FAILED: "a figure that a plan needs could not be measured"})
 
@@ -42,47 +37,31 @@ def doctor(
     to change, and how much can be offloaded here at what cost. Trains nothing, changes nothing.
     """
     with ends_by_code("doctor", "interrupted; nothing was left behind"):
+        from ebbtide.planning.hardware import document
         from ebbtide.stores.build import parse_store
         from ebbtide.tools.demo_config import parse_device
+        from ebbtide.tools.doctor import advise, build_report
+        from ebbtide.tools.examination import FULL, QUICK, examine
 
         torch_device = parse_device(device)
         if device == "auto" and torch_device.type == "mps":
             torch_device = parse_device("cpu")  # ebbtide refuses models on Apple's GPU
         _, directory = parse_store(store)
-        if not examine_and_print(torch_device, directory, quick, as_json):
+        try:
+            found = examine(
+                torch_device,
+                directory,
+                QUICK if quick else FULL,
+                lambda what: show_status(f"measuring: {what}"),
+            )
+        finally:
+            show_status("")
+        advice, hardware = advise(found), found.hardware()
+        if as_json:
+            figures = {**found.figures(), "advice": advice}
+            typer.echo(json.dumps(document(hardware, figures), indent=2))
+        else:
+            typer.echo(build_report(found, advice))
+        if hardware is None:
             what = "problems in the JSON" if as_json else '"Not measured" in the report'
             end("doctor", f"the figures are incomplete; see {what}", ExitCode.FAILED)
-
-
-def examine_and_print(
-    device: torch.device, directory: Path | None, quick: bool, as_json: bool
-) -> bool:
-    """Measure, and print the report or the JSON.
-
-    Args:
-        device: what models would compute on.
-        directory: where files of offloaded bytes would go; None: the system's choice.
-        quick: measure for a few seconds only.
-        as_json: print JSON instead of the report.
-
-    Returns:
-        Whether all figures that a plan needs were measured.
-    """
-    from ebbtide.planning.hardware import document
-    from ebbtide.tools.doctor import advise, build_report
-    from ebbtide.tools.examination import FULL, QUICK, examine
-
-    def say(what: str) -> None:
-        show_status(f"measuring: {what}")
-
-    try:
-        found = examine(device, directory, QUICK if quick else FULL, say)
-    finally:
-        show_status("")
-    advice, hardware = advise(found), found.hardware()
-    if as_json:
-        figures = {**found.figures(), "advice": advice}
-        typer.echo(json.dumps(document(hardware, figures), indent=2))
-    else:
-        typer.echo(build_report(found, advice))
-    return hardware is not None
