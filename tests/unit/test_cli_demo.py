@@ -3,6 +3,7 @@
 import base64
 import gzip
 import json
+import multiprocessing
 import os
 import re
 import signal
@@ -18,12 +19,11 @@ from typer.testing import CliRunner
 
 from ebbtide import __version__
 from ebbtide.stores import ProcessMemory
-from ebbtide.tools import darcy_fno
 from ebbtide.tools import demo as demo_module
 from ebbtide.tools import demo_worker as worker
 from ebbtide.tools.demo import Team, WorkerError
 from ebbtide.tools.demo_config import DemoConfig, Mode
-from ebbtide.tools.demo_worker import Timeline
+from ebbtide.tools.demo_worker import sampled
 from ebbtide.tools.main import app
 
 # 4 samples x 32 channels x 64 x 64 nodes x 4 B = 2 MiB: the smallest size that is offloaded.
@@ -95,8 +95,7 @@ def test_progress_says_what_is_under_way_and_how_long_it_takes(run: Run) -> None
     ]
     steps = [line for line in lines if ": step " in line]
     assert len(steps) == 2 * 3
-    assert all(re.search(r"about \d+ (s|min) left$", line) for line in steps[:-1])
-    assert not steps[-1].endswith("left")
+    assert all(re.search(r" \d+\.\d\d s, peak [\d.]+ [MG]iB$", line) for line in steps)
     assert "FNO" not in run.progress
 
 
@@ -174,14 +173,14 @@ def test_peak_of_a_process_begins_again() -> None:
         pytest.skip("this kernel keeps the peak")
     size_bytes = 256 * 2**20
     before_bytes = memory.now_bytes()
-    with Timeline(memory) as timeline:
+    with sampled(memory) as samples:
         buffer = torch.ones(size_bytes, dtype=torch.uint8)
-        while len(timeline.samples) < 2:
+        while len(samples) < 2:
             pass
     del buffer
     # Half the size is more than anything else here takes or gives back meanwhile.
     assert memory.peak_bytes() >= before_bytes + size_bytes // 2
-    assert max(level for _, level in timeline.samples) >= before_bytes + size_bytes // 2
+    assert max(level for _, level in samples) >= before_bytes + size_bytes // 2
     memory.reset_peak()
     assert memory.peak_bytes() < before_bytes + size_bytes // 2
 
@@ -240,31 +239,6 @@ def test_neuraloperator_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert 'pip install "ebbtide[neuralop,plots]"' in refused([], tmp_path)
 
 
-def save_published(directory: Path, n_samples: int) -> None:
-    for split in ("train", "test"):
-        fields = {"x": torch.rand(n_samples, 64, 64), "y": torch.rand(n_samples, 64, 64)}
-        torch.save(fields, directory / f"darcy_{split}_64.pt")
-
-
-def test_published_files_are_used_where_they_are(tmp_path: Path) -> None:
-    pytest.importorskip("neuralop")
-    save_published(tmp_path, 12)
-    config = DemoConfig(64, 4, 3, data=tmp_path)
-    published = torch.load(tmp_path / "darcy_train_64.pt")
-    batch = next(darcy_fno.load_problem(config).epochs())
-    assert torch.equal(batch["x"][:, 0], published["x"][:4])
-    assert not darcy_fno.has_published_files(tmp_path, 32)
-
-
-@pytest.mark.slow
-def test_published_files_with_too_few_samples(tmp_path: Path) -> None:
-    pytest.importorskip("neuralop")
-    save_published(tmp_path, 11)
-    message = refused([*TINY, "--device", "cpu", "--data", str(tmp_path)], tmp_path / "out")
-    assert "has 11 samples" in message
-
-
-@pytest.mark.slow
 def test_store_that_does_not_fit_is_refused_by_the_worker(tmp_path: Path) -> None:
     pytest.importorskip("neuralop")
     message = refused([*TINY, "--device", "cpu", "--store", "host"], tmp_path)
@@ -302,16 +276,27 @@ def test_dead_and_failing_workers_are_reported() -> None:
     pytest.importorskip("neuralop")
     config = DemoConfig(64, 4, modes=(Mode.NONE, Mode.EBBTIDE))
     with Team(config) as team:
-        for mode in config.modes:
-            team.ask(mode, worker.Started)
-        victim = team.pid(Mode.NONE)
-        assert victim is not None
-        os.kill(victim, signal.SIGKILL)
-        with pytest.raises(WorkerError, match=r"no offload was ended by SIGKILL.*--batch-size"):
-            team.ask(Mode.NONE, worker.Prepared, {})
+        team.start()
+        os.kill(team.ask(Mode.NONE, os.getpid), signal.SIGKILL)
+        with pytest.raises(WorkerError, match=r"no offload has died.*--batch-size"):
+            team.ask(Mode.NONE, worker.prepare, {})
         with pytest.raises(WorkerError, match="ebbtide failed: KeyError") as failed:
-            team.ask(Mode.EBBTIDE, worker.Prepared, {})  # there are no such weights
+            team.ask(Mode.EBBTIDE, worker.prepare, {})  # there are no such weights
         assert "in prepare" in failed.value.trace
+
+
+def test_workers_end_when_an_error_ends_the_demo() -> None:
+    pytest.importorskip("neuralop")
+    team = Team(DemoConfig(64, 4, modes=(Mode.NONE,)))
+
+    def interrupt() -> None:
+        with team:
+            team.start()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupt()
+    assert not multiprocessing.active_children()
 
 
 # The command itself

@@ -25,9 +25,7 @@ from ebbtide.tools.darcy import (
     generate_darcy,
     load_darcy,
     load_darcy_flow_small,
-    load_darcy_pt,
     solve_elliptic,
-    write_cached,
 )
 
 SPEC = DarcySpec(16)
@@ -358,7 +356,8 @@ def damage_foreign(path: Path) -> None:
 
 
 def damage_key(path: Path) -> None:
-    write_cached(path, "another key", {"a": np.ones(1), "u": np.ones(1)})
+    with path.open("wb") as file:
+        np.savez(file, key="another key", a=np.ones(1), u=np.ones(1))
 
 
 @pytest.mark.parametrize(
@@ -407,7 +406,6 @@ def test_cache_directory_is_argument_then_environment_then_platform(
     assert cache_directory(tmp_path / "argument") == tmp_path / "argument"
     assert cache_directory() == tmp_path / "environment"
     monkeypatch.delenv("EBBTIDE_CACHE")
-    monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     assert cache_directory() == tmp_path / "xdg" / "ebbtide"
     monkeypatch.delenv("XDG_CACHE_HOME")
@@ -483,17 +481,13 @@ def test_encoders_are_fitted_to_the_training_set(tmp_path: Path) -> None:
     [
         ({"n_train": 0}, "n_train must be an integer of at least 1"),
         ({"n_tests": [4]}, "one entry per test set"),
-        ({"n_tests": [4, 0]}, "every entry of n_tests"),
-        ({"n_tests": 4}, "n_tests must be a list"),
+        ({"n_tests": [4, 0]}, "n_tests must be an integer of at least 1"),
         ({"batch_size": 0}, "batch_size"),
         ({"test_batch_sizes": [2, 0]}, "test_batch_sizes"),
-        ({"test_resolutions": [16, 16]}, "each of test_resolutions once"),
-        ({"test_resolutions": [16, 2]}, "every resolution must be an integer of at least 4"),
-        ({"train_resolution": 2}, "every resolution must be an integer of at least 4"),
+        ({"test_resolutions": [16, 2]}, "resolution must be an integer of at least 4"),
+        ({"train_resolution": 2}, "resolution must be an integer of at least 4"),
         ({"encoding": "channelwise"}, "encoding must be one of"),
         ({"encoding": "pixel-wise"}, "one resolution only"),
-        ({"channel_dim": 0}, "channel_dim"),
-        ({"num_workers": -1}, "num_workers"),
         ({"grid_boundaries": [[0, 2], [0, 1]]}, "unit square"),
         ({"seed": -1}, "seed"),
     ],
@@ -524,65 +518,3 @@ def test_importing_the_problem_imports_no_neuraloperator() -> None:
     subprocess.run(
         [sys.executable, "-c", code], env={"PYTHONPATH": os.pathsep.join(sys.path)}, check=True
     )
-
-
-# Published files
-
-
-@pytest.fixture
-def published(tmp_path: Path) -> Path:
-    for split, resolution, n_samples in (("train", 16, 8), ("test", 16, 4), ("test", 24, 4)):
-        generator = torch.Generator().manual_seed(resolution)
-        x = torch.rand(n_samples, resolution, resolution, generator=generator) > 0.5
-        path = tmp_path / f"darcy_{split}_{resolution}.pt"
-        torch.save({"x": x, "y": x.to(torch.float64)}, path)
-    return tmp_path
-
-
-def test_published_files_load_with_a_channel_and_as_floats(published: Path) -> None:
-    pytest.importorskip("neuralop")
-    stored = torch.load(published / "darcy_train_16.pt")
-    train, tests, _ = load_darcy_pt(**SMALL, data_root=published)
-    assert train.dataset.x.shape == (6, 1, 16, 16)
-    assert train.dataset.x.dtype == train.dataset.y.dtype == torch.float32
-    assert torch.equal(train.dataset.x[:, 0], stored["x"][:6].float())
-    assert [batch["x"].shape for batch in tests[24]] == [(3, 1, 24, 24)]
-    by_other_name, _, _ = load_darcy_flow_small(**SMALL, data_root=str(published))
-    assert torch.equal(by_other_name.dataset.x, train.dataset.x)
-
-
-def test_published_file_may_have_a_channel_dimension(published: Path) -> None:
-    pytest.importorskip("neuralop")
-    flat, _, _ = load_darcy_pt(**SMALL, data_root=published)
-    path = published / "darcy_train_16.pt"
-    torch.save({name: data.unsqueeze(1) for name, data in torch.load(path).items()}, path)
-    channelled, _, _ = load_darcy_pt(**SMALL, data_root=published)
-    assert torch.equal(flat.dataset.x, channelled.dataset.x)
-
-
-@pytest.mark.parametrize(
-    ("content", "error", "message"),
-    [
-        (None, FileNotFoundError, "Zenodo record 12784353"),
-        (b"no archive", OSError, "damaged"),
-        (b"", OSError, "damaged"),
-        ([1, 2], ValueError, "must hold a dict"),
-        ({"x": torch.ones(8, 16, 16)}, ValueError, "must hold a dict"),
-        ({"x": torch.ones(5, 16, 16), "y": torch.ones(5, 16, 16)}, ValueError, "5 samples, not 6"),
-        ({"x": torch.ones(8, 16), "y": torch.ones(8, 16)}, ValueError, "one channel"),
-    ],
-)
-def test_published_file_that_is_missing_or_wrong(
-    published: Path, content: object, error: type[Exception], message: str
-) -> None:
-    pytest.importorskip("neuralop")
-    path = published / "darcy_train_16.pt"
-    if content is None:
-        path.unlink()
-    elif isinstance(content, bytes):
-        path.write_bytes(content)
-    else:
-        torch.save(content, path)
-    with pytest.raises(error, match=message) as raised:
-        load_darcy_pt(**SMALL, data_root=published)
-    assert "darcy_train_16.pt" in str(raised.value)

@@ -14,11 +14,8 @@ from ebbtide.tools import demo as demo_module
 from ebbtide.tools import demo_worker as worker
 from ebbtide.tools.demo import (
     Outputs,
-    TimeLeft,
-    activity,
     build_table,
     compare,
-    format_left,
     limits,
     training,
 )
@@ -39,8 +36,6 @@ def step(
 ) -> StepResult:
     return StepResult(
         duration_s=duration_s,
-        user_s=3.0,
-        kernel_s=1.0,
         peak_bytes=int(peak * GIB),
         loss=1.5,
         train_l2=0.5,
@@ -138,7 +133,7 @@ def test_the_report_can_be_printed_in_any_encoding(encoding: str) -> None:
     console.print(build_table(DemoConfig(), results))
     for line in limits(DemoConfig(), results):
         console.print(line)
-    with activity(console, "Training"), training(console, [Mode.NONE], 3) as note:
+    with training(console, [Mode.NONE], 3) as note:
         note(Mode.NONE, step())
     written.flush()
     assert b"Peak RSS" in written.buffer.getvalue()
@@ -186,22 +181,6 @@ def test_json_is_printed_instead_of_the_table(tmp_path: Path) -> None:
         else:
             assert "Peak RSS" in report.getvalue()
             assert 'Picture: not drawn; pip install "ebbtide[plots]"' in report.getvalue()
-
-
-def test_the_time_left_is_that_of_the_steps_to_come() -> None:
-    left = TimeLeft([Mode.NONE, Mode.EBBTIDE], 5)
-    assert left.estimate_s() is None
-    left.note(Mode.NONE, 2.0)
-    assert left.estimate_s() == 4 * 2.0 + 5 * 2.0  # the other mode may be as fast
-    left.note(Mode.EBBTIDE, 4.0)
-    assert left.estimate_s() == 4 * 2.0 + 4 * 4.0
-    for mode, seconds in ((Mode.NONE, 2.0), (Mode.EBBTIDE, 4.0)):
-        for _ in range(4):
-            left.note(mode, seconds)
-    assert left.estimate_s() == 0
-    texts = [format_left(each) for each in (None, 0.0, 0.2, 40.4, 89.0, 90.0, 200.0)]
-    short = ["", "", "about 1 s left", "about 40 s left", "about 89 s left"]
-    assert texts == [*short, "about 2 min left", "about 3 min left"]
 
 
 def test_noise_is_admitted() -> None:

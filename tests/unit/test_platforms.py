@@ -2,7 +2,6 @@
 
 import errno
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -21,8 +20,6 @@ from ebbtide.policy import ActivationPolicy
 from ebbtide.runtime.engine import Engine
 from ebbtide.stores import Extent, measured_memory
 from ebbtide.stores.disk_file import DiskFile, OpenFile
-from ebbtide.tools import demo as team
-from ebbtide.tools.demo_config import Mode
 
 HERE = Path(__file__).parent
 
@@ -190,14 +187,6 @@ def test_the_name_of_the_machine_without_proc(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("platform.processor", lambda: "")
     monkeypatch.setattr("platform.machine", lambda: "arm64")
     assert record._device_name() == "arm64"
-
-
-@pytest.mark.parametrize(("code", "name"), [(-9, "SIGKILL"), (-15, "SIGTERM"), (-99, "signal 99")])
-def test_how_a_worker_ended(monkeypatch: pytest.MonkeyPatch, code: int, name: str) -> None:
-    monkeypatch.delattr(signal, "SIGKILL")  # the module of Windows has none
-    text = team._obituary(Mode.NONE, code)
-    assert name in text
-    assert ("ran out" in text) == (code == -9)
 
 
 def test_a_run_over_its_limit_is_ended_without_groups(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,16 @@
-"""Gaussian random fields on the unit square, and a solver for the elliptic equation on it.
+"""Darcy flow: the map from a rock's permeability to the pressure of the water in it.
+
+The equation is ``-div(a grad u) = f`` on the unit square, ``u = 0`` on the boundary, ``f = 1``. The
+permeability ``a`` is 12 where a Gaussian random field is positive and 3 where it is negative; a
+neural operator learns the map from ``a`` to ``u``. Samples are generated on this machine and cached
+on disk.
 
 A grid has ``resolution`` nodes along each side, boundary included: node ``(i, j)`` lies at
 ``(i h, j h)`` with ``h = 1 / (resolution - 1)``.
+
+Source:
+    Li et al., Fourier Neural Operator for Parametric Partial Differential Equations, ICLR 2021,
+    section 5.2 and appendix A.3.2.
 """
 
 from __future__ import annotations
@@ -15,27 +24,41 @@ import json
 import math
 import operator
 import os
-import pickle
 import sys
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, NamedTuple
+from typing import IO, TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
+from rich.console import Console
+from rich.progress import track
 from scipy.fft import dctn, dstn, idstn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from ebbtide.errors import warn_user
 
 if TYPE_CHECKING:
+    from neuralop.data.datasets.tensor_dataset import TensorDataset
     from neuralop.data.transforms.data_processors import DefaultDataProcessor
-    from neuralop.data.transforms.normalizers import UnitGaussianNormalizer
 
+__all__ = [
+    "DarcySamples",
+    "DarcySpec",
+    "Split",
+    "apply_elliptic",
+    "gaussian_field",
+    "generate_darcy",
+    "load_darcy",
+    "load_darcy_flow_small",
+    "solve_elliptic",
+]
+
+# ---- Gaussian random fields on the unit square, and a solver for the elliptic equation on it ----
 
 FloatArray = NDArray[np.float64]
 
@@ -220,115 +243,6 @@ def check_integer(name: str, value: int, *, least: int) -> None:
     raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
 
 
-# ---- Cache arrays on disk under a key that records the parameters they were made with ----
-
-Arrays = dict[str, NDArray[Any]]
-
-
-def cache_directory(chosen: str | os.PathLike[str] | None = None) -> Path:
-    """Return ``chosen`` if given, else ``$EBBTIDE_CACHE``, else the user's cache directory."""
-    if chosen is not None:
-        return Path(chosen).expanduser()
-    if from_environment := os.environ.get("EBBTIDE_CACHE"):
-        return Path(from_environment).expanduser()
-    return _user_cache_root() / "ebbtide"
-
-
-def _user_cache_root() -> Path:
-    if sys.platform == "win32":
-        return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-
-
-def cache_path(directory: Path, name: str, key: str) -> Path:
-    """Return the path of the file for ``key``: a readable name, then a hash of the key."""
-    return directory / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.npz"
-
-
-def read_cached(path: Path, key: str, names: Sequence[str]) -> Arrays | None:
-    """Read the arrays ``names`` stored under ``key``.
-
-    Returns:
-        The arrays. None if the file is missing, damaged (zip members carry checksums) or stored
-        under another key; a warning reports the last two cases.
-
-    Raises:
-        OSError: The file exists but cannot be opened.
-    """
-    try:
-        file = path.open("rb")
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    with file:
-        try:
-            return _parse(file, key, names)
-        except _DAMAGE as error:
-            problem = str(error) or type(error).__name__
-    warn_user(
-        "cache-damaged",
-        f"cache file {path} cannot be used ({problem}) and will be made again; nothing needs to be "
-        f"done, unless it happens again: then check the disk, or choose another directory",
-    )
-    return None
-
-
-# The errors that NumPy and zipfile raise for damaged bytes. OSError is one of them because a
-# damaged offset makes a seek fail.
-_DAMAGE = (zipfile.BadZipFile, ValueError, TypeError, LookupError, EOFError, RuntimeError, OSError)
-
-
-def _parse(file: IO[bytes], key: str, names: Sequence[str]) -> Arrays:
-    with np.load(file, allow_pickle=False) as stored:
-        if str(stored["key"]) != key:
-            raise ValueError("it was made with other parameters")
-        return {name: stored[name] for name in names}
-
-
-def write_cached(path: Path, key: str, arrays: Arrays) -> None:
-    """Store the arrays under ``key``.
-
-    The file is replaced atomically: a reader sees the old file or the new one, never a part.
-
-    Raises:
-        OSError: The directory cannot be written to; the message says how to choose another.
-    """
-    with _temporary_file(path.parent) as temporary:
-        members: dict[str, Any] = {"key": np.array(key), **arrays}
-        np.savez(temporary, **members)
-        temporary.close()
-        os.replace(temporary.name, path)
-
-
-def check_writable(directory: Path) -> None:
-    """Check that a file can be created in ``directory``; create the directory if it is missing.
-
-    Call this before a long computation, so that its result is sure to find a place.
-
-    Raises:
-        OSError: As for ``write_cached``.
-    """
-    with _temporary_file(directory):
-        pass
-
-
-@contextlib.contextmanager
-def _temporary_file(directory: Path) -> Iterator[IO[bytes]]:
-    """Open a new file in ``directory`` and delete it on exit, unless the caller has moved it."""
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=directory, suffix=".part", delete=False) as file:
-            try:
-                yield file
-            finally:
-                file.close()
-                Path(file.name).unlink(missing_ok=True)
-    except OSError as error:
-        advice = "cannot write the cache; pass another cache_dir or set EBBTIDE_CACHE"
-        raise OSError(error.errno, f"{advice} ({error.strerror})", str(directory)) from error
-
-
 # ---- Generate samples of the Darcy problem (coefficient and solution) and cache them on disk ----
 
 Array32 = NDArray[np.float32]
@@ -434,9 +348,6 @@ def generate_darcy(
     Raises:
         ValueError: A count is out of range.
 
-    Source:
-        Li et al., Fourier Neural Operator for Parametric Partial Differential Equations, ICLR
-        2021, section 5.2 and appendix A.3.2.
     """
     check_integer("n_samples", n_samples, least=1)
     check_integer("first", first, least=0)
@@ -445,8 +356,16 @@ def generate_darcy(
     check_integer("workers", workers, least=1)
     shape = (n_samples, spec.resolution, spec.resolution)
     samples = DarcySamples(torch.empty(shape), torch.empty(shape))
-    pairs = _solve_all(spec, range(first, first + n_samples), workers)
-    for i, (a, u) in enumerate(_with_progress(pairs, spec, n_samples, progress)):
+    label = f"Darcy flow {spec.resolution}x{spec.resolution}, {spec.split.name.lower()}"
+    is_shown = sys.stderr.isatty() if progress is None else progress
+    pairs = track(
+        _solve_all(spec, range(first, first + n_samples), workers),
+        label,
+        n_samples,
+        console=Console(stderr=True),
+        disable=not is_shown,
+    )
+    for i, (a, u) in enumerate(pairs):
         samples.a[i] = torch.from_numpy(a)
         samples.u[i] = torch.from_numpy(u)
     return samples
@@ -478,27 +397,82 @@ def load_darcy(
         OSError: Samples have to be computed and the cache directory cannot be written to.
     """
     check_integer("n_samples", n_samples, least=1)
-    name = f"darcy-{spec.resolution}-{spec.split.name.lower()}"
-    path = cache_path(cache_directory(cache_dir), name, spec.key())
-    samples = _read(path, spec)
+    digest = hashlib.sha256(spec.key().encode()).hexdigest()[:16]
+    name = f"darcy-{spec.resolution}-{spec.split.name.lower()}-{digest}.npz"
+    path = cache_directory(cache_dir) / name
+    samples = _read_cached(path, spec)
     n_cached = len(samples.a)
     if n_cached < n_samples:
-        check_writable(path.parent)
-        missing = generate_darcy(
-            spec, n_samples - n_cached, first=n_cached, workers=workers, progress=progress
-        )
-        samples = DarcySamples(*map(torch.cat, zip(samples, missing, strict=True)))
-        write_cached(path, spec.key(), {"a": samples.a.numpy(), "u": samples.u.numpy()})
+        with _replacing(path) as file:
+            missing = generate_darcy(
+                spec, n_samples - n_cached, first=n_cached, workers=workers, progress=progress
+            )
+            samples = DarcySamples(*map(torch.cat, zip(samples, missing, strict=True)))
+            np.savez(file, key=spec.key(), a=samples.a.numpy(), u=samples.u.numpy())
     return DarcySamples(samples.a[:n_samples], samples.u[:n_samples])
 
 
-def _read(path: Path, spec: DarcySpec) -> DarcySamples:
-    """Read a cache file; return zero samples if there is none, or none that can be used."""
-    arrays = read_cached(path, spec.key(), DarcySamples._fields)
-    if arrays is None:
-        empty = torch.empty(0, spec.resolution, spec.resolution)
-        return DarcySamples(empty, empty)
-    return DarcySamples(**{name: torch.from_numpy(array) for name, array in arrays.items()})
+def cache_directory(chosen: str | os.PathLike[str] | None = None) -> Path:
+    """Return ``chosen`` if given, else ``$EBBTIDE_CACHE``, else the user's cache directory."""
+    named = chosen or os.environ.get("EBBTIDE_CACHE")
+    user_cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "ebbtide"
+    return Path(named or user_cache).expanduser()
+
+
+# The errors that NumPy and zipfile raise for damaged bytes. OSError is one of them because a
+# damaged offset makes a seek fail.
+_DAMAGE = (zipfile.BadZipFile, ValueError, TypeError, LookupError, EOFError, RuntimeError, OSError)
+
+
+def _read_cached(path: Path, spec: DarcySpec) -> DarcySamples:
+    """Read a cache file; return zero samples if there is none, or none that can be used.
+
+    A warning reports a file that is damaged (zip members carry checksums) or has another key.
+
+    Raises:
+        OSError: The file exists but cannot be opened.
+    """
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError), path.open("rb") as file:
+        try:
+            with np.load(file, allow_pickle=False) as stored:
+                if str(stored["key"]) != spec.key():
+                    raise ValueError("it was made with other parameters")
+                return DarcySamples(*(torch.from_numpy(stored[name]) for name in "au"))
+        except _DAMAGE as error:
+            warn_user(
+                "cache-damaged",
+                f"cache file {path} cannot be used ({str(error) or type(error).__name__}) and will "
+                f"be made again; nothing needs to be done, unless it happens again: then check the "
+                f"disk, or choose another directory",
+            )
+    empty = torch.empty(0, spec.resolution, spec.resolution)
+    return DarcySamples(empty, empty)
+
+
+@contextlib.contextmanager
+def _replacing(path: Path) -> Iterator[IO[bytes]]:
+    """Write a file that takes the place of another one when the block ends well.
+
+    It is opened first, so that the result of a long computation is sure to find a place. Readers
+    see the old file or the new one, never a part.
+
+    Raises:
+        OSError: The directory cannot be written to; the message says how to choose another.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = tempfile.NamedTemporaryFile(  # noqa: SIM115  # closed below
+            dir=path.parent, suffix=".part", delete=False
+        )
+    except OSError as error:
+        advice = "cannot write the cache; pass another cache_dir or set EBBTIDE_CACHE"
+        raise OSError(error.errno, f"{advice} ({error.strerror})", str(path.parent)) from error
+    try:
+        with file:
+            yield file
+        os.replace(file.name, path)
+    finally:
+        Path(file.name).unlink(missing_ok=True)
 
 
 def _solved_on(spec: DarcySpec) -> int:
@@ -523,228 +497,27 @@ def _solve_all(
 
     Threads are enough to use several cores, because NumPy and SciPy's FFT release the GIL.
     """
-    if workers == 1:
-        yield from map(functools.partial(_sample, spec), indices)
-        return
     with ThreadPoolExecutor(workers) as pool:
         yield from pool.map(functools.partial(_sample, spec), indices)
 
 
-def _with_progress(
-    pairs: Iterator[tuple[Array32, Array32]], spec: DarcySpec, total: int, progress: bool | None
-) -> Iterator[tuple[Array32, Array32]]:
-    if progress is None:
-        progress = sys.stderr.isatty()
-    if not progress:
-        return pairs
-    # Imported here because rich is needed only when a bar is drawn.
-    from rich.console import Console
-    from rich.progress import track
-
-    grid = f"{spec.resolution}x{spec.resolution}"
-    label = f"Darcy flow {grid}, {spec.split.name.lower()}"
-    return iter(track(pairs, label, total, console=Console(stderr=True)))
-
-
-# ---- Loaders of Darcy samples for neuraloperator, and the reader of the published files ----
+# ---- Loaders of Darcy samples for neuraloperator ----
 
 Batches = DataLoader[dict[str, torch.Tensor]]
 Loaders = tuple[Batches, dict[int, Batches], "DefaultDataProcessor"]
-ReadSamples = Callable[[Split, int, int], DarcySamples]
 
 ENCODINGS = ("channel-wise", "pixel-wise")
 INSTALL_NEURALOP = 'the Darcy loaders need neuraloperator: pip install "ebbtide[neuralop]"'
-
-
-@dataclasses.dataclass(frozen=True)
-class LoaderRequest:
-    """The validated arguments of the two loaders; see ``darcy.load_darcy_flow_small``.
-
-    Raises:
-        ValueError: A count, resolution or choice is out of range, or the lists differ in length.
-    """
-
-    n_train: int
-    n_tests: Sequence[int]
-    batch_size: int
-    test_batch_sizes: Sequence[int]
-    train_resolution: int
-    test_resolutions: Sequence[int]
-    encode_input: bool
-    encode_output: bool
-    encoding: str
-    channel_dim: int
-    num_workers: int
-
-    def __post_init__(self) -> None:
-        self._check_lists()
-        for name in ("n_train", "batch_size"):
-            check_integer(name, getattr(self, name), least=1)
-        for name in ("n_tests", "test_batch_sizes"):
-            for value in getattr(self, name):
-                check_integer(f"every entry of {name}", value, least=1)
-        check_integer("num_workers", self.num_workers, least=0)
-        for resolution in (self.train_resolution, *self.test_resolutions):
-            check_integer("every resolution", resolution, least=MIN_RESOLUTION)
-        if self.channel_dim not in (1, 2, 3, -1, -2, -3):
-            raise ValueError(f"channel_dim must be 1, 2 or 3 in a batch, got {self.channel_dim}")
-        self._check_encoding()
-
-    def _check_lists(self) -> None:
-        lists = {
-            name: getattr(self, name)
-            for name in ("test_resolutions", "n_tests", "test_batch_sizes")
-        }
-        for name, values in lists.items():
-            if not isinstance(values, Sequence) or isinstance(values, str):
-                raise ValueError(
-                    f"{name} must be a list with one entry per test set, got {values!r}"
-                )
-        lengths = {name: len(values) for name, values in lists.items()}
-        if len(set(lengths.values())) > 1:
-            raise ValueError(f"these lists need one entry per test set each, got lengths {lengths}")
-        if len(set(self.test_resolutions)) < len(self.test_resolutions):
-            raise ValueError(
-                f"name each of test_resolutions once; there are repeats in {self.test_resolutions}"
-            )
-
-    def _check_encoding(self) -> None:
-        if self.encoding not in ENCODINGS:
-            raise ValueError(f"encoding must be one of {ENCODINGS}, got {self.encoding!r}")
-        encodes = self.encode_input or self.encode_output
-        others = set(self.test_resolutions) - {self.train_resolution}
-        if encodes and self.encoding == "pixel-wise" and others:
-            raise ValueError(
-                f"a pixel-wise encoding is valid at one resolution only; test at "
-                f"{self.train_resolution} alone, or use encoding='channel-wise'"
-            )
-
-
-def make_loaders(request: LoaderRequest, read: ReadSamples) -> Loaders:
-    """Build the training loader, the test loaders by resolution, and the data processor.
-
-    Args:
-        request: The validated arguments.
-        read: Returns the samples, given the split, the resolution and the number of samples.
-
-    Raises:
-        ImportError: neuraloperator is not installed.
-    """
-    try:
-        from neuralop.data.datasets.tensor_dataset import TensorDataset
-        from neuralop.data.transforms.data_processors import DefaultDataProcessor
-    except ImportError as error:
-        raise ImportError(INSTALL_NEURALOP) from error
-
-    def dataset(split: Split, resolution: int, n_samples: int) -> TensorDataset:
-        samples = read(split, resolution, n_samples)
-        return TensorDataset(*(field.unsqueeze(request.channel_dim) for field in samples))
-
-    train = dataset(Split.TRAIN, request.train_resolution, request.n_train)
-    tests = zip(request.test_resolutions, request.n_tests, request.test_batch_sizes, strict=True)
-    test_loaders = {
-        resolution: _loader(dataset(Split.TEST, resolution, n_test), batch_size, request)
-        for resolution, n_test, batch_size in tests
-    }
-    processor = DefaultDataProcessor(
-        in_normalizer=_normalizer(train.x, request) if request.encode_input else None,
-        out_normalizer=_normalizer(train.y, request) if request.encode_output else None,
-    )
-    return _loader(train, request.batch_size, request), test_loaders, processor
-
-
-def _loader(
-    dataset: Dataset[dict[str, torch.Tensor]], batch_size: int, request: LoaderRequest
-) -> Batches:
-    return DataLoader(
-        dataset,
-        batch_size=batch_size,
-        num_workers=request.num_workers,
-        pin_memory=torch.accelerator.is_available(),
-    )
-
-
-def _normalizer(data: torch.Tensor, request: LoaderRequest) -> UnitGaussianNormalizer:
-    from neuralop.data.transforms.normalizers import UnitGaussianNormalizer
-
-    reduced = list(range(data.ndim))
-    if request.encoding == "channel-wise":
-        reduced.pop(request.channel_dim)
-    else:
-        reduced = [0]
-    normalizer = UnitGaussianNormalizer(dim=reduced)
-    normalizer.fit(data)
-    return normalizer
-
-
-def read_published(root: Path, split: Split, resolution: int, n_samples: int) -> DarcySamples:
-    """Read the first ``n_samples`` samples of a published file.
-
-    Raises:
-        ValueError: The file has fewer samples or does not hold a dict of ``x`` and ``y``.
-        OSError: The file is missing or cannot be read.
-    """
-    path = root / f"darcy_{split.name.lower()}_{resolution}.pt"
-    try:
-        data = torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError as error:
-        advice = "get it from Zenodo record 12784353, or leave out data_root to generate the data"
-        raise FileNotFoundError(error.errno, advice, str(path)) from error
-    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise OSError(f"{path} is damaged or was not written by torch.save: {error}") from error
-    if not isinstance(data, dict) or not all(torch.is_tensor(data.get(name)) for name in "xy"):
-        raise ValueError(f"{path} must hold a dict with the tensors 'x' and 'y'")
-    if len(data["x"]) < n_samples:
-        raise ValueError(f"{path} has {len(data['x'])} samples, not {n_samples}; ask for fewer")
-    return DarcySamples(*(_without_channel(data[name][:n_samples], path) for name in "xy"))
-
-
-def _without_channel(data: torch.Tensor, path: Path) -> torch.Tensor:
-    if data.ndim == 4 and data.shape[1] == 1:
-        data = data.squeeze(1)
-    if data.ndim != 3:
-        raise ValueError(f"{path} must hold one channel on a 2-D grid, got shape {data.shape}")
-    return data.to(torch.float32)
-
-
-# ---- Darcy flow: the map from a rock's permeability to the pressure of the water in it ----
-#
-# The equation is ``-div(a grad u) = f`` on the unit square, ``u = 0`` on the boundary, ``f = 1``.
-# The permeability ``a`` is 12 where a Gaussian random field is positive and 3 where it is
-# negative; a neural operator learns the map from ``a`` to ``u``. Samples are generated on this
-# machine and cached on disk (``load_darcy``), or read from the published files
-# (``load_darcy_pt``). ``load_darcy_flow_small`` and ``load_darcy_pt`` can replace
-# neuraloperator's functions of the same names: they take the same arguments and return the same
-# kinds of objects.
-#
-# Source:
-# Li et al., Fourier Neural Operator for Parametric Partial Differential Equations, ICLR 2021,
-# section 5.2 and appendix A.3.2.
-
-__all__ = [
-    "DarcySamples",
-    "DarcySpec",
-    "Split",
-    "apply_elliptic",
-    "gaussian_field",
-    "generate_darcy",
-    "load_darcy",
-    "load_darcy_flow_small",
-    "load_darcy_pt",
-    "solve_elliptic",
-]
-
 UNIT_SQUARE = ((0, 1), (0, 1))
 
 
-# The two loaders have this many parameters because neuraloperator's functions have them.
+# It has this many parameters because neuraloperator's function has them.
 def load_darcy_flow_small(
     n_train: int,
     n_tests: Sequence[int],
     batch_size: int,
     test_batch_sizes: Sequence[int],
     *,
-    data_root: str | os.PathLike[str] | None = None,
     train_resolution: int = 16,
     test_resolutions: Sequence[int] = (16, 32),
     grid_boundaries: Sequence[Sequence[float]] = UNIT_SQUARE,
@@ -758,7 +531,7 @@ def load_darcy_flow_small(
     cache_dir: str | os.PathLike[str] | None = None,
     progress: bool | None = None,
 ) -> Loaders:
-    """Load Darcy flow data for neuraloperator; generate them unless ``data_root`` is given.
+    """Load Darcy flow data for neuraloperator, in the place of its function of the same name.
 
     The training loader yields samples in the order of their index, without shuffling. Test samples
     never occur in the training set. Sample ``i`` is the same physical field at every test
@@ -770,8 +543,6 @@ def load_darcy_flow_small(
         n_tests: Number of test samples, per test resolution.
         batch_size: Training batch size.
         test_batch_sizes: Test batch size, per test resolution.
-        data_root: Directory with the published files, which are read as by ``load_darcy_pt``;
-            ``seed``, ``refinement``, ``cache_dir`` and ``progress`` then have no effect.
         train_resolution: Nodes along each side of the training grid, boundary included.
         test_resolutions: Nodes along each side of each test grid, boundary included.
         grid_boundaries: Must be the unit square, on which the problem is posed.
@@ -793,7 +564,7 @@ def load_darcy_flow_small(
 
     Raises:
         ValueError: A count, resolution or choice is out of range, or the lists differ in length.
-        OSError: The cache directory cannot be written to, or a published file is missing.
+        OSError: The cache directory cannot be written to.
         ImportError: neuraloperator is not installed.
 
     Shape:
@@ -804,69 +575,62 @@ def load_darcy_flow_small(
             f"the problem is posed on the unit square; leave grid_boundaries at its default "
             f"(got {grid_boundaries}) and scale the model's positional embedding instead"
         )
-    request = LoaderRequest(
-        n_train, n_tests, batch_size, test_batch_sizes, train_resolution, test_resolutions,
-        encode_input, encode_output, encoding, channel_dim, num_workers,
-    )  # fmt: skip
+    counts = {"n_train": [n_train], "n_tests": n_tests}
+    counts |= {"batch_size": [batch_size], "test_batch_sizes": test_batch_sizes}
+    for name, values in counts.items():
+        for value in values:
+            check_integer(name, value, least=1)
+    lengths = [len(each) for each in (test_resolutions, n_tests, test_batch_sizes)]
+    if len(set(lengths)) > 1:
+        raise ValueError(
+            f"test_resolutions, n_tests and test_batch_sizes need one entry per test set each, got "
+            f"{lengths}"
+        )
+    if encoding not in ENCODINGS:
+        raise ValueError(f"encoding must be one of {ENCODINGS}, got {encoding!r}")
+    pixel_wise = encoding == "pixel-wise"
+    if pixel_wise and (encode_input or encode_output) and {*test_resolutions} != {train_resolution}:
+        raise ValueError(
+            f"a pixel-wise encoding is valid at one resolution only; test at {train_resolution} "
+            f"alone, or use encoding='channel-wise'"
+        )
+    specs = {
+        (split, resolution): DarcySpec(resolution, split=split, seed=seed, refinement=refinement)
+        for split, resolution in [
+            (Split.TRAIN, train_resolution),
+            *((Split.TEST, resolution) for resolution in test_resolutions),
+        ]
+    }
+    try:
+        from neuralop.data.datasets.tensor_dataset import TensorDataset
+        from neuralop.data.transforms.data_processors import DefaultDataProcessor
+        from neuralop.data.transforms.normalizers import UnitGaussianNormalizer
+    except ImportError as error:
+        raise ImportError(INSTALL_NEURALOP) from error
 
-    def read(split: Split, resolution: int, n_samples: int) -> DarcySamples:
-        if data_root is not None:
-            return read_published(Path(data_root), split, resolution, n_samples)
-        spec = DarcySpec(resolution, split=split, seed=seed, refinement=refinement)
-        return load_darcy(spec, n_samples, cache_dir=cache_dir, progress=progress)
+    def dataset(split: Split, resolution: int, n_samples: int) -> TensorDataset:
+        spec = specs[split, resolution]
+        samples = load_darcy(spec, n_samples, cache_dir=cache_dir, progress=progress)
+        return TensorDataset(*(field.unsqueeze(channel_dim) for field in samples))
 
-    return make_loaders(request, read)
+    def loader(data: TensorDataset, size: int) -> Batches:
+        pin_memory = torch.accelerator.is_available()
+        return DataLoader(data, batch_size=size, num_workers=num_workers, pin_memory=pin_memory)
 
+    def normalizer(data: torch.Tensor) -> UnitGaussianNormalizer:
+        reduced = set(range(data.ndim)) - {channel_dim % data.ndim}
+        fitted = UnitGaussianNormalizer(dim=[0] if pixel_wise else sorted(reduced))
+        fitted.fit(data)
+        return fitted
 
-def load_darcy_pt(
-    n_train: int,
-    n_tests: Sequence[int],
-    batch_size: int,
-    test_batch_sizes: Sequence[int],
-    *,
-    data_root: str | os.PathLike[str],
-    train_resolution: int = 16,
-    test_resolutions: Sequence[int] = (16, 32),
-    encode_input: bool = False,
-    encode_output: bool = True,
-    encoding: str = "channel-wise",
-    channel_dim: int = 1,
-    num_workers: int = 0,
-) -> Loaders:
-    """Load Darcy flow data from the published files, which must already be on this machine.
-
-    The files are ``darcy_train_{resolution}.pt`` and ``darcy_test_{resolution}.pt`` of Zenodo
-    record 12784353. Each holds a dict of ``x`` and ``y``, with or without a channel dimension.
-    Values of any type (``x`` may be boolean) are converted to float32 without rescaling.
-
-    Args:
-        n_train: Number of training samples, taken from the start of the file.
-        n_tests: Number of test samples, per test resolution.
-        batch_size: Training batch size.
-        test_batch_sizes: Test batch size, per test resolution.
-        data_root: Directory with the files.
-        train_resolution: Resolution of the training file to read.
-        test_resolutions: Resolutions of the test files to read.
-        encode_input: As for ``load_darcy_flow_small``.
-        encode_output: As for ``load_darcy_flow_small``.
-        encoding: As for ``load_darcy_flow_small``.
-        channel_dim: As for ``load_darcy_flow_small``.
-        num_workers: As for ``load_darcy_flow_small``.
-
-    Returns:
-        As for ``load_darcy_flow_small``.
-
-    Raises:
-        ValueError: As for ``load_darcy_flow_small``, or a file has fewer samples than asked for
-            or does not hold such a dict.
-        OSError: A file is missing or cannot be read.
-        ImportError: neuraloperator is not installed.
-
-    Shape:
-        batch["x"], batch["y"]: (batch, 1, resolution, resolution), float32.
-    """
-    request = LoaderRequest(
-        n_train, n_tests, batch_size, test_batch_sizes, train_resolution, test_resolutions,
-        encode_input, encode_output, encoding, channel_dim, num_workers,
-    )  # fmt: skip
-    return make_loaders(request, functools.partial(read_published, Path(data_root)))
+    train = dataset(Split.TRAIN, train_resolution, n_train)
+    tests = zip(test_resolutions, n_tests, test_batch_sizes, strict=True)
+    test_loaders = {
+        resolution: loader(dataset(Split.TEST, resolution, n_test), size)
+        for resolution, n_test, size in tests
+    }
+    processor = DefaultDataProcessor(
+        in_normalizer=normalizer(train.x) if encode_input else None,
+        out_normalizer=normalizer(train.y) if encode_output else None,
+    )
+    return loader(train, batch_size), test_loaders, processor

@@ -1,4 +1,4 @@
-"""The table that compares the demo's modes, and sentences on what limits its figures."""
+"""The demo: trains the same FNO on Darcy flow in every mode, and compares and reports."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import json
 import multiprocessing
 import os
 import platform
-import signal
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, TypeVar, final
 
 import torch
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from ebbtide.errors import PolicyError
 from ebbtide.observe.page import write_page
 from ebbtide.runtime.stats import StepStats
 from ebbtide.tools import darcy_fno
@@ -31,7 +31,6 @@ from ebbtide.tools import demo_worker as worker
 from ebbtide.tools.demo_config import (
     STEPS_PER_TURN,
     DemoConfig,
-    FinalResult,
     Mode,
     ModeResult,
     StepResult,
@@ -40,6 +39,7 @@ from ebbtide.tools.demo_config import (
     check_writable,
     first_difference,
 )
+from ebbtide.tools.machine import cpu_name
 from ebbtide.units import format_size
 from ebbtide.version import __version__
 
@@ -93,8 +93,6 @@ def _rows(config: DemoConfig, results: list[ModeResult]) -> Iterator[tuple[str, 
     if reference is not None:
         yield "  relative to no offload", _ratio(reference, lambda result: result.median_s)
     yield "  fastest - slowest", _range
-    if config.device.type == "cpu":
-        yield "  processor time, own / kernel", _processor_time
     yield from _stats_rows(results)
     yield "Train error, L2 / H1", _train_error
     yield "Test error, L2 / H1", _test_error
@@ -203,12 +201,6 @@ def _range(result: ModeResult) -> str:
     return f"{_digits(fastest_s)} - {_digits(slowest_s)} s"
 
 
-def _processor_time(result: ModeResult) -> str:
-    own_s = statistics.median(step.user_s for step in result.timed)
-    kernel_s = statistics.median(step.kernel_s for step in result.timed)
-    return f"{_digits(own_s)} / {_digits(kernel_s)} s"
-
-
 def _train_error(result: ModeResult) -> str:
     return f"{result.steps[-1].train_l2:.3f} / {result.steps[-1].train_h1:.3f}"
 
@@ -225,64 +217,9 @@ def _verdict(result: ModeResult, differences: dict[Mode, str | None]) -> str:
     return "[green]same bits[/]" if difference is None else f"[red]differ: {difference}[/]"
 
 
-# ---- Shows how far the demo is, and how long the rest takes. Progress goes to standard error ----
+# ---- Shows how far the demo is. Progress goes to standard error ----
 
 Note = Callable[[Mode, StepResult], None]
-
-_MINUTE_S = 60.0
-
-
-class TimeLeft:
-    """Estimates the seconds that the steps to come will take, from those that were taken.
-
-    Args:
-        modes: the modes that train.
-        steps: number of steps of each.
-    """
-
-    def __init__(self, modes: Sequence[Mode], steps: int) -> None:
-        self._left = dict.fromkeys(modes, steps)
-        self._taken_s: dict[Mode, list[float]] = {mode: [] for mode in modes}
-
-    def note(self, mode: Mode, seconds: float) -> None:
-        """Note a step of a mode, with all that went with it."""
-        self._left[mode] -= 1
-        self._taken_s[mode].append(seconds)
-
-    def estimate_s(self) -> float | None:
-        """Return the seconds that are left; None before the first step.
-
-        A mode that has not begun is taken to be as fast as the others are on average.
-        """
-        means = {mode: sum(each) / len(each) for mode, each in self._taken_s.items() if each}
-        if not means:
-            return None
-        other_s = sum(means.values()) / len(means)
-        return sum(left * means.get(mode, other_s) for mode, left in self._left.items())
-
-
-def format_left(seconds: float | None) -> str:
-    """Format the time that is left, such as ``"about 40 s left"``; none if it is not known or 0."""
-    if not seconds:
-        return ""
-    if seconds < 1.5 * _MINUTE_S:
-        return f"about {max(1, round(seconds))} s left"
-    return f"about {round(seconds / _MINUTE_S)} min left"
-
-
-@contextlib.contextmanager
-def activity(console: Console, what: str) -> Iterator[None]:
-    """Show that something is under way; when it is done, say how long it took."""
-    if not console.is_terminal:
-        console.print(what, highlight=False, markup=False)
-        yield
-        return
-    begin_s = time.perf_counter()
-    spinner = "dots" if console.encoding.lower().startswith("utf") else "line"
-    with console.status(what, spinner=spinner):
-        yield
-    taken_s = time.perf_counter() - begin_s
-    console.print(f"{what} ({taken_s:.0f} s)", highlight=False, markup=False)
 
 
 @contextlib.contextmanager
@@ -292,61 +229,30 @@ def training(console: Console, modes: Sequence[Mode], steps: int) -> Iterator[No
     Yields:
         A function to call with each step as soon as it is done.
     """
-    left = TimeLeft(modes, steps)
-    begin_s = time.perf_counter()
-
-    def take() -> float:
-        nonlocal begin_s
-        taken_s, begin_s = time.perf_counter() - begin_s, time.perf_counter()
-        return taken_s
-
-    shown = _bars if console.is_terminal else _lines
-    with shown(console, modes, steps) as show:
-
-        def note(mode: Mode, step: StepResult) -> None:
-            left.note(mode, take())
-            show(mode, step, format_left(left.estimate_s()))
-
-        yield note
-
-
-_Show = Callable[[Mode, StepResult, str], None]
-
-
-@contextlib.contextmanager
-def _lines(console: Console, modes: Sequence[Mode], steps: int) -> Iterator[_Show]:
-    numbers = dict.fromkeys(modes, 0)
-
-    def show(mode: Mode, step: StepResult, left: str) -> None:
-        numbers[mode] += 1
-        place = f"{mode.title}: step {numbers[mode]} of {steps}"
-        words = ", ".join(filter(None, [_describe(step), left]))
-        console.print(f"{place:<27} {words}", highlight=False, markup=False)
-
-    yield show
-
-
-@contextlib.contextmanager
-def _bars(console: Console, modes: Sequence[Mode], steps: int) -> Iterator[_Show]:
     columns = (
         TextColumn("{task.description:>11}"),
         BarColumn(16),
         MofNCompleteColumn(),
         TextColumn("{task.fields[last]}"),
+        TimeRemainingColumn(),
     )
-    with Progress(*columns, console=console) as bars:
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
         tasks = {mode: bars.add_task(mode.title, total=steps, last="") for mode in modes}
-        total = bars.add_task("all", total=steps * len(modes), last="")
+        numbers = dict.fromkeys(modes, 0)
 
-        def show(mode: Mode, step: StepResult, left: str) -> None:
-            bars.update(tasks[mode], advance=1, last=_describe(step))
-            bars.update(total, advance=1, last=left)
+        def note(mode: Mode, step: StepResult) -> None:
+            numbers[mode] += 1
+            words = f"{step.duration_s:5.2f} s, peak {format_size(step.peak_bytes)}"
+            bars.update(tasks[mode], advance=1, last=words)
+            if not console.is_terminal:
+                place = f"{mode.title}: step {numbers[mode]} of {steps}"
+                _say(console, f"{place:<27} {words}")
 
-        yield show
+        yield note
 
 
-def _describe(step: StepResult) -> str:
-    return f"{step.duration_s:5.2f} s, peak {format_size(step.peak_bytes)}"
+def _say(console: Console, words: str) -> None:
+    console.print(words, highlight=False, markup=False)
 
 
 # ---- Draw the demo's picture: memory over one step, and a prediction of the trained model ----
@@ -429,11 +335,9 @@ def _draw_sample(figure: Any, config: DemoConfig, result: ModeResult) -> None:
     bar.ax.tick_params(labelsize=8)
 
 
-# ---- The parent's side of the worker processes: start them, give them turns, notice when one dies
+# ---- The worker processes: start them, give them turns, notice when one dies ----
 
 Result = TypeVar("Result")
-
-_GRACE_S = 5.0
 
 # [Note: a fair baseline] On a CPU, two costs would hide those of offloading. Torch takes the memory
 # of every large tensor fresh from the kernel, and in pages of 4 KiB that took two thirds of a plain
@@ -464,79 +368,56 @@ class Team:
         # A forked child would inherit the parent's memory, and a state of torch in which the
         # parent's threads seem to run but do not exist.
         context = multiprocessing.get_context("spawn")
-        self._members = {}
-        for mode in config.modes:
-            ours, theirs = context.Pipe()
-            process = context.Process(
-                target=worker.run, args=(theirs, config, mode), name=mode.value, daemon=True
-            )
-            process.start()
-            theirs.close()  # an open copy here would hide that the worker has closed its end
-            self._members[mode] = (process, ours)
+        self._pools = {mode: ProcessPoolExecutor(1, context) for mode in config.modes}
+        self._config = config
 
-    def tell(self, mode: Mode, message: Any = None) -> None:
-        """Give a mode its turn. If that fails, `hear` raises the error."""
-        with contextlib.suppress(OSError):
-            self._members[mode][1].send(message)
-
-    def hear(self, mode: Mode, kind: type[Result]) -> Result:
-        """Wait for the result of a mode's turn.
+    def start(self) -> None:
+        """Start all processes at once, and wait until their models are built.
 
         Raises:
-            UsageError: the mode cannot do what the user asked for.
-            WorkerError: the mode failed, or its process has ended.
+            PolicyError: a mode cannot do what the user asked for.
+            WorkerError: a mode failed.
         """
-        process, connection = self._members[mode]
+        started = {
+            mode: pool.submit(worker.start, self._config, mode)
+            for mode, pool in self._pools.items()
+        }
+        for mode, future in started.items():
+            self._wait(mode, future)
+
+    def ask(self, mode: Mode, work: Callable[..., Result], *arguments: Any) -> Result:
+        """Give a mode its turn and wait for the result; raise as `start` does.
+
+        Args:
+            mode: the mode.
+            work: a function of `demo_worker`, or another that a process can import.
+            arguments: its arguments.
+        """
+        return self._wait(mode, self._pools[mode].submit(work, *arguments))
+
+    def _wait(self, mode: Mode, future: Future[Result]) -> Result:
         try:
-            answer = connection.recv()
-        except (EOFError, OSError):
-            process.join(_GRACE_S)
-            raise WorkerError(_obituary(mode, process.exitcode)) from None
-        if isinstance(answer, worker.Failure):
-            if answer.by_user:
-                raise UsageError(answer.message)
-            raise WorkerError(f"mode {mode.title} failed: {answer.message}", answer.trace)
-        assert isinstance(answer, kind)
-        return answer
-
-    def ask(self, mode: Mode, kind: type[Result], message: Any = None) -> Result:
-        """Give a mode its turn and wait for the result."""
-        self.tell(mode, message)
-        return self.hear(mode, kind)
-
-    def pid(self, mode: Mode) -> int | None:
-        return self._members[mode][0].pid
+            return future.result()
+        except BrokenProcessPool:
+            raise WorkerError(
+                f"the process of mode {mode.title} has died; if memory ran out, try a smaller "
+                f"--batch-size or --resolution"
+            ) from None
+        except PolicyError:
+            raise
+        except Exception as error:
+            message = f"mode {mode.title} failed: {type(error).__name__}: {error}"
+            raise WorkerError(message, str(error.__cause__ or "")) from None
 
     def __enter__(self) -> Team:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        for process, connection in self._members.values():
-            connection.close()  # ends a worker that waits for its turn
-            if error is not None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            for process in multiprocessing.active_children():
                 process.kill()
-        for process, _ in self._members.values():
-            process.join(_GRACE_S)
-            if process.exitcode is None:
-                process.kill()
-
-
-def _obituary(mode: Mode, exitcode: int | None) -> str:
-    if exitcode is not None and exitcode < 0:
-        try:
-            name = signal.Signals(-exitcode).name
-        except ValueError:
-            name = f"signal {-exitcode}"
-        hint = ""
-        if name == "SIGKILL":
-            hint = "; if memory ran out, try a smaller --batch-size or --resolution"
-        return f"the process of mode {mode.title} was ended by {name}{hint}"
-    return f"the process of mode {mode.title} ended with exit code {exitcode} and no result"
+        for pool in self._pools.values():
+            pool.shutdown(cancel_futures=True)
 
 
 # ---- Run the demo: train the same FNO on Darcy flow in every mode; the modes take turns ----
@@ -579,19 +460,16 @@ def run_demo(config: DemoConfig, outputs: Outputs) -> bool:
     begin_s = time.perf_counter()
     progress = outputs.progress
     _announce(config, progress)
+    _say(progress, "1/4  Starting a process for each mode")
     with Team(config) as team:
-        with activity(progress, "1/4  Starting a process for each mode"):
-            for mode in config.modes:
-                team.tell(mode)
-            for mode in config.modes:
-                team.hear(mode, worker.Started)
+        team.start()
         weights = _prepare(config, progress)
         results, peak_is_per_step = _begin(team, config, weights)
-        progress.print("4/4  Training", highlight=False)
+        _say(progress, "4/4  Training")
         _train(team, config, results, progress)
-        with activity(progress, "     Test errors, and a forward without autograd"):
-            for mode in config.modes:
-                results[mode].final = team.ask(mode, FinalResult)
+        _say(progress, "     Test errors, and a forward without autograd")
+        for mode in config.modes:
+            results[mode].final = team.ask(mode, worker.finish)
     if config.device.type == "cpu" and not peak_is_per_step:
         progress.print("This kernel cannot reset the peak RSS: peaks are since the process began.")
     _report(config, list(results.values()), outputs)
@@ -605,27 +483,23 @@ def _announce(config: DemoConfig, console: Console) -> None:
     grid = f"{config.resolution} x {config.resolution}"
     where = "the CPU" if config.device.type == "cpu" else str(config.device)
     names = ", ".join(mode.title for mode in config.modes)
-    lines = [
-        f"A Fourier neural operator learns Darcy flow at {grid} on {where}, batch "
-        f"{config.batch_size}.",
-        f"Modes: {names}. Each trains {config.steps} steps, in turns.",
-    ]
-    for line in lines:
-        console.print(line, highlight=False, markup=False)
+    size = f"{grid} on {where}, batch {config.batch_size}"
+    _say(console, f"A Fourier neural operator learns Darcy flow at {size}.")
+    _say(console, f"Modes: {names}. Each trains {config.steps} steps, in turns.")
 
 
 def _prepare(config: DemoConfig, console: Console) -> darcy_fno.Weights:
     """Generate the data and train the weights that all modes begin with, while the modes wait."""
     number = config.steps * config.batch_size + darcy_fno.N_TEST
     what = f"2/4  Data: {number} samples, generated unless a run before has left them here"
-    console.print(what, highlight=False, markup=False)
+    _say(console, what)
     try:
         darcy_fno.load_problem(config)
         coarse = darcy_fno.load_coarse_problem(config)
     except (OSError, ValueError) as error:
         raise UsageError(f"--data: {error}") from error
-    what = f"3/4  Warm start: {config.warm_steps} steps on a coarse grid"
-    with activity(console, what), one_thread():
+    _say(console, f"3/4  Warm start: {config.warm_steps} steps on a coarse grid")
+    with one_thread():
         return darcy_fno.warm_start(config, coarse)
 
 
@@ -651,7 +525,7 @@ def _begin(
     results = {}
     peak_is_per_step = True
     for mode in config.modes:
-        prepared = team.ask(mode, worker.Prepared, weights)
+        prepared = team.ask(mode, worker.prepare, weights)
         results[mode] = ModeResult(mode, prepared.idle_bytes)
         peak_is_per_step &= prepared.peak_is_per_step
     return results, peak_is_per_step
@@ -665,7 +539,7 @@ def _train(
         for first in range(0, config.steps, STEPS_PER_TURN):
             for mode in config.modes:
                 for _ in range(first, min(first + STEPS_PER_TURN, config.steps)):
-                    step = team.ask(mode, StepResult)
+                    step = team.ask(mode, worker.step)
                     results[mode].steps.append(step)
                     note(mode, step)
 
@@ -748,27 +622,17 @@ def _step_as_json(step: StepResult) -> dict[str, Any]:
 
 
 def _environment(config: DemoConfig) -> dict[str, Any]:
-    accelerator = None
-    if config.device.type == "cuda":
-        accelerator = torch.cuda.get_device_name(config.device)
     return {
         "ebbtide": __version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()}",
-        "cpu": _cpu_model(),
+        "cpu": cpu_name(),
         "cores": os.cpu_count(),
         "torch_threads": config.threads or torch.get_num_threads(),
         "variables": {name: os.environ.get(name) for name in ENVIRONMENT},
         "device": str(config.device),
-        "accelerator": accelerator,
+        "accelerator": torch.cuda.get_device_name(config.device)
+        if config.device.type == "cuda"
+        else None,
     }
-
-
-def _cpu_model() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.machine())

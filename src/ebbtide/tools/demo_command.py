@@ -55,8 +55,7 @@ def demo(
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Directory of the published .pt files, or for generated samples; without it the "
-            "user's cache.",
+            help="Directory for generated samples; without it the user's cache.",
         ),
     ] = None,
     out: Annotated[

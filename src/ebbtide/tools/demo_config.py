@@ -179,8 +179,6 @@ class StepResult:
 
     Attributes:
         duration_s: seconds for forward, backward and optimizer.
-        user_s: processor seconds in the program itself, summed over all threads.
-        kernel_s: processor seconds in the kernel (new memory, files), summed over all threads.
         peak_bytes: largest number of bytes in use during the step.
         loss: the loss, which backward differentiates.
         train_l2: error in the L2 norm.
@@ -191,8 +189,6 @@ class StepResult:
     """
 
     duration_s: float
-    user_s: float
-    kernel_s: float
     peak_bytes: int
     loss: float
     train_l2: float

@@ -1,18 +1,17 @@
-"""Samples memory from a thread while a step runs."""
+"""The work of one mode of the demo, in a process of its own: train, and measure."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import multiprocessing
 import os
 import signal
 import threading
 import time
-import traceback
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
-from types import TracebackType
 from typing import Any, final
 
 import torch
@@ -28,46 +27,63 @@ from ebbtide.tools.demo_config import WARM_RESOLUTION, DemoConfig, FinalResult, 
 _SAMPLE_EVERY_S = 0.005
 
 
-@final
-class Timeline:
-    """Samples memory from a thread while its `with` block runs.
+@contextlib.contextmanager
+def sampled(memory: AbstractMemory) -> Iterator[list[tuple[float, int]]]:
+    """Sample memory from a thread while the block runs.
 
-    Attributes:
-        samples: pairs of seconds since the block began and bytes in use, one every 5 ms.
+    Yields:
+        Pairs of seconds since the block began and bytes in use, one every 5 ms; the list grows.
     """
+    samples: list[tuple[float, int]] = []
+    over = threading.Event()
+    begin_s = time.perf_counter()
 
-    def __init__(self, memory: AbstractMemory) -> None:
-        self._memory = memory
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._sample, daemon=True)
-        self.samples: list[tuple[float, int]] = []
+    def sample() -> None:
+        while not over.wait(_SAMPLE_EVERY_S):
+            samples.append((time.perf_counter() - begin_s, memory.now_bytes()))
 
-    def __enter__(self) -> Timeline:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._over.set()
-        self._thread.join()
-
-    def _sample(self) -> None:
-        begin_s = time.perf_counter()
-        while not self._over.wait(_SAMPLE_EVERY_S):
-            self.samples.append((time.perf_counter() - begin_s, self._memory.now_bytes()))
+    thread = threading.Thread(target=sample, daemon=True)
+    thread.start()
+    try:
+        yield samples
+    finally:
+        over.set()
+        thread.join()
 
 
 # ---- The worker process of one mode, which does one piece of work per turn ----
 
+_trainer: ModeTrainer  # of this process, since `start`
 
-@final
-@dataclass(frozen=True)
-class Started:
-    """Reports that the model is built and ebbtide attached, if the mode uses it."""
+
+def start(config: DemoConfig, mode: Mode) -> None:
+    """Build the model of this process, and attach ebbtide if the mode uses it."""
+    global _trainer
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    _trainer = ModeTrainer(config, mode)
+
+
+def prepare(weights: darcy_fno.Weights) -> Prepared:
+    """Call `ModeTrainer.prepare` in this process."""
+    return _trainer.prepare(weights)
+
+
+def step() -> StepResult:
+    """Call `ModeTrainer.step` in this process."""
+    return _trainer.step()
+
+
+def finish() -> FinalResult:
+    """Call `ModeTrainer.finish` in this process."""
+    return _trainer.finish()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 @final
@@ -82,52 +98,6 @@ class Prepared:
 
     idle_bytes: int
     peak_is_per_step: bool
-
-
-@final
-@dataclass(frozen=True)
-class Failure:
-    """Reports that the mode ended with an exception.
-
-    Attributes:
-        message: type and message of the exception.
-        trace: its traceback.
-        by_user: whether the cause is that the user asked for something that cannot be done.
-    """
-
-    message: str
-    trace: str
-    by_user: bool
-
-
-def run(connection: Connection, config: DemoConfig, mode: Mode) -> None:
-    """Answer each message with the result of the next piece of work.
-
-    This is the entry point of the process. The second message carries the weights to begin with;
-    all others are None.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
-    try:
-        for result in _turns(connection, config, mode):
-            connection.send(result)
-    except (EOFError, BrokenPipeError):
-        pass  # the parent has ended or closed the connection
-    except Exception as error:
-        message = f"{type(error).__name__}: {error}"
-        by_user = isinstance(error, ebbtide.PolicyError)
-        connection.send(Failure(message, traceback.format_exc(), by_user))
-
-
-def _turns(connection: Connection, config: DemoConfig, mode: Mode) -> Iterator[object]:
-    connection.recv()
-    trainer = ModeTrainer(config, mode)
-    yield Started()
-    yield trainer.prepare(connection.recv())
-    for _ in range(config.steps):
-        connection.recv()
-        yield trainer.step()
-    connection.recv()
-    yield trainer.finish()
 
 
 @final
@@ -173,25 +143,23 @@ class ModeTrainer:
         batch = next(self._batches)
         self._memory.reset_peak()
         self._synchronize()
-        with Timeline(self._memory) as timeline:
-            begin, begin_s = os.times(), time.perf_counter()
+        with sampled(self._memory) as timeline:
+            begin_s = time.perf_counter()
             loss, prediction, target = darcy_fno.train_step(
                 self._problem, self._model, self._optimizer, batch
             )
             self._synchronize()
-            end, duration_s = os.times(), time.perf_counter() - begin_s
+            duration_s = time.perf_counter() - begin_s
         peak_bytes = self._memory.peak_bytes()
         gradients = ((name, value.grad) for name, value in self._model.named_parameters())
         return StepResult(
             duration_s,
-            end.user - begin.user,
-            end.system - begin.system,
             peak_bytes,
             loss.item(),
             *self._problem.errors(prediction, target),
             digest(gradients),
             None if self._handle is None else self._handle.stats,
-            timeline.samples,
+            timeline,
         )
 
     def finish(self) -> FinalResult:
