@@ -216,7 +216,10 @@ def test_a_signal_ends_it_as_it_ends_python(tmp_path: Path, name: str) -> None:
 def test_a_missing_module_is_named(tmp_path: Path) -> None:
     found = run("-m", "no.such.module", at=tmp_path)
     assert (found.returncode, found.stdout) == (2, "")
-    assert found.stderr == "ebbtide run: there is no module named no.such.module\n"
+    assert found.stderr == (
+        "ebbtide run: Error while finding module specification for 'no.such.module' "
+        "(ModuleNotFoundError: No module named 'no')\n"
+    )
 
 
 @pytest.mark.parametrize(

@@ -315,7 +315,7 @@ def test_a_users_function_is_called_with_what_it_takes(module: str) -> None:
 @pytest.mark.parametrize(
     ("address", "options", "message"),
     [
-        ("{}:alone", {}, "must return .model, batch. .* not a Linear"),
+        ("{}:alone", {}, "must return .model, batch. .* not Linear"),
         ("{}:bad_loss", {}, "must be a function of the model's output, not a int"),
         ("{}:raises", {}, "fails when it is called with .*weights.pt"),
         ("{}:wants", {}, "has a parameter 'path' without a default"),

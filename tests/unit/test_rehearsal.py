@@ -100,8 +100,8 @@ def test_the_command_shows_the_default(tmp_path: Path) -> None:
     code, output = invoke("--layers", "4/20", "--out", str(picture))
     assert code == 0
     assert "F16: release 0" in output
-    assert "Peak on the device: 16 x 64MiB = 1.00 GiB." in output
-    assert "Without offload: 20 x 64MiB = 1.25 GiB." in output
+    assert "Peak on the device: 16 x 64.0 MiB = 1.00 GiB." in output
+    assert "Without offload: 20 x 64.0 MiB = 1.25 GiB." in output
     assert "\ncompute " in output
     assert max(map(len, output.splitlines()[:-1])) <= 80
     assert picture.stat().st_size > 1000

@@ -11,7 +11,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple, Protocol, final
+from typing import Any, Final, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -102,11 +102,6 @@ class RunOptions:
         """Whether a plan decides what is offloaded."""
         return self.budget is not None or self.plan is not None
 
-    @property
-    def min_bytes(self) -> int:
-        """Smaller saved tensors stay on the device."""
-        return int(self.activations.min_bytes)
-
     def arguments(self, model: nn.Module, *, frugal: bool) -> dict[str, Any]:
         """Return the arguments of `ebbtide.offload` for a model.
 
@@ -143,7 +138,7 @@ class RunOptions:
         if policy.keep_last:
             which += f" but the last {policy.keep_last} layers"
         what = {
-            "offload": f"{which} of {format_size(self.min_bytes)} or more leave",
+            "offload": f"{which} of {format_size(int(policy.min_bytes))} or more leave",
             "recompute": f"{which} computed again in backward",
             "recompute+offload": f"{which} computed again in backward, inputs leave",
         }[policy.mode]
@@ -164,19 +159,15 @@ def _but_for_sizes(policy: ActivationPolicy) -> ActivationPolicy:
 
 Call = Callable[..., Any]
 
+NoteError = Callable[[Exception], None]
+"""Is told of an error that a call has raised."""
 
-class CallWatcher(Protocol):
-    """Is told of outermost calls."""
+BeginCall = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], NoteError | None]
+"""Is called before a module is called, unless that happens inside of a watched call.
 
-    def begin_call(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Callable[[Exception], None] | None:
-        """Called before a module is called, unless that happens inside of a watched call.
-
-        Returns:
-            What is told of the error if the call raises one, which also makes it a watched call;
-            None if the calls inside of it are to be told of one by one.
-        """
+It returns what is told of the error if the call raises one, which also makes it a watched call;
+None if the calls inside of it are to be told of one by one.
+"""
 
 
 class _Thread(threading.local):
@@ -192,18 +183,18 @@ class ModuleCalls:
     See [Note: why no module hooks].
 
     Args:
-        watcher: is told of them.
+        begin: is told of them.
     """
 
-    def __init__(self, watcher: CallWatcher) -> None:
-        self._watcher = watcher
+    def __init__(self, begin: BeginCall) -> None:
+        self._begin = begin
         self._before: Call | None = None
         self._replacement: Call | None = None
 
     def install(self) -> None:
         """Watch the calls of all modules, until `remove`."""
         self._before = nn.Module.__call__
-        self._replacement = _watched(self._before, self._watcher)
+        self._replacement = _watched(self._before, self._begin)
         nn.Module.__call__ = self._replacement  # type: ignore[method-assign]
 
     def remove(self) -> None:
@@ -214,9 +205,8 @@ class ModuleCalls:
         self._before = self._replacement = None
 
 
-def _watched(call: Call, watcher: CallWatcher) -> Call:
+def _watched(call: Call, begin: BeginCall) -> Call:
     thread = _Thread()
-    begin = watcher.begin_call
     is_traced, records = torch.compiler.is_compiling, torch.is_grad_enabled
 
     @functools.wraps(call)
@@ -338,7 +328,7 @@ class DryStep:
         layers = options.layers or covering_layers(model)  # only what layers save is planned
         if self._given is not None:
             layers = layers_of(self._given, model)
-        policy = ActivationPolicy(num_layers=0, min_bytes=options.min_bytes)
+        policy = ActivationPolicy(num_layers=0, min_bytes=options.activations.min_bytes)
         self._handle = offload(model, activations=policy, layers=layers, trace=True)
         self._engine = self._handle._engine
         self._memory = memory_of(self._engine.torch_device)
@@ -552,9 +542,6 @@ def _name_of(model: nn.Module) -> str:
 
 # ---- Which modules have been met, and to which model each belongs ----
 
-NoteError = Callable[[Exception], None]
-"""Is told of an error that a call has raised."""
-
 
 class KnownModule(NamedTuple):
     """A module that has been met.
@@ -652,28 +639,22 @@ def _all_modules() -> Iterator[nn.Module]:
 _IDLE_CALLS: Final = 20  # calls of other models after which one is taken to be done with
 
 
-@final
-class BudgetTurns:
-    """Says whose turn it is. See [Note: one budget for several models].
+def is_next(model: FoundModel, models: Sequence[FoundModel]) -> bool:
+    """Whether a model may plan now. See [Note: one budget for several models].
 
     Args:
-        models: all models, in the order in which they were found; it grows.
+        model: the model.
+        models: all models, in the order in which they were found.
     """
-
-    def __init__(self, models: Sequence[FoundModel]) -> None:
-        self._models = models
-
-    def is_next(self, model: FoundModel) -> bool:
-        """Whether a model may plan now."""
-        newest = max((each.last_call for each in self._models), default=0)
-        for other in self._models:
-            if other is model:
-                return True  # those that were found later wait for this one
-            if other.handle is None or newest - other.last_call > _IDLE_CALLS:
-                continue
-            if other.waits_for_turn or not _is_settled(other):
-                return False
-        return True
+    newest = max(each.last_call for each in models)
+    for other in models:
+        if other is model:
+            return True  # those that were found later wait for this one
+        if other.handle is None or newest - other.last_call > _IDLE_CALLS:
+            continue
+        if other.waits_for_turn or not _is_settled(other):
+            return False
+    return True
 
 
 def _is_settled(model: FoundModel) -> bool:
@@ -731,7 +712,6 @@ class ModelFinder:
         self._lock = threading.RLock()
         self._known = KnownModules()
         self._num_calls = 0
-        self._turns = BudgetTurns(self.found)
         self._is_active = True
         self._is_attaching = False
         watch_forks(self)
@@ -745,7 +725,7 @@ class ModelFinder:
     def begin_call(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> NoteError | None:
-        """Look at an outermost call, as `CallWatcher` describes it."""
+        """Look at an outermost call, as `BeginCall` describes it."""
         if not self._is_active:
             return None
         known = self._known.get(module)
@@ -761,7 +741,7 @@ class ModelFinder:
         model.refresh()
         if model.dry_step is not None:
             self._end_dry(model)
-        if model.waits_for_turn and self._turns.is_next(model):
+        if model.waits_for_turn and is_next(model, self.found):
             self._plan_now(model)
 
     def _look_at(
@@ -822,7 +802,7 @@ class ModelFinder:
     def _attach(self, model: FoundModel, module: nn.Module, *, by_parts: bool = False) -> None:
         """Offload a model, or note why that cannot be done."""
         budgeted = self._options.budget is not None
-        model.waits_for_turn = budgeted and not by_parts and not self._turns.is_next(model)
+        model.waits_for_turn = budgeted and not by_parts and not is_next(model, self.found)
         frugal = budgeted and (by_parts or model.waits_for_turn)
         if by_parts and budgeted:
             model.notes.append("so there is no plan: all that can leave does")

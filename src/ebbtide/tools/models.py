@@ -79,12 +79,8 @@ class TaskFamily:
 
     def describe(self, size: Size) -> str:
         """Return a size in words, such as ``"512 x 512, batch 8"``."""
-        parts = []
-        if size.length is not None:
-            parts.append(self.describe_length(size.length))
-        if size.batch is not None:
-            parts.append(f"batch {size.batch}")
-        return ", ".join(parts)
+        length = [] if size.length is None else [self.describe_length(size.length)]
+        return ", ".join(length + ([] if size.batch is None else [f"batch {size.batch}"]))
 
     def describe_length(self, length: int) -> str:
         """Return a length in words, such as ``"512 x 512"``."""
@@ -92,22 +88,17 @@ class TaskFamily:
             return f"{length} tokens"
         if not self.dimensions:
             return f"resolution {length}"
-        return (
-            f"{length} points"
-            if self.dimensions == 1
-            else " x ".join([str(length)] * self.dimensions)
-        )
+        sides = " x ".join([str(length)] * self.dimensions)
+        return sides if self.dimensions > 1 else f"{length} points"
 
 
 # ---- A GPT and a Llama in plain torch, as far as memory and time depend on them ----
 
 
-@final
-@dataclass(frozen=True, kw_only=True)
-class LanguageModelShape:
+class LanguageModelShape(NamedTuple):
     """The shape of a causal language model.
 
-    Args:
+    Attributes:
         width: width of the residual stream.
         num_layers: number of blocks.
         num_heads: number of query heads, which share the width.
@@ -125,27 +116,7 @@ class LanguageModelShape:
 
 
 def _gpt(width: int, num_layers: int, num_heads: int) -> LanguageModelShape:
-    return LanguageModelShape(
-        width=width,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=num_heads,
-        inner_width=4 * width,
-        vocabulary=50257,
-    )
-
-
-def _llama(
-    width: int, num_layers: int, heads: tuple[int, int], inner_width: int, vocabulary: int
-) -> LanguageModelShape:
-    return LanguageModelShape(
-        width=width,
-        num_layers=num_layers,
-        num_heads=heads[0],
-        num_kv_heads=heads[1],
-        inner_width=inner_width,
-        vocabulary=vocabulary,
-    )
+    return LanguageModelShape(width, num_layers, num_heads, num_heads, 4 * width, 50257)
 
 
 GPT_SHAPES: Final = {
@@ -160,12 +131,12 @@ GPT_SHAPES: Final = {
 """Source: GPT-2 (Radford et al. 2019), and from 2.7b on table 2.1 of GPT-3 (arXiv:2005.14165)."""
 
 LLAMA_SHAPES: Final = {
-    "1b": _llama(2048, 16, (32, 8), 8192, 128256),
-    "3b": _llama(3072, 28, (24, 8), 8192, 128256),
-    "7b": _llama(4096, 32, (32, 32), 11008, 32000),
-    "8b": _llama(4096, 32, (32, 8), 14336, 128256),
-    "13b": _llama(5120, 40, (40, 40), 13824, 32000),
-    "70b": _llama(8192, 80, (64, 8), 28672, 128256),
+    "1b": LanguageModelShape(2048, 16, 32, 8, 8192, 128256),
+    "3b": LanguageModelShape(3072, 28, 24, 8, 8192, 128256),
+    "7b": LanguageModelShape(4096, 32, 32, 32, 11008, 32000),
+    "8b": LanguageModelShape(4096, 32, 32, 8, 14336, 128256),
+    "13b": LanguageModelShape(5120, 40, 40, 40, 13824, 32000),
+    "70b": LanguageModelShape(8192, 80, 64, 8, 28672, 128256),
 }
 """Source: Llama 2 (7b and 13b, arXiv:2307.09288) and Llama 3 (arXiv:2407.21783; 3.2 for 1b, 3b)."""
 
@@ -303,6 +274,7 @@ LANGUAGE_MODELS: Final[Mapping[str, Mapping[str, LanguageModelShape]]] = {
 NAMES: Final = (*OPERATORS, *LANGUAGE_MODELS)
 
 _RESOLUTIONS: Final = {1: 8192, 2: 512, 3: 128}
+_MODES: Final = {1: 64, 2: 16, 3: 16}
 _RESOLUTION_STEPS: Final = {1: 64, 2: 16, 3: 8}
 _SEQUENCE_STEP: Final = 256
 _DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -349,7 +321,7 @@ class ModelOptions:
                 continue
             if name not in known:
                 options = ", ".join(f"--{each}" for each in known)
-                raise PolicyError(f"{model} has no --{name}; it takes {options or 'no options'}")
+                raise PolicyError(f"{model} has no --{name}; it takes {options}")
             if isinstance(value, int) and value < 1:
                 raise PolicyError(f"--{name} must be 1 or more, got {value}")
 
@@ -365,19 +337,16 @@ def build_family(name: str, options: ModelOptions) -> TaskFamily:
         PolicyError: an option is wrong, or is not one of this model.
         ImportError: neuraloperator is not installed.
     """
-    if name in LANGUAGE_MODELS:
-        return _language_family(name, options)
-    return _operator_family(name, options)
+    build = _language_family if name in LANGUAGE_MODELS else _operator_family
+    return build(name, options)
 
 
 # ---- neural operators ---------------------------------------------------------------------------
 
 
 def _operator_family(name: str, options: ModelOptions) -> TaskFamily:
-    known: tuple[str, ...] = ("resolution", "batch", "width", "modes", "layers", "channels")
-    if name == "uno":
-        known = tuple(each for each in known if each != "layers")
-    options.check(name, known)
+    layers = () if name == "uno" else ("layers",)
+    options.check(name, ("resolution", "batch", "width", "modes", *layers, "channels"))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -388,23 +357,28 @@ def _operator_family(name: str, options: ModelOptions) -> TaskFamily:
             f'[neuralop]". gpt, llama and module:function work without it'
         ) from error
     dimensions = OPERATORS[name]
-    build_model = functools.partial(_build_operator, name, options)
+    operator = _Operator(
+        name,
+        dimensions,
+        options.width or (64 if name == "fno1d" else 32),
+        options.modes or _MODES[dimensions],
+        len(_UNO_CHANNELS) if name == "uno" else options.layers or 4,
+        options.channels or 1,
+    )
     length = options.resolution or _RESOLUTIONS[dimensions]
-    width = options.width or _default_width(name)
-    modes = options.modes or _default_modes(dimensions)
-    least = 2 * modes
+    least = 2 * operator.modes
     if length < least:
         raise PolicyError(
-            f"--resolution {length} is too coarse for {modes} Fourier modes in each direction; "
-            f"give {least} or more, or fewer --modes"
+            f"--resolution {length} is too coarse for {operator.modes} Fourier modes in each "
+            f"direction; give {least} or more, or fewer --modes"
         )
     if name == "uno" and length % 2:
         raise PolicyError(f"uno halves its grid; give an even --resolution, not {length}")
     what = {"tfno": "TFNO (Tucker, rank 0.05) in", "uno": "UNO in"}.get(name, "FNO in")
-    layers = 5 if name == "uno" else options.layers or 4
     return TaskFamily(
-        title=f"{what} {dimensions}D, width {width}, {modes} modes, {layers} layers, float32",
-        build=functools.partial(_operator_task, build_model, dimensions, options.channels or 1),
+        title=f"{what} {dimensions}D, width {operator.width}, {operator.modes} modes, "
+        f"{operator.layers} layers, float32",
+        build=operator.task,
         size=Size(length, options.batch or (8 if dimensions < 3 else 1)),
         length_name="resolution",
         dimensions=dimensions,
@@ -412,53 +386,55 @@ def _operator_family(name: str, options: ModelOptions) -> TaskFamily:
     )
 
 
-def _default_width(name: str) -> int:
-    return 64 if name == "fno1d" else 32
+class _Operator(NamedTuple):
+    """A neural operator, by its name and the numbers that `ModelOptions` describes."""
 
+    name: str
+    dimensions: int
+    width: int
+    modes: int
+    layers: int
+    channels: int
 
-def _default_modes(dimensions: int) -> int:
-    return {1: 64, 2: 16, 3: 16}[dimensions]
+    def task(self, size: Size) -> Task:
+        """Build the model and a batch of a size on the meta device."""
+        assert size.length is not None
+        assert size.batch is not None
+        # neuralop warns that its defaults will change, and UNO prints its arguments.
+        quiet = contextlib.redirect_stdout(io.StringIO())
+        with torch.device("meta"), warnings.catch_warnings(), quiet:
+            warnings.simplefilter("ignore")
+            model = self._build()
+            x = torch.empty(size.batch, self.channels, *[size.length] * self.dimensions)
+        return Task(model, x, _mean_square)
 
+    def _build(self) -> nn.Module:
+        from neuralop.models import FNO, TFNO, UNO
 
-def _build_operator(name: str, options: ModelOptions) -> nn.Module:
-    from neuralop.models import FNO, TFNO, UNO
+        common: dict[str, Any] = {
+            "in_channels": self.channels,
+            "out_channels": self.channels,
+            "hidden_channels": self.width,
+            "n_layers": self.layers,
+        }
+        model: nn.Module
+        if self.name == "uno":
+            model = UNO(
+                **common,
+                uno_out_channels=[times * self.width for times in _UNO_CHANNELS],
+                uno_n_modes=[[max(1, self.modes // by)] * self.dimensions for by in _UNO_MODES],
+                uno_scalings=[[scaling] * self.dimensions for scaling in _UNO_SCALINGS],
+                channel_mlp_skip="linear",
+            )
+        elif self.name == "tfno":
+            model = TFNO(self._all_modes, **common, factorization="tucker", rank=0.05)
+        else:
+            model = FNO(self._all_modes, **common)
+        return model
 
-    dimensions = OPERATORS[name]
-    width, channels = options.width or _default_width(name), options.channels or 1
-    modes = options.modes or _default_modes(dimensions)
-    common: dict[str, Any] = {
-        "in_channels": channels,
-        "out_channels": channels,
-        "hidden_channels": width,
-    }
-    if name == "uno":
-        return UNO(  # type: ignore[no-any-return]
-            **common,
-            n_layers=len(_UNO_CHANNELS),
-            uno_out_channels=[times * width for times in _UNO_CHANNELS],
-            uno_n_modes=[[max(1, modes // by)] * dimensions for by in _UNO_MODES],
-            uno_scalings=[[scaling] * dimensions for scaling in _UNO_SCALINGS],
-            channel_mlp_skip="linear",
-        )
-    if name == "tfno":
-        common |= {"factorization": "tucker", "rank": 0.05}
-    kind = TFNO if name == "tfno" else FNO
-    layers = options.layers or 4
-    return kind(n_modes=(modes,) * dimensions, n_layers=layers, **common)  # type: ignore[no-any-return]
-
-
-def _operator_task(
-    build_model: Callable[[], nn.Module], dimensions: int, channels: int, size: Size
-) -> Task:
-    assert size.length is not None
-    assert size.batch is not None
-    # neuralop warns that its defaults will change, and UNO prints its arguments.
-    quiet = contextlib.redirect_stdout(io.StringIO())
-    with torch.device("meta"), warnings.catch_warnings(), quiet:
-        warnings.simplefilter("ignore")
-        model = build_model()
-        x = torch.empty(size.batch, channels, *[size.length] * dimensions)
-    return Task(model, x, _mean_square)
+    @property
+    def _all_modes(self) -> tuple[int, ...]:
+        return (self.modes,) * self.dimensions
 
 
 def _mean_square(y: Tensor) -> Tensor:
@@ -479,15 +455,16 @@ def _language_family(name: str, options: ModelOptions) -> TaskFamily:
     if precision not in _DTYPES:
         raise PolicyError(f"--precision must be {' or '.join(_DTYPES)}, got {precision!r}")
     shape, dtype = shapes[size], _DTYPES[precision]
+    task = functools.partial(_language_task, name, shape, dtype)
     return TaskFamily(
         title=f"{name.upper() if name == 'gpt' else 'Llama'} {size}, {shape.num_layers} layers of "
         f"width {shape.width}, all in {str(dtype).removeprefix('torch.')}",
-        build=functools.partial(_language_task, name, shape, dtype),
+        build=task,
         size=Size(options.seq or (1024 if name == "gpt" else 8192), options.batch or 1),
         length_name="sequence",
         length_step=_SEQUENCE_STEP,
         num_blocks=shape.num_layers,
-        build_short=functools.partial(_language_task, name, shape, dtype),
+        build_short=task,
     )
 
 
@@ -616,37 +593,31 @@ def _parameters(address: str, function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _build(address: str, function: Callable[..., Any], length_name: str, size: Size) -> Task:
-    arguments = {
-        name: value
-        for name, value in ((length_name, size.length), ("batch", size.batch))
-        if value is not None
-    }
+    given = {length_name: size.length, "batch": size.batch}
+    arguments = {name: value for name, value in given.items() if value is not None}
     with _current_directory():
         try:
-            with torch.device("meta"):
-                made = function(**arguments)
-        except Exception:
             try:
+                with torch.device("meta"):
+                    made = function(**arguments)
+            except Exception:
                 made = function(**arguments)
-            except Exception as error:
-                called = ", ".join(f"{name}={value}" for name, value in arguments.items())
-                raise PolicyError(
-                    f"{address} fails when it is called with ({called}): "
-                    f"{type(error).__name__}: {error}"
-                ) from error
-    if not isinstance(made, tuple) or len(made) not in (2, 3) or not isinstance(made[0], nn.Module):
-        kinds = (
-            f"({', '.join(type(each).__name__ for each in made)})"
-            if isinstance(made, tuple)
-            else f"a {type(made).__name__}"
-        )
+        except Exception as error:
+            called = ", ".join(f"{name}={value}" for name, value in arguments.items())
+            raise PolicyError(
+                f"{address} fails when it is called with ({called}): "
+                f"{type(error).__name__}: {error}"
+            ) from error
+    parts = made if isinstance(made, tuple) else (made,)
+    if len(parts) not in (2, 3) or not isinstance(parts[0], nn.Module):
+        kinds = ", ".join(type(each).__name__ for each in parts)
         raise PolicyError(f"{address} must return {_RETURNS} with an nn.Module first, not {kinds}")
-    if len(made) == 3 and made[2] is not None and not callable(made[2]):
+    if len(parts) == 3 and parts[2] is not None and not callable(parts[2]):
         raise PolicyError(
             f"the loss that {address} returns must be a function of the model's output, not a "
-            f"{type(made[2]).__name__}"
+            f"{type(parts[2]).__name__}"
         )
-    return Task(*made)
+    return Task(*parts)
 
 
 # ---- Reads what a user says to `ebbtide plan`: the model, the machine and the budget ----
@@ -668,10 +639,7 @@ def read_model(name: str, options: ModelOptions) -> TaskFamily:
     near = difflib.get_close_matches(name.lower(), NAMES, n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
     raise PolicyError(
-        f"there is no model {name!r}{hint} Give one of {', '.join(NAMES)}, or module:function for "
-        f"your own"
-        if hint
-        else f"there is no model {name!r}; give one of {', '.join(NAMES)}, or module:function for "
+        f"there is no model {name!r}{hint}; give one of {', '.join(NAMES)}, or module:function for "
         f"your own"
     )
 

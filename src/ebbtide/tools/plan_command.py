@@ -109,7 +109,8 @@ def plan(
     """
     with ends_by_code("plan"):
         from ebbtide.tools.models import ModelOptions
-        from ebbtide.tools.plan_study import Outputs, Request, run_plan
+        from ebbtide.tools.plan_study import Request, as_document, run_plan
+        from ebbtide.tools.plan_tables import build_report
 
         options = ModelOptions(
             resolution=resolution, seq=seq, batch=batch, width=width, modes=modes, layers=depth,
@@ -117,16 +118,18 @@ def plan(
         )  # fmt: skip
         request = Request(
             model, options, hardware, budget, tuple(planned or ()), optimizer_states, not quick,
-            weights,
+            weights, picture, save,
         )  # fmt: skip
-        texts: list[str] = []
-        outputs = Outputs(texts.append, picture, save, as_json)
         try:
             with other_output_on_stderr():
-                fits = run_plan(request, outputs, show_status)
+                found = run_plan(request, show_status)
+                text = as_document(found) if as_json else build_report(found)
         finally:
             show_status("")
-        for text in texts:
-            typer.echo(text)
-        if not fits:
+        typer.echo(text)
+        if found.chosen is None:
             raise typer.Exit(ExitCode.DOES_NOT_FIT)
+        files = {"Plan": save, "Picture": picture}
+        notes = [f"{what}: {file}" for what, file in files.items() if file is not None]
+        if notes and not as_json:
+            typer.echo("\n" + "\n".join(notes))

@@ -9,15 +9,14 @@ from typing import Any, Final, NamedTuple
 
 from ebbtide.errors import PolicyError
 from ebbtide.planning.planned_step import PlannedStep
-from ebbtide.planning.prediction import Prediction
 from ebbtide.policy import parse_number
 from ebbtide.tools.models import ModelOptions, read_budget_bytes, read_hardware, read_model
 from ebbtide.tools.plan_tables import (
+    RULES,
     Findings,
     Granularities,
     Outcome,
     Study,
-    build_report,
     count_choices,
     find_limits,
     find_rows,
@@ -42,6 +41,8 @@ class Request(NamedTuple):
         optimizer_states: tensors that the optimizer keeps for each weight.
         limits: whether the largest sizes that fit are looked for.
         weights: whether weights may rest on the host.
+        picture: file for the picture.
+        save: file for the plan.
     """
 
     model: str
@@ -52,34 +53,16 @@ class Request(NamedTuple):
     optimizer_states: int = 2
     limits: bool = True
     weights: bool = False
-
-
-class Outputs(NamedTuple):
-    """Where the findings go.
-
-    Attributes:
-        echo: prints a text.
-        picture: file for the picture.
-        save: file for the plan.
-        as_json: whether JSON is printed instead of the report.
-    """
-
-    echo: Callable[[str], Any]
     picture: Path | None = None
     save: Path | None = None
-    as_json: bool = False
 
 
-def run_plan(request: Request, outputs: Outputs, say: Say = lambda _: None) -> bool:
-    """Study a training step, print, and write files.
+def run_plan(request: Request, say: Say = lambda _: None) -> Findings:
+    """Study a training step, and write the files that were asked for.
 
     Args:
         request: what to study.
-        outputs: where the findings go.
         say: is told what is being looked for, and "" when nothing is any more.
-
-    Returns:
-        Whether a plan was found within the budget.
 
     Raises:
         PolicyError: something that was asked for is wrong.
@@ -89,7 +72,7 @@ def run_plan(request: Request, outputs: Outputs, say: Say = lambda _: None) -> b
     hardware = read_hardware(request.hardware)
     budget_bytes = read_budget_bytes(request.budget, hardware)
     states = parse_number("--optimizer-states", request.optimizer_states)
-    _check_files(outputs)
+    _check_files(request)
     say("reading the model")
     family = read_model(request.model, request.options)
     study = Study(family, hardware, request.layers, states, weights=request.weights)
@@ -105,64 +88,41 @@ def run_plan(request: Request, outputs: Outputs, say: Say = lambda _: None) -> b
         say("the smallest budget of smaller layers")
     rows = find_rows(study, budget_bytes, say, blocks_bytes)
     chosen = next(row.outcome for row in rows if row.budget_bytes == budget_bytes)
-    found = Findings(
-        study=study,
-        budget_bytes=budget_bytes,
-        rows=rows,
-        chosen=chosen,
-        limits=limits,
-        blocks_bytes=blocks_bytes,
-    )
     say("")
-    _write(found, outputs)
-    return chosen is not None
+    found = Findings(study, budget_bytes, rows, chosen, limits, blocks_bytes)
+    if chosen is not None and request.save is not None:
+        PlannedStep(
+            plan=chosen.plan, profile=study.profile, hardware=hardware, budget_bytes=budget_bytes
+        ).save(request.save)
+    if chosen is not None and request.picture is not None:
+        from ebbtide.tools.plan_picture import draw_plan
+
+        draw_plan(found, request.picture)
+    return found
 
 
-def _check_files(outputs: Outputs) -> None:
+def _check_files(request: Request) -> None:
     """Check that files can be written, before the study that they are about.
 
     Raises:
         PolicyError: a file has the wrong suffix, or its directory does not exist.
         ImportError: matplotlib is not installed.
     """
-    if outputs.picture is not None:
+    if request.picture is not None:
         from ebbtide.observe.plots import SUFFIXES
 
-        if outputs.picture.suffix.lower() not in SUFFIXES:
+        if request.picture.suffix.lower() not in SUFFIXES:
             raise PolicyError(
-                f"--picture must end in {', '.join(SUFFIXES)}, got {str(outputs.picture)!r}"
+                f"--picture must end in {', '.join(SUFFIXES)}, got {str(request.picture)!r}"
             )
         try:
             import matplotlib  # noqa: F401
         except ImportError as error:
             message = 'a picture needs matplotlib: pip install "ebbtide[plots]"'
             raise ImportError(message) from error
-    for name, path in (("--picture", outputs.picture), ("--save", outputs.save)):
+    for name, path in (("--picture", request.picture), ("--save", request.save)):
         if path is not None and not path.absolute().parent.is_dir():
             raise PolicyError(f"{name} {path}: there is no directory {path.absolute().parent}")
-
-
-def _write(found: Findings, outputs: Outputs) -> None:
-    outputs.echo(as_document(found) if outputs.as_json else build_report(found))
-    if found.chosen is None:
-        return
-    notes = []
-    if outputs.save is not None:
-        planned = PlannedStep(
-            plan=found.chosen.plan,
-            profile=found.study.profile,
-            hardware=found.study.hardware,
-            budget_bytes=found.budget_bytes,
-        )
-        planned.save(outputs.save)
-        notes.append(f"Plan: {outputs.save}")
-    if outputs.picture is not None:
-        from ebbtide.tools.plan_picture import draw_plan
-
-        draw_plan(found, outputs.picture)
-        notes.append(f"Picture: {outputs.picture}")
-    if notes and not outputs.as_json:
-        outputs.echo("\n" + "\n".join(notes))
 
 
 def as_document(found: Findings) -> str:
@@ -186,8 +146,7 @@ def as_document(found: Findings) -> str:
             for row in found.rows
         ],
         "rules": {
-            name: _outcome_entry(study, outcome)
-            for name, outcome in study.rules(found.budget_bytes)
+            name: _outcome_entry(study, study.rule(name, found.budget_bytes)) for name in RULES
         },
         "plan": None if found.chosen is None else json.loads(found.chosen.plan.to_json()),
         "prediction": None if found.chosen is None else found.chosen.prediction._asdict(),
@@ -199,16 +158,12 @@ def as_document(found: Findings) -> str:
 def _outcome_entry(study: Study, outcome: Outcome | None) -> dict[str, Any]:
     if outcome is None:
         return {"fits": False}
+    figures = outcome.prediction._asdict()
+    del figures["peak_by_position"]
     return {
         "fits": True,
-        **_figures(outcome.prediction),
+        **figures,
         **count_choices(study, outcome.plan)._asdict(),
         "gap": outcome.plan.gap,
         "weights_on_host": outcome.plan.has_weights_on_host,
     }
-
-
-def _figures(prediction: Prediction) -> dict[str, Any]:
-    figures = prediction._asdict()
-    figures.pop("peak_by_position")
-    return figures

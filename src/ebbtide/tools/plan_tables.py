@@ -1,17 +1,18 @@
-"""Layers that a user names, and profiles of models with many equal blocks."""
+"""What `ebbtide plan` studies: a training step at any size, what plans for it cost, what fits.
+
+The first part is about models with many equal blocks, of which only some are profiled.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import textwrap
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from typing import Final, NamedTuple, final
 
-from torch import nn
+from rich.console import RenderableType
 
 from ebbtide.errors import BudgetError, PolicyError
 from ebbtide.planning.contest import inflight_choices, rule_plans
@@ -22,17 +23,9 @@ from ebbtide.planning.profile import LayerProfile, StepProfile, StorageId
 from ebbtide.planning.search import find_frugal, search
 from ebbtide.runtime.layers import covering_layers, match_layers, parts_of
 from ebbtide.tools.fake_profile import profile_with_fake_tensors
+from ebbtide.tools.layout import columns, indented, labelled, render
 from ebbtide.tools.models import Size, Task, TaskFamily
 from ebbtide.units import format_size
-
-
-def named_layers(model: nn.Module, patterns: Sequence[str]) -> list[str]:
-    """Return the names of the modules that patterns such as ``"blocks.*"`` name.
-
-    Raises:
-        PolicyError: a pattern matches nothing.
-    """
-    return match_layers(model, list(patterns)).names
 
 
 def stretch(profile: StepProfile, index: int, count: int, hardware: Hardware) -> StepProfile:
@@ -178,16 +171,16 @@ class Study:
         self._middle = 0
         task = self._build(family.size)
         if parts or patterns:
-            self.names = list(parts) or named_layers(task.model, patterns)
-            self._profile_first(task)
+            self.names = list(parts) or match_layers(task.model, list(patterns)).names
+            self._profiles[family.size] = self._profile(task)
             return
         self.names = covering_layers(task.model)
-        profile = self._profile_first(task)
+        profile = self._profiles[family.size] = self._profile(task)
         idle = {layer.name for layer in profile.layers if not layer.storages}
         busy = [name for name in self.names if name not in idle]
         if idle and busy and len(busy) < len(self.names):
             self.names = busy
-            self._profile_first(task)
+            self._profiles[family.size] = self._profile(task)
 
     @property
     def is_divisible(self) -> bool:
@@ -195,19 +188,22 @@ class Study:
 
         Not if layers were named, or if the model has so many blocks that one stands for the others.
         """
-        is_short = self.family.num_blocks > _SHORT_BLOCKS and self.family.build_short is not None
-        return not (self._named or is_short)
+        return not (self._named or self._is_short)
+
+    @property
+    def _is_short(self) -> bool:
+        return self.family.num_blocks > _SHORT_BLOCKS and self.family.build_short is not None
 
     def divided(self) -> Study:
         """Return the same study with the parts of some layers as layers.
 
         These are the layers that the peak of the most frugal plan comes from.
         """
-        layers, timing = self.profile.layers, self._timing(self.profile)
-        peaks = timing.predict(find_frugal(self.profile, self.hardware, timing)).peak_by_position
+        profile, timing = self._at(None)
+        peaks = timing.predict(find_frugal(profile, self.hardware, timing)).peak_by_position
         high = {
             layer.name
-            for layer, *needed in zip(layers, peaks, reversed(peaks), strict=False)
+            for layer, *needed in zip(profile.layers, peaks, reversed(peaks), strict=False)
             if max(needed) >= _HIGH * max(peaks)
         }
         model = self._build(self.family.size).model
@@ -221,11 +217,6 @@ class Study:
             return self.family.build_short(size, _SHORT_BLOCKS)
         return self.family.build(size)
 
-    def _profile_first(self, task: Task) -> StepProfile:
-        profile = self._profile(task)
-        self._profiles[self.family.size] = profile
-        return profile
-
     def _profile(self, task: Task) -> StepProfile:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of models; they say the same at every size
@@ -238,7 +229,7 @@ class Study:
                 optimizer_states=self._optimizer_states,
                 between=self._between,
             )
-        if self.family.num_blocks <= _SHORT_BLOCKS or self.family.build_short is None:
+        if not self._is_short:
             return profile
         blocks = [n for n, each in enumerate(profile.layers) if each.name.startswith("blocks.")]
         if len(blocks) != _SHORT_BLOCKS:
@@ -275,46 +266,34 @@ class Study:
             pinned_bytes=hardware.pinned_limit_bytes,
         )
 
-    def predict(self, plan: Plan, size: Size | None = None) -> Prediction:
-        """Return what a step under a plan costs."""
-        profile = self.profile if size is None else self.profile_at(size)
-        return self._timing(profile).predict(plan)
-
-    def _timing(self, profile: StepProfile) -> Predictor:
-        """Return what predicts steps; on an accelerator, the host sees copies complete late."""
-        return CautiousTiming(profile, self.hardware, 1.0)
-
     def find(self, device_bytes: int, size: Size | None = None) -> Outcome:
         """Find the fastest plan within a budget of device memory.
 
         Raises:
             BudgetError: no plan was found within the budget.
         """
-        profile = self.profile if size is None else self.profile_at(size)
-        timing = self._timing(profile)
+        profile, timing = self._at(size)
         budget = self.budget(device_bytes)
         plan = search(profile, self.hardware, budget, timing, weights=self.weights)
         return Outcome(plan, timing.predict(plan))
 
+    def _at(self, size: Size | None) -> tuple[StepProfile, Predictor]:
+        """Return the step of a size, and what predicts it.
+
+        On an accelerator, the host sees copies complete late.
+        """
+        profile = self.profile_at(size or self.family.size)
+        return profile, CautiousTiming(profile, self.hardware, 1.0)
+
     def smallest_bytes(self, size: Size | None = None) -> int:
         """Return the smallest budget of device memory that a plan was found for."""
-        size = self.family.size if size is None else size
+        size = size or self.family.size
         if size not in self._smallest:
-            profile = self.profile_at(size)
-            timing = self._timing(profile)
             try:
-                nothing = search(
-                    profile, self.hardware, self.budget(0), timing, weights=self.weights
-                )
-                self._smallest[size] = timing.predict(nothing).peak_bytes
+                self._smallest[size] = self.find(0, size).prediction.peak_bytes
             except BudgetError as error:
                 self._smallest[size] = error.smallest_bytes
         return self._smallest[size]
-
-    def rules(self, device_bytes: int) -> Iterator[tuple[str, Outcome]]:
-        """Yield the plans that treat all layers alike, with their names, as `rule` has them."""
-        for name in RULES:
-            yield name, self.rule(name, device_bytes)
 
     def rule(self, name: str, device_bytes: int, size: Size | None = None) -> Outcome:
         """Return a plan that treats all layers alike.
@@ -327,19 +306,17 @@ class Study:
             device_bytes: the budget of device memory.
             size: the size of the step; None: the one that was asked for.
         """
-        profile = self.profile if size is None else self.profile_at(size)
-        timing = self._timing(profile)
+        profile, timing = self._at(size)
         budget = self.budget(device_bytes)
         plan = dict(rule_plans(profile))[name]
         outcomes = []
         for inflight_bytes in inflight_choices(profile) if "offload" in name else (0,):
             bounded = dataclasses.replace(plan, max_inflight_bytes=inflight_bytes)
             outcomes.append(Outcome(bounded, timing.predict(bounded)))
-        return min(outcomes, key=lambda each: _rank(each.prediction, budget))
-
-
-def _rank(prediction: Prediction, budget: PlanBudget) -> tuple[int, float]:
-    return budget.excess_bytes(prediction), prediction.step_s
+        return min(
+            outcomes,
+            key=lambda each: (budget.excess_bytes(each.prediction), each.prediction.step_s),
+        )
 
 
 # ---- A study of a model's blocks, and those of ever smaller layers, which need less memory at once
@@ -402,19 +379,35 @@ _LONG: Final = 24
 _MIB: Final = 2**20
 
 
-class BudgetRow(NamedTuple):
-    """What was found at one budget.
+class LayerSizes(NamedTuple):
+    """Bytes that a layer is the first to save, by what becomes of them.
 
     Attributes:
-        budget_bytes: the budget of device memory.
-        outcome: the plan that was found; None: nothing fits.
+        stays: what is kept.
+        rebuilt: what is computed again from other saved tensors.
+        leaves: what is offloaded, the input of a recomputed layer included.
     """
 
-    budget_bytes: int
-    outcome: Outcome | None
+    stays: int
+    rebuilt: int
+    leaves: int
 
 
-@final
+def layer_sizes(layer: LayerProfile, chosen: LayerPlan) -> LayerSizes:
+    """Return what becomes of the bytes that a layer saves."""
+    if chosen.mode is not LayerMode.AS_IS:
+        leaves = chosen.mode is LayerMode.RECOMPUTE_OFFLOAD
+        return (
+            LayerSizes(0, 0, layer.input_bytes) if leaves else LayerSizes(layer.input_bytes, 0, 0)
+        )
+    sizes: Counter[Decision] = Counter()
+    for storage, decision in zip(layer.storages, chosen.decisions, strict=True):
+        if storage.same_as is None:
+            stays = decision is Decision.OFFLOAD and not storage.may_leave
+            sizes[Decision.KEEP if stays else decision] += storage.size_bytes
+    return LayerSizes(sizes[Decision.KEEP], sizes[Decision.REBUILD], sizes[Decision.OFFLOAD])
+
+
 class PlanCounts(NamedTuple):
     """What a plan does, counted.
 
@@ -429,6 +422,30 @@ class PlanCounts(NamedTuple):
     layers: int
     offloaded_bytes: int
     rebuilt_bytes: int
+
+
+def count_choices(study: Study, plan: Plan) -> PlanCounts:
+    """Count what a plan for the size that was asked for does."""
+    layers = study.profile.layers
+    sizes = [layer_sizes(*pair) for pair in zip(layers, plan.layers, strict=True)]
+    return PlanCounts(
+        recomputed=sum(chosen.mode is not LayerMode.AS_IS for chosen in plan.layers),
+        layers=len(layers),
+        offloaded_bytes=sum(each.leaves for each in sizes),
+        rebuilt_bytes=sum(each.rebuilt for each in sizes),
+    )
+
+
+class BudgetRow(NamedTuple):
+    """What was found at one budget.
+
+    Attributes:
+        budget_bytes: the budget of device memory.
+        outcome: the plan that was found; None: nothing fits.
+    """
+
+    budget_bytes: int
+    outcome: Outcome | None
 
 
 def find_rows(
@@ -489,24 +506,6 @@ def _rounded_up(size_bytes: int) -> int:
     """Round up to a hundredth of a GiB or to a MiB, so that what is printed is what was used."""
     grain = 2**30 // 100 + 1 if size_bytes >= 2**30 else _MIB
     return -(-size_bytes // grain) * grain
-
-
-def count_choices(study: Study, plan: Plan) -> PlanCounts:
-    """Count what a plan for the size that was asked for does."""
-    profile = study.profile
-    offloaded_bytes = rebuilt_bytes = recomputed = 0
-    for layer, chosen in zip(profile.layers, plan.layers, strict=True):
-        if chosen.mode is not LayerMode.AS_IS:
-            recomputed += 1
-            offloads = chosen.mode is LayerMode.RECOMPUTE_OFFLOAD
-            offloaded_bytes += layer.input_bytes if offloads else 0
-            continue
-        for storage, decision in zip(layer.storages, chosen.decisions, strict=True):
-            if decision is Decision.OFFLOAD and storage.same_as is None and storage.may_leave:
-                offloaded_bytes += storage.size_bytes
-            if decision is Decision.REBUILD and storage.same_as is None:
-                rebuilt_bytes += storage.size_bytes
-    return PlanCounts(recomputed, len(profile.layers), offloaded_bytes, rebuilt_bytes)
 
 
 # ---- The largest sizes that fit: by plain training, by rules for all layers, and by a plan ----
@@ -692,18 +691,15 @@ class _Limits:
             return None
 
 
-# ---- What `ebbtide plan` prints, in 80 columns ----
+# ---- What `ebbtide plan` prints ----
 
-_WIDTH: Final = 80
 _NAME_WIDTH: Final = 16
 
 
-@final
-@dataclass(frozen=True, kw_only=True)
-class Findings:
+class Findings(NamedTuple):
     """All that a study has found.
 
-    Args:
+    Attributes:
         study: the study.
         budget_bytes: the budget of device memory.
         rows: plans at several budgets.
@@ -722,18 +718,11 @@ class Findings:
 
 def build_report(found: Findings) -> str:
     """Return the report, in lines of 80 columns or less."""
-    lines = [
-        *_heading(found),
-        "",
-        *_budget_lines(found),
-        "",
-        *_plan_lines(found),
-        "",
-        *_rule_lines(found),
-    ]
+    parts: list[RenderableType] = [found.study.family.title, labelled(_facts(found), 8), ""]
+    parts += [*_budgets(found), "", *_plan(found), "", *_rules(found)]
     if found.limits:
-        lines += ["", *_limit_lines(found)]
-    return "\n".join([*lines, "", *_footnote(found.study.hardware)])
+        parts += ["", *_largest(found)]
+    return render(*parts, "", origin(found.study.hardware))
 
 
 def format_seconds(seconds: float) -> str:
@@ -743,37 +732,23 @@ def format_seconds(seconds: float) -> str:
     return f"{value:.{digits}f} {unit}"
 
 
-# ---- the parts ----------------------------------------------------------------------------------
-
-
-def _heading(found: Findings) -> Iterator[str]:
+def _facts(found: Findings) -> Iterator[tuple[str, str]]:
     study, family = found.study, found.study.family
     profile = study.profile
-    yield family.title
-    size = family.describe(family.size)
     saved = sum(
         each.size_bytes for layer in profile.layers for each in layer.storages if not each.same_as
     )
     parameters = sum(layer.parameter_bytes for layer in profile.layers)
-    facts = [
-        ("step", size or "as the function makes it"),
-        ("machine", study.hardware.name),
-        ("budget", f"{format_size(found.budget_bytes)} of device memory"),
-        ("layers", _join_names([each.name for each in profile.layers if not each.between])),
-        ("saved", f"{format_size(saved)} by all layers, each storage once"),
-        (
-            "fixed",
-            f"{format_size(parameters)} of the layers' weights, gradients, optimizer; "
-            f"{format_size(profile.fixed_bytes)} else",
-        ),
-    ]
+    yield "step", family.describe(family.size) or "as the function makes it"
+    yield "machine", study.hardware.name
+    yield "budget", f"{format_size(found.budget_bytes)} of device memory"
+    yield "layers", _join_names([each.name for each in profile.layers if not each.between])
+    yield "saved", f"{format_size(saved)} by all layers, each storage once"
+    owned = f"{format_size(parameters)} of the layers' weights, gradients, optimizer"
+    yield "fixed", f"{owned}; {format_size(profile.fixed_bytes)} else"
     if found.blocks_bytes is not None:
-        blocks = f"whole blocks need {format_size(found.blocks_bytes)}, so their parts are planned"
-        facts.append(("note", blocks))
-    for name, text in facts:
-        yield from textwrap.wrap(
-            f"  {name:<8} {text}", _WIDTH, subsequent_indent=" " * 11, drop_whitespace=True
-        )
+        blocks = format_size(found.blocks_bytes)
+        yield "note", f"whole blocks need {blocks}, so their parts are planned"
 
 
 def _join_names(names: Sequence[str]) -> str:
@@ -791,37 +766,41 @@ def _stem(name: str) -> str:
     return head if tail.isdigit() else name
 
 
-def _budget_lines(found: Findings) -> Iterator[str]:
-    yield "The fastest step within a budget (predicted)"
-    yield (
-        f"  {'budget':>10} {'peak':>10} {'step':>8} {'x keep':>6} {'waiting':>7} "
-        f"{'recomputed':>10} {'rebuilt':>9} {'leaves':>9}"
-    )
+def _budgets(found: Findings) -> Iterator[RenderableType]:
     base_s = found.study.rule("keep all", found.budget_bytes).prediction.step_s
-    rest = False
-    for row in found.rows:
-        mark = ">" if row.budget_bytes == found.budget_bytes else " "
-        budget = f"{mark} {format_size(row.budget_bytes):>10}"
-        if row.outcome is None:
-            yield f"{budget} nothing fits"
+    rows: list[Sequence[str]] = []
+    for budget_bytes, outcome in found.rows:
+        begin = (">" if budget_bytes == found.budget_bytes else "", format_size(budget_bytes))
+        if outcome is None:
+            rows.append((*begin, "no plan"))
             continue
-        prediction = row.outcome.prediction
-        counts = count_choices(found.study, row.outcome.plan)
-        again = f"{counts.recomputed} of {counts.layers}" if counts.recomputed else "-"
-        weights = " w" if row.outcome.plan.has_weights_on_host else ""
-        rest = rest or bool(weights)
-        yield (
-            f"{budget} {format_size(prediction.peak_bytes):>10} "
-            f"{format_seconds(prediction.step_s):>8} {prediction.step_s / base_s:>6.3f} "
-            f"{prediction.exposed_copy_s / prediction.step_s:>7.1%} {again:>10} "
-            f"{_size_or_dash(counts.rebuilt_bytes):>9} {_size_or_dash(counts.offloaded_bytes):>9}"
-            f"{weights}"
+        plan, prediction = outcome
+        counts = count_choices(found.study, plan)
+        rows.append(
+            (
+                *begin,
+                format_size(prediction.peak_bytes),
+                format_seconds(prediction.step_s),
+                f"{prediction.step_s / base_s:.3f}",
+                _waiting(prediction),
+                f"{counts.recomputed} of {counts.layers}" if counts.recomputed else "-",
+                _size_or_dash(counts.rebuilt_bytes),
+                _size_or_dash(counts.offloaded_bytes),
+                "w" if plan.has_weights_on_host else "",
+            )
         )
-    if rest:
+    heads = ("budget", "peak", "step", "x keep", "waiting", "recomputed", "rebuilt", "leaves")
+    yield "The fastest step within a budget (predicted)"
+    yield columns(("", *heads, ""), rows, widths=(1, 10, 10, 8, 6, 7, 10, 9, 9), indent=0)
+    if any(row[-1] == "w" for row in rows):
         yield "  w: weights, gradients, optimizer state of some or all layers rest on the host"
 
 
-def _plan_lines(found: Findings) -> Iterator[str]:
+def _waiting(prediction: Prediction) -> str:
+    return f"{prediction.exposed_copy_s / prediction.step_s:.1%}"
+
+
+def _plan(found: Findings) -> Iterator[RenderableType]:
     if found.chosen is None:
         smallest = format_size(found.study.smallest_bytes())
         yield f"No plan fits into {format_size(found.budget_bytes)}."
@@ -831,36 +810,41 @@ def _plan_lines(found: Findings) -> Iterator[str]:
         return
     plan, prediction = found.chosen
     gap = f", at most {plan.gap:.1%} above the optimum" if (plan.gap or 0) >= 5e-4 else ""
-    yield (
-        f"The plan within {format_size(found.budget_bytes)}: step "
-        f"{format_seconds(prediction.step_s)}{gap}"
-    )
-    yield (
-        f"  {'layers':<9} {'module':<{_NAME_WIDTH}} {'how':<19} {'stays':>9} {'rebuilt':>9} "
-        f"{'leaves':>9}"
-    ).rstrip()
+    step = format_seconds(prediction.step_s)
+    yield f"The plan within {format_size(found.budget_bytes)}: step {step}{gap}"
     pairs = list(zip(found.study.profile.layers, plan.layers, strict=True))
+    heads = ("layers", "module", "how", "stays", "rebuilt", "leaves")
+    yield columns(heads, _runs(pairs), left=3, widths=(9, _NAME_WIDTH, 19, 9, 9, 9))
+    yield indented(_describe_copies(found, pairs))
+
+
+Pair = tuple[LayerProfile, LayerPlan]
+
+
+def _runs(pairs: Sequence[Pair]) -> Iterator[Sequence[str]]:
+    """Yield a row for each run of equal layers that are treated alike."""
     first = 0
     for _, group in groupby(pairs, key=lambda pair: (_stem(pair[0].name), pair[1].mode)):
         run = list(group)
         last = first + len(run) - 1
         numbers = str(first) if first == last else f"{first} to {last}"
         name = run[0][0].name if first == last else f"{len(run)} x {_stem(run[0][0].name)}"
-        stays, rebuilt, leaves = (sum(each) for each in zip(*map(_sizes, run), strict=True))
-        yield (
-            f"  {numbers:<9} {_shortened(name):<{_NAME_WIDTH}} {run[0][1].mode.value:<19} "
-            f"{_size_or_dash(stays):>9} {_size_or_dash(rebuilt):>9} {_size_or_dash(leaves):>9}"
-        )
+        sizes = map(sum, zip(*(layer_sizes(*pair) for pair in run), strict=True))
+        yield numbers, _shortened(name), run[0][1].mode.value, *map(_size_or_dash, sizes)
         first = last + 1
-    sizes = [_sizes(pair) for pair in pairs]
+
+
+def _describe_copies(found: Findings, pairs: Sequence[Pair]) -> str:
+    """Say what rests where, and how copies move."""
+    assert found.chosen is not None
+    plan, prediction = found.chosen
+    sizes = [layer_sizes(*pair) for pair in pairs]
     weights = plan.has_weights_on_host
     if not weights and all(chosen.mode is LayerMode.AS_IS for _, chosen in pairs):
         if not any(each.rebuilt or each.leaves for each in sizes):
-            yield "  Everything fits as it is: there is nothing to move."
-            return
+            return "Everything fits as it is: there is nothing to move."
         if not any(each.leaves for each in sizes):
-            yield "  There is nothing to move."
-            return
+            return "There is nothing to move."
     where = "in files" if found.study.hardware.computes_on_host else "on the host"
     rest = f"{format_size(prediction.host_peak_bytes)} rest {where}"
     if weights:
@@ -886,28 +870,7 @@ def _plan_lines(found: Findings) -> Iterator[str]:
         moving = f"as each pass has room for them, {format_size(plan.max_inflight_bytes)} at most"
     elif not plan.max_inflight_bytes:
         moving = "one at a time"
-    yield from _wrap(f"{rest}. Copies move {moving}; compute {waits} for them.")
-
-
-class _Sizes(NamedTuple):
-    """Bytes that a layer is the first to save, by what becomes of them."""
-
-    stays: int
-    rebuilt: int
-    leaves: int
-
-
-def _sizes(pair: tuple[LayerProfile, LayerPlan]) -> _Sizes:
-    layer, chosen = pair
-    if chosen.mode is not LayerMode.AS_IS:
-        leaves = chosen.mode is LayerMode.RECOMPUTE_OFFLOAD
-        return _Sizes(0, 0, layer.input_bytes) if leaves else _Sizes(layer.input_bytes, 0, 0)
-    sizes: Counter[Decision] = Counter()
-    for storage, decision in zip(layer.storages, chosen.decisions, strict=True):
-        if storage.same_as is None:
-            stays = decision is Decision.OFFLOAD and not storage.may_leave
-            sizes[Decision.KEEP if stays else decision] += storage.size_bytes
-    return _Sizes(sizes[Decision.KEEP], sizes[Decision.REBUILD], sizes[Decision.OFFLOAD])
+    return f"{rest}. Copies move {moving}; compute {waits} for them."
 
 
 def _size_or_dash(size_bytes: int) -> str:
@@ -918,56 +881,52 @@ def _shortened(name: str) -> str:
     return name if len(name) <= _NAME_WIDTH else f"...{name[3 - _NAME_WIDTH :]}"
 
 
-def _rule_lines(found: Findings) -> Iterator[str]:
-    yield "Beside one rule for all layers (predicted)"
-    yield f"  {'':<26} {'peak':>10}  {'step':>8}  {'x the plan':>10}  {'waiting':>8}  fits"
-    outcomes = list(found.study.rules(found.budget_bytes))
+def _rules(found: Findings) -> Iterator[RenderableType]:
+    study, budget_bytes = found.study, found.budget_bytes
+    outcomes = {name: study.rule(name, budget_bytes) for name in RULES}
     if found.chosen is not None:
-        outcomes.append(("the plan", found.chosen))
-    budget = found.study.budget(found.budget_bytes)
-    for name, (_, prediction) in outcomes:
+        outcomes["the plan"] = found.chosen
+    budget = study.budget(budget_bytes)
+    rows = []
+    for name, (_, prediction) in outcomes.items():
         ratio = "-"
         if found.chosen is not None:
             ratio = f"{prediction.step_s / found.chosen.prediction.step_s:.2f}"
-        fits = "no" if budget.excess_bytes(prediction) else "yes"
-        yield (
-            f"  {name:<26} {format_size(prediction.peak_bytes):>10}  "
-            f"{format_seconds(prediction.step_s):>8}  {ratio:>10}  "
-            f"{prediction.exposed_copy_s / prediction.step_s:>8.1%}  {fits}"
+        rows.append(
+            (
+                name,
+                format_size(prediction.peak_bytes),
+                format_seconds(prediction.step_s),
+                ratio,
+                _waiting(prediction),
+                "no" if budget.excess_bytes(prediction) else "yes",
+            )
         )
+    heads = ("", "peak", "step", "x the plan", "waiting", "fits")
+    yield "Beside one rule for all layers (predicted)"
+    yield columns(heads, rows, gap=2, widths=(25, 10, 8, 10, 8))
 
 
-def _limit_lines(found: Findings) -> Iterator[str]:
+def _largest(found: Findings) -> Iterator[RenderableType]:
     family = found.study.family
-    yield (
-        f"The largest that fits into {format_size(found.budget_bytes)}, all else as above "
-        f"(predicted)"
-    )
-    lengths = family.size.length is not None
-    batches = family.size.batch is not None
-    head = [f"{'':<14}"]
-    if lengths:
-        head.append(f"{family.length_name:<18} {'step':>8}")
-    if batches:
-        head.append(f"    {'batch':>8}  {'step':>8}")
-    yield "  " + "  ".join(head).rstrip()
-    for limit in found.limits:
-        cells = [f"{limit.method:<14}"]
-        if lengths:
+    heads = [""]
+    rows = [[limit.method] for limit in found.limits]
+    if family.size.length is not None:
+        heads += [family.length_name, "step"]
+        for row, limit in zip(rows, found.limits, strict=True):
             length = "none" if limit.length is None else family.describe_length(limit.length)
-            cells.append(f"{length:<18} {_seconds_or_dash(limit.length_step_s):>8}")
-        if batches:
-            batch = "none" if limit.batch is None else str(limit.batch)
-            cells.append(f"    {batch:>8}  {_seconds_or_dash(limit.batch_step_s):>8}")
-        yield "  " + "  ".join(cells).rstrip()
+            row += [length, _seconds_or_dash(limit.length_step_s)]
+    if family.size.batch is not None:
+        heads += ["batch", "step"]
+        for row, limit in zip(rows, found.limits, strict=True):
+            row += [str(limit.batch or "none"), _seconds_or_dash(limit.batch_step_s)]
+    fits = format_size(found.budget_bytes)
+    yield f"The largest that fits into {fits}, all else as above (predicted)"
+    yield columns(heads, rows, gap=4, widths=(14,))
 
 
 def _seconds_or_dash(seconds: float | None) -> str:
     return "-" if seconds is None else format_seconds(seconds)
-
-
-def _footnote(hardware: Hardware) -> Iterator[str]:
-    yield from _wrap(origin(hardware), indent="")
 
 
 def origin(hardware: Hardware) -> str:
@@ -984,7 +943,3 @@ def origin(hardware: Hardware) -> str:
         f"hardware. Workspaces of kernels, fragments of the allocator and the time to launch "
         f"kernels are not in the figures."
     )
-
-
-def _wrap(text: str, indent: str = "  ") -> list[str]:
-    return textwrap.wrap(text, _WIDTH, initial_indent=indent, subsequent_indent=indent)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import importlib.machinery
-import importlib.util
 import io
 import json
 import os
 import pkgutil
+import runpy
 import sys
 import textwrap
 import types
@@ -28,7 +28,10 @@ from ebbtide.planning.plan import Decision, LayerMode
 from ebbtide.runtime.stats import StepStats
 from ebbtide.stores.measured_memory import resident_peak_bytes
 from ebbtide.tools.found_models import FoundModel, ModelFinder, ModuleCalls, RunOptions
+from ebbtide.tools.layout import indented, labelled, render
 from ebbtide.units import count, few, format_size
+
+_RUNPY: Any = runpy  # pdb finds modules by the same function as ``python -m``, too
 
 
 class ScriptNotFoundError(PolicyError):
@@ -130,31 +133,17 @@ def _find_file(name: str) -> _Found:
         spec = importlib.machinery.PathFinder.find_spec("__main__", [path])
         if spec is None:
             raise ScriptNotFoundError(f"{name} has no __main__.py, so it cannot be run")
-        return _Found(spec.origin or name, lambda: _read_spec(spec), spec, path, name)
+        loader: Any = spec.loader
+        return _Found(spec.origin or name, lambda: loader.get_code("__main__"), spec, path, name)
     search = os.path.dirname(os.path.realpath(name))
     return _Found(path, lambda: _read_file(path), None, search, name)
 
 
 def _find_module(name: str) -> _Found:
-    """Find a module, or the ``__main__`` of a package. Packages around it are imported."""
-    try:
-        spec = importlib.util.find_spec(name)
-    except (ImportError, ValueError) as error:
-        if isinstance(error, ImportError) and not _is_missing(error, name):
-            raise  # the package itself failed to import something
-        spec = None
-    if spec is None:
-        raise ScriptNotFoundError(f"there is no module named {name}")
-    if spec.submodule_search_locations is not None:
-        if name.endswith(".__main__"):
-            raise ScriptNotFoundError(f"{name} is a package and cannot be run")
-        return _find_module(f"{name}.__main__")
+    """Find a module, or the ``__main__`` of a package, as ``python -m`` does."""
+    _, spec, code = _RUNPY._get_module_details(name, ScriptNotFoundError)
     path = spec.origin or name
-    return _Found(path, lambda: _read_spec(spec), spec, os.getcwd(), path)
-
-
-def _is_missing(error: ImportError, name: str) -> bool:
-    return error.name is not None and (name == error.name or name.startswith(f"{error.name}."))
+    return _Found(path, lambda: code, spec, os.getcwd(), path)
 
 
 def _read_file(path: str) -> types.CodeType:
@@ -166,14 +155,6 @@ def _read_file(path: str) -> types.CodeType:
         return compile(file.read(), path, "exec", dont_inherit=True)
 
 
-def _read_spec(spec: importlib.machinery.ModuleSpec) -> types.CodeType:
-    read = getattr(spec.loader, "get_code", None)
-    code = None if read is None else read(spec.name)
-    if code is None:
-        raise ScriptNotFoundError(f"{spec.name} has no Python code that could be run")
-    return code  # type: ignore[no-any-return]
-
-
 def _make_main(found: _Found) -> types.ModuleType:
     module = types.ModuleType("__main__")
     spec = found.spec
@@ -183,8 +164,11 @@ def _make_main(found: _Found) -> types.ModuleType:
     module.__loader__ = importlib.machinery.SourceFileLoader("__main__", found.path)
     if spec is not None:
         module.__loader__ = spec.loader
-    vars(module).update(__builtins__=sys.modules["builtins"], __annotations__={})
-    vars(module)["__cached__"] = None if spec is None else spec.cached
+    vars(module).update(
+        __builtins__=sys.modules["builtins"],
+        __annotations__={},
+        __cached__=None if spec is None else spec.cached,
+    )
     return module
 
 
@@ -193,11 +177,11 @@ def _make_main(found: _Found) -> types.ModuleType:
 FORMAT: Final = "ebbtide-run"
 VERSION: Final = 1
 
-_WIDTH: Final = 80
-_LABEL: Final = 11  # columns of the words at the left
+_LABEL_WIDTH: Final = 10
 
 
 @final
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RunReport:
     """Reports on all models that a script trained.
 
@@ -211,130 +195,107 @@ class RunReport:
         hints: what may explain that no model was found.
     """
 
-    def __init__(
-        self,
-        models: Sequence[FoundModel],
-        options: RunOptions,
-        *,
-        passing: dict[str, str],
-        is_dry: bool,
-        peak_bytes: int | None,
-        budget_bytes: int | None,
-        hints: Sequence[str] = (),
-    ) -> None:
-        self._models = models
-        self._options = options
-        self._passing = passing
-        self._is_dry = is_dry
-        self._peak_bytes = peak_bytes
-        self._budget_bytes = budget_bytes
-        self._hints = hints
+    models: Sequence[FoundModel]
+    options: RunOptions
+    passing: dict[str, str]
+    is_dry: bool
+    peak_bytes: int | None
+    budget_bytes: int | None
+    hints: Sequence[str] = ()
 
     def document(self) -> dict[str, Any]:
         """Return all figures for JSON: bytes, and seconds."""
         return {
             "format": FORMAT,
             "version": VERSION,
-            "dry": self._is_dry,
-            "budget_bytes": self._budget_bytes,
-            "peak_bytes": self._peak_bytes,
-            "models": [_model_entry(model) for model in self._models],
-            "passed_over": self._passing,
+            "dry": self.is_dry,
+            "budget_bytes": self.budget_bytes,
+            "peak_bytes": self.peak_bytes,
+            "models": [_model_entry(model) for model in self.models],
+            "passed_over": self.passing,
         }
 
     def troubles(self) -> list[str]:
         """Return what must not be overlooked, each in a sentence."""
         found = [
             f"{model.name} was left alone: {model.left_alone}"
-            for model in self._models
+            for model in self.models
             if model.left_alone is not None and not model.num_steps
         ]
-        found += [_in_options(model.budget_error) for model in self._models if model.budget_error]
+        found += [_in_options(model.budget_error) for model in self.models if model.budget_error]
         return found
 
     def text(self) -> str:
         """Return the report, 80 columns wide. After `--dry`, models have been described before."""
-        return "\n".join(self._lines())
+        number = count(len(self.models), "model")
+        if not self.models:
+            passed = (f"{name} was passed over: {why}" for name, why in self.passing.items())
+            reasons = map(indented, [*passed, *self.hints])
+            return render("ebbtide run: nothing trained: no model was found", *reasons)
+        if self.is_dry:
+            return f"ebbtide run: {number} found, and nothing was offloaded (--dry)"
+        memory = labelled([("memory", self._describe_memory())], _LABEL_WIDTH, indent=4)
+        models = map(self.describe, self.models)
+        return "\n".join([render(f"ebbtide run: {number} trained", memory), *models])
+
+    def _describe_memory(self) -> str:
+        peak = "unknown" if self.peak_bytes is None else format_size(self.peak_bytes)
+        if self.budget_bytes is None:
+            return f"peak {peak}, no budget"
+        words = f"peak {peak}, budget {format_size(self.budget_bytes)}"
+        over_bytes = (self.peak_bytes or 0) - self.budget_bytes
+        return words + (f": OVER by {format_size(over_bytes)}" if over_bytes > 0 else "")
 
     def describe(self, model: FoundModel) -> str:
         """Return what there is to say of one model."""
-        return "\n".join(self._describe(model))
-
-    def _lines(self) -> Iterator[str]:
-        number = count(len(self._models), "model")
-        if not self._models:
-            yield "ebbtide run: nothing trained: no model was found"
-            for name, reason in self._passing.items():
-                yield from _wrap("", f"{name} was passed over: {reason}")
-            for hint in self._hints:
-                yield from _wrap("", hint)
-            return
-        if self._is_dry:
-            yield f"ebbtide run: {number} found, and nothing was offloaded (--dry)"
-            return
-        yield f"ebbtide run: {number} trained"
-        yield from _wrap("memory", self._describe_memory())
-        for model in self._models:
-            yield from self._describe(model)
-
-    def _describe_memory(self) -> str:
-        peak = "unknown" if self._peak_bytes is None else format_size(self._peak_bytes)
-        if self._budget_bytes is None:
-            return f"peak {peak}, no budget"
-        words = f"peak {peak}, budget {format_size(self._budget_bytes)}"
-        over_bytes = (self._peak_bytes or 0) - self._budget_bytes
-        return words + (f": OVER by {format_size(over_bytes)}" if over_bytes > 0 else "")
-
-    def _describe(self, model: FoundModel) -> Iterator[str]:
         kinds = " and ".join(model.dtypes)
-        yield from _wrap(
-            model.name, f"{_short(model.num_parameters)} parameters, {kinds} on {model.device}"
+        title = (
+            f"{model.name}: {_short(model.num_parameters)} parameters, {kinds} on {model.device}"
         )
-        if model.left_alone is not None:
-            yield from _wrap("left alone", model.left_alone)
+        rows = [(label, words) for label, words in self._facts(model) if words is not None]
+        parts = [render(indented(title), labelled(rows, _LABEL_WIDTH, indent=4))]
+        if model.dry is not None and model.dry.planned is not None:
+            # The state of the plan, which was never followed, is not worth a line.
+            table = str(model.dry.planned).partition("\n")[2]
+            parts.append(textwrap.indent(table, " " * 4))
+        return "\n".join(part for part in parts if part)
+
+    def _facts(self, model: FoundModel) -> Iterator[tuple[str, str | None]]:
+        yield "left alone", model.left_alone
         if model.layers:
-            number = count(len(model.layers), "module")
-            yield from _wrap("layers", f"{number}: {few(model.layers)}")
+            yield "layers", f"{count(len(model.layers), 'module')}: {few(model.layers)}"
         if model.dry is not None:
-            yield from self._describe_dry(model)
+            yield "saved", f"{format_size(model.dry.saved_bytes)} in a step"
+            planned = model.dry.planned is not None
+            yield ("plan", describe_plan(model)) if planned else self._policy
         elif model.num_steps:
             yield from self._describe_steps(model)
-        elif model.left_alone is None and not self._is_dry:
-            yield from _wrap("steps", "none was finished")
-        if model.budget_error is not None:
-            yield from _wrap("error", _in_options(model.budget_error))
-        for note in model.notes:
-            yield from _wrap("note", note)
+        elif model.left_alone is None and not self.is_dry:
+            yield "steps", "none was finished"
+        yield "error", None if model.budget_error is None else _in_options(model.budget_error)
+        yield from (("note", note) for note in model.notes)
 
-    def _describe_dry(self, model: FoundModel) -> Iterator[str]:
-        assert model.dry is not None
-        yield from _wrap("saved", f"{format_size(model.dry.saved_bytes)} in a step")
-        if model.dry.planned is None:
-            yield from _wrap("policy", self._options.describe())
-            return
-        yield from _wrap("plan", describe_plan(model))
-        # The state of the plan, which was never followed, is not worth a line.
-        yield from textwrap.indent(str(model.dry.planned), " " * 4).splitlines()[1:]
+    @property
+    def _policy(self) -> tuple[str, str]:
+        return "policy", self.options.describe()
 
-    def _describe_steps(self, model: FoundModel) -> Iterator[str]:
+    def _describe_steps(self, model: FoundModel) -> Iterator[tuple[str, str | None]]:
         plan = model.plan
         if plan is not None:
-            yield from _wrap("plan", describe_plan(model))
+            yield "plan", describe_plan(model)
             if plan.measured is not None:
                 size, seconds = format_size(plan.measured.peak_bytes), plan.measured.step_s
-                yield from _wrap("measured", f"peak {size}, step {seconds:.3g} s with this plan")
-        elif self._options.is_planned:
+                yield "measured", f"peak {size}, step {seconds:.3g} s with this plan"
+        elif self.options.is_planned:
             none = "none until other models have theirs" if model.waits_for_turn else "none"
-            yield from _wrap("plan", f"{none}; all that can leave does")
+            yield "plan", f"{none}; all that can leave does"
         else:
-            yield from _wrap("policy", self._options.describe())
+            yield self._policy
         last = model.last_step
         assert last is not None, "a step was finished"
-        yield from _wrap("last step", _describe_step(last))
-        reason = _why_nothing_left(model, last)
-        if reason is not None:
-            yield from _wrap("why", reason)
-        yield from _wrap("steps", f"{model.num_steps:,}")
+        yield "last step", _describe_step(last)
+        yield "why", _why_nothing_left(model, last)
+        yield "steps", f"{model.num_steps:,}"
 
 
 def _in_options(error: BudgetError) -> str:
@@ -421,17 +382,6 @@ def _model_entry(model: FoundModel) -> dict[str, Any]:
     }
 
 
-def _wrap(label: str, words: str) -> Iterator[str]:
-    """Lay out a label and what it labels, which is wrapped beside it."""
-    space = " " * (_LABEL + 4)
-    fits = len(label) <= _LABEL
-    begin = f"    {label:<{_LABEL}}" if fits else f"    {label}  "
-    if label and label[0].isupper():
-        begin = f"  {label}: "
-    lines = textwrap.wrap(words, _WIDTH, initial_indent=begin, subsequent_indent=space)
-    yield from (line.rstrip() for line in lines)
-
-
 def _short(number: int) -> str:
     for size, unit in ((10**9, " G"), (10**6, " M"), (10**3, " k")):
         if number >= size:
@@ -515,7 +465,7 @@ class RunSession:
         self._rank = _read_rank()
         self._process = os.getpid()
         self.finder = ModelFinder(request.options, self._say, self._show, is_dry=request.dry)
-        self._calls = ModuleCalls(self.finder)
+        self._calls = ModuleCalls(self.finder.begin_call)
         self._compile = _JIT.create_script_module
 
     def begin(self) -> None:
@@ -557,8 +507,8 @@ class RunSession:
             model.freeze()
         memory = finder.memory
         return RunReport(
-            finder.found,
-            self._request.options,
+            models=finder.found,
+            options=self._request.options,
             passing=finder.passing,
             is_dry=self._request.dry,
             peak_bytes=resident_peak_bytes() if memory is None else memory.reserved_peak_bytes(),

@@ -6,8 +6,9 @@ import dataclasses
 import json
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Final, NamedTuple
+from typing import Annotated, Final
 
 import typer
 
@@ -76,81 +77,61 @@ def schedule(
     shows when each copy runs, where compute waits, and how much memory is in use at the peak.
     """
     with ends_by_code("schedule"):
-        found = _rehearse(
-            _read(file, layers, pipeline, resident),
-            layer_bytes=parse_size_bytes(layer_size, name="--layer-size"),
+        plan = _read(file, layers, pipeline, resident)
+        layer_bytes = parse_size_bytes(layer_size, name="--layer-size")
+        bytes_per_s = bandwidth * 1e9
+        trace = rehearse(
+            plan,
+            layer_bytes=layer_bytes,
             forward_s=forward_ms / 1e3,
-            bandwidth_bytes_per_s=bandwidth * 1e9,
+            bandwidth_bytes_per_s=bytes_per_s,
         )
         if out is not None:
-            found.trace.plot(out)
+            trace.plot(out)
+        figures = {
+            "layer_bytes": layer_bytes,
+            "peak_layers": plan.peak_resident,
+            "peak_bytes": plan.peak_resident * layer_bytes,
+            "peak_bytes_without": Schedule(plan.order).peak_resident * layer_bytes,
+            "copy_s": layer_bytes / bytes_per_s,
+        }
         if as_json:
-            typer.echo(json.dumps(_as_document(found), indent=1, allow_nan=False))
+            document = _as_document(plan, trace, figures)
+            typer.echo(json.dumps(document, indent=1, allow_nan=False))
             return
-        typer.echo("\n".join(_lines(found, layer_size)))
+        typer.echo("\n".join(_lines(plan, trace, figures)))
         if out is not None:
             typer.echo(f"\nPicture: {out}")
 
 
-class _Rehearsed(NamedTuple):
-    """A schedule, and what came of it."""
-
-    plan: Schedule
-    layer_bytes: int
-    copy_s: float
-    trace: Trace
-
-    @property
-    def peak_without(self) -> int:
-        """The most layers on the device without offload."""
-        return Schedule(self.plan.order).peak_resident
-
-
-def _rehearse(
-    plan: Schedule, *, layer_bytes: int, forward_s: float, bandwidth_bytes_per_s: float
-) -> _Rehearsed:
-    trace = rehearse(
-        plan,
-        layer_bytes=layer_bytes,
-        forward_s=forward_s,
-        bandwidth_bytes_per_s=bandwidth_bytes_per_s,
-    )
-    return _Rehearsed(plan, layer_bytes, layer_bytes / bandwidth_bytes_per_s, trace)
-
-
-def _lines(found: _Rehearsed, layer_size: str) -> list[str]:
-    plan = found.plan
+def _lines(plan: Schedule, trace: Trace, figures: Mapping[str, float]) -> list[str]:
     lines = str(plan).splitlines()
     rest = len(lines) - _MOST_LINES
     shown = lines if rest <= 1 else [*lines[:_MOST_LINES], f"... and {rest} more lines"]
+    layer_bytes = int(figures["layer_bytes"])
     peak, without = (
-        f"{number} x {layer_size} = {format_size(number * found.layer_bytes)}"
-        for number in (plan.peak_resident, found.peak_without)
+        f"{number} x {format_size(layer_bytes)} = {format_size(number * layer_bytes)}"
+        for number in (plan.peak_resident, Schedule(plan.order).peak_resident)
     )
     return [
         *shown,
         "",
         f"Peak on the device: {peak}.",
         f"Without offload: {without}.",
-        f"A copy takes {found.copy_s * 1e3:.3g} ms.",
+        f"A copy takes {figures['copy_s'] * 1e3:.3g} ms.",
         "",
-        found.trace.timeline(),
+        trace.timeline(),
     ]
 
 
-def _as_document(found: _Rehearsed) -> dict[str, object]:
-    plan, trace = found.plan, found.trace
+def _as_document(plan: Schedule, trace: Trace, figures: Mapping[str, float]) -> dict[str, object]:
     waits_s = (event.duration_s for event in trace.events if event.what == "wait")
     return {
         "format": FORMAT,
         "version": VERSION,
         "schedule": str(plan),
         "anchors": {str(anchor): [str(action) for action in acts] for anchor, acts in plan.lines},
-        "layer_bytes": found.layer_bytes,
-        "peak_layers": plan.peak_resident,
-        "peak_bytes": plan.peak_resident * found.layer_bytes,
-        "peak_bytes_without": found.peak_without * found.layer_bytes,
-        "copy_s": found.copy_s,
+        **figures,
         "step_s": trace.duration_s,
         "waited_s": sum(waits_s),
         "events": [dataclasses.asdict(event) for event in trace.events],
