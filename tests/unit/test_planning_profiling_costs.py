@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ebbtide.planning import Hardware, Kind, Source
 from ebbtide.tools.fake_profile import profile_with_fake_tensors
-from ebbtide.tools.fake_step import OperatorCosts, count_flops, count_traffic
+from ebbtide.tools.fake_step import count_flops, count_traffic, operator_seconds
 
 # Round figures: a byte takes a microsecond, a product's FLOP a nanosecond, an FFT's 10 ns.
 SLOW = dataclasses.replace(
@@ -51,7 +51,7 @@ class Counting(TorchDispatchMode):
         self.matmul_flops += work.matmul_flops
         self.fft_flops += work.fft_flops
         self.traffic_bytes += count_traffic(operator, args, kwargs, output)
-        self.seconds += OperatorCosts(SLOW).seconds(operator, args, kwargs, output)
+        self.seconds += operator_seconds(SLOW, operator, args, kwargs, output)
         return output
 
 
@@ -192,10 +192,10 @@ def test_seconds_are_those_of_the_slower_resource(run: Any, seconds: float) -> N
 def test_arithmetic_can_be_the_slower_resource() -> None:
     x = values(256, 256)
     slow = dataclasses.replace(SLOW, matmul_fp32_flops=1e6, fft_flops=1e3)
-    found = OperatorCosts(slow).seconds(torch.ops.aten.mm.default, (x, x), {}, x @ x)
+    found = operator_seconds(slow, torch.ops.aten.mm.default, (x, x), {}, x @ x)
     assert found == pytest.approx(2 * 256**3 / 1e6)  # 34 s, and 0.8 s for the bytes
     operator = torch.ops.aten._fft_r2c.default
-    found = OperatorCosts(slow).seconds(operator, (x, [1], 0, True), {}, torch.fft.rfft(x))
+    found = operator_seconds(slow, operator, (x, [1], 0, True), {}, torch.fft.rfft(x))
     assert found == pytest.approx(2.5 * 256**2 * 8 / 1e3)  # 1311 s
 
 

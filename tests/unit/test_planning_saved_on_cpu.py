@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from benchmarks.plan_paper import profile_saved_on_cpu
 from torch import nn
 
-from ebbtide.planning import Hardware, StepTiming, keep_all
-from ebbtide.tools.fake_profile import profile_saved_on_cpu, profile_with_fake_tensors
+from ebbtide.planning.contest import keep_all
+from ebbtide.planning.hardware import Hardware
+from ebbtide.planning.prediction import StepTiming
+from ebbtide.tools.fake_profile import profile_with_fake_tensors
 
 H100 = Hardware.named("h100", achievable=True)
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Set
 from typing import Any, Final, NamedTuple, TypeVar, final
 
 import torch
@@ -30,7 +29,6 @@ from ebbtide.tools.fake_step import (
     START,
     Batch,
     FakeStep,
-    LayerCall,
     LayerCalls,
     Loss,
     Part,
@@ -438,37 +436,6 @@ def _forward(
 # ---- Puts together the profile of a step from what was seen while it ran ----
 
 
-@final
-@dataclass(frozen=True, kw_only=True)
-class StepFindings:
-    """What was seen while a step ran with fake tensors.
-
-    Attributes:
-        ledger: the storages.
-        saved: what autograd saved.
-        calls: the calls of layers.
-        changing: indices of the calls that changed an input in place.
-        seconds: seconds of each part of the step.
-        owners: index of the layer that each parameter belongs to, by the key of its storage.
-        parameters: keys of the storages of parameters, not of buffers.
-        gradients: keys of the storages of a parameter and of its gradient.
-        inputs: keys of the storages of parameters, buffers and the batch: all that there was before
-            the step.
-        between: whether work between layers that saves something is a layer of its own.
-    """
-
-    ledger: StorageLedger
-    saved: SavedStorages
-    calls: Sequence[LayerCall]
-    changing: Set[int]
-    seconds: Mapping[Part, float]
-    owners: Mapping[int, int]
-    parameters: Set[int]
-    gradients: Sequence[tuple[int, int]]
-    inputs: Set[int]
-    between: bool
-
-
 class _ParameterBytes(NamedTuple):
     weight_bytes: int
     gradient_bytes: int
@@ -490,39 +457,51 @@ class StepAssembly:
     """Puts together the profile of one step.
 
     Args:
-        found: what was seen.
+        step: the step, which has run.
+        saved: what autograd saved.
         hardware: the machine.
         optimizer_states: number of tensors of the weights' size that the optimizer keeps.
+        between: whether work between layers that saves something is a layer of its own.
     """
 
-    def __init__(self, found: StepFindings, hardware: Hardware, optimizer_states: int) -> None:
-        self._found = found
+    def __init__(
+        self,
+        step: FakeStep,
+        saved: SavedStorages,
+        hardware: Hardware,
+        optimizer_states: int,
+        *,
+        between: bool,
+    ) -> None:
+        self._saved = saved
+        self._calls = step.calls.calls
+        self._changing = step.calls.changing
+        self._owners = step.watch.owners
+        self._gradients = step.gradients
+        self._inputs = step.inputs
         self._hardware = hardware
         self._optimizer_states = optimizer_states
-        self._sizes = found.ledger.sizes
-        self._positions = StepPositions(
-            len(found.calls), found.saved.saves.keys(), between=found.between
-        )
+        self._sizes = step.ledger.sizes
+        self._positions = StepPositions(len(self._calls), saved.saves.keys(), between=between)
         self._parts, self._indices = self._positions.parts, self._positions.indices
         self._count = len(self._parts)
-        self._seconds = self._positions.gather(found.seconds, operator.add)
-        without = {gradient for _, gradient in found.gradients}
-        self._peaks = self._positions.gather(found.ledger.peaks(without), max)
+        self._seconds = self._positions.gather(step.watch.seconds, operator.add)
+        self._peaks = self._positions.gather(step.peaks(), max)
         self._parameters = [_NOTHING] * (self._count + 1)  # the last one: outside layers
-        for key in found.parameters:
+        for key in {step.ledger.key_of(each) for each in step.model.parameters()}:
             self._add_parameter(key)
         self._names = self._name_storages()
-        of_a_step = found.inputs | found.saved.firsts.keys()
+        of_a_step = self._inputs | saved.firsts.keys()
         self._of_no_layer = of_a_step - self._names.keys()
         # Resident throughout, but for gradients and optimizer state.
-        self._always_bytes = sum(self._sizes[key] for key in self._of_no_layer & found.inputs)
+        self._always_bytes = sum(self._sizes[key] for key in self._of_no_layer & self._inputs)
         self._saved_bytes = [0] * self._count
         for key, name in self._names.items():
             self._saved_bytes[name.layer] += self._sizes[key]
 
     def _name_storages(self) -> dict[int, StorageId]:
         """Return the name of each storage's first save; what no layer saves first has none."""
-        saved = self._found.saved
+        saved = self._saved
         names: dict[int, StorageId] = {}
         for index, part in enumerate(self._parts):
             numbered = (
@@ -533,10 +512,10 @@ class StepAssembly:
         return names
 
     def _add_parameter(self, key: int) -> None:
-        call = self._found.owners.get(key, OUTSIDE)
+        call = self._owners.get(key, OUTSIDE)
         part = Part(backward=False, layer=call, inside=True)
         owner = self._indices.get(part, OUTSIDE)
-        gradients = (gradient for of, gradient in self._found.gradients if of == key)
+        gradients = (gradient for of, gradient in self._gradients if of == key)
         gradient_bytes = sum(self._sizes[gradient] for gradient in gradients)
         before = self._parameters[owner]
         self._parameters[owner] = _ParameterBytes(
@@ -548,7 +527,7 @@ class StepAssembly:
     @property
     def recomputable(self) -> Set[int]:
         """Indices of the calls that backward may run again."""
-        return set(range(len(self._found.calls))) - self._found.changing
+        return set(range(len(self._calls))) - self._changing
 
     def recomputed_passes(
         self, peaks: Mapping[Part, int], seconds: Mapping[Part, float]
@@ -608,13 +587,13 @@ class StepAssembly:
         forward, backward = Position(False, index), Position(True, index)
         parameters = self._parameters[index]
         part = self._parts[index]
-        name = self._found.calls[part.layer].name if part.layer >= 0 else ""
+        name = self._calls[part.layer].name if part.layer >= 0 else ""
         if not part.inside:
             name = f"after {name}" if name else "before layers"
         return LayerProfile(
             name=name,
             between=not part.inside,
-            may_recompute=part.inside and part.layer not in self._found.changing,
+            may_recompute=part.inside and part.layer not in self._changing,
             forward_s=self._seconds.get(forward, 0.0),
             backward_s=self._seconds.get(backward, 0.0),
             forward_working_bytes=self._working_bytes(forward, saved_bytes + missing_bytes),
@@ -638,7 +617,7 @@ class StepAssembly:
 
     def _storages(self, index: int) -> tuple[SavedStorage, ...]:
         storages: list[SavedStorage] = []
-        for key in self._found.saved.saves.get(self._parts[index], ()):
+        for key in self._saved.saves.get(self._parts[index], ()):
             name = self._names.get(key)
             if name is None:
                 continue
@@ -649,7 +628,7 @@ class StepAssembly:
                     number=len(storages),
                     size_bytes=self._sizes[key],
                     same_as=name if again else None,
-                    may_leave=again or key not in self._found.inputs,  # the loop holds the batch
+                    may_leave=again or key not in self._inputs,  # the loop holds the batch
                     sources=sources,
                     rebuild_s=rebuild_s,
                 )
@@ -658,7 +637,7 @@ class StepAssembly:
 
     def _recipe(self, key: int) -> tuple[tuple[StorageId, ...], float | None]:
         """Return what a storage can be rebuilt from, and how long that takes."""
-        recipe = self._found.saved.recipes.found.get(key)
+        recipe = self._saved.recipes.found.get(key)
         if recipe is None:
             return (), None
         # A source that is no layer's stays in memory.
@@ -671,7 +650,7 @@ class StepAssembly:
         part = self._parts[index]
         if not part.inside:
             return 0, None
-        keys = [key for key in self._found.calls[part.layer].inputs if key not in self._of_no_layer]
+        keys = [key for key in self._calls[part.layer].inputs if key not in self._of_no_layer]
         input_bytes = sum(self._sizes[key] for key in keys)
         first = self._names.get(keys[0]) if len(keys) == 1 else None
         if first is not None and first.layer <= index:
@@ -754,19 +733,7 @@ def profile_with_fake_tensors(
     step.run(loss, saved.pack, unpack)
     if not step.calls.calls:
         raise PolicyError("the model called none of its layers; name modules that it calls")
-    found = StepFindings(
-        ledger=step.ledger,
-        saved=saved,
-        calls=step.calls.calls,
-        changing=step.calls.changing,
-        seconds=step.watch.seconds,
-        owners=step.watch.owners,
-        parameters={step.ledger.key_of(each) for each in step.model.parameters()},
-        gradients=step.gradients,
-        inputs=step.inputs,
-        between=between,
-    )
-    assembly = StepAssembly(found, hardware, optimizer_states)
+    assembly = StepAssembly(step, saved, hardware, optimizer_states, between=between)
     profile = dataclasses.replace(assembly.profile(), min_bytes=saved.min_bytes)
     again = FakeStep(model, batch, hardware)
     again.calls.hook(again.model, names)
@@ -804,75 +771,3 @@ def _layer_names(model: nn.Module, hardware: Hardware, layers: Iterable[nn.Modul
             f"part of it"
         )
     return names
-
-
-# ---- What `torch.autograd.graph.save_on_cpu` would copy and need, found with fake tensors ----
-
-
-class SavedOnCpu(NamedTuple):
-    """A step in which autograd saves everything on the CPU.
-
-    Attributes:
-        step_s: seconds of the step: of all operators, of the copies, and of Adam's update.
-        compute_s: that without the copies.
-        copied_bytes: bytes that are copied down, and again up.
-        num_copies: copies down.
-        peak_bytes: peak of device memory, gradients and the optimizer's state included throughout.
-    """
-
-    step_s: float
-    compute_s: float
-    copied_bytes: int
-    num_copies: int
-    peak_bytes: int
-
-
-def profile_saved_on_cpu(
-    model: nn.Module,
-    batch: Batch,
-    hardware: Hardware,
-    *,
-    loss: Loss | None = None,
-    optimizer_states: int = 2,
-) -> SavedOnCpu:
-    """Predict a training step under ``save_on_cpu(pin_memory=True)``.
-
-    It copies every saved tensor when autograd saves it, as often as it is saved and parameters too,
-    and copies it back when backward asks for it. The copies run on the compute stream, so compute
-    waits for each of them. Memory is page-locked in the first step only, and does not count here.
-
-    Args:
-        model: the model; it may be on the meta device.
-        batch: what the model is called with.
-        hardware: the machine.
-        loss: computes the loss from what the model returns.
-        optimizer_states: tensors of the weights' size that the optimizer keeps.
-
-    Not modelled: copies that make a tensor contiguous on the device before it is copied down.
-    """
-    step = FakeStep(model, batch, hardware)
-    sizes_bytes: list[int] = []
-
-    def pack(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
-        sizes_bytes.append(tensor.nbytes)
-        return tensor.shape, tensor.dtype
-
-    def unpack(packed: tuple[torch.Size, torch.dtype]) -> Tensor:
-        return torch.empty(packed[0], dtype=packed[1], device=step.device)
-
-    step.run(loss, pack, unpack)
-    sizes = step.ledger.sizes
-    gradient_bytes = sum(sizes[gradient] for _, gradient in step.gradients)
-    state_bytes = gradient_bytes * optimizer_states
-    update_bytes = 3 * gradient_bytes + 2 * state_bytes
-    compute_s = sum(step.watch.seconds.values())
-    compute_s += update_bytes / hardware.device_memory_bytes_per_s
-    copied_bytes = sum(sizes_bytes)
-    copies_s = sum(hardware.offload_s(each) + hardware.reload_s(each) for each in sizes_bytes)
-    return SavedOnCpu(
-        step_s=compute_s + copies_s,
-        compute_s=compute_s,
-        copied_bytes=copied_bytes,
-        num_copies=len(sizes_bytes),
-        peak_bytes=max(step.peaks().values()) + gradient_bytes + state_bytes,
-    )

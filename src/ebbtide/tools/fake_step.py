@@ -340,47 +340,35 @@ def _distinct_bytes(tensor: Tensor) -> int:
     return math.prod(size if stride else min(size, 1) for size, stride in pairs) * tensor.itemsize
 
 
-@final
-class OperatorCosts:
-    """Tells how long operators take on one machine. See [Note: roofline].
+def operator_seconds(
+    hardware: Hardware,
+    operator: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    output: Any,
+) -> float:
+    """Return the seconds that one call of an operator takes on a machine. See [Note: roofline].
 
     Args:
         hardware: the machine.
+        operator: an overload, such as ``torch.ops.aten.mm.default``.
+        args: its positional arguments.
+        kwargs: its other arguments.
+        output: what it returned.
     """
-
-    def __init__(self, hardware: Hardware) -> None:
-        self._hardware = hardware
-
-    def seconds(
-        self, operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any
-    ) -> float:
-        """Return the seconds that one call of an operator takes.
-
-        Args:
-            operator: an overload, such as ``torch.ops.aten.mm.default``.
-            args: its positional arguments.
-            kwargs: its other arguments.
-            output: what it returned.
-        """
-        traffic_bytes = count_traffic(operator, args, kwargs, output)
-        if not traffic_bytes:
-            return 0.0
-        work = count_flops(operator, args, kwargs, output)
-        moving_s = traffic_bytes / self._hardware.device_memory_bytes_per_s
-        return max(moving_s, self._matmul_s(work, args), self._fft_s(work))
-
-    def _matmul_s(self, work: Work, args: Sequence[Any]) -> float:
-        if not work.matmul_flops:
-            return 0.0
+    traffic_bytes = count_traffic(operator, args, kwargs, output)
+    if not traffic_bytes:
+        return 0.0
+    work = count_flops(operator, args, kwargs, output)
+    longest_s = traffic_bytes / hardware.device_memory_bytes_per_s
+    if work.matmul_flops:
         dtype = next(arg.dtype for arg in args if isinstance(arg, Tensor))
-        try:
-            return work.matmul_flops / self._hardware.matmul_flops(dtype)
-        except PolicyError:  # no figure for products of whole numbers
-            return 0.0
-
-    def _fft_s(self, work: Work) -> float:
-        rate = self._hardware.fft_flops
-        return work.fft_flops / rate if rate is not None else 0.0
+        # There is no figure for products of whole numbers.
+        with contextlib.suppress(PolicyError):
+            longest_s = max(longest_s, work.matmul_flops / hardware.matmul_flops(dtype))
+    if hardware.fft_flops is not None:
+        longest_s = max(longest_s, work.fft_flops / hardware.fft_flops)
+    return longest_s
 
 
 # ---- Notes which layer's call runs during a forward, and what it gets as input ----
@@ -504,7 +492,7 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         ledger: is told of each storage that an operator allocates.
         calls: tells which layer an operator of the backward belongs to.
-        costs: tells how long an operator takes.
+        hardware: the machine whose seconds are estimated.
         parameters: keys of the storages of parameters.
 
     Attributes:
@@ -517,7 +505,7 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self,
         ledger: StorageLedger,
         calls: LayerCalls,
-        costs: OperatorCosts,
+        hardware: Hardware,
         parameters: Set[int],
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -525,7 +513,7 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.owners: dict[int, int] = {}
         self._ledger = ledger
         self._calls = calls
-        self._costs = costs
+        self._hardware = hardware
         self._parameters = parameters
 
     def __torch_dispatch__(
@@ -545,7 +533,7 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for leaf in tree_leaves(output):
             if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
                 self._ledger.key_of(leaf)
-        took_s = self._costs.seconds(operator, args, kwargs, output)
+        took_s = operator_seconds(self._hardware, operator, args, kwargs, output)
         self.seconds[part] = self.seconds.get(part, 0.0) + took_s
         return output
 
@@ -698,7 +686,7 @@ class FakeStep:
         self.inputs = {self.ledger.key_of(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
         self.state = {self.ledger.key_of(tensor) for tensor in tensors}
         self.calls = LayerCalls(self.ledger)
-        self.watch = OperatorWatch(self.ledger, self.calls, OperatorCosts(hardware), self.state)
+        self.watch = OperatorWatch(self.ledger, self.calls, hardware, self.state)
 
     def run(
         self, loss: Loss | None, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]
