@@ -13,9 +13,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, TypeVar, final
+from typing import Any, Final, NamedTuple, TypeVar, final
 
 import torch
 from rich import box
@@ -74,54 +73,60 @@ def build_table(config: DemoConfig, results: list[ModeResult]) -> Table:
         table.add_column(
             result.mode.title, justify="right", style="bold" if result.mode is Mode.EBBTIDE else ""
         )
-    for label, cell in _rows(config, results):
-        table.add_row(label, *(cell(result) for result in results))
+    reference, differences = _reference(results), compare(results)
+    columns = [_cells(config, result, reference, differences) for result in results]
+    for labelled in zip(*columns, strict=True):
+        cells = [cell for _, cell in labelled]
+        if any(cell != _ABSENT for cell in cells):
+            table.add_row(labelled[0][0], *cells)
     return table
 
 
-_Cell = Callable[[ModeResult], str]
-
-
-def _rows(config: DemoConfig, results: list[ModeResult]) -> Iterator[tuple[str, _Cell]]:
-    reference = _reference(results)
+def _cells(
+    config: DemoConfig,
+    result: ModeResult,
+    reference: ModeResult | None,
+    differences: dict[Mode, str | None],
+) -> list[tuple[str, str]]:
+    """Return what the rows of the table say of a mode, each with the label of its row."""
+    assert result.final is not None
+    peak_ratio = step_ratio = same = _ABSENT
+    if reference is not None:
+        peak_ratio = _ratio(_above_idle(result), _above_idle(reference))
+        step_ratio = _ratio(result.median_s, reference.median_s)
+    if result.mode in differences:
+        difference = differences[result.mode]
+        same = "[green]same bits[/]" if difference is None else f"[red]differ: {difference}[/]"
+    stats, last, final = result.stats, result.steps[-1], result.final
+    sizes = [_ABSENT] * 4
+    if stats is not None:
+        saved = (stats.saved_bytes, stats.unique_bytes, stats.rebuilt_bytes, stats.offloaded_bytes)
+        sizes = [format_size(size) for size in saved]
     what = "RSS" if config.device.type == "cpu" else "device memory"
-    yield f"Peak {what} of a step", lambda result: format_size(result.peak_bytes)
-    yield "  above idle", lambda result: format_size(_above_idle(result))
-    if reference is not None:
-        yield "  relative to no offload", _ratio(reference, _above_idle)
-    yield f"Step, median of {len(results[0].timed)}", lambda result: f"{_digits(result.median_s)} s"
-    if reference is not None:
-        yield "  relative to no offload", _ratio(reference, lambda result: result.median_s)
-    yield "  fastest - slowest", _range
-    yield from _stats_rows(results)
-    yield "Train error, L2 / H1", _train_error
-    yield "Test error, L2 / H1", _test_error
-    if reference is not None:
-        differences = compare(results)
-        yield "Losses, gradients, weights", lambda result: _verdict(result, differences)
-
-
-def _stats_rows(results: list[ModeResult]) -> Iterator[tuple[str, _Cell]]:
-    if all(result.stats is None for result in results):
-        return
-
-    def size(field: str) -> _Cell:
-        return lambda result: (
-            _ABSENT if result.stats is None else format_size(getattr(result.stats, field))
-        )
-
-    yield "Saved by autograd in a step", size("saved_bytes")
-    yield "  without repeats and weights", size("unique_bytes")
-    yield "  rebuilt in backward", size("rebuilt_bytes")
-    yield "  offloaded", size("offloaded_bytes")
+    fastest_s, slowest_s = _extremes_s(result)
+    return [
+        (f"Peak {what} of a step", format_size(result.peak_bytes)),
+        ("  above idle", format_size(_above_idle(result))),
+        ("  relative to no offload", peak_ratio),
+        (f"Step, median of {len(result.timed)}", f"{_digits(result.median_s)} s"),
+        ("  relative to no offload", step_ratio),
+        ("  fastest - slowest", f"{_digits(fastest_s)} - {_digits(slowest_s)} s"),
+        ("Saved by autograd in a step", sizes[0]),
+        ("  without repeats and weights", sizes[1]),
+        ("  rebuilt in backward", sizes[2]),
+        ("  offloaded", sizes[3]),
+        ("Train error, L2 / H1", f"{last.train_l2:.3f} / {last.train_h1:.3f}"),
+        ("Test error, L2 / H1", f"{final.test_l2:.3f} / {final.test_h1:.3f}"),
+        ("Losses, gradients, weights", same),
+    ]
 
 
 def limits(config: DemoConfig, results: list[ModeResult]) -> Iterator[str]:
     """Yield sentences that say what limits ebbtide's figures, and how far to trust them."""
     for result in results:
-        if result.stats is not None:
+        if result.stats is not None and result.mode is Mode.EBBTIDE:
             yield from _limits_of(config, result, result.stats)
-            if result.mode is Mode.EBBTIDE and result.stats.offloaded_bytes:
+            if result.stats.offloaded_bytes:
                 yield from _floor(_reference(results) or result, result)
     if any(slowest_s > _NOISY * fastest_s for fastest_s, slowest_s in map(_extremes_s, results)):
         yield (
@@ -131,8 +136,6 @@ def limits(config: DemoConfig, results: list[ModeResult]) -> Iterator[str]:
 
 
 def _limits_of(config: DemoConfig, result: ModeResult, stats: StepStats) -> Iterator[str]:
-    if result.mode is Mode.REBUILD:
-        return
     if not stats.offloaded_bytes:
         yield "Nothing was offloaded: no saved tensor was large enough. Increase --resolution."
         return
@@ -180,10 +183,8 @@ def _above_idle(result: ModeResult) -> int:
     return result.peak_bytes - result.idle_bytes
 
 
-def _ratio(reference: ModeResult, value: Callable[[ModeResult], float]) -> _Cell:
-    return lambda result: (
-        f"{value(result) / value(reference):.2f}x" if value(reference) else _ABSENT
-    )
+def _ratio(value: float, base: float) -> str:
+    return f"{value / base:.2f}x" if base else _ABSENT
 
 
 def _digits(value: float) -> str:
@@ -194,27 +195,6 @@ def _digits(value: float) -> str:
 def _extremes_s(result: ModeResult) -> tuple[float, float]:
     durations_s = [step.duration_s for step in result.timed]
     return min(durations_s), max(durations_s)
-
-
-def _range(result: ModeResult) -> str:
-    fastest_s, slowest_s = _extremes_s(result)
-    return f"{_digits(fastest_s)} - {_digits(slowest_s)} s"
-
-
-def _train_error(result: ModeResult) -> str:
-    return f"{result.steps[-1].train_l2:.3f} / {result.steps[-1].train_h1:.3f}"
-
-
-def _test_error(result: ModeResult) -> str:
-    assert result.final is not None
-    return f"{result.final.test_l2:.3f} / {result.final.test_h1:.3f}"
-
-
-def _verdict(result: ModeResult, differences: dict[Mode, str | None]) -> str:
-    if result.mode is Mode.NONE:
-        return _ABSENT
-    difference = differences[result.mode]
-    return "[green]same bits[/]" if difference is None else f"[red]differ: {difference}[/]"
 
 
 # ---- Shows how far the demo is. Progress goes to standard error ----
@@ -428,9 +408,7 @@ VERSION: Final = 1
 _WIDTH: Final = 80
 
 
-@final
-@dataclass(frozen=True)
-class Outputs:
+class Outputs(NamedTuple):
     """Where the demo prints.
 
     Attributes:

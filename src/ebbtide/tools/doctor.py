@@ -22,7 +22,6 @@ _NEARLY_FULL = 0.85  # of a control group's memory
 _FEW_CORES = 4
 _SLOW_LINK = 0.55  # of the slower direction; both at once below this are no faster than in turn
 _IDLE = 0.75  # of the cores that this process may use
-_SLOW_HALF = 0.5  # of float32
 _SLOW_PIN_S_PER_GIB = 1.0
 
 
@@ -35,7 +34,6 @@ def advise(found: Examination) -> list[str]:
         *_on_the_link(found),
         *_on_memory(found),
         *_on_cores(found),
-        *_on_types(found),
         *_on_other_programs(found),
     ]
 
@@ -155,20 +153,6 @@ def _on_cores(found: Examination) -> Iterator[str]:
             f"With {cores:.3g} cores, the threads that write and read files take time from the "
             f"model's own kernels; offload what matters most (ActivationPolicy(num_layers=...))."
         )
-
-
-def _on_types(found: Examination) -> Iterator[str]:
-    full = found.matmul.get("fp32")
-    if full is None or _is_busy(found):  # another program may have held up just one of the types
-        return
-    for name, word in (("fp16", "float16"), ("bf16", "bfloat16")):
-        half = found.matmul.get(name)
-        if half is not None and half.best_per_s < _SLOW_HALF * full.best_per_s:
-            share = half.best_per_s / full.best_per_s
-            yield (
-                f"Products of {word} run at {share:.0%} of the speed of float32 here. Mixed "
-                f"precision with {word} saves memory and costs time."
-            )
 
 
 def _on_other_programs(found: Examination) -> Iterator[str]:

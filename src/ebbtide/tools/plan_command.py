@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from ebbtide.tools.exit_codes import ExitCode, describe_codes, ends_by_code, show_status
-from ebbtide.tools.native_output import other_output_on_stderr
 
 EPILOG = describe_codes({ExitCode.DOES_NOT_FIT: "no plan fits into the budget"})
 
@@ -133,3 +137,31 @@ def plan(
         notes = [f"{what}: {file}" for what, file in files.items() if file is not None]
         if notes and not as_json:
             typer.echo("\n" + "\n".join(notes))
+
+
+@contextlib.contextmanager
+def other_output_on_stderr() -> Iterator[None]:
+    """Send what this process prints on standard output to standard error.
+
+    A library may print past Python, as SciPy's solver does in some searches for whole numbers,
+    and the code of a user's model may print what it likes. Standard output belongs to the
+    command, whose report or JSON other programs read.
+    """
+    stdout, stderr = 1, 2
+    kept = os.dup(stdout)
+    _flush()
+    os.dup2(stderr, stdout)
+    try:
+        yield
+    finally:
+        _flush()
+        os.dup2(kept, stdout)
+        os.close(kept)
+
+
+def _flush() -> None:
+    """Write what Python and the C library have buffered."""
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+    with contextlib.suppress(OSError, AttributeError, TypeError):  # Windows has no CDLL(None)
+        ctypes.CDLL(None).fflush(None)
