@@ -21,7 +21,6 @@ from ebbtide.errors import BudgetError, PolicyError, StoreFullError
 from ebbtide.tools import exit_codes as status_line
 from ebbtide.tools.exit_codes import ExitCode, describe_codes, ends_by_code
 from ebbtide.tools.main import app
-from ebbtide.tools.run import BUDGET_EXIT_CODE
 
 ROOT = Path(__file__).parents[2]
 GUIDES = ROOT / "docs" / "guides"
@@ -129,10 +128,6 @@ def test_help_lists_the_codes_of_a_command(command: str) -> None:
     known = {str(int(each)) for each in ExitCode}
     assert {"0", "2", "130"} <= set(codes) <= known
     assert ("78" in codes) == (command in ("plan", "run"))
-
-
-def test_run_and_plan_have_one_code_for_what_does_not_fit() -> None:
-    assert BUDGET_EXIT_CODE == ExitCode.DOES_NOT_FIT
 
 
 @pytest.mark.parametrize(

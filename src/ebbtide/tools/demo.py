@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.util
 import json
 import multiprocessing
 import os
@@ -24,6 +23,7 @@ from rich.table import Table
 
 from ebbtide.errors import PolicyError
 from ebbtide.observe.page import write_page
+from ebbtide.observe.plots import make_figure, save_figure
 from ebbtide.runtime.stats import StepStats
 from ebbtide.tools import darcy_fno
 from ebbtide.tools import demo_worker as worker
@@ -244,7 +244,6 @@ _COLOURS = {
     Mode.REBUILD: "#009E73",
     Mode.EBBTIDE: "#0072B2",
 }
-_PIXELS_PER_INCH = 200
 _SIZE_INCHES = (8.0, 3.0)
 
 
@@ -254,18 +253,16 @@ def draw(config: DemoConfig, results: list[ModeResult], path: Path) -> bool:
     Returns:
         False if there is no picture because matplotlib is not installed, else True.
     """
-    if importlib.util.find_spec("matplotlib") is None:
+    try:
+        figure = make_figure(path, _SIZE_INCHES[1])
+    except ImportError:
         return False
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=_SIZE_INCHES, dpi=_PIXELS_PER_INCH, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure.set_size_inches(*_SIZE_INCHES)
     halves: Any = figure.subfigures(1, 2, width_ratios=(1.0, 1.55))
     memory, fields = halves
     _draw_memory(memory.subplots(), config, results)
     _draw_sample(fields, config, results[-1])
-    figure.savefig(path)
+    save_figure(figure, path)
     return True
 
 

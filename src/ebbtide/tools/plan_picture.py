@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Final
 
-from ebbtide.observe.plots import draw_lanes, stack_areas
+from ebbtide.observe.plots import TimeUnit, draw_lanes, make_figure, save_figure
 from ebbtide.planning.prediction import MemoryParts, StepRecord, StepTiming
 from ebbtide.runtime.events import TraceEvent
 from ebbtide.tools.plan_tables import Findings, format_seconds
@@ -22,8 +22,7 @@ _LAYERS: Final = (
 )
 _INK: Final = "#222222"
 _GIB: Final = 2**30
-_SIZE_INCHES: Final = (12.0, 7.2)
-_PIXELS_PER_INCH: Final = 150
+_HEIGHT_INCHES: Final = 7.2
 
 
 def draw_plan(found: Findings, path: Path) -> None:
@@ -36,9 +35,6 @@ def draw_plan(found: Findings, path: Path) -> None:
     Raises:
         OSError: the file cannot be written.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     assert found.chosen is not None
     study = found.study
     record = StepTiming(study.profile, study.hardware).record(found.chosen.plan)
@@ -46,13 +42,12 @@ def draw_plan(found: Findings, path: Path) -> None:
     end_s, step_s = record.passes[-1].end_s, found.chosen.prediction.step_s
     if step_s > end_s:
         events.append(TraceEvent("update", "compute", end_s, step_s))
-    figure = Figure(figsize=_SIZE_INCHES, dpi=_PIXELS_PER_INCH, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = make_figure(path, _HEIGHT_INCHES)
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=[5, 2])
     _draw_memory(above, found, record)
     draw_lanes(figure, below, events)
     below.set_title("", loc="left")
-    figure.savefig(path, format=path.suffix[1:].lower())
+    save_figure(figure, path)
 
 
 def _draw_memory(axes: Any, found: Findings, record: StepRecord) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from ebbtide.errors import PolicyError
+from ebbtide.observe.plots import make_figure
 from ebbtide.planning.planned_step import PlannedStep
 from ebbtide.policy import parse_number
 from ebbtide.tools.models import ModelOptions, read_budget_bytes, read_hardware, read_model
@@ -109,17 +110,7 @@ def _check_files(request: Request) -> None:
         ImportError: matplotlib is not installed.
     """
     if request.picture is not None:
-        from ebbtide.observe.plots import SUFFIXES
-
-        if request.picture.suffix.lower() not in SUFFIXES:
-            raise PolicyError(
-                f"--picture must end in {', '.join(SUFFIXES)}, got {str(request.picture)!r}"
-            )
-        try:
-            import matplotlib  # noqa: F401
-        except ImportError as error:
-            message = 'a picture needs matplotlib: pip install "ebbtide[plots]"'
-            raise ImportError(message) from error
+        make_figure(request.picture, 1.0)
     for name, path in (("--picture", request.picture), ("--save", request.save)):
         if path is not None and not path.absolute().parent.is_dir():
             raise PolicyError(f"{name} {path}: there is no directory {path.absolute().parent}")

@@ -27,6 +27,7 @@ from ebbtide.observe.page import render_page
 from ebbtide.planning.plan import Decision, LayerMode
 from ebbtide.runtime.stats import StepStats
 from ebbtide.stores.measured_memory import resident_peak_bytes
+from ebbtide.tools.exit_codes import ExitCode
 from ebbtide.tools.found_models import FoundModel, ModelFinder, ModuleCalls, RunOptions
 from ebbtide.tools.layout import indented, labelled, render
 from ebbtide.units import count, few, format_size
@@ -392,7 +393,6 @@ def _short(number: int) -> str:
 # ---- Runs a script, has its models found and offloaded, and reports when the process ends ----
 
 _JIT: Any = torch.jit._recursive
-BUDGET_EXIT_CODE: Final = 78  # no plan fits into the budget; EX_CONFIG of sysexits.h
 
 
 @final
@@ -426,7 +426,7 @@ def run_script(request: RunRequest) -> None:
 
     Raises:
         SystemExit: the script has called `sys.exit`, it was not found (2), or no plan fits into the
-            budget (`BUDGET_EXIT_CODE`).
+            budget (`ExitCode.DOES_NOT_FIT`).
     """
     session = RunSession(request)
     session.begin()
@@ -435,19 +435,19 @@ def run_script(request: RunRequest) -> None:
     except ScriptNotFoundError as error:
         session.end()
         print(f"ebbtide run: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+        raise SystemExit(ExitCode.WRONG_USE) from None
     except SystemExit as end:
         if not end.code and session.is_over_budget():
-            raise SystemExit(BUDGET_EXIT_CODE) from None
+            raise SystemExit(ExitCode.DOES_NOT_FIT) from None
         raise
     except BaseException as error:
         _show_as_python_does()
         if isinstance(error, Exception) and _comes_from_budget(error):
             sys.excepthook(type(error), error, error.__traceback__)
-            raise SystemExit(BUDGET_EXIT_CODE) from None
+            raise SystemExit(ExitCode.DOES_NOT_FIT) from None
         raise
     if session.is_over_budget():
-        raise SystemExit(BUDGET_EXIT_CODE)
+        raise SystemExit(ExitCode.DOES_NOT_FIT)
 
 
 @final
