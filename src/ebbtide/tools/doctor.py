@@ -109,9 +109,9 @@ def _on_pinning(found: Examination) -> Iterator[str]:
 
 
 def _on_the_link(found: Examination) -> Iterator[str]:
-    down, up, both = found.down_bytes_per_s, found.up_bytes_per_s, found.both_bytes_per_s
-    if down is None or up is None or both is None or found.on_cpu:
+    if found.rates is None or found.on_cpu:
         return
+    down, up, both = found.rates
     if both < _SLOW_LINK * (down + up):
         yield (
             f"Both ways at once the link moves {both / 1e9:.1f} GB/s, of {(down + up) / 1e9:.1f} "
@@ -156,20 +156,13 @@ def _on_cores(found: Examination) -> Iterator[str]:
 
 
 def _on_other_programs(found: Examination) -> Iterator[str]:
-    if not _is_busy(found) or found.others_cores is None:
-        return
     cores = os.cpu_count() or 1
+    if found.others_cores is None or cores - found.others_cores > _IDLE * found.facts.cores:
+        return
     yield (
         f"Other programs kept {found.others_cores:.1f} of {count(cores, 'core')} busy meanwhile, "
         f"so this machine can do more than the figures above say. Measure again when it is idle."
     )
-
-
-def _is_busy(found: Examination) -> bool:
-    """Whether other programs left too few cores for this one."""
-    if found.others_cores is None:
-        return False
-    return (os.cpu_count() or 1) - found.others_cores <= _IDLE * found.facts.cores
 
 
 # ---- The report of an examination ----
@@ -210,10 +203,10 @@ def build_report(found: Examination, advice: Sequence[str]) -> str:
 
 def summarize(found: Examination) -> Iterator[str]:
     """Yield what the figures mean for a model, in sentences."""
-    down, up, both = found.down_bytes_per_s, found.up_bytes_per_s, found.both_bytes_per_s
-    if down is None or up is None or both is None:
+    if found.rates is None:
         yield "Nothing can be offloaded as the machine is; see the advice."
         return
+    down, up, both = found.rates
     yield (
         f"1 GiB of activations leaves in {_seconds(_GIB / down)} and comes back in "
         f"{_seconds(_GIB / up)}; 1 GiB each way at once takes {_seconds(2 * _GIB / both)}."
@@ -311,8 +304,8 @@ def _compute(found: Examination) -> Iterator[Row]:
 
 
 def _links(found: Examination) -> Iterator[RenderableType]:
-    links, both = found.links, found.both_bytes_per_s
-    if links is None or both is None:
+    links, rates = found.links, found.rates
+    if links is None or rates is None:
         return
     memory = found.copy.best_per_s if found.on_cpu and found.copy is not None else None
     rows: list[Row] = []
@@ -324,7 +317,7 @@ def _links(found: Examination) -> Iterator[RenderableType]:
         back = "mapped" if is_mapped else _rate(up, "B/s")
         rows.append((f"copies of {format_size(size)}", _rate(down.median_per_s, "B/s"), back))
     rows += [
-        ("both at once, in sum", _rate(both, "B/s")),
+        ("both at once, in sum", _rate(rates.both, "B/s")),
         ("each copy besides", _seconds(links.latency_s)),
     ]
     where = "files in the page cache" if found.on_cpu else "host memory"

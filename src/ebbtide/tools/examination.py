@@ -417,6 +417,20 @@ QUICK: Final = Effort(
 )
 
 
+class LinkRates(NamedTuple):
+    """Bytes per second of large copies.
+
+    Attributes:
+        down: offloads.
+        up: reloads.
+        both: both ways at once: the sum, and never more than both have alone.
+    """
+
+    down: float
+    up: float
+    both: float
+
+
 @final
 @dataclass
 class Examination:
@@ -452,29 +466,19 @@ class Examination:
         return self.facts.accelerator is None
 
     @property
-    def down_bytes_per_s(self) -> float | None:
-        """Bandwidth of large offloads."""
-        return None if self.links is None else _of_largest(self.links.down)
-
-    @property
-    def up_bytes_per_s(self) -> float | None:
-        """Bandwidth of large reloads.
+    def rates(self) -> LinkRates | None:
+        """Bandwidths of large copies.
 
         On a CPU, a reload maps pages of the file that are in the page cache, and moves nothing.
         Whoever reads the bytes gets them as fast as the memory gives them, so that is the bound.
         """
         if self.links is None:
             return None
-        rate = _of_largest(self.links.up)
-        return rate if self.copy is None or not self.on_cpu else min(rate, self.copy.best_per_s)
-
-    @property
-    def both_bytes_per_s(self) -> float | None:
-        """Bandwidth of both ways at once: the sum, and never more than both have alone."""
-        down, up = self.down_bytes_per_s, self.up_bytes_per_s
-        if self.links is None or down is None or up is None:
-            return None
-        return min(self.links.both.median_per_s, down + up)
+        largest = max(self.links.down)
+        down, up = (way[largest].median_per_s for way in (self.links.down, self.links.up))
+        if self.on_cpu and self.copy is not None:
+            up = min(up, self.copy.best_per_s)
+        return LinkRates(down, up, min(self.links.both.median_per_s, down + up))
 
     @property
     def pinned_limit_bytes(self) -> int:
@@ -488,7 +492,8 @@ class Examination:
 
     def hardware(self) -> Hardware | None:
         """Return the figures that a plan needs; None if one of them could not be measured."""
-        if self.links is None or self.copy is None or "fp32" not in self.matmul:
+        rates = self.rates
+        if self.links is None or rates is None or self.copy is None or "fp32" not in self.matmul:
             return None
         facts, accelerator = self.facts, self.facts.accelerator
         ram_bytes = facts.total_ram_bytes
@@ -496,9 +501,9 @@ class Examination:
             "device_memory_bytes": accelerator.total_bytes if accelerator else ram_bytes,
             "device_memory_bytes_per_s": self.copy.best_per_s,
             "fft_flops": self.fft and self.fft.best_per_s,
-            "h2d_bytes_per_s": self.up_bytes_per_s,
-            "d2h_bytes_per_s": self.down_bytes_per_s,
-            "duplex_bytes_per_s": self.both_bytes_per_s,
+            "h2d_bytes_per_s": rates.up,
+            "d2h_bytes_per_s": rates.down,
+            "duplex_bytes_per_s": rates.both,
             "link_latency_s": self.links.latency_s,
             "host_memory_bytes": ram_bytes,
             "pinned_limit_bytes": self.pinned_limit_bytes,
@@ -624,10 +629,6 @@ def _measure_store(
             effort.links_s,
             room_bytes,
         )
-
-
-def _of_largest(way: dict[int, Sample]) -> float:
-    return way[max(way)].median_per_s
 
 
 def _has_tf32(torch_device: torch.device) -> bool:

@@ -10,7 +10,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
-from typing import Final, NamedTuple, final
+from typing import Any, Final, NamedTuple, final
 
 from rich.console import RenderableType
 
@@ -567,20 +567,19 @@ def find_limits(
     limits = _Limits(studies, device_bytes)
     study = next(iter(studies))
     size = study.family.size
+    named = {"length": study.family.length_name, "batch": "batch"}
     found = []
     for method in METHODS:
-        limit = Limit(method)
-        if size.length is not None:
-            say(f"largest {study.family.length_name}, {method}")
-            length = limits.largest(method, "length")
-            step_s = None if length is None else limits.step_s(method, length)
-            limit = limit._replace(length=length and length.length, length_step_s=step_s)
-        if size.batch is not None:
-            say(f"largest batch, {method}")
-            batch = limits.largest(method, "batch")
-            step_s = None if batch is None else limits.step_s(method, batch)
-            limit = limit._replace(batch=batch and batch.batch, batch_step_s=step_s)
-        found.append(limit)
+        values: dict[str, Any] = {}
+        for what, name in named.items():
+            if getattr(size, what) is None:
+                continue
+            say(f"largest {name}, {method}")
+            largest = limits.largest(method, what)
+            if largest is not None:
+                values[what] = getattr(largest, what)
+                values[f"{what}_step_s"] = limits.step_s(method, largest)
+        found.append(Limit(method, **values))
     return found
 
 
