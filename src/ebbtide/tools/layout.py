@@ -70,7 +70,7 @@ def columns(
             head,
             justify="left" if number < left or not head else "right",
             min_width=width,
-            no_wrap=True,
+            overflow="fold",  # rather than cut what does not fit
         )
     for row in rows:
         table.add_row(*row)

@@ -813,7 +813,7 @@ def _plan(found: Findings) -> Iterator[RenderableType]:
     yield f"The plan within {format_size(found.budget_bytes)}: step {step}{gap}"
     pairs = list(zip(found.study.profile.layers, plan.layers, strict=True))
     heads = ("layers", "module", "how", "stays", "rebuilt", "leaves")
-    yield columns(heads, _runs(pairs), left=3, widths=(9, _NAME_WIDTH, 19, 9, 9, 9))
+    yield columns(heads, _runs(pairs), left=3, widths=(9, _NAME_WIDTH, 17, 9, 9, 9))
     yield indented(_describe_copies(found, pairs))
 
 
