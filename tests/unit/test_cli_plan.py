@@ -397,7 +397,8 @@ def test_without_neuralop_it_says_what_to_install(monkeypatch: pytest.MonkeyPatc
 
 
 def test_without_matplotlib_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    for name in ("matplotlib", "matplotlib.backends.backend_agg"):
+        monkeypatch.setitem(sys.modules, name, None)
     found = run(TOWER, "--picture", "step.png")
     assert found.exit_code == 2
     assert 'pip install "ebbtide[plots]"' in found.stderr

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from ebbtide.errors import PolicyError
-from ebbtide.observe.plots import make_figure
+from ebbtide.observe.plots import TimeUnit, draw_lanes, make_figure, save_figure
 from ebbtide.planning.planned_step import PlannedStep
+from ebbtide.planning.prediction import MemoryParts, StepRecord, StepTiming
 from ebbtide.policy import parse_number
+from ebbtide.runtime.events import LANES, TraceEvent
 from ebbtide.tools.models import ModelOptions, read_budget_bytes, read_hardware, read_model
 from ebbtide.tools.plan_tables import (
     RULES,
@@ -21,8 +23,10 @@ from ebbtide.tools.plan_tables import (
     count_choices,
     find_limits,
     find_rows,
+    format_seconds,
     origin,
 )
+from ebbtide.units import format_size
 
 FORMAT: Final = "ebbtide-plan-study"
 VERSION: Final = 1
@@ -96,8 +100,6 @@ def run_plan(request: Request, say: Say = lambda _: None) -> Findings:
             plan=chosen.plan, profile=study.profile, hardware=hardware, budget_bytes=budget_bytes
         ).save(request.save)
     if chosen is not None and request.picture is not None:
-        from ebbtide.tools.plan_picture import draw_plan
-
         draw_plan(found, request.picture)
     return found
 
@@ -158,3 +160,101 @@ def _outcome_entry(study: Study, outcome: Outcome | None) -> dict[str, Any]:
         "gap": outcome.plan.gap,
         "weights_on_host": outcome.plan.has_weights_on_host,
     }
+
+
+# ---- The picture of a planned step: memory over the step by what it is, and the lanes ----
+
+# From the palette of Okabe and Ito; the lanes below have the same colour for the same thing.
+_LAYERS: Final = (
+    ("weights, gradients, optimizer", "#7F7F7F"),
+    ("fixed", "#BDBDBD"),
+    ("saved, stays", "#0072B2"),
+    ("saved, leaving", "#E69F00"),
+    ("saved, back again", "#009E73"),
+    ("working memory of the pass", "#CFE8F7"),
+)
+_INK: Final = "#222222"
+_GIB: Final = 2**30
+_HEIGHT_INCHES: Final = 7.2
+
+
+def draw_plan(found: Findings, path: Path) -> None:
+    """Write the picture of the plan within the budget.
+
+    Args:
+        found: the findings, with a plan.
+        path: path of the file; its suffix selects the format.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    assert found.chosen is not None
+    study = found.study
+    record = StepTiming(study.profile, study.hardware).record(found.chosen.plan)
+    events = sorted(record.events(), key=lambda event: (event.begin_s, event.end_s))
+    end_s, step_s = record.passes[-1].end_s, found.chosen.prediction.step_s
+    if step_s > end_s:
+        events.append(TraceEvent("update", "compute", end_s, step_s))
+    figure = make_figure(path, _HEIGHT_INCHES)
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=[5, 2])
+    _draw_memory(above, found, record, TimeUnit.of(events))
+    draw_lanes(figure, below, events, LANES)
+    below.set_title("", loc="left")
+    save_figure(figure, path)
+
+
+def _draw_memory(axes: Any, found: Findings, record: StepRecord, unit: TimeUnit) -> None:
+    assert found.chosen is not None
+    edges = [each.begin_s * unit.per_s for each in record.passes]
+    edges.append(record.passes[-1].end_s * unit.per_s)
+    stacks = [_stack(each.memory) for each in record.passes]
+    lower = [0.0] * (len(stacks) + 1)
+    for number, (name, colour) in enumerate(_LAYERS):
+        sizes = [stack[number] / _GIB for stack in stacks]
+        upper = [low + size for low, size in zip(lower, [*sizes, sizes[-1]], strict=True)]
+        if any(sizes):
+            axes.fill_between(
+                edges, lower, upper, step="post", label=name, color=colour, linewidth=0
+            )
+        lower = upper
+    axes.step(edges, lower, where="post", color=_INK, linewidth=0.8)
+    budget = found.budget_bytes / _GIB
+    axes.axhline(budget, color="#D55E00", linewidth=1.2, linestyle="--")
+    axes.set_ylim(0, max(budget, max(lower)) * 1.18)
+    axes.annotate(
+        f"budget {format_size(found.budget_bytes)}",
+        (1, budget),
+        xycoords=("axes fraction", "data"),
+        xytext=(0, 3),
+        textcoords="offset points",
+        ha="right",
+        va="bottom",
+        fontsize=9,
+        color="#D55E00",
+    )
+    family, prediction = found.study.family, found.chosen.prediction
+    size = family.describe(family.size)
+    axes.set_title(
+        f"{family.title}{size and ', '}{size}, on {found.study.hardware.name}\n"
+        f"predicted, not measured: step {format_seconds(prediction.step_s)}, peak "
+        f"{format_size(prediction.peak_bytes)}",
+        loc="left",
+        fontsize=11,
+    )
+    axes.set_ylabel("device memory (GiB)", fontsize=10)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(axis="both", labelsize=9)
+    axes.tick_params(axis="x", labelbottom=False)
+    axes.legend(loc="upper left", fontsize=8.5, ncols=3, frameon=False)
+
+
+def _stack(memory: MemoryParts) -> tuple[int, ...]:
+    moving = memory.leaving_bytes + memory.returning_bytes
+    return (
+        memory.parameters_bytes,
+        memory.fixed_bytes,
+        memory.saved_bytes - moving,
+        memory.leaving_bytes,
+        memory.returning_bytes,
+        memory.working_bytes,
+    )
