@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 from ebbtide import __version__
 from ebbtide.stores import ProcessMemory
+from ebbtide.tools import darcy_fno
 from ebbtide.tools import demo as demo_module
 from ebbtide.tools import demo_worker as worker
 from ebbtide.tools.demo import Team, WorkerError
@@ -239,6 +240,31 @@ def test_neuraloperator_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert 'pip install "ebbtide[neuralop,plots]"' in refused([], tmp_path)
 
 
+def save_published(directory: Path, n_samples: int) -> None:
+    for split in ("train", "test"):
+        fields = {"x": torch.rand(n_samples, 64, 64), "y": torch.rand(n_samples, 64, 64)}
+        torch.save(fields, directory / f"darcy_{split}_64.pt")
+
+
+def test_published_files_are_used_where_they_are(tmp_path: Path) -> None:
+    pytest.importorskip("neuralop")
+    save_published(tmp_path, 12)
+    config = DemoConfig(64, 4, 3, data=tmp_path)
+    published = torch.load(tmp_path / "darcy_train_64.pt")
+    batch = next(darcy_fno.load_problem(config).epochs())
+    assert torch.equal(batch["x"][:, 0], published["x"][:4])
+    assert not darcy_fno.has_published_files(tmp_path, 32)
+
+
+@pytest.mark.slow
+def test_published_files_with_too_few_samples(tmp_path: Path) -> None:
+    pytest.importorskip("neuralop")
+    save_published(tmp_path, 11)
+    message = refused([*TINY, "--device", "cpu", "--data", str(tmp_path)], tmp_path / "out")
+    assert "has 11 samples" in message
+
+
+@pytest.mark.slow
 def test_store_that_does_not_fit_is_refused_by_the_worker(tmp_path: Path) -> None:
     pytest.importorskip("neuralop")
     message = refused([*TINY, "--device", "cpu", "--store", "host"], tmp_path)

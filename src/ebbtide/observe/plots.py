@@ -373,7 +373,12 @@ _PIXELS_PER_INCH: Final = 200
 _INK: Final = "#222222"
 
 
-def _new_figure(height_inches: float) -> Any:
+def new_figure(height_inches: float) -> Any:
+    """Return an empty figure, 12 inches wide and this high.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -387,6 +392,18 @@ def _new_figure(height_inches: float) -> Any:
     return figure
 
 
+def check_suffix(path: str | PathLike[str]) -> str:
+    """Return the suffix of a picture's path.
+
+    Raises:
+        PolicyError: it is not one of `SUFFIXES`.
+    """
+    suffix = Path(path).suffix.lower()
+    if suffix not in SUFFIXES:
+        raise PolicyError(f"path must end in {', '.join(SUFFIXES)}, got {str(path)!r}")
+    return suffix
+
+
 def save_figure(figure: Any, path: str | PathLike[str]) -> None:
     """Write a figure in the format that the suffix of the path names.
 
@@ -394,10 +411,7 @@ def save_figure(figure: Any, path: str | PathLike[str]) -> None:
         PolicyError: the suffix is not one of `SUFFIXES`.
         OSError: the file cannot be written.
     """
-    suffix = Path(path).suffix.lower()
-    if suffix not in SUFFIXES:
-        raise PolicyError(f"path must end in {', '.join(SUFFIXES)}, got {str(path)!r}")
-    figure.savefig(path, format=suffix[1:])
+    figure.savefig(path, format=check_suffix(path)[1:])
 
 
 # ---- A picture of the lanes: time from left to right, a colour for each kind of event ----
@@ -420,7 +434,7 @@ def draw_lanes_figure(events: Sequence[TraceEvent]) -> Any:
     Raises:
         ImportError: matplotlib is not installed.
     """
-    figure = _new_figure(max(1, len(_seen_rows(events))) * _ROW_INCHES + _AROUND_INCHES)
+    figure = new_figure(max(1, len(_seen_rows(events))) * _ROW_INCHES + _AROUND_INCHES)
     draw_lanes(figure, figure.subplots(), events)
     return figure
 
@@ -566,7 +580,7 @@ def draw_memory_figure(memory: StepMemory) -> Any:
     Raises:
         ImportError: matplotlib is not installed.
     """
-    figure = _new_figure(_MEMORY_INCHES)
+    figure = new_figure(_MEMORY_INCHES)
     axes = figure.subplots()
     unit, unit_bytes = next(each for each in _UNITS if memory.peak_bytes >= each[1] or each[1] == 1)
     edges_s = [*(sample.begin_s for sample in memory.samples), memory.samples[-1].end_s]

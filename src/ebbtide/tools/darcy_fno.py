@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple, final
 
 import torch
@@ -50,6 +51,7 @@ class Problem:
             test_resolutions=[resolution],
             encode_input=True,
             seed=config.seed,
+            data_root=config.data if has_published_files(config.data, resolution) else None,
             cache_dir=config.data,
         )
         self.test_batches = tests[resolution]
@@ -142,3 +144,11 @@ def load_coarse_problem(config: DemoConfig) -> Problem | None:
 def load_problem(config: DemoConfig) -> Problem:
     """Load the data of the run, with a new batch for every step; generate what is missing."""
     return Problem(config, config.resolution, config.steps * config.batch_size, config.batch_size)
+
+
+def has_published_files(directory: Path | None, resolution: int) -> bool:
+    """Return whether the directory has the published files of this resolution."""
+    splits = ("train", "test")
+    return directory is not None and all(
+        (directory / f"darcy_{split}_{resolution}.pt").exists() for split in splits
+    )

@@ -23,7 +23,7 @@ from rich.table import Table
 
 from ebbtide.errors import PolicyError
 from ebbtide.observe.page import write_page
-from ebbtide.observe.plots import make_figure, save_figure
+from ebbtide.observe.plots import new_figure, save_figure
 from ebbtide.runtime.stats import StepStats
 from ebbtide.tools import darcy_fno
 from ebbtide.tools import demo_worker as worker
@@ -254,7 +254,7 @@ def draw(config: DemoConfig, results: list[ModeResult], path: Path) -> bool:
         False if there is no picture because matplotlib is not installed, else True.
     """
     try:
-        figure = make_figure(path, _SIZE_INCHES[1])
+        figure = new_figure(_SIZE_INCHES[1])
     except ImportError:
         return False
     figure.set_size_inches(*_SIZE_INCHES)

@@ -55,7 +55,8 @@ def demo(
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Directory for generated samples; without it the user's cache.",
+            help="Directory of the published .pt files, or for generated samples; without it the "
+            "user's cache.",
         ),
     ] = None,
     out: Annotated[

@@ -8,11 +8,17 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from ebbtide.errors import PolicyError
-from ebbtide.observe.plots import TimeUnit, draw_lanes, make_figure, save_figure
+from ebbtide.observe.plots import (
+    check_suffix,
+    draw_lanes,
+    new_figure,
+    save_figure,
+    stack_areas,
+)
 from ebbtide.planning.planned_step import PlannedStep
 from ebbtide.planning.prediction import MemoryParts, StepRecord, StepTiming
 from ebbtide.policy import parse_number
-from ebbtide.runtime.events import LANES, TraceEvent
+from ebbtide.runtime.events import TraceEvent
 from ebbtide.tools.models import ModelOptions, read_budget_bytes, read_hardware, read_model
 from ebbtide.tools.plan_tables import (
     RULES,
@@ -112,7 +118,8 @@ def _check_files(request: Request) -> None:
         ImportError: matplotlib is not installed.
     """
     if request.picture is not None:
-        make_figure(request.picture, 1.0)
+        check_suffix(request.picture)
+        new_figure(1.0)  # says what to install if matplotlib is missing
     for name, path in (("--picture", request.picture), ("--save", request.save)):
         if path is not None and not path.absolute().parent.is_dir():
             raise PolicyError(f"{name} {path}: there is no directory {path.absolute().parent}")
@@ -195,32 +202,27 @@ def draw_plan(found: Findings, path: Path) -> None:
     end_s, step_s = record.passes[-1].end_s, found.chosen.prediction.step_s
     if step_s > end_s:
         events.append(TraceEvent("update", "compute", end_s, step_s))
-    figure = make_figure(path, _HEIGHT_INCHES)
+    figure = new_figure(_HEIGHT_INCHES)
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=[5, 2])
-    _draw_memory(above, found, record, TimeUnit.of(events))
-    draw_lanes(figure, below, events, LANES)
+    _draw_memory(above, found, record)
+    draw_lanes(figure, below, events)
     below.set_title("", loc="left")
     save_figure(figure, path)
 
 
-def _draw_memory(axes: Any, found: Findings, record: StepRecord, unit: TimeUnit) -> None:
+def _draw_memory(axes: Any, found: Findings, record: StepRecord) -> None:
     assert found.chosen is not None
-    edges = [each.begin_s * unit.per_s for each in record.passes]
-    edges.append(record.passes[-1].end_s * unit.per_s)
+    edges_s = [*(each.begin_s for each in record.passes), record.passes[-1].end_s]
     stacks = [_stack(each.memory) for each in record.passes]
-    lower = [0.0] * (len(stacks) + 1)
-    for number, (name, colour) in enumerate(_LAYERS):
-        sizes = [stack[number] / _GIB for stack in stacks]
-        upper = [low + size for low, size in zip(lower, [*sizes, sizes[-1]], strict=True)]
-        if any(sizes):
-            axes.fill_between(
-                edges, lower, upper, step="post", label=name, color=colour, linewidth=0
-            )
-        lower = upper
-    axes.step(edges, lower, where="post", color=_INK, linewidth=0.8)
+    layers = [
+        (name, [stack[number] / _GIB for stack in stacks], {"color": colour})
+        for number, (name, colour) in enumerate(_LAYERS)
+    ]
+    upper = stack_areas(axes, edges_s, layers)
+    axes.step(edges_s, upper, where="post", color=_INK, linewidth=0.8)
     budget = found.budget_bytes / _GIB
     axes.axhline(budget, color="#D55E00", linewidth=1.2, linestyle="--")
-    axes.set_ylim(0, max(budget, max(lower)) * 1.18)
+    axes.set_ylim(0, max(budget, max(upper)) * 1.18)
     axes.annotate(
         f"budget {format_size(found.budget_bytes)}",
         (1, budget),
