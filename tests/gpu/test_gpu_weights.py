@@ -112,6 +112,50 @@ def test_inputs_may_be_made_where_the_first_parameter_rests(
         assert torch.equal(one, other)
 
 
+class Decaying(nn.Module):
+    """Changes its own weight in its forward."""
+
+    def __init__(self, change: str) -> None:
+        super().__init__()
+        self.linear, self.change = nn.Linear(64, 64), change
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.linear.weight
+        if self.change == "in place":
+            with torch.no_grad():
+                weight.mul_(0.9)
+        elif self.change == "through data":
+            weight.data.mul_(0.9)
+        elif self.change == "reads data":
+            x = x + weight.data.mean()
+        return torch.tanh(self.linear(x))
+
+
+@pytest.mark.parametrize("forwards", [1, 2])
+@pytest.mark.parametrize("change", ["in place", "through data", "reads data"])
+def test_a_weight_that_a_later_forward_changes_is_refused_as_torch_does(
+    device: torch.device, change: str, forwards: int
+) -> None:
+    """Two forwards and one backward: torch raises where a version shows the change."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(Decaying(change), Decaying(change)).to(device)
+    model = copy.deepcopy(plain)
+    x = torch.randn(8, 64, device=device)
+
+    def gradients(of: nn.Module) -> list[Tensor]:
+        sum(mean_square(of(x * (n + 1))) for n in range(forwards)).backward()
+        return [p.grad.cpu() for p in of.parameters()]
+
+    with ebbtide.offload(model, weights=ebbtide.WeightPolicy(), layers=["?"]):
+        if change == "in place" and forwards == 2:
+            for each in (plain, model):
+                with pytest.raises(RuntimeError, match="modified"):
+                    gradients(each)
+            return
+        for one, other in zip(gradients(plain), gradients(model), strict=True):
+            assert torch.allclose(one, other, rtol=1e-5, atol=1e-7)
+
+
 @needs_sleep
 def test_a_step_waits_for_the_copies_of_a_forward_without_backward(device: torch.device) -> None:
     """The host is ahead of the device: it changes weights that the device has yet to copy."""

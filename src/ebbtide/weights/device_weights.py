@@ -432,6 +432,7 @@ class WeightTensor(AbstractAway):
         "_replacements",
         "_values",
         "_weights",
+        "_writes",
     )
 
     def __init__(
@@ -448,6 +449,7 @@ class WeightTensor(AbstractAway):
         self._member = member
         self._is_cast = is_cast
         self._changes = member.changes
+        self._writes = member.coming_writes()
         self._parameter = member.parameter
         self._parameter_version = member.parameter._version
         self._replacements = member.replacements
@@ -460,7 +462,8 @@ class WeightTensor(AbstractAway):
 
     def is_modified(self) -> bool:
         # A change during the forward raises the device parameter's version (checked by the base
-        # class); a change after it raises the version of the parameter.
+        # class); a change after it raises the version of the parameter; and one in a later forward
+        # is counted when it is kept.
         member = self._member
         if member.parameter is not self._parameter:
             self._weights.adopt_given(self._group, member)
@@ -469,6 +472,7 @@ class WeightTensor(AbstractAway):
             or member.parameter is not self._parameter
             or member.parameter._version != self._parameter_version
             or member.replacements != self._replacements
+            or member.writes > self._writes
             or not member.has_values_in(self._values)
             # Stricter than autograd: it would still have its own cast copy and use that.
             or (self._is_cast and member.changes != self._changes)

@@ -347,7 +347,8 @@ class OffloadedParameter:
         device_leaf: what the parameter becomes in `restore_to`, see [Note: leaves]; None as long as
             no graph has it.
         has_left: whether `restore_to` has moved the parameter back to the device.
-        changes: how often a forward pass has modified the values.
+        changes: how often a forward pass may have modified the values.
+        writes: how often a forward pass has modified them so that a version shows it.
         replacements: how often other values replaced the values.
     """
 
@@ -370,7 +371,7 @@ class OffloadedParameter:
         self.watched: list[DeviceParameter] = []
         self.device_leaf: torch.Tensor | None = None
         self.has_left = False
-        self.changes = self.replacements = 0
+        self.changes = self.writes = self.replacements = 0
 
     # ---- memory -------------------------------------------------------------------------------
 
@@ -601,6 +602,7 @@ class OffloadedParameter:
         """
         for tensor in self._tracked():
             if tensor.is_changed():
+                self.writes += tensor._version != tensor.known
                 self._keep_changes(tensor.track().detach(), buffer)
 
     def _keep_changes(self, values: torch.Tensor, buffer: torch.Tensor | None) -> None:
@@ -614,6 +616,11 @@ class OffloadedParameter:
             present.copy_(values)
             # Tensors that autograd saved before have valid versions, but their values are gone.
             self.replacements += 1
+
+    def coming_writes(self) -> int:
+        """Return `writes` as it will be when what the running modules have modified is kept."""
+        running = self.installed
+        return self.writes + (running is not None and running._version != running.known)
 
     def forget_unused(self) -> None:
         """Drop the device parameters that nobody refers to, and release their memory."""
