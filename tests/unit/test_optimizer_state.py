@@ -302,3 +302,36 @@ def test_an_optimizer_whose_step_raised_can_be_copied_and_saved() -> None:
         train(model, optimizer, 1)
         assert optimizer.state.default_factory is dict
         assert {type(state) for state in optimizer.state.values()} == {dict}
+
+
+@pytest.mark.parametrize("in_thread", [False, True])
+def test_another_optimizer_may_step_in_the_middle_of_a_step(in_thread: bool) -> None:
+    """As where two models are trained by two threads. The hooks of torch are for all optimizers."""
+    weight = nn.Parameter(torch.ones(4))
+    weight.grad = torch.ones(4)
+    other = torch.optim.SGD([weight], 0.1)
+
+    def step_meanwhile(_: Custom, state: dict[str, Tensor], p: Tensor) -> None:
+        if in_thread:
+            thread = threading.Thread(target=other.step)
+            thread.start()
+            thread.join()
+        else:
+            other.step()
+        state["momentum"] = torch.zeros_like(p)
+        state["look"] = state["momentum"]
+
+    def train(model: nn.Sequential) -> list[Tensor]:
+        optimizer = Custom(model.parameters(), step_meanwhile)
+        for n in range(3):
+            optimizer.zero_grad()
+            model(torch.full((8, WIDTH), 0.1 * n)).square().mean().backward()
+            optimizer.step()
+            assert len(optimizer.state) == 6
+            assert all(set(each) == {"momentum", "look"} for each in optimizer.state.values())
+        return [p.detach().clone() for p in model.parameters()]
+
+    expected, model = train(make()), make()
+    with ebbtide.offload(model, weights=ebbtide.WeightPolicy()):
+        got = train(model)
+    assert all(map(torch.equal, expected, got))

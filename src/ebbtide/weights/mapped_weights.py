@@ -151,13 +151,14 @@ class MappedOptimizerState:
 
     def before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Start the pager, and have the state that the optimizer makes moved to files."""
+        if not self._is_ours(optimizer):
+            return  # and perhaps ours steps in another thread
         self._end_step()  # needed if the step before raised
-        if self._is_ours(optimizer):
-            self._pager = Pager(self._store, self._most_bytes)
-            self._stepping = weakref.ref(optimizer)
-            state = optimizer.state
-            if isinstance(state, defaultdict) and state.default_factory is dict:
-                state.default_factory = _MakeStateAtRest(self, optimizer)
+        self._pager = Pager(self._store, self._most_bytes)
+        self._stepping = weakref.ref(optimizer)
+        state = optimizer.state
+        if isinstance(state, defaultdict) and state.default_factory is dict:
+            state.default_factory = _MakeStateAtRest(self, optimizer)
 
     def after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Stop the pager, and move state that is still in RAM to files."""
