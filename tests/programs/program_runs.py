@@ -190,7 +190,9 @@ class _Runner:
         if isinstance(error, REFUSALS):
             return True
         if isinstance(error, ebbtide.PolicyError):
-            return statement.offloaded_only or self.program.recomputes
+            # docs/guides/weights.md: weights on the host can be in no transform, for example.
+            asked = self.program.recomputes or self.program.rests
+            return statement.offloaded_only or asked
         # docs/guides/recompute.md: a layer that was asked to be recomputed needs what it read.
         return self.program.recomputes and isinstance(error, ebbtide.SavedTensorModifiedError)
 

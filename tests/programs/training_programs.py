@@ -55,7 +55,10 @@ class Program:
         watched: gradients are noted after each backward, not only at the end.
         recomputes: a policy of its asks for recomputation, which refuses some layers.
         repeats: it asks to recompute blocks that change something outside of modules, which
-            docs/guides/recompute.md says happens twice: the same only until the first backward.
+            docs/guides/recompute.md says happens twice, or blocks on an accelerator that read a
+            global, of which it says that another value is noticed a step late: the same only until
+            the first backward.
+        rests: weights rest on the host beside an accelerator, which some uses of them refuse.
     """
 
     seed: int
@@ -65,6 +68,7 @@ class Program:
     watched: bool
     recomputes: bool
     repeats: bool = False
+    rests: bool = False
 
     def __str__(self) -> str:
         return "\n".join(str(statement) for statement in self.statements)
@@ -334,6 +338,9 @@ class Draft:
         """Put names into a statement of a table."""
         for number in (90, 91):
             text = text.replace(f"{{call:batch({number})}}", self.call(f"batch({number})"))
+        if "to_vector" in text and self.weights and self.device != "cpu":
+            # torch makes no vector of parameters on two devices.
+            text = "with torch.no_grad():\n    for p in {params}:\n        p.mul_(0.95)"
         text = text.replace("{params}", self.params).replace("{model}", self.models[0])
         return text.replace("{tie}", self._tie())
 
@@ -1525,5 +1532,7 @@ def generate(
         rounds=draft.rounds and device != "cpu",
         watched=draft.draw.random() < 0.7,
         recomputes=draft.recomputes,
-        repeats=draft.recomputes and not draft.kinds.isdisjoint(OUTSIDE),
+        repeats=(draft.recomputes and not draft.kinds.isdisjoint(OUTSIDE))
+        or (device != "cpu" and "global read by the forward" in draft.kinds),
+        rests=draft.weights and device != "cpu",
     )
