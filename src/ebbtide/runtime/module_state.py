@@ -639,11 +639,14 @@ class ModuleState:
             elif not tensor.is_inference():
                 self._constants.append(_UnchangedTensor(_without_graph(tensor)))
 
-    def find_unsaved(self, saved: Container[int]) -> frozenset[int]:
+    def find_unsaved(
+        self, saved: Container[int], rests: Callable[[Tensor], bool]
+    ) -> frozenset[int]:
         """Return the places of small parameters whose memory is not among what was saved.
 
         Args:
             saved: addresses of the parameters that the forward has saved.
+            rests: tells of a parameter whether it rests elsewhere, and its versions are compared.
         """
         return frozenset(
             place
@@ -651,6 +654,7 @@ class ModuleState:
             if unchanged is not None
             and _has_address(unchanged.tensor)
             and unchanged.tensor.nbytes <= _MOST_COPIED_BYTES
+            and not rests(unchanged.tensor)
             and not any(address in saved for address in addresses_of(unchanged.tensor))
         )
 

@@ -375,6 +375,10 @@ def _no_versions(_: nn.Module) -> Hashable:
     return None
 
 
+def _none_rests(_: Tensor) -> bool:
+    return False
+
+
 def _autocast(device: torch.device) -> Hashable:
     kind = device.type
     if not torch.is_autocast_enabled(kind):
@@ -407,16 +411,17 @@ class _Inputs:
     def finds_changes(self) -> bool:
         return self._state.finds_changes()
 
-    def copy_unsaved(self, saved: Container[int]) -> frozenset[int]:
+    def copy_unsaved(self, saved: Container[int], weights: RestingWeights | None) -> frozenset[int]:
         """Copy the small parameters that the forward, which has ended, has not saved.
 
         Args:
             saved: addresses of the parameters that it has saved.
+            weights: tells which parameters rest elsewhere, where nothing computes with them.
 
         Returns:
             Their places, for `ModuleState.copy_unsaved`.
         """
-        places = self._state.find_unsaved(saved)
+        places = self._state.find_unsaved(saved, _none_rests if weights is None else weights.rests)
         self._state.copy_unsaved(places)
         return places
 
@@ -717,7 +722,8 @@ class _VerifiedCall:
         with saved_tensors_hooks(hooks.pack, hooks.unpack):
             result = self._forward(*args, **kwargs)
         self._digests.finish()
-        self._digests.unsaved = self._inputs.copy_unsaved(self._digests.weights)
+        weights = self._recomputing.weights
+        self._digests.unsaved = self._inputs.copy_unsaved(self._digests.weights, weights)
         hooks.number = _save_number()
         return result
 
