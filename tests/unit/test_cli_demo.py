@@ -69,23 +69,27 @@ def figures(run: Run) -> dict:
     return json.loads((run.out / "demo.json").read_text())
 
 
+@pytest.mark.slow
 def test_report_fits_80_columns_even_on_a_wide_terminal(run: Run) -> None:
     report = run.report.partition("Figures:")[0]
     assert "Peak RSS" in report
     assert max(map(len, report.splitlines())) <= 80
 
 
+@pytest.mark.slow
 def test_what_is_left_out_and_what_limits_it_is_said(run: Run) -> None:
     assert "save_on_cpu is left out" in run.progress
     for text in ("same bits", "Time: in each step", "Memory: saved", "Limit: a forward without"):
         assert text in run.report
 
 
+@pytest.mark.slow
 def test_pipes_get_plain_text(run: Run) -> None:
     for text in (run.report, run.progress):
         assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", text)
 
 
+@pytest.mark.slow
 def test_progress_says_what_is_under_way_and_how_long_it_takes(run: Run) -> None:
     lines = run.progress.splitlines()
     assert [line[:4] for line in lines if re.match(r"\d/4", line)] == [
@@ -100,6 +104,7 @@ def test_progress_says_what_is_under_way_and_how_long_it_takes(run: Run) -> None
     assert "FNO" not in run.progress
 
 
+@pytest.mark.slow
 def test_modes_have_the_same_names_in_progress_and_table(run: Run) -> None:
     head = next(line for line in run.report.splitlines() if "FNO, Darcy" in line)
     assert "no offload" in head
@@ -110,12 +115,14 @@ def test_modes_have_the_same_names_in_progress_and_table(run: Run) -> None:
     }
 
 
+@pytest.mark.slow
 def test_the_files_are_named(run: Run) -> None:
     named = dict(re.findall(r"^(Report|Figures|Picture): (.+)$", run.report, re.MULTILINE))
     assert named["Figures"] == str(run.out / "demo.json")
     assert named.keys() == {"Report", "Figures", "Picture"}
 
 
+@pytest.mark.slow
 def test_the_page_shows_both_modes(run: Run) -> None:
     page = (run.out / "demo.html").read_text()
     packed = re.search(r'id="data">([^<]*)<', page)
@@ -126,6 +133,7 @@ def test_the_page_shows_both_modes(run: Run) -> None:
     assert all(each["memory"] is not None for each in records)
 
 
+@pytest.mark.slow
 def test_the_limit_is_measured(figures: dict) -> None:
     """A forward reads 4 x 32 x 64 x 64 floats, 2 MiB, and writes them: 4 MiB at the least."""
     for mode in figures["modes"].values():
@@ -133,6 +141,7 @@ def test_the_limit_is_measured(figures: dict) -> None:
         assert mode["lasting_bytes"] + mode["forward_bytes"] < 2 * mode["peak_bytes"]
 
 
+@pytest.mark.slow
 def test_figures_are_complete(figures: dict) -> None:
     assert list(figures)[:2] == ["format", "version"]
     assert set(figures["modes"]) == {"none", "ebbtide"}
@@ -145,6 +154,7 @@ def test_figures_are_complete(figures: dict) -> None:
         assert all(step["duration_s"] > 0 and step["peak_bytes"] > 0 for step in mode["steps"])
 
 
+@pytest.mark.slow
 def test_ebbtide_offloads_and_changes_no_bit(figures: dict) -> None:
     plain, offloaded = figures["modes"]["none"], figures["modes"]["ebbtide"]
     assert offloaded["compared"] is True
@@ -159,6 +169,7 @@ def test_ebbtide_offloads_and_changes_no_bit(figures: dict) -> None:
     assert plain["test_l2"] == offloaded["test_l2"]
 
 
+@pytest.mark.slow
 def test_picture_is_1600_by_600(run: Run) -> None:
     pytest.importorskip("matplotlib")
     header = (run.out / "demo.png").read_bytes()[:24]

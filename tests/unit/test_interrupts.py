@@ -211,6 +211,7 @@ def test_an_interrupt_at_any_line_leaves_nothing(
     assert num_files() <= files
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["disk", "simulated"])
 def test_an_interrupt_while_a_layer_is_verified_leaves_nothing(
     kind: str, monkeypatch: pytest.MonkeyPatch

@@ -225,6 +225,7 @@ def test_recomputation_alone_equals_the_dynamic_programme(count: int, share: flo
     assert plan.bound_s <= least_s * (1 + 1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mb_per_s", [1, 4, 16])
 @pytest.mark.parametrize("seed", range(5))
 def test_no_slower_than_a_dynamic_programme_that_recomputes_and_offloads(
