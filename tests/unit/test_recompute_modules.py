@@ -457,6 +457,48 @@ def test_a_bias_may_change_before_backward(
     assert stats.recomputed_bytes > 0
 
 
+class OwnBias(Block):
+    """Changes its bias in its forward; nothing that it saves depends on the bias."""
+
+    def __init__(self, change: Callable[[Tensor], None]) -> None:
+        super().__init__()
+        self.change = change
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.change(self.linear.bias)
+        return self.linear(x)
+
+
+def _halved_through_data(tensor: Tensor) -> None:
+    tensor.data.mul_(0.5)
+
+
+@each_mode
+@pytest.mark.parametrize("change", [_doubled, _replaced, _halved_through_data])
+def test_a_bias_that_the_forward_itself_changes_changes_once(
+    change: Callable[[Tensor], None], mode: str
+) -> None:
+    def build() -> Stack:
+        torch.manual_seed(0)
+        return Stack(nn.ModuleList([OwnBias(change), OwnBias(change)]))
+
+    compare(build, policy(mode), draw, layers=["layers.?"])
+
+
+@each_mode
+def test_a_bias_may_change_between_two_backwards(mode: str) -> None:
+    def backward(model: nn.Module, inputs: Any, loss: Any) -> Tensor:
+        value: Tensor = loss(model, inputs)
+        value.backward(retain_graph=True)
+        for each in model.layers:
+            _doubled(each.linear.bias)
+        value.backward()
+        return value
+
+    stats = compare(lambda: stack(2), policy(mode), draw, backward=backward, layers=["layers.?"])
+    assert stats.recomputed_bytes > 0
+
+
 @each_mode
 def test_memory_that_is_swapped_and_swapped_back_before_backward(mode: str) -> None:
     """As for an evaluation with averaged weights between forward and backward."""

@@ -152,14 +152,7 @@ class MemoryLog:
     def change(
         self, owner: Owner, layer: Layer | None, size_bytes: int, address: int | None = None
     ) -> None:
-        """Note that bytes of saved tensors came to the device; a negative number of them left it.
-
-        Args:
-            owner: what they are.
-            layer: the layer that they belong to.
-            size_bytes: how many they are.
-            address: address of the storage, if it is the one that was saved and no copy of it.
-        """
+        """Note bytes that came or left; see `ebbtide.runtime.events.MemoryListener`."""
         changes = self._phase.changes
         changes.append(_Change(owner, layer, size_bytes))
         if address is None:

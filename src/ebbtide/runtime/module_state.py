@@ -658,14 +658,13 @@ class ModuleState:
             and not any(address in saved for address in addresses_of(unchanged.tensor))
         )
 
-    def copy_unsaved(self, places: Container[int]) -> None:
+    def copy_unsaved(self, places: Iterable[int]) -> None:
         """Copy the parameters in these places. A second forward gets the copies of changed ones."""
-        for place, (holder, name, unchanged) in enumerate(self._parameters):
-            if place in places and unchanged is not None:
-                copied = _CopiedTensor(holder, name, unchanged.tensor)
-                self._unsaved.append((unchanged, copied))
-        kept = {id(unchanged) for unchanged, _ in self._unsaved}
-        self._constants = [each for each in self._constants if id(each) not in kept]
+        for place in places:
+            holder, name, unchanged = self._parameters[place]
+            if unchanged is not None:
+                self._unsaved.append((unchanged, _CopiedTensor(holder, name, unchanged.tensor)))
+                self._constants.remove(unchanged)
 
     def find_change(self) -> str:
         """Say what the first forward, which has ended, has changed that is not put back."""
@@ -715,6 +714,7 @@ class ModuleState:
             for each in self._copies:
                 each.put_back(copied)
             for unchanged, each in self._unsaved:
+                # Only then: the compiler makes another graph for a tensor that is no parameter.
                 if unchanged.is_modified() or unchanged.is_elsewhere():
                     each.put_back(copied)
             _set_trained(self._trained)

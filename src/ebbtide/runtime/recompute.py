@@ -46,7 +46,14 @@ from ebbtide.runtime.torch_internals import (
     skip_in_compiler,
 )
 from ebbtide.runtime.transfers import Transfers
-from ebbtide.runtime.verification import SavedDigests, Verifications, Verified, differ, sample
+from ebbtide.runtime.verification import (
+    SavedDigests,
+    Verifications,
+    Verified,
+    differ,
+    digest,
+    sample,
+)
 from ebbtide.stores.measured_memory import FreedMemory, return_freed_memory
 from ebbtide.units import format_size
 
@@ -437,9 +444,20 @@ class _Inputs:
 
     @contextlib.contextmanager
     def untouched(
-        self, module: nn.Module, weights: RestingWeights | None, tensors: Sequence[Tensor]
+        self,
+        module: nn.Module,
+        weights: RestingWeights | None,
+        tensors: Sequence[Tensor],
+        digests: tuple[SavedDigests, SavedDigests],
     ) -> Iterator[None]:
-        """Undo what the block does to the memory of weights, large buffers and inputs."""
+        """Undo what the block does to the memory of weights, large buffers and inputs.
+
+        Args:
+            module: the module that runs again.
+            weights: tells which weights rest elsewhere.
+            tensors: the inputs.
+            digests: what notes that memory before the block, and after it.
+        """
         own = [w for each in module.modules() for w in dict.values(each._parameters)]
         found = {id(t): t for t in (*self._state.unchanged(), *own, *tensors) if t is not None}
         kept = [tensor for tensor in found.values() if _has_plain_memory(tensor)]
@@ -452,6 +470,8 @@ class _Inputs:
             for tensor, copied in copies:
                 # Not through the tensor itself: its version would count the change.
                 memory = Tensor.data.__get__(tensor)  # type: ignore[attr-defined]
+                for noted, values in zip(digests, (copied, memory), strict=True):
+                    noted.memory += digest(values)
                 if memory.device.type != "cpu" or not torch.equal(memory, copied):
                     memory.copy_(copied)
 
@@ -739,7 +759,7 @@ class _VerifiedCall:
         try:
             with (
                 self._inputs.again(self._module, weights, tensors) as (args, kwargs),
-                self._inputs.untouched(self._module, weights, tensors),
+                self._inputs.untouched(self._module, weights, tensors, (self._digests, again)),
                 saved_tensors_hooks(note, _same),
             ):
                 self._forward(*args, **kwargs)

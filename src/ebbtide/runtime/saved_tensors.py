@@ -402,15 +402,16 @@ class SavedTensorHooks:
         Returns:
             False if they are not there: the stack is then as it was.
         """
-        stack = torch._C._autograd
         above = []
-        while (top := stack._top_saved_tensors_default_hooks(True)) is not None:
-            stack._pop_saved_tensors_default_hooks()
+        while (top := _AUTOGRAD._top_saved_tensors_default_hooks(True)) is not None:
+            if top[0] != self.pack and not _AUTOGRAD._saved_tensors_hooks_is_enabled():
+                break  # what is taken could not be put back
+            _AUTOGRAD._pop_saved_tensors_default_hooks()
             if top[0] == self.pack:
                 return True
             above.append(top)
         for hooks in reversed(above):
-            stack._push_saved_tensors_default_hooks(*hooks)
+            _AUTOGRAD._push_saved_tensors_default_hooks(*hooks)
         return False
 
     def pack(self, tensor: torch.Tensor) -> Saved:

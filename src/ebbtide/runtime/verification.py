@@ -112,8 +112,9 @@ class SavedDigests:
             which tensors are filled later.
 
     Attributes:
-        weights: addresses of the storages of the parameters among them.
-        unsaved: the parameters that are not among them; see `ModuleState.copy_unsaved`.
+        memory: digests of parameters, large buffers and inputs, which a forward must not change.
+        weights: addresses of the storages of the parameters among what is saved.
+        unsaved: the parameters that are not among that; see `ModuleState.copy_unsaved`.
     """
 
     def __init__(self, *, first: bool) -> None:
@@ -122,6 +123,7 @@ class SavedDigests:
         self.digests: list[list[Digest]] = []
         self.operations: list[int] = []
         self.can_be_sampled: list[bool] = []
+        self.memory: list[Digest] = []
         self.weights: set[int] = set()
         self.unsaved: frozenset[int] = frozenset()
         self._is_first = first
@@ -204,6 +206,11 @@ class _Comparison:
                         self.where.append((number, late))
                         left.append(each.to(left[0].device) if left else each)
                         right.append(other.to(left[0].device))
+        for each, other in zip(first.memory, second.memory, strict=True):
+            if isinstance(each, Tensor) and isinstance(other, Tensor):
+                self.where.append((-1, False))
+                left.append(each.to(left[0].device) if left else each)
+                right.append(other.to(left[0].device))
         if left:
             self.differing = torch.stack(left) != torch.stack(right)
 
@@ -220,6 +227,8 @@ class _Comparison:
                 return "gives other values when it runs again"
             if _numbers(one) != _numbers(at_once):
                 late.add(number)
+        if _numbers(first.memory) != _numbers(second.memory):
+            return "changes a weight, a buffer or an input when it runs again"
         if self.differing is not None:
             for (number, is_late), differs in zip(self.where, self.differing.tolist(), strict=True):
                 if differs and not is_late:

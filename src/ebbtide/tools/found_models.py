@@ -332,6 +332,7 @@ class DryStep:
         self._handle = offload(model, activations=policy, layers=layers, trace=True)
         self._engine = self._handle._engine
         self._memory = memory_of(self._engine.torch_device)
+        self._memory.return_at_once(True)
         held = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
         self._watch = PassWatch(self._memory, None, None, self._engine.find_record, held)
         self._engine.passes = self._watch
