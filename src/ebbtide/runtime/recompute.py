@@ -470,7 +470,8 @@ class _Inputs:
             for tensor, copied in copies:
                 # Not through the tensor itself: its version would count the change.
                 memory = Tensor.data.__get__(tensor)  # type: ignore[attr-defined]
-                for noted, values in zip(digests, (copied, memory), strict=True):
+                # Digests go by the layout of memory, which a copy of a view need not share.
+                for noted, values in zip(digests, (copied, memory.clone()), strict=True):
                     noted.memory += digest(values)
                 if memory.device.type != "cpu" or not torch.equal(memory, copied):
                     memory.copy_(copied)
