@@ -8,10 +8,14 @@ They go to docs/images. Each function's name is the name of its picture.
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +26,9 @@ from torch import Tensor, nn
 
 import ebbtide
 from ebbtide.planning.hardware import Hardware
+from ebbtide.stores.measured_memory import ProcessMemory
+from ebbtide.tools.demo import ENVIRONMENT
+from ebbtide.tools.demo_worker import sampled
 from ebbtide.units import format_size
 
 ROOT = Path(__file__).parents[2]
@@ -57,6 +64,50 @@ def new_figure(height_inches: float) -> tuple[Figure, Any]:
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_axisbelow(True)
     return figure, axes
+
+
+# ---- the first picture ----------------------------------------------------------------------
+
+
+def memory_over_a_step(offloaded: bool) -> list[tuple[float, float]]:
+    """Train an FNO; return (s, MiB above an idle process) over its third step, every 5 ms."""
+    from neuralop.models import FNO
+
+    torch.manual_seed(0)
+    memory = ProcessMemory()
+    model = FNO(n_modes=(16, 16), in_channels=1, out_channels=1, hidden_channels=32)
+    model(torch.ones(1, 1, 32, 32)).sum().backward()  # creates gradients and thread pools
+    x = torch.randn(8, 1, 256, 256)
+    idle_bytes = memory.now_bytes()
+    if offloaded:
+        ebbtide.offload(model)
+    for _ in range(3):
+        with sampled(memory) as samples:
+            model(x).square().mean().backward()
+            time.sleep(0.05)  # what the step has freed
+    return [(at_s, (size - idle_bytes) / MIB) for at_s, size in samples]
+
+
+@picture
+def before_and_after(path: Path) -> None:
+    """The process's memory over one step of an FNO, without and with ebbtide."""
+    figure, axes = new_figure(3.4)
+    os.environ.update(ENVIRONMENT)  # as the demo does, so that the baseline is a fast one
+    for name, colour in {"without ebbtide": RED, "with ebbtide": BLUE}.items():
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+            samples = process.submit(memory_over_a_step, name == "with ebbtide").result()
+        times_s, sizes = zip(*samples, strict=True)
+        peak = max(sizes)
+        label = f"{name}: peak {peak:,.0f} MiB"
+        axes.plot(times_s, sizes, color=colour, linewidth=1.6, label=label)
+        axes.fill_between(times_s, sizes, color=colour, alpha=0.12, linewidth=0)
+    axes.set_xlim(left=0)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("seconds since the step began: forward, then backward")
+    axes.set_ylabel("MiB above idle (RSS)")
+    axes.set_title("One training step of an FNO, 256 x 256, batch 8, on a CPU", loc="left")
+    axes.legend(frameon=False, loc="upper right")
+    figure.savefig(path)
 
 
 # ---- what a step keeps ----------------------------------------------------------------------
