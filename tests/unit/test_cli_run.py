@@ -230,7 +230,7 @@ def test_a_missing_module_is_named(tmp_path: Path) -> None:
         (["--budget", "1GiB", "--mode", "recompute"], "leave out --num-layers"),
         (["--budget", "1GiB", "--plan", __file__], "leave one of them out"),
         (["--plan", __file__], "is not the JSON of an ebbtide-planned-step"),
-        (["--plan", "missing.json"], "No such file or directory: 'missing.json'"),
+        (["--plan", "missing.json"], "missing.json"),
         (["--store", "attic"], "store='attic'"),
         (["--host-budget", "-1"], "--host-budget='-1' cannot be read"),
         (["--mode", "forget"], 'mode must be one of "offload"'),
@@ -282,3 +282,18 @@ def test_profilers_profile_the_script(tmp_path: Path) -> None:
         assert found.returncode == 0, found.stderr
         assert re.search(r"script\.py:\d+\(train\)", found.stdout), found.stdout
         assert "1 model trained" in found.stderr
+
+
+@pytest.mark.parametrize(
+    "options",
+    [("--store", "disk:no/such"), ("--plan", "none.json"), ("--num-layers", "9")],
+    ids=lambda options: options[0],
+)
+def test_a_wrong_setting_ends_with_code_2_and_one_line_also_if_quiet(
+    tmp_path: Path, options: tuple[str, str]
+) -> None:
+    name = script(tmp_path, TRAIN + "train(1, 64)\n")
+    found = run("--quiet", *options, name, at=tmp_path)
+    assert found.returncode == 2 and found.stdout == ""
+    (line,) = found.stderr.splitlines()
+    assert options[0] in line and options[1].removeprefix("disk:") in line

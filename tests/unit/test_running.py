@@ -9,6 +9,7 @@ import pickle
 import threading
 import weakref
 from itertools import chain
+from typing import Any
 
 import pytest
 import torch
@@ -281,14 +282,32 @@ def test_an_error_in_a_forward_is_the_scripts_own() -> None:
         assert watched.left_alone == [None] and watched.handle().stats.offloaded_bytes
 
 
-def test_a_model_that_cannot_be_offloaded_is_left_alone_and_that_is_said() -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"store": "tiered"},
+        {"layers": ("no_such.*",)},
+        {"activations": ebbtide.ActivationPolicy(num_layers=99)},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_a_setting_that_fits_no_model_ends_the_script(options: dict[str, Any]) -> None:
     model = make()
-    expected = step(make())
-    with watching(store="tiered") as watched:
-        assert all(map(torch.equal, expected, step(model)))
-        assert not is_offloaded(model) and "CPU" in str(watched.left_alone[0])
-        assert "Net is left alone" in watched.printed.getvalue()
-        assert "Net was left alone" in watched.session.make_report().troubles()[0]
+    with watching(**options) as watched:
+        with pytest.raises(SystemExit) as ended:
+            step(model)
+        assert ended.value.code == 2 and not is_offloaded(model)
+        assert "Net" in watched.printed.getvalue()
+
+
+def test_a_second_model_that_a_setting_does_not_fit_is_left_alone_and_that_is_said() -> None:
+    first, second = make(), nn.Sequential(nn.Linear(64, 64), nn.Tanh())
+    with watching(layers=("blocks.*",)) as watched:
+        step(first)
+        second(torch.rand(8, 64)).sum().backward()
+        assert is_offloaded(first) and not is_offloaded(second)
+        assert "Sequential is left alone" in watched.printed.getvalue()
+        assert "Sequential was left alone" in watched.session.make_report().troubles()[0]
 
 
 def test_many_threads_find_a_model_once() -> None:

@@ -48,6 +48,10 @@ from ebbtide.units import format_size
 _LARGEST_BYTES = 2**60  # a share of it can be read before there is a device
 
 
+class WrongSettingError(PolicyError):
+    """What the user asked for fits no model of the script, so going on would hide a mistake."""
+
+
 @final
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunOptions:
@@ -81,7 +85,11 @@ class RunOptions:
     def __post_init__(self) -> None:
         if self.budget is not None and self.plan is not None:
             raise PolicyError("--budget makes a plan and --plan follows one; leave one of them out")
-        parse_store(self.store)
+        _, directory = parse_store(self.store)
+        if directory is not None and not directory.is_dir():
+            raise PolicyError(f"--store {self.store}: there is no such directory")
+        if self.plan is not None and not self.plan.is_file():
+            raise PolicyError(f"--plan {self.plan}: there is no such file")
         if self.host_budget is not None:
             parse_host_budget(self.host_budget, name="--host-budget")
         if self.budget is not None:
@@ -96,6 +104,12 @@ class RunOptions:
             raise PolicyError(
                 "a plan says itself what leaves; leave out --num-layers, --keep-last and --mode"
             )
+
+    @property
+    def asks_for_something(self) -> bool:
+        """Whether the user has said which modules, or where to, so that it can be wrong."""
+        asked = (self.layers, self.weights, self.plan, self.host_budget, self.store != "auto")
+        return any(asked) or _but_for_sizes(self.activations) != ActivationPolicy()
 
     @property
     def is_planned(self) -> bool:
@@ -726,7 +740,11 @@ class ModelFinder:
     def begin_call(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> NoteError | None:
-        """Look at an outermost call, as `BeginCall` describes it."""
+        """Look at an outermost call, as `BeginCall` describes it.
+
+        Raises:
+            WrongSettingError: what the user asked for fits no model.
+        """
         if not self._is_active:
             return None
         known = self._known.get(module)
@@ -813,12 +831,24 @@ class ModelFinder:
             try:
                 handle = offload(module, **self._options.arguments(module, frugal=frugal))
             except (EbbtideError, OSError) as error:
-                model.left_alone = str(error)
+                self._leave_alone(model, error)
                 return
             finally:
                 self._is_attaching = False
         model.notes += [str(each.message) for each in caught]
         model.attach(handle)
+
+    def _leave_alone(self, model: FoundModel, error: Exception) -> None:
+        """Note why a model cannot be offloaded.
+
+        Raises:
+            WrongSettingError: it is because of what the user asked for, and no other model has
+                been offloaded so.
+        """
+        model.left_alone = str(error)
+        is_first = all(each.handle is None and each.dry is None for each in self.found)
+        if is_first and self._options.asks_for_something:
+            raise WrongSettingError(f"{model.name}: {error}") from error
 
     def _plan_now(self, model: FoundModel) -> None:
         """Plan a model that has waited for its turn."""
@@ -837,7 +867,7 @@ class ModelFinder:
         try:
             model.dry_step = DryStep(module, args, kwargs, self._options)
         except (EbbtideError, OSError) as error:
-            model.left_alone = str(error)
+            self._leave_alone(model, error)
         finally:
             self._is_attaching = False
 

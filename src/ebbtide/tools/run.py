@@ -28,7 +28,14 @@ from ebbtide.planning.plan import Decision, LayerMode
 from ebbtide.runtime.stats import StepStats
 from ebbtide.stores.measured_memory import resident_peak_bytes
 from ebbtide.tools.exit_codes import ExitCode
-from ebbtide.tools.found_models import FoundModel, ModelFinder, ModuleCalls, RunOptions
+from ebbtide.tools.found_models import (
+    FoundModel,
+    ModelFinder,
+    ModuleCalls,
+    NoteError,
+    RunOptions,
+    WrongSettingError,
+)
 from ebbtide.tools.layout import indented, labelled, render
 from ebbtide.units import count, few, format_size
 
@@ -299,9 +306,23 @@ class RunReport:
         yield "steps", f"{model.num_steps:,}"
 
 
-def _in_options(error: BudgetError) -> str:
+_OPTIONS: Final = {
+    "weights=ebbtide.WeightPolicy()": "--weights",
+    "name its layers, such as layers=[model.encoder, model.decoder]": "name some by --layers",
+    'store="disk:/some/dir"': "--store disk:/some/dir",
+    "num_layers=": "--num-layers ",
+    "keep_last=": "--keep-last ",
+    "layers=": "--layers ",
+    "layers: ": "--layers: ",
+}
+
+
+def _in_options(error: Exception) -> str:
     """Say what to change in the words of the command line."""
-    return str(error).replace("weights=ebbtide.WeightPolicy()", "--weights")
+    text = str(error)
+    for argument, option in _OPTIONS.items():
+        text = text.replace(argument, option)
+    return text
 
 
 def describe_plan(model: FoundModel) -> str:
@@ -425,8 +446,8 @@ def run_script(request: RunRequest) -> None:
     all threads and after what the script has registered with `atexit`.
 
     Raises:
-        SystemExit: the script has called `sys.exit`, it was not found (2), or no plan fits into the
-            budget (`ExitCode.DOES_NOT_FIT`).
+        SystemExit: the script has called `sys.exit`, it was not found or a setting fits no model
+            (2), or no plan fits into the budget (`ExitCode.DOES_NOT_FIT`).
     """
     session = RunSession(request)
     session.begin()
@@ -465,7 +486,7 @@ class RunSession:
         self._rank = _read_rank()
         self._process = os.getpid()
         self.finder = ModelFinder(request.options, self._say, self._show, is_dry=request.dry)
-        self._calls = ModuleCalls(self.finder.begin_call)
+        self._calls = ModuleCalls(self._begin_call)
         self._compile = _JIT.create_script_module
 
     def begin(self) -> None:
@@ -523,6 +544,17 @@ class RunSession:
             model.budget_error is not None and not model.has_recovered
             for model in self.finder.found
         )
+
+    def _begin_call(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> NoteError | None:
+        """Look at a call, and end the process if what the user asked for cannot be right."""
+        try:
+            return self.finder.begin_call(module, args, kwargs)
+        except WrongSettingError as error:
+            atexit.unregister(self.report)  # it would say that nothing was trained
+            self._print(f"ebbtide run: {_in_options(error)}")
+            raise SystemExit(ExitCode.WRONG_USE) from None
 
     def _compile_plain(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Compile a module by torch.jit, which cannot compile an offloaded one."""
