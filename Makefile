@@ -6,13 +6,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo test test-slow test-seeds test-all mutants versions clients clients-page clients-science dry-gpu soft-quick soft soft-soak soft-mutants programs soft-programs
+.PHONY: demo demo-full test test-slow test-seeds test-all mutants versions clients clients-page clients-science dry-gpu soft-quick soft soft-soak soft-mutants programs soft-programs
 .PHONY: check dist site pictures races soak bench gpu clean
 
 # What make installs, and how long that takes, is said before pip begins, which is quiet.
 SAY = @printf 'ebbtide: %s\n'
 
-demo: $(VENV)/.demo  ## train an FNO on Darcy flow with and without offload, and compare
+demo: $(VENV)/.demo  ## train a small FNO with and without offload, and compare; a minute after installing
+	@$(BIN)/ebbtide demo --quick
+
+demo-full: $(VENV)/.demo  ## the same at 256 x 256 and with more steps, for figures to rely on; takes minutes
 	@$(BIN)/ebbtide demo
 
 TEST_PROCESSES ?= 2
@@ -169,11 +172,11 @@ clean:
 
 # torch comes first and alone: packages that depend on it must find the pinned one.
 $(VENV)/.torch: constraints.txt
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "ebbtide needs Python 3.10+")'
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "ebbtide needs Python 3.10+")'
 	$(SAY) 'installing torch and NumPy into $(VENV); the first time, this may take a few minutes'
 	@$(PYTHON) -m venv $(VENV)
 	@$(PIP) setuptools torch numpy
-	touch $@
+	@touch $@
 
 $(VENV)/.dist: $(VENV)/.torch
 	$(PIP) build twine
@@ -182,7 +185,7 @@ $(VENV)/.dist: $(VENV)/.torch
 $(VENV)/.demo: $(VENV)/.torch pyproject.toml
 	$(SAY) 'installing ebbtide, neuraloperator and matplotlib into $(VENV); this takes a while, too'
 	@$(PIP) --editable ".[neuralop,plots]"
-	touch $@
+	@touch $@
 
 $(VENV)/.site: $(VENV)/.torch pyproject.toml
 	$(PIP) --editable ".[docs]"

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ebbtide.devices.process import call_weakly
-from ebbtide.errors import PolicyError
+from ebbtide.errors import PolicyError, warn_user
 from ebbtide.handle import OffloadHandle
 from ebbtide.observe.recording import record_model
 from ebbtide.policy import (
@@ -43,6 +43,7 @@ from ebbtide.runtime.layers import (
 from ebbtide.runtime.recompute import replace_forwards
 from ebbtide.runtime.torch_internals import ModuleHook
 from ebbtide.schedule import Schedule
+from ebbtide.version import TESTED_TORCH
 from ebbtide.weights.hooks import WeightHooks
 
 if TYPE_CHECKING:
@@ -119,6 +120,7 @@ def offload(
         OSError: the plan's file cannot be read. The model is unchanged.
         BudgetError: raised by the forward, if no plan fits into the budget.
     """
+    _warn_of_untested_torch()
     check_model(model)
     check_activations(activations)
     check_weights(weights)
@@ -268,6 +270,19 @@ def wrap_forward_with_offload(
     wrapped.handle = OffloadHandle(engine, (), undo, forward=known, owner=wrapped)
     _LOG.info("wrap_forward_with_offload: %r; activations: %s", wrapped.handle, policy)
     return wrapped
+
+
+@functools.cache
+def _warn_of_untested_torch() -> None:
+    """Warn once if torch is newer than what ebbtide was tested with."""
+    newest = TESTED_TORCH[1]
+    if tuple(map(int, torch.__version__.split(".")[:2])) > tuple(map(int, newest.split("."))):
+        warn_user(
+            "untested-torch",
+            f"torch {torch.__version__} is newer than what this ebbtide was tested with, which is "
+            f"up to {newest}; if something is off, try a newer ebbtide, or pip install "
+            f'"torch=={newest}.*"',
+        )
 
 
 def refuse_second_offload(model: nn.Module) -> None:

@@ -17,6 +17,7 @@ from ebbtide.tools.demo import (
     build_table,
     compare,
     limits,
+    seconds_left,
     training,
 )
 from ebbtide.tools.demo_config import (
@@ -189,3 +190,9 @@ def test_noise_is_admitted() -> None:
     assert not any(
         "vary" in line for line in limits(DemoConfig(), [result(Mode.NONE, [step()] * 3)])
     )
+
+
+def test_what_is_left_counts_the_steps_of_all_modes_at_their_own_speed() -> None:
+    """Of 5 steps each: 3 at 2 s, 4 at 1 s; a mode without a step is as fast as the mean, 1.5 s."""
+    assert seconds_left([[1.0, 3.0], [1.0]], 5) == 3 * 2.0 + 4 * 1.0
+    assert seconds_left([[1.0, 3.0], [1.0], []], 5) == 3 * 2.0 + 4 * 1.0 + 5 * 1.5

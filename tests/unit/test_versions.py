@@ -10,13 +10,15 @@ import torch
 
 import cuda_stubs
 import run_versions
+from ebbtide.version import TESTED_TORCH
 
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_metadata_names_a_closed_range() -> None:
+def test_the_metadata_admits_what_is_tested() -> None:
     oldest, newest = run_versions.supported_torch()
-    assert (oldest, newest) == ("2.11", "2.15")
+    assert (oldest, newest) == ("2.11", "2.15") == TESTED_TORCH
+    assert f'"torch>={oldest}"' in (ROOT / "pyproject.toml").read_text()
     minors = [int(version.split(".")[1]) for version in (oldest, newest)]
     for version in (run_versions.pinned_torch(), torch.__version__):
         assert minors[0] <= int(version.split(".")[1]) <= minors[1]
@@ -24,6 +26,16 @@ def test_the_metadata_names_a_closed_range() -> None:
     assert requirement is not None
     assert requirement[1] == run_versions.supported_pythons()[0]
     assert f"{sys.version_info[0]}.{sys.version_info[1]}" in run_versions.supported_pythons()
+
+
+def test_a_torch_newer_than_what_is_tested_is_warned_of_once() -> None:
+    program = (
+        "import warnings, torch, ebbtide; warnings.simplefilter('always')\n"
+        "torch.__version__ = '2.99.0'\n"
+        "for _ in range(2): ebbtide.offload(torch.nn.Linear(8, 8))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stderr.count("[ebbtide: untested-torch]") == 1, done.stderr
 
 
 def test_both_ends_are_tested_with_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:

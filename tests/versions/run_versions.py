@@ -3,10 +3,10 @@
 python tests/versions/run_versions.py [--only oldest newest] [--quick] [--remove]
                                       [-- arguments for pytest]
 
-What is supported is read from pyproject.toml. The lowest Python is combined with the oldest torch,
-the highest with the newest, and those between with the torch in constraints.txt. The Python and
-torch of `make test` are left out, because the whole suite runs there. Needs nothing but the
-standard library, PyPI, and on Linux a C compiler (cuda_stubs.py says why). A torch that is built
+What is supported is read from version.py and pyproject.toml. The lowest Python is combined with
+the oldest torch, the highest with the newest, and those between with the torch in constraints.txt.
+The Python and torch of `make test` are left out, because the whole suite runs there. Needs nothing
+but the standard library, PyPI, and on Linux a C compiler (cuda_stubs.py says why). A torch built
 for the CPU is used instead where PIP_INDEX_URL or PIP_FIND_LINKS offers one.
 """
 
@@ -71,11 +71,11 @@ class Row:
 
 
 def supported_torch() -> tuple[str, str]:
-    """The oldest and the newest minor version that pyproject.toml admits."""
-    text = (ROOT / "pyproject.toml").read_text()
-    found = re.search(r'"torch>=(\d+)\.(\d+),<(\d+)\.(\d+)"', text)
-    assert found is not None, "pyproject.toml gives torch's range as torch>=A.B,<C.D"
-    return f"{found[1]}.{found[2]}", f"{found[3]}.{int(found[4]) - 1}"
+    """The oldest and the newest minor version that are tested; users may have a newer one."""
+    text = (ROOT / "src" / "ebbtide" / "version.py").read_text()
+    found = re.search(r'^TESTED_TORCH = \("(\S+)", "(\S+)"\)$', text, re.MULTILINE)
+    assert found is not None, "version.py has TESTED_TORCH"
+    return found[1], found[2]
 
 
 def supported_pythons() -> list[str]:

@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple, TypeVar, final
 import torch
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 from ebbtide.errors import PolicyError
@@ -204,7 +204,10 @@ Note = Callable[[Mode, StepResult], None]
 
 @contextlib.contextmanager
 def training(console: Console, modes: Sequence[Mode], steps: int) -> Iterator[Note]:
-    """Show a bar for each mode on a terminal; elsewhere print a line for each step.
+    """Show a bar for each mode on a terminal, and one for all; elsewhere a line for each step.
+
+    The modes take turns, so what is left is said for all of them: the steps that each mode still
+    has to train, at the mean of its own steps.
 
     Yields:
         A function to call with each step as soon as it is done.
@@ -214,21 +217,38 @@ def training(console: Console, modes: Sequence[Mode], steps: int) -> Iterator[No
         BarColumn(16),
         MofNCompleteColumn(),
         TextColumn("{task.fields[last]}"),
-        TimeRemainingColumn(),
     )
     with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
         tasks = {mode: bars.add_task(mode.title, total=steps, last="") for mode in modes}
-        numbers = dict.fromkeys(modes, 0)
+        overall = bars.add_task("all", total=steps * len(modes), last="")
+        taken_s: dict[Mode, list[float]] = {mode: [] for mode in modes}
 
         def note(mode: Mode, step: StepResult) -> None:
-            numbers[mode] += 1
+            taken_s[mode].append(step.duration_s)
             words = f"{step.duration_s:5.2f} s, peak {format_size(step.peak_bytes)}"
             bars.update(tasks[mode], advance=1, last=words)
+            left_s = seconds_left(list(taken_s.values()), steps)
+            bars.update(overall, advance=1, last=f"about {left_s:.0f} s left")
             if not console.is_terminal:
-                place = f"{mode.title}: step {numbers[mode]} of {steps}"
+                place = f"{mode.title}: step {len(taken_s[mode])} of {steps}"
                 _say(console, f"{place:<27} {words}")
 
         yield note
+
+
+def seconds_left(taken_s: Sequence[Sequence[float]], steps: int) -> float:
+    """Estimate what is left of training.
+
+    Args:
+        taken_s: for each mode the seconds of each step that it has trained.
+        steps: how many steps each mode trains. A mode without a step yet is taken to be as fast as
+            the others.
+    """
+    means_s = [sum(each) / len(each) for each in taken_s if each]
+    usual_s = sum(means_s) / len(means_s)
+    return sum(
+        (steps - len(each)) * (sum(each) / len(each) if each else usual_s) for each in taken_s
+    )
 
 
 def _say(console: Console, words: str) -> None:
