@@ -14,6 +14,7 @@ from benchmarks.record import RESULTS, warning_of
 from benchmarks.tables import CASES, tables_of
 from ebbtide.units import format_size
 
+_MOST_ROWS = 30  # longer tables are linked, so that the page can be read
 PAGE = RESULTS.parents[1] / "docs" / "benchmarks.md"
 
 _INTRODUCTION = """\
@@ -99,7 +100,7 @@ def _measured_on_accelerator(file: Path) -> bool:
 def _section(file: Path) -> str:
     document = json.loads(file.read_text())
     case = file.stem.split("_", 2)[2]
-    table = _TABLES.get(case, _table_beside)(document, file)
+    table = _shortened(_TABLES.get(case, _table_beside)(document, file), file)
     facts = document["environment"]
     keys = ("cpu", "device", "driver", "cores", "python", "torch", "cuda", "commit")
     known = [f"{key} {facts[key]}" for key in keys if facts.get(key) not in (None, "none")]
@@ -110,6 +111,16 @@ def _section(file: Path) -> str:
     title = _TITLES.get(case, case)
     warning = warning_of(facts)
     return f"## {title}\n\n{warning}{table}\n\n{where} (`benchmarks/results/{file.name}`)\n"
+
+
+def _shortened(table: str, file: Path) -> str:
+    """Return a table, or the head of a long one and where all of its rows are."""
+    lines = table.splitlines()
+    beside = file.with_suffix(".md")
+    if len(lines) - 2 <= _MOST_ROWS or not beside.exists():
+        return table
+    link = f"[{beside.name}](../benchmarks/results/{beside.name})"
+    return f"The first of {len(lines) - 2} rows; all are in {link}.\n\n" + "\n".join(lines[:8])
 
 
 def _table_beside(_: dict[str, Any], file: Path) -> str:
