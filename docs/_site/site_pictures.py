@@ -57,8 +57,8 @@ def picture(draw: Draw) -> Draw:
     return draw
 
 
-def new_figure(height_inches: float) -> tuple[Figure, Any]:
-    figure = Figure(figsize=(9.0, height_inches), dpi=150, layout="constrained")
+def new_figure(height_inches: float, width_inches: float = 9.0) -> tuple[Figure, Any]:
+    figure = Figure(figsize=(width_inches, height_inches), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     axes.spines[["top", "right"]].set_visible(False)
@@ -91,22 +91,22 @@ def memory_over_a_step(offloaded: bool) -> list[tuple[float, float]]:
 @picture
 def before_and_after(path: Path) -> None:
     """The process's memory over one step of an FNO, without and with ebbtide."""
-    figure, axes = new_figure(3.4)
+    figure, axes = new_figure(3.4, 6.4)  # narrow, so that it can be read on a phone
     os.environ.update(ENVIRONMENT)  # as the demo does, so that the baseline is a fast one
     for name, colour in {"without ebbtide": RED, "with ebbtide": BLUE}.items():
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
             samples = process.submit(memory_over_a_step, name == "with ebbtide").result()
         times_s, sizes = zip(*samples, strict=True)
-        peak = max(sizes)
-        label = f"{name}: peak {peak:,.0f} MiB"
-        axes.plot(times_s, sizes, color=colour, linewidth=1.6, label=label)
-        axes.fill_between(times_s, sizes, color=colour, alpha=0.12, linewidth=0)
-    axes.set_xlim(left=0)
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel("seconds since the step began: forward, then backward")
-    axes.set_ylabel("MiB above idle (RSS)")
-    axes.set_title("One training step of an FNO, 256 x 256, batch 8, on a CPU", loc="left")
-    axes.legend(frameon=False, loc="upper right")
+        shares = [100 * at_s / times_s[-1] for at_s in times_s]  # other programs share the cores
+        label = f"{name}: peak {max(sizes):,.0f} MiB"
+        axes.plot(shares, sizes, color=colour, linewidth=1.6, label=label)
+        axes.fill_between(shares, sizes, color=colour, alpha=0.12, linewidth=0)
+    axes.set_xlim(0, 100)
+    axes.set_ylim(0, axes.get_ylim()[1] * 1.25)
+    axes.set_xlabel("% of the step: forward, then backward", fontsize=11)
+    axes.set_ylabel("MiB above idle (RSS)", fontsize=11)
+    axes.set_title("One training step of an FNO, 256 x 256, on a CPU", loc="left")
+    axes.legend(frameon=False, loc="upper center", ncols=2, fontsize=10)
     figure.savefig(path)
 
 

@@ -20,6 +20,7 @@ from ebbtide.policy import (
     ActivationPolicy,
     WeightPolicy,
     check_activations,
+    check_budget_unit,
     check_budgeted,
     check_model,
     check_trace,
@@ -125,6 +126,7 @@ def offload(
     check_activations(activations)
     check_weights(weights)
     check_trace(trace)
+    check_budget_unit(budget)
     policy, planned = activations, None
     if budget is not None or plan is not None:
         given_twice = budget is not None and plan is not None

@@ -226,6 +226,7 @@ def test_a_missing_module_is_named(tmp_path: Path) -> None:
     ("arguments", "words"),
     [
         (["missing.py"], "there is no file missing.py"),
+        (["--budget", "24"], "write 24GiB"),
         (["--budget", "much"], "budget='much' cannot be read"),
         (["--budget", "1GiB", "--mode", "recompute"], "leave out --num-layers"),
         (["--budget", "1GiB", "--plan", __file__], "leave one of them out"),

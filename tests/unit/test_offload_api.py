@@ -93,6 +93,11 @@ def test_store_that_cannot_be(store: str, match: str) -> None:
     _refused(Model(), match, store=store)
 
 
+@pytest.mark.parametrize("budget", ["24", " 1.5 "])
+def test_a_budget_in_text_needs_a_unit(budget: str) -> None:
+    _refused(Model(), f"{budget.strip()}GiB", budget=budget)
+
+
 def test_directory_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(**_: object) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))

@@ -65,6 +65,9 @@ def ends_by_code(command: str, interrupted: str = "interrupted") -> Iterator[Non
         raise  # the reader of the output has gone; click ends quietly
     except BudgetError as error:
         end(command, str(error), ExitCode.DOES_NOT_FIT)
+    except FileNotFoundError as error:
+        what = error if error.filename is None else f"there is no file {error.filename}"
+        end(command, str(what), ExitCode.WRONG_USE)
     except (EbbtideError, ImportError, OSError) as error:
         end(command, str(error), ExitCode.WRONG_USE)
 

@@ -33,7 +33,13 @@ from ebbtide.planning.contest import keep_all
 from ebbtide.planning.follow import layers_of, load_plan
 from ebbtide.planning.planned_step import PlannedStep
 from ebbtide.planning.recorded import PassWatch, profile_recorded_step
-from ebbtide.policy import DEFAULT_MIN_BYTES, ActivationPolicy, WeightPolicy, check_budgeted
+from ebbtide.policy import (
+    DEFAULT_MIN_BYTES,
+    ActivationPolicy,
+    WeightPolicy,
+    check_budget_unit,
+    check_budgeted,
+)
 from ebbtide.runtime.handles import restore
 from ebbtide.runtime.layers import class_of, covering_layers
 from ebbtide.runtime.parameter_index import home_of
@@ -93,6 +99,7 @@ class RunOptions:
         if self.host_budget is not None:
             parse_host_budget(self.host_budget, name="--host-budget")
         if self.budget is not None:
+            check_budget_unit(self.budget, name="--budget ")
             parse_budget_bytes(self.budget, _LARGEST_BYTES)
         if self.plan is not None:
             load_plan(self.plan)
