@@ -83,7 +83,9 @@ class MemoryChart extends Chart {
     context.fill();
     context.font = font(12, 700);
     context.textAlign = "center";
-    const text = `peak ${formatSize(peak.peak_bytes)} in ${peak.phase}`;
+    const size = `peak ${formatSize(peak.peak_bytes)}`;
+    const whole = `${size} in ${peak.phase}`;
+    const text = context.measureText(whole).width < width - 4 ? whole : size; // on a phone
     const half = context.measureText(text).width / 2 + 2;
     write(context, text, Math.min(Math.max(x, half), width - half), 13);
   }
