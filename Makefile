@@ -12,7 +12,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constr
 # What make installs, and how long that takes, is said before pip begins, which is quiet.
 SAY = @printf 'ebbtide: %s\n'
 
-demo: $(VENV)/.demo  ## train a small FNO with and without offload, and compare; a minute after installing
+demo: $(VENV)/.demo  ## train a small FNO with and without offload, and compare; a minute or two
 	@$(BIN)/ebbtide demo --quick
 
 demo-full: $(VENV)/.demo  ## the same at 256 x 256 and with more steps, for figures to rely on; takes minutes

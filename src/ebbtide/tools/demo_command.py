@@ -16,7 +16,7 @@ EPILOG = describe_codes({ExitCode.FAILED: "the results differ, or a mode failed"
 def demo(
     quick: Annotated[
         bool,
-        typer.Option("--quick", help="A quick look: 128 x 128 nodes and 6 steps, about a minute."),
+        typer.Option("--quick", help="A quick look: 128 x 128 nodes and 6 steps, a minute or two."),
     ] = False,
     resolution: Annotated[
         int | None,
@@ -83,7 +83,7 @@ def demo(
 
     Generates Darcy flow data, trains a Fourier neural operator on it without and with ebbtide, and
     shows memory, time, and whether all results are the same to the bit. Needs no accelerator, and
-    takes some minutes on two cores, and about one with --quick.
+    takes some minutes on two cores, and one or two with --quick.
     """
     with ends_by_code("demo"):
         from rich.console import Console
