@@ -191,7 +191,7 @@ def offload(
         planner = FixedPlan(engine, planned)
     replace = replace_forwards(engine.find_recomputing) if policy.recomputes else None
     tracker = LayerTracker(found, policy.num_layers, engine, replace)
-    wrapped = OffloadedForward(model.forward, engine.hooks, tracker, resting)
+    wrapped = OffloadedForward(model.forward, engine, tracker)
     wrapped.prepare = getattr(planner, "prepare", None)
     wrapped.needs_less = getattr(planner, "learn_failed_forward", None)
     tracker.attach(model)
@@ -201,7 +201,6 @@ def offload(
     undo: list[Callable[[], None]] = [functools.partial(_restore_forward, known, wrapped)]
     model.forward = wrapped
     bypass = BypassHooks(model, found, wrapped, tracker, follows_schedule=schedule is not None)
-    wrapped.was_bypass_interrupted = call_weakly(bypass.was_interrupted)
     undo.append(bypass.detach)
     if resting is not None:
         undo.append(resting.detach)
@@ -265,7 +264,7 @@ def wrap_forward_with_offload(
     engine = Engine(
         modules, policy, store, home, host_budget=host_budget, traced=trace, record=record_model
     )
-    wrapped = OffloadedForward(forward, engine.hooks, None)
+    wrapped = OffloadedForward(forward, engine, None)
     wrapped.kept = forward
     undo = [call_weakly(wrapped.deactivate)]  # the forward owns its handle
     known = weakref.ref(wrapped)

@@ -99,7 +99,7 @@ def test_a_fork_inside_a_forward(tmp_path: Path) -> None:
 
 
 def test_a_lock_that_another_thread_held_does_not_stop_the_child(model: nn.Module) -> None:
-    engine = model.forward._hooks.__self__
+    engine = model.forward._engine
     held, done = threading.Event(), threading.Event()
 
     def hold() -> None:
@@ -315,7 +315,7 @@ def test_a_child_has_its_file_and_closes_the_inherited_one(
     mine = files()
     assert len(mine) == 1
     # A job that runs at the fork refers to the file, and its thread never ends in the child.
-    store = model.forward._hooks.__self__.transfers.store
+    store = model.forward._engine.transfers.store
     for lane in (store._writer, store._reader):
         lane.submit(lambda: None).synchronize()
 

@@ -15,10 +15,8 @@ import pytest
 import torch
 from torch import nn
 
-import ebbtide
 from ebbtide.devices.process import variables_of, visit_frames
 from ebbtide.observe.owners import find_holders
-from ebbtide.runtime import forward
 from ebbtide.weights.parameters import running_modules
 
 
@@ -53,21 +51,7 @@ def search_in_a_module() -> None:
     Searching()(torch.ones(1))
 
 
-def search_for_running_calls() -> None:
-    searched = []
-
-    class Searching(nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            searched.extend(forward._running_calls())
-            return super().forward(x)
-
-    model = Searching(2, 2)
-    with ebbtide.offload(model, activations=ebbtide.ActivationPolicy()):
-        model(torch.ones(1, 2))
-    assert len(searched) == 1
-
-
-SEARCHES = [read_all_variables, search_for_holders, search_in_a_module, search_for_running_calls]
+SEARCHES = [read_all_variables, search_for_holders, search_in_a_module]
 
 
 @pytest.mark.parametrize("search", SEARCHES)

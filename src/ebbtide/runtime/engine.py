@@ -307,22 +307,18 @@ class Engine:
         """Return the calls of recomputed layers in the last finished step."""
         return self._recomputations.calls()
 
-    def hooks(self, *, interrupted: bool = False) -> SavedTensorHooks:
+    def hooks(self) -> SavedTensorHooks:
         """Return the saved-tensor hooks for a forward that begins now.
 
         If the model has moved to another device, if this process was forked, or if an interrupt may
         have left the engine's parts in disorder, they are built anew first. Graphs that are alive
         keep the old ones.
 
-        Args:
-            interrupted: whether an earlier forward could not clean up.
-
         Raises:
             ForkedProcessError: this process was forked, and weights are offloaded.
         """
         self._leave_to_parent()
-        if interrupted or self.transfers.is_broken:
-            self._build_after_interrupt()
+        self.mend()
         if self.weights is not None:
             return self._hooks  # offloaded parameters are on the host: they do not tell the device
         first = next((p for module in self.modules for p in module.parameters()), None)

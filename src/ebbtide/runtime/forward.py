@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import sys
 import threading
 import types
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol, final
+from typing import Any, final
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ebbtide.devices.process import call_weakly, visit_frames
+from ebbtide.devices.process import call_weakly
 from ebbtide.errors import PolicyError, warn_user
+from ebbtide.runtime.engine import Engine
 from ebbtide.runtime.events import Owner
 from ebbtide.runtime.layers import LayerModules, LayerTracker, is_script, register_hooks
 from ebbtide.runtime.module_state import ForwardState
@@ -36,13 +36,28 @@ from ebbtide.runtime.torch_internals import (
 from ebbtide.units import brief
 
 _LATER = types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType
-_call_numbers = itertools.count()
 
 
-class FindHooks(Protocol):
-    """Returns the saved-tensor hooks for a forward that begins now."""
+@final
+class _Here(threading.local):
+    """The forwards of one model that run on one thread.
 
-    def __call__(self, *, interrupted: bool) -> SavedTensorHooks: ...
+    Attributes:
+        depth: number of calls of the model's own forward, with grad mode or without.
+        part: the module whose call has begun a forward; see [Note: bypassed forwards].
+        end: ends that forward.
+    """
+
+    depth = 0
+    part: weakref.ref[nn.Module] | None = None
+
+    def __init__(self) -> None:
+        self.end = contextlib.ExitStack()
+
+    @property
+    def opened(self) -> nn.Module | None:
+        """The module whose call has begun a forward; None if none has."""
+        return None if self.part is None else self.part()
 
 
 @final
@@ -54,14 +69,11 @@ class OffloadedForward:
 
     Args:
         forward: the callable to wrap.
-        hooks: returns the saved-tensor hooks for a call that begins now. Its argument says whether
-            an earlier call was interrupted in such a way that it could not clean up.
+        engine: the parts of the offload.
         tracker: numbers the layers; None for a callable without layers.
-        weights: hooks of the offloaded weights; None if no weights are offloaded.
 
     Attributes:
-        was_bypass_interrupted: whether the last bypassed forward could not clean up; None where no
-            forward can be bypassed.
+        here: the forwards that run on the calling thread.
         prepare: called with the arguments of each forward that autograd records, before it begins;
             returns whether the forward is to be repeated if it runs out of memory. None where
             nothing is to be prepared.
@@ -84,21 +96,17 @@ class OffloadedForward:
     def __init__(
         self,
         forward: Callable[..., Any],
-        hooks: FindHooks,
+        engine: Engine,
         tracker: LayerTracker | None,
-        weights: RestingWeights | None = None,
     ) -> None:
-        self._weights = weights
         pass_for(self, forward)
         self._find_forward = hold_forward(forward)
         self.kept: Callable[..., Any] | None = None
         self.replaced: Any = None
-        self._hooks = hooks
+        self._engine = engine
         self._tracker = tracker
         self._active = True
-        self._calls: dict[int, int] = {}  # the calls that run, and the thread of each
-        self._interrupted = False
-        self.was_bypass_interrupted: Callable[[], bool] | None = None
+        self.here = _Here()
         self.prepare: Callable[[tuple[Any, ...], dict[str, Any]], bool] | None = None
         self.was_prepared = False
         self.needs_less: Callable[[], bool] | None = None
@@ -141,7 +149,7 @@ class OffloadedForward:
 
     def let_go(self) -> None:
         """Let go of what the offload holds for a model that is gone."""
-        self._weights = self.prepare = self.needs_less = None
+        self.prepare = self.needs_less = None
 
     @property
     def __code__(self) -> types.CodeType:
@@ -187,8 +195,8 @@ class OffloadedForward:
         if not self._active:
             return self._forward(*args, **kwargs)
         if torch.compiler.is_exporting():
-            if self._weights is not None:
-                self._weights.refuse_transforms()
+            if self._engine.weights is not None:
+                self._engine.weights.refuse_transforms()
             return self._forward(*args, **kwargs)
         while True:
             try:
@@ -197,18 +205,21 @@ class OffloadedForward:
                 state = self._state
                 if state is None or not self._can_repeat(state):
                     raise
+            except BaseException as error:
+                if not isinstance(error, Exception):
+                    self._engine.transfers.note_error(error)  # see [Note: interrupts]
+                raise
             finally:
                 self._state = None
             state.put_back()  # only here does the error hold no tensors any more
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
-        # An interrupt can come between any two of these lines: see [Note: interrupts].
-        call = next(_call_numbers)
-        self._calls[call] = threading.get_ident()
+        self._mend()
+        here, around = self.here, self.here.depth
         weights = hooks = None
         depth, completed = 0, False
         try:
-            self._mend(num_beginning=1)
+            here.depth = around + 1
             weights = self._begin_weights()
             hooks = self._find_hooks()
             if hooks is None:
@@ -229,8 +240,7 @@ class OffloadedForward:
                 self._end(hooks, depth, completed)
             if weights is not None:
                 self._end_weights(weights)
-            # Last: a call that has ended and is still here was cut short.
-            self._calls.pop(call, None)
+            here.depth = around
         return result
 
     def _warn_of_later(self) -> None:
@@ -246,7 +256,7 @@ class OffloadedForward:
 
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._state = None
-        if self.prepare is None or len(self._calls) > 1:
+        if self.prepare is None or self._others_run():
             return
         self.was_prepared = True
         may_repeat = self.prepare(args, kwargs)
@@ -259,13 +269,18 @@ class OffloadedForward:
         Args:
             state: what it began with.
         """
-        if self._calls or self.needs_less is None:  # in another forward of the model, which fails
+        # In another forward of the model, which fails, nothing is repeated.
+        if self._others_run() or self.needs_less is None:
             return False
         return state.can_be_put_back() and self.needs_less()
 
+    def _others_run(self) -> bool:
+        """Whether another forward of the model runs, on this thread or on another one."""
+        return self._engine.transfers.running > (self.here.part is not None)
+
     def _begin_weights(self) -> RestingWeights | None:
         """Begin a forward with offloaded weights; None if there are none."""
-        weights = self._weights
+        weights = self._engine.weights
         return weights if weights is not None and weights.begin_forward() else None
 
     def _end_weights(self, weights: RestingWeights) -> None:
@@ -273,38 +288,33 @@ class OffloadedForward:
 
     def _find_hooks(self) -> SavedTensorHooks | None:
         """Return the hooks for a forward that begins now; None where nothing is to be hooked."""
-        return self._hooks(interrupted=False) if hooks_are_wanted(self) else None
+        return self._engine.hooks() if hooks_are_wanted(self) else None
 
-    def _mend(self, num_beginning: int = 0) -> None:
-        """Have the engine put right what an interrupt has left of an earlier forward.
+    def _mend(self) -> None:
+        """Begin anew after an interrupt; see [Note: interrupts]."""
+        here, transfers = self.here, self._engine.transfers
+        if here.part is not None and _was_interrupted(here):
+            transfers.is_broken = True
+        if transfers.is_broken:
+            here.depth, here.part = 0, None
+            here.end.pop_all()
+            if self._tracker is not None:
+                self._tracker.forget_forward()
+            self._engine.mend()
 
-        Args:
-            num_beginning: how many calls of this thread are about to begin.
-        """
-        if self._count_calls_here() > num_beginning:
-            self._note_interrupted()
-        if self.was_bypass_interrupted is not None and self.was_bypass_interrupted():
-            self._interrupted = True
-        if self._interrupted or self._weights is not None:
-            self._hooks(interrupted=self._interrupted)
-            self._interrupted = False
-
-    def begin_bypassed(self, first: int, *, interrupted: bool) -> Callable[[], None]:
+    def begin_bypassed(self, first: int) -> Callable[[], None]:
         """Begin a forward of a part of the model; see [Note: bypassed forwards].
 
         Args:
             first: number of its first layer.
-            interrupted: whether the last one could not clean up.
 
         Returns:
             What ends it.
         """
-        self._interrupted |= interrupted
         with contextlib.ExitStack() as stack:
-            if self._active:
-                self._mend()
-                if self._weights is not None:
-                    stack.enter_context(self._weights.in_forward())
+            weights = self._engine.weights
+            if self._active and weights is not None:
+                stack.enter_context(weights.in_forward())
             hooks = self._find_hooks() if self._active else None
             if hooks is not None:
                 stack.callback(self._end, hooks, len(hooks.running), False)
@@ -324,21 +334,8 @@ class OffloadedForward:
 
     def is_running(self) -> bool:
         """Whether a forward of the model runs now on this thread, with or without grad mode."""
-        if self._count_calls_here():
-            self._note_interrupted()
-        return bool(self._count_calls_here())
-
-    def _note_interrupted(self) -> None:
-        """Note whether a call has ended without its clean-up, because an interrupt came into it."""
-        begun = list(self._calls)  # before the look at the stacks: other threads begin calls
-        running = _running_calls()
-        for call in begun:
-            if call not in running and self._calls.pop(call, None) is not None:
-                self._interrupted = True
-
-    def _count_calls_here(self) -> int:
-        here = threading.get_ident()
-        return list(self._calls.values()).count(here)
+        self._mend()
+        return bool(self.here.depth)
 
     def __repr__(self) -> str:
         name = getattr(self._forward, "__qualname__", None) or type(self._forward).__name__
@@ -358,18 +355,6 @@ class OffloadedForward:
         return itself, (self._forward,)
 
 
-def _running_calls() -> set[int]:
-    """Return the numbers of the calls that are on the stack of any thread."""
-    found = set()
-
-    def look(frame: types.FrameType) -> None:
-        if frame.f_code is OffloadedForward._call.__code__ and "call" in frame.f_locals:
-            found.add(frame.f_locals["call"])
-
-    visit_frames(look)
-    return found
-
-
 # The compiler would break the graph at the hooks. It skips them, and compiles `forward` as a whole.
 for _name in ("_forward", "_owner"):
     skip_in_compiler(vars(OffloadedForward)[_name].fget)
@@ -386,25 +371,6 @@ skip_in_compiler(ModuleHook.__call__)
 
 
 # ---- Begins a forward where code calls a part of a model without going through `model.forward`
-
-
-@final
-class _BypassedForward(threading.local):
-    """The bypassed forward that runs on one thread.
-
-    Attributes:
-        last: the module whose call it is; None if none runs.
-        end: ends it.
-    """
-
-    def __init__(self) -> None:
-        self.last: weakref.ref[nn.Module] | None = None
-        self.end = contextlib.ExitStack()
-
-    @property
-    def opened(self) -> nn.Module | None:
-        """The module whose call it is; None if none runs."""
-        return None if self.last is None else self.last()
 
 
 @final
@@ -437,7 +403,6 @@ class BypassHooks:
         self._forward = forward
         self._tracker = tracker
         self._numbers = {id(module): number for number, module in enumerate(layers.modules)}
-        self._running = _BypassedForward()
         self._hooked = tracker.others
         for module in _openers(model, layers.names):
             if follows_schedule and id(module) in self._numbers:
@@ -457,7 +422,6 @@ class BypassHooks:
 
     def detach(self) -> None:
         """Remove the hooks."""
-        self._forward.was_bypass_interrupted = None
         while self._hooked:
             self._hooked.pop().remove()
 
@@ -466,33 +430,19 @@ class BypassHooks:
         assert module is not None, "it is called"
         if is_model and module.__dict__.get("forward") is self._forward:
             return  # it is not bypassed
-        again = module is self._running.opened and self.was_interrupted()
-        if not again and (self._tracker.is_active or torch._C._current_graph_task_id() != -1):
+        here = self._forward.here
+        if self._forward.is_running():
+            return  # perhaps without grad mode
+        if self._tracker.is_active or torch._C._current_graph_task_id() != -1:
             return  # it belongs to the forward that runs, or recomputes a checkpointed part
-        if not again and self._forward.is_running():
-            return  # that forward runs without grad mode
-        end = self._forward.begin_bypassed(self._numbers.get(id(module), 0), interrupted=again)
-        self._running.last = known
-        self._running.end.callback(end)
-
-    def was_interrupted(self) -> bool:
-        """Whether the last bypassed forward ended without its clean-up; it is forgotten then.
-
-        torch calls no hooks after Ctrl-C.
-        """
-        opened = self._running.opened
-        # A call whose hooks are only about to run is another one.
-        if opened is None or _count_calls(opened) > _is_beginning(opened):
-            return False
-        self._running.last = None
-        self._running.end.pop_all()
-        return True
+        here.end.callback(self._forward.begin_bypassed(self._numbers.get(id(module), 0)))
+        here.part = known
 
     def _end_call(self, known: weakref.ref[nn.Module], _: Any) -> None:
-        module, running = known(), self._running
-        if module is not None and module is running.opened and _count_calls(module) < 2:
-            running.last = None
-            running.end.close()
+        module, here = known(), self._forward.here
+        if module is not None and module is here.opened and _count_calls(module) < 2:
+            here.part = None
+            here.end.close()
             self._warn_of_no_plan()
 
     def _warn_of_no_plan(self) -> None:
@@ -521,6 +471,16 @@ def _openers(model: nn.Module, layers: Iterable[str]) -> list[nn.Module]:
         names.update(".".join(parts[:length]) for length in range(1, len(parts) + 1))
     found = {id(module): module for name, module in model.named_modules() if name in names}
     return [module for module in found.values() if not is_script(module)]
+
+
+def _was_interrupted(here: _Here) -> bool:
+    """Whether the call of a part that has begun a forward has ended and could not clean up.
+
+    torch calls no hooks after Ctrl-C, and nothing else tells.
+    """
+    opened = here.opened
+    # A call whose hooks are only about to run is another one.
+    return opened is None or _count_calls(opened) <= _is_beginning(opened)
 
 
 def _is_beginning(module: nn.Module) -> bool:

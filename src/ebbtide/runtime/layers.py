@@ -303,6 +303,11 @@ class LayerTracker:
                 layer.follow()
         self._listener.begin_forward()
 
+    def forget_forward(self) -> None:
+        """Note that the forward of the calling thread was interrupted."""
+        self._running.active = False
+        self._running.open.clear()
+
     def end_forward(self, *, completed: bool) -> None:
         """Report the forward's number of layers, so that the next one knows which come last."""
         running = self._running
