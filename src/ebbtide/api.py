@@ -41,7 +41,6 @@ from ebbtide.runtime.layers import (
     find_layers,
     match_layers,
 )
-from ebbtide.runtime.recompute import replace_forwards
 from ebbtide.runtime.torch_internals import ModuleHook
 from ebbtide.schedule import Schedule
 from ebbtide.version import TESTED_TORCH
@@ -189,8 +188,7 @@ def offload(
         planner = BudgetController(model, engine, budget, engine.placement.min_bytes)
     elif planned is not None:
         planner = FixedPlan(engine, planned)
-    replace = replace_forwards(engine.find_recomputing) if policy.recomputes else None
-    tracker = LayerTracker(found, policy.num_layers, engine, replace)
+    tracker = LayerTracker(found, engine)
     wrapped = OffloadedForward(model.forward, engine, tracker)
     wrapped.prepare = getattr(planner, "prepare", None)
     wrapped.needs_less = getattr(planner, "learn_failed_forward", None)

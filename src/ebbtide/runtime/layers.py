@@ -13,7 +13,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol, final
+from typing import Any, Final, final
 
 import torch
 from torch import nn
@@ -24,7 +24,9 @@ from ebbtide.devices.device import Layer
 from ebbtide.devices.process import call_weakly
 from ebbtide.errors import PolicyError, warn_user
 from ebbtide.policy import ActivationPolicy, check_layers, refuse
-from ebbtide.runtime.torch_internals import HookedLayer, ModuleHook, Replacement, compiler_is_loaded
+from ebbtide.runtime.engine import Engine
+from ebbtide.runtime.recompute import RecomputedForward
+from ebbtide.runtime.torch_internals import HookedLayer, ModuleHook, compiler_is_loaded
 from ebbtide.units import few
 
 
@@ -159,38 +161,6 @@ def warn_of_one_region(*, recomputes: bool = False) -> None:
     )
 
 
-class LayerListener(Protocol):
-    """Is notified when forwards and layers begin and end."""
-
-    def begin_forward(self) -> None:
-        """Called when a forward of the model begins."""
-
-    def end_forward(self, num_layers: int | None) -> None:
-        """Called when it has ended after ``num_layers`` layers, or None if it was interrupted."""
-
-    def begin_layer(self, layer: Layer, inputs: Any) -> None:
-        """Called when a layer's forward begins with these arguments, in nested containers."""
-
-    def end_layer(self, layer: Layer, output: Any) -> None:
-        """Called when a layer's forward has returned ``output``, which is None if it raised."""
-
-
-class ReplaceForward(Protocol):
-    """Makes the replacement of a layer's forward."""
-
-    def __call__(
-        self, find_layer: Callable[[], Layer | None], module: nn.Module, forward: Any
-    ) -> Replacement:
-        """Make it.
-
-        Args:
-            find_layer: returns the call of the layer that has just begun; None where the call is
-                not counted.
-            module: the module.
-            forward: its forward.
-        """
-
-
 @final
 class _RunningForward(threading.local):
     """The forward that runs on one thread, or the last one.
@@ -218,9 +188,8 @@ class LayerTracker:
 
     Args:
         layers: the modules whose calls are layers.
-        wanted: number of layers that the policy offloads; None if the policy does not count layers.
-        listener: notified when forwards and layers begin and end.
-        replace: replaces the layers' forwards; None if they stay as they are.
+        engine: notified when forwards and layers begin and end. If its policy recomputes layers,
+            their forwards are replaced.
 
     Attributes:
         warned: whether the user knows that the model is compiled as one region.
@@ -229,18 +198,12 @@ class LayerTracker:
 
     # Long: it is notified, and tells others, of all that happens to a layer.
 
-    def __init__(
-        self,
-        layers: LayerModules,
-        wanted: int | None,
-        listener: LayerListener,
-        replace: ReplaceForward | None = None,
-    ) -> None:
-        self._replace = replace
+    def __init__(self, layers: LayerModules, engine: Engine) -> None:
+        self._engine = engine
+        self._recomputes = engine.policy.recomputes
         self._modules = [weakref.ref(module) for module in layers.modules]
         self._names = list(layers.names)
-        self._wanted = wanted or 0
-        self._listener = listener
+        self._wanted = engine.policy.num_layers or 0
         self._num_calls = layers.num_calls
         self._running = _RunningForward()
         self._hooked: list[HookedLayer] = []
@@ -276,8 +239,10 @@ class LayerTracker:
             register = functools.partial(register_hooks, begin, end)
             key = name.rpartition(".")[2]
             replace = None
-            if self._replace is not None:
-                replace = functools.partial(self._replace, call_weakly(self._find_begun))
+            if self._recomputes:
+                find_begun = call_weakly(self._find_begun)
+                find = functools.partial(self._engine.find_recomputing, find_begun)
+                replace = functools.partial(RecomputedForward, find)
             self._hooked.append(HookedLayer(parent, key, module, register, begin, end, replace))
 
     def detach(self) -> None:
@@ -301,7 +266,7 @@ class LayerTracker:
         if compiler_is_loaded():
             for layer in (*self._hooked, *self.others):
                 layer.follow()
-        self._listener.begin_forward()
+        self._engine.begin_forward()
 
     def forget_forward(self) -> None:
         """Note that the forward of the calling thread was interrupted."""
@@ -312,14 +277,14 @@ class LayerTracker:
         """Report the forward's number of layers, so that the next one knows which come last."""
         running = self._running
         running.active, num_calls = False, running.num_calls
-        self._listener.end_forward(num_calls if completed else None)
+        self._engine.end_forward(num_calls if completed else None)
         self._warn_of_lost_forwards()
         if not completed or _in_backward():  # a recomputation, whose layers are not counted
             return
         self._order = running.called
         if not num_calls and self._hooked and compiler_is_loaded() and not self.warned:
             self.warned = True
-            warn_of_one_region(recomputes=self._replace is not None)
+            warn_of_one_region(recomputes=self._recomputes)
         wanted = self._wanted
         if wanted > num_calls and self._num_calls != num_calls and not self._is_short:
             self._is_short = True
@@ -339,20 +304,19 @@ class LayerTracker:
             running.open.append(layer)
             running.called.append(name)
             running.num_calls += 1
-            self._listener.begin_layer(layer, inputs)
+            self._engine.begin_layer(layer, inputs)
 
     def _end_layer(self, values: Any) -> None:
         running = self._running
         if self._counts() and running.open:
             output = values[-1]
             layer = running.open.pop()
-            self._listener.end_layer(layer, output)
-            if self._replace is not None and output is not None and running.entered != layer:
+            self._engine.end_layer(layer, output)
+            if self._recomputes and output is not None and running.entered != layer:
                 self._lost.setdefault(layer.name, False)
 
     def _find_begun(self) -> Layer | None:
         """Return the layer whose forward is called now; None if the call is not counted."""
-        running = self._running
         running = self._running
         if not self._counts() or not running.open:
             return None

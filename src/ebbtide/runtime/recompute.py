@@ -11,13 +11,12 @@ hooks.
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import threading
 import weakref
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, Protocol, final
+from typing import Any, Final, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -30,11 +29,11 @@ from ebbtide.devices.device import AbstractEvent, Layer, in_range
 from ebbtide.errors import PolicyError, SavedTensorModifiedError
 from ebbtide.runtime.activations import Activations
 from ebbtide.runtime.events import Owner, Subject
-from ebbtide.runtime.handles import KEEP, Hold, StorageRecord, raise_modified, restore
-from ebbtide.runtime.layers import ReplaceForward
+from ebbtide.runtime.handles import KEEP, Hold, raise_modified, restore
 from ebbtide.runtime.module_state import Arguments, ModuleState
 from ebbtide.runtime.parameter_index import RestingWeights
 from ebbtide.runtime.record import ForwardLog
+from ebbtide.runtime.saved_tensors import SavedTensorHooks
 from ebbtide.runtime.stats import Account
 from ebbtide.runtime.torch_internals import (
     WrappedForward,
@@ -58,13 +57,6 @@ from ebbtide.stores.measured_memory import FreedMemory, return_freed_memory
 from ebbtide.units import format_size
 
 _CHANGED: Final = "finds weights, buffers or inputs that were changed before backward"
-
-
-class AbstractCall(Protocol):
-    """A call of a recomputed layer whose forward may run again."""
-
-    def finds_changes(self) -> bool:
-        """Whether a parameter or a large buffer is not as the first forward has used it."""
 
 
 @final
@@ -159,13 +151,12 @@ class Recomputations:
         """
         self.verifications.refuse(layer, _CHANGED)
         for hold in list(self._activations.deaths.awaited):
-            call: Any = hold() if isinstance(hold, RecomputedHold) else None
-            if call is not None and call.finds_changes():
-                self.verifications.refuse(hold.call.layer, _CHANGED)  # type: ignore[attr-defined]
+            if isinstance(hold, RecomputedHold):
+                call: _Call | None = hold()
+                if call is not None and call.finds_changes():
+                    self.verifications.refuse(hold.call.layer, _CHANGED)
 
-    def add(
-        self, owner: AbstractCall, call: RecomputedLayer, forward: ForwardLog
-    ) -> RecomputedHold:
+    def add(self, owner: _Call, call: RecomputedLayer, forward: ForwardLog) -> RecomputedHold:
         """Count a call whose first forward has ended.
 
         Args:
@@ -260,46 +251,17 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_renew_lock)
 
 
-class AbstractHooks(Protocol):
-    """The hooks that would be given what a layer saves if it were not recomputed."""
-
-    @property
-    def device(self) -> torch.device:
-        """The device that the model computes on."""
-
-    @property
-    def log(self) -> ForwardLog:
-        """The log of the forward that runs."""
-
-    def are_on_top(self) -> bool:
-        """Whether what autograd saves now is packed by these hooks."""
-
-    def offload_here(self) -> None:
-        """Offload what the layer that runs saves from now on."""
-
-    def pack(self, tensor: Tensor) -> Any:
-        """Pack a tensor that autograd saves."""
-
-    def is_weight(self, tensor: Tensor) -> bool:
-        """Whether a tensor is a parameter, or a part of one."""
-
-    def look_at(
-        self, tensor: Tensor
-    ) -> Iterable[tuple[torch.UntypedStorage, StorageRecord | None]]:
-        """Count a saved tensor; return its storages that are no parameters, and their records."""
-
-
 class Recomputing(NamedTuple):
     """A layer to recompute, who is told of it, and what surrounds its second forward."""
 
     layer: Layer
-    hooks: AbstractHooks
+    hooks: SavedTensorHooks
     account: Recomputations
     weights: RestingWeights | None
 
 
 def find_recomputing(
-    layer: Layer, hooks: AbstractHooks, account: Recomputations, weights: RestingWeights | None
+    layer: Layer, hooks: SavedTensorHooks, account: Recomputations, weights: RestingWeights | None
 ) -> Recomputing | None:
     """Say whether a call that the policy chooses can be recomputed.
 
@@ -600,7 +562,7 @@ class _SavedCounter:
         num_saved: number of saved tensors.
     """
 
-    def __init__(self, hooks: AbstractHooks, noted: _Saved) -> None:
+    def __init__(self, hooks: SavedTensorHooks, noted: _Saved) -> None:
         self._pack, self._unpack = torch._C._autograd._top_saved_tensors_default_hooks(True)
         self._hooks = hooks
         self._noted = noted
@@ -845,22 +807,6 @@ for _hook in (
 
 
 # ---- A replacement for a layer's forward that backward runs again, instead of saving what it saves
-
-FindLayer = Callable[[], Layer | None]
-"""Returns the call of a layer that begins now; None where it is not counted as one."""
-
-
-def replace_forwards(find: Callable[[FindLayer], Recomputing | None]) -> ReplaceForward:
-    """Return what makes the replacements of layers' forwards.
-
-    Args:
-        find: says whether a call is recomputed.
-    """
-
-    def replace(find_layer: FindLayer, module: nn.Module, forward: Any) -> RecomputedForward:
-        return RecomputedForward(functools.partial(find, find_layer), module, forward)
-
-    return replace
 
 
 @final

@@ -19,7 +19,7 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol, final
+from typing import Any, final
 
 import torch
 from torch import nn
@@ -33,17 +33,11 @@ Register = Callable[[nn.Module], list[RemovableHandle]]
 """Registers a layer's two hooks on a module."""
 
 
-class Replacement(Protocol):
-    """A callable that stands in the place of a forward."""
+Replace = Callable[[nn.Module, Callable[..., Any]], Any]
+"""Makes the replacement of a module's forward, given the module and its forward.
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
-
-    def restore(self) -> None:
-        """Give the module its own forward back."""
-
-
-Replace = Callable[[nn.Module, Callable[..., Any]], Replacement]
-"""Makes the replacement of a module's forward, given the module and its forward."""
+It is called in the place of the forward, and its method `restore` gives the module its own back.
+"""
 
 
 def compiler_is_loaded() -> bool:
@@ -132,7 +126,7 @@ class HookedLayer:
         replace: Replace | None,
     ) -> None:
         self._replace = replace
-        self._replaced: Replacement | None = None
+        self._replaced: Any = None
         self._call: CompiledCall | None = None
         # See [Note: what a model owns].
         self._parent = None if parent is None else weakref.ref(parent)

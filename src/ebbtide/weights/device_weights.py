@@ -7,7 +7,7 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Concatenate, ParamSpec, Protocol, TypeVar, final
+from typing import Concatenate, ParamSpec, TypeVar, final
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -392,21 +392,6 @@ class ChangesThroughViews:
 # ---- What autograd's graph holds instead of a weight: it finds the values on the device again ----
 
 
-class BringsWeights(Protocol):
-    """The weights of a model, as a handle on one of them needs them."""
-
-    empty: EmptyTensors
-
-    def adopt_given(self, group: WeightGroup, member: OffloadedParameter) -> None:
-        """Adopt a parameter that the program has put back into its module."""
-
-    def bring(self, group: WeightGroup, member: OffloadedParameter) -> torch.Tensor:
-        """Return the group's buffer, ready for the kernels that the calling thread queues next."""
-
-    def add_handle(self, handle: WeightTensor, group: WeightGroup) -> None:
-        """Count one more saved tensor that needs the values of a group, as long as it lives."""
-
-
 @final
 class WeightTensor(AbstractAway):
     """Stands for a weight that autograd saved: a view of it, or a cast copy made by autocast.
@@ -437,7 +422,7 @@ class WeightTensor(AbstractAway):
 
     def __init__(
         self,
-        weights: BringsWeights,
+        weights: DeviceWeights,
         group: WeightGroup,
         member: OffloadedParameter,
         tensor: torch.Tensor,
