@@ -16,7 +16,7 @@ from ebbtide import ActivationPolicy, BudgetError, OffloadHandle, PolicyError
 from ebbtide.planning import Decision, LayerMode, PlannedStep
 from ebbtide.planning import budget as budget_controller
 from ebbtide.stores import ProcessMemory
-from ebbtide.stores.measured_memory import decides_when_to_return, large_blocks
+from ebbtide.stores.measured_memory import are_large_blocks_mapped, decides_when_to_return
 from live_memory import LiveMemory
 
 SMALL = ActivationPolicy(min_bytes=1)
@@ -547,13 +547,13 @@ def test_after_an_offload_freed_blocks_are_reused_again(end: str) -> None:
     handle = ebbtide.offload(model, budget="90%", activations=SMALL)
     assert "scipy.optimize" in sys.modules  # here, so that no step's memory has it
     train(model, 1)
-    assert large_blocks.are_mapped  # in a step whose memory is measured
+    assert are_large_blocks_mapped()  # in a step whose memory is measured
     if end == "detach":
         handle.detach()
     else:
         del handle, model
         gc.collect()
-    assert not large_blocks.are_mapped
+    assert not are_large_blocks_mapped()
 
 
 def test_decisions_are_for_whole_layers_or_single_storages(memory: LiveMemory) -> None:

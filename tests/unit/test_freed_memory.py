@@ -271,7 +271,7 @@ def test_what_was_kept_is_returned_when_backward_has_freed_it(trims: list[int]) 
 BLOCKS = """
 import json, psutil, torch
 from ebbtide.stores import ProcessMemory
-from ebbtide.stores.measured_memory import large_blocks, return_freed_memory
+from ebbtide.stores.measured_memory import are_large_blocks_mapped, return_freed_memory
 process, found, mapped = psutil.Process(), [], []
 first, second = ProcessMemory(), ProcessMemory()
 def resident():
@@ -285,7 +285,7 @@ torch.ones(8 * 2**18)
 holes = [torch.empty(8 * 2**18) for _ in range(64)]  # what was freed before is reused first
 for memory, wanted in ((first, True), (second, True), (first, False), (second, False)):
     memory.return_at_once(wanted)
-    mapped.append(large_blocks.are_mapped)
+    mapped.append(are_large_blocks_mapped())
     return_freed_memory()  # the heap has no end any more that blocks could come from,
     small = [bytes(1000) for _ in range(3000)]  # and grows by what small blocks need
     found.append(left())

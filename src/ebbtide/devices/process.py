@@ -12,21 +12,16 @@ import sys
 import weakref
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
+
+_WATCHED: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-class Forkable(Protocol):
-    """An object that must change in a forked child."""
+def watch_forks(owner: Any) -> None:
+    """Call ``owner.note_fork`` in every process that is forked while ``owner`` is alive.
 
-    def note_fork(self) -> None:
-        """Called once in a forked child, before any other code runs there. It must not block."""
-
-
-_WATCHED: weakref.WeakSet[Forkable] = weakref.WeakSet()
-
-
-def watch_forks(owner: Forkable) -> None:
-    """Call ``owner.note_fork`` in every process that is forked while ``owner`` is alive."""
+    It is called once, before any other code runs in the child, and must not block.
+    """
     _WATCHED.add(owner)
 
 

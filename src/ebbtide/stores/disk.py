@@ -21,12 +21,10 @@ import torch
 from ebbtide.devices.device import AbstractEvent
 from ebbtide.devices.lanes import WorkLane
 from ebbtide.stores.disk_file import DiskFile
-from ebbtide.stores.host_memory import advise
+from ebbtide.stores.host_memory import page_in
 from ebbtide.stores.mapped_memory import MappedFiles
 from ebbtide.stores.measured_memory import FreedMemory, return_freed_memory
 from ebbtide.stores.store import AbstractStore, Landing, RestingSlot, Slot, Target
-
-_MADV_POPULATE_READ = 22  # Linux 5.14 and later
 
 
 @final
@@ -124,8 +122,7 @@ class DiskStore(AbstractStore):
 
         def read_ahead(_alive: torch.Tensor = buffer) -> None:
             offloaded.synchronize()
-            # If the kernel does not support this, the bytes are read on first use.
-            advise(address, size_bytes, _MADV_POPULATE_READ)
+            page_in(address, size_bytes)
 
         ready = self._reader.submit(read_ahead)
         self._return_freed_memory(self._reader, size_bytes)

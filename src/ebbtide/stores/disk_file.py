@@ -17,7 +17,6 @@ import mmap
 import os
 import tempfile
 import threading
-from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import IO, final
 
@@ -36,25 +35,11 @@ _CALL_BYTES = 2**30  # macOS refuses to move 2 GiB or more in one call
 _CHUNK_BYTES = 2**20  # for zeros that are written, and for bytes that are read to have them cached
 
 
-class AbstractFile(ABC):
-    """A file, or a part of one, that worker threads read and write."""
-
-    @abstractmethod
-    def write(self, view: memoryview, offset_bytes: int) -> None:
-        """Write all of ``view`` at an offset."""
-
-    @abstractmethod
-    def read(self, view: memoryview, offset_bytes: int) -> None:
-        """Fill ``view`` from an offset."""
-
-    @abstractmethod
-    def read_ahead(self, extent: Extent) -> None:
-        """Tell the kernel that an extent will be read soon."""
-
-
 @final
-class OpenFile(AbstractFile):
-    """A file without a name, which stays open until no object refers to it.
+class OpenFile:
+    """A file without a name, which worker threads read and write.
+
+    It stays open until no object refers to it.
 
     Args:
         directory: where to create it.
@@ -91,11 +76,13 @@ class OpenFile(AbstractFile):
             self._file.close()
 
     def write(self, view: memoryview, offset_bytes: int) -> None:
+        """Write all of ``view`` at an offset."""
         while view:
             written = self._write_some(view[:_CALL_BYTES], offset_bytes)
             view, offset_bytes = view[written:], offset_bytes + written
 
     def read(self, view: memoryview, offset_bytes: int) -> None:
+        """Fill ``view`` from an offset."""
         while view:
             read = self._read_some(view[:_CALL_BYTES], offset_bytes)
             if read == 0:
@@ -103,6 +90,7 @@ class OpenFile(AbstractFile):
             view, offset_bytes = view[read:], offset_bytes + read
 
     def read_ahead(self, extent: Extent) -> None:
+        """Tell the kernel that an extent will be read soon."""
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self.fd, *extent, os.POSIX_FADV_WILLNEED)
             return

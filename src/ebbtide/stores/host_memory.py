@@ -33,7 +33,8 @@ from ebbtide.errors import PolicyError, StoreFullError, warn_user
 from ebbtide.units import format_size, parse_size_bytes
 
 _MADV_DONTNEED = 4
-_MADV_POPULATE_WRITE = 23  # Linux 5.14 and later
+_MADV_POPULATE_READ = 22  # Linux 5.14 and later
+_MADV_POPULATE_WRITE = 23  # as well
 _MPOL_PREFERRED = 1
 _MBIND = {"x86_64": 237, "aarch64": 235, "ppc64le": 259}  # system call numbers of mbind
 _TOUCH_BYTES = 32 * 2**20  # the least share of a block that is worth another thread
@@ -207,7 +208,7 @@ def _share_with_children(mapping: mmap.mmap, shared: bool) -> None:
 
 
 def allocate_host_memory(
-    device: AbstractDevice, size_bytes: int, check: Callable[[int], None]
+    device: AbstractDevice, size_bytes: int, check: Callable[[int], object] = int
 ) -> HostMemory:
     """Allocate host memory, page-locked if the device needs that and the system permits it.
 
@@ -215,6 +216,9 @@ def allocate_host_memory(
         device: the device whose copies use the memory.
         size_bytes: the least size.
         check: called with the real size before it is allocated; raises if there is no room.
+
+    Raises:
+        OSError: the system has no memory to map.
     """
     size_bytes = whole_pages(max(size_bytes, 1))
     check(size_bytes)
@@ -328,6 +332,11 @@ def _find_function(name: str, *argument_types: Any) -> Callable[..., int] | None
 def advise(address: int, size_bytes: int, advice: int) -> bool:
     """Call `madvise` on mapped pages. Returns whether the system has it and it succeeded."""
     return _MADVISE is not None and _MADVISE(address, size_bytes, advice) == 0
+
+
+def page_in(address: int, size_bytes: int) -> None:
+    """Read the pages of a mapped file. If the kernel cannot, they are read on first use."""
+    advise(address, size_bytes, _MADV_POPULATE_READ)
 
 
 def page_out(address: int, size_bytes: int) -> None:

@@ -30,13 +30,12 @@ import torch
 from ebbtide.devices.process import watch_forks
 from ebbtide.errors import StoreFullError
 from ebbtide.stores import host_memory
-from ebbtide.stores.disk_file import AbstractFile, OpenFile
+from ebbtide.stores.disk_file import OpenFile
 from ebbtide.stores.host_memory import HostMemory, advise, make_private, whole_pages
 from ebbtide.stores.store import ALREADY_REACHED, Extent, ExtentAllocator, RestingSlot
 from ebbtide.units import format_size
 
 _MADV_REMOVE = 9
-_MADV_POPULATE_READ = 22  # Linux 5.14 and later
 _LEAST_FILE_BYTES = 64 * 2**20  # of address space; the disk has only what is in use
 
 
@@ -122,8 +121,10 @@ class _MappedFile:
 
 
 @final
-class FilePart(AbstractFile):
-    """The bytes of one slot in a mapped file. As long as it exists, no other slot gets them.
+class FilePart:
+    """The bytes of one slot in a mapped file, read and written like an `OpenFile`.
+
+    As long as it exists, no other slot gets them.
 
     Args:
         mapped: the file.
@@ -270,4 +271,4 @@ def page_out(slot: FileSlot) -> None:
 
 def page_in(slot: FileSlot) -> None:
     """Read a slot's pages ahead. If the kernel does not support it, they are read on first use."""
-    advise(slot.tensor.data_ptr(), slot.tensor.numel(), _MADV_POPULATE_READ)
+    host_memory.page_in(slot.tensor.data_ptr(), slot.tensor.numel())

@@ -23,7 +23,7 @@ import sys
 import weakref
 from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
-from typing import Final, NamedTuple, final
+from typing import Final, final
 
 import psutil
 import torch
@@ -188,32 +188,26 @@ _LEAST_MAPPED_BYTES: Final = 2**20
 _MOST_REUSED_BYTES: Final = 32 * 2**20  # the most that glibc takes from the heap by itself
 
 
-@final
-class _LargeBlocks:
+_mapped_for: Final[weakref.WeakSet[AbstractMemory]] = weakref.WeakSet()
+
+
+def are_large_blocks_mapped() -> bool:
     """Whether large blocks are mapped one by one in this process. See [Note: blocks of their own].
 
     They are as long as anyone wants it.
     """
-
-    def __init__(self) -> None:
-        self._wanted_by: weakref.WeakSet[AbstractMemory] = weakref.WeakSet()
-
-    @property
-    def are_mapped(self) -> bool:
-        return bool(self._wanted_by) and decides_when_to_return()
-
-    def map_for(self, memory: AbstractMemory, mapped: bool) -> None:
-        """Note whether one memory wants them mapped."""
-        before = self.are_mapped
-        (self._wanted_by.add if mapped else self._wanted_by.discard)(memory)
-        if self.are_mapped is before:
-            return
-        library = ctypes.CDLL(None)
-        library.mallopt(_MMAP_THRESHOLD, _LEAST_MAPPED_BYTES if mapped else _MOST_REUSED_BYTES)
-        library.mallopt(_TRIM_THRESHOLD, 2 * _MOST_REUSED_BYTES)
+    return bool(_mapped_for) and decides_when_to_return()
 
 
-large_blocks: Final = _LargeBlocks()
+def _map_large_blocks(memory: AbstractMemory, mapped: bool) -> None:
+    """Note whether one memory wants them mapped."""
+    before = are_large_blocks_mapped()
+    (_mapped_for.add if mapped else _mapped_for.discard)(memory)
+    if are_large_blocks_mapped() is before:
+        return
+    library = ctypes.CDLL(None)
+    library.mallopt(_MMAP_THRESHOLD, _LEAST_MAPPED_BYTES if mapped else _MOST_REUSED_BYTES)
+    library.mallopt(_TRIM_THRESHOLD, 2 * _MOST_REUSED_BYTES)
 
 
 # ---- Measures memory: of the process, as the kernel counts it, or of a device, as torch counts it
@@ -273,14 +267,8 @@ class AbstractMemory(abc.ABC):
         return 0
 
 
-class _Peaks(NamedTuple):
-    """The largest numbers of bytes in use, and that nobody else could use."""
-
-    used_bytes: int
-    reserved_bytes: int
-
-
-_NO_PEAKS: Final = _Peaks(0, 0)
+_Peaks = tuple[int, int]
+"""The largest number of bytes in use, and the largest one that nobody else could use."""
 
 
 @final
@@ -299,18 +287,19 @@ class _SharedPeak:
 
     def __init__(self, of: Hashable, read: Callable[[], _Peaks]) -> None:
         self._read = read
-        self._before = _NO_PEAKS  # what the counter had reached when another object reset it
+        self._before = 0, 0  # what the counter had reached when another object reset it
         self._all = self._known.setdefault(of, weakref.WeakSet())
         self._all.add(self)
 
     def read(self) -> _Peaks:
-        return _Peaks(*map(max, self._before, self._read()))
+        (used_bytes, reserved_bytes), now = self._before, self._read()
+        return max(used_bytes, now[0]), max(reserved_bytes, now[1])
 
     def prepare_reset(self) -> None:
         """Note the peak for the other objects. The caller resets the counter then."""
         for other in list(self._all):
             other._before = other.read()
-        self._before = _NO_PEAKS
+        self._before = 0, 0
 
 
 @final
@@ -337,7 +326,7 @@ class ProcessMemory(AbstractMemory):
         return int(self._process.memory_info().rss)
 
     def peak_bytes(self) -> int:
-        return self._peak.read().used_bytes
+        return self._peak.read()[0]
 
     def reset_peak(self) -> None:
         self._peak.prepare_reset()
@@ -350,7 +339,7 @@ class ProcessMemory(AbstractMemory):
         return_freed_memory()
 
     def return_at_once(self, returned: bool) -> None:
-        large_blocks.map_for(self, returned)
+        _map_large_blocks(self, returned)
 
     @property
     def total_bytes(self) -> int:
@@ -375,7 +364,7 @@ def resident_peak_bytes() -> int:
 
 def _read_resident_peaks() -> _Peaks:
     peak_bytes = resident_peak_bytes()
-    return _Peaks(peak_bytes, peak_bytes)
+    return peak_bytes, peak_bytes
 
 
 def _peak_without_proc() -> int:
@@ -403,10 +392,10 @@ class DeviceMemory(AbstractMemory):
         return torch.accelerator.memory_allocated(self._device)
 
     def peak_bytes(self) -> int:
-        return self._peak.read().used_bytes
+        return self._peak.read()[0]
 
     def reserved_peak_bytes(self) -> int:
-        return self._peak.read().reserved_bytes
+        return self._peak.read()[1]
 
     @property
     def total_bytes(self) -> int:
@@ -424,7 +413,7 @@ class DeviceMemory(AbstractMemory):
 
 
 def _read_device_peaks(device: torch.device) -> _Peaks:
-    return _Peaks(
+    return (
         torch.accelerator.max_memory_allocated(device),
         torch.accelerator.max_memory_reserved(device),
     )

@@ -13,14 +13,9 @@ import torch
 
 from ebbtide.devices.device import AbstractDevice, AbstractEvent, Origin, Span
 from ebbtide.errors import StoreFullError
-from ebbtide.stores.disk_file import GROWTH_BYTES, AbstractFile, DiskFile
-from ebbtide.stores.host_memory import (
-    HostMemory,
-    allocate_by_torch,
-    map_exactly,
-    warn_of_pageable,
-)
-from ebbtide.stores.mapped_memory import FileSlot, MappedFiles
+from ebbtide.stores.disk_file import GROWTH_BYTES, DiskFile, OpenFile
+from ebbtide.stores.host_memory import HostMemory, allocate_host_memory
+from ebbtide.stores.mapped_memory import FilePart, FileSlot, MappedFiles
 from ebbtide.stores.store import AbstractStore, Landing, RestingSlot, Slot, Target, allocate_target
 
 
@@ -130,7 +125,7 @@ class Arrival(AbstractEvent):
 def read_piece(
     device: AbstractDevice,
     chunks: deque[Chunk],
-    file: AbstractFile,
+    file: OpenFile | FilePart,
     part: torch.Tensor,
     offset_bytes: int,
     allocated: AbstractEvent,
@@ -290,7 +285,7 @@ class StagedDiskStore(AbstractStore):
         piece: Piece,
         source: torch.Tensor,
         ready: AbstractEvent,
-        file: AbstractFile,
+        file: OpenFile | FilePart,
         refusals: deque[OSError],
     ) -> tuple[AbstractEvent, Chunk]:
         """Queue the copy of a piece to a free chunk, and its write from there to the file.
@@ -359,17 +354,13 @@ class StagedDiskStore(AbstractStore):
     def _take_staging(self) -> None:
         size_bytes = 2 * _CHUNKS * self._chunk_bytes
         try:  # the chunks are part of the margin that stores leave free
-            staging = map_exactly(self._device, size_bytes)
+            staging = allocate_host_memory(self._device, size_bytes)
         except OSError as error:
             raise StoreFullError(
                 errno.ENOMEM,
                 "the host has no memory for the chunks that stage bytes for the disk; set a "
                 "smaller host_budget or free host memory",
             ) from error
-        if staging is None:
-            staging = allocate_by_torch(self._device, size_bytes)
-        if staging.refusal is not None:
-            warn_of_pageable(self._device, size_bytes, staging.refusal)
         self._staging = staging
         chunks = [
             Chunk(staging.tensor.narrow(0, begin, self._chunk_bytes))
@@ -386,7 +377,7 @@ class StagedDiskStore(AbstractStore):
         buffer, allocated, _ = target or allocate_target(self._device, slot.size_bytes)
         arrival = Arrival()
         missing = []
-        file: AbstractFile = slot.file if isinstance(slot, FileSlot) else self._file.open
+        file = slot.file if isinstance(slot, FileSlot) else self._file.open
         if isinstance(slot, FileSlot) and self._staging is None:
             self._take_staging()
         for piece in self._pieces_of(slot):
@@ -431,7 +422,7 @@ class StagedDiskStore(AbstractStore):
         ]
 
     def read_ahead(self, slot: Slot) -> None:
-        file: AbstractFile = slot.file if isinstance(slot, FileSlot) else self._file.open
+        file = slot.file if isinstance(slot, FileSlot) else self._file.open
         extent = slot.extent
         self._reader.submit(lambda: file.read_ahead(extent))
 
