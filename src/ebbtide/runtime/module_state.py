@@ -123,17 +123,17 @@ class Arguments:
     Args:
         args: the positional arguments.
         kwargs: the keyword arguments.
-        where: names the module in errors.
 
     Attributes:
-        tensors: the tensors. The caller takes the list, so that they are not held twice.
+        tensors: the tensors. The caller takes the list, so that they are not held twice. The first
+            call takes the arguments themselves, with `take_first`.
         kind: what tells calls apart that may compute something else: the structure of the
             arguments, what is true, false or None among them, and the types of tensors.
     """
 
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], where: str) -> None:
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.tensors: list[Tensor] = []
-        self._where = where
+        self._first: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
         self._caches: list[tuple[CopiedCache, Any]] = []
         places: dict[int, _Place] = {}
         self._kind: list[Hashable] = []
@@ -145,6 +145,11 @@ class Arguments:
         """Return the tensors and forget them."""
         tensors, self.tensors = self.tensors, []
         return tensors
+
+    def take_first(self) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Return the arguments as they were given, and forget them; None if that was done."""
+        first, self._first = self._first, None
+        return first
 
     def find_change(self) -> str:
         """Say what the first call has changed that the second call needs."""
@@ -524,33 +529,30 @@ def _set_deterministic(mode: bool, warn_only: bool) -> None:
 _SETTINGS: Final = _settings()
 
 
-@final
-class TorchSettings:
-    """The settings of torch that kernels depend on, and what parametrizations have cached.
+def note_settings(*, lasting: bool = False) -> Callable[[], None]:
+    """Note the settings of torch that kernels depend on, and what parametrizations have cached.
 
     Args:
         lasting: see `ModuleNote`.
+
+    Returns:
+        What sets them as they were.
     """
+    values = [read() for read, _ in _SETTINGS]
+    enabled: int = parametrize._cache_enabled
+    cached = _content_of(parametrize._cache, lasting=lasting) if enabled else {}
 
-    __slots__ = ("_cached", "_values")
-
-    def __init__(self, *, lasting: bool = False) -> None:
-        self._values = [read() for read, _ in _SETTINGS]
-        enabled: int = parametrize._cache_enabled
-        cached = _content_of(parametrize._cache, lasting=lasting) if enabled else {}
-        self._cached = enabled, cached
-
-    def put_back(self) -> None:
-        """Set them as they were."""
+    def put_back() -> None:
         present = [read() for read, _ in _SETTINGS]
-        if present != self._values:
-            for (_, write), now, value in zip(_SETTINGS, present, self._values, strict=True):
+        if present != values:
+            for (_, write), now, value in zip(_SETTINGS, present, values, strict=True):
                 if now != value:
                     write(value)
-        enabled, cached = self._cached
         if enabled or parametrize._cache_enabled:
             parametrize._cache_enabled = enabled
             parametrize._cache = dict(cached)
+
+    return put_back
 
 
 # ---- all of it --------------------------------------------------------------------------------
@@ -583,7 +585,7 @@ class ModuleState:
         self._module = module
         self._where = where
         self._numbers = NumbersOfPython.now()
-        self._settings = TorchSettings(lasting=True)
+        self._put_back_settings = note_settings(lasting=True)
         self._weight_versions = weight_versions
         self._weights = weight_versions(module)
         self._notes: list[ModuleNote] = []
@@ -698,16 +700,14 @@ class ModuleState:
                 other memory.
         """
         self._check_before_recomputation()
-        present: list[ModuleNote | TorchSettings] = [
-            note if note.is_present() else ModuleNote(note.module) for note in self._notes
-        ]
-        present.append(TorchSettings())
+        present = [note if note.is_present() else ModuleNote(note.module) for note in self._notes]
+        put_back_settings = note_settings()
         trained = [(weight, weight.requires_grad) for weight, _ in self._trained]
         numbers = NumbersOfPython.now()
         try:
             self._numbers.put_back()
-            self._settings.put_back()
-            for note, now in zip(self._notes, present, strict=False):
+            self._put_back_settings()
+            for note, now in zip(self._notes, present, strict=True):
                 if note is not now:
                     note.put_back()
             copied: dict[int, Tensor] = {}
@@ -721,8 +721,9 @@ class ModuleState:
             yield
         finally:
             _set_trained(trained)
-            for part in present:
-                part.put_back()
+            for now in present:
+                now.put_back()
+            put_back_settings()
             numbers.put_back()
 
     def finds_changes(self) -> bool:

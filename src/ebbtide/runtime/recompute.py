@@ -14,7 +14,8 @@ import contextlib
 import os
 import threading
 import weakref
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, final
 
@@ -48,7 +49,6 @@ from ebbtide.runtime.transfers import Transfers
 from ebbtide.runtime.verification import (
     SavedDigests,
     Verifications,
-    Verified,
     differ,
     digest,
     sample,
@@ -152,11 +152,13 @@ class Recomputations:
         self.verifications.refuse(layer, _CHANGED)
         for hold in list(self._activations.deaths.awaited):
             if isinstance(hold, RecomputedHold):
-                call: _Call | None = hold()
+                call: _RecomputedCall | None = hold()
                 if call is not None and call.finds_changes():
                     self.verifications.refuse(hold.call.layer, _CHANGED)
 
-    def add(self, owner: _Call, call: RecomputedLayer, forward: ForwardLog) -> RecomputedHold:
+    def add(
+        self, owner: _RecomputedCall, call: RecomputedLayer, forward: ForwardLog
+    ) -> RecomputedHold:
         """Count a call whose first forward has ended.
 
         Args:
@@ -300,7 +302,7 @@ def recompute_later(
     """
     layer, hooks, account, weights = recomputing
     where = f"layer {layer.index} ({layer.name})"
-    arguments = Arguments(args, kwargs, where)
+    arguments = Arguments(args, kwargs)
     tensors = arguments.take_tensors()
     trained = any(tensor.requires_grad for tensor in tensors)
     if not trained and not any(weight.requires_grad for weight in module.parameters()):
@@ -311,23 +313,23 @@ def recompute_later(
         return forward(*args, **kwargs)
     kind = layer.name, id(module), arguments.kind, state.kind, _autocast(hooks.device)
     verified = account.verifications.find(kind)
-    inputs = _Inputs(arguments, tensors, state)
-    call: _Call | _VerifiedCall
+    parts = recomputing, module, forward, arguments, tensors, state
+    call: _Call
     hooks_of_first: _VerifyingHooks | None = None
     if verified is None:
         account.note_verifying()
-        call = _VerifiedCall(recomputing, module, forward, inputs, (args, kwargs), kind)
-        hooks_of_first = call.hooks
+        call = verifying = _VerifiedCall(kind, *parts)
+        hooks_of_first = verifying.hooks
     else:
         state.copy_unsaved(verified.unsaved)
-        call = _Call(recomputing, module, forward, inputs, (args, kwargs), verified)
+        call = _RecomputedCall(verified.sampled, *parts)
     device = hooks.device
     if device.type != "cpu" and not any(tensor.device == device for tensor in tensors):
         # The checkpoint restores the random numbers of the devices that it finds tensors on.
         tensors = [*tensors, torch.empty(0, device=device)]
     stops_early = verified is None or verified.stops_early
     result = checkpoint(call.run, *tensors, use_reentrant=False, early_stop=stops_early)
-    change = inputs.find_change(tensors)
+    change = call.find_change(tensors)
     if change and verified is not None:
         raise PolicyError(
             f"{where} cannot be recomputed, because its forward {change}, which it did not the "
@@ -355,14 +357,57 @@ def _autocast(device: torch.device) -> Hashable:
     return torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled(), device
 
 
-@final
-class _Inputs:
-    """What a call of a layer finds: its arguments and the state of its module."""
+def _has_plain_memory(tensor: Tensor) -> bool:
+    plain = tensor.layout is torch.strided and not hasattr(type(tensor), "__tensor_flatten__")
+    return plain and bool(tensor.numel()) and not tensor.is_meta
 
-    def __init__(self, arguments: Arguments, tensors: list[Tensor], state: ModuleState) -> None:
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+class _Call(ABC):
+    """One call of a layer whose forward runs again: what it finds, and who is told of it.
+
+    The checkpoint holds it as long as the forward may run again.
+
+    Args:
+        recomputing: the call, and who is told of it.
+        module: the layer's module.
+        forward: its forward.
+        arguments: the arguments, without their tensors.
+        tensors: the tensors among them.
+        state: the state of the module.
+    """
+
+    def __init__(
+        self,
+        recomputing: Recomputing,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        arguments: Arguments,
+        tensors: list[Tensor],
+        state: ModuleState,
+    ) -> None:
+        self._recomputing = recomputing
+        self._module = module
+        self._forward = forward
         self._arguments = arguments
         self._versions = [_version(tensor) for tensor in tensors]
         self._state = state
+
+    def run(self, *tensors: Tensor) -> Any:
+        """Run the forward, for the first time or again."""
+        first = self._arguments.take_first()
+        return self._run_again(tensors) if first is None else self._run_first(*first)
+
+    @abstractmethod
+    def _run_first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run it for the first time, with these arguments."""
+
+    @abstractmethod
+    def _run_again(self, tensors: tuple[Tensor, ...]) -> None:
+        """Run it again, with the checkpoint's tensors in the places of the first ones."""
 
     def find_change(self, tensors: Sequence[Tensor]) -> str:
         """Say what the forward, which has ended, has changed that it would not find again."""
@@ -378,156 +423,50 @@ class _Inputs:
         return self._arguments.find_change()
 
     def finds_changes(self) -> bool:
+        """Whether a parameter or a large buffer is not as the first forward has used it."""
         return self._state.finds_changes()
 
-    def copy_unsaved(self, saved: Container[int], weights: RestingWeights | None) -> frozenset[int]:
-        """Copy the small parameters that the forward, which has ended, has not saved.
-
-        Args:
-            saved: addresses of the parameters that it has saved.
-            weights: tells which parameters rest elsewhere, where nothing computes with them.
-
-        Returns:
-            Their places, for `ModuleState.copy_unsaved`.
-        """
-        places = self._state.find_unsaved(saved, _none_rests if weights is None else weights.rests)
-        self._state.copy_unsaved(places)
-        return places
-
     @contextlib.contextmanager
-    def again(
-        self, module: nn.Module, weights: RestingWeights | None, tensors: tuple[Tensor, ...]
+    def _as_first(
+        self, tensors: tuple[Tensor, ...]
     ) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
         """Within the block all is as the first forward found it; gives its arguments."""
+        weights = self._recomputing.weights
         arguments = self._arguments.put_together(tensors)
-        opened = contextlib.nullcontext() if weights is None else weights.open(module)
+        opened = contextlib.nullcontext() if weights is None else weights.open(self._module)
         with self._state.put_back(), opened:
             yield arguments
 
-    @contextlib.contextmanager
-    def untouched(
-        self,
-        module: nn.Module,
-        weights: RestingWeights | None,
-        tensors: Sequence[Tensor],
-        digests: tuple[SavedDigests, SavedDigests],
-    ) -> Iterator[None]:
-        """Undo what the block does to the memory of weights, large buffers and inputs.
-
-        Args:
-            module: the module that runs again.
-            weights: tells which weights rest elsewhere.
-            tensors: the inputs.
-            digests: what notes that memory before the block, and after it.
-        """
-        own = [w for each in module.modules() for w in dict.values(each._parameters)]
-        found = {id(t): t for t in (*self._state.unchanged(), *own, *tensors) if t is not None}
-        kept = [tensor for tensor in found.values() if _has_plain_memory(tensor)]
-        if weights is not None:
-            kept = [tensor for tensor in kept if not weights.rests(tensor)]
-        copies = [(tensor, tensor.detach().clone()) for tensor in kept]
-        try:
-            yield
-        finally:
-            for tensor, copied in copies:
-                # Not through the tensor itself: its version would count the change.
-                memory = Tensor.data.__get__(tensor)  # type: ignore[attr-defined]
-                # Digests go by the layout of memory, which a copy of a view need not share.
-                for noted, values in zip(digests, (copied, memory.clone()), strict=True):
-                    noted.memory += digest(values)
-                if memory.device.type != "cpu" or not torch.equal(memory, copied):
-                    memory.copy_(copied)
-
-
-def _has_plain_memory(tensor: Tensor) -> bool:
-    plain = tensor.layout is torch.strided and not hasattr(type(tensor), "__tensor_flatten__")
-    return plain and bool(tensor.numel()) and not tensor.is_meta
-
-
-def _version(tensor: Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
-
 
 @final
-class _Call:
-    """One call of a recomputed layer. The checkpoint holds it as long as it may run again."""
+class _RecomputedCall(_Call):
+    """A call whose forward runs again in backward to save what the first one has not.
 
-    def __init__(
-        self,
-        recomputing: Recomputing,
-        module: nn.Module,
-        forward: Callable[..., Any],
-        inputs: _Inputs,
-        first: tuple[tuple[Any, ...], dict[str, Any]],
-        verified: Verified,
-    ) -> None:
-        self._recomputing = recomputing
-        self._module = module
-        self._forward = forward
-        self._inputs = inputs
-        self._first: tuple[tuple[Any, ...], dict[str, Any]] | None = first
-        self._saved = _Saved(recomputing, verified.sampled)
-        self._hold: RecomputedHold | None = None
+    What the two save is compared, as far as that costs little: the number of tensors, the bits of
+    the numbers among them, and a sample of one large tensor.
 
-    def run(self, *tensors: Tensor) -> Any:
-        """Run the forward, for the first time or again."""
-        if self._first is not None:
-            (args, kwargs), self._first = self._first, None
-            return self._run_first(args, kwargs)
-        if self._hold is None:  # backward runs within the forward
-            return self._run_again(tensors)
-        account = self._recomputing.account
-        account.begin(self._hold)
-        try:
-            return in_range("recompute", self._recomputing.layer, self._run_again, tensors)
-        finally:
-            account.end(self._hold)
-
-    def finds_changes(self) -> bool:
-        """Whether a parameter or a large buffer is not as the first forward has used it."""
-        return self._inputs.finds_changes()
-
-    def _run_first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        layer, hooks, account, _ = self._recomputing
-        counter = _SavedCounter(hooks, self._saved)
-        with saved_tensors_hooks(counter.pack, counter.unpack):
-            result = self._forward(*args, **kwargs)
-        log = hooks.log
-        saved = counter.size_bytes, counter.borrowed_bytes, counter.num_saved
-        self._hold = account.add(self, RecomputedLayer(layer, log.number, *saved), log)
-        return result
-
-    def _run_again(self, tensors: tuple[Tensor, ...]) -> None:
-        again = _SavedAgain(self._saved)
-        with self._inputs.again(self._module, self._recomputing.weights, tensors) as arguments:
-            args, kwargs = arguments
-            with saved_tensors_hooks(again.pack, again.unpack):
-                self._forward(*args, **kwargs)
-                again.hand_over()
-
-
-@final
-class _Saved:
-    """What the first forward of a call has saved, to check the second one by.
-
-    It is not all that could be compared: the number of tensors, the bits of the numbers among them,
-    and a sample of one large tensor.
+    Args:
+        sampled: the place, among all tensors, of the one that a sample is taken of.
+        call: see the base class.
 
     Attributes:
-        numbers: the 0-dim tensors on the host, by their place among all.
-        sampled: the place of the tensor that a sample is taken of.
-        sample: its sample, once it was saved.
+        layer: the layer.
+        account: the recomputed layers of the model.
+        sampled: as given.
+        numbers: the 0-dim tensors on the host that the first forward has saved, by their place.
+        sample: the sample, once the first forward has saved the tensor.
     """
 
-    def __init__(self, recomputing: Recomputing, sampled: int) -> None:
-        self.layer = recomputing.layer
-        self.numbers: dict[int, Any] = {}
+    def __init__(self, sampled: int, *call: Any) -> None:
+        super().__init__(*call)
+        self.layer, self.account = self._recomputing.layer, self._recomputing.account
         self.sampled = sampled
+        self.numbers: dict[int, Any] = {}
         self.sample: Tensor | None = None
-        self.account = recomputing.account
+        self._hold: RecomputedHold | None = None
 
     def compare(self, place: int, tensor: Tensor) -> None:
-        """Compare a tensor that the second forward saves.
+        """Compare a tensor that the second forward saves with that of the first one.
 
         Raises:
             SavedTensorModifiedError: it differs.
@@ -547,6 +486,35 @@ class _Saved:
             elif differs:
                 verifications.raise_different(self.layer)
 
+    def _run_first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        hooks = self._recomputing.hooks
+        counter = _SavedCounter(hooks, self)
+        with saved_tensors_hooks(counter.pack, counter.unpack):
+            result = self._forward(*args, **kwargs)
+        log = hooks.log
+        saved = counter.size_bytes, counter.borrowed_bytes, counter.num_saved
+        self._hold = self.account.add(self, RecomputedLayer(self.layer, log.number, *saved), log)
+        return result
+
+    def _run_again(self, tensors: tuple[Tensor, ...]) -> None:
+        if self._hold is None:  # backward runs within the forward
+            self._compute_again(tensors)
+            return
+        self.account.begin(self._hold)
+        try:
+            in_range("recompute", self.layer, self._compute_again, tensors)
+        finally:
+            self.account.end(self._hold)
+
+    def _compute_again(self, tensors: tuple[Tensor, ...]) -> None:
+        again = _SavedAgain(self)
+        with (
+            self._as_first(tensors) as (args, kwargs),
+            saved_tensors_hooks(again.pack, again.unpack),
+        ):
+            self._forward(*args, **kwargs)
+            again.hand_over()
+
 
 @final
 class _SavedCounter:
@@ -554,7 +522,7 @@ class _SavedCounter:
 
     Args:
         hooks: the hooks that would be given what the layer saves if it were not recomputed.
-        noted: notes what the second forward is checked by.
+        call: notes what its second forward is checked by.
 
     Attributes:
         size_bytes: bytes of the storages, each counted once, without the layer's inputs.
@@ -562,20 +530,20 @@ class _SavedCounter:
         num_saved: number of saved tensors.
     """
 
-    def __init__(self, hooks: SavedTensorHooks, noted: _Saved) -> None:
+    def __init__(self, hooks: SavedTensorHooks, call: _RecomputedCall) -> None:
         self._pack, self._unpack = torch._C._autograd._top_saved_tensors_default_hooks(True)
         self._hooks = hooks
-        self._noted = noted
+        self._call = call
         self.size_bytes = self.borrowed_bytes = self.num_saved = 0
         self._known: dict[int, StorageWeakRef] = {}
 
     def pack(self, tensor: Tensor) -> Any:
-        place, noted = self.num_saved, self._noted
+        place, call = self.num_saved, self._call
         self.num_saved += 1
-        if place == noted.sampled:
-            noted.sample = sample(tensor)
+        if place == call.sampled:
+            call.sample = sample(tensor)
         if not tensor.dim() and tensor.device.type == "cpu" and type(tensor) is Tensor:
-            noted.numbers[place] = tensor.item()
+            call.numbers[place] = tensor.item()
         for storage, record in self._hooks.look_at(tensor):
             address = storage._cdata
             if address not in self._known:
@@ -594,10 +562,10 @@ class _SavedCounter:
             with _alone:
                 tensor: Tensor = self._unpack(packed)
         except CheckpointError as error:
-            self._noted.account.verifications.raise_different(self._noted.layer, error)
+            self._call.account.verifications.raise_different(self._call.layer, error)
         except SavedTensorModifiedError:
             # torch may train with such a program. The next steps do, too.
-            self._noted.account.refuse_changed(self._noted.layer)
+            self._call.account.refuse_changed(self._call.layer)
             raise
         version = getattr(tensor, _VERSION, None)
         if version is not None and version != tensor._version:
@@ -622,11 +590,11 @@ class _SavedAgain:
     the same operator saves is handed over when it has returned.
     """
 
-    def __init__(self, saved: _Saved) -> None:
+    def __init__(self, call: _RecomputedCall) -> None:
         pack, self.unpack = torch._C._autograd._top_saved_tensors_default_hooks(True)
         # The checkpoint's hook keeps the compiler out, at a cost; `pack` here does, too.
         self._pack = getattr(pack, "__wrapped__", pack)
-        self._saved = saved
+        self._call = call
         self._place = 0
         self._waiting: list[tuple[int, Tensor]] = []
         self._sequence = 0
@@ -649,9 +617,9 @@ class _SavedAgain:
             self._hand_on(place, tensor)
 
     def _hand_on(self, place: int, tensor: Tensor) -> Any:
-        saved = self._saved
-        if place == saved.sampled or place in saved.numbers:
-            saved.compare(place, tensor)
+        call = self._call
+        if place == call.sampled or place in call.numbers:
+            call.compare(place, tensor)
         if type(tensor) is Tensor or type(tensor) is nn.Parameter:
             version = tensor._version
             tensor = tensor.detach()  # as the checkpoint does
@@ -663,7 +631,7 @@ skip_in_compiler(_SavedAgain.pack)
 
 
 @final
-class _VerifiedCall:
+class _VerifiedCall(_Call):
     """A call whose forward runs again in backward only to be compared.
 
     See [Note: verified recomputation]. A checkpoint surrounds the first forward without being given
@@ -674,44 +642,34 @@ class _VerifiedCall:
         hooks: what the first forward is surrounded with; None once that has begun.
     """
 
-    def __init__(
-        self,
-        recomputing: Recomputing,
-        module: nn.Module,
-        forward: Callable[..., Any],
-        inputs: _Inputs,
-        first: tuple[tuple[Any, ...], dict[str, Any]],
-        kind: Hashable,
-    ) -> None:
-        self._recomputing = recomputing
-        self._module = module
-        self._forward = forward
-        self._inputs = inputs
-        self._first: tuple[tuple[Any, ...], dict[str, Any]] | None = first
+    def __init__(self, kind: Hashable, *call: Any) -> None:
+        super().__init__(*call)
         self._kind = kind
         self._digests = SavedDigests(first=True)
-        self.hooks: _VerifyingHooks | None = _VerifyingHooks(recomputing, self._digests)
+        self.hooks: _VerifyingHooks | None = _VerifyingHooks(self._recomputing, self._digests)
 
-    def run(self, *tensors: Tensor) -> Any:
-        """Run the forward, for the first time or again."""
+    def _run_first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # The graph holds the hooks, and these hold the checkpoint, which holds this object.
         hooks, self.hooks = self.hooks, None
-        if self._first is None or hooks is None:
-            self._run_again(tensors)
-            _save_number()
-            return None
-        (args, kwargs), self._first = self._first, None
+        assert hooks is not None
         self._recomputing.hooks.offload_here()
         with saved_tensors_hooks(hooks.pack, hooks.unpack):
             result = self._forward(*args, **kwargs)
         self._digests.finish()
         weights = self._recomputing.weights
-        self._digests.unsaved = self._inputs.copy_unsaved(self._digests.weights, weights)
+        rests = _none_rests if weights is None else weights.rests
+        self._digests.unsaved = self._state.find_unsaved(self._digests.weights, rests)
+        self._state.copy_unsaved(self._digests.unsaved)
         hooks.number = _save_number()
         return result
 
     def _run_again(self, tensors: tuple[Tensor, ...]) -> None:
-        layer, _, account, weights = self._recomputing
+        self._verify(tensors)
+        _save_number()
+
+    def _verify(self, tensors: tuple[Tensor, ...]) -> None:
+        """Run the forward again and compare what it saves; no error of it is raised."""
+        layer, _, account, _ = self._recomputing
         again = SavedDigests(first=False)
 
         def note(tensor: Tensor) -> Tensor:
@@ -721,8 +679,8 @@ class _VerifiedCall:
         skip_in_compiler(note)
         try:
             with (
-                self._inputs.again(self._module, weights, tensors) as (args, kwargs),
-                self._inputs.untouched(self._module, weights, tensors, (self._digests, again)),
+                self._as_first(tensors) as (args, kwargs),
+                self._untouched(tensors, again),
                 saved_tensors_hooks(note, _same),
             ):
                 self._forward(*args, **kwargs)
@@ -737,6 +695,35 @@ class _VerifiedCall:
             account.verifications.refuse(layer, reason)
             return
         account.verifications.compare(layer, self._kind, self._digests, again)
+
+    @contextlib.contextmanager
+    def _untouched(self, tensors: Sequence[Tensor], again: SavedDigests) -> Iterator[None]:
+        """Undo what the block does to the memory of weights, large buffers and inputs.
+
+        That memory is digested before the block and after it.
+
+        Args:
+            tensors: the inputs.
+            again: of the forward that runs again in the block.
+        """
+        weights = self._recomputing.weights
+        own = [w for each in self._module.modules() for w in dict.values(each._parameters)]
+        found = {id(t): t for t in (*self._state.unchanged(), *own, *tensors) if t is not None}
+        kept = [tensor for tensor in found.values() if _has_plain_memory(tensor)]
+        if weights is not None:
+            kept = [tensor for tensor in kept if not weights.rests(tensor)]
+        copies = [(tensor, tensor.detach().clone()) for tensor in kept]
+        try:
+            yield
+        finally:
+            for tensor, copied in copies:
+                # Not through the tensor itself: its version would count the change.
+                memory = Tensor.data.__get__(tensor)  # type: ignore[attr-defined]
+                # Digests go by the layout of memory, which a copy of a view need not share.
+                self._digests.memory += digest(copied)
+                again.memory += digest(memory.clone())
+                if memory.device.type != "cpu" or not torch.equal(memory, copied):
+                    memory.copy_(copied)
 
 
 @final

@@ -13,8 +13,8 @@ for nothing in the step.
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable
-from dataclasses import dataclass, field
+import itertools
+from collections.abc import Callable, Hashable
 from typing import Final, NamedTuple, NoReturn, final
 
 import torch
@@ -182,67 +182,47 @@ def differ(one: Tensor, other: Tensor) -> Tensor | bool:
     return (bits[0] != bits[1]).any()
 
 
-@final
-@dataclass
-class _Comparison:
-    """Two forwards of one call."""
+def _compare(first: SavedDigests, second: SavedDigests) -> Callable[[], Verified | str]:
+    """Compare two forwards of a call on the device; the host does not wait.
 
-    layer: Layer
-    kind: Hashable
-    first: SavedDigests
-    second: SavedDigests
-    where: list[tuple[int, bool]] = field(default_factory=list)
-    differing: Tensor | None = None
+    Returns:
+        What gives the result: what is known of the kind of call now, or what differs.
+    """
+    if first.forms != second.forms:
+        return lambda: "saves other tensors when it runs again"
+    pairs = []  # the number of a saved tensor, whether one digest was taken at once, and both
+    for number, one in enumerate(first.digests):
+        for others, late in ((second.digests[number], False), (first.at_once[number], True)):
+            pairs += [(number, late, *both) for both in zip(one, others, strict=True)]
+    pairs += [(-1, False, *both) for both in zip(first.memory, second.memory, strict=True)]
+    left: list[Tensor] = []
+    right: list[Tensor] = []
+    where: list[tuple[int, bool]] = []
+    differing = []
+    for number, late, each, other in pairs:
+        if isinstance(each, Tensor) and isinstance(other, Tensor):
+            where.append((number, late))
+            left.append(each.to(left[0].device) if left else each)
+            right.append(other.to(left[0].device))
+        elif isinstance(each, Tensor) or isinstance(other, Tensor) or each != other:
+            differing.append((number, late))
+    flags = torch.stack(left) != torch.stack(right) if left else None
 
-    def start(self) -> None:
-        """Compare on the device; the host does not wait."""
-        left: list[Tensor] = []
-        right: list[Tensor] = []
-        first, second = self.first, self.second
-        for number, one in enumerate(first.digests):
-            for others, late in ((second.digests[number], False), (first.at_once[number], True)):
-                for each, other in zip(one, others, strict=True):
-                    if isinstance(each, Tensor) and isinstance(other, Tensor):
-                        self.where.append((number, late))
-                        left.append(each.to(left[0].device) if left else each)
-                        right.append(other.to(left[0].device))
-        for each, other in zip(first.memory, second.memory, strict=True):
-            if isinstance(each, Tensor) and isinstance(other, Tensor):
-                self.where.append((-1, False))
-                left.append(each.to(left[0].device) if left else each)
-                right.append(other.to(left[0].device))
-        if left:
-            self.differing = torch.stack(left) != torch.stack(right)
-
-    def resolve(self) -> Verified | str:
-        """Return what is known of the kind now, or what differs."""
-        first, second = self.first, self.second
-        if first.forms != second.forms:
-            return "saves other tensors when it runs again"
-        late = set()
-        for number, (one, again, at_once) in enumerate(
-            zip(first.digests, second.digests, first.at_once, strict=True)
-        ):
-            if _numbers(one) != _numbers(again):
-                return "gives other values when it runs again"
-            if _numbers(one) != _numbers(at_once):
-                late.add(number)
-        if _numbers(first.memory) != _numbers(second.memory):
+    def resolve() -> Verified | str:
+        found = [*differing]
+        if flags is not None:
+            found += itertools.compress(where, flags.tolist())
+        if any(number >= 0 and not is_late for number, is_late in found):
+            return "gives other values when it runs again"
+        if (-1, False) in found:
             return "changes a weight, a buffer or an input when it runs again"
-        if self.differing is not None:
-            for (number, is_late), differs in zip(self.where, self.differing.tolist(), strict=True):
-                if differs and not is_late:
-                    return "gives other values when it runs again"
-                if differs:
-                    late.add(number)
+        late = {number for number, _ in found}
         last = first.operations[-1] if first.operations else 0
         stops_early = not any(first.operations[number] == last for number in late)
         sampled = [n for n, can in enumerate(first.can_be_sampled) if can and n not in late]
-        return Verified(stops_early, sampled[-1] if sampled else -1, self.first.unsaved)
+        return Verified(stops_early, sampled[-1] if sampled else -1, first.unsaved)
 
-
-def _numbers(digests: list[Digest]) -> list[Digest]:
-    return [None if isinstance(each, Tensor) else each for each in digests]
+    return resolve
 
 
 @final
@@ -256,7 +236,7 @@ class Verifications:
     def __init__(self) -> None:
         self.refused: dict[str, str] = {}
         self._verified: dict[Hashable, Verified] = {}
-        self._pending: list[_Comparison] = []
+        self._pending: list[tuple[Layer, Hashable, Callable[[], Verified | str]]] = []
         self._samples: list[tuple[Layer, Tensor]] = []
         self._on_way: list[tuple[list[Layer], Tensor, AbstractEvent]] = []
         self._unsaid: list[str] = []
@@ -296,22 +276,19 @@ class Verifications:
         self, layer: Layer, kind: Hashable, first: SavedDigests, second: SavedDigests
     ) -> None:
         """Compare what two forwards of a call have saved; `settle` reads the result."""
-        comparison = _Comparison(layer, kind, first, second)
-        if first.forms == second.forms:
-            comparison.start()
-        self._pending.append(comparison)
+        self._pending.append((layer, kind, _compare(first, second)))
 
     def settle(self) -> None:
         """Read the results so far, and warn of layers that are not recomputed."""
         pending, self._pending = self._pending, []
-        for each in pending:
-            result = each.resolve()
+        for layer, kind, resolve in pending:
+            result = resolve()
             if isinstance(result, str):
-                self.refuse(each.layer, result)
+                self.refuse(layer, result)
             else:
                 if len(self._verified) >= _MOST_KINDS:
                     self._verified.clear()
-                self._verified[each.kind] = result
+                self._verified[kind] = result
         if self._unsaid:
             self._warn()
 

@@ -406,12 +406,11 @@ def recompute_calls(
     """
     for name in names:
         module = model.get_submodule(name)
-        module.forward = functools.partial(_forward, module.forward, name, calls, recomputed)
+        module.forward = functools.partial(_forward, module.forward, calls, recomputed)
 
 
 def _forward(
     forward: Callable[..., Any],
-    name: str,
     calls: LayerCalls,
     recomputed: Set[int],
     /,
@@ -421,12 +420,11 @@ def _forward(
     opened = calls.open
     if not opened or opened[-1] not in recomputed or not recomputed.isdisjoint(opened[:-1]):
         return forward(*args, **kwargs)
-    arguments = Arguments(args, kwargs, name)
+    arguments = Arguments(args, kwargs)
     tensors = arguments.take_tensors()
-    first = [(args, kwargs)]  # held no longer than until the first call
 
     def run(*saved: Tensor) -> Any:
-        given = first.pop() if first else arguments.put_together(saved)
+        given = arguments.take_first() or arguments.put_together(saved)
         return forward(*given[0], **given[1])
 
     # There are no random numbers to bring back.
