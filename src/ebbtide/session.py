@@ -213,7 +213,7 @@ class OffloadSession:
         """
         if part not in ("B", "I", "W"):
             refuse("part", '"B", "I" or "W"', part)
-        self._engine.begin_backward(_unit(layer, microbatch), Direction(part))
+        self._engine.scheduled.begin_backward_of(_unit(layer, microbatch), Direction(part))
 
     # ---- manual mode --------------------------------------------------------------------------
 
@@ -294,7 +294,7 @@ class OffloadSession:
                 f'this session follows a schedule; make it with OffloadSession(schedule="manual", '
                 f"model_layers=...) to {verb.value} by hand"
             )
-        self._engine.act(Action(verb, _unit(layer, 0)))
+        self._engine.scheduled.act(Action(verb, _unit(layer, 0)))
 
     def _check_device(self, tensors: Sequence[torch.Tensor]) -> None:
         home = self._engine.torch_device

@@ -180,7 +180,7 @@ class StageHook:
     def clear_runtime_states(self) -> None:
         """Begin a step, and abandon passes that the last one did not run, as after an exception."""
         if self._active:
-            self._engine.abandon_run()
+            self._engine.scheduled.abandon()
         self._outputs.clear()
         self._plain["clear_runtime_states"]()
 
@@ -242,11 +242,11 @@ class StageHook:
         if not (self._active and self._stage.has_backward):
             yield
             return
-        self._engine.begin_backward(Unit(self._stage.stage_index, microbatch), part)
+        self._engine.scheduled.begin_backward_of(Unit(self._stage.stage_index, microbatch), part)
         try:
             yield
         finally:
-            self._engine.end_backward()
+            self._engine.scheduled.end_backward()
 
     def _returns_outputs(self) -> bool:
         """Whether the step returns this stage's outputs after their backward."""

@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ebbtide.devices.device import AbstractDevice, AbstractEvent, Origin, Span
+from ebbtide.devices.process import call_weakly
 from ebbtide.errors import PolicyError
 from ebbtide.observe.memory import BEGIN, BETWEEN, OPTIMIZER, MemoryLog, listen_to_optimizers
 from ebbtide.observe.owners import TensorOwners
@@ -238,7 +239,7 @@ def record_model(
     device = transfers.device
     owners = TensorOwners(modules, device.torch_device, at_rest)
     read = functools.partial(memory_of, device.torch_device) if device.has_memory else None
-    return Recording(device, owners, read, transfers.weak_poll())
+    return Recording(device, owners, read, call_weakly(transfers.poll))
 
 
 def last_trace(account: Account) -> Trace:

@@ -19,8 +19,6 @@ from ebbtide.runtime.handles import (
     Deaths,
     EmptyTensors,
     RecordHold,
-    SmallHold,
-    SmallTally,
     SmallTensors,
     StorageRecord,
     UnitRecords,
@@ -176,7 +174,7 @@ class Scopes:
             log = ForwardLog(self.learned, self._num_forwards)
             log.prefetches = self.prefetches
             self._num_forwards += 1
-        small = SmallTensors(self._deaths)
+        small = SmallTensors(self._deaths, transfers)
         scope = Scope(None, log, small, [], offloads=offloads)
         running = self.running
         if not running.scopes:
@@ -234,12 +232,6 @@ class Scopes:
         if self._account.recorder is not None:
             self._account.recorder.end_forward()
         return scope
-
-    def forget(self, tally: SmallTally) -> None:
-        """Note that a forward's small saved tensors were freed. Called with the lock held."""
-        if tally.pointers:
-            self._transfers.live -= 1
-            self._account.give_kept(tally.size_bytes)
 
 
 # ---- The records of what autograd saves of one model, and how their bytes come back for backward
@@ -753,10 +745,7 @@ class Activations:
             hold = died.popleft()
             awaited.discard(hold)
             if not isinstance(hold, RecordHold):
-                if isinstance(hold, SmallHold):
-                    self.scopes.forget(hold.tally)
-                else:
-                    hold.note_death()
+                hold.note_death()
                 continue
             try:
                 record = hold.record

@@ -16,6 +16,7 @@ from ebbtide.devices.accelerator import AcceleratorDevice
 from ebbtide.devices.cpu import CpuDevice
 from ebbtide.devices.device import AbstractDevice, Layer
 from ebbtide.devices.lanes import defer, watch
+from ebbtide.devices.process import call_weakly
 from ebbtide.errors import PolicyError
 from ebbtide.policy import ActivationPolicy
 from ebbtide.runtime.activations import Activations, PassWindows
@@ -25,7 +26,6 @@ from ebbtide.runtime.handles import StorageRecord, UnitRecords
 from ebbtide.runtime.parameter_index import (
     ParameterIndex,
     RestingWeights,
-    UnshardedParameters,
     find_device,
     home_of,
 )
@@ -41,7 +41,7 @@ from ebbtide.runtime.saved_tensors import SavedTensorHooks, hooks_are_wanted, le
 from ebbtide.runtime.stats import StepStats, watch_nodes
 from ebbtide.runtime.transfers import Transfers
 from ebbtide.runtime.verification import Verifications
-from ebbtide.schedule import Action, Direction, Schedule, Unit
+from ebbtide.schedule import Schedule, Unit
 from ebbtide.stores.build import build_store, parse_store
 from ebbtide.stores.host_memory import HostLimit, parse_host_budget
 from ebbtide.stores.measured_memory import describe
@@ -102,6 +102,8 @@ class Engine:
 
     Attributes:
         mode: as given.
+        policy: as given.
+        is_traced: whether each step is recorded.
         placement: decides whether each storage is kept, offloaded or rebuilt.
         transfers: copies between the device and the store.
         activations: the model's activations.
@@ -136,9 +138,9 @@ class Engine:
         kinds = [type(module).__name__ for module in modules]
         self._subject = kinds[0] if len(kinds) == 1 else count(len(kinds), "module")
         self._host_limit = None if host_budget is None else parse_host_budget(host_budget)
-        self._traced = traced
+        self.is_traced = traced
         self._record = record
-        self._policy = policy
+        self.policy = policy
         self._store = store
         self._fallback = device
         self._microbatch = 0
@@ -205,19 +207,9 @@ class Engine:
             self.transfers.bound(self._bound_bytes, self._windows)
 
     @property
-    def policy(self) -> ActivationPolicy:
-        """What to offload."""
-        return self._policy
-
-    @property
     def modules(self) -> list[nn.Module]:
         """The modules whose parameters are not treated as activations, unless they are gone."""
         return [module for known in self._modules if (module := known()) is not None]
-
-    @property
-    def is_traced(self) -> bool:
-        """Whether each step is recorded."""
-        return self._traced
 
     @property
     def num_steps(self) -> int:
@@ -232,7 +224,7 @@ class Engine:
             return True
         self.settle()
         listener = self.transfers.account.listener
-        return self._traced and listener is not None and listener.has_seen("backward")
+        return self.is_traced and listener is not None and listener.has_seen("backward")
 
     @property
     def num_verifying(self) -> int:
@@ -256,7 +248,7 @@ class Engine:
 
     def record_steps(self, *, traced: bool) -> None:
         """Record a trace of each step, or of none, from the next step on."""
-        self._traced = traced
+        self.is_traced = traced
         self.transfers.account.record(traced=traced)
 
     def describe(self) -> dict[str, str]:
@@ -285,7 +277,7 @@ class Engine:
 
     def settings(self) -> dict[str, str]:
         """Return what the offload was asked for, by the names of the arguments."""
-        settings = {"activations": repr(self._policy), "store": self._store}
+        settings = {"activations": repr(self.policy), "store": self._store}
         if self._host_limit is not None:
             settings["host_budget"] = str(self._host_limit)
         if self.weights is not None:
@@ -409,7 +401,7 @@ class Engine:
             self.passes.end_forward_of(layer)
         if self._windows is not None:
             self._windows.end_forward_of(layer.index, self.activations)
-        if self._traced or any(each is not None for each in (unit, self.passes, self._windows)):
+        if self.is_traced or any(each is not None for each in (unit, self.passes, self._windows)):
             leaves = tree_leaves(output)
             outputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
             self._watch_outputs(layer, log.number, unit, outputs)
@@ -452,10 +444,10 @@ class Engine:
         hooks = self.hooks()
         if not hooks_are_wanted():
             return None
-        self._scheduled.end_given_up_run()
+        self.scheduled.end_given_up_run()
         hooks.begin(held)  # first: the step would be over once the last forward is no more to come
         try:
-            records, log = self._scheduled.begin_unit(unit)
+            records, log = self.scheduled.begin_unit(unit)
         except BaseException:
             hooks.end()
             raise
@@ -468,31 +460,11 @@ class Engine:
         self.activations.scopes.end_layer()
         self._hooks.end()
         if interrupted:
-            self.abandon_run()
+            self.scheduled.abandon()
 
     def note_outputs(self, layer: OpenLayer, outputs: Sequence[torch.Tensor]) -> None:
         """Note the tensors that a layer returned."""
         self._watch_outputs(layer.layer, layer.microbatch, layer.unit, outputs)
-
-    def begin_backward(self, unit: Unit, direction: Direction) -> None:
-        """Note that the backward of a unit of the current run begins."""
-        self._scheduled.begin_backward_of(unit, direction)
-
-    def end_backward(self) -> None:
-        """Note that the last backward to begin has ended; only the trace uses this."""
-        self._scheduled.end_backward()
-
-    def abandon_run(self) -> None:
-        """Stop waiting for the passes that the current run lacks; the next forward begins a run."""
-        self._scheduled.abandon()
-
-    def act(self, action: Action) -> None:
-        """Perform one action on what a unit saved, for a schedule in manual mode.
-
-        Raises:
-            ScheduleError: the action is out of turn.
-        """
-        self._scheduled.act(action)
 
     def mend(self) -> None:
         """Put right what an interrupt may have left half done."""
@@ -529,7 +501,8 @@ class Engine:
             before.close()
 
     @property
-    def _scheduled(self) -> ScheduleExecutor:
+    def scheduled(self) -> ScheduleExecutor:
+        """The executor of the schedule, which there is."""
         assert self.executor is not None, "there is no schedule"
         return self.executor
 
@@ -544,9 +517,9 @@ class Engine:
         transfers = build_transfers(
             torch_device,
             self._store,
-            self._policy,
+            self.policy,
             host_limit=self._host_limit,
-            traced=self._traced,
+            traced=self.is_traced,
         )
         transfers.is_broken = True  # until all parts belong together
         self.transfers = transfers
@@ -560,10 +533,7 @@ class Engine:
         if self.mode is not None:
             self.executor = ScheduleExecutor(self.mode, self.activations)
         self._parameters = ParameterIndex(self.modules)
-        unsharded = UnshardedParameters(self.modules)
-        self._hooks = SavedTensorHooks(
-            self.activations, self.placement, self._parameters, unsharded
-        )
+        self._hooks = SavedTensorHooks(self.activations, self.placement, self._parameters)
         transfers.is_broken = not is_whole
 
 
@@ -617,5 +587,5 @@ def build_transfers(
     device: AbstractDevice = CpuDevice() if on_cpu else AcceleratorDevice(torch_device)
     chosen = build_store(device, kind, directory, *(host_limit or (None, "")))
     transfers = Transfers(device, chosen, bound_bytes, traced=traced)
-    chosen.on_progress = transfers.weak_poll()
+    chosen.on_progress = call_weakly(transfers.poll)
     return transfers

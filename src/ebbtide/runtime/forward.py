@@ -312,9 +312,9 @@ class OffloadedForward:
             What ends it.
         """
         with contextlib.ExitStack() as stack:
-            weights = self._engine.weights
-            if self._active and weights is not None:
-                stack.enter_context(weights.in_forward())
+            weights = self._begin_weights() if self._active else None
+            if weights is not None:
+                stack.callback(weights.end_forward)
             hooks = self._find_hooks() if self._active else None
             if hooks is not None:
                 stack.callback(self._end, hooks, len(hooks.running), False)

@@ -10,7 +10,6 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple, NoReturn, final
 
@@ -34,6 +33,7 @@ from ebbtide.runtime.record import (
     in_force,
     kernel_settings,
 )
+from ebbtide.runtime.transfers import Transfers
 from ebbtide.schedule import Unit, Verb
 
 PACKED = frozenset({torch.bool, torch.int64})
@@ -177,28 +177,23 @@ class Deaths:
 
 @final
 class SmallHold(Hold):
-    """The small tensors of a forward.
-
-    Attributes:
-        tally: what they are.
-    """
-
-    __slots__ = ("tally",)
-    tally: SmallTally
-
-
-@final
-@dataclass
-class SmallTally:
-    """The small tensors that one forward left on the device.
+    """The hold of the small tensors that one forward left on the device.
 
     Attributes:
         pointers: addresses of the memory that was counted. Handles keep that memory alive.
         size_bytes: size of that memory.
+        transfers: the model's transfers.
     """
 
-    pointers: set[int] = field(default_factory=set)
-    size_bytes: int = 0
+    __slots__ = ("pointers", "size_bytes", "transfers")
+    pointers: set[int]
+    size_bytes: int
+    transfers: Transfers
+
+    def note_death(self) -> None:
+        if self.pointers:
+            self.transfers.live -= 1
+            self.transfers.account.give_kept(self.size_bytes)
 
 
 @final
@@ -211,6 +206,7 @@ class SmallTensors:
 
     Args:
         deaths: where the death of the last handle is noted.
+        transfers: the model's transfers.
 
     Attributes:
         tally: what is counted.
@@ -218,11 +214,10 @@ class SmallTensors:
 
     __slots__ = ("__weakref__", "tally")
 
-    def __init__(self, deaths: Deaths) -> None:
-        self.tally = SmallTally()
-        hold = SmallHold(self, deaths.queue.append)
-        hold.tally = self.tally
-        deaths.awaited.add(hold)
+    def __init__(self, deaths: Deaths, transfers: Transfers) -> None:
+        tally = self.tally = SmallHold(self, deaths.queue.append)
+        tally.pointers, tally.size_bytes, tally.transfers = set(), 0, transfers
+        deaths.awaited.add(tally)
 
 
 PassedTensor = tuple[Tensor, int, SmallTensors | None]

@@ -33,6 +33,7 @@ class ParameterIndex:
         modules: modules whose parameters and buffers are recognised.
 
     Attributes:
+        unsharded: recognises those that FSDP gathers while a forward runs.
         resting: offloaded parameters. The cast of a frozen one is treated like any other tensor,
             because the parameter itself is not on the device.
     """
@@ -40,6 +41,7 @@ class ParameterIndex:
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self.resting: Container[nn.Parameter] = ()
         self._modules = [weakref.ref(module) for module in modules]
+        self.unsharded = UnshardedParameters(self._modules)
         self._pointers: set[int] = set()
         self._frozen_shapes: set[torch.Size] = set()
         self._copying = _copying_nodes()
@@ -71,6 +73,7 @@ class ParameterIndex:
                     _add(pointers, buffer)
         pointers.discard(0)  # the pointer of empty tensors
         self._pointers, self._frozen_shapes = pointers, frozen_shapes
+        self.unsharded.refresh()
 
     def owns(self, tensor: torch.Tensor, pointer: int) -> bool:
         """Whether a saved tensor is a parameter or buffer, a view of one, or its cast copy.
@@ -175,8 +178,8 @@ class UnshardedParameters:
         is_sharded: whether any of them was sharded at the last `refresh`.
     """
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._modules = [weakref.ref(module) for module in modules]
+    def __init__(self, modules: Sequence[weakref.ref[nn.Module]]) -> None:
+        self._modules = modules
         self._groups: dict[weakref.ref[nn.Module], _Group] = {}
         self._flat: list[nn.Parameter] = []  # FSDP1's
         self._storages: set[int] = set()
@@ -387,9 +390,6 @@ class RestingWeights(Protocol):
 
     def end_forward(self) -> None:
         """Note that the forward has ended, normally or by an exception."""
-
-    def in_forward(self) -> AbstractContextManager[None]:
-        """Surround a forward of the model, and note its end even if it raises."""
 
     def start_anew(self, transfers: Any) -> None:
         """Forget what an interrupt may have left half done, and go on with other transfers."""

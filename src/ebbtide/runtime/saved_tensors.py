@@ -29,7 +29,7 @@ from ebbtide.runtime.handles import (
     raise_modified,
     restore,
 )
-from ebbtide.runtime.parameter_index import ParameterIndex, UnshardedParameters
+from ebbtide.runtime.parameter_index import ParameterIndex
 from ebbtide.runtime.rebuild import Placement, RecordedTensor, can_restore
 from ebbtide.runtime.record import ForwardLog, kernel_settings
 from ebbtide.runtime.torch_internals import parts_of, skip_in_compiler
@@ -317,8 +317,6 @@ class SavedTensorHooks:
         activations: keeps the records of saved storages.
         placement: decides whether a storage is kept, offloaded or rebuilt.
         parameters: recognises tensors that are parameters and no activations.
-        unsharded: recognises parameters that FSDP gathers while a forward runs; None if the model
-            cannot be sharded.
 
     Attributes:
         pack_weight: called first where weights are offloaded; None where none are.
@@ -332,14 +330,13 @@ class SavedTensorHooks:
         activations: Activations,
         placement: Placement,
         parameters: ParameterIndex,
-        unsharded: UnshardedParameters | None = None,
     ) -> None:
         self.pack_weight: PackWeight | None = None
         self.plain_types: frozenset[type] = frozenset({torch.Tensor, nn.Parameter})
         self._activations = activations
         self._placement = placement
         self._parameters = parameters
-        self._unsharded = UnshardedParameters([]) if unsharded is None else unsharded
+        self._unsharded = parameters.unsharded
         self._account = activations.transfers.account
         self._device = activations.transfers.device.torch_device
         self._min_bytes = placement.min_bytes
@@ -371,7 +368,6 @@ class SavedTensorHooks:
         self._parameters.refresh(held)
         self._advice.give()
         self._activations.end_step_with_graphs()
-        self._unsharded.refresh()
         offloads = self._placement.offloads(None)
         try:
             self._scopes.begin_forward(offloads=offloads)

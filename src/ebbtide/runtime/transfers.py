@@ -660,13 +660,6 @@ class Transfers:
         """Settle unless another thread holds the lock. This never blocks."""
         self.gate.settle_if_free()
 
-    def weak_poll(self) -> Callable[[], None]:
-        """Return `poll` as a function that does not keep this object alive.
-
-        Objects that the transfers own can hold the function without a reference cycle.
-        """
-        return call_weakly(self.poll)
-
     def close(self) -> None:
         """Close the store as soon as no graph needs it any more."""
         if self.gate.is_inherited:

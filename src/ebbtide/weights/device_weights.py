@@ -24,39 +24,27 @@ from ebbtide.weights.parameters import DeviceParameter, OffloadedParameter, coun
 
 
 @final
-@dataclass
-class WeightView:
-    """What may be changed through views of a weight whose group is not on the device any more.
+@dataclass(eq=False)
+class ViewedWeight:
+    """A weight whose group is not on the device any more, and to whose memory there tensors refer.
 
     Attributes:
+        group: the group.
         member: the weight.
-        counters: device parameters without memory. They share version counters with the views.
-        changes: the weight's `changes` when the views' memory last had its values.
+        buffer: the memory.
+        counters: device parameters without memory. They share version counters with views.
+        changes: the weight's `changes` when the memory last had its values.
     """
 
+    group: WeightGroup
     member: OffloadedParameter
+    buffer: torch.Tensor
     counters: Sequence[DeviceParameter]
     changes: int
 
     def is_changed(self) -> bool:
         """Whether a view has changed values that the host has not got."""
         return any(tensor.is_changed() for tensor in self.counters)
-
-
-@final
-@dataclass(frozen=True, eq=False)
-class ViewedBuffer:
-    """The memory of a group that is not on the device any more, to which tensors still refer.
-
-    Attributes:
-        group: the group.
-        buffer: the memory.
-        views: what may be changed through the tensors.
-    """
-
-    group: WeightGroup
-    buffer: torch.Tensor
-    views: Sequence[WeightView]
 
 
 @final
@@ -76,8 +64,8 @@ class ResidentGroups:
 
     Attributes:
         peak_groups: the most groups that were on the device at once.
-        viewed: buffers of groups that are not on the device any more, to which views of weights or
-            graphs still refer.
+        viewed: weights in buffers of groups that are not on the device any more, to which views of
+            weights or graphs still refer.
     """
 
     # Long: a buffer is found, filled, waited for, watched and given up under one lock.
@@ -86,7 +74,7 @@ class ResidentGroups:
         self, transfers: Transfers, groups: Sequence[WeightGroup], *, double_buffering: bool
     ) -> None:
         self.peak_groups = 0
-        self.viewed: list[ViewedBuffer] = []
+        self.viewed: list[ViewedWeight] = []
         self._groups = groups
         self._most = 2 if double_buffering else 1  # not counting the groups of running modules
         self._transfers = transfers
@@ -197,15 +185,14 @@ class ResidentGroups:
 
     def _watch_views(self, group: WeightGroup, buffer: torch.Tensor, *, unread: bool) -> None:
         """Keep what was changed through views of a group that is released, and watch the views."""
-        views = []
         for member in group.members:
             unused = member.unused()
             if unused:
                 member.keep_view_changes(unused, buffer, None)
-                views.append(WeightView(member, unused, member.changes))
+                if not unread:
+                    viewed = ViewedWeight(group, member, buffer, unused, member.changes)
+                    self.viewed.append(viewed)
                 member.stop_watching(viewed=not unread)
-        if views and not unread:
-            self.viewed.append(ViewedBuffer(group, buffer, views))
 
     def on_device(self) -> list[WeightGroup]:
         """The groups that are on the device."""
@@ -313,11 +300,10 @@ class ChangesThroughViews:
             if is_gone:
                 viewed.remove(each)
             if is_gone or group is None or each.group is group:
-                for view in each.views:
-                    self._keep_change(view, each)
+                self._keep_change(each)
 
-    def _keep_change(self, view: WeightView, viewed: ViewedBuffer) -> None:
-        group = viewed.group
+    def _keep_change(self, view: ViewedWeight) -> None:
+        group = view.group
         if not view.is_changed():
             return
         if view.changes != view.member.changes:
@@ -328,7 +314,7 @@ class ChangesThroughViews:
             )
         if group.buffer is not None and not group.awaited:
             self._resident.release(group)  # a new reload of the group lacks the change
-        view.member.keep_view_changes(view.counters, viewed.buffer, group.buffer)
+        view.member.keep_view_changes(view.counters, view.buffer, group.buffer)
         view.changes = view.member.changes
 
     def end(self) -> None:
@@ -350,8 +336,7 @@ class ChangesThroughViews:
             self.keep()
         while viewed:
             each = viewed.pop()
-            for view in each.views:
-                self.watch_after(view.member, view.counters, each.buffer)
+            self.watch_after(each.member, each.counters, each.buffer)
 
     def watch_after(
         self,
