@@ -215,13 +215,13 @@ def _device_patches(watch: Watch) -> Patches:
 
     def moved(kind: str) -> Make:
         def make(original: Any) -> Any:
-            def watched(file: Any, view: memoryview, offset_bytes: int) -> int:
+            def watched(file: Any, view: memoryview, offset_bytes: int) -> None:
                 oracle = watch.oracle
                 if oracle is not None and len(view):
                     watch.count("file accesses")
                     address = _address(view)
                     oracle.host_access(address, len(view), f"a {kind}", writes=kind == "read")
-                return original(file, view, offset_bytes)
+                original(file, view, offset_bytes)
 
             return watched
 
@@ -243,8 +243,8 @@ def _device_patches(watch: Watch) -> Patches:
     yield SimulatedDevice, "finish_copies", finish_copies
     yield SimulatedDevice, "run", quietly
     yield SimulatedDevice, "_poison", quietly
-    yield disk_file.OpenFile, "_write_some", moved("write")
-    yield disk_file.OpenFile, "_read_some", moved("read")
+    yield disk_file.OpenFile, "write", moved("write")
+    yield disk_file.OpenFile, "read", moved("read")
 
 
 def _address(view: memoryview) -> int:

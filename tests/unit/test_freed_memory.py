@@ -209,17 +209,7 @@ def test_settings_of_the_user(
         assert name in handle.notes[0]
 
 
-@pytest.mark.parametrize("platform", ["darwin", "win32"])
-def test_other_systems(platform: str, trims: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "platform", platform)
-    assert not FreedMemory().is_returned
-    freed_memory.return_freed_memory()
-    assert not trims
-    assert platform in describe()
-
-
 def test_musl(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setattr(freed_memory, "_malloc_trim", lambda: None)
     freed_memory.return_freed_memory()
     assert not FreedMemory().is_returned
@@ -227,7 +217,6 @@ def test_musl(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_another_allocator(trims: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setattr(freed_memory, "_owner_of_malloc", lambda: "libjemalloc.so.2")
     freed_memory.return_freed_memory()
     assert not trims

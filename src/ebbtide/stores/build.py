@@ -20,7 +20,7 @@ from ebbtide.devices.device import AbstractDevice, AbstractEvent
 from ebbtide.errors import PolicyError, StoreFullError
 from ebbtide.policy import refuse
 from ebbtide.stores.disk import DiskStore
-from ebbtide.stores.host_memory import HostLimit
+from ebbtide.stores.host_memory import HostLimit, refuse_other_systems
 from ebbtide.stores.pinned import PinnedStore
 from ebbtide.stores.staged import LEAST_STAGING_BYTES, STAGING_BYTES, StagedDiskStore
 from ebbtide.stores.store import AbstractStore, Landing, RestingSlot, Slot, Target
@@ -170,9 +170,10 @@ def build_store(
         budget_origin: the budget that ``budget_bytes`` is a part of, in words; see `HostLimit`.
 
     Raises:
-        PolicyError: the store does not suit the device, the budget is too small, or the directory
-            is not writable.
+        PolicyError: the store does not suit the device, the budget is too small, the directory is
+            not writable, or the system is not Linux.
     """
+    refuse_other_systems()
     if device.computes_on_host:
         _check_for_cpu(kind, budget_bytes)
         store: AbstractStore = DiskStore(directory)

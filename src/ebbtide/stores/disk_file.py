@@ -1,27 +1,18 @@
-"""The unnamed file that the disk stores write activations to, and the allocation of its extents.
-
-[Note: other systems] Only Linux has all the calls that are used here. macOS has no
-`posix_fallocate` and no `posix_fadvise`: space is reserved by writing zeros, and bytes are read
-ahead by reading them once. Windows in addition cannot remove the name of an open file, so the
-system does that when the file is closed, and cannot read or write at an offset, so a lock guards
-the position of the file. A mapping is described by ``access=``, which all of them understand.
-"""
+"""The unnamed file that the disk stores write activations to, and the allocation of its extents."""
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import io
 import logging
 import mmap
 import os
 import tempfile
-import threading
 from pathlib import Path
 from typing import IO, final
 
 from ebbtide.devices.process import watch_forks
 from ebbtide.errors import PolicyError, StoreFullError
+from ebbtide.stores.host_memory import refuse_other_systems
 from ebbtide.stores.store import Extent, ExtentAllocator
 from ebbtide.units import format_size
 
@@ -31,8 +22,7 @@ GROWTH_BYTES = 64 * 2**20
 _NO_ROOM = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC), errno.EFBIG)
 _NO_FILES = (errno.EMFILE, errno.ENFILE)
 _NOT_SUPPORTED = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
-_CALL_BYTES = 2**30  # macOS refuses to move 2 GiB or more in one call
-_CHUNK_BYTES = 2**20  # for zeros that are written, and for bytes that are read to have them cached
+_CHUNK_BYTES = 2**20  # of zeros that are written
 
 
 @final
@@ -50,10 +40,9 @@ class OpenFile:
 
     def __init__(self, directory: Path) -> None:
         self._file: IO[bytes] | None = None
-        self._position = threading.Lock()
+        refuse_other_systems()
         try:
-            # On Linux it never has a name (O_TMPFILE), which a process that is killed could leave
-            # behind. Elsewhere the name is removed at once, by Windows when the file is closed.
+            # It never has a name (O_TMPFILE), which a process that is killed could leave behind.
             self._file = tempfile.TemporaryFile(  # noqa: SIM115 - closed by __del__
                 prefix="ebbtide-", dir=directory, buffering=0
             )
@@ -78,26 +67,20 @@ class OpenFile:
     def write(self, view: memoryview, offset_bytes: int) -> None:
         """Write all of ``view`` at an offset."""
         while view:
-            written = self._write_some(view[:_CALL_BYTES], offset_bytes)
+            written = os.pwrite(self.fd, view, offset_bytes)
             view, offset_bytes = view[written:], offset_bytes + written
 
     def read(self, view: memoryview, offset_bytes: int) -> None:
         """Fill ``view`` from an offset."""
         while view:
-            read = self._read_some(view[:_CALL_BYTES], offset_bytes)
+            read = os.preadv(self.fd, [view], offset_bytes)
             if read == 0:
                 raise OSError(errno.EIO, "a file of offloaded bytes ended early")
             view, offset_bytes = view[read:], offset_bytes + read
 
     def read_ahead(self, extent: Extent) -> None:
         """Tell the kernel that an extent will be read soon."""
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self.fd, *extent, os.POSIX_FADV_WILLNEED)
-            return
-        scratch = memoryview(bytearray(min(extent.size_bytes, _CHUNK_BYTES)))
-        for begin in range(extent.offset_bytes, extent.end_bytes, _CHUNK_BYTES):
-            if not self._read_some(scratch[: extent.end_bytes - begin], begin):
-                return
+        os.posix_fadvise(self.fd, *extent, os.POSIX_FADV_WILLNEED)
 
     def reserve(self, extent: Extent) -> None:
         """Reserve the space on the disk of an extent, in which nothing has been written yet.
@@ -107,30 +90,15 @@ class OpenFile:
         Raises:
             OSError: the disk has no room.
         """
-        if hasattr(os, "posix_fallocate"):
-            try:
-                os.posix_fallocate(self.fd, *extent)
-                return
-            except OSError as error:
-                if error.errno not in _NOT_SUPPORTED:  # some file systems do not have it
-                    raise
+        try:
+            os.posix_fallocate(self.fd, *extent)
+            return
+        except OSError as error:
+            if error.errno not in _NOT_SUPPORTED:  # some file systems do not have it
+                raise
         zeros = memoryview(bytes(min(extent.size_bytes, _CHUNK_BYTES)))
         for begin in range(extent.offset_bytes, extent.end_bytes, _CHUNK_BYTES):
             self.write(zeros[: extent.end_bytes - begin], begin)
-
-    def _write_some(self, view: memoryview, offset_bytes: int) -> int:
-        if hasattr(os, "pwrite"):
-            return os.pwrite(self.fd, view, offset_bytes)
-        with self._position:
-            os.lseek(self.fd, offset_bytes, os.SEEK_SET)
-            return os.write(self.fd, view)
-
-    def _read_some(self, view: memoryview, offset_bytes: int) -> int:
-        if hasattr(os, "preadv"):
-            return os.preadv(self.fd, [view], offset_bytes)
-        with self._position, io.FileIO(self.fd, closefd=False) as file:
-            file.seek(offset_bytes)
-            return file.readinto(view)
 
 
 @final
@@ -212,9 +180,7 @@ class DiskFile:
         except OSError as error:
             if error.errno not in _NO_ROOM:
                 raise
-            # Free the part that could be reserved. Windows refuses while the file is mapped.
-            with contextlib.suppress(PermissionError):
-                os.ftruncate(self.open.fd, self.capacity_bytes)
+            os.ftruncate(self.open.fd, self.capacity_bytes)  # frees the part that was reserved
             return False
         self._extents.grow(size_bytes)
         _LOG.debug(

@@ -42,6 +42,20 @@ _TOUCH_THREADS = 8  # more than these do not zero pages faster
 _SYSFS = Path("/sys")
 
 
+def refuse_other_systems() -> None:
+    """Check that this is Linux, whose calls the stores use.
+
+    Raises:
+        PolicyError: it is not.
+    """
+    if sys.platform != "linux":
+        raise PolicyError(
+            f"ebbtide offloads on Linux only, and this system is {sys.platform}, which cannot lock "
+            f"memory, reserve disk and give pages back as the stores need it; use a Linux machine, "
+            f"a container, or WSL 2 on Windows. `ebbtide plan` works here, too"
+        )
+
+
 def whole_pages(size_bytes: int) -> int:
     """The size rounded up to the next page."""
     return -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -105,10 +119,7 @@ def map_exactly(device: AbstractDevice, size_bytes: int) -> HostMemory | None:
     Raises:
         OSError: the system has no memory to map.
     """
-    if sys.platform == "win32":
-        mapping = mmap.mmap(-1, size_bytes)  # backed by the paging file, never by a file
-    else:
-        mapping = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    mapping = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     tensor = torch.frombuffer(mapping, dtype=torch.uint8)
     if not device.pins_host_memory:
         return HostMemory(tensor, device)
@@ -201,10 +212,8 @@ def _share_with_children(mapping: mmap.mmap, shared: bool) -> None:
     writes after the fork, while the device continues to use the old page. Newer kernels copy the
     whole block for every child, such as a worker of a data loader.
     """
-    name = "MADV_DOFORK" if shared else "MADV_DONTFORK"
-    if hasattr(mmap, name):
-        with contextlib.suppress(OSError):
-            mapping.madvise(getattr(mmap, name))
+    with contextlib.suppress(OSError):
+        mapping.madvise(mmap.MADV_DOFORK if shared else mmap.MADV_DONTFORK)
 
 
 def allocate_host_memory(
@@ -263,9 +272,7 @@ def _populate(address: int, size_bytes: int) -> None:
 
 
 def _num_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))
 
 
 # ---- placement ----------------------------------------------------------------------------------
@@ -340,15 +347,8 @@ def page_in(address: int, size_bytes: int) -> None:
 
 
 def page_out(address: int, size_bytes: int) -> None:
-    """Remove the pages of a mapped file from the memory of this process; the file keeps their data.
-
-    macOS has no call for this: there pages leave only when memory is short.
-    """
-    if _VIRTUAL_UNLOCK is not None:
-        # To unlock pages that are not locked is an error, and takes them out of the working set.
-        _VIRTUAL_UNLOCK(ctypes.c_void_p(address), ctypes.c_size_t(size_bytes))
-    else:
-        advise(address, size_bytes, _MADV_DONTNEED)
+    """Remove a mapped file's pages from the memory of this process; the file keeps their data."""
+    advise(address, size_bytes, _MADV_DONTNEED)
 
 
 def make_private(address: int, size_bytes: int, fd: int) -> None:
@@ -366,18 +366,9 @@ def make_private(address: int, size_bytes: int, fd: int) -> None:
             return
 
 
-_MAP_FIXED = 0x10  # on Linux and macOS
-_MADVISE = (
-    _find_function("madvise", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    if sys.platform == "linux"
-    else None
-)
+_MAP_FIXED = 0x10
+_MADVISE = _find_function("madvise", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _SYSCALL = _find_function("syscall")
-_VIRTUAL_UNLOCK: Callable[..., int] | None = (
-    getattr(ctypes, "windll").kernel32.VirtualUnlock  # noqa: B009 - mypy would check the attribute
-    if sys.platform == "win32"
-    else None
-)
 
 
 # ---- The limits of the control group (cgroup) of this process: a container's, or a batch job's
@@ -476,8 +467,6 @@ def _directories(controller: str, root: Path) -> tuple[tuple[int, Path], ...]:
 
     They are found once, because groups change rarely and free memory is asked for often.
     """
-    if sys.platform != "linux":
-        return ()
     groups = {}
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = (*line.split(":", 2), "", "")[:3]

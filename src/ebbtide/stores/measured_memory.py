@@ -19,7 +19,6 @@ import ctypes
 import functools
 import logging
 import os
-import sys
 import weakref
 from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
@@ -118,8 +117,6 @@ def _refusal() -> str | None:
     chosen = chosen_settings(os.environ)
     if chosen:
         return f"{' and '.join(chosen)} set when the C library returns it"
-    if sys.platform != "linux":
-        return f"on {sys.platform} the system's allocator decides when to return it"
     if _malloc_trim() is None:
         return "this C library is not glibc, and its own allocator decides when to return it"
     owner = _owner_of_malloc()
@@ -140,7 +137,7 @@ def chosen_settings(environment: Mapping[str, str]) -> list[str]:
 def _malloc_trim() -> Callable[[int], int] | None:
     try:
         function = ctypes.CDLL(None).malloc_trim
-    except (OSError, AttributeError, TypeError):  # musl, macOS; Windows has no CDLL(None)
+    except (OSError, AttributeError, TypeError):  # another C library; Windows has no CDLL(None)
         return None
     function.argtypes = (ctypes.c_size_t,)
     return function
@@ -358,22 +355,15 @@ def resident_peak_bytes() -> int:
         status = Path("/proc/self/status").read_text()
         line = next(line for line in status.splitlines() if line.startswith("VmHWM:"))
     except (OSError, StopIteration):
-        return _peak_without_proc()
+        import resource  # which Windows has not
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return int(line.split()[1]) * 1024
 
 
 def _read_resident_peaks() -> _Peaks:
     peak_bytes = resident_peak_bytes()
     return peak_bytes, peak_bytes
-
-
-def _peak_without_proc() -> int:
-    if sys.platform == "win32":
-        return int(psutil.Process().memory_info().peak_wset)
-    import resource
-
-    unit_bytes = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes
 
 
 @final

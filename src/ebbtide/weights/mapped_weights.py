@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Any, final
 
-import psutil
 import torch
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -97,12 +96,7 @@ def _is_running(sought: FrameType | None, thread: int) -> bool:
 
 
 def _mapped_bytes() -> int:
-    """Bytes of this process's memory that are pages of mapped files; 0 where unknown.
-
-    Windows counts all memory of the process together, which grows by as much in a step.
-    """
-    if sys.platform == "win32":
-        return int(psutil.Process().memory_info().rss)
+    """Bytes of this process's memory that are pages of mapped files; 0 where unknown."""
     try:
         with open("/proc/self/statm") as file:
             return int(file.read().split()[2]) * mmap.PAGESIZE
