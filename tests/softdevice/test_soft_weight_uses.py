@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,6 @@ from torch.utils.checkpoint import checkpoint
 import ebbtide
 import softdevice
 from ebbtide.interop.pipelining import offload_stages
-from ebbtide.weights import device_weights
 from soft_bench import PORTFOLIO
 from test_soft_processes import _code, _run
 
@@ -324,18 +324,24 @@ class _Raises(torch.autograd.Function):
         raise ValueError("here")
 
 
+def _keep_callbacks(monkeypatch: pytest.MonkeyPatch, alive: list[Any]) -> None:
+    """Keep what is called at the end of backwards, as autograd's thread may."""
+    engine = torch.autograd.Variable._execution_engine
+
+    def queue_callback(end: Callable[[], None]) -> None:
+        engine.queue_callback(end)
+        alive.append(end)
+
+    proxy = SimpleNamespace(queue_callback=queue_callback, run_backward=engine.run_backward)
+    monkeypatch.setattr(torch.autograd.Variable, "_execution_engine", proxy)
+
+
 def test_writes_after_a_backward_that_raised(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Autograd's thread may be slow to let go of that backward; a forward reads its weights."""
     alive: list[Any] = []
-    begin = device_weights._Backward.__init__
-
-    def stay_alive(self: Any, end: Any) -> None:
-        begin(self, end)
-        alive.append(self)
-
-    monkeypatch.setattr(device_weights._Backward, "__init__", stay_alive)
+    _keep_callbacks(monkeypatch, alive)
     for order in PORTFOLIO:
         softdevice.choose_order(order)
         torch.manual_seed(0)
@@ -368,13 +374,7 @@ def test_parameters_are_back_after_a_recomputation_that_was_interrupted(
 ) -> None:
     """Autograd's thread, in which the layer ran again, may be slow to let go of that backward."""
     alive: list[Any] = []
-    begin = device_weights._Backward.__init__
-
-    def stay_alive(self: Any, end: Any) -> None:
-        begin(self, end)
-        alive.append(self)
-
-    monkeypatch.setattr(device_weights._Backward, "__init__", stay_alive)
+    _keep_callbacks(monkeypatch, alive)
 
     def stop_in_backward(*_: object) -> None:
         if torch._C._current_graph_task_id() != -1:

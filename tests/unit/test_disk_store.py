@@ -51,7 +51,7 @@ def out_of_mappings(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
-    monkeypatch.setattr("ebbtide.stores.disk._Mapping", refuse)
+    monkeypatch.setattr("ebbtide.stores.disk.mmap.mmap", refuse)
 
 
 @pytest.fixture(params=["mapped", "read"])

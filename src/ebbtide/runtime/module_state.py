@@ -18,7 +18,7 @@ import random
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator
-from typing import Any, ClassVar, Final, NamedTuple, final
+from typing import Any, Final, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -217,56 +217,47 @@ def note_random_numbers(devices: Iterable[torch.device]) -> Callable[[], None]:
     drawn_elsewhere = [each for each in devices if each.type not in ("cpu", "meta")]
     modules = [(torch.get_device_module(each), each) for each in drawn_elsewhere]
     states = [module.get_rng_state(device) for module, device in modules]
-    host_state, others = torch.get_rng_state(), NumbersOfPython.now()
+    host_state, put_back_others = torch.get_rng_state(), _note_numbers_of_python()
 
     def put_back() -> None:
         for (module, device), state in zip(modules, states, strict=True):
             module.set_rng_state(state, device)
         torch.set_rng_state(host_state)
-        others.put_back()
+        put_back_others()
 
     return put_back
 
 
-@final
-class NumbersOfPython:
-    """The states of the random numbers of Python and NumPy, which may be put back.
+_last_numbers: tuple[tuple[object, ...] | None, Callable[[], None]] | None = None
 
-    To copy both states takes 40 us, and it is done for each call of a recomputed layer. So `now`
-    gives the last copy again while the generators' memory has the bytes that it had.
+
+def _note_numbers_of_python() -> Callable[[], None]:
+    """Note the states of the random numbers of Python and NumPy.
+
+    To copy both states takes 40 us, and it is done for each call of a recomputed layer. So the last
+    copy is given again while the generators' memory has the bytes that it had.
+
+    Returns:
+        What puts the states back, if they differ from the present ones.
     """
+    # NumPy loads and seeds this where it is first used, which may be in the forward.
+    from numpy import random as numpy_random
 
-    __slots__ = ("_memory", "_numpy_state", "_state")
-    _last: ClassVar[NumbersOfPython | None] = None
+    global _last_numbers
+    before = _memory_of_generators()
+    if _last_numbers is not None and before is not None and _last_numbers[0] == before:
+        return _last_numbers[1]
+    state, numpy_state = random.getstate(), numpy_random.get_state(legacy=False)
+    # If another thread has drawn meanwhile, nothing tells which state was copied.
+    memory = before if before == _memory_of_generators() else None
 
-    def __init__(self) -> None:
-        # NumPy loads and seeds this where it is first used, which may be in the forward.
-        from numpy import random as numpy_random
+    def put_back() -> None:
+        if memory is None or memory != _memory_of_generators():
+            random.setstate(state)
+            numpy_random.set_state(numpy_state)
 
-        before = _memory_of_generators()
-        self._state = random.getstate()
-        self._numpy_state: dict[str, Any] = numpy_random.get_state(legacy=False)
-        # If another thread has drawn meanwhile, nothing tells which state was copied.
-        self._memory = before if before == _memory_of_generators() else None
-
-    @classmethod
-    def now(cls) -> NumbersOfPython:
-        """Return the present states."""
-        last = cls._last
-        if last is None or not last._are_present():
-            last = cls._last = cls()
-        return last
-
-    def _are_present(self) -> bool:
-        return self._memory is not None and self._memory == _memory_of_generators()
-
-    def put_back(self) -> None:
-        """Put them back, if they differ from the present ones."""
-        if not self._are_present():
-            from numpy import random as numpy_random
-
-            random.setstate(self._state)
-            numpy_random.set_state(self._numpy_state)
+    _last_numbers = memory, put_back
+    return put_back
 
 
 def _memory_of_generators() -> tuple[object, ...] | None:
@@ -584,7 +575,7 @@ class ModuleState:
     ) -> None:
         self._module = module
         self._where = where
-        self._numbers = NumbersOfPython.now()
+        self._put_back_numbers = _note_numbers_of_python()
         self._put_back_settings = note_settings(lasting=True)
         self._weight_versions = weight_versions
         self._weights = weight_versions(module)
@@ -703,9 +694,9 @@ class ModuleState:
         present = [note if note.is_present() else ModuleNote(note.module) for note in self._notes]
         put_back_settings = note_settings()
         trained = [(weight, weight.requires_grad) for weight, _ in self._trained]
-        numbers = NumbersOfPython.now()
+        put_back_numbers = _note_numbers_of_python()
         try:
-            self._numbers.put_back()
+            self._put_back_numbers()
             self._put_back_settings()
             for note, now in zip(self._notes, present, strict=True):
                 if note is not now:
@@ -724,7 +715,7 @@ class ModuleState:
             for now in present:
                 now.put_back()
             put_back_settings()
-            numbers.put_back()
+            put_back_numbers()
 
     def finds_changes(self) -> bool:
         """Whether a parameter or a large buffer is not as the first forward has used it."""

@@ -97,7 +97,7 @@ class DiskStore(AbstractStore):
         assert target is None, "on a CPU a reload maps the file's bytes"
         file, offset, offloaded = self._file.open, slot.extent.offset_bytes, slot.offloaded
         try:
-            mapping = _Mapping(
+            mapping = mmap.mmap(
                 file.fd,
                 slot.size_bytes,
                 access=mmap.ACCESS_COPY,
@@ -205,8 +205,3 @@ def _view_of(source: torch.Tensor) -> memoryview:
             "where it is with ebbtide.interop.transformer_engine.mark_not_offload(tensor)"
         )
     return memoryview((ctypes.c_ubyte * size_bytes).from_address(source.data_ptr())).cast("B")
-
-
-@final
-class _Mapping(mmap.mmap):
-    """A mapped extent that supports weak references, which tell when it is unmapped."""

@@ -503,24 +503,6 @@ def _with_the_lock(method: _Method[_Arguments, _Result]) -> _Method[_Arguments, 
 
 
 @final
-class _Backward:
-    """A running backward pass. Autograd holds this object, as its final callback.
-
-    Args:
-        end: called when the backward pass has ended. If it raises, the object dies instead.
-    """
-
-    __slots__ = ("__weakref__", "_end")
-
-    def __init__(self, end: Callable[[], None]) -> None:
-        self._end = end
-        torch.autograd.Variable._execution_engine.queue_callback(self)
-
-    def __call__(self) -> None:
-        self._end()
-
-
-@final
 class _BackwardHold(Hold):
     """What one backward pass holds; see [Note: deaths].
 
@@ -854,7 +836,9 @@ class DeviceWeights(AbstractWeights):
     def _note_backward(self, task: int) -> None:
         """Register callbacks for the end of the running backward pass, once for each pass."""
         if task not in self._backwards:
-            backward = _Backward(functools.partial(self._end_backward, task))
+            # Autograd alone holds it: it dies with a backward that raises, and is not called then.
+            backward = functools.partial(self._end_backward, task)
+            torch.autograd.Variable._execution_engine.queue_callback(backward)
             hold = _BackwardHold(backward, self._deaths.queue.append)
             hold.task = task
             self._deaths.awaited.add(hold)
