@@ -233,6 +233,30 @@ def test_weights_at_rest(way: Callable[[Module, Tensor], Tensor]) -> None:
         handle.detach()
 
 
+@pytest.mark.parametrize("way", [call, net_only, layers_only])
+def test_weights_written_after_an_interrupted_part(way: Callable[[Module, Tensor], Tensor]) -> None:
+    """No hook is called at its end: the weights that it used are on the device still."""
+    x = torch.randn(8, 16)
+    plain, model = make(), make()
+    parameters = [*plain.parameters()], [*model.parameters()]
+    device = SimulatedDevice(0)
+
+    def fail(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with on_device(device, lambda: PinnedStore(device)), torch.no_grad():
+        handle = ebbtide.offload(model, weights=WeightPolicy())
+        failing = model.net.blocks[1].register_forward_pre_hook(fail)
+        with contextlib.suppress(KeyboardInterrupt):
+            net_only(model, x)
+        failing.remove()
+        for own in parameters:
+            for parameter in own:
+                parameter.mul_(0.5)
+        assert torch.equal(way(model, x), way(plain, x))
+        handle.detach()
+
+
 def test_copies_and_other_models_are_plain() -> None:
     model = make()
     with ebbtide.offload(model, activations=POLICY) as handle:
