@@ -364,11 +364,11 @@ class TensorOwners:
             Owner.GRADIENTS: self._gradient_bytes,
             Owner.OPTIMIZER: self._optimizer_bytes,
         }
-        gone = [address for address, known in self._known.items() if known.is_gone]
-        for address in gone:
-            del self._known[address]
-        for address, known in self._known.items():
-            if address not in self._claimed:
+        # A copy: a worker thread that releases a source notes its storage meanwhile.
+        for address, known in self._known.copy().items():
+            if known.is_gone:
+                self._known.pop(address, None)
+            elif address not in self._claimed:
                 counted[known.owner] = counted.get(known.owner, 0) + known.size_bytes
         return counted
 
@@ -381,7 +381,7 @@ class TensorOwners:
         if self.held is None and self.count().get(Owner.REFERENCED, 0) > _MANY * whole_bytes:
             referenced = {
                 address
-                for address, known in self._known.items()
+                for address, known in self._known.copy().items()
                 if known.owner is Owner.REFERENCED and address not in self._claimed
             }
             self.held = tuple(find_holders(referenced))
