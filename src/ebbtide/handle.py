@@ -7,7 +7,10 @@ import weakref
 from collections.abc import Callable, Sequence
 from os import PathLike
 from types import TracebackType
-from typing import TYPE_CHECKING, NamedTuple, NoReturn, final
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypeVar, final
+
+from torch import nn
+from torch.optim import Optimizer
 
 from ebbtide.devices.process import call_weakly
 from ebbtide.errors import PolicyError
@@ -21,6 +24,7 @@ from ebbtide.runtime.layers import LayerTracker
 from ebbtide.runtime.stats import Account, StepStats, fate_bar
 from ebbtide.schedule import Schedule
 from ebbtide.units import brief, card, count, facts, few, format_size, labelled
+from ebbtide.weights.overlap import overlap_step
 
 if TYPE_CHECKING:
     from ebbtide.observe.run_record import RunRecord
@@ -30,6 +34,8 @@ if TYPE_CHECKING:
 
 
 _LOG = logging.getLogger(__name__)
+
+OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 
 
 class LastingFigures(NamedTuple):
@@ -206,6 +212,53 @@ class OffloadHandle:
         forward = None if self._find_forward is None else self._find_forward()
         evidence = collect_evidence(self._engine, forward, self.layers, plan)
         return explain(evidence)
+
+    def overlap(
+        self,
+        optimizer: OptimizerT,
+        *,
+        max_norm: float | None = None,
+        shadow_budget: int | str | None = None,
+    ) -> OptimizerT:
+        """Let an optimizer step on the host while backward still runs, with the same bits.
+
+        ``optimizer.step()`` then clips the gradients, too, and has the results of
+        ``torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)`` and a plain step: the same
+        parameters, state, gradients and norm. As soon as the gradients of a layer have landed on
+        the host, a worker steps the layer into shadows of its parameters and state; ``step()``
+        commits these unless clipping bites, or something was changed in between. Parameters on an
+        accelerator step in ``step()``, as without this.
+
+        ``optimizer.grad_norm`` is the norm before clipping in the last step, and
+        ``optimizer.overlap`` says what was stepped ahead (`OverlapStats`). `detach` undoes this.
+
+        Args:
+            optimizer: an optimizer of ``torch.optim`` that steps each parameter by itself. Call
+                this before you make a learning rate scheduler.
+            max_norm: the 2-norm to which the gradients are clipped; None: they are not.
+            shadow_budget: the most memory for shadows, in bytes or as text such as ``"24GiB"``.
+                Layers beyond it step in ``step()``. None: half of the free host memory.
+
+        Returns:
+            The same optimizer.
+
+        Raises:
+            PolicyError: the optimizer may need all gradients at once, its step was replaced, or the
+                model is not offloaded any more.
+        """
+        if not self._undo:
+            raise PolicyError("the handle is detached; call overlap on that of a new offload")
+        owner = None if self._owner is None else self._owner()
+        overlap = overlap_step(
+            optimizer,
+            self._engine,
+            model=owner if isinstance(owner, nn.Module) else None,
+            layers=self.layers,
+            max_norm=max_norm,
+            shadow_budget=shadow_budget,
+        )
+        self._undo.append(call_weakly(overlap.close))
+        return optimizer
 
     def detach(self) -> None:
         """Restore the model exactly as it was. A second call does nothing.

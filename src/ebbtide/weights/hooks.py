@@ -475,6 +475,11 @@ class WeightHooks:
             self._state.move_to(transfers.store)
         self._store, self._gate = transfers.store, transfers.gate
 
+    def move_beside(self, parameter: torch.Tensor, tensor: torch.Tensor) -> None:
+        """Move a tensor of the parameter's shape to a file if the parameter rests in one."""
+        if self._state is not None:
+            self._state.move_to_file(parameter, tensor)
+
     def refuse_transforms(self) -> None:
         """Check that nothing would record how the weights move to the device.
 

@@ -1,0 +1,1023 @@
+"""Runs an optimizer's step inside backward, on the host, and commits it in `optimizer.step()`.
+
+[Note: stepping ahead] As soon as the gradients of a layer are complete, a worker copies the layer's
+parameters and optimizer state into shadows and lets an optimizer of the same class step over these.
+The originals stay as they are until the program calls `step()`. There, what was stepped ahead is
+committed if a step taken now would give the same bits: the same parameters, state, gradients,
+options and number of threads, and no clipping. Everything else steps then, from the originals. So
+parameters and state have at each moment the values that they would have without stepping ahead.
+
+Clipping scales all gradients by one number, which the norm of all gradients decides. The worker
+computes the norm of each gradient; `step()` adds them up by the operations of
+`torch.nn.utils.clip_grad_norm_`. As long as the norm is within the bound, clipping multiplies by 1.
+The norm only grows while gradients land: once it is above the bound, nothing more is stepped ahead.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import functools
+import logging
+import mmap
+import os
+import threading
+import time
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple, final
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils._foreach_utils import (
+    _group_tensors_by_device_and_dtype,
+    _has_foreach_support,
+)
+
+from ebbtide.devices.device import AbstractEvent, AbstractLane
+from ebbtide.devices.process import call_weakly
+from ebbtide.errors import PolicyError
+from ebbtide.policy import refuse
+from ebbtide.runtime.engine import Engine
+from ebbtide.runtime.events import Subject
+from ebbtide.stores.host_memory import free_ram_bytes, page_out
+from ebbtide.units import format_size, parse_size_bytes
+from ebbtide.weights.hooks import WeightHooks
+from ebbtide.weights.parameters import ALONE, count_users
+
+_LOG = logging.getLogger(__name__)
+
+_STEPS_EACH_ALONE: Final = frozenset(
+    getattr(torch.optim, name)
+    for name in (
+        *("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adagrad", "Adadelta", "Adamax", "Adafactor"),
+        *("RMSprop", "Rprop", "ASGD", "Muon"),
+    )
+)
+"""Optimizers that step each parameter by its own gradient and state, and nothing else."""
+
+_NEWEST: Final = 0.25  # weight of the newest step in the running share of work done twice
+_TOO_MUCH: Final = 0.5  # from this share on, nothing is stepped ahead
+
+
+@final
+@dataclass(frozen=True)
+class OverlapStats:
+    """What stepping ahead has done since `OffloadHandle.overlap`; it prints as a table.
+
+    Attributes:
+        num_steps: steps of the optimizer.
+        num_overlapped: steps that committed something that was stepped ahead.
+        num_redone: steps in which something was stepped ahead and then stepped again.
+        num_clipped: steps in which gradients were clipped.
+        shadow_bytes: host memory, or files, of the shadows.
+        worker_s: seconds that the worker computed.
+        waited_s: seconds of these that `step()` waited for.
+        twice_share: running share of the bytes of parameters whose gradients landed in time and
+            that still had to step from the originals, from 0 to 1.
+        steps_ahead: whether the next step is stepped ahead: `twice_share` is below a half.
+    """
+
+    num_steps: int = 0
+    num_overlapped: int = 0
+    num_redone: int = 0
+    num_clipped: int = 0
+    shadow_bytes: int = 0
+    worker_s: float = 0.0
+    waited_s: float = 0.0
+    twice_share: float = 0.0
+    steps_ahead: bool = True
+
+    @property
+    def hidden_share(self) -> float:
+        """Share of the worker's seconds that ran beside backward; 0 if it has done nothing."""
+        return max(0.0, 1 - self.waited_s / self.worker_s) if self.worker_s else 0.0
+
+    def __str__(self) -> str:
+        rows = (
+            ("steps", f"{self.num_steps}"),
+            ("stepped ahead", f"{self.num_overlapped}"),
+            ("stepped again", f"{self.num_redone}"),
+            ("clipped", f"{self.num_clipped}"),
+            ("shadows", format_size(self.shadow_bytes)),
+            ("hidden", f"{self.hidden_share:.0%} of {self.worker_s:.3f} s"),
+            ("steps ahead now", "yes" if self.steps_ahead else f"no, {self.twice_share:.0%} twice"),
+        )
+        return "\n".join(f"{name:<16} {text}" for name, text in rows)
+
+
+# ---- What must be as it was for a step taken ahead to have the same bits as one taken now
+
+
+class _Mark(NamedTuple):
+    """A tensor's version and place. Changes through `data` or NumPy raise no version."""
+
+    version: int
+    address: int
+
+
+def _mark(tensor: torch.Tensor) -> _Mark:
+    return _Mark(tensor._version, tensor.data_ptr())
+
+
+def _marked(values: Mapping[str, Any]) -> dict[str, tuple[Any, _Mark | None]]:
+    """The entries of a state or of options, with a mark for each tensor.
+
+    The tensors are kept, so that no other one can have the identity of one of them.
+    """
+    return {
+        name: (
+            list(value) if isinstance(value, list) else value,
+            _mark(value) if isinstance(value, torch.Tensor) else None,
+        )
+        for name, value in values.items()
+        if name != "params"
+    }
+
+
+def _is_as_marked(
+    values: Mapping[str, Any], marked: Mapping[str, tuple[Any, _Mark | None]]
+) -> bool:
+    if len(values) - ("params" in values) != len(marked):
+        return False
+    for name, (before, mark) in marked.items():
+        now = values.get(name, marked)  # `marked` itself is the value of no name
+        if now is not before and (mark is not None or type(now) is not type(before)):
+            return False
+        if mark is not None and _mark(now) != mark:
+            return False
+        if mark is None and now is not before and now != before:
+            return False
+    return True
+
+
+class _Arithmetic(NamedTuple):
+    """Settings of the program that decide bits and that each thread has for itself."""
+
+    num_threads: int
+    flushes: bool
+
+    @staticmethod
+    def now() -> _Arithmetic:
+        tiny = torch.full((), 1e-30, device="cpu", dtype=torch.float32)
+        return _Arithmetic(torch.get_num_threads(), not tiny.mul_(1e-10).item())
+
+    def set(self) -> None:
+        """Give the calling thread these settings."""
+        if torch.get_num_threads() != self.num_threads:
+            torch.set_num_threads(self.num_threads)
+        torch.set_flush_denormal(self.flushes)
+
+
+def _is_plain() -> bool:
+    """Whether no mode of the calling thread changes what operations do; the worker has none."""
+    return not (
+        torch._C._len_torch_function_stack()
+        or torch._C._len_torch_dispatch_stack()
+        or torch.is_autocast_enabled("cpu")
+        or torch.is_inference_mode_enabled()
+    )
+
+
+def _is_distributed() -> bool:
+    """Whether gradients may be summed over processes after they have landed, without a version."""
+    dist = torch.distributed
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+# ---- Shadows
+
+
+@final
+class _Shadow:
+    """A parameter's values and optimizer state as they are after its step.
+
+    Args:
+        values: memory like that of the parameter.
+        buffers: memory like that of each tensor of its state.
+    """
+
+    def __init__(self, values: torch.Tensor, buffers: dict[str, torch.Tensor]) -> None:
+        self.values, self.buffers = values, buffers
+        self.state: dict[str, Any] = {}
+
+    @property
+    def size_bytes(self) -> int:
+        return self.values.nbytes + sum(buffer.nbytes for buffer in self.buffers.values())
+
+    def fits(self, state: Mapping[str, Any]) -> bool:
+        """Whether it has memory for all tensors of a state."""
+        tensors = {name: each for name, each in state.items() if isinstance(each, torch.Tensor)}
+        return tensors.keys() == self.buffers.keys() and all(
+            _are_alike(each, self.buffers[name]) for name, each in tensors.items()
+        )
+
+    def fill(self, parameter: torch.Tensor, state: Mapping[str, Any]) -> None:
+        """Copy the values and the state that the step begins with."""
+        self.values.copy_(parameter)
+        self.state = dict(state)
+        for name, buffer in self.buffers.items():
+            self.state[name] = buffer.copy_(state[name])
+
+
+def _are_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return (
+        one.shape == other.shape
+        and one.dtype == other.dtype
+        and one.device == other.device
+        and one.stride() == other.stride()
+    )
+
+
+# ---- Parameters, layers, and what has landed
+
+
+@final
+class _Landed:
+    """A parameter whose gradient is complete, and what a step of it depends on.
+
+    Attributes:
+        norm: of its gradient; None without `max_norm`, and until the worker has computed it.
+        shadow: what its step has led to; None as long as it has not stepped.
+    """
+
+    def __init__(
+        self, member: _Member, gradient: torch.Tensor, state: Mapping[str, Any], options: _Options
+    ) -> None:
+        self.member, self.options = member, options
+        # Not the gradient itself: its memory is reused when the program lets go of it.
+        self._gradient = weakref.ref(gradient)
+        self._marks = _mark(member.parameter), _mark(gradient)
+        self._state = _marked(state)
+        self.norm: torch.Tensor | None = None
+        self.shadow: _Shadow | None = None
+
+    def is_current(self, state: Mapping[str, Any]) -> bool:
+        """Whether the parameter, its gradient and its state are as they were."""
+        parameter = self.member.parameter
+        gradient = parameter.grad
+        # Guard ahead-of-changes: what was stepped ahead is committed only if gradient, parameter
+        # and state are the same objects with the same versions at the same place. A gradient that
+        # was clipped by value, or that landed once more, would not count.
+        return (
+            gradient is not None
+            and gradient is self._gradient()
+            and (_mark(parameter), _mark(gradient)) == self._marks
+            and _is_as_marked(state, self._state)
+        )
+
+
+_Options = dict[str, tuple[Any, _Mark | None]]
+
+
+@final
+@dataclass(eq=False)
+class _Member:
+    """A parameter that can step ahead.
+
+    Attributes:
+        parameter: the parameter.
+        group: the number of its parameter group in the optimizer.
+        layer_name: the name of the layer that it steps with.
+        layer: that layer.
+        landings: how often its gradient has landed since the last step.
+        expected: how often it had landed when the step before began; None if that is not known.
+        landed: what has landed as often as expected; None before that, and if it landed again.
+        shadow: its shadow, which is made when it first steps ahead.
+        has_room: whether `shadow_budget` has room for its shadow.
+    """
+
+    parameter: torch.Tensor
+    layer_name: str
+    layer: _Layer
+    group: int = 0
+    landings: int = 0
+    expected: int | None = None
+    landed: _Landed | None = None
+    shadow: _Shadow | None = None
+    has_room: bool = True
+
+
+@final
+@dataclass(eq=False)
+class _Layer:
+    """Parameters that step ahead together.
+
+    Attributes:
+        waiting: the parameters whose gradients are still expected, by `id`.
+        landed: the parameters whose gradients have landed and that have not been given to the
+            worker yet.
+    """
+
+    waiting: set[int] = field(default_factory=set)
+    landed: list[_Member] = field(default_factory=list)
+
+
+@final
+class StepOverlap:
+    """Steps the layers of one optimizer ahead, and commits them.
+
+    Args:
+        optimizer: the optimizer.
+        engine: the engine of the offload, for its device, its trace and its weights.
+        model: the module whose gradients are clipped together; None: those of the optimizer.
+        layers: names of the modules whose parameters step together.
+        max_norm: as for `torch.nn.utils.clip_grad_norm_`; None: no clipping.
+        shadow_budget_bytes: the most memory for shadows; None: half of what is free.
+
+    Attributes:
+        grad_norm: the norm of all gradients in the last step, before clipping; None without
+            ``max_norm`` and before the first step.
+
+    Streams:
+        The worker reads host memory only: gradients that have landed, parameters, state. The host
+        waits for it in `step`, before anything is written that it reads.
+    """
+
+    # Long: what a step depends on is noted, checked and committed in one place.
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        engine: Engine,
+        *,
+        model: nn.Module | None,
+        layers: Sequence[str],
+        max_norm: float | None,
+        shadow_budget_bytes: int | None,
+    ) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._engine = engine
+        self._model = None if model is None else weakref.ref(model)
+        self._layer_names = sorted(layers, key=len, reverse=True)
+        self._max_norm = max_norm
+        self._budget_bytes = shadow_budget_bytes
+        self._lock = threading.RLock()
+        self._worker = self._make_worker()
+        self._members: dict[int, _Member] = {}
+        self._complete: list[_Layer] = []
+        self._tasks: set[int] = set()  # ids of autograd's graph tasks that will call back
+        self._pending: list[AbstractEvent] = []
+        self._pid = os.getpid()
+        self._arithmetic: _Arithmetic | None = None  # that of the running step
+        self._squares = 0.0  # the sum of the squared norms that have landed
+        self._again_bytes = 0  # of parameters that had landed in time, and landed once more
+        self._stats = OverlapStats()
+        self.grad_norm: torch.Tensor | None = None
+        self._hooks: dict[int, Any] = {}
+        weakref.finalize(self, _remove_hooks, self._hooks).atexit = False
+        self._find_members(optimizer)
+
+    @property
+    def stats(self) -> OverlapStats:
+        """What has been done so far."""
+        return self._stats
+
+    # ---- which parameters ---------------------------------------------------------------------
+
+    def _find_members(self, optimizer: Optimizer) -> None:
+        """Find the parameters that can step ahead, as the optimizer and the program have them now.
+
+        Those on an accelerator step when the program says so, and so do those whose memory others
+        of the optimizer share: each of them steps from what the one before has left.
+        """
+        grouped = [
+            (parameter, number)
+            for number, group in enumerate(optimizer.param_groups)
+            for parameter in group["params"]
+        ]
+        own = _without_overlaps([(p, n) for p, n in grouped if _can_have_shadow(p)])
+        before, self._members = self._members, {}
+        names = {}
+        if any(id(parameter) not in before for parameter, _ in own):
+            names = self._find_layers()
+        layers: defaultdict[str, _Layer] = defaultdict(_Layer)
+        for parameter, number in own:
+            key = id(parameter)
+            name = before[key].layer_name if key in before else names.get(key, "")
+            member = before[key] if key in before else _Member(parameter, name, layers[name])
+            member.group, member.layer = number, layers[name]
+            self._members[key] = member
+            if member.expected:
+                member.layer.waiting.add(key)
+            if key not in self._hooks and parameter.requires_grad:
+                land = call_weakly(self._land)
+                self._hooks[key] = parameter.register_post_accumulate_grad_hook(land)  # type: ignore[no-untyped-call]
+
+    def _find_layers(self) -> dict[int, str]:
+        """The name of the layer of each parameter of the model, by `id`.
+
+        Outside layers, each module counts as one.
+        """
+        model = None if self._model is None else self._model()
+        found = {}
+        for name, parameter in model.named_parameters() if model is not None else ():
+            owners = (each for each in self._layer_names if name.startswith(f"{each}."))
+            found[id(parameter)] = next(owners, name.rpartition(".")[0])
+        return found
+
+    # ---- in backward --------------------------------------------------------------------------
+
+    def _land(self, parameter: torch.Tensor) -> None:
+        """Note that a gradient has been accumulated; called by autograd."""
+        with self._lock:
+            member = self._members.get(id(parameter))
+            if member is None:
+                return
+            self._call_back_at_the_end()
+            # Not the layer of this gradient: hooks that come after this one may replace it.
+            self._give_complete_layers()
+            member.landings += 1
+            if member.landed is not None:  # one backward more than in the step before
+                member.landed = None
+                self._again_bytes += parameter.nbytes
+            layer = member.layer
+            if member in layer.landed:
+                layer.landed.remove(member)
+            if member.landings == member.expected:
+                layer.landed.append(member)
+                layer.waiting.discard(id(parameter))
+                if not layer.waiting:
+                    self._complete.append(layer)
+
+    def _call_back_at_the_end(self) -> None:
+        task = torch._C._current_graph_task_id()
+        if task != -1 and task not in self._tasks:
+            self._tasks.add(task)
+            end = call_weakly(self._end_backward)
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: end(task))
+
+    def _end_backward(self, task: int) -> None:
+        with self._lock:
+            self._tasks.discard(task)
+            self._complete += {id(m.layer): m.layer for m in self._members.values()}.values()
+            self._give_complete_layers()
+
+    def _give_complete_layers(self) -> None:
+        """Let the worker step the layers whose gradients are complete."""
+        while self._complete:
+            layer = self._complete.pop()
+            members, layer.landed = layer.landed, []
+            optimizer = self._optimizer()
+            if members and optimizer is not None and not _is_distributed():
+                self._give(optimizer, members)
+
+    def _give(self, optimizer: Optimizer, members: Sequence[_Member]) -> None:
+        """Give parameters, whose gradients are complete, to the worker."""
+        if self._arithmetic is None:
+            self._arithmetic = _Arithmetic.now()
+        if self._arithmetic.flushes:
+            return  # clipping would flush gradients, too
+        options: dict[int, _Options] = {}
+        job = []
+        for member in members:
+            gradient = member.parameter.grad
+            if gradient is None or not _can_step(member.parameter, gradient):
+                continue
+            if member.group not in options:
+                options[member.group] = _marked(optimizer.param_groups[member.group])
+            state = optimizer.state.get(member.parameter, {})
+            member.landed = _Landed(member, gradient, state, options[member.group])
+            shadow = self._find_shadow(member, state) if self._goes_on() else None
+            job.append(_Work(member.landed, gradient, state, shadow))
+        if not job or (self._max_norm is None and not any(each.shadow for each in job)):
+            return
+        run = functools.partial(self._run, optimizer, job, self._arithmetic)
+        event = self._worker.submit(run)
+        self._pending.append(event)
+        recorder = self._engine.transfers.account.recorder
+        if recorder is not None:
+            size_bytes = sum(each.landed.member.parameter.nbytes for each in job)
+            recorder.copy("step", Subject(None, 0, size_bytes), event)
+
+    def _goes_on(self) -> bool:
+        """Whether stepping ahead pays, and clipping is not certain yet."""
+        within = self._max_norm is None or self._squares <= self._max_norm**2
+        return self._stats.steps_ahead and within
+
+    def _find_shadow(self, member: _Member, state: Mapping[str, Any]) -> _Shadow | None:
+        """The parameter's shadow, which is made if the budget has room for it."""
+        parameter = member.parameter
+        tensors = {name: each for name, each in state.items() if isinstance(each, torch.Tensor)}
+        if any(each.device.type != "cpu" or each.requires_grad for each in tensors.values()):
+            return None
+        if member.shadow is not None and not member.shadow.fits(state):
+            member.shadow, member.has_room = None, True
+        if member.shadow is None and member.has_room:
+            need_bytes = parameter.nbytes + sum(each.nbytes for each in tensors.values())
+            most_bytes = self._budget_bytes
+            if most_bytes is None:
+                member.has_room = need_bytes <= free_ram_bytes() // 2
+            else:
+                member.has_room = self._shadow_bytes() + need_bytes <= most_bytes
+            if member.has_room:
+                made = {name: self._make(parameter, each) for name, each in tensors.items()}
+                shadow = _Shadow(self._make(parameter, parameter), made)
+                # Arithmetic in another layout may round otherwise.
+                member.has_room = shadow.fits(state) and _are_alike(shadow.values, parameter)
+                member.shadow = shadow if member.has_room else None
+        return member.shadow
+
+    def _make(self, parameter: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """Make memory like that of a tensor, in a file if the parameter rests in one."""
+        made = torch.empty_like(like, requires_grad=False)
+        resting = self._engine.weights
+        if isinstance(resting, WeightHooks):
+            resting.move_beside(parameter, made)
+        return made
+
+    def _shadow_bytes(self) -> int:
+        shadows = (member.shadow for member in self._members.values())
+        return sum(shadow.size_bytes for shadow in shadows if shadow is not None)
+
+    # ---- in the worker ------------------------------------------------------------------------
+
+    def _run(self, optimizer: Optimizer, job: Sequence[_Work], arithmetic: _Arithmetic) -> None:
+        begin_s = time.perf_counter()
+        try:
+            arithmetic.set()
+            with torch.no_grad():
+                if self._max_norm is not None:
+                    self._add_norms(job)
+                work = [each for each in job if each.shadow is not None]
+                if work and self._goes_on():
+                    self._step_shadows(optimizer, work)
+        finally:
+            with self._lock:
+                self._count(worker_s=time.perf_counter() - begin_s)
+
+    def _add_norms(self, job: Sequence[_Work]) -> None:
+        norms = torch._foreach_norm([each.gradient for each in job], 2.0)
+        for each, norm in zip(job, norms, strict=True):
+            each.landed.norm = norm
+        squares = sum(float(norm) ** 2 for norm in norms)
+        with self._lock:
+            self._squares += squares
+
+    def _step_shadows(self, optimizer: Optimizer, work: Sequence[_Work]) -> None:
+        groups = []
+        states: defaultdict[torch.Tensor, Any] = defaultdict(dict)
+        for number, options in enumerate(optimizer.param_groups):
+            shadows = []
+            for each in work:
+                if each.landed.member.group == number and each.shadow is not None:
+                    shadow = each.shadow
+                    shadow.fill(each.landed.member.parameter, each.state)
+                    shadow.values.grad = self._as_clipping_leaves(each.gradient)
+                    if shadow.state:
+                        states[shadow.values] = shadow.state
+                    shadows.append(shadow.values)
+            groups.append({**options, "params": shadows})
+        try:
+            _step_over(optimizer, groups, states)
+            for each in work:
+                assert each.shadow is not None
+                each.shadow.state = states.get(each.shadow.values, {})
+                each.landed.shadow = each.shadow
+        finally:
+            for each in work:
+                assert each.shadow is not None
+                each.shadow.values.grad = None
+                self._page_out(each)
+
+    def _as_clipping_leaves(self, gradient: torch.Tensor) -> torch.Tensor:
+        """The gradient as clipping leaves it if it does not bite: multiplied by 1.
+
+        That changes nothing but the signs of zeros of complex numbers.
+        """
+        if self._max_norm is None or not gradient.is_complex():
+            return gradient
+        return gradient * torch.ones((), device=gradient.device)
+
+    def _page_out(self, work: _Work) -> None:
+        store = self._engine.transfers.store
+        assert work.shadow is not None
+        for each in (work.shadow.values, *work.shadow.state.values(), *work.state.values()):
+            if isinstance(each, torch.Tensor) and each.dim() and store.maps(each):
+                begin = each.data_ptr() - each.data_ptr() % mmap.PAGESIZE
+                page_out(begin, each.data_ptr() + each.nbytes - begin)
+
+    # ---- in step() ----------------------------------------------------------------------------
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
+        """Clip, commit what was stepped ahead, and step everything else.
+
+        Args:
+            optimizer: the optimizer.
+            closure: computes the gradients, as for `torch.optim.Optimizer.step`.
+
+        Returns:
+            What the closure returned; None without one.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        try:
+            self._step(optimizer)
+        finally:
+            with self._lock:
+                self._begin_anew(optimizer)
+        return loss
+
+    def _step(self, optimizer: Optimizer) -> None:
+        landed = self._take_landed()
+        current = self._find_current(optimizer, landed)
+        clips = self._max_norm is not None and self._clip(optimizer, current)
+        ahead = [] if clips else [each for each in current if each.shadow is not None]
+        if not ahead:
+            _step_over(optimizer, optimizer.param_groups, optimizer.state)
+        else:
+            done = {id(each.member.parameter) for each in ahead}
+            rest = [
+                {**group, "params": [p for p in group["params"] if id(p) not in done]}
+                for group in optimizer.param_groups
+            ]
+            if any(p.grad is not None for group in rest for p in group["params"]):
+                _step_over(optimizer, rest, optimizer.state)
+            # Last: if the step above raises, nothing has been committed.
+            self._commit(optimizer, ahead)
+        num_stepped = sum(each.shadow is not None for each in landed)
+        self._count(
+            num_steps=1,
+            num_clipped=int(clips),
+            num_overlapped=int(bool(ahead)),
+            num_redone=int(num_stepped > len(ahead) or self._again_bytes > 0),
+        )
+        self._learn(landed, [] if clips else current)
+
+    def _take_landed(self) -> list[_Landed]:
+        """Wait for the worker, and return what has landed."""
+        with self._lock:
+            pending, self._pending = self._pending, []
+        begin_s = time.perf_counter()
+        # Guard step-waits-for-ahead: the step waits for what was stepped ahead. It would commit
+        # shadows that are half done, and write parameters that the worker still reads.
+        is_alive = self._pid == os.getpid()  # a forked child has no worker
+        for event in pending if is_alive else ():
+            try:
+                event.synchronize()
+            except Exception as error:  # the step will raise it, if it fails from the originals too
+                _LOG.info("stepping ahead failed: %r", error)
+        self._count(waited_s=time.perf_counter() - begin_s)
+        with self._lock:
+            landed = [member.landed for member in self._members.values()]
+        return [each for each in landed if each is not None] if is_alive else []
+
+    def _find_current(self, optimizer: Optimizer, landed: Sequence[_Landed]) -> list[_Landed]:
+        """Find what has landed and is still what a step taken now would begin with."""
+        scaled = any(getattr(optimizer, name, None) is not None for name in _SCALES)
+        # Guard ahead-in-same-arithmetic: what was stepped ahead is committed only if the program's
+        # thread computes as the worker did. With another number of threads, norms can have other
+        # bits.
+        if scaled or not _is_plain() or self._arithmetic != _Arithmetic.now():
+            return []
+        groups = optimizer.param_groups
+        group_of = {id(p): number for number, group in enumerate(groups) for p in group["params"]}
+        known: dict[int, bool] = {}
+        current = []
+        for each in landed:
+            member = each.member
+            if group_of.get(id(member.parameter)) != member.group:
+                continue
+            # Guard ahead-of-options: a step taken ahead counts only with the options of now. A
+            # scheduler may have changed the learning rate since.
+            if id(each.options) not in known:
+                known[id(each.options)] = _is_as_marked(groups[member.group], each.options)
+            state = optimizer.state.get(member.parameter, {})
+            if known[id(each.options)] and each.is_current(state):
+                current.append(each)
+        return current
+
+    def _clip(self, optimizer: Optimizer, current: Sequence[_Landed]) -> bool:
+        """Clip the gradients as `torch.nn.utils.clip_grad_norm_` does; return whether that bites.
+
+        Sets `grad_norm`.
+        """
+        assert self._max_norm is not None
+        model = None if self._model is None else self._model()
+        if model is not None:
+            parameters = list(model.parameters())
+        else:
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        norms = {id(each.member.parameter.grad): each.norm for each in current}
+        self.grad_norm = _total_norm(gradients, norms)
+        factor = torch.clamp(self._max_norm / (self.grad_norm + 1e-6), max=1.0)
+        # Guard unclipped-only: what was stepped ahead with gradients as they landed is committed
+        # only if clipping multiplies by 1. NaN is not 1.
+        bites = factor.item() != 1.0
+        if current and not bites:
+            # Others do not change, for nothing has landed where small numbers are flushed to zero.
+            parameters = [p for p in parameters if p.is_complex()]
+        torch.nn.utils.clip_grads_with_norm_(parameters, self._max_norm, self.grad_norm)
+        return bites
+
+    def _commit(self, optimizer: Optimizer, ahead: Sequence[_Landed]) -> None:
+        """Give parameters and state the values of their shadows.
+
+        A parameter keeps its memory: it may be part of its layer's memory at rest, and others may
+        refer to it. A tensor of the state exchanges memory with its shadow if nobody could notice.
+        """
+        shadows = [each.shadow for each in ahead if each.shadow is not None]
+        with torch.no_grad():
+            parameters = [each.member.parameter for each in ahead]
+            torch._foreach_copy_(parameters, [shadow.values for shadow in shadows])
+            for parameter, shadow in zip(parameters, shadows, strict=True):
+                state, shadow.state = shadow.state, {}
+                own = optimizer.state[parameter] if state else state
+                for name, value in state.items():
+                    before, buffer = own.get(name), shadow.buffers.get(name)
+                    if before is None or buffer is None or buffer is not value:
+                        own[name] = value  # the step has made it
+                    elif self._can_exchange(before, buffer):
+                        before.data, buffer.data = buffer.data, before.data
+                    else:
+                        before.copy_(buffer)
+
+    def _can_exchange(self, one: torch.Tensor, other: torch.Tensor) -> bool:
+        """Whether two tensors can exchange memory: nobody else refers to it."""
+        if one.numel() < 2:
+            return False
+        maps = self._engine.transfers.store.maps
+        return maps(one) == maps(other) and all(
+            count_users(each) == ALONE
+            and not each.is_shared()  # type: ignore[no-untyped-call]
+            and (maps(each) or each.untyped_storage().resizable())
+            for each in (one, other)
+        )
+
+    def _learn(self, landed: Sequence[_Landed], current: Sequence[_Landed]) -> None:
+        """Learn from a step whether stepping ahead pays."""
+        num_bytes = self._again_bytes + sum(each.member.parameter.nbytes for each in landed)
+        if num_bytes:
+            good_bytes = sum(each.member.parameter.nbytes for each in current)
+            share = self._stats.twice_share
+            share += _NEWEST * (1 - good_bytes / num_bytes - share)
+            self._set(twice_share=share, steps_ahead=share < _TOO_MUCH)
+
+    def _begin_anew(self, optimizer: Optimizer) -> None:
+        """Expect the next step's gradients to land as often as those of this one."""
+        for member in self._members.values():
+            member.expected = member.landings
+        self.forget(optimizer)
+        self._set(shadow_bytes=self._shadow_bytes())
+
+    def forget(self, optimizer: Optimizer) -> None:
+        """Forget what has landed, because a step has ended, or gradients start from zero."""
+        with self._lock:
+            self._complete, self._squares, self._arithmetic = [], 0.0, None
+            self._again_bytes = 0
+            self._tasks.clear()
+            if self._pid != os.getpid():
+                self._pid, self._worker = os.getpid(), self._make_worker()
+            for member in self._members.values():
+                member.landings, member.landed = 0, None
+                if not self._stats.steps_ahead:
+                    member.shadow = None
+            self._find_members(optimizer)
+
+    def _make_worker(self) -> AbstractLane:
+        return self._engine.transfers.device.lane("ebbtide-optimizer", "cpu_optimizer")
+
+    def _count(self, **more: float) -> None:
+        self._set(**{name: getattr(self._stats, name) + value for name, value in more.items()})
+
+    def _set(self, **values: Any) -> None:
+        with self._lock:
+            self._stats = OverlapStats(**{**vars(self._stats), **values})
+
+    def close(self) -> None:
+        """Let the optimizer be as it was before. What was stepped ahead is forgotten."""
+        self._take_landed()
+        _remove_hooks(self._hooks)
+        if self._pid == os.getpid():
+            self._worker.close()
+        optimizer = self._optimizer()
+        if optimizer is not None and vars(optimizer).get(_NAME) is self:
+            optimizer.__class__ = _plain_class(optimizer)
+            del vars(optimizer)[_NAME]
+        self._members.clear()
+
+
+class _Work(NamedTuple):
+    """What the worker does for one parameter. It keeps the gradient for as long as that takes."""
+
+    landed: _Landed
+    gradient: torch.Tensor
+    state: Mapping[str, Any]
+    shadow: _Shadow | None
+
+
+_SCALES = ("grad_scale", "found_inf")  # what a scaler gives to a fused optimizer
+
+
+def _can_have_shadow(parameter: torch.Tensor) -> bool:
+    return (
+        parameter.device.type == "cpu"
+        and parameter.layout is torch.strided
+        and not parameter.is_nested
+        and not parameter.is_inference()
+        and type(parameter) in (torch.Tensor, nn.Parameter)
+    )
+
+
+def _can_step(parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
+    """Whether a gradient is a plain one, which the program has not made part of a graph."""
+    return (
+        type(gradient) is torch.Tensor
+        and gradient.layout is torch.strided
+        and gradient.device == parameter.device
+        and not gradient.requires_grad
+        and not gradient.is_inference()
+        and not (gradient.is_conj() or gradient.is_neg())
+    )
+
+
+def _without_overlaps(own: list[tuple[torch.Tensor, int]]) -> list[tuple[torch.Tensor, int]]:
+    """Leave out parameters whose memory overlaps with that of another one."""
+    by_place = sorted((p.data_ptr(), place) for place, (p, _) in enumerate(own) if p.numel())
+    overlapping = set()
+    end, last = 0, -1
+    for begin, place in by_place:
+        parameter = own[place][0]
+        if begin < end:
+            overlapping |= {last, place}
+        steps = zip(parameter.shape, parameter.stride(), strict=True)
+        reach = sum((size - 1) * stride for size, stride in steps) + 1
+        if begin + reach * parameter.element_size() > end:
+            end, last = begin + reach * parameter.element_size(), place
+    return [each for place, each in enumerate(own) if place not in overlapping]
+
+
+def _total_norm(
+    gradients: Sequence[torch.Tensor], known: Mapping[int, torch.Tensor | None]
+) -> torch.Tensor:
+    """The norm of all gradients, by the operations of `torch.nn.utils.get_total_norm`.
+
+    Args:
+        gradients: in the order in which torch would be given them.
+        known: the norms of some of them, by `id`.
+    """
+    if not any(known.get(id(gradient)) is not None for gradient in gradients):
+        return torch.nn.utils.get_total_norm(gradients)
+    grouped: Any = _group_tensors_by_device_and_dtype([list(gradients)])
+    norms = []
+    with torch.no_grad():
+        for (device, _), ((tensors, *_), _) in grouped.items():
+            found = {id(each): known.get(id(each)) for each in tensors}
+            missing = [each for each in tensors if found[id(each)] is None]
+            if missing and _has_foreach_support(missing, device):
+                computed = list(torch._foreach_norm(missing, 2.0))
+            else:
+                computed = [torch.linalg.vector_norm(each, 2.0) for each in missing]
+            found |= {id(each): norm for each, norm in zip(missing, computed, strict=True)}
+            norms += [found[id(each)] for each in tensors]
+        home = gradients[0].device
+        total: torch.Tensor = torch.linalg.vector_norm(
+            torch.stack([norm.to(home) for norm in norms if norm is not None])
+        )
+        return total
+
+
+def _remove_hooks(hooks: dict[int, Any]) -> None:
+    while hooks:
+        hooks.popitem()[1].remove()
+
+
+# ---- The optimizer: of a class that is derived from its own, and otherwise the same object
+
+_NAME: Final = "_ebbtide_overlap"
+
+
+def _plain_class(optimizer: Optimizer) -> type[Optimizer]:
+    return next(each for each in type(optimizer).__mro__ if each in _STEPS_EACH_ALONE)
+
+
+def _step_over(
+    optimizer: Optimizer, groups: list[dict[str, Any]], state: defaultdict[torch.Tensor, Any]
+) -> None:
+    """Step over some parameters as the optimizer would, without calling its hooks.
+
+    Args:
+        optimizer: the optimizer.
+        groups: parameter groups.
+        state: the state of the parameters, which is changed.
+    """
+    plain = _plain_class(optimizer)
+    step = plain.step
+    if getattr(step, "hooked", False):
+        step = step.__wrapped__  # type: ignore[attr-defined]
+    twin = plain.__new__(plain)
+    vars(twin).update(vars(optimizer), param_groups=groups, state=state)
+    step(twin)
+
+
+@functools.cache
+def _overlapping_class(plain: type[Optimizer]) -> type[Optimizer]:
+    """Derive the class of an overlapping optimizer from its own class."""
+
+    class Overlapping(plain):  # type: ignore[misc, valid-type]
+        @property
+        def grad_norm(self) -> torch.Tensor | None:
+            """The norm of all gradients in the last step, before clipping."""
+            overlap: StepOverlap = vars(self)[_NAME]
+            return overlap.grad_norm
+
+        @property
+        def overlap(self) -> OverlapStats:
+            """What stepping ahead has done so far."""
+            overlap: StepOverlap = vars(self)[_NAME]
+            return overlap.stats
+
+        @property
+        def _step_supports_amp_scaling(self) -> bool:
+            # A scaler would have the kernel unscale the gradients, after they were clipped.
+            overlap: StepOverlap = vars(self)[_NAME]
+            supports = vars(self).get("_step_supports_amp_scaling", False)
+            return overlap._max_norm is None and bool(supports)
+
+        def step(self, closure: Callable[[], Any] | None = None) -> Any:
+            overlap: StepOverlap = vars(self)[_NAME]
+            return overlap.step(self, closure)
+
+        def zero_grad(self, set_to_none: bool = True) -> None:
+            super().zero_grad(set_to_none)
+            overlap: StepOverlap = vars(self)[_NAME]
+            overlap.forget(self)
+
+        def __repr__(self) -> str:
+            return f"{super().__repr__()}\n{self.overlap}"
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            return copyreg.__newobj__, (plain,), self.__getstate__()  # type: ignore[attr-defined]
+
+    Overlapping.__name__ = Overlapping.__qualname__ = plain.__name__
+    Overlapping.__doc__ = plain.__doc__
+    step: Any = Optimizer.profile_hook_step(Overlapping.step)  # calls the hooks around a step
+    step.hooked = True
+    Overlapping.step = step  # type: ignore[method-assign]
+    return Overlapping
+
+
+def check_optimizer(optimizer: object) -> Optimizer:
+    """Check that the step of an optimizer can be split by parameters.
+
+    Raises:
+        PolicyError: it cannot, or nobody knows.
+    """
+    if not isinstance(optimizer, Optimizer):
+        refuse("optimizer", "an optimizer of torch.optim", optimizer)
+    name = type(optimizer).__name__
+    if _NAME in vars(optimizer):
+        raise PolicyError(f"the step of this {name} overlaps already; call overlap once for each")
+    if type(optimizer) not in _STEPS_EACH_ALONE:
+        known = ", ".join(sorted(each.__name__ for each in _STEPS_EACH_ALONE))
+        raise PolicyError(
+            f"{name} may need all gradients at once, so its step cannot begin inside backward; use "
+            f"one of {known}, or leave overlap out"
+        )
+    if "step" in vars(optimizer):
+        raise PolicyError(
+            f"the step of this {name} was replaced, as a learning rate scheduler does; call "
+            f"handle.overlap first, and make the scheduler with what it returns"
+        )
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise PolicyError(f"{name}(differentiable=True) steps inside a graph; leave overlap out")
+    return optimizer
+
+
+def overlap_step(
+    optimizer: Optimizer,
+    engine: Engine,
+    *,
+    model: nn.Module | None,
+    layers: Sequence[str],
+    max_norm: float | None,
+    shadow_budget: int | str | None,
+) -> StepOverlap:
+    """Let an optimizer step ahead from now on; see `OffloadHandle.overlap`.
+
+    Raises:
+        PolicyError: see `check_optimizer`; or an argument has no meaning.
+    """
+    check_optimizer(optimizer)
+    if max_norm is not None and (isinstance(max_norm, bool) or not float(max_norm) > 0):
+        refuse("max_norm", "a positive number, or None for no clipping", max_norm)
+    budget_bytes = None
+    if shadow_budget is not None:
+        budget_bytes = parse_size_bytes(shadow_budget, name="shadow_budget")
+    overlap = StepOverlap(
+        optimizer,
+        engine,
+        model=model,
+        layers=layers,
+        max_norm=None if max_norm is None else float(max_norm),
+        shadow_budget_bytes=budget_bytes,
+    )
+    vars(optimizer)[_NAME] = overlap
+    derive: Any = _overlapping_class  # mypy takes the metaclass for unhashable
+    optimizer.__class__ = derive(type(optimizer))
+    return overlap
