@@ -11,6 +11,7 @@ ACTIVATIONS = "harness.check"
 SCHEDULES = "schedule_programs.check_schedule"
 WEIGHTS = "weight_programs.check_weights"
 STATEMENTS = "weight_statements.check_statements"
+OVERLAP = "overlap_programs.check_overlap"
 LATE_READS = "soft_guards.check_late_reads"
 TWO_GRADIENTS = "soft_guards.check_two_gradients"
 SOFT_ONLY = (LATE_READS, TWO_GRADIENTS)
@@ -38,6 +39,7 @@ class Mutation:
             SCHEDULES: " of schedules",
             WEIGHTS: " of weights",
             STATEMENTS: " of statements",
+            OVERLAP: " of steps ahead",
             LATE_READS: " of late reads",
             TWO_GRADIENTS: " of two gradients",
         }
@@ -49,6 +51,7 @@ _UNLOCKED = """\
 moved = gradient.to(parameter.device)
 parameter.grad = moved if parameter.grad is None else parameter.grad + moved"""
 _NOT_COMPLETE = put("self.queue and self.queue[0].is_copied()", "self.queue")
+_SAME_OPTIONS = put("_is_as_marked(groups[member.group], each.options)", "True")
 
 MUTATIONS = (
     # ---- the way down -------------------------------------------------------------------------
@@ -120,6 +123,10 @@ MUTATIONS = (
     Mutation("copies-outlive-engine", remove, STATEMENTS),
     Mutation("values-where-they-are", never, STATEMENTS),
     Mutation("memory-of-others", instead("members = [m for _, m in elsewhere]"), STATEMENTS),
+    # ---- the optimizer's step in backward ------------------------------------------------------
+    Mutation("ahead-of-changes", instead("return gradient is not None"), OVERLAP),
+    Mutation("ahead-of-options", _SAME_OPTIONS, OVERLAP),
+    Mutation("unclipped-only", instead("bites = False"), OVERLAP),
     # ---- what needs late kernels ---------------------------------------------------------------
     Mutation("close-after-streams", instead("self._device.finish_copies()"), LATE_READS),
     Mutation("gradient-under-lock", instead(_UNLOCKED), TWO_GRADIENTS),

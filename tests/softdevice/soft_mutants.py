@@ -25,6 +25,7 @@ from mutations import (
     ACTIVATIONS,
     LATE_READS,
     MUTATIONS,
+    OVERLAP,
     SCHEDULES,
     STATEMENTS,
     TWO_GRADIENTS,
@@ -61,6 +62,11 @@ def statements(seed: int) -> None:
     _in_every_order("soft_weight_statements", "check_statements", seed)
 
 
+def overlap(seed: int) -> None:
+    """Step inside backward in every order."""
+    _in_every_order("soft_overlap_programs", "check_overlap", seed)
+
+
 def late_reads(seed: int) -> None:
     """Read on a stream of the program's own what `detach` takes away, in every order."""
     _in_every_order("soft_guards", "check_late_reads", seed)
@@ -76,6 +82,7 @@ _PROGRAMS = {
     SCHEDULES: schedules,
     WEIGHTS: weights,
     STATEMENTS: statements,
+    OVERLAP: overlap,
     LATE_READS: late_reads,
     TWO_GRADIENTS: two_gradients,
 }

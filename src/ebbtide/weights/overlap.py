@@ -31,6 +31,7 @@ from typing import Any, Final, NamedTuple, final
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils._device import DeviceContext
 from torch.utils._foreach_utils import (
     _group_tensors_by_device_and_dtype,
     _has_foreach_support,
@@ -172,9 +173,13 @@ class _Arithmetic(NamedTuple):
 
 
 def _is_plain() -> bool:
-    """Whether no mode of the calling thread changes what operations do; the worker has none."""
+    """Whether no mode of the calling thread changes what a step does; the worker has none.
+
+    A default device is no matter: the worker makes no state.
+    """
+    modes = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     return not (
-        torch._C._len_torch_function_stack()
+        any(not isinstance(mode, DeviceContext) for mode in modes)
         or torch._C._len_torch_dispatch_stack()
         or torch.is_autocast_enabled("cpu")
         or torch.is_inference_mode_enabled()
@@ -212,6 +217,13 @@ class _Shadow:
         tensors = {name: each for name, each in state.items() if isinstance(each, torch.Tensor)}
         return tensors.keys() == self.buffers.keys() and all(
             _are_alike(each, self.buffers[name]) for name, each in tensors.items()
+        )
+
+    def is_complete(self, state: Mapping[str, Any]) -> bool:
+        """Whether a state consists of its tensors, as a step leaves it that has made none anew."""
+        self.state = dict(state)
+        return all(state.get(name) is buffer for name, buffer in self.buffers.items()) and (
+            len(self.buffers) == sum(isinstance(each, torch.Tensor) for each in state.values())
         )
 
     def fill(self, parameter: torch.Tensor, state: Mapping[str, Any]) -> None:
@@ -574,8 +586,8 @@ class StepOverlap:
             _step_over(optimizer, groups, states)
             for each in work:
                 assert each.shadow is not None
-                each.shadow.state = states.get(each.shadow.values, {})
-                each.landed.shadow = each.shadow
+                if each.shadow.is_complete(states.get(each.shadow.values, {})):
+                    each.landed.shadow = each.shadow
         finally:
             for each in work:
                 assert each.shadow is not None
@@ -653,8 +665,6 @@ class StepOverlap:
         with self._lock:
             pending, self._pending = self._pending, []
         begin_s = time.perf_counter()
-        # Guard step-waits-for-ahead: the step waits for what was stepped ahead. It would commit
-        # shadows that are half done, and write parameters that the worker still reads.
         is_alive = self._pid == os.getpid()  # a forked child has no worker
         for event in pending if is_alive else ():
             try:
@@ -669,9 +679,7 @@ class StepOverlap:
     def _find_current(self, optimizer: Optimizer, landed: Sequence[_Landed]) -> list[_Landed]:
         """Find what has landed and is still what a step taken now would begin with."""
         scaled = any(getattr(optimizer, name, None) is not None for name in _SCALES)
-        # Guard ahead-in-same-arithmetic: what was stepped ahead is committed only if the program's
-        # thread computes as the worker did. With another number of threads, norms can have other
-        # bits.
+        # With another number of threads, norms can have other bits.
         if scaled or not _is_plain() or self._arithmetic != _Arithmetic.now():
             return []
         groups = optimizer.param_groups
@@ -729,13 +737,12 @@ class StepOverlap:
                 state, shadow.state = shadow.state, {}
                 own = optimizer.state[parameter] if state else state
                 for name, value in state.items():
-                    before, buffer = own.get(name), shadow.buffers.get(name)
-                    if before is None or buffer is None or buffer is not value:
-                        own[name] = value  # the step has made it
-                    elif self._can_exchange(before, buffer):
-                        before.data, buffer.data = buffer.data, before.data
+                    if not isinstance(value, torch.Tensor):
+                        own[name] = value
+                    elif self._can_exchange(own[name], value):
+                        own[name].data, value.data = value.data, own[name].data
                     else:
-                        before.copy_(buffer)
+                        own[name].copy_(value)
 
     def _can_exchange(self, one: torch.Tensor, other: torch.Tensor) -> bool:
         """Whether two tensors can exchange memory: nobody else refers to it."""
@@ -791,10 +798,9 @@ class StepOverlap:
 
     def close(self) -> None:
         """Let the optimizer be as it was before. What was stepped ahead is forgotten."""
-        self._take_landed()
         _remove_hooks(self._hooks)
         if self._pid == os.getpid():
-            self._worker.close()
+            self._worker.close()  # which finishes what it works at: it reads what rests on the host
         optimizer = self._optimizer()
         if optimizer is not None and vars(optimizer).get(_NAME) is self:
             optimizer.__class__ = _plain_class(optimizer)
