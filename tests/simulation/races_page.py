@@ -12,6 +12,7 @@ from mutations import (
     ACTIVATIONS,
     LATE_READS,
     MUTATIONS,
+    OVERLAP,
     SCHEDULES,
     SOFT_ONLY,
     STATEMENTS,
@@ -65,6 +66,7 @@ _PROGRAMS = {
     SCHEDULES: "activations under a schedule",
     WEIGHTS: "weights at rest",
     STATEMENTS: "weights at rest, with anything between two statements",
+    OVERLAP: "an optimizer that steps inside backward",
     LATE_READS: "weights at rest that other streams read",
     TWO_GRADIENTS: "gradients that two of autograd's threads add",
 }

@@ -15,7 +15,6 @@ The norm only grows while gradients land: once it is above the bound, nothing mo
 
 from __future__ import annotations
 
-import copyreg
 import functools
 import logging
 import mmap
@@ -31,6 +30,7 @@ from typing import Any, Final, NamedTuple, final
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._device import DeviceContext
 from torch.utils._foreach_utils import (
     _group_tensors_by_device_and_dtype,
@@ -342,6 +342,7 @@ class StepOverlap:
     Attributes:
         grad_norm: the norm of all gradients in the last step, before clipping; None without
             ``max_norm`` and before the first step.
+        is_scaled: whether a scaler is about to step, which has changed gradients.
 
     Streams:
         The worker reads host memory only: gradients that have landed, parameters, state. The host
@@ -378,7 +379,9 @@ class StepOverlap:
         self._again_bytes = 0  # of parameters that had landed in time, and landed once more
         self._stats = OverlapStats()
         self.grad_norm: torch.Tensor | None = None
-        self._hooks: dict[int, Any] = {}
+        self.is_scaled = False
+        forget = register_optimizer_step_post_hook(call_weakly(self._forget_stepped))
+        self._hooks: dict[int, Any] = {0: forget}
         weakref.finalize(self, _remove_hooks, self._hooks).atexit = False
         self._find_members(optimizer)
 
@@ -454,6 +457,19 @@ class StepOverlap:
                 if not layer.waiting:
                     self._complete.append(layer)
 
+    def _forget_stepped(self, optimizer: Optimizer, *_: Any) -> None:
+        """Forget what has landed of parameters that another optimizer has stepped.
+
+        A fused step raises no versions.
+        """
+        if optimizer is self._optimizer():
+            return
+        with self._lock:
+            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+                member = self._members.get(id(parameter))
+                if member is not None:
+                    member.landed = None
+
     def _call_back_at_the_end(self) -> None:
         task = torch._C._current_graph_task_id()
         if task != -1 and task not in self._tasks:
@@ -493,7 +509,7 @@ class StepOverlap:
             state = optimizer.state.get(member.parameter, {})
             member.landed = _Landed(member, gradient, state, options[member.group])
             shadow = self._find_shadow(member, state) if self._goes_on() else None
-            job.append(_Work(member.landed, gradient, state, shadow))
+            job.append(_Work(member.landed, gradient, dict(state), shadow))
         if not job or (self._max_norm is None and not any(each.shadow for each in job)):
             return
         run = functools.partial(self._run, optimizer, job, self._arithmetic)
@@ -569,21 +585,23 @@ class StepOverlap:
             self._squares += squares
 
     def _step_shadows(self, optimizer: Optimizer, work: Sequence[_Work]) -> None:
-        groups = []
+        groups: dict[int, dict[str, Any]] = {}
         states: defaultdict[torch.Tensor, Any] = defaultdict(dict)
-        for number, options in enumerate(optimizer.param_groups):
-            shadows = []
-            for each in work:
-                if each.landed.member.group == number and each.shadow is not None:
-                    shadow = each.shadow
-                    shadow.fill(each.landed.member.parameter, each.state)
-                    shadow.values.grad = self._as_clipping_leaves(each.gradient)
-                    if shadow.state:
-                        states[shadow.values] = shadow.state
-                    shadows.append(shadow.values)
-            groups.append({**options, "params": shadows})
+        for each in work:
+            shadow, landed = each.shadow, each.landed
+            assert shadow is not None
+            shadow.fill(landed.member.parameter, each.state)
+            shadow.values.grad = self._as_clipping_leaves(each.gradient)
+            if shadow.state:
+                states[shadow.values] = shadow.state
+            # The options of then: the program may change those of the optimizer meanwhile.
+            options = {name: value for name, (value, _) in landed.options.items()}
+            group = groups.setdefault(id(landed.options), {**options, "params": []})
+            group["params"].append(shadow.values)
         try:
-            _step_over(optimizer, groups, states)
+            # A scaler may give the optimizer its scale meanwhile, and the kernel would scale the
+            # gradients, which are not copies.
+            _step_over(optimizer, list(groups.values()), states, grad_scale=None, found_inf=None)
             for each in work:
                 assert each.shadow is not None
                 if each.shadow.is_complete(states.get(each.shadow.values, {})):
@@ -678,9 +696,8 @@ class StepOverlap:
 
     def _find_current(self, optimizer: Optimizer, landed: Sequence[_Landed]) -> list[_Landed]:
         """Find what has landed and is still what a step taken now would begin with."""
-        scaled = any(getattr(optimizer, name, None) is not None for name in _SCALES)
         # With another number of threads, norms can have other bits.
-        if scaled or not _is_plain() or self._arithmetic != _Arithmetic.now():
+        if self.is_scaled or not _is_plain() or self._arithmetic != _Arithmetic.now():
             return []
         groups = optimizer.param_groups
         group_of = {id(p): number for number, group in enumerate(groups) for p in group["params"]}
@@ -777,6 +794,7 @@ class StepOverlap:
         with self._lock:
             self._complete, self._squares, self._arithmetic = [], 0.0, None
             self._again_bytes = 0
+            self.is_scaled = False
             self._tasks.clear()
             if self._pid != os.getpid():
                 self._pid, self._worker = os.getpid(), self._make_worker()
@@ -815,9 +833,6 @@ class _Work(NamedTuple):
     gradient: torch.Tensor
     state: Mapping[str, Any]
     shadow: _Shadow | None
-
-
-_SCALES = ("grad_scale", "found_inf")  # what a scaler gives to a fused optimizer
 
 
 def _can_have_shadow(parameter: torch.Tensor) -> bool:
@@ -902,8 +917,15 @@ def _plain_class(optimizer: Optimizer) -> type[Optimizer]:
     return next(each for each in type(optimizer).__mro__ if each in _STEPS_EACH_ALONE)
 
 
+def _make_anew(plain: type[Optimizer]) -> Optimizer:
+    return plain.__new__(plain)
+
+
 def _step_over(
-    optimizer: Optimizer, groups: list[dict[str, Any]], state: defaultdict[torch.Tensor, Any]
+    optimizer: Optimizer,
+    groups: list[dict[str, Any]],
+    state: defaultdict[torch.Tensor, Any],
+    **others: Any,
 ) -> None:
     """Step over some parameters as the optimizer would, without calling its hooks.
 
@@ -911,13 +933,14 @@ def _step_over(
         optimizer: the optimizer.
         groups: parameter groups.
         state: the state of the parameters, which is changed.
+        others: attributes that are to differ from those of the optimizer.
     """
     plain = _plain_class(optimizer)
     step = plain.step
     if getattr(step, "hooked", False):
         step = step.__wrapped__  # type: ignore[attr-defined]
-    twin = plain.__new__(plain)
-    vars(twin).update(vars(optimizer), param_groups=groups, state=state)
+    twin = _make_anew(plain)
+    vars(twin).update(vars(optimizer), param_groups=groups, state=state, **others)
     step(twin)
 
 
@@ -940,8 +963,10 @@ def _overlapping_class(plain: type[Optimizer]) -> type[Optimizer]:
 
         @property
         def _step_supports_amp_scaling(self) -> bool:
-            # A scaler would have the kernel unscale the gradients, after they were clipped.
+            # A scaler asks this before a step, and has unscaled the gradients, which raises no
+            # version; or it would have the kernel unscale them, after they were clipped.
             overlap: StepOverlap = vars(self)[_NAME]
+            overlap.is_scaled = True
             supports = vars(self).get("_step_supports_amp_scaling", False)
             return overlap._max_norm is None and bool(supports)
 
@@ -958,7 +983,7 @@ def _overlapping_class(plain: type[Optimizer]) -> type[Optimizer]:
             return f"{super().__repr__()}\n{self.overlap}"
 
         def __reduce_ex__(self, protocol: Any) -> Any:
-            return copyreg.__newobj__, (plain,), self.__getstate__()  # type: ignore[attr-defined]
+            return _make_anew, (plain,), self.__getstate__()
 
     Overlapping.__name__ = Overlapping.__qualname__ = plain.__name__
     Overlapping.__doc__ = plain.__doc__

@@ -1,0 +1,404 @@
+"""`handle.overlap`: an optimizer steps inside backward, with the bits of the plain loop."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+import ebbtide
+
+WIDTH = 32
+
+pytestmark = pytest.mark.filterwarnings("ignore:ebbtide offloaded nothing:RuntimeWarning")
+
+Make = Callable[[Any], torch.optim.Optimizer]
+
+
+def fused(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2, fused=True)
+
+
+def make() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)])
+
+
+def overlapped(
+    optimizer: Make = fused, *, max_norm: float | None = 1.0, **others: Any
+) -> tuple[nn.Module, Any, ebbtide.OffloadHandle]:
+    model = make()
+    handle = ebbtide.offload(model, trace=others.pop("trace", False))
+    return model, handle.overlap(optimizer(model.parameters()), max_norm=max_norm, **others), handle
+
+
+def batches(count: int) -> Iterator[Tensor]:
+    draws = torch.Generator().manual_seed(1)
+    for _ in range(count):
+        yield torch.randn(8, WIDTH, generator=draws)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, by: float = 1.0) -> None:
+    optimizer.zero_grad()
+    (model(x).square().mean() * by).backward()
+    optimizer.step()
+
+
+def assert_same(mine: nn.Module, plain: nn.Module, my: Any, optimizer: Any) -> None:
+    for got, expected in zip(mine.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(got, expected)
+        assert torch.equal(got.grad, expected.grad)
+        for name, value in optimizer.state[expected].items():
+            assert torch.equal(my.state[got][name], value), name
+
+
+class _Own(torch.optim.SGD):
+    pass
+
+
+@pytest.mark.parametrize("kind", [torch.optim.LBFGS, torch.optim.SparseAdam, _Own])
+def test_others_are_refused_by_name(kind: type[torch.optim.Optimizer]) -> None:
+    model = make()
+    with ebbtide.offload(model) as handle:
+        optimizer = kind(model.parameters())
+        with pytest.raises(ebbtide.PolicyError, match=kind.__name__):
+            handle.overlap(optimizer)
+    assert type(optimizer) is kind
+
+
+def test_what_cannot_be_honoured_is_refused() -> None:
+    model = make()
+    handle = ebbtide.offload(model)
+    for max_norm in (0, -1.0, float("nan"), True):
+        with pytest.raises(ebbtide.PolicyError, match="max_norm"):
+            handle.overlap(fused(model.parameters()), max_norm=max_norm)
+    with pytest.raises(ebbtide.PolicyError, match="shadow_budget"):
+        handle.overlap(fused(model.parameters()), shadow_budget="much")
+    scheduled = fused(model.parameters())
+    torch.optim.lr_scheduler.StepLR(scheduled, 1)
+    with pytest.raises(ebbtide.PolicyError, match="scheduler"):
+        handle.overlap(scheduled)
+    twice = handle.overlap(fused(model.parameters()))
+    with pytest.raises(ebbtide.PolicyError, match="already"):
+        handle.overlap(twice)
+    handle.detach()
+    with pytest.raises(ebbtide.PolicyError, match="detached"):
+        handle.overlap(fused(model.parameters()))
+
+
+def test_it_is_the_same_optimizer_and_copies_of_it_are_plain() -> None:
+    model = make()
+    handle = ebbtide.offload(model)
+    given = fused(model.parameters())
+    optimizer = handle.overlap(given, max_norm=1.0)
+    assert optimizer is given
+    assert isinstance(optimizer, torch.optim.AdamW)
+    for x in batches(3):
+        step(model, optimizer, x)
+    for plain in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert type(plain) is torch.optim.AdamW
+        mine, its = optimizer.state_dict()["state"], plain.state_dict()["state"]
+        for number, state in mine.items():
+            assert all(torch.equal(value, its[number][name]) for name, value in state.items())
+    handle.detach()
+    assert type(optimizer) is torch.optim.AdamW
+    step(model, optimizer, torch.ones(8, WIDTH))
+
+
+def test_parameters_and_state_change_in_step_only() -> None:
+    model, optimizer, handle = overlapped(trace=True)
+    for x in batches(3):
+        step(model, optimizer, x)
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict()["state"]))
+    model(torch.ones(8, WIDTH)).square().mean().backward()
+    assert any(event.lane == "cpu_optimizer" for event in handle.trace.events)  # which has ended
+    weights, state = before
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+    for number, own in optimizer.state_dict()["state"].items():
+        assert all(torch.equal(value, state[number][name]) for name, value in own.items())
+    ahead = optimizer.overlap.num_overlapped
+    optimizer.step()
+    assert optimizer.overlap.num_overlapped == ahead + 1
+    assert not any(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+    handle.detach()
+
+
+def test_who_refers_to_the_state_sees_the_step() -> None:
+    """As with torch: in a `state_dict` that was taken before, and through a view."""
+    model, optimizer, handle = overlapped()
+    for x in batches(2):
+        step(model, optimizer, x)
+    taken = optimizer.state_dict()["state"]
+    views = [state["exp_avg"].view(-1) for state in list(optimizer.state.values())[::2]]
+    weights = [parameter.detach() for parameter in model.parameters()]
+    for x in batches(3):
+        step(model, optimizer, x)
+    assert optimizer.overlap.num_overlapped == 4
+    for (parameter, state), old, weight in zip(
+        optimizer.state.items(), taken.values(), weights, strict=True
+    ):
+        assert all(torch.equal(state[name], value) for name, value in old.items())
+        assert torch.equal(parameter, weight)
+    for state, view in zip(list(optimizer.state.values())[::2], views, strict=True):
+        assert torch.equal(state["exp_avg"].view(-1), view)
+    handle.detach()
+
+
+def test_weights_that_share_memory_step_one_after_the_other() -> None:
+    models, optimizers = [], []
+    for overlaps in (False, True):
+        model = make()
+        model[3][0].weight.data = model[0][0].weight.data
+        optimizer = fused(model.parameters())
+        if overlaps:
+            optimizer = ebbtide.offload(model).overlap(optimizer)
+        for x in batches(4):
+            step(model, optimizer, x)
+        models.append(model)
+        optimizers.append(optimizer)
+    assert_same(models[1], models[0], optimizers[1], optimizers[0])
+    assert optimizers[1].overlap.num_overlapped == 3
+
+
+def test_two_optimizers_step_the_same_weights() -> None:
+    """A fused step raises no version of the weights that it changes."""
+    results = []
+    for overlaps in (False, True):
+        model = make()
+        optimizers = [fused(model.parameters()), fused(model[1:].parameters())]
+        if overlaps:
+            handle = ebbtide.offload(model)
+            optimizers[1] = handle.overlap(optimizers[1], max_norm=None)
+        for x in batches(4):
+            model.zero_grad()
+            model(x).square().mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+        results.append(list(model.parameters()))
+    assert all(torch.equal(mine, plain) for plain, mine in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.2])
+@pytest.mark.parametrize("kind", ["fused", "one by one"])
+def test_with_a_gradient_scaler(kind: str, max_norm: float | None) -> None:
+    """A scaler unscales the gradients in place, so all of them step in `step`."""
+    models, optimizers = [], []
+    for overlaps in (False, True):
+        model = make()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=kind == "fused")
+        if overlaps:
+            optimizer = ebbtide.offload(model).overlap(optimizer, max_norm=max_norm)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1000.0, growth_interval=2)
+        for number, x in enumerate(batches(6)):
+            optimizer.zero_grad()
+            by = float("inf") if number == 3 else 1.0
+            scaler.scale(model(x).square().mean() * by).backward()
+            if max_norm is not None and not overlaps:
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+            scaler.step(optimizer)
+            scaler.update()
+        models.append(model)
+        optimizers.append(optimizer)
+    for mine, plain in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(mine, plain)
+        assert mine.isfinite().all()
+    # The infinite step was skipped, in torch's way: by the scaler, or by the fused kernel.
+    assert optimizers[1].overlap.num_steps == (6 if kind == "fused" and max_norm is None else 5)
+
+
+def test_a_scheduler_a_closure_and_hooks_work_as_ever() -> None:
+    results = []
+    for overlaps in (False, True):
+        model = make()
+        optimizer = fused(model.parameters())
+        if overlaps:
+            optimizer = ebbtide.offload(model).overlap(optimizer, max_norm=0.5)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 8)
+        called = []
+        optimizer.register_step_pre_hook(lambda *_, called=called: called.append("before"))
+        optimizer.register_step_post_hook(lambda *_, called=called: called.append("after"))
+        losses = []
+        for x in batches(6):
+
+            def closure(model=model, optimizer=optimizer, overlaps=overlaps, x=x) -> Tensor:
+                optimizer.zero_grad()
+                loss = model(x).square().mean()
+                loss.backward()
+                if not overlaps:
+                    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                return loss
+
+            losses.append(optimizer.step(closure))
+            scheduler.step()
+        results.append([*model.parameters(), *losses])
+        assert called == ["before", "after"] * 6
+    assert all(torch.equal(mine, plain) for plain, mine in zip(*results, strict=True))
+
+
+def test_a_step_that_raises_commits_nothing() -> None:
+    """One parameter cannot step. Those that have stepped ahead stay as they were, and can step."""
+    model, optimizer, handle = overlapped(max_norm=None)
+    for x in batches(3):
+        step(model, optimizer, x)
+    model(torch.ones(8, WIDTH)).square().mean().backward()
+    odd = model[0][0].bias
+    gradient, odd.grad = odd.grad, odd.grad.to_sparse()  # AdamW refuses it
+    optimizer_state = copy.deepcopy(optimizer.state_dict()["state"])
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        optimizer.step()
+    assert all(map(torch.equal, before, model.parameters()))
+    for number, state in optimizer.state_dict()["state"].items():
+        assert all(torch.equal(state[name], v) for name, v in optimizer_state[number].items())
+    odd.grad = gradient
+    optimizer.step()
+    assert not any(map(torch.equal, before, model.parameters()))
+    handle.detach()
+
+
+def test_shadows_keep_within_their_budget() -> None:
+    # A layer has a weight of 32 x 32 and a bias of 32. Each has its values and two moments, of 4
+    # bytes an element, and a count of steps of 4 bytes: two layers fit, and some of a third.
+    layer_bytes = 3 * 4 * (WIDTH * WIDTH + WIDTH) + 2 * 4
+    model, optimizer, handle = overlapped(shadow_budget=2 * layer_bytes + 500)
+    for x in batches(3):
+        step(model, optimizer, x)
+    assert optimizer.overlap.num_overlapped == 2
+    assert 2 * layer_bytes <= optimizer.overlap.shadow_bytes <= 2 * layer_bytes + 500
+    handle.detach()
+
+
+def test_where_most_steps_clip_nothing_is_stepped_ahead() -> None:
+    model, optimizer, handle = overlapped(max_norm=0.3)
+    for x in batches(8):
+        step(model, optimizer, x, by=100.0)
+    stats = optimizer.overlap
+    assert stats.num_clipped == 8
+    assert not stats.steps_ahead
+    assert stats.shadow_bytes == 0
+    for x in batches(8):
+        step(model, optimizer, x, by=1e-3)
+    assert optimizer.overlap.steps_ahead
+    assert optimizer.overlap.num_clipped == 8
+    assert optimizer.overlap.num_overlapped > 0
+    assert "steps ahead now" in repr(optimizer)
+    handle.detach()
+
+
+def test_the_norm_is_that_of_torch() -> None:
+    model, optimizer, handle = overlapped(max_norm=1e-2)
+    for x in batches(4):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        norm = nn.utils.get_total_norm([p.grad for p in model.parameters()])
+        optimizer.step()
+        assert torch.equal(optimizer.grad_norm, norm)
+    handle.detach()
+
+
+class _Seen(TorchFunctionMode):
+    num_stepped = 0
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is torch._fused_adamw_:
+            self.num_stepped += len(args[0])
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_mode_around_the_step_sees_all_of_it() -> None:
+    """Such a mode may change what a step does, and the worker's thread has none."""
+    model, optimizer, handle = overlapped()
+    for x in batches(3):
+        step(model, optimizer, x)
+    model(torch.ones(8, WIDTH)).square().mean().backward()
+    with _Seen() as seen:
+        optimizer.step()
+    assert seen.num_stepped == len(list(model.parameters()))
+    handle.detach()
+
+
+def test_a_dropped_optimizer_leaves_no_hooks() -> None:
+    model, optimizer, handle = overlapped()
+    step(model, optimizer, torch.ones(8, WIDTH))
+    assert all(len(p._post_accumulate_grad_hooks) == 1 for p in model.parameters())
+    del optimizer
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+    model(torch.ones(8, WIDTH)).sum().backward()
+    handle.detach()
+
+
+class _Spectrum(nn.Module):
+    """The norm of so many complex numbers depends on how many threads add them up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(300_000, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.weight * x).abs().sum()
+
+
+@pytest.mark.parametrize("before_backward", [True, False])
+def test_the_number_of_threads_may_change(before_backward: bool) -> None:
+    norms: list[list[Tensor]] = []
+    threads = torch.get_num_threads()
+    for overlaps in (False, True):
+        model = _Spectrum()
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=1e-3)
+        if overlaps:
+            optimizer = ebbtide.offload(model).overlap(optimizer, max_norm=1e9)
+        norms.append([])
+        torch.manual_seed(1)
+        for number in range(5):
+            optimizer.zero_grad()
+            if before_backward:
+                torch.set_num_threads(1 + number % 2)
+            model(torch.randn(300_000)).backward()
+            torch.set_num_threads(1 + number % 2)
+            if not overlaps:
+                norms[-1].append(nn.utils.clip_grad_norm_(model.parameters(), 1e9))
+            optimizer.step()
+            if overlaps:
+                norms[-1].append(optimizer.grad_norm)
+        assert not overlaps or optimizer.overlap.num_overlapped == (4 if before_backward else 0)
+    torch.set_num_threads(threads)
+    assert all(torch.equal(mine, plain) for plain, mine in zip(*norms, strict=True))
+
+
+class _Signed(nn.Module):
+    """Its gradient is -0.0 - 1.0j, which a multiplication by 1 makes 0.0 - 1.0j."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((4,), complex(-0.0, 3.0)))
+
+    def forward(self) -> Tensor:
+        return (torch.view_as_real(self.weight) * torch.tensor([-0.0, -1.0])).sum()
+
+
+def test_clipping_by_one_changes_the_signs_of_complex_zeros() -> None:
+    results = []
+    for overlaps in (False, True):
+        model = _Signed()
+        optimizer: Any = torch.optim.Adagrad(model.parameters(), lr=0.1)
+        if overlaps:
+            optimizer = ebbtide.offload(model).overlap(optimizer, max_norm=100.0)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model().backward()
+            if not overlaps:
+                nn.utils.clip_grad_norm_(model.parameters(), 100.0)
+            optimizer.step()
+        both = torch.stack([model.weight.detach(), model.weight.grad])
+        results.append(torch.view_as_real(both))
+        assert not overlaps or optimizer.overlap.num_overlapped == 2
+    assert torch.equal(results[0].signbit(), results[1].signbit())
+    assert torch.equal(*results)
