@@ -24,7 +24,7 @@ from ebbtide.runtime.layers import LayerTracker
 from ebbtide.runtime.stats import Account, StepStats, fate_bar
 from ebbtide.schedule import Schedule
 from ebbtide.units import brief, card, count, facts, few, format_size, labelled
-from ebbtide.weights.overlap import overlap_step
+from ebbtide.weights.overlap import StepOverlap
 
 if TYPE_CHECKING:
     from ebbtide.observe.run_record import RunRecord
@@ -249,7 +249,7 @@ class OffloadHandle:
         if not self._undo:
             raise PolicyError("the handle is detached; call overlap on that of a new offload")
         owner = None if self._owner is None else self._owner()
-        overlap = overlap_step(
+        overlap = StepOverlap(
             optimizer,
             self._engine,
             model=owner if isinstance(owner, nn.Module) else None,

@@ -292,6 +292,17 @@ def test_where_most_steps_clip_nothing_is_stepped_ahead() -> None:
     handle.detach()
 
 
+def test_nothing_steps_ahead_of_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may add to a gradient that has landed, without a version."""
+    model, optimizer, handle = overlapped()
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    for x in batches(3):
+        step(model, optimizer, x)
+    assert optimizer.overlap.num_overlapped == 0
+    handle.detach()
+
+
 def test_the_norm_is_that_of_torch() -> None:
     model, optimizer, handle = overlapped(max_norm=1e-2)
     for x in batches(4):

@@ -22,7 +22,8 @@ class TraceEvent:
 
     Attributes:
         what: type of event: ``"forward"``, ``"backward"``, ``"offload"``, ``"release"``,
-            ``"reload"``, ``"wait"``, ``"rebuild"`` or ``"recompute"``.
+            ``"reload"``, ``"wait"``, ``"rebuild"``, ``"recompute"``, or ``"step"`` for what an
+            optimizer steps inside backward.
         lane: lane that did the work: ``"compute"``, ``"d2h"``, ``"h2d"``, ``"disk"`` or
             ``"cpu_optimizer"``.
         begin_s: begin of the event, in seconds since the step began.

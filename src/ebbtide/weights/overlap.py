@@ -112,15 +112,12 @@ class OverlapStats:
 # ---- What must be as it was for a step taken ahead to have the same bits as one taken now
 
 
-class _Mark(NamedTuple):
-    """A tensor's version and place. Changes through `data` or NumPy raise no version."""
-
-    version: int
-    address: int
+_Mark = tuple[int, int]
+"""A tensor's version and place. Changes through `data` or NumPy raise no version."""
 
 
 def _mark(tensor: torch.Tensor) -> _Mark:
-    return _Mark(tensor._version, tensor.data_ptr())
+    return tensor._version, tensor.data_ptr()
 
 
 def _marked(values: Mapping[str, Any]) -> dict[str, tuple[Any, _Mark | None]]:
@@ -337,12 +334,15 @@ class StepOverlap:
         model: the module whose gradients are clipped together; None: those of the optimizer.
         layers: names of the modules whose parameters step together.
         max_norm: as for `torch.nn.utils.clip_grad_norm_`; None: no clipping.
-        shadow_budget_bytes: the most memory for shadows; None: half of what is free.
+        shadow_budget: the most memory for shadows, as a size; None: half of what is free.
 
     Attributes:
         grad_norm: the norm of all gradients in the last step, before clipping; None without
             ``max_norm`` and before the first step.
         is_scaled: whether a scaler is about to step, which has changed gradients.
+
+    Raises:
+        PolicyError: see `_check_optimizer`, or an argument has no meaning.
 
     Streams:
         The worker reads host memory only: gradients that have landed, parameters, state. The host
@@ -359,14 +359,19 @@ class StepOverlap:
         model: nn.Module | None,
         layers: Sequence[str],
         max_norm: float | None,
-        shadow_budget_bytes: int | None,
+        shadow_budget: int | str | None,
     ) -> None:
+        _check_optimizer(optimizer)
+        if max_norm is not None and (isinstance(max_norm, bool) or not float(max_norm) > 0):
+            refuse("max_norm", "a positive number, or None for no clipping", max_norm)
+        self._budget_bytes: int | None = None
+        if shadow_budget is not None:
+            self._budget_bytes = parse_size_bytes(shadow_budget, name="shadow_budget")
         self._optimizer = weakref.ref(optimizer)
         self._engine = engine
         self._model = None if model is None else weakref.ref(model)
         self._layer_names = sorted(layers, key=len, reverse=True)
-        self._max_norm = max_norm
-        self._budget_bytes = shadow_budget_bytes
+        self._max_norm = None if max_norm is None else float(max_norm)
         self._lock = threading.RLock()
         self._worker = self._make_worker()
         self._members: dict[int, _Member] = {}
@@ -384,6 +389,9 @@ class StepOverlap:
         self._hooks: dict[int, Any] = {0: forget}
         weakref.finalize(self, _remove_hooks, self._hooks).atexit = False
         self._find_members(optimizer)
+        vars(optimizer)[_NAME] = self
+        derive: Any = _overlapping_class  # mypy takes the metaclass for unhashable
+        optimizer.__class__ = derive(type(optimizer))
 
     @property
     def stats(self) -> OverlapStats:
@@ -917,6 +925,11 @@ def _plain_class(optimizer: Optimizer) -> type[Optimizer]:
     return next(each for each in type(optimizer).__mro__ if each in _STEPS_EACH_ALONE)
 
 
+def _overlap_of(optimizer: Any) -> StepOverlap:
+    overlap: StepOverlap = vars(optimizer)[_NAME]
+    return overlap
+
+
 def _make_anew(plain: type[Optimizer]) -> Optimizer:
     return plain.__new__(plain)
 
@@ -952,32 +965,28 @@ def _overlapping_class(plain: type[Optimizer]) -> type[Optimizer]:
         @property
         def grad_norm(self) -> torch.Tensor | None:
             """The norm of all gradients in the last step, before clipping."""
-            overlap: StepOverlap = vars(self)[_NAME]
-            return overlap.grad_norm
+            return _overlap_of(self).grad_norm
 
         @property
         def overlap(self) -> OverlapStats:
             """What stepping ahead has done so far."""
-            overlap: StepOverlap = vars(self)[_NAME]
-            return overlap.stats
+            return _overlap_of(self).stats
 
         @property
         def _step_supports_amp_scaling(self) -> bool:
             # A scaler asks this before a step, and has unscaled the gradients, which raises no
             # version; or it would have the kernel unscale them, after they were clipped.
-            overlap: StepOverlap = vars(self)[_NAME]
+            overlap = _overlap_of(self)
             overlap.is_scaled = True
             supports = vars(self).get("_step_supports_amp_scaling", False)
             return overlap._max_norm is None and bool(supports)
 
         def step(self, closure: Callable[[], Any] | None = None) -> Any:
-            overlap: StepOverlap = vars(self)[_NAME]
-            return overlap.step(self, closure)
+            return _overlap_of(self).step(self, closure)
 
         def zero_grad(self, set_to_none: bool = True) -> None:
             super().zero_grad(set_to_none)
-            overlap: StepOverlap = vars(self)[_NAME]
-            overlap.forget(self)
+            _overlap_of(self).forget(self)
 
         def __repr__(self) -> str:
             return f"{super().__repr__()}\n{self.overlap}"
@@ -993,7 +1002,7 @@ def _overlapping_class(plain: type[Optimizer]) -> type[Optimizer]:
     return Overlapping
 
 
-def check_optimizer(optimizer: object) -> Optimizer:
+def _check_optimizer(optimizer: object) -> None:
     """Check that the step of an optimizer can be split by parameters.
 
     Raises:
@@ -1017,38 +1026,3 @@ def check_optimizer(optimizer: object) -> Optimizer:
         )
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise PolicyError(f"{name}(differentiable=True) steps inside a graph; leave overlap out")
-    return optimizer
-
-
-def overlap_step(
-    optimizer: Optimizer,
-    engine: Engine,
-    *,
-    model: nn.Module | None,
-    layers: Sequence[str],
-    max_norm: float | None,
-    shadow_budget: int | str | None,
-) -> StepOverlap:
-    """Let an optimizer step ahead from now on; see `OffloadHandle.overlap`.
-
-    Raises:
-        PolicyError: see `check_optimizer`; or an argument has no meaning.
-    """
-    check_optimizer(optimizer)
-    if max_norm is not None and (isinstance(max_norm, bool) or not float(max_norm) > 0):
-        refuse("max_norm", "a positive number, or None for no clipping", max_norm)
-    budget_bytes = None
-    if shadow_budget is not None:
-        budget_bytes = parse_size_bytes(shadow_budget, name="shadow_budget")
-    overlap = StepOverlap(
-        optimizer,
-        engine,
-        model=model,
-        layers=layers,
-        max_norm=None if max_norm is None else float(max_norm),
-        shadow_budget_bytes=budget_bytes,
-    )
-    vars(optimizer)[_NAME] = overlap
-    derive: Any = _overlapping_class  # mypy takes the metaclass for unhashable
-    optimizer.__class__ = derive(type(optimizer))
-    return overlap
