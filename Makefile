@@ -152,6 +152,7 @@ bench: $(VENV)/.dev  ## measure what needs no accelerator; results go to benchma
 	$(BIN)/python -m benchmarks.pinned
 	$(BIN)/python -m benchmarks.rebuild
 	$(BIN)/python -m benchmarks.rebuild_step
+	$(BIN)/python -m benchmarks.overlap
 	$(BIN)/python -m benchmarks.rss
 	$(BIN)/python -m benchmarks.budget
 	$(BIN)/python -m benchmarks.plan_search
