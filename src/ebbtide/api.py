@@ -29,6 +29,7 @@ from ebbtide.policy import (
     refuse,
     refuse_recomputing,
 )
+from ebbtide.runtime.compiled import ModuleHook
 from ebbtide.runtime.engine import Engine
 from ebbtide.runtime.executor import ScheduleMode
 from ebbtide.runtime.forward import BypassHooks, OffloadedForward
@@ -41,7 +42,6 @@ from ebbtide.runtime.layers import (
     find_layers,
     match_layers,
 )
-from ebbtide.runtime.torch_internals import ModuleHook
 from ebbtide.schedule import Schedule
 from ebbtide.version import TESTED_TORCH
 from ebbtide.weights.hooks import WeightHooks

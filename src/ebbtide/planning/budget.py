@@ -27,6 +27,7 @@ from ebbtide.planning.recorded import PassTrim, PassWatch, profile_recorded_step
 from ebbtide.planning.relaxation import load_solver
 from ebbtide.runtime.engine import Engine
 from ebbtide.runtime.rebuild import PlannedLayers, mark_not_offload
+from ebbtide.runtime.torch_internals import current_graph_task
 from ebbtide.stores.measured_memory import AbstractMemory, memory_of
 from ebbtide.units import format_size, parse_size_bytes
 
@@ -296,7 +297,7 @@ class BudgetController:
         Raises:
             BudgetError: no plan fits into the budget.
         """
-        if torch._C._current_graph_task_id() != -1:
+        if current_graph_task() != -1:
             return False  # other code computes the forward again
         with self._lock:
             if self._engine.is_in_step():

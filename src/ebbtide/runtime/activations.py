@@ -30,6 +30,7 @@ from ebbtide.runtime.handles import (
     pack,
 )
 from ebbtide.runtime.record import DROPPED, PENDING, REBUILT, AccessOrder, ForwardLog
+from ebbtide.runtime.torch_internals import call_after_backward, current_graph_task, sequence_number
 from ebbtide.runtime.transfers import Transfers
 from ebbtide.schedule import Verb
 
@@ -131,7 +132,7 @@ class Scopes:
         scopes = self.running.scopes
         if scopes:
             return scopes[-1]
-        if torch._C._current_graph_task_id() == -1:
+        if current_graph_task() == -1:
             return None
         for other in reversed(self._threads.copy()):
             inner = other[-1:]  # the other thread may end its forward meanwhile
@@ -236,7 +237,6 @@ class Scopes:
 
 # ---- The records of what autograd saves of one model, and how their bytes come back for backward
 
-_sequence_number = torch._C._autograd._get_sequence_nr
 
 _MOST_ENDED = 100  # backwards remembered without a look at which still matter
 _MOST_LISTED = 100_000  # records of a step that `saved` gives
@@ -422,7 +422,7 @@ class Activations:
             # written]: the copy would have the bytes from before the operator wrote them.
             if tensor.grad_fn is None:
                 record.unwritten = True
-                sequence = _sequence_number()
+                sequence = sequence_number()
                 scope.unwritten.append(UnwrittenCopy(sequence, record, tensor, packs, scope.unit))
             elif packs or view_size is not None or scope.unit is not None:
                 self._begin_copy(record, tensor, packs=packs, unit=scope.unit)
@@ -541,7 +541,7 @@ class Activations:
         log = record.forward
         if record.unwritten:
             self._begin_copies_of_forward()
-        task = log.task = torch._C._current_graph_task_id()
+        task = log.task = current_graph_task()
         creates_graph = self._backwards.get(task)
         if creates_graph is None:  # it has just begun
             creates_graph = self._note_task(log)
@@ -596,7 +596,7 @@ class Activations:
         Returns:
             Whether this backward makes a graph itself (``create_graph=True``).
         """
-        task = log.task = torch._C._current_graph_task_id()
+        task = log.task = current_graph_task()
         creates_graph = self._backwards.get(task)
         if creates_graph is None:
             if task == -1:  # a saved tensor is looked at outside a backward
@@ -607,7 +607,7 @@ class Activations:
                 self._account.memory.enter_backward()
             # The last saved tensors to die die in this backward.
             end = functools.partial(self._end_backward, task)
-            torch.autograd.Variable._execution_engine.queue_callback(end)
+            call_after_backward(end)
         return creates_graph
 
     def _end_backward(self, task: int) -> None:
@@ -628,7 +628,7 @@ class Activations:
             self._ended.clear()
             self._overlaps = False
             return
-        if torch._C._current_graph_task_id() != -1:
+        if current_graph_task() != -1:
             return
         with self._gate:
             alive = self.alive()

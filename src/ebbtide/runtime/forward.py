@@ -17,13 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ebbtide.devices.process import call_weakly
 from ebbtide.errors import PolicyError, warn_user
-from ebbtide.runtime.engine import Engine
-from ebbtide.runtime.events import Owner
-from ebbtide.runtime.layers import LayerModules, LayerTracker, is_script, register_hooks
-from ebbtide.runtime.module_state import ForwardState
-from ebbtide.runtime.parameter_index import RestingWeights
-from ebbtide.runtime.saved_tensors import SavedTensorHooks, hooks_are_wanted
-from ebbtide.runtime.torch_internals import (
+from ebbtide.runtime.compiled import (
     CompiledCall,
     HookedLayer,
     ModuleHook,
@@ -33,6 +27,13 @@ from ebbtide.runtime.torch_internals import (
     pass_for,
     skip_in_compiler,
 )
+from ebbtide.runtime.engine import Engine
+from ebbtide.runtime.events import Owner
+from ebbtide.runtime.layers import LayerModules, LayerTracker, is_script, register_hooks
+from ebbtide.runtime.module_state import ForwardState
+from ebbtide.runtime.parameter_index import RestingWeights
+from ebbtide.runtime.saved_tensors import SavedTensorHooks, hooks_are_wanted
+from ebbtide.runtime.torch_internals import current_graph_task
 from ebbtide.units import brief
 
 _LATER = types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType
@@ -433,7 +434,7 @@ class BypassHooks:
         here = self._forward.here
         if self._forward.is_running():
             return  # perhaps without grad mode
-        if self._tracker.is_active or torch._C._current_graph_task_id() != -1:
+        if self._tracker.is_active or current_graph_task() != -1:
             return  # it belongs to the forward that runs, or recomputes a checkpointed part
         here.end.callback(self._forward.begin_bypassed(self._numbers.get(id(module), 0)))
         here.part = known

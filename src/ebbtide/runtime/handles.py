@@ -33,6 +33,7 @@ from ebbtide.runtime.record import (
     in_force,
     kernel_settings,
 )
+from ebbtide.runtime.torch_internals import hooks_are_enabled, top_hooks
 from ebbtide.runtime.transfers import Transfers
 from ebbtide.schedule import Unit, Verb
 
@@ -271,8 +272,8 @@ class EmptyTensors(dict[torch.dtype, Tensor]):
 
 def are_hooked() -> bool:
     """Whether autograd keeps no saved tensor itself now: ebbtide or a checkpoint replaces it."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    enabled: bool = torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
+    hooks = top_hooks()
+    enabled: bool = hooks_are_enabled()
     if hooks is None or not enabled:
         return False
     return hooks[1] is restore or is_of_checkpoint(hooks[0])

@@ -24,9 +24,10 @@ from ebbtide.devices.device import Layer
 from ebbtide.devices.process import call_weakly
 from ebbtide.errors import PolicyError, warn_user
 from ebbtide.policy import ActivationPolicy, check_layers, refuse
+from ebbtide.runtime.compiled import HookedLayer, ModuleHook, compiler_is_loaded
 from ebbtide.runtime.engine import Engine
 from ebbtide.runtime.recompute import RecomputedForward
-from ebbtide.runtime.torch_internals import HookedLayer, ModuleHook, compiler_is_loaded
+from ebbtide.runtime.torch_internals import current_graph_task
 from ebbtide.units import few
 
 
@@ -354,7 +355,7 @@ def register_hooks(
 
 
 def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
+    return current_graph_task() != -1
 
 
 # ---- Finds the blocks of a model: the modules whose calls count as its layers by default ----

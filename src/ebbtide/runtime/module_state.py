@@ -27,8 +27,9 @@ from torch.nn.utils import parametrize
 from torch.utils._pytree import TreeSpec, tree_flatten
 
 from ebbtide.errors import SavedTensorModifiedError
+from ebbtide.runtime.compiled import ModuleHook
 from ebbtide.runtime.parameter_index import ExchangedParameter
-from ebbtide.runtime.torch_internals import ModuleHook, addresses_of, modules_of, parts_of
+from ebbtide.runtime.torch_internals import addresses_of, modules_of, parts_of
 from ebbtide.units import format_size
 
 _MODULE = "transformers.cache_utils"

@@ -29,6 +29,15 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 from ebbtide.devices.device import AbstractEvent, Layer, in_range
 from ebbtide.errors import PolicyError, SavedTensorModifiedError
 from ebbtide.runtime.activations import Activations
+from ebbtide.runtime.compiled import (
+    WrappedForward,
+    hold_forward,
+    is_traced,
+    itself,
+    pass_for,
+    plain_forward,
+    skip_in_compiler,
+)
 from ebbtide.runtime.events import Owner, Subject
 from ebbtide.runtime.handles import KEEP, Hold, raise_modified, restore
 from ebbtide.runtime.module_state import Arguments, ModuleState
@@ -37,13 +46,10 @@ from ebbtide.runtime.record import ForwardLog
 from ebbtide.runtime.saved_tensors import SavedTensorHooks
 from ebbtide.runtime.stats import Account
 from ebbtide.runtime.torch_internals import (
-    WrappedForward,
-    hold_forward,
-    is_traced,
-    itself,
-    pass_for,
-    plain_forward,
-    skip_in_compiler,
+    current_graph_task,
+    sequence_number,
+    top_hooks,
+    transform_level,
 )
 from ebbtide.runtime.transfers import Transfers
 from ebbtide.runtime.verification import (
@@ -238,7 +244,6 @@ def recomputed_lines(calls: Iterable[RecomputedLayer]) -> Iterator[str]:
 
 # Long: the two forwards of a call, and what is compared between them, belong together.
 
-_sequence_number = torch._C._autograd._get_sequence_nr
 
 _alone = threading.RLock()
 """Held while a second forward runs: random numbers and modules are those of the whole process."""
@@ -273,7 +278,7 @@ def find_recomputing(
     """
     if not hooks.are_on_top() or forward_ad._current_level >= 0:
         return None
-    if torch._C._functorch.maybe_current_level() is not None:
+    if transform_level() is not None:
         return None
     return Recomputing(layer, hooks, account, weights)
 
@@ -531,7 +536,7 @@ class _SavedCounter:
     """
 
     def __init__(self, hooks: SavedTensorHooks, call: _RecomputedCall) -> None:
-        self._pack, self._unpack = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        self._pack, self._unpack = top_hooks()
         self._hooks = hooks
         self._call = call
         self.size_bytes = self.borrowed_bytes = self.num_saved = 0
@@ -591,7 +596,7 @@ class _SavedAgain:
     """
 
     def __init__(self, call: _RecomputedCall) -> None:
-        pack, self.unpack = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        pack, self.unpack = top_hooks()
         # The checkpoint's hook keeps the compiler out, at a cost; `pack` here does, too.
         self._pack = getattr(pack, "__wrapped__", pack)
         self._call = call
@@ -602,11 +607,11 @@ class _SavedAgain:
     def pack(self, tensor: Tensor) -> Any:
         place = self._place
         self._place = place + 1
-        if self._waiting and _sequence_number() != self._sequence:
+        if self._waiting and sequence_number() != self._sequence:
             self.hand_over()
         if not self._waiting and tensor.grad_fn is not None:
             return self._hand_on(place, tensor)
-        self._sequence = _sequence_number()
+        self._sequence = sequence_number()
         self._waiting.append((place, tensor))
         return tensor.detach()
 
@@ -756,7 +761,7 @@ class _VerifyingHooks:
         return self._hooks.pack(tensor)
 
     def unpack(self, saved: Any) -> Tensor:
-        if self._is_awaiting and torch._C._current_graph_task_id() != -1:
+        if self._is_awaiting and current_graph_task() != -1:
             self._is_awaiting = False
             number, self.number = self.number, None
             if number is not None:  # else another thread has been faster

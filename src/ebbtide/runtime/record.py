@@ -15,6 +15,7 @@ from torch import Tensor
 from ebbtide.devices.device import AbstractEvent, AbstractStream, Layer
 from ebbtide.errors import PolicyError
 from ebbtide.policy import refuse
+from ebbtide.runtime.torch_internals import enable_onednn, onednn_is_enabled
 from ebbtide.stores.store import Slot
 
 KernelSettings = tuple[int, bool, bool] | None
@@ -76,7 +77,7 @@ def kernel_settings() -> KernelSettings:
     """Return the settings that kernels on the CPU depend on now, on the calling thread."""
     # Python multiplies by the same unit of the processor, which is told to flush or not.
     flushes = _SMALLEST_NORMAL * 0.5 == 0.0
-    return torch.get_num_threads(), torch._C._get_mkldnn_enabled(), flushes
+    return torch.get_num_threads(), onednn_is_enabled(), flushes
 
 
 @contextlib.contextmanager
@@ -96,7 +97,7 @@ def _put_in_force(settings: KernelSettings, present: KernelSettings) -> None:
     if num_threads != present[0]:
         torch.set_num_threads(num_threads)
     if uses_onednn != present[1]:
-        torch._C._set_mkldnn_enabled(uses_onednn)
+        enable_onednn(uses_onednn)
     if flushes != present[2]:
         torch.set_flush_denormal(flushes)
 

@@ -15,6 +15,7 @@ from torch.nested._internal.nested_tensor import NestedTensor
 
 from ebbtide.errors import PolicyError, warn_user
 from ebbtide.runtime.activations import Activations, Scope
+from ebbtide.runtime.compiled import skip_in_compiler
 from ebbtide.runtime.events import Owner
 from ebbtide.runtime.handles import (
     OFFLOAD,
@@ -32,7 +33,19 @@ from ebbtide.runtime.handles import (
 from ebbtide.runtime.parameter_index import ParameterIndex
 from ebbtide.runtime.rebuild import Placement, RecordedTensor, can_restore
 from ebbtide.runtime.record import ForwardLog, kernel_settings
-from ebbtide.runtime.torch_internals import parts_of, skip_in_compiler
+from ebbtide.runtime.torch_internals import (
+    AUTOGRAD,
+    hooks_are_enabled,
+    is_written_down,
+    parts_of,
+    pop_hooks,
+    push_hooks,
+    sequence_number,
+    set_version,
+    top_hooks,
+    transform_level,
+    without_function_subclasses,
+)
 from ebbtide.units import format_size
 
 _VALUES = "_values"
@@ -91,7 +104,7 @@ def _at_version(part: torch.Tensor, version: int) -> torch.Tensor:
     if version == 0:
         return part
     alias = part.data
-    torch._C._autograd._unsafe_set_version_counter((alias,), (version + part._version,))
+    set_version(alias, version + part._version)
     return alias
 
 
@@ -216,8 +229,6 @@ class Advice:
 # calls none, so pushed hooks do no harm. `let_others_disable` makes torch disable our hooks there
 # instead of raising. Hooks of other code are treated as before.
 
-_AUTOGRAD: Any = torch._C._autograd
-_MODES = torch._C._TorchDispatchModeKey
 
 _warned: weakref.WeakSet[object] = weakref.WeakSet()
 
@@ -232,24 +243,14 @@ def hooks_are_wanted(forward: object = None) -> bool:
     Args:
         forward: the offloaded forward that asks, which is warned of other code's hooks once.
     """
-    if not torch.is_grad_enabled() or not _AUTOGRAD._saved_tensors_hooks_is_enabled():
+    if not torch.is_grad_enabled() or not hooks_are_enabled():
         return False
-    hooks = _AUTOGRAD._top_saved_tensors_default_hooks(True)
+    hooks = top_hooks()
     if hooks is not None and hooks[1] is not restore:
         if not is_of_checkpoint(hooks[0]):
             _warn_of_other_hooks(hooks[0], forward)
         return False
-    return not is_traced()
-
-
-def is_traced() -> bool:
-    """Whether a forward runs only to be written down: exported, traced, or with fake tensors."""
-    return (
-        torch.compiler.is_exporting()
-        or torch._C._get_tracing_state() is not None
-        or torch._C._get_dispatch_mode(_MODES.PROXY) is not None
-        or torch._C._get_dispatch_mode(_MODES.FAKE) is not None
-    )
+    return not is_written_down()
 
 
 def refuse_moving_weights() -> None:
@@ -258,9 +259,9 @@ def refuse_moving_weights() -> None:
     Raises:
         PolicyError: the forward is transformed or traced, which would record the move itself.
     """
-    if torch._C._functorch.maybe_current_level() is not None:
+    if transform_level() is not None:
         what = "runs inside a transform of torch.func (grad, vmap, jvp, ...)"
-    elif is_traced():
+    elif is_written_down():
         what = "is exported, traced, or run with fake tensors"
     else:
         return
@@ -272,15 +273,15 @@ def refuse_moving_weights() -> None:
 
 def let_others_disable() -> None:
     """See [Note: torch.func inside a forward]. Calling this again does nothing."""
-    disable = _AUTOGRAD._saved_tensors_hooks_disable
+    disable = AUTOGRAD._saved_tensors_hooks_disable
     if not hasattr(disable, "__wrapped__"):
-        _AUTOGRAD._saved_tensors_hooks_disable = _tolerating_ours(disable)
+        AUTOGRAD._saved_tensors_hooks_disable = _tolerating_ours(disable)
 
 
 def _tolerating_ours(disable: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(disable)
     def disable_hooks(message: str, fail_if_non_empty: bool = True) -> None:
-        hooks = _AUTOGRAD._top_saved_tensors_default_hooks(True)
+        hooks = top_hooks()
         ours = hooks is not None and (hooks[1] is restore or is_of_recomputed(hooks[0]))
         disable(message, fail_if_non_empty and not ours)
 
@@ -303,7 +304,6 @@ def _warn_of_other_hooks(pack: Any, forward: object) -> None:
 
 # ---- Saved-tensor hooks: they pass through, keep, offload or leave out what autograd saves ----
 
-_sequence_number = torch._C._autograd._get_sequence_nr
 
 PackWeight = Callable[[torch.Tensor, torch.Tensor], Saved | None]
 """Returns the handle of a saved tensor that is a view, or a cast, of an offloaded weight."""
@@ -371,7 +371,7 @@ class SavedTensorHooks:
         offloads = self._placement.offloads(None)
         try:
             self._scopes.begin_forward(offloads=offloads)
-            torch._C._autograd._push_saved_tensors_default_hooks(self.pack, restore)
+            push_hooks(self.pack, restore)
         except BaseException as error:
             self._activations.transfers.note_error(error)
             raise
@@ -399,15 +399,15 @@ class SavedTensorHooks:
             False if they are not there: the stack is then as it was.
         """
         above = []
-        while (top := _AUTOGRAD._top_saved_tensors_default_hooks(True)) is not None:
-            if top[0] != self.pack and not _AUTOGRAD._saved_tensors_hooks_is_enabled():
+        while (top := top_hooks()) is not None:
+            if top[0] != self.pack and not hooks_are_enabled():
                 break  # what is taken could not be put back
-            _AUTOGRAD._pop_saved_tensors_default_hooks()
+            pop_hooks()
             if top[0] == self.pack:
                 return True
             above.append(top)
         for hooks in reversed(above):
-            _AUTOGRAD._push_saved_tensors_default_hooks(*hooks)
+            push_hooks(*hooks)
         return False
 
     def pack(self, tensor: torch.Tensor) -> Saved:
@@ -480,7 +480,7 @@ class SavedTensorHooks:
         """Whether what autograd saves now is packed by these hooks."""
         if not hooks_are_wanted() or not self.running:
             return False
-        top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        top = top_hooks()
         return top is not None and bool(top[0] == self.pack)
 
     def offload_here(self) -> None:
@@ -535,7 +535,7 @@ class SavedTensorHooks:
     ) -> Saved:
         """Share the record of a storage, or place the storage and make one."""
         activations, version = self._activations, tensor._version
-        if scope.unwritten and scope.unwritten[0].sequence != _sequence_number():
+        if scope.unwritten and scope.unwritten[0].sequence != sequence_number():
             activations.begin_copies(scope.unwritten)
         if self._finds_settings and self._placement.finder is not None:
             scope.forward.note_settings(kernel_settings())
@@ -631,7 +631,7 @@ class SavedTensorHooks:
     def _pack_unusual(self, tensor: torch.Tensor) -> Saved:
         if is_plain_subclass(tensor, self.plain_types):
             # From hooks, torch itself gives backward no tensors of other classes.
-            with torch._C.DisableTorchFunctionSubclass():
+            with without_function_subclasses():
                 return self.pack(tensor.as_subclass(torch.Tensor))
         if tensor.device == self._device and hasattr(tensor, "__tensor_flatten__"):
             if not self._parameters.owns_outer(tensor):

@@ -1,294 +1,111 @@
-"""Keeps the hooks of layers outside of what `torch.compile` traces.
+"""What ebbtide uses of torch that torch does not document, each with its reason.
 
-The compiler must not trace the hooks: they use locks, threads and weak references, so each would
-break the graph. A hook that is traced does nothing (`is_traced`), and the layer of a compiled
-module begins and ends outside of the compiled code instead. A module can be compiled in two ways,
-before `ebbtide.offload` or after it:
-
-- ``torch.compile(layer)`` returns another module that stands in the layer's place. The hooks are
-  registered on that one.
-- ``layer.compile()`` sets the attribute ``_compiled_call_impl`` of the layer, which is called in
-  place of the layer's hooks and forward. `CompiledCall` is put around it.
+Checked with torch 2.11, 2.13 and 2.15. No public call does the same in any of them, where none is
+named. `devices` is below this file and asks torch itself whether the profiler runs.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import sys
-import types
-import weakref
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, final
+from collections.abc import Iterable, Iterator
+from typing import Any, Final
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
-from torch.utils.hooks import RemovableHandle
+from torch.utils._device import DeviceContext
+from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype, _has_foreach_support
 
-is_traced = torch.compiler.is_compiling
-"""Whether the compiler traces this call. The compiler takes the answer for a constant."""
+AUTOGRAD: Final[Any] = torch._C._autograd
 
-Register = Callable[[nn.Module], list[RemovableHandle]]
-"""Registers a layer's two hooks on a module."""
+# ---- Which backward runs
+
+current_graph_task: Final = torch._C._current_graph_task_id
+"""The number of the backward in which the calling thread runs a node; -1 outside of one."""
+
+current_node: Final[Any] = torch._C._current_autograd_node
+"""The node that the calling thread runs; None outside of a backward."""
+
+call_after_backward: Final = torch.autograd.Variable._execution_engine.queue_callback
+"""Calls a function when the running backward has ended. FSDP and DDP use it, too."""
+
+sequence_number: Final[Any] = AUTOGRAD._get_sequence_nr
+"""The number that the next node of the calling thread gets. Nodes are numbered in order."""
+
+# ---- Saved-tensor hooks. The public context manager cannot be left in another order.
+
+top_hooks: Final[Any] = functools.partial(AUTOGRAD._top_saved_tensors_default_hooks, True)
+"""The pair of hooks that autograd calls now; None without one."""
+
+push_hooks: Final[Any] = AUTOGRAD._push_saved_tensors_default_hooks
+pop_hooks: Final[Any] = AUTOGRAD._pop_saved_tensors_default_hooks
+
+hooks_are_enabled: Final[Any] = AUTOGRAD._saved_tensors_hooks_is_enabled
+"""Whether autograd calls hooks at all. `torch.func.grad` disables them."""
+
+# ---- Tensors
 
 
-Replace = Callable[[nn.Module, Callable[..., Any]], Any]
-"""Makes the replacement of a module's forward, given the module and its forward.
+def set_version(tensor: torch.Tensor, version: int) -> None:
+    """Set the number of in-place changes that a tensor has counted."""
+    AUTOGRAD._unsafe_set_version_counter((tensor,), (version,))
 
-It is called in the place of the forward, and its method `restore` gives the module its own back.
+
+def count_storage_users(tensor: torch.Tensor) -> int:
+    """Return the reference count of a tensor's storage."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+exchange_tensors: Final[Any] = torch._C._swap_tensor_impl
+"""Exchanges two tensors under their Python objects.
+
+`torch.utils.swap_tensors` is public. It refuses tensors that are referred to weakly.
 """
 
+without_function_subclasses: Final[Any] = torch._C.DisableTorchFunctionSubclass
+without_torch_function: Final[Any] = torch._C.DisableTorchFunction
+no_torch_function: Final[Any] = torch._C._disabled_torch_function_impl
 
-def compiler_is_loaded() -> bool:
-    """Whether anything can have been compiled. Importing the compiler takes a second."""
-    return "torch._dynamo" in sys.modules
+# ---- Modes of the calling thread
 
+transform_level: Final[Any] = torch._C._functorch.maybe_current_level
+"""The level of the innermost transform of `torch.func` that runs; None without one."""
 
-def skip_in_compiler(function: Callable[..., Any], *, with_callees: bool = True) -> None:
-    """Tell the compiler to run a function as it is where a compiled module calls it.
+onednn_is_enabled: Final[Any] = torch._C._get_mkldnn_enabled
+"""Whether oneDNN may compute. The public name reads a flag of the whole backend."""
 
-    `torch.compiler.disable` does the same, and imports the compiler.
-
-    Args:
-        function: a function of this package.
-        with_callees: whether the functions that it calls run as they are, too. If not, the compiler
-            begins with these.
-    """
-    with contextlib.suppress(AttributeError, TypeError):  # then the compiler breaks the graph here
-        frames: Any = torch._C._dynamo.eval_frame
-        action = frames._FrameAction
-        callees = action.SKIP if with_callees else action.DEFAULT
-        strategy = frames._FrameExecStrategy(action.SKIP, callees)
-        frames.set_code_exec_strategy(function.__code__, strategy)
+enable_onednn: Final[Any] = torch._C._set_mkldnn_enabled
 
 
-Around = tuple[Callable[[Any], None], Callable[[Any], None]]
-"""What is called before a module's call, with its arguments, and after it, with its output."""
+def is_written_down() -> bool:
+    """Whether operations are only written down: exported, traced, or run with fake tensors."""
+    modes = torch._C._TorchDispatchModeKey
+    return (
+        torch.compiler.is_exporting()
+        or torch._C._get_tracing_state() is not None
+        or torch._C._get_dispatch_mode(modes.PROXY) is not None
+        or torch._C._get_dispatch_mode(modes.FAKE) is not None
+    )
 
 
-@final
-class CompiledCall:
-    """The compiled call of a module that was compiled in place, with what hooks would do around it.
-
-    Args:
-        compiled: the module's ``_compiled_call_impl``.
-
-    Attributes:
-        compiled: as given.
-        run: called in the place of ``compiled`` where nothing is traced.
-        around: called around it, outermost first: before it with its positional and its keyword
-            arguments, after it with a tuple of the output, which is None if the call raised.
-    """
-
-    def __init__(self, compiled: Callable[..., Any]) -> None:
-        self.compiled = self.run = compiled
-        self.around: list[Around] = []
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if is_traced():
-            return self.compiled(*args, **kwargs)
-        output = None
-
-        def finish(end: Callable[[Any], None]) -> None:
-            end((output,))
-
-        with contextlib.ExitStack() as stack:
-            for begin, end in list(self.around):
-                begin((args, kwargs))
-                stack.callback(finish, end)
-            output = self.run(*args, **kwargs)
-        return output
+def has_dispatch_modes() -> bool:
+    """Whether a mode of the calling thread sees its operations. Autograd's threads have none."""
+    return bool(torch._C._len_torch_dispatch_stack())
 
 
-@final
-class HookedLayer:
-    """Where the hooks of one layer are now.
+function_modes: Final[Any] = torch.overrides._get_current_function_mode_stack
+"""The modes that see calls of torch's functions."""
 
-    Args:
-        parent: the module that has the layer as a child; None for a model without a parent.
-        key: the layer's name in its parent.
-        module: the layer.
-        register: registers the layer's hooks on a module.
-        begin: begins the layer, for `CompiledCall`.
-        end: ends it.
-        replace: makes a replacement of the layer's forward; None if that stays as it is.
-    """
+DefaultDevice: Final = DeviceContext
+"""The mode of `torch.set_default_device`."""
 
-    def __init__(
-        self,
-        parent: nn.Module | None,
-        key: str,
-        module: nn.Module,
-        register: Register,
-        begin: Callable[[Any], None],
-        end: Callable[[Any], None],
-        replace: Replace | None,
-    ) -> None:
-        self._replace = replace
-        self._replaced: Any = None
-        self._call: CompiledCall | None = None
-        # See [Note: what a model owns].
-        self._parent = None if parent is None else weakref.ref(parent)
-        self._key = key
-        self._known = weakref.ref(module)
-        self._register = register
-        self._around = begin, end
-        self._hooked: weakref.ref[nn.Module] | None = None
-        self._handles: list[RemovableHandle] = []
-        self.follow()
+group_by_device_and_dtype: Final[Any] = _group_tensors_by_device_and_dtype
+has_foreach_support: Final[Any] = _has_foreach_support
+"""How `torch.nn.utils.get_total_norm` groups gradients, which decides the bits of the norm."""
 
-    def follow(self) -> None:
-        """Move the hooks to where the layer is called now."""
-        module = self._known()
-        if module is None:
-            return
-        parent = None if self._parent is None else self._parent()
-        if parent is not None:
-            child = parent._modules.get(self._key)
-            if child is not module and getattr(child, "_orig_mod", None) is module:
-                assert child is not None
-                module = child
-        call = module._compiled_call_impl
-        if call is None:
-            if self._hooked is None or self._hooked() is not module:
-                self.remove()
-                self._hooked, self._handles = weakref.ref(module), self._register(module)
-                if self._replace is not None:
-                    self._replaced = self._replace(module, module.forward)
-                    module.__dict__["forward"] = self._replaced
-        elif self._call is None or self._call is not call:
-            self.remove()
-            if not isinstance(call, CompiledCall):
-                call = CompiledCall(call)
-            call.around.insert(0, self._around)
-            if self._replace is not None:
-                call.run = self._replace(module, call.compiled)
-            self._call = module._compiled_call_impl = call
+# ---- What holds the memory of tensors of any kind, and of modules
 
-    def remove(self) -> None:
-        """Remove the hooks, and the replacement of the forward."""
-        while self._handles:
-            self._handles.pop().remove()
-        if self._replaced is not None:
-            self._replaced.restore()
-            self._replaced = None
-        self._hooked = None
-        call, self._call = self._call, None
-        if call is None:
-            return
-        call.around.remove(self._around)
-        if self._replace is not None:
-            call.run = call.compiled
-        module = self._known()
-        if not call.around and module is not None and module._compiled_call_impl is call:
-            module._compiled_call_impl = call.compiled
-
-
-@final
-class ModuleHook:
-    """A forward hook of one module that does nothing on copies of the module.
-
-    `copy.deepcopy` and pickle copy a module's hooks with the module. A copy must behave like a
-    plain model, so a copied hook is replaced by `inert_hook`.
-
-    Args:
-        module: the module.
-        action: called with what torch gives the hook after the module, as a tuple. What it returns
-            torch is given.
-    """
-
-    def __init__(self, module: nn.Module, action: Callable[[Any], Any]) -> None:
-        self._module = weakref.ref(module)
-        self._action = action
-
-    def __call__(self, module: nn.Module, *values: Any) -> Any:
-        if torch.compiler.is_exporting() or is_traced():
-            return None
-        return self._action(values) if self._module() is module else None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
-        return inert_hook
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        # A function of Python's own that does nothing: the file can be read without ebbtide.
-        return getattr, (contextlib.nullcontext(), "__exit__")
-
-
-def inert_hook(*_: Any) -> None:
-    """Do nothing; stands in for a `ModuleHook` on a copy of the model."""
-
-
-# ---- What an object needs that stands in the place of a module's forward ----
-#
-# [Note: what a model owns] A model that is dropped must be freed at once, with its parameters,
-# the threads, the files and the memory of its offload, although nobody has called `detach`: the
-# garbage collector may not come for a long time. So references point one way. A model owns its
-# hooks and the forward that stands in the place of its own; these own the engine, and the engine
-# the rest. None of them refers to the model, or to a module of it, but weakly. Autograd's graphs
-# own what they need of the engine, and the user's handle owns the engine and no hook.
-
-
-def hold_forward(forward: Callable[..., Any]) -> Callable[[], Callable[..., Any] | None]:
-    """Return a function that gives a forward again without keeping its module alive.
-
-    Args:
-        forward: the method of a module, which is bound again when it is wanted. Any other callable
-            is held as it is.
-
-    Returns:
-        A function that returns the forward, or None once the module is gone.
-    """
-    owner = getattr(forward, "__self__", None)
-    if not isinstance(forward, types.MethodType) or not isinstance(owner, nn.Module):
-        return lambda: forward
-    known, function = weakref.ref(owner), forward.__func__
-
-    def bind() -> Callable[..., Any] | None:
-        alive = known()
-        if alive is None:
-            return None
-        if torch.compiler.is_compiling():  # the compiler can trace no making of a method
-            return functools.partial(function, alive)
-        return types.MethodType(function, alive)
-
-    return bind
-
-
-def pass_for(stand_in: Any, forward: Callable[..., Any]) -> None:
-    """Give an object the name, the documentation and the attributes of the forward it stands for.
-
-    It is what `functools.update_wrapper` does, without a reference to the forward.
-    """
-    for name in functools.WRAPPER_ASSIGNMENTS:
-        if hasattr(forward, name):
-            setattr(stand_in, name, getattr(forward, name))
-    vars(stand_in).update(getattr(forward, "__dict__", {}))
-    vars(stand_in).pop("__wrapped__", None)
-
-
-@final
-class WrappedForward:
-    """The attribute ``__wrapped__`` of an object that stands for a forward; its class has none."""
-
-    def __get__(self, stand_in: Any, kind: type) -> Callable[..., Any]:
-        if stand_in is None:
-            raise AttributeError(f"{kind.__name__} wraps nothing")
-        return stand_in._forward  # type: ignore[no-any-return]
-
-
-def plain_forward(module: nn.Module) -> Callable[..., Any]:
-    """Return the forward of a module's class; what a pickled replacement of it becomes."""
-    return types.MethodType(type(module).forward, module)
-
-
-def itself(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a forward; what a pickled replacement of it becomes."""
-    return forward
-
-
-# ---- The plain tensors that hold the memory of an unusual one: sparse, nested, or a subclass ----
-
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 _PLAIN = frozenset({torch.Tensor, nn.Parameter})
 _COMPRESSED = {
     torch.sparse_csr: ("crow_indices", "col_indices"),
@@ -321,9 +138,6 @@ def parts_of(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
     if type(tensor) in _PLAIN and tensor.layout is torch.strided and not _is_wrapped(tensor):
         return (tensor,)
     return _unusual_parts_of(tensor)
-
-
-_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 def _unusual_parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

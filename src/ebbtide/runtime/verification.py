@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ebbtide.devices.device import AbstractDevice, AbstractEvent, Layer
 from ebbtide.errors import SavedTensorModifiedError, warn_user
-from ebbtide.runtime.torch_internals import addresses_of, parts_of
+from ebbtide.runtime.torch_internals import addresses_of, parts_of, sequence_number
 from ebbtide.units import few
 
 _ROW: Final = 2**9  # words in a row, and rows in a piece, which is digested at once
@@ -137,7 +137,7 @@ class SavedDigests:
             tensor: the tensor.
             is_weight: whether it is a parameter, of which no sample is taken.
         """
-        operation = torch._C._autograd._get_sequence_nr()
+        operation = sequence_number()
         if operation != self._operation:
             self.finish()
             self._operation = operation

@@ -22,8 +22,7 @@ from ebbtide.errors import PolicyError
 from ebbtide.planning.hardware import Hardware
 from ebbtide.policy import refuse
 from ebbtide.runtime.module_state import note_random_numbers
-
-_get_sequence_nr = torch._C._autograd._get_sequence_nr
+from ebbtide.runtime.torch_internals import current_graph_task, current_node, sequence_number
 
 
 class Part(NamedTuple):
@@ -430,7 +429,7 @@ class LayerCalls:
             module.register_forward_hook(self._end, always_call=True)
 
     def _begin(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:  # noqa: ARG002
-        if torch._C._current_graph_task_id() != -1:
+        if current_graph_task() != -1:
             return  # a checkpoint computes the layer again
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         keys = dict.fromkeys(self._ledger.key_of(tensor) for tensor in tensors)
@@ -440,7 +439,7 @@ class LayerCalls:
         self._enter()
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:  # noqa: ARG002
-        if self._open and torch._C._current_graph_task_id() == -1:
+        if self._open and current_graph_task() == -1:
             index = self._open.pop()
             tensors = self.calls[index].tensors
             if any(tensor._version != version for tensor, version in tensors):
@@ -452,7 +451,7 @@ class LayerCalls:
         inside = bool(self._open)
         layer = self._open[-1] if inside else len(self.calls) - 1
         part = Part(backward=False, layer=layer, inside=inside)
-        self._begins.append(_get_sequence_nr())
+        self._begins.append(sequence_number())
         self._parts.append(part)
         self._ledger.enter(part)
         if self.listener is not None:
@@ -465,7 +464,7 @@ class LayerCalls:
 
     def close(self) -> None:
         """Note that the forward and the loss have ended. Nodes made from now on are no layer's."""
-        self._end_number = _get_sequence_nr()
+        self._end_number = sequence_number()
 
     def part_of(self, node_number: int) -> Part | None:
         """Return the part of the backward that a node belongs to.
@@ -538,9 +537,9 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return output
 
     def _follow_backward(self) -> None:
-        if torch._C._current_graph_task_id() == -1:
+        if current_graph_task() == -1:
             return
-        node: Any = torch._C._current_autograd_node()
+        node: Any = current_node()
         part = None if node is None else self._calls.part_of(node._sequence_nr())
         if part is not None:
             self._ledger.enter(part)

@@ -40,12 +40,18 @@ from ebbtide.policy import (
     check_budget_unit,
     check_budgeted,
 )
+from ebbtide.runtime.compiled import skip_in_compiler
 from ebbtide.runtime.handles import restore
 from ebbtide.runtime.layers import class_of, covering_layers
 from ebbtide.runtime.parameter_index import home_of
-from ebbtide.runtime.saved_tensors import is_traced
 from ebbtide.runtime.stats import Account, StepStats
-from ebbtide.runtime.torch_internals import skip_in_compiler
+from ebbtide.runtime.torch_internals import (
+    current_graph_task,
+    hooks_are_enabled,
+    is_written_down,
+    top_hooks,
+    transform_level,
+)
 from ebbtide.stores.build import parse_store
 from ebbtide.stores.host_memory import parse_host_budget
 from ebbtide.stores.measured_memory import AbstractMemory, memory_of
@@ -256,7 +262,6 @@ def _watched(call: Call, begin: BeginCall) -> Call:
 
 OWN_OFFLOAD: Final = "the script offloads it itself"
 
-_AUTOGRAD: Any = torch._C._autograd
 _MOST_MODELS: Final = 16  # that are offloaded at a time: each has threads and a store of its own
 
 
@@ -265,13 +270,13 @@ def find_passing_reason() -> str | None:
 
     The next forward may be another matter, so nothing of this is remembered of a module.
     """
-    if torch._C._functorch.maybe_current_level() is not None:
+    if transform_level() is not None:
         return "its forward runs inside a transform of torch.func"
-    if is_traced():
+    if is_written_down():
         return "its forward is only exported or traced"
-    if not _AUTOGRAD._saved_tensors_hooks_is_enabled():
+    if not hooks_are_enabled():
         return "saved-tensor hooks are disabled around its forward"
-    hooks = _AUTOGRAD._top_saved_tensors_default_hooks(True)
+    hooks = top_hooks()
     if hooks is None:
         return None
     if hooks[1] is restore:
@@ -757,7 +762,7 @@ class ModelFinder:
         known = self._known.get(module)
         if known is None:
             return self._look_at(module, args, kwargs)
-        if torch._C._current_graph_task_id() == -1:
+        if current_graph_task() == -1:
             self._note_call(known.model)
         return known.note_error
 
@@ -779,7 +784,7 @@ class ModelFinder:
         first = next(module.parameters(), None)
         if first is None:
             return None  # a loss, or a module that hides its modules
-        if torch._C._current_graph_task_id() != -1 or not _is_trained(module):
+        if current_graph_task() != -1 or not _is_trained(module):
             return _ignore
         reason = find_passing_reason()
         if reason is not None:

@@ -16,11 +16,17 @@ from ebbtide.devices.device import AbstractEvent, AbstractStream
 from ebbtide.errors import PolicyError, SavedTensorModifiedError
 from ebbtide.runtime.handles import AbstractAway, Deaths, EmptyTensors, Hold, Saved, are_hooked
 from ebbtide.runtime.record import STORED, AccessLog
+from ebbtide.runtime.torch_internals import (
+    call_after_backward,
+    count_storage_users,
+    current_graph_task,
+    current_node,
+)
 from ebbtide.runtime.transfers import Transfers
 from ebbtide.stores.store import RestingSlot, Target
 from ebbtide.weights.gradients import Gradients, cast_parameter
 from ebbtide.weights.groups import AbstractWeights, OffloadedParameters, WeightGroup
-from ebbtide.weights.parameters import DeviceParameter, OffloadedParameter, count_users
+from ebbtide.weights.parameters import DeviceParameter, OffloadedParameter
 
 
 @final
@@ -84,7 +90,7 @@ class ResidentGroups:
         self._at: dict[int, WeightGroup] = {}  # by the identity of the buffer's storage
         self._spare: list[tuple[torch.Tensor, AbstractStream]] = []  # unused buffers
         self._prefetches = True
-        self._alone = 0  # the result of `count_users` for an unused buffer
+        self._alone = 0  # the result of `count_storage_users` for an unused buffer
         self._log = AccessLog()  # uses of groups since the forward began
         self._reading: list[AbstractEvent] = []  # copies not known to have read the host values
 
@@ -181,7 +187,7 @@ class ResidentGroups:
 
     def is_viewed(self, buffer: torch.Tensor) -> bool:
         """Whether tensors refer to the memory of a buffer: of a graph, of the model, of nodes."""
-        return count_users(buffer) != self._alone
+        return count_storage_users(buffer) != self._alone
 
     def _watch_views(self, group: WeightGroup, buffer: torch.Tensor, *, unread: bool) -> None:
         """Keep what was changed through views of a group that is released, and watch the views."""
@@ -248,7 +254,7 @@ class ResidentGroups:
         while self._spare and len(self._there) + len(self._spare) >= self._most:
             self._spare.pop(0)
         buffer = self._device.allocate(size_bytes)
-        self._alone = count_users(buffer)
+        self._alone = count_storage_users(buffer)
         return buffer, self._device.compute_stream()
 
     def _next(self) -> WeightGroup | None:
@@ -258,7 +264,7 @@ class ResidentGroups:
             place = self._log.place
             return self._groups[order.items[place]] if place < len(order) else None
         last = self._log.last
-        if torch._C._current_graph_task_id() == -1:  # the first forward: assume the model's order
+        if current_graph_task() == -1:  # the first forward: assume the model's order
             return self._groups[last + 1] if last + 1 < len(self._groups) else None
         # The first backward: assume the model's order, reversed.
         return self._groups[last - 1] if last else None
@@ -708,7 +714,7 @@ class DeviceWeights(AbstractWeights):
     def is_working(self) -> bool:
         # Other threads ask, too, while a backward that has raised is still alive in autograd's.
         # It would seem to work.
-        in_node = torch._C._current_autograd_node() is not None
+        in_node = current_node() is not None
         return bool(self._running) or self._resident.any_open(or_in_backward=in_node)
 
     @_with_the_lock
@@ -821,7 +827,7 @@ class DeviceWeights(AbstractWeights):
         nothing has to be put back. A module that is called, to recompute its forward, is entered as
         ever, and code that reads a parameter by its name gets a substitute.
         """
-        task = torch._C._current_graph_task_id()
+        task = current_graph_task()
         if self._closed:  # a graph that has no handles on the weights needs nothing of them
             groups = [group for group in groups if group.handles]
         self._note_backward(task)
@@ -838,7 +844,7 @@ class DeviceWeights(AbstractWeights):
         if task not in self._backwards:
             # Autograd alone holds it: it dies with a backward that raises, and is not called then.
             backward = functools.partial(self._end_backward, task)
-            torch.autograd.Variable._execution_engine.queue_callback(backward)
+            call_after_backward(backward)
             hold = _BackwardHold(backward, self._deaths.queue.append)
             hold.task = task
             self._deaths.awaited.add(hold)
@@ -909,7 +915,7 @@ class DeviceWeights(AbstractWeights):
         Shape:
             (size_bytes,), uint8.
         """
-        task = torch._C._current_graph_task_id()
+        task = current_graph_task()
         if task != -1:
             self._note_backward(task)
         if group.buffer is not None and member.loaded is not member.find_values():
@@ -1025,4 +1031,4 @@ class DeviceWeights(AbstractWeights):
 
 
 def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
+    return current_graph_task() != -1

@@ -20,6 +20,7 @@ from torch.amp import grad_scaler
 
 from ebbtide.devices.device import AbstractEvent, AbstractStream, in_range
 from ebbtide.runtime.record import DROPPED, GRADIENT, OFFLOADING, Record
+from ebbtide.runtime.torch_internals import current_graph_task
 from ebbtide.runtime.transfers import Transfers
 from ebbtide.stores.store import Landing, RestingSlot
 from ebbtide.weights.groups import GradientBuffers, WeightGroup
@@ -136,7 +137,7 @@ class _HostParameter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        readable = ctx.move.readable.pop(torch._C._current_graph_task_id(), None)
+        readable = ctx.move.readable.pop(current_graph_task(), None)
         # Guard gradient-before-accumulation: the host waits for a gradient's copy before autograd
         # accumulates it. The optimizer would step with a gradient that has not arrived yet.
         if readable is not None:
@@ -272,7 +273,7 @@ class Gradients:
         # is complete. The allocator would hand the memory out again, and it would be overwritten
         # while the copy reads it.
         offloads.enqueue(record)
-        move.readable[torch._C._current_graph_task_id()] = landing.readable
+        move.readable[current_graph_task()] = landing.readable
         self._landing.append(landing.readable)
         while self._landing[0].query() and len(self._landing) > 1:
             self._landing.popleft()

@@ -17,10 +17,11 @@ from torch.utils._pytree import tree_leaves
 from ebbtide.devices.process import call_weakly, watch_forks
 from ebbtide.errors import ForkedProcessError, PolicyError, warn_user
 from ebbtide.policy import WeightPolicy, is_in_share
+from ebbtide.runtime.compiled import ModuleHook
 from ebbtide.runtime.layers import LayerModules, lists_by_index
 from ebbtide.runtime.parameter_index import find_sharded_parameters
-from ebbtide.runtime.saved_tensors import PackWeight, is_traced, refuse_moving_weights
-from ebbtide.runtime.torch_internals import ModuleHook
+from ebbtide.runtime.saved_tensors import PackWeight, refuse_moving_weights
+from ebbtide.runtime.torch_internals import is_written_down
 from ebbtide.runtime.transfers import Transfers
 from ebbtide.stores.store import AbstractStore
 from ebbtide.units import few
@@ -450,7 +451,7 @@ class WeightHooks:
         """
         self.check_process()
         self.refuse_transforms()
-        if is_traced():  # nothing is computed, and fake tensors have no values to adopt
+        if is_written_down():  # nothing is computed, and fake tensors have no values to adopt
             return False
         model = self._model()
         if model is not None:

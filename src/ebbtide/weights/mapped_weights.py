@@ -23,6 +23,7 @@ from ebbtide.devices.lanes import watch
 from ebbtide.devices.process import call_weakly
 from ebbtide.errors import StoreFullError, warn_user
 from ebbtide.runtime.events import Subject
+from ebbtide.runtime.torch_internals import count_storage_users, current_graph_task
 from ebbtide.runtime.transfers import Transfers
 from ebbtide.stores.mapped_memory import FileSlot, page_in, page_out
 from ebbtide.stores.measured_memory import FreedMemory, return_freed_memory
@@ -33,7 +34,7 @@ from ebbtide.weights.groups import (
     OffloadedParameters,
     WeightGroup,
 )
-from ebbtide.weights.parameters import ALONE, count_users
+from ebbtide.weights.parameters import ALONE
 
 _PAGER_S = 0.001  # interval at which the pager checks the mapped pages during an optimizer step
 _CHECKS_A_LOOK = 20  # checks of the pages between two looks at whether the step still runs
@@ -281,7 +282,7 @@ def _can_move(value: torch.Tensor) -> bool:
         return False
     if value.requires_grad or value.is_inference() or value.is_conj() or value.is_neg():
         return False
-    return value.untyped_storage().nbytes() == value.nbytes and count_users(value) == ALONE
+    return value.untyped_storage().nbytes() == value.nbytes and count_storage_users(value) == ALONE
 
 
 # ---- Offloaded weights of a model on a CPU: on disk, and in RAM only while their layer runs ----
@@ -349,7 +350,7 @@ class MappedWeights(AbstractWeights):
             self._page_out(other)
         if gone:
             return_freed_memory()  # autograd made the gradients in RAM; now they are in files
-        number = group.number + (1 if torch._C._current_graph_task_id() == -1 else -1)
+        number = group.number + (1 if current_graph_task() == -1 else -1)
         if self._ahead and 0 <= number < len(self.groups):
             self._read_ahead(self.groups[number])
 

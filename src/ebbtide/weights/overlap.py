@@ -31,11 +31,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils._device import DeviceContext
-from torch.utils._foreach_utils import (
-    _group_tensors_by_device_and_dtype,
-    _has_foreach_support,
-)
 
 from ebbtide.devices.device import AbstractEvent, AbstractLane
 from ebbtide.devices.process import call_weakly
@@ -43,10 +38,20 @@ from ebbtide.errors import PolicyError
 from ebbtide.policy import refuse
 from ebbtide.runtime.engine import Engine
 from ebbtide.runtime.events import Subject
+from ebbtide.runtime.torch_internals import (
+    DefaultDevice,
+    call_after_backward,
+    count_storage_users,
+    current_graph_task,
+    function_modes,
+    group_by_device_and_dtype,
+    has_dispatch_modes,
+    has_foreach_support,
+)
 from ebbtide.stores.host_memory import free_ram_bytes, page_out
 from ebbtide.units import format_size, parse_size_bytes
 from ebbtide.weights.hooks import WeightHooks
-from ebbtide.weights.parameters import ALONE, count_users
+from ebbtide.weights.parameters import ALONE
 
 _LOG = logging.getLogger(__name__)
 
@@ -174,10 +179,10 @@ def _is_plain() -> bool:
 
     A default device is no matter: the worker makes no state.
     """
-    modes = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    modes = function_modes()
     return not (
-        any(not isinstance(mode, DeviceContext) for mode in modes)
-        or torch._C._len_torch_dispatch_stack()
+        any(not isinstance(mode, DefaultDevice) for mode in modes)
+        or has_dispatch_modes()
         or torch.is_autocast_enabled("cpu")
         or torch.is_inference_mode_enabled()
     )
@@ -479,11 +484,11 @@ class StepOverlap:
                     member.landed = None
 
     def _call_back_at_the_end(self) -> None:
-        task = torch._C._current_graph_task_id()
+        task = current_graph_task()
         if task != -1 and task not in self._tasks:
             self._tasks.add(task)
             end = call_weakly(self._end_backward)
-            torch.autograd.Variable._execution_engine.queue_callback(lambda: end(task))
+            call_after_backward(lambda: end(task))
 
     def _end_backward(self, task: int) -> None:
         with self._lock:
@@ -775,7 +780,7 @@ class StepOverlap:
             return False
         maps = self._engine.transfers.store.maps
         return maps(one) == maps(other) and all(
-            count_users(each) == ALONE
+            count_storage_users(each) == ALONE
             and not each.is_shared()  # type: ignore[no-untyped-call]
             and (maps(each) or each.untyped_storage().resizable())
             for each in (one, other)
@@ -892,13 +897,13 @@ def _total_norm(
     """
     if not any(known.get(id(gradient)) is not None for gradient in gradients):
         return torch.nn.utils.get_total_norm(gradients)
-    grouped: Any = _group_tensors_by_device_and_dtype([list(gradients)])
+    grouped: Any = group_by_device_and_dtype([list(gradients)])
     norms = []
     with torch.no_grad():
         for (device, _), ((tensors, *_), _) in grouped.items():
             found = {id(each): known.get(id(each)) for each in tensors}
             missing = [each for each in tensors if found[id(each)] is None]
-            if missing and _has_foreach_support(missing, device):
+            if missing and has_foreach_support(missing, device):
                 computed = list(torch._foreach_norm(missing, 2.0))
             else:
                 computed = [torch.linalg.vector_norm(each, 2.0) for each in missing]

@@ -23,16 +23,17 @@ from torch import nn
 from ebbtide.devices.process import visit_frames
 from ebbtide.errors import PolicyError
 from ebbtide.runtime.parameter_index import ExchangedParameter
-from ebbtide.runtime.torch_internals import parts_of
+from ebbtide.runtime.torch_internals import (
+    count_storage_users,
+    exchange_tensors,
+    no_torch_function,
+    parts_of,
+    set_version,
+    without_torch_function,
+)
 
-
-def count_users(tensor: torch.Tensor) -> int:
-    """The reference count of a tensor's storage; see `ALONE`."""
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
-
-
-ALONE = count_users(torch.empty(1, device="cpu"))
-"""What `count_users` returns for a tensor that shares its memory with no other."""
+ALONE = count_storage_users(torch.empty(1, device="cpu"))
+"""What `count_storage_users` returns for a tensor that shares its memory with no other."""
 
 
 _FROZEN = gc.get_freeze_count()
@@ -59,7 +60,7 @@ def find_shared(
     shared, perhaps = set(), {}
     for storage, positions in by_storage.items():
         first = tensors[positions[0]]
-        users = count_users(first) - ALONE + 1 - len(positions) * (1 + aliases)
+        users = count_storage_users(first) - ALONE + 1 - len(positions) * (1 + aliases)
         between_processes = first.device.type == "cpu" and first.is_shared()  # type: ignore[no-untyped-call]
         if between_processes or _overlap([tensors[position] for position in positions]):
             shared.update(positions)
@@ -77,7 +78,7 @@ def _storages_of_others(tensors: Sequence[torch.Tensor]) -> set[int]:
     known = {id(tensor) for tensor in tensors}
     found: set[int] = set()
     # Any tensor of the process is asked: lazy, sparse, fake, or of a class that refuses to be.
-    with torch._C.DisableTorchFunction():
+    with without_torch_function():
         for each, references in _count_references(gc.get_objects()):
             # What a graph has saved keeps its Python object, to which nothing in Python refers.
             if references > _UNREFERENCED and id(each) not in known:
@@ -172,9 +173,9 @@ def become(parameter: torch.Tensor, leaf: torch.Tensor) -> None:
             parameter's former tensor afterwards.
     """
     leaf.requires_grad_(parameter.requires_grad)
-    torch._C._autograd._unsafe_set_version_counter((leaf,), (parameter._version,))
+    set_version(leaf, parameter._version)
     hooks, after = _hooks_of(parameter)
-    torch._C._swap_tensor_impl(parameter, leaf)
+    exchange_tensors(parameter, leaf)
     _set_hooks(leaf, {}, {0: functools.partial(_pass_on, parameter)})
     _set_hooks(parameter, hooks, after)
     if int(leaf._use_count()) <= 2:  # type: ignore[attr-defined]  # no node has saved it
@@ -249,7 +250,7 @@ class DeviceParameter(ExchangedParameter):
             and its version at that time.
     """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = no_torch_function
     exposed = False
     known = 0
     read: tuple[tuple[torch.Tensor, int], ...] = ()
@@ -517,7 +518,9 @@ class OffloadedParameter:
             return False  # torch has moved `host` to memory that it shares with another process
         # A leaf that moves to another device would leave the graphs that it is in.
         stays = self.is_on_device and is_in_graph(self.parameter)
-        return not stays and count_users(self.host) == ALONE and not is_foreign(self.parameter)
+        return (
+            not stays and count_storage_users(self.host) == ALONE and not is_foreign(self.parameter)
+        )
 
     def move_in(self) -> None:
         """Move the values, which are elsewhere, to `host`; see `can_move_in`."""
