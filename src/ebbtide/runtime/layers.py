@@ -302,10 +302,10 @@ class LayerTracker:
         if self._counts():
             running = self._running
             layer = Layer(running.num_calls, name)
-            running.open.append(layer)
             running.called.append(name)
             running.num_calls += 1
             self._engine.begin_layer(layer, inputs)
+            running.open.append(layer)  # last: one that could not begin has no end
 
     def _end_layer(self, values: Any) -> None:
         running = self._running
