@@ -22,6 +22,7 @@ from ebbtide.runtime.record import RebuildRecipe, register_rebuild
 from ebbtide.runtime.stats import StepStats
 from ebbtide.schedule import Schedule
 from ebbtide.session import OffloadSession
+from ebbtide.verifying import VerifyReport, verify
 from ebbtide.version import __version__
 
 __all__ = [
@@ -40,12 +41,14 @@ __all__ = [
     "StoreFullError",
     "Trace",
     "TraceEvent",
+    "VerifyReport",
     "WeightPolicy",
     "__version__",
     "offload",
     "register_rebuild",
     "rehearse",
     "schedule",
+    "verify",
     "wrap_forward_with_offload",
 ]
 

@@ -26,6 +26,7 @@ FLOORS = [
     {"observe", "planning"},
     {"handle"},
     {"api", "session"},
+    {"verifying"},
     {"__init__"},
     {"interop"},
     {"tools", "compat", "__main__"},

@@ -27,12 +27,14 @@ def test_exported_names() -> None:
         "StoreFullError",
         "Trace",
         "TraceEvent",
+        "VerifyReport",
         "WeightPolicy",
         "__version__",
         "offload",
         "register_rebuild",
         "rehearse",
         "schedule",
+        "verify",
         "wrap_forward_with_offload",
     ]
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import random
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any, NamedTuple, Protocol, final
 
 import torch
@@ -36,7 +38,7 @@ from ebbtide.runtime.recompute import (
     Recomputing,
     find_recomputing,
 )
-from ebbtide.runtime.record import ForwardLog
+from ebbtide.runtime.record import AccessOrder, ForwardLog
 from ebbtide.runtime.saved_tensors import SavedTensorHooks, hooks_are_wanted, let_others_disable
 from ebbtide.runtime.stats import StepStats, watch_nodes
 from ebbtide.runtime.transfers import Transfers
@@ -68,6 +70,37 @@ class PassListener(Protocol):
 
     def begin_backward_of(self, layer: int) -> None:
         """Called when a layer's backward begins, perhaps on a thread of autograd."""
+
+
+DeviceMaker = Callable[[torch.device], AbstractDevice]
+
+
+def make_device(torch_device: torch.device) -> AbstractDevice:
+    """Return the streams, events and copies of a device."""
+    return CpuDevice() if torch_device.type == "cpu" else AcceleratorDevice(torch_device)
+
+
+_device_maker: ContextVar[tuple[DeviceMaker, list[Engine]] | None] = ContextVar(
+    "device_maker", default=None
+)
+
+
+@contextlib.contextmanager
+def devices_made_by(maker: DeviceMaker) -> Iterator[list[Engine]]:
+    """Have the engines that this thread makes in the block compute on other devices.
+
+    An engine keeps its maker, so what it builds anew later is on such a device, too. No argument of
+    `ebbtide.offload` says this, because a script that calls it is verified as it is.
+
+    Yields:
+        The engines that were made so far.
+    """
+    engines = list[Engine]()
+    before = _device_maker.set((maker, engines))
+    try:
+        yield engines
+    finally:
+        _device_maker.reset(before)
 
 
 Record = Callable[[Transfers, list[nn.Module], Callable[[], frozenset[int]]], StepListener]
@@ -148,6 +181,8 @@ class Engine:
         self.passes: PassListener | None = None
         self._bound_bytes: int | None = None
         self._windows: PassWindows | None = None
+        self._make_device, made = _device_maker.get() or (make_device, [])
+        made.append(self)
         self._verifications = Verifications()
         self.placement.refused = self._verifications.refused
         self._build(find_device(modules) or self._default_device())
@@ -240,6 +275,19 @@ class Engine:
         """Names of the layers that are not recomputed, because they would not do the same again."""
         self._verifications.settle()
         return frozenset(self._verifications.refused)
+
+    def forget_proofs(self) -> None:
+        """Verify every recomputed layer and every recipe again, as if none had been used yet."""
+        self._verifications.forget()
+        if self.placement.finder is not None:
+            self.placement.finder.forget()
+
+    def expect_any_order(self, choices: random.Random) -> None:
+        """Prefetch in the next backward in an order that is drawn, instead of the last one's."""
+        learned = self.activations.scopes.learned
+        if learned is not None:
+            items = choices.sample(learned.items, len(learned))
+            self.activations.scopes.learned = AccessOrder(items, learned.num_items)
 
     def is_in_step(self) -> bool:
         """Whether the step of the last forward has not ended. To be asked between forwards."""
@@ -520,6 +568,7 @@ class Engine:
             self.policy,
             host_limit=self._host_limit,
             traced=self.is_traced,
+            maker=self._make_device,
         )
         transfers.is_broken = True  # until all parts belong together
         self.transfers = transfers
@@ -566,6 +615,7 @@ def build_transfers(
     *,
     host_limit: HostLimit | None = None,
     traced: bool = False,
+    maker: DeviceMaker = make_device,
 ) -> Transfers:
     """Build the transfers between a device and a store.
 
@@ -584,7 +634,7 @@ def build_transfers(
     if policy.max_inflight_bytes is not None:
         bound_bytes = int(policy.max_inflight_bytes)
     kind, directory = parse_store(store)
-    device: AbstractDevice = CpuDevice() if on_cpu else AcceleratorDevice(torch_device)
+    device = maker(torch_device)
     chosen = build_store(device, kind, directory, *(host_limit or (None, "")))
     transfers = Transfers(device, chosen, bound_bytes, traced=traced)
     chosen.on_progress = call_weakly(transfers.poll)

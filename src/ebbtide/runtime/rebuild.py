@@ -212,6 +212,10 @@ class RebuildFinder:
     def __init__(self) -> None:
         self._proven: dict[Hashable, bool] = {}
 
+    def forget(self) -> None:
+        """Compare the next output of every recipe again."""
+        self._proven.clear()
+
     def find(
         self, tensor: Tensor, storage: torch.UntypedStorage, settings: KernelSettings
     ) -> Call | None:

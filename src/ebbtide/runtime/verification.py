@@ -241,6 +241,11 @@ class Verifications:
         self._on_way: list[tuple[list[Layer], Tensor, AbstractEvent]] = []
         self._unsaid: list[str] = []
 
+    def forget(self) -> None:
+        """Verify every kind of call again when it is to be recomputed next."""
+        self.settle()
+        self._verified.clear()
+
     def find(self, kind: Hashable) -> Verified | None:
         """Return what is known of a kind of call; None if it was not verified yet."""
         return self._verified.get(kind)

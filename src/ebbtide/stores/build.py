@@ -176,7 +176,7 @@ def build_store(
     refuse_other_systems()
     if device.computes_on_host:
         _check_for_cpu(kind, budget_bytes)
-        store: AbstractStore = DiskStore(directory)
+        store: AbstractStore = DiskStore(directory, device.lane)
     else:
         limit = None if budget_bytes is None else HostLimit(budget_bytes, budget_origin)
         store = _build_for_accelerator(device, kind, directory, limit)

@@ -18,7 +18,7 @@ from typing import final
 
 import torch
 
-from ebbtide.devices.device import AbstractEvent
+from ebbtide.devices.device import AbstractEvent, AbstractLane
 from ebbtide.devices.lanes import WorkLane
 from ebbtide.stores.disk_file import DiskFile
 from ebbtide.stores.host_memory import page_in
@@ -50,18 +50,23 @@ class DiskStore(AbstractStore):
 
     Args:
         directory: where to create the file; None: the system's directory for temporary files.
+        make_lane: makes the workers that write and read; see `AbstractDevice.lane`.
 
     Raises:
         PolicyError: ``directory`` is missing or cannot be written to.
     """
 
-    def __init__(self, directory: Path | None = None) -> None:
+    def __init__(
+        self,
+        directory: Path | None = None,
+        make_lane: Callable[[str, str], AbstractLane] = WorkLane,
+    ) -> None:
         self._dropped: list[_MappedSlot] = []
         self._file = DiskFile(directory)
         self._freed = FreedMemory()
         self._mapped = MappedFiles(self._file.directory)
-        self._writer = WorkLane("ebbtide-disk-write", "disk")
-        self._reader = WorkLane("ebbtide-disk-read", "disk")
+        self._writer = make_lane("ebbtide-disk-write", "disk")
+        self._reader = make_lane("ebbtide-disk-read", "disk")
 
     @property
     def capacity_bytes(self) -> int:
@@ -175,7 +180,7 @@ class DiskStore(AbstractStore):
     def note_freed(self, size_bytes: int) -> None:
         self._return_freed_memory(self._reader, size_bytes)
 
-    def _return_freed_memory(self, lane: WorkLane, size_bytes: int) -> None:
+    def _return_freed_memory(self, lane: AbstractLane, size_bytes: int) -> None:
         """Queue the return of freed memory behind a copy, once enough bytes have been moved."""
         if self._freed.is_due(size_bytes, self._file.used_bytes):
             lane.submit(return_freed_memory)

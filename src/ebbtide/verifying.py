@@ -1,0 +1,926 @@
+"""`verify`: the same training steps plainly and offloaded, in adverse orders, compared to the bit.
+
+The plain steps run twice first. What differs between the two is not deterministic by itself. Then
+the same steps run offloaded, from the same values and random numbers: once as they are, and then
+under one `Provocation` after the other, each of which a seed can repeat alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import errno
+import importlib
+import math
+import random
+import statistics
+import sys
+import textwrap
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Final, NamedTuple, Protocol, final
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from ebbtide.api import offload as offload_model
+from ebbtide.api import refuse_second_offload
+from ebbtide.devices.device import AbstractDevice
+from ebbtide.devices.provoked import POISON, Disturber, Provocation, ProvokedDevice
+from ebbtide.errors import PolicyError
+from ebbtide.policy import ActivationPolicy, refuse
+from ebbtide.runtime.engine import Engine, devices_made_by, make_device
+from ebbtide.runtime.module_state import note_random_numbers
+from ebbtide.runtime.parameter_index import find_device
+from ebbtide.units import count, few, format_size
+from ebbtide.version import __version__
+
+Loss = Callable[[Any], Tensor]
+Values = dict[str, Tensor | None]
+"""Copies on the host of what a run computed, by name, in the order in which a run computes them."""
+Offloader = Callable[[nn.Module], AbstractContextManager[Any]]
+"""Called once for a run; a forward of the run is surrounded by what it returns."""
+
+_SEED: Final = 1234  # of the random numbers that the steps begin with
+_ATTEMPTS: Final = 5  # of a run whose disk was full
+_TIGHT_BYTES: Final = 1  # whatever is larger is alone in flight
+_INDENT: Final = 10
+_SLACK: Final = 10.0  # times the difference between two plain runs
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """The first value in which a run differs from the plain one.
+
+    Attributes:
+        name: what it is, such as ``step 1: gradient of blocks.3.weight``.
+        layer: the module that it belongs to, with its class; "" for a loss or random numbers.
+        how: by how much it differs, in words.
+        num_different: how many values differ, this one included.
+    """
+
+    name: str
+    layer: str
+    how: str
+    num_different: int
+
+
+@final
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VerifiedRun:
+    """One offloaded run.
+
+    Attributes:
+        seed: repeats the run alone; None for the run in which nothing was provoked.
+        name: what was provoked, in words.
+        order: the order of execution of a device that has several; "" for others.
+        difference: from the plain run; None: the same bits.
+        error: what the run raised; "" if nothing.
+        moved_bytes: offloaded, rebuilt, recomputed, and weights reloaded, in all its steps; None
+            for another library's offloading.
+    """
+
+    seed: int | None
+    name: str
+    order: str = ""
+    difference: Difference | None = None
+    error: str = ""
+    moved_bytes: int | None = None
+
+    @property
+    def is_same(self) -> bool:
+        """Whether the run ended, with the results of the plain one."""
+        return self.difference is None and not self.error
+
+
+@final
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VerifyReport:
+    """What `verify` found. It prints as a report of at most 20 lines.
+
+    Attributes:
+        what: what ran: the model, its parameters, its device.
+        offloader: whose offloading was verified.
+        steps: training steps in each run.
+        compared: how many values of a run were compared.
+        runs: the offloaded runs.
+        unstable: what differs between two plain runs, and why as far as torch tells.
+        tolerance: within what part of its largest value a tensor was compared, or more if plain
+            runs differ by more in it; 0: to the bit.
+        versions: of ebbtide, torch and Python.
+        kinds: what the values are.
+    """
+
+    what: str
+    offloader: str
+    steps: int
+    compared: int
+    runs: tuple[VerifiedRun, ...]
+    unstable: tuple[str, ...] = ()
+    tolerance: float = 0.0
+    versions: str = ""
+    kinds: str = "losses, gradients, parameters, buffers, random states"
+
+    @property
+    def same(self) -> bool:
+        """Whether every run gave the plain results, and something was offloaded in them."""
+        return self.has_moved and all(run.is_same for run in self.runs)
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether anything was offloaded; if not, nothing was verified."""
+        return any(run.moved_bytes is None or run.moved_bytes for run in self.runs)
+
+    @property
+    def first_different(self) -> VerifiedRun | None:
+        """The first run that differs or raised an error; None if all are the same."""
+        return next((run for run in self.runs if not run.is_same), None)
+
+    @property
+    def line(self) -> str:
+        """The result in one line, to be pasted into an issue."""
+        bad = self.first_different
+        found = f"{count(len(self.runs), 'order')} the same" if bad is None else _brief(bad)
+        if bad is None and not self.has_moved:
+            found = "nothing was offloaded"
+        bits = "to the bit" if not self.tolerance else f"within {self.tolerance:.1e}"
+        return f"ebbtide verify: {self.offloader}, {self.what}: {found}, {bits}; {self.versions}"
+
+    def document(self) -> dict[str, Any]:
+        """Return the report for JSON."""
+        begin = {"format": "ebbtide-verify", "version": 1, "same": self.same}
+        return begin | dataclasses.asdict(self) | {"line": self.line}
+
+    def __str__(self) -> str:
+        bad = [run for run in self.runs if not run.is_same]
+        moved = max((run.moved_bytes or 0 for run in self.runs), default=0)
+        what = f"; up to {format_size(moved)} moved in a run" if moved else ""
+        within = f"within {self.tolerance:.1e} of its largest" if self.tolerance else "to the bit"
+        rows = [
+            ("ran", self.what),
+            (
+                "",
+                f"{count(self.steps, 'step')} plainly, twice, and in "
+                f"{count(len(self.runs), 'order')} with {self.offloader}{what}",
+            ),
+            ("compared", f"{self.compared} values of a run, {within}: {self.kinds}"),
+        ]
+        if self.unstable:
+            rows.append(("unstable", f"plain runs differ by themselves: {few(self.unstable)}"))
+        if not self.has_moved:
+            rows.append(("result", "NOTHING WAS OFFLOADED, so nothing was verified"))
+            rows.append(("do", "lower min_bytes, or choose more layers, and verify again"))
+        elif not bad:
+            seeds = [run.seed for run in self.runs if run.seed is not None]
+            span = f", seeds {seeds[0]} to {seeds[-1]}" if seeds else ""
+            rows.append(("result", f"THE SAME in {count(len(self.runs), 'order')}{span}"))
+        else:
+            rows += self._describe(bad)
+        rows += [("", ""), ("paste", self.line)]
+        return "\n".join(line for label, text in rows for line in _laid_out(label, text))
+
+    def _describe(self, bad: list[VerifiedRun]) -> Iterator[tuple[str, str]]:
+        first = bad[0]
+        yield "result", f"DIFFERENT in {len(bad)} of {count(len(self.runs), 'order')}"
+        yield "first in", _order(first)
+        if first.error:
+            yield "raised", first.error
+        if first.difference is not None:
+            yield "value", first.difference.name
+            yield "layer", first.difference.layer or "none"
+            yield "by", first.difference.how
+            others = first.difference.num_different - 1
+            yield "", f"{others} of {self.compared - 1} other values differ, too"
+        again = "orders=0" if first.seed is None else f"seed={first.seed}, orders=1"
+        yield "do", f"run it again with {again}; report the line below"
+
+
+def _laid_out(label: str, text: str) -> list[str]:
+    lines = textwrap.wrap(text, 80 - _INDENT, max_lines=3, placeholder=" ...") or [""]
+    lines = [f"{' ' * _INDENT}{line}".rstrip() for line in lines]
+    return [f"{label:<{_INDENT}}{lines[0][_INDENT:]}".rstrip(), *lines[1:]]
+
+
+def _brief(run: VerifiedRun) -> str:
+    if run.error:
+        return f"{_order(run)} raised {run.error.partition(':')[0]}"
+    assert run.difference is not None
+    return f"DIFFERENT with {_order(run)} in {run.difference.name}, {run.difference.how}"
+
+
+def _order(run: VerifiedRun) -> str:
+    seed = "nothing provoked" if run.seed is None else f"seed {run.seed} ({run.name})"
+    return seed + (f", order {run.order}" if run.order else "")
+
+
+# ---- The verification ----
+
+
+def verify(
+    model: nn.Module,
+    batch: Any,
+    loss: Loss | None = None,
+    *,
+    steps: int = 3,
+    offload: Mapping[str, Any] | None = None,
+    offloader: str | Offloader = "ebbtide",
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
+    microbatches: int = 1,
+    orders: int = 7,
+    seed: int = 0,
+) -> VerifyReport:
+    """Check that offloading leaves every bit of a model's training steps as it is.
+
+    The same steps run plainly, and offloaded in several adverse orders: copies or kernels are late,
+    memory is overwritten as soon as it is free, prefetches come in any order, few bytes may be in
+    flight, page-locking is refused, the disk is slow or full. Losses, gradients, parameters,
+    buffers and the states of random numbers are compared to the bit. The model is left as it was.
+    The host keeps copies of the gradients of all steps, and of the parameters, twice.
+
+    Args:
+        model: the model, not offloaded, on the device on which it trains.
+        batch: what it is called with: a tensor, a tuple of positional or a mapping of keyword
+            arguments. Tensors that require gradients have theirs compared, too.
+        loss: computes the loss from what the model returns. None: its attribute ``loss`` if it has
+            one, else the mean square of all that it returns.
+        steps: training steps in each run.
+        offload: arguments of `ebbtide.offload`. None: all activations are offloaded, however small.
+        offloader: instead of ebbtide, another library's: ``"save_on_cpu"``, ``"torchtune"``,
+            ``"trl"``, or a function, which is called with the model for each run and returns a
+            context manager of saved-tensor hooks that surrounds each forward. Delays and
+            overwritten memory are then provoked around its hooks.
+        optimizer: makes the optimizer from the parameters. None: SGD with momentum.
+        microbatches: forwards in a step before their backwards, as in a pipeline. With 2, two
+            graphs are alive at once.
+        orders: how many provocations are tried, beside the run without any.
+        seed: the seed of the first; the others have the next ones.
+
+    Returns:
+        The report; ``report.same`` says whether everything is the same.
+
+    Raises:
+        PolicyError: the model cannot be offloaded like this, the plain steps give NaN, which hides
+            differences, or an argument is wrong.
+    """
+    if not isinstance(model, nn.Module):
+        refuse("model", "a torch.nn.Module", model)
+    numbers = {"steps": (steps, 1), "microbatches": (microbatches, 1), "orders": (orders, 0)}
+    for name, (value, least) in numbers.items():
+        if not isinstance(value, int) or value < least:
+            refuse(name, f"a number of at least {least}", value)
+    make = find_offloader(offloader) if isinstance(offloader, str) else offloader
+    trial = _Trial(model, batch, loss or _default_loss, steps, microbatches, optimizer or _sgd)
+    trial.make = make
+    trial.offload = {"activations": ActivationPolicy(min_bytes=1)} if offload is None else offload
+    if make is not None:
+        name = getattr(offloader, "__name__", type(offloader).__name__)
+        trial.offloader = offloader if isinstance(offloader, str) else name
+    put_back = note_random_numbers([trial.device])
+    try:
+        return verify_subject(trial, range(seed, seed + orders))
+    finally:
+        trial.restore()
+        trial.give_back_gradients()
+        put_back()
+
+
+class Subject(Protocol):
+    """Training steps that can be run again and again from the same beginning.
+
+    Attributes:
+        steps: how many there are.
+        offloader: whose offloading is verified.
+        kinds: what is compared of them, in words.
+        can_repeat: whether its steps begin again after the disk was full.
+        layers: for the names of parameters and buffers, the modules that they belong to.
+        operators: of the plain runs so far, those that have no deterministic kernel.
+    """
+
+    steps: int
+    offloader: str
+    kinds: str
+    can_repeat: bool
+    layers: dict[str, str]
+    operators: list[str]
+
+    def describe(self) -> str:
+        """Say what runs."""
+
+    def run_plainly(self, *, deterministic: bool) -> Values:
+        """Run the steps without offload, perhaps with deterministic kernels."""
+
+    def run_offloaded(
+        self, provocation: Provocation | None, *, deterministic: bool
+    ) -> VerifiedSteps:
+        """Run the steps offloaded."""
+
+    def can_go_on(self) -> bool:
+        """Whether another run is possible after one that raised an error."""
+
+
+class VerifiedSteps(NamedTuple):
+    """What came of offloaded steps.
+
+    Attributes:
+        values: what is compared.
+        order: the order of execution of the device, if it has several.
+        moved_bytes: as of `VerifiedRun`.
+    """
+
+    values: Values
+    order: str
+    moved_bytes: int | None
+
+
+def verify_subject(subject: Subject, seeds: range) -> VerifyReport:
+    """Run a subject plainly, and offloaded under provocations.
+
+    Raises:
+        PolicyError: it cannot be offloaded like this, or the plain steps give NaN.
+    """
+    plain = subject.run_plainly(deterministic=False)
+    unstable = [name for name, _ in _changes(plain, subject.run_plainly(deterministic=False))]
+    deterministic, allowed = bool(unstable), _Allowed()
+    if deterministic:
+        plain = subject.run_plainly(deterministic=True)
+        again = subject.run_plainly(deterministic=True)
+        allowed = _Allowed(
+            {name: _part(plain.get(name), value) for name, value in _changes(plain, again)}
+        )
+    for name, value in plain.items():
+        if value is not None and value.is_floating_point() and value.isnan().any():
+            raise PolicyError(
+                f"the plain steps give NaN ({name}), which would hide differences; verify with a "
+                f"batch, a loss or an optimizer that gives finite numbers"
+            )
+    runs = list[VerifiedRun]()
+    for number in (None, *seeds):
+        provocation = None if number is None else Provocation.draw(number, fails=subject.can_repeat)
+        runs.append(_judge(subject, plain, allowed, provocation, deterministic=deterministic))
+        if runs[-1].error and not subject.can_go_on():
+            break
+    python = ".".join(map(str, sys.version_info[:3]))
+    return VerifyReport(
+        what=subject.describe(), offloader=subject.offloader, steps=subject.steps,
+        compared=len(plain), runs=tuple(runs), tolerance=allowed.usual, kinds=subject.kinds,
+        unstable=tuple(dict.fromkeys(subject.operators)) or tuple(unstable),
+        versions=f"ebbtide {__version__}, torch {torch.__version__}, Python {python}",
+    )  # fmt: skip
+
+
+def _judge(
+    subject: Subject,
+    plain: Values,
+    allowed: _Allowed,
+    provocation: Provocation | None,
+    *,
+    deterministic: bool,
+) -> VerifiedRun:
+    """Run the steps offloaded, and compare."""
+    seed, name = (None, "nothing") if provocation is None else (provocation.seed, provocation.name)
+    try:
+        values, order, moved = subject.run_offloaded(provocation, deterministic=deterministic)
+    except (PolicyError, ImportError):
+        raise
+    except Exception as raised:
+        first_line = str(raised).partition("\n")[0]
+        return VerifiedRun(seed=seed, name=name, error=f"{type(raised).__name__}: {first_line}")
+    difference = _compare(plain, values, allowed, subject.layers)
+    return VerifiedRun(seed=seed, name=name, order=order, difference=difference, moved_bytes=moved)
+
+
+def choose_order(device: torch.device, provocation: Provocation | None) -> str:
+    """Choose the order of execution of a device that has several; "" for others.
+
+    Its module offers `choose_order` and `ORDERS_TO_TRY`, as that of the accelerator in software
+    does.
+    """
+    module = None if device.type == "cpu" else torch.get_device_module(device)
+    names = list(getattr(module, "ORDERS_TO_TRY", ()))
+    if not names:
+        return ""
+    order = str(names[0 if provocation is None else provocation.seed % len(names)])
+    module.choose_order(order)  # type: ignore[union-attr]
+    return order
+
+
+@contextlib.contextmanager
+def deterministic_kernels() -> Iterator[list[str]]:
+    """Within the block torch takes deterministic kernels where it has them.
+
+    Yields:
+        The operators that have none, as torch's warnings name them.
+    """
+    enabled = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    found: list[str] = []
+    show = warnings.showwarning
+
+    def note(message: Any, category: Any, *rest: Any) -> None:
+        name, is_one, _ = str(message).partition(" does not have a deterministic")
+        if is_one:
+            found.append(name)
+        else:
+            show(message, category, *rest)
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("always", message=".* does not have a deterministic")
+        warnings.showwarning = note  # type: ignore[assignment]
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            yield found
+        finally:
+            torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+
+
+# ---- The steps, and what is compared of them ----
+
+
+@final
+class _Trial:
+    """The steps of a model, and the values with which every run begins.
+
+    Attributes:
+        offload: arguments of `ebbtide.offload`.
+        make: another library's offloading; None: ebbtide's.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: Any,
+        loss: Loss,
+        steps: int,
+        microbatches: int,
+        optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer],
+    ) -> None:
+        device = find_device([model])
+        if device is None:
+            raise PolicyError(
+                f"{type(model).__name__} has no parameters, so nothing can be trained"
+            )
+        self.model = model
+        self.device = device
+        self.steps = steps
+        self.offload: Mapping[str, Any] = {}
+        self.make: Offloader | None = None
+        self.offloader = "ebbtide"
+        self.kinds = VerifyReport.kinds
+        self.can_repeat = True
+        self.layers = layers_of([model])
+        self.operators: list[str] = []
+        self._batch = batch
+        self._loss = loss
+        self._microbatches = microbatches
+        self._optimizer = optimizer
+        self._inputs = [leaf for leaf in tree_leaves(batch) if _wants_gradient(leaf)]
+        self._gradients = [(t, t.grad) for t in [*model.parameters(), *self._inputs]]
+        tensors = [*model.parameters(), *model.buffers()]
+        self._tensors = [(tensor, tensor.detach().cpu().clone()) for tensor in tensors]
+        self._attributes = [(m, _plain_attributes(m)) for m in model.modules()]
+
+    def describe(self) -> str:
+        number = sum(parameter.numel() for parameter in self.model.parameters())
+        return f"{type(self.model).__name__} of {number:,} parameters on {self.device.type}"
+
+    def restore(self) -> None:
+        """Put back the values with which every run begins."""
+        torch.clear_autocast_cache()  # of a region that surrounds all runs
+        with torch.no_grad():
+            for tensor, values in self._tensors:
+                tensor.copy_(values)
+        for module, attributes in self._attributes:
+            module.__dict__.update(copy.deepcopy(attributes))
+
+    def give_back_gradients(self) -> None:
+        """Put back the gradients that there were before."""
+        for tensor, gradient in self._gradients:
+            tensor.grad = gradient
+
+    def can_go_on(self) -> bool:
+        try:
+            refuse_second_offload(self.model)
+        except PolicyError:
+            return False  # what is wrong has kept the model from being detached
+        return True
+
+    def run_plainly(self, *, deterministic: bool) -> Values:
+        if not deterministic:
+            return self.run()
+        with deterministic_kernels() as self.operators:
+            return self.run()
+
+    def run_offloaded(
+        self, provocation: Provocation | None, *, deterministic: bool
+    ) -> VerifiedSteps:
+        order = choose_order(self.device, provocation)
+        with deterministic_kernels() if deterministic else contextlib.nullcontext():
+            if self.make is None:
+                values, moved_bytes = _run_ebbtide(self, provocation)
+                return VerifiedSteps(values, order, moved_bytes)
+            return VerifiedSteps(_run_other(self, self.make, provocation), order, None)
+
+    def run(
+        self,
+        around: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
+        after_step: Callable[[], None] = lambda: None,
+    ) -> Values:
+        """Run all steps.
+
+        Args:
+            around: surrounds each forward.
+            after_step: called after each step.
+
+        Returns:
+            Copies of what is compared.
+        """
+        self.restore()
+        seed_all()
+        optimizer = self._optimizer([p for p in self.model.parameters() if p.requires_grad])
+        values: Values = {}
+        for step in range(1, self.steps + 1):
+            for tensor, _ in self._gradients:
+                tensor.grad = None
+            losses = list[Tensor]()
+            for _ in range(self._microbatches):
+                with around():
+                    losses.append(self._loss(_call(self.model, self._batch)))
+            for loss in losses:
+                loss.backward()  # type: ignore[no-untyped-call]
+            # Only now: to read a loss before is to wait until all copies have ended.
+            for number, loss in enumerate(losses):
+                values[f"step {step}: loss" + (f" {number}" if number else "")] = copy_of(loss)
+            del losses, loss
+            # Backward comes to the last parameters first, so the first difference is among them.
+            for name, parameter in reversed(list(self.model.named_parameters())):
+                values[f"step {step}: gradient of {name}"] = copy_of(parameter.grad)
+            for number, tensor in enumerate(self._inputs):
+                values[f"step {step}: gradient of input {number}"] = copy_of(tensor.grad)
+            optimizer.step()
+            torch.clear_autocast_cache()
+            after_step()
+        for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
+            values[f"last step: {name}"] = copy_of(tensor)
+        values.update(random_states(self.device))
+        return values
+
+
+def seed_all() -> None:
+    """Begin all random numbers of this process anew."""
+    torch.manual_seed(_SEED)
+    random.seed(_SEED)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(_SEED)
+
+
+def random_states(device: torch.device) -> Values:
+    """Return the states of all random numbers, as tensors."""
+    states: Values = {"random state of the CPU": torch.get_rng_state()}
+    if device.type != "cpu":
+        state = torch.get_device_module(device).get_rng_state(device)
+        states[f"random state of {device.type}"] = state
+    numbers = list(random.getstate()[1])
+    states["random state of Python"] = torch.tensor([n - 2**31 for n in numbers])
+    if "numpy" in sys.modules:
+        keys = sys.modules["numpy"].random.get_state(legacy=False)["state"]["key"]
+        states["random state of NumPy"] = torch.tensor(keys.astype("int64"))
+    return states
+
+
+def _sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9)
+
+
+def _wants_gradient(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.is_leaf and leaf.requires_grad
+
+
+def _call(model: nn.Module, batch: Any) -> Any:
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, tuple | list) else model(batch)
+
+
+def _default_loss(output: Any) -> Tensor:
+    loss = getattr(output, "loss", None)
+    if isinstance(loss, Tensor):
+        return loss
+    outputs = [
+        torch.view_as_real(leaf) if leaf.is_complex() else leaf.float()
+        for leaf in tree_leaves(output)
+        if isinstance(leaf, Tensor) and leaf.requires_grad
+    ]
+    if not outputs:
+        raise PolicyError("the model returns no tensor that depends on a parameter; give loss=")
+    return torch.stack([each.square().mean() for each in outputs]).sum()
+
+
+def _plain_attributes(module: nn.Module) -> dict[str, Any]:
+    """Return a module's attributes that are numbers, texts and the like: counters, for example."""
+    return {
+        name: copy.deepcopy(value)
+        for name, value in vars(module).items()
+        if not name.startswith("_")
+        and all(isinstance(leaf, bool | int | float | str | None) for leaf in tree_leaves(value))
+    }
+
+
+def copy_of(tensor: Tensor | None) -> Tensor | None:
+    """Return a copy on the host."""
+    return None if tensor is None else tensor.detach().resolve_conj().cpu().clone()
+
+
+# ---- The comparison ----
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    if tensor.layout is not torch.strided:
+        tensor = tensor.to_dense()
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def _same_bits(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    if one.shape != other.shape or one.dtype is not other.dtype:
+        return False
+    return torch.equal(_bytes_of(one), _bytes_of(other))
+
+
+def _changes(plain: Values, got: Values) -> Iterator[tuple[str, Tensor | None]]:
+    names = [*plain, *(name for name in got if name not in plain)]
+    for name in names:
+        if not _same_bits(plain.get(name), got.get(name)):
+            yield name, got.get(name)
+
+
+def _part(expected: Tensor | None, got: Tensor | None) -> float:
+    """By which part of its largest value a tensor differs; infinite if it is another tensor."""
+    if expected is None or got is None or expected.shape != got.shape:
+        return float("inf")
+    if not (expected.is_floating_point() or expected.is_complex()):
+        return float("inf")
+    wide = torch.complex128 if expected.is_complex() else torch.float64
+    apart = (got.to(wide) - expected.to(wide)).abs()
+    if not bool(apart.isfinite().all()):
+        return float("inf")
+    largest = float(expected.to(wide).abs().max())
+    return float(apart.max()) / largest if largest else float("inf")
+
+
+class _Allowed:
+    """By which part of its largest value each tensor may differ.
+
+    Args:
+        parts: by which two plain runs differed. A tensor that did not happen to differ may by as
+            much as the median of the others, and one that is nothing but rounding errors by more.
+    """
+
+    def __init__(self, parts: Mapping[str, float] | None = None) -> None:
+        self.parts = parts or {}
+        finite = [part for part in self.parts.values() if math.isfinite(part)]
+        self.usual = _SLACK * statistics.median(finite) if finite else 0.0
+
+    def of(self, name: str) -> float:
+        return max(self.usual, _SLACK * self.parts.get(name, 0.0))
+
+
+def _compare(
+    plain: Values, got: Values, allowed: _Allowed, layers: Mapping[str, str]
+) -> Difference | None:
+    different = [
+        (name, value)
+        for name, value in _changes(plain, got)
+        if not allowed.parts or _part(plain.get(name), value) > allowed.of(name)
+    ]
+    if not different:
+        return None
+    name, value = different[0]
+    layer = layers.get(name.rpartition(" ")[2], "")
+    return Difference(name, layer, _how(plain.get(name), value), len(different))
+
+
+def _how(expected: Tensor | None, got: Tensor | None) -> str:
+    if expected is None or got is None:
+        return "missing" if got is None else "there, but plainly there is none"
+    if expected.shape != got.shape or expected.dtype is not got.dtype:
+        return f"{got.dtype} {tuple(got.shape)} instead of {expected.dtype} {tuple(expected.shape)}"
+    number = int((expected != got).sum())
+    part = _part(expected, got)
+    of = f"{number:,} of {expected.numel():,} elements"
+    if part != float("inf"):
+        return f"{of}, at most by {part:.2g} of the largest"
+    bad = got.is_floating_point() or got.is_complex()
+    return f"{of}, {int((~got.isfinite()).sum()) if bad else 0:,} of them not finite"
+
+
+def layers_of(models: Iterable[nn.Module]) -> dict[str, str]:
+    """Return for the names of parameters and buffers the modules that they belong to."""
+    return {
+        f"{path}.{name}" if path else name: f"{path or 'the model'} ({type(module).__name__})"
+        for model in models
+        for path, module in model.named_modules()
+        for name in (*module._parameters, *module._buffers)
+    }
+
+
+# ---- Offloaded runs: ebbtide's own, and those of others ----
+
+
+def _run_ebbtide(trial: _Trial, provocation: Provocation | None) -> tuple[Values, int]:
+    """Run the steps offloaded by ebbtide, on a device that is provoked.
+
+    Raises:
+        OSError: the disk was not full any more, but a forward still says so.
+    """
+    arguments = dict(trial.offload)
+    is_planned = arguments.get("budget") is not None or arguments.get("plan") is not None
+    if provocation is not None and provocation.is_tight and not is_planned:
+        policy = arguments.get("activations") or ActivationPolicy()
+        arguments["activations"] = dataclasses.replace(policy, max_inflight_bytes=_TIGHT_BYTES)
+    devices = ProvokedDevices(provocation, is_planned=is_planned)
+    trial.restore()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of pageable memory, for example, which was provoked
+        with devices_made_by(devices.make) as engines:
+            handle = offload_model(trial.model, **arguments)
+        with handle:
+            for attempt in range(_ATTEMPTS):
+                counted = _Counted(engines[0], provocation)
+                try:
+                    return trial.run(after_step=counted.note_step), counted.moved_bytes
+                except OSError as error:
+                    if error.errno != errno.ENOSPC or attempt + 1 == _ATTEMPTS:
+                        raise
+                    devices.calm()
+    raise AssertionError("the last attempt returns or raises")
+
+
+@final
+class ProvokedDevices:
+    """Makes the devices of a run.
+
+    Args:
+        provocation: what is provoked on them; None: nothing.
+        is_planned: whether a plan decides. A budget on a CPU is of the process's memory, where a
+            simulated device has none, so there is none then.
+    """
+
+    def __init__(self, provocation: Provocation | None, *, is_planned: bool) -> None:
+        if provocation is not None and is_planned:
+            provocation = dataclasses.replace(provocation, eagerness=None)
+        self._provocation = provocation
+        self._made: list[AbstractDevice] = []
+
+    def make(self, torch_device: torch.device) -> AbstractDevice:
+        """Make a device; see `devices_made_by`."""
+        device = make_device(torch_device)
+        if self._provocation is not None:
+            device = self._provocation.wrap(device)
+        self._made.append(device)
+        return device
+
+    def calm(self) -> None:
+        """Let nothing fail any more."""
+        for device in self._made:
+            if isinstance(device, ProvokedDevice):
+                device.is_calm = True
+
+
+@final
+class _Counted:
+    """Counts what moves in the steps of a run, and makes ready what is provoked in the next."""
+
+    def __init__(self, engine: Engine, provocation: Provocation | None) -> None:
+        self._engine = engine
+        self._provocation = provocation
+        self._choices = random.Random(0 if provocation is None else provocation.seed)
+        self.moved_bytes = 0
+
+    def note_step(self) -> None:
+        stats = self._engine.stats
+        self.moved_bytes += stats.offloaded_bytes + stats.rebuilt_bytes
+        self.moved_bytes += stats.recomputed_bytes + stats.weight_reload_bytes
+        if self._provocation is not None and self._provocation.shuffles:
+            self._engine.expect_any_order(self._choices)
+        if self._provocation is not None and self._provocation.verifies:
+            self._engine.forget_proofs()
+
+
+def _run_other(trial: _Trial, make: Offloader, provocation: Provocation | None) -> Values:
+    """Run the steps under another library's saved-tensor hooks, with trouble around each."""
+    trial.restore()
+    context = make(trial.model)
+    if provocation is None:
+        return trial.run(lambda: context)
+    around = _TroubledHooks(context, trial.device, provocation)
+    return trial.run(lambda: around, around.end_step)
+
+
+@final
+class _TroubledHooks:
+    """Surrounds the saved-tensor hooks of a context manager with delays and overwritten memory."""
+
+    def __init__(
+        self, context: AbstractContextManager[Any], device: torch.device, provocation: Provocation
+    ) -> None:
+        self._context = context
+        self._provocation = provocation
+        self._choices = random.Random(provocation.seed)
+        self._device = device
+        self._disturber = Disturber(device)
+        self._open: list[AbstractContextManager[Any]] = []
+        self._host: list[Tensor] = []
+
+    def end_step(self) -> None:
+        """Overwrite host memory that saved tensors were in: the graphs of the step are gone.
+
+        The steps of all runs have the same values, so old contents would pass for new ones.
+        """
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)
+        for memory in self._host:
+            _bytes_of(memory).fill_(POISON)
+        self._host.clear()
+
+    def __enter__(self) -> None:
+        before = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        self._context.__enter__()
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        ours: AbstractContextManager[Any] = contextlib.nullcontext()
+        if hooks is not None and hooks != before:
+            pack, unpack = hooks
+            ours = torch.autograd.graph.saved_tensors_hooks(
+                lambda tensor: self._pack(pack, tensor), lambda packed: self._unpack(unpack, packed)
+            )
+        ours.__enter__()
+        self._open.append(ours)
+
+    def __exit__(self, *error: Any) -> None:
+        self._open.pop().__exit__(*error)
+        self._context.__exit__(*error)
+
+    def _pack(self, pack: Callable[[Tensor], Any], tensor: Tensor) -> Any:
+        self._trouble(self._provocation.late_compute)
+        self._disturber.watch(tensor)
+        packed = pack(tensor)
+        for leaf in tree_leaves(packed):
+            if isinstance(leaf, Tensor) and leaf.device != tensor.device and leaf.is_contiguous():
+                self._host.append(leaf.detach())
+        return packed
+
+    def _unpack(self, unpack: Callable[[Any], Tensor], packed: Any) -> Tensor:
+        self._trouble(self._provocation.late_compute)
+        tensor = unpack(packed)
+        self._disturber.watch(tensor)
+        return tensor
+
+    def _trouble(self, chance: float) -> None:
+        self._disturber.poison_freed()
+        if self._choices.random() < chance:
+            self._disturber.hold_up_compute()
+
+
+def find_offloader(name: str) -> Offloader | None:
+    """Return another library's offloading by its name; None for ebbtide.
+
+    Raises:
+        PolicyError: there is none of that name.
+    """
+    if name == "ebbtide":
+        return None
+    if name in _OFFLOADERS:
+        return _OFFLOADERS[name]
+    own = "pass a function of the model that returns such a context manager"
+    if name in ("deepspeed", "transformer_engine"):
+        raise PolicyError(
+            f"{name} offloads in layers of its own, and not by a context manager around any "
+            f"forward; {own}"
+        )
+    raise PolicyError(f"there is no offloader {name!r}; give {few([*_OFFLOADERS])}, or {own}")
+
+
+def _save_on_cpu(_: nn.Module) -> AbstractContextManager[Any]:
+    return torch.autograd.graph.save_on_cpu(pin_memory=True)
+
+
+def _torchtune(_: nn.Module) -> AbstractContextManager[Any]:
+    training: Any = importlib.import_module("torchtune.training")
+    return training.OffloadActivations()  # type: ignore[no-any-return]
+
+
+def _trl(model: nn.Module) -> AbstractContextManager[Any]:
+    trl: Any = importlib.import_module("trl.models.activation_offloading")
+    # A warning about a missing head would need the state that TRL's trainers create.
+    return trl.get_act_offloading_ctx_manager(model, warn_if_no_head=False)  # type: ignore[no-any-return]
+
+
+_OFFLOADERS: Final[dict[str, Offloader]] = {
+    "save_on_cpu": _save_on_cpu,
+    "torchtune": _torchtune,
+    "trl": _trl,
+}
