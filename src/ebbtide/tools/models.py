@@ -508,7 +508,7 @@ def load_family(address: str, options: ModelOptions) -> TaskFamily:
     options.check(address, _KNOWN)
     if options.resolution is not None and options.seq is not None:
         raise PolicyError("give --resolution or --seq, not both")
-    function = _find(address)
+    function = find_function(address)
     taken = _parameters(address, function)
     given = {name: getattr(options, name) for name in _KNOWN if getattr(options, name) is not None}
     for name in given:
@@ -536,7 +536,12 @@ def load_family(address: str, options: ModelOptions) -> TaskFamily:
     )
 
 
-def _find(address: str) -> Callable[..., Any]:
+def find_function(address: str) -> Callable[..., Any]:
+    """Import ``module:function``; the module is looked for in the current directory, too.
+
+    Raises:
+        PolicyError: there is no such function.
+    """
     module_name, _, name = address.partition(":")
     if not module_name or not name:
         raise PolicyError(f"{address!r} is not of the form module:function, such as train:build")
@@ -608,6 +613,15 @@ def _build(address: str, function: Callable[..., Any], length_name: str, size: S
                 f"{address} fails when it is called with ({called}): "
                 f"{type(error).__name__}: {error}"
             ) from error
+    return read_task(address, made)
+
+
+def read_task(address: str, made: Any) -> Task:
+    """Return the training step that a user's function has made.
+
+    Raises:
+        PolicyError: it has made something else.
+    """
     parts = made if isinstance(made, tuple) else (made,)
     if len(parts) not in (2, 3) or not isinstance(parts[0], nn.Module):
         kinds = ", ".join(type(each).__name__ for each in parts)

@@ -1,0 +1,323 @@
+"""`ebbtide.verify` and the command: what is the same, what differs, and what is said of it."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from typer.testing import CliRunner
+
+import ebbtide
+from ebbtide.runtime.engine import devices_made_by, make_device
+from ebbtide.tools.main import app
+
+WIDTH = 32
+ALL_KINDS = 7  # so many seeds in a row provoke everything
+
+
+class Noisy(nn.Module):
+    """Adds what its closure returns, which no run can put back."""
+
+    def __init__(self, noise: Callable[[], float]) -> None:
+        super().__init__()
+        self.inner = small()
+        self.noise = noise
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) + self.noise()
+
+
+def small(num_layers: int = 3) -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Dropout(0.1), nn.BatchNorm1d(WIDTH))
+        for _ in range(num_layers)
+    ]
+    return nn.Sequential(*layers)
+
+
+def batch() -> Tensor:
+    return torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+def scaling(factor: float) -> Callable[[nn.Module], AbstractContextManager[object]]:
+    """An offloader that returns a multiple of what was saved."""
+
+    def scaled(_: nn.Module) -> AbstractContextManager[object]:
+        return torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: tensor.clone() if tensor.is_floating_point() else tensor,
+            lambda tensor: tensor * factor if tensor.is_floating_point() else tensor,
+        )
+
+    return scaled
+
+
+@pytest.mark.parametrize(
+    "offload",
+    [
+        None,
+        {"activations": ebbtide.ActivationPolicy(min_bytes=1, mode="recompute")},
+        {
+            "activations": ebbtide.ActivationPolicy(min_bytes=1),
+            "weights": ebbtide.WeightPolicy(min_bytes=1),
+        },
+    ],
+    ids=["activations", "recompute", "weights"],
+)
+def test_an_offloaded_model_is_the_same_under_every_provocation(
+    offload: dict[str, object] | None,
+) -> None:
+    report = ebbtide.verify(small(), batch(), offload=offload, orders=ALL_KINDS)
+    assert report.same, str(report)
+    assert [run.seed for run in report.runs] == [None, *range(ALL_KINDS)]
+    assert all(run.moved_bytes for run in report.runs)
+    assert report.tolerance == 0
+
+
+def test_recomputed_layers_are_verified_in_every_step_that_forgets_proofs() -> None:
+    """A layer that is verified is offloaded in that step, instead of being recomputed."""
+    model, x = small(), batch()
+    policy = ebbtide.ActivationPolicy(min_bytes=1, mode="recompute")
+    with devices_made_by(make_device) as engines:
+        handle = ebbtide.offload(model, activations=policy)
+    recomputed = []
+    for forgets in (False, False, True, False):
+        if forgets:
+            engines[0].forget_proofs()
+        model(x).sum().backward()
+        recomputed.append(handle.stats.recomputed_bytes > 0)
+    assert recomputed == [False, True, False, True]
+
+
+def test_a_full_disk_is_told_of_by_its_own_error_wherever_it_shows() -> None:
+    """The copy of noise starts as the next layer begins, which may raise another copy's error."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(
+                nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(8)
+            )
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = x * torch.rand_like(x)
+                with torch.no_grad():
+                    busy @ busy  # meanwhile the copy of x ends
+                x = layer(x)
+            return x
+
+    busy, model = torch.ones(512, 512), Model()
+    for seed in range(5, 5 * ALL_KINDS, ALL_KINDS):
+        report = ebbtide.verify(model, batch(), orders=1, seed=seed)
+        assert report.same, str(report)
+
+
+def test_a_budget_is_verified() -> None:
+    report = ebbtide.verify(small(), batch(), offload={"budget": "4GiB"}, orders=2)
+    assert all(run.is_same for run in report.runs), str(report)
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model, x = small(), batch()
+    model(x).sum().backward()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    states = torch.get_rng_state(), random.getstate()
+    ebbtide.verify(model, x, orders=1)
+    after = model.state_dict()
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+    assert all(p.grad is gradients[name] for name, p in model.named_parameters())
+    assert torch.equal(torch.get_rng_state(), states[0]) and random.getstate() == states[1]
+    with ebbtide.offload(model):  # it is not offloaded any more
+        pass
+
+
+def test_every_run_begins_with_the_same_counters() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.calls = small(), 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return self.inner(x * self.calls)  # type: ignore[no-any-return]
+
+    model = Counting()
+    report = ebbtide.verify(model, batch(), orders=1)
+    assert report.same and not report.unstable, str(report)
+    assert model.calls == 0
+
+
+def test_a_wrong_gradient_is_found_and_named() -> None:
+    model = small()
+    report = ebbtide.verify(model, batch(), offloader=scaling(1 + 2**-20), orders=1)
+    assert not report.same
+    first = report.first_different
+    assert first is not None and first.seed is None and first.difference is not None
+    path = first.difference.name.rpartition(" ")[2]
+    assert path in dict(model.named_parameters())
+    assert first.difference.layer.startswith(path.rpartition(".")[0])
+    assert 1 < first.difference.num_different < report.compared
+    assert_fits_a_terminal(report)
+    assert json.loads(json.dumps(report.document()))["same"] is False
+
+
+def test_another_librarys_hooks_are_the_same_when_they_are_right() -> None:
+    report = ebbtide.verify(small(), batch(), offloader=scaling(1.0), orders=2, microbatches=2)
+    assert report.same, str(report)
+
+
+def test_lost_strides_are_found_in_save_on_cpu() -> None:
+    """It returns channels-last tensors in another layout, for which other kernels are chosen."""
+
+    class LayoutNoted(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)  # type: ignore[attr-defined]
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: object, gradient: Tensor) -> Tensor:
+            (x,) = ctx.saved_tensors  # type: ignore[attr-defined]
+            return gradient * x.stride(0)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return LayoutNoted.apply(self.linear(x).t())  # type: ignore[no-any-return]
+
+    report = ebbtide.verify(Model(), batch(), offloader="save_on_cpu", orders=0)
+    assert report.first_different is not None
+    assert ebbtide.verify(Model(), batch(), orders=1).same
+
+
+def test_what_is_not_deterministic_is_named_and_compared_with_a_tolerance() -> None:
+    calls = [0]
+
+    def noise() -> float:
+        calls[0] += 1
+        return 1e-3 * (calls[0] % 2)  # three steps in a run: the next run has the others
+
+    report = ebbtide.verify(Noisy(noise), batch(), orders=2)
+    assert report.same, str(report)
+    assert 0 < report.tolerance < 1
+    assert "step 1: loss" in report.unstable
+    wrong = ebbtide.verify(Noisy(noise), batch(), offloader=scaling(1.5), orders=0)
+    assert not wrong.same
+
+
+def test_a_model_without_anything_to_offload_is_not_called_the_same() -> None:
+    policy = ebbtide.ActivationPolicy(min_bytes="1GiB")
+    report = ebbtide.verify(small(), batch(), offload={"activations": policy}, orders=1)
+    assert not report.has_moved and not report.same
+    assert report.first_different is None
+    assert_fits_a_terminal(report)
+
+
+def test_nan_in_the_plain_steps_is_refused() -> None:
+    with pytest.raises(ebbtide.PolicyError):
+        ebbtide.verify(Noisy(lambda: float("nan")), batch(), orders=1)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"steps": 0}, {"orders": -1}, {"microbatches": 0}, {"offloader": "nobody"}],
+    ids=lambda wrong: next(iter(wrong)),
+)
+def test_wrong_arguments_are_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(ebbtide.PolicyError):
+        ebbtide.verify(small(), batch(), **wrong)  # type: ignore[arg-type]
+
+
+def assert_fits_a_terminal(report: ebbtide.VerifyReport) -> None:
+    lines = str(report).splitlines()
+    assert len(lines) <= 20 and max(map(len, lines)) <= 80
+    assert "\n" not in report.line
+
+
+# ---- The command --------------------------------------------------------------------------------
+
+SCRIPT = """
+import sys
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+layers = [nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Dropout(0.1)) for _ in range(3)]
+model = nn.Sequential(*layers)
+optimizer = torch.optim.AdamW(model.parameters())
+data = torch.utils.data.DataLoader(torch.randn(64, 32), batch_size=16, shuffle=True)
+
+def build():
+    return model, torch.randn(16, 32)
+
+def wrong(model):
+    return torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t * 1.5)
+
+if __name__ == "__main__":
+    for epoch in range(int(sys.argv[1])):
+        for x in data:
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "to_verify.py").write_text(SCRIPT)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "to_verify", raising=False)
+    return "to_verify.py"
+
+
+def test_a_script_is_verified_as_it_is(script: str) -> None:
+    command = [sys.executable, "-m", "ebbtide", "verify", "--json", "--orders", "1", "--steps", "6"]
+    run = subprocess.run([*command, script, "2"], capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+    document = json.loads(run.stdout)
+    assert document["same"] and document["compared"] > 6 * 6
+    assert all(each["moved_bytes"] for each in document["runs"])
+
+
+def test_a_script_that_offloads_by_itself_cannot_be_run_plainly(script: str) -> None:
+    source = SCRIPT.replace("optimizer = ", "import ebbtide; ebbtide.offload(model); optimizer = ")
+    Path(script).write_text(source)
+    command = [sys.executable, "-m", "ebbtide", "verify", "--orders", "0", script, "1"]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 2 and not run.stdout
+
+
+def test_a_script_that_ends_too_early_is_refused(script: str) -> None:
+    command = [sys.executable, "-m", "ebbtide", "verify", "--orders", "0", "--steps", "5"]
+    run = subprocess.run([*command, script, "1"], capture_output=True, text=True)
+    assert run.returncode == 2 and not run.stdout
+
+
+@pytest.mark.usefixtures("script")
+def test_a_function_is_verified_with_options_behind_it() -> None:
+    arguments = ["verify", "to_verify:build", "--weights", "--orders", "2", "--json"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout)
+    assert document["same"] and [run["seed"] for run in document["runs"]] == [None, 0, 1]
+
+
+@pytest.mark.usefixtures("script")
+def test_a_wrong_offloader_ends_the_command_with_1() -> None:
+    arguments = ["verify", "to_verify:build", "--offloader", "to_verify:wrong", "--orders", "1"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 1, result.output
+    assert "DIFFERENT" in result.output
