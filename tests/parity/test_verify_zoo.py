@@ -7,6 +7,7 @@ import torch
 
 import ebbtide
 from ebbtide import ActivationPolicy, WeightPolicy
+from test_weights_zoo import LAYERS
 from zoo import ENTRIES, Entry
 
 SEEDS = 20
@@ -22,6 +23,7 @@ def test_there_is_no_false_alarm(entry: Entry) -> None:
     everything = {
         "activations": ActivationPolicy(min_bytes=1, mode=mode),  # type: ignore[arg-type]
         "weights": WeightPolicy(min_bytes=1),
+        "layers": LAYERS.get(entry.name),
     }
     autocast = torch.autocast("cpu", entry.autocast) if entry.autocast else contextlib.nullcontext()
     with autocast:
