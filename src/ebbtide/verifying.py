@@ -35,6 +35,7 @@ from ebbtide.policy import ActivationPolicy, refuse
 from ebbtide.runtime.engine import Engine, devices_made_by, make_device
 from ebbtide.runtime.module_state import note_random_numbers
 from ebbtide.runtime.parameter_index import find_device
+from ebbtide.runtime.torch_internals import top_hooks
 from ebbtide.units import count, few, format_size
 from ebbtide.version import __version__
 
@@ -848,9 +849,9 @@ class _TroubledHooks:
         self._host.clear()
 
     def __enter__(self) -> None:
-        before = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        before = top_hooks()
         self._context.__enter__()
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        hooks = top_hooks()
         ours: AbstractContextManager[Any] = contextlib.nullcontext()
         if hooks is not None and hooks != before:
             pack, unpack = hooks
