@@ -83,9 +83,13 @@ def step(handle: ebbtide.OffloadHandle, model: nn.Module) -> StepStats:
     return handle.stats
 
 
+class Calls(list[int]):
+    """What a second forward adds to this list stays there, because it is no plain list."""
+
+
 def calls_of(model: Stack) -> list[int]:
     """Return a list to which the number of each layer is added when its linear map is called."""
-    calls: list[int] = []
+    calls = Calls()
     for number, layer in enumerate(model.layers):
         inner = next(layer.children())
         inner.register_forward_pre_hook(lambda *_, number=number: calls.append(number))

@@ -11,6 +11,7 @@ import copy
 import functools
 import random
 import threading
+import types
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -478,11 +479,13 @@ def lazily(make: Callable[[], Stack], mode: str) -> None:
 
 # ---- what would not do the same again is not recomputed ------------------------------------------
 
-SETTING = {"scale": 1.0, "calls": 0}
+_VALUES = {"scale": 1.0, "calls": 0}
+SETTING = types.MappingProxyType(_VALUES)
+"""What a second forward depends on and cannot find as it was."""
 
 
 class OfGlobal(Block):
-    """The loop changes a global between forward and backward."""
+    """The loop changes what the code does not name between forward and backward."""
 
     def forward(self, x: Tensor) -> Tensor:
         return (self.linear(x) * SETTING["scale"]).sin()
@@ -595,9 +598,9 @@ class LargeNorm(nn.Module):
 
 
 def global_changes(model: nn.Module, inputs: Any, loss: Any) -> Tensor:
-    SETTING["scale"] = 1.5
+    _VALUES["scale"] = 1.5
     value = loss(model, inputs)
-    SETTING["scale"] = 2.5
+    _VALUES["scale"] = 2.5
     value.backward()
     return value
 
@@ -753,15 +756,15 @@ class Longer(Block):
 def test_a_recomputation_that_gives_something_else_raises(make: Any, later: float) -> None:
     """It was verified, and a global is changed between forward and backward afterwards."""
     model = build(make)()
-    SETTING["scale"] = 1.0 if make is not Longer else 3.0
+    _VALUES["scale"] = 1.0 if make is not Longer else 3.0
     with ebbtide.offload(model, activations=policy("recompute"), layers=LAYERS) as handle:
         for _ in range(2):
             step(handle, model)
         loss = squares(model, draw())
-        SETTING["scale"] = later
+        _VALUES["scale"] = later
         with pytest.raises(SavedTensorModifiedError, match=r"layer 1 \(layers.1\) has given other"):
             loss.backward()
-    SETTING["scale"] = 1.0
+    _VALUES["scale"] = 1.0
 
 
 CHANGES = {

@@ -16,7 +16,7 @@ import functools
 import operator
 import random
 import sys
-from collections import OrderedDict
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator
 from typing import Any, Final, NamedTuple, final
 
@@ -28,6 +28,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten
 
 from ebbtide.errors import SavedTensorModifiedError
 from ebbtide.runtime.compiled import ModuleHook
+from ebbtide.runtime.outside import GONE, Outside, Variable, find_outside
 from ebbtide.runtime.parameter_index import ExchangedParameter
 from ebbtide.runtime.torch_internals import addresses_of, modules_of, parts_of
 from ebbtide.units import format_size
@@ -292,13 +293,15 @@ def _bytes_of(owner: object) -> Any:
 # and leave no other traces than the first one did. So all attributes of the module and of its
 # submodules are noted when the first forward begins: parameters, buffers, submodules, hooks, modes
 # and whatever the program has set, and with them the settings of torch that kernels depend on. The
-# second forward finds all of that as it was, and afterwards the present is put back.
+# second forward finds all of that as it was, and afterwards the present is put back. So it is with
+# what the module's code names outside of modules, such as globals (`runtime/outside.py`).
 
 # Long: whatever a forward can depend on besides its arguments is here.
 
 _MOST_COPIED_BYTES: Final = 64 * 2**10
+_MOST_ENTRIES: Final = 10_000  # of a list or dict outside of modules that is noted with its content
 _PLAIN: Final = frozenset({bool, int, float, str, type(None), tuple})
-_CONTAINERS: Final = frozenset({dict, OrderedDict, list, set})
+_CONTAINERS: Final = frozenset({dict, OrderedDict, defaultdict, Counter, list, deque, set})
 _OF_TORCH: Final = frozenset(vars(nn.Module())) - {"training"}
 """The attributes of every module that hold its parameters, buffers, submodules and hooks."""
 
@@ -308,8 +311,9 @@ class ModuleNote:
     """All attributes of one module, which may be put back as they are now.
 
     Lists, sets and dicts among them, and those that hold the module's parameters, buffers,
-    submodules and hooks, are noted with their content. Of generators of random numbers the states
-    are noted. What other objects are changed to is not known.
+    submodules and hooks, are noted with their content, and so are small arrays of NumPy. Of
+    generators of random numbers the states are noted. What other objects are changed to is not
+    known.
 
     Args:
         module: the module.
@@ -343,7 +347,7 @@ class ModuleNote:
                 self.tensors.append((name, value))
                 if lasting:
                     attributes[name] = _without_graph(value)
-            elif (put_back := _note_generator(value)) is not None:
+            elif (put_back := _note_inner_state(value)) is not None:
                 self._generators.append(put_back)
 
     @property
@@ -379,6 +383,59 @@ class ModuleNote:
         for name, _, content in self._contents:
             if not _holds(now[name], content):
                 _refill(now[name], content)
+        for put_back in self._generators:
+            put_back()
+
+
+@final
+class OutsideNote:
+    """What modules name outside of them, which may be put back as it is now; see `find_outside`.
+
+    Args:
+        variables: the variables.
+        lasting: as for `ModuleNote`.
+
+    Attributes:
+        tensors: tensors among the variables, and in lists and dicts among them.
+    """
+
+    __slots__ = ("_contents", "_generators", "_variables", "tensors")
+
+    def __init__(self, variables: Iterable[Variable], *, lasting: bool = False) -> None:
+        self.tensors: list[tuple[Any, Any, Tensor]] = []
+        self._generators: list[Callable[[], object]] = []
+        self._contents: list[tuple[Any, Any]] = []
+        self._variables: list[Variable] = []
+        for each in variables:
+            value = each.value
+            if type(value) in _CONTAINERS:
+                if len(value) > _MOST_ENTRIES:
+                    continue
+                self._contents.append((value, _content_of(value, lasting=lasting)))
+                if not isinstance(value, set):
+                    pairs = dict.items(value) if isinstance(value, dict) else enumerate(value)
+                    self.tensors += ((value, k, t) for k, t in pairs if isinstance(t, Tensor))
+            elif isinstance(value, Tensor):
+                self.tensors.append((each.holder, each.name, value))
+                each = each._replace(value=_without_graph(value) if lasting else value)
+            elif (put_back := _note_inner_state(value)) is not None:
+                self._generators.append(put_back)
+            self._variables.append(each)
+
+    @property
+    def variables(self) -> list[Variable]:
+        """The variables with their present values."""
+        present = [each._replace(value=each.now()) for each in self._variables]
+        return [each for each in present if each.value is not GONE]
+
+    def put_back(self) -> None:
+        """Give the variables their values back."""
+        for each in self._variables:
+            if each.now() is not each.value:
+                each.holder[each.name] = each.value
+        for container, content in self._contents:
+            if not _holds(container, content):
+                _refill(container, content)
         for put_back in self._generators:
             put_back()
 
@@ -429,9 +486,9 @@ def _refill(container: Any, content: Any) -> None:
             for place, each in enumerate(content)
         ]
         return
-    if isinstance(container, set):
+    if isinstance(container, set | deque):
         container.clear()
-        container.update(content)
+        (container.update if isinstance(container, set) else container.extend)(content)
         return
     now, noted = dict.copy(container), dict(content)
     container.clear()
@@ -454,8 +511,8 @@ def _is_exchanged(*values: object) -> bool:
     )
 
 
-def _note_generator(value: Any) -> Callable[[], object] | None:
-    """Note the state of a generator of random numbers; return what puts it back."""
+def _note_inner_state(value: Any) -> Callable[[], object] | None:
+    """Note the state of a generator of random numbers or a small array; return what restores it."""
     if isinstance(value, torch.Generator):
         return functools.partial(value.set_state, value.get_state())
     if isinstance(value, random.Random):
@@ -468,6 +525,13 @@ def _note_generator(value: Any) -> Callable[[], object] | None:
     if isinstance(value, numpy_random.Generator):
         source = value.bit_generator
         return functools.partial(setattr, source, "state", source.state)
+    numpy = sys.modules["numpy"]
+    if (
+        type(value) is numpy.ndarray
+        and value.nbytes <= _MOST_COPIED_BYTES
+        and value.flags.writeable
+    ):
+        return functools.partial(numpy.copyto, value, value.copy())
     return None
 
 
@@ -564,6 +628,7 @@ class ModuleState:
         module: the module.
         where: names it in errors.
         weight_versions: returns the versions of its weights that rest on the host.
+        outside: finds what its code names outside of modules.
 
     Attributes:
         is_lazy: whether a parameter or buffer has no shape yet.
@@ -572,7 +637,11 @@ class ModuleState:
     """
 
     def __init__(
-        self, module: nn.Module, where: str, weight_versions: Callable[[nn.Module], Hashable]
+        self,
+        module: nn.Module,
+        where: str,
+        weight_versions: Callable[[nn.Module], Hashable],
+        outside: Outside,
     ) -> None:
         self._module = module
         self._where = where
@@ -589,7 +658,8 @@ class ModuleState:
         self._unsaved: list[tuple[_UnchangedTensor, _CopiedTensor]] = []
         self.is_lazy = False
         kind: list[Hashable] = []
-        for each in modules_of(module):
+        modules = modules_of(module)
+        for each in modules:
             note = ModuleNote(each, lasting=True)
             self._notes.append(note)
             kind += (each.training, note.num_attributes)
@@ -606,6 +676,9 @@ class ModuleState:
                         self._note_tensor(buffers, name, buffer)
             for name, tensor in note.tensors:
                 self._note_tensor(vars(each), name, tensor)
+        self._outside = OutsideNote(outside.find(module, modules), lasting=True)
+        for holder, key, tensor in self._outside.tensors:
+            self._note_tensor(holder, key, tensor)
         self.kind = tuple(kind)
 
     def _note_parameter(self, parameter: Tensor) -> tuple[bool, _UnchangedTensor | None]:
@@ -624,7 +697,7 @@ class ModuleState:
             self._exchanged.append((parameter, parameter._version))
         return True, None  # sharded and offloaded weights are exchanged for each call
 
-    def _note_tensor(self, holder: dict[str, Any], name: str, tensor: Tensor) -> None:
+    def _note_tensor(self, holder: Any, name: Any, tensor: Tensor) -> None:
         if is_lazy(tensor):
             self.is_lazy = True
         elif not isinstance(tensor, nn.Parameter | ExchangedParameter):
@@ -694,6 +767,7 @@ class ModuleState:
         self._check_before_recomputation()
         present = [note if note.is_present() else ModuleNote(note.module) for note in self._notes]
         put_back_settings = note_settings()
+        outside = OutsideNote(self._outside.variables)
         trained = [(weight, weight.requires_grad) for weight, _ in self._trained]
         put_back_numbers = _note_numbers_of_python()
         try:
@@ -702,6 +776,7 @@ class ModuleState:
             for note, now in zip(self._notes, present, strict=True):
                 if note is not now:
                     note.put_back()
+            self._outside.put_back()
             copied: dict[int, Tensor] = {}
             for each in self._copies:
                 each.put_back(copied)
@@ -715,6 +790,7 @@ class ModuleState:
             _set_trained(trained)
             for now in present:
                 now.put_back()
+            outside.put_back()
             put_back_settings()
             put_back_numbers()
 
@@ -815,7 +891,7 @@ class _CopiedTensor:
 
     __slots__ = ("_content", "_holder", "_key", "_name", "_trained")
 
-    def __init__(self, holder: dict[str, Any], name: str, tensor: Tensor) -> None:
+    def __init__(self, holder: Any, name: Any, tensor: Tensor) -> None:
         self._holder, self._name, self._key = holder, name, id(tensor)
         self._content = tensor.detach().clone()
         self._trained = tensor.requires_grad
@@ -845,9 +921,10 @@ class ForwardState:
     """What a forward of a model begins with, so that it can be repeated as if it had not run.
 
     These are the random numbers of torch, of the model's device, of Python and of NumPy, the
-    buffers, and the other attributes of the modules, with the lists, sets and dicts among them. The
-    arguments, the parameters, their gradients, and buffers of more than 1 MiB in all must be
-    unchanged. What a forward does to other objects is not known.
+    buffers, the other attributes of the modules, with the lists, sets and dicts among them, and
+    what their code names outside of modules. The arguments, the parameters, their gradients,
+    buffers of more than 1 MiB in all, and tensors outside of modules must be unchanged. What a
+    forward does to other objects is not known.
 
     Args:
         model: the model.
@@ -859,12 +936,14 @@ class ForwardState:
         self._arguments = args, kwargs
         self._leaves, self._structure = _flatten(args, kwargs)
         self._attributes = [ModuleNote(module) for module in model.modules()]
+        self._outside = OutsideNote(find_outside(model.modules()))
         self._buffers: list[tuple[nn.Module, str, Tensor, Tensor]] = []
         constants = [each for each in self._leaves if isinstance(each, Tensor)]
         # Offloaded and sharded weights are of other types; each forward gets them anew.
         constants += (each for each in model.parameters() if type(each) is nn.Parameter)
         self._gradients = [(each, each.grad) for each in model.parameters()]
         constants += (each for _, each in self._gradients if each is not None)
+        constants += (each for _, _, each in self._outside.tensors if not is_lazy(each))
         left_bytes = _MOST_BUFFER_BYTES
         for module in model.modules():
             for name, buffer in module._buffers.items():
@@ -898,6 +977,7 @@ class ForwardState:
         self._put_back_numbers()
         for attributes in self._attributes:
             attributes.put_back()
+        self._outside.put_back()
         for module, name, buffer, copied in self._buffers:
             module._buffers[name] = buffer
             with torch.no_grad():

@@ -41,6 +41,7 @@ from ebbtide.runtime.compiled import (
 from ebbtide.runtime.events import Owner, Subject
 from ebbtide.runtime.handles import KEEP, Hold, raise_modified, restore
 from ebbtide.runtime.module_state import Arguments, ModuleState
+from ebbtide.runtime.outside import Outside
 from ebbtide.runtime.parameter_index import RestingWeights
 from ebbtide.runtime.record import ForwardLog
 from ebbtide.runtime.saved_tensors import SavedTensorHooks
@@ -122,11 +123,13 @@ class Recomputations:
 
     Attributes:
         verifications: as given.
+        outside: finds what the code of layers names outside of modules.
     """
 
     def __init__(self, activations: Activations, verifications: Verifications) -> None:
         self._activations = activations
         self.verifications = verifications
+        self.outside = Outside()
         self._account: Account = activations.transfers.account
         self._gate = activations.transfers.gate
         on_host = activations.transfers.device.computes_on_host
@@ -312,7 +315,8 @@ def recompute_later(
     trained = any(tensor.requires_grad for tensor in tensors)
     if not trained and not any(weight.requires_grad for weight in module.parameters()):
         return forward(*args, **kwargs)  # it saves nothing
-    state = ModuleState(module, where, _no_versions if weights is None else weights.versions_of)
+    versions = _no_versions if weights is None else weights.versions_of
+    state = ModuleState(module, where, versions, account.outside)
     if state.is_lazy:  # only this forward knows the shapes of its weights
         account.note_verifying()
         return forward(*args, **kwargs)

@@ -1,0 +1,261 @@
+"""Finds what the forward of a module names outside of modules, because it may change that.
+
+A forward that runs again must leave no other traces than the first one. What it can reach without
+its arguments and its modules has names in its code: globals, variables of functions around it,
+attributes of classes, and attributes of plain objects that have such names.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Final, NamedTuple, Protocol, final
+
+from torch import Tensor, nn
+
+_MOST_FUNCTIONS: Final = 200  # that are looked through for one module
+_LIBRARIES: Final = sys.stdlib_module_names - {"__main__"} | {"torch", "ebbtide", "numpy"}
+_STATELESS: Final = (type, types.ModuleType, types.BuiltinFunctionType, nn.Module, property)
+
+
+class Holder(Protocol):
+    """What holds variables by their names, as a dict does."""
+
+    def __getitem__(self, name: str, /) -> Any: ...
+    def __setitem__(self, name: str, value: Any, /) -> None: ...
+
+
+class Variable(NamedTuple):
+    """A variable that a forward names.
+
+    Attributes:
+        holder: what holds it.
+        name: its name there.
+        value: its present value.
+    """
+
+    holder: Holder
+    name: str
+    value: Any
+
+    def now(self) -> Any:
+        """Return its value now; `GONE` if it has been deleted."""
+        try:
+            return self.holder[self.name]
+        except (KeyError, ValueError):  # of a dict, of a cell
+            return GONE
+
+
+GONE: Final = object()
+
+
+@final
+class _Attributes:
+    """The attributes of a class, by their names."""
+
+    def __init__(self, owner: type) -> None:
+        self._owner = owner
+
+    def __getitem__(self, name: str) -> Any:
+        return vars(self._owner)[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        setattr(self._owner, name, value)
+
+
+@final
+class _Cell:
+    """A variable of a function around another one."""
+
+    def __init__(self, cell: types.CellType) -> None:
+        self._cell = cell
+
+    def __getitem__(self, name: str) -> Any:
+        return self._cell.cell_contents
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._cell.cell_contents = value
+
+
+@functools.lru_cache(maxsize=4096)
+def _names_in(code: types.CodeType) -> tuple[str, ...]:
+    """All names of globals and attributes in a function and in the functions inside it."""
+    names = dict.fromkeys(code.co_names)
+    for each in code.co_consts:
+        if isinstance(each, types.CodeType):
+            names.update(dict.fromkeys(_names_in(each)))
+    return tuple(names)
+
+
+def _is_of_library(module_name: object) -> bool:
+    return isinstance(module_name, str) and module_name.partition(".")[0] in _LIBRARIES
+
+
+def find_outside(modules: Iterable[nn.Module]) -> list[Variable]:
+    """Return the variables outside of modules that their forwards and their hooks name.
+
+    Functions, classes, modules and what they consist of are no variables.
+    """
+    found: dict[tuple[int, str], Variable] = {}
+    for module in modules:
+        found |= _Walk(module).found
+    return list(found.values())
+
+
+@final
+class Outside:
+    """The variables outside of a model's layers, which are looked for once.
+
+    They are looked for again if the layer has other hooks or forwards, or if an object that holds
+    some of them was replaced. What the first forward makes is there in the second one.
+    """
+
+    def __init__(self) -> None:
+        self._known: weakref.WeakKeyDictionary[nn.Module, tuple[tuple[int, ...], list[Variable]]]
+        self._known = weakref.WeakKeyDictionary()
+        self._seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+    def find(self, layer: nn.Module, modules: Sequence[nn.Module]) -> list[Variable]:
+        """Return the variables with their present values.
+
+        Args:
+            layer: the layer.
+            modules: the layer and its submodules.
+        """
+        beginnings = tuple(id(each) for module in modules for each in _beginnings(module))
+        known, variables = self._known.get(layer, ((), []))
+        if known == beginnings and layer in self._known:
+            present = [each._replace(value=each.now()) for each in variables]
+            pairs = zip(variables, present, strict=True)
+            if not any(old.value is not None and new.value is not old.value for old, new in pairs):
+                return [each for each in present if each.value is not GONE]
+        found = find_outside(modules)
+        if layer in self._seen:
+            # Values are not kept, but for objects, whose attributes are among the variables.
+            kept = [v if _is_object(v.value) else v._replace(value=None) for v in found]
+            self._known[layer] = beginnings, kept
+        self._seen.add(layer)
+        return found
+
+
+def _beginnings(module: nn.Module) -> Iterator[Any]:
+    """The functions that torch calls in a call of a module."""
+    yield type(module).forward
+    if "forward" in vars(module):
+        yield vars(module)["forward"]
+    for hooks in (module._forward_hooks, module._forward_pre_hooks):
+        if hooks:
+            yield from hooks.values()
+
+
+@final
+class _Walk:
+    """Looks through the functions that a forward can call, as far as their names tell.
+
+    Args:
+        module: the module.
+
+    Attributes:
+        found: the variables, by where they are.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.found: dict[tuple[int, str], Variable] = {}
+        self._functions: dict[int, types.FunctionType] = {}
+        self._objects: dict[int, Any] = {}
+        self._names: dict[str, None] = {}
+        for each in _beginnings(module):
+            self._look_at(each)
+        if not self._functions:
+            return
+        self._add_object(module)
+        done = 0
+        while done < min(len(self._functions), _MOST_FUNCTIONS):
+            self._look_through([*self._functions.values()][done])
+            done += 1
+
+    def _look_at(self, value: Any) -> None:
+        """Note a function that may be called, or what it is made of."""
+        if isinstance(value, staticmethod | classmethod):
+            value = value.__func__
+        if isinstance(value, functools.partial):
+            self._look_at(value.func)
+        elif isinstance(value, types.MethodType):
+            self._add_object(value.__self__)
+            self._look_at(value.__func__)
+        elif isinstance(value, types.FunctionType) and not _is_of_library(value.__module__):
+            self._functions.setdefault(id(value), value)
+
+    def _add_object(self, value: Any) -> None:
+        """Note an object, so that the methods and attributes that are named are found."""
+        if id(value) not in self._objects:
+            self._objects[id(value)] = value
+            for name in [*self._names]:
+                self._find_attribute(value, name)
+
+    def _look_through(self, function: types.FunctionType) -> None:
+        names = function.__globals__
+        for name in _names_in(function.__code__):
+            if name in names:
+                self._note(names, name, names[name])
+            if name not in self._names:
+                self._names[name] = None
+                for each in [*self._objects.values()]:
+                    self._find_attribute(each, name)
+        for name, cell in zip(
+            function.__code__.co_freevars, function.__closure__ or (), strict=True
+        ):
+            try:
+                content = cell.cell_contents
+            except ValueError:  # not assigned yet
+                continue
+            if name != "__class__":
+                self._note(_Cell(cell), name, content, place=id(cell))
+
+    def _find_attribute(self, owner: Any, name: str) -> None:
+        """Note an attribute of an object or of its class."""
+        for each in _own_classes(owner):
+            if name in vars(each):
+                self._note(_Attributes(each), name, vars(each)[name], place=id(each))
+                break
+        if isinstance(owner, nn.Module):  # its attributes are noted with the module
+            if _is_object(value := vars(owner).get(name)):
+                self._add_object(value)
+        elif isinstance(owner, type):
+            return
+        elif name in getattr(owner, "__dict__", ()):
+            self._note(vars(owner), name, vars(owner)[name])
+
+    def _note(self, holder: Holder, name: str, value: Any, place: int | None = None) -> None:
+        self._look_at(value)
+        if isinstance(value, type) and not _is_of_library(value.__module__):
+            self._add_object(value)
+        if isinstance(value, _STATELESS) or callable(value) or hasattr(value, "__get__"):
+            return
+        self.found.setdefault(
+            (id(holder) if place is None else place, name), Variable(holder, name, value)
+        )
+        if _is_object(value):
+            self._add_object(value)
+
+
+_PLAIN_OBJECTS: Final = (bool, int, float, str, tuple, list, dict, set, Tensor)
+
+
+def _is_object(value: Any) -> bool:
+    """Whether a value is an object of the program, whose attributes may change."""
+    return (
+        not isinstance(value, (*_STATELESS, *_PLAIN_OBJECTS, types.FunctionType))
+        and hasattr(value, "__dict__")
+        and not _is_of_library(type(value).__module__)
+    )
+
+
+def _own_classes(owner: Any) -> Iterator[type]:
+    """The classes of an object, or a class and its bases, but for those of libraries."""
+    for each in (owner if isinstance(owner, type) else type(owner)).__mro__:
+        if not _is_of_library(each.__module__):
+            yield each

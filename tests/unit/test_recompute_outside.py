@@ -1,0 +1,178 @@
+"""Layers whose forward changes what is outside of modules: a second forward leaves no trace."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ebbtide
+
+centres: dict[str, Any] = {}
+calls = 0
+log: list[int] = []
+draws = torch.Generator()
+numbers = np.random.default_rng(0)
+scale = torch.ones(1)
+window: deque[float] = deque(maxlen=3)
+means = np.zeros(16, np.float32)
+factor = 1.0
+
+
+class Layer(nn.Module):
+    """A layer with an activation that is worth recomputing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.change(self.linear(x)))
+
+    def change(self, y: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class Centre(Layer):
+    def change(self, y: Tensor) -> Tensor:
+        centres["centre"] = centres["centre"] * 0.9 + y.detach().mean(0) * 0.1
+        return y - centres["centre"]
+
+
+class CentreInPlace(Layer):
+    def change(self, y: Tensor) -> Tensor:
+        centres["centre"].mul_(0.9).add_(y.detach().mean(0), alpha=0.1)
+        return y - centres["centre"].clone()
+
+
+def count() -> int:
+    global calls
+    calls += 1
+    return calls
+
+
+class Count(Layer):
+    def change(self, y: Tensor) -> Tensor:
+        return y / count()
+
+
+class CountOfClass(Layer):
+    calls: ClassVar[int] = 0
+
+    def change(self, y: Tensor) -> Tensor:
+        type(self).calls += 1
+        return y / self.calls
+
+
+class Log(Layer):
+    def change(self, y: Tensor) -> Tensor:
+        log.append(len(log))
+        return y
+
+
+class Draws(Layer):
+    def change(self, y: Tensor) -> Tensor:
+        return y + torch.randn(16, generator=draws) * numbers.standard_normal()
+
+
+class Window(Layer):
+    def change(self, y: Tensor) -> Tensor:
+        window.append(float(y.detach().mean()))
+        means[:] = 0.9 * means + y.detach().mean(0).numpy()
+        return y - sum(window) + torch.from_numpy(means.copy())
+
+
+class State:
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def count(self) -> int:
+        self.calls += 1
+        return self.calls
+
+
+state = State()
+
+
+class Object(Layer):
+    def change(self, y: Tensor) -> Tensor:
+        return y / state.count()
+
+
+class Scale(Layer):
+    def change(self, y: Tensor) -> Tensor:
+        scale.mul_(0.9)
+        return y * scale.clone()
+
+
+class Factor(Layer):
+    def change(self, y: Tensor) -> Tensor:
+        return y * factor
+
+
+def _counting() -> Callable[[Any, Tensor], Tensor]:
+    number = 0
+
+    def change(_: Any, y: Tensor) -> Tensor:
+        nonlocal number
+        number += 1
+        return y / number
+
+    return change
+
+
+class Closure(Layer):
+    change = _counting()
+
+
+@pytest.fixture(autouse=True)
+def _anew() -> Iterator[None]:
+    yield
+    _start()
+
+
+def _start() -> None:
+    global calls, numbers, factor
+    centres["centre"] = torch.zeros(16)
+    calls, CountOfClass.calls, factor = 0, 0, 1.0
+    log.clear()
+    window.clear()
+    means.fill(0)
+    state.calls = 0
+    scale.fill_(1)
+    draws.manual_seed(5)
+    numbers = np.random.default_rng(0)
+    Closure.change = _counting()
+
+
+def _train(kind: type[Layer], **offload: Any) -> list[Any]:
+    """Return what four steps lead to: gradients, and all that is outside of modules."""
+    global factor
+    _start()
+    torch.manual_seed(0)
+    model = nn.Sequential(kind(), kind(), nn.Linear(16, 16))
+    handle = ebbtide.offload(model, **offload) if offload else None
+    found: list[Any] = []
+    for number in range(4):
+        loss = model(torch.randn(8, 16)).square().mean()
+        factor = 1.0 + number
+        loss.backward()
+        found += [p.grad.numpy().tobytes() for p in model.parameters() if p.grad is not None]
+        found.append((calls, CountOfClass.calls, factor, tuple(log), tuple(window), state.calls))
+        found.append(means.tobytes())
+        found += [each.numpy().tobytes() for each in (centres["centre"], scale)]
+        found += [draws.get_state().numpy().tobytes(), str(numbers.bit_generator.state)]
+    if handle is not None:
+        handle.detach()
+    return found
+
+
+@pytest.mark.parametrize("kind", Layer.__subclasses__(), ids=lambda kind: kind.__name__)
+def test_a_second_forward_leaves_nothing_outside(kind: type[Layer]) -> None:
+    policy = ebbtide.ActivationPolicy(mode="recompute", min_bytes=1)
+    assert _train(kind, activations=policy, layers=["0", "1"]) == _train(kind)
