@@ -74,7 +74,7 @@ def main() -> None:
 def _measure_search(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     cases = {
         f"{kind}, {count} layers": build(count)
-        for kind, build in (("random", _random_chain), ("equal", _equal_chain))
+        for kind, build in (("random", random_chain), ("equal", equal_chain))
         for count in (12, 48, 1000)
         if count <= arguments.most_layers
     }
@@ -105,7 +105,7 @@ def _measure_combined(_: argparse.Namespace) -> list[dict[str, Any]]:
     ]
 
 
-def _random_chain(count: int) -> StepProfile:
+def random_chain(count: int) -> StepProfile:
     choose = random.Random(count)
     layers = []
     for index in range(count):
@@ -124,12 +124,12 @@ def _random_chain(count: int) -> StepProfile:
     return make_profile(*layers, fixed_bytes=100 * MB)
 
 
-def _equal_chain(count: int) -> StepProfile:
+def equal_chain(count: int) -> StepProfile:
     layer = make_layer(20, 30, 50, 60, forward_s=5e-3, backward_s=1e-2, input_bytes=20 * MB)
     return make_profile(*[layer] * count, fixed_bytes=100 * MB)
 
 
-def _hardware(gb_per_s: int) -> Hardware:
+def link(gb_per_s: int) -> Hardware:
     """A link whose two directions together have 1.5 times the bandwidth of one."""
     return make_link(gb_per_s * 1000, both_mb_per_s=gb_per_s * 1500, latency_s=1e-5)
 
@@ -137,7 +137,7 @@ def _hardware(gb_per_s: int) -> Hardware:
 def _measure(
     name: str, profile: StepProfile, gb_per_s: int, share: float, rounds: int
 ) -> dict[str, Any]:
-    hardware = _hardware(gb_per_s)
+    hardware = link(gb_per_s)
     timing = StepTiming(profile, hardware)
     kept = timing.predict(keep_all(profile))
     budget = PlanBudget(device_bytes=int(share * kept.peak_bytes))

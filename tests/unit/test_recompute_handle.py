@@ -281,6 +281,7 @@ def step_plainly(model: nn.Module) -> None:
 @pytest.mark.parametrize("again", [False, True], ids=["forward", "recomputation"])
 def test_a_step_after_an_interrupted_one_is_right(error: type[BaseException], again: bool) -> None:
     """The layer raises in its forward, or when that runs again. Its buffers are its own after."""
+
     class Left(Counter[nn.Module]):
         """No plain counter, which would be put back after the recomputation."""
 
