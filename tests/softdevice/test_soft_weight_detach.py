@@ -236,3 +236,29 @@ def test_a_dead_graph_that_somebody_holds_takes_no_memory(device: torch.device) 
     # Beside the loss: one element, for each block one output, and for each parameter one scalar.
     most_bytes = 512 * (2 + 4 + 12)
     assert with_loss_bytes - torch.accelerator.memory_allocated() <= most_bytes
+
+
+def test_offload_and_detach_inside_autocast(device: torch.device) -> None:
+    """Autocast refers weakly to each parameter whose cast it keeps."""
+    plain = nn.Sequential(_Block(), nn.GELU(), _Block()).to(device)
+    model = copy.deepcopy(plain)
+    x = torch.randn(8, WIDTH, device=device)
+
+    def gradients(model: nn.Module, before: Callable[[], object], after: Callable[[], object]):
+        model.zero_grad()
+        with torch.autocast(device.type, torch.bfloat16):
+            model(x).float().sum().backward()
+            before()
+            model(x).float().square().sum().backward(retain_graph=True)
+            after()
+        return [p.grad.cpu() for p in model.parameters() if p.grad is not None]
+
+    handles: list[ebbtide.OffloadHandle] = []
+    weights = ebbtide.WeightPolicy(min_bytes=1)
+    found = gradients(
+        model,
+        lambda: handles.append(ebbtide.offload(model, weights=weights)),
+        lambda: handles.pop().detach(),
+    )
+    expected = gradients(plain, lambda: None, lambda: None)
+    assert [each.tolist() for each in found] == [each.tolist() for each in expected]

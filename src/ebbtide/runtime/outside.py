@@ -233,7 +233,7 @@ class _Walk:
         self._look_at(value)
         if isinstance(value, type) and not _is_of_library(value.__module__):
             self._add_object(value)
-        if isinstance(value, _STATELESS) or callable(value) or hasattr(value, "__get__"):
+        if isinstance(value, _STATELESS) or callable(value) or hasattr(type(value), "__get__"):
             return
         self.found.setdefault(
             (id(holder) if place is None else place, name), Variable(holder, name, value)

@@ -175,6 +175,8 @@ def become(parameter: torch.Tensor, leaf: torch.Tensor) -> None:
     leaf.requires_grad_(parameter.requires_grad)
     set_version(leaf, parameter._version)
     hooks, after = _hooks_of(parameter)
+    # Autocast refers weakly to the parameter whose cast it keeps for the block that runs.
+    torch.clear_autocast_cache()
     exchange_tensors(parameter, leaf)
     _set_hooks(leaf, {}, {0: functools.partial(_pass_on, parameter)})
     _set_hooks(parameter, hooks, after)
