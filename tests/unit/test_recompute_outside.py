@@ -95,8 +95,32 @@ class State:
         self.calls += 1
         return self.calls
 
+    def __next__(self) -> int:
+        return self.count()
+
+    def __call__(self) -> int:
+        return self.count()
+
+    @property
+    def counted(self) -> int:
+        return self.count()
+
 
 state = State()
+
+
+class Implicit(Layer):
+    def change(self, y: Tensor) -> Tensor:
+        return y / (next(state) + state() + state.counted)
+
+
+class Attribute(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = State()
+
+    def change(self, y: Tensor) -> Tensor:
+        return y / next(self.own)
 
 
 class Object(Layer):

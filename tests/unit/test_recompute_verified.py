@@ -31,6 +31,7 @@ from recompute_bench import (
     ROWS,
     WIDTH,
     Block,
+    Calls,
     Dropout,
     S,
     Stack,
@@ -504,11 +505,19 @@ class Numbers:
     """An iterator, which nothing can set back."""
 
     def __init__(self) -> None:
-        self.number = 0
+        self._held = Calls([0])
+
+    @property
+    def number(self) -> int:
+        return self._held[0]
+
+    @number.setter
+    def number(self, number: int) -> None:
+        self._held[0] = number
 
     def __next__(self) -> int:
-        self.number += 1
-        return self.number
+        self._held[0] += 1
+        return self._held[0]
 
 
 class Branches(Block):

@@ -18,6 +18,9 @@ from torch import Tensor, nn
 
 _MOST_FUNCTIONS: Final = 200  # that are looked through for one module
 _LIBRARIES: Final = sys.stdlib_module_names - {"__main__"} | {"torch", "ebbtide", "numpy"}
+_IMPLICIT: Final = ("__call__", "__next__", "__iter__", "__getitem__", "__enter__", "__exit__")
+"""Methods that code calls without their names."""
+
 _STATELESS: Final = (type, types.ModuleType, types.BuiltinFunctionType, nn.Module, property)
 
 
@@ -181,6 +184,8 @@ class _Walk:
         """Note a function that may be called, or what it is made of."""
         if isinstance(value, staticmethod | classmethod):
             value = value.__func__
+        if isinstance(value, property):
+            value = value.fget
         if isinstance(value, functools.partial):
             self._look_at(value.func)
         elif isinstance(value, types.MethodType):
@@ -193,7 +198,7 @@ class _Walk:
         """Note an object, so that the methods and attributes that are named are found."""
         if id(value) not in self._objects:
             self._objects[id(value)] = value
-            for name in [*self._names]:
+            for name in [*self._names, *_IMPLICIT]:
                 self._find_attribute(value, name)
 
     def _look_through(self, function: types.FunctionType) -> None:
@@ -233,7 +238,9 @@ class _Walk:
         self._look_at(value)
         if isinstance(value, type) and not _is_of_library(value.__module__):
             self._add_object(value)
-        if isinstance(value, _STATELESS) or callable(value) or hasattr(type(value), "__get__"):
+        if isinstance(value, _STATELESS) or hasattr(type(value), "__get__"):
+            return
+        if callable(value) and not _is_object(value):
             return
         self.found.setdefault(
             (id(holder) if place is None else place, name), Variable(holder, name, value)
