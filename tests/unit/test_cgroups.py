@@ -126,13 +126,6 @@ def test_what_cannot_be_read_is_no_limit(tmp_path: Path, groups: str, mounts: st
     assert cpu_limit(root) is None
 
 
-def test_other_systems_have_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    files = {"memory.max": GIB, "memory.current": 0}
-    root = fabricate(tmp_path, "0::/\n", V2_MOUNT.format(inside="/"), files)
-    monkeypatch.setattr(sys, "platform", "darwin")
-    assert memory_limit(root) is None
-
-
 @pytest.mark.parametrize(
     ("limit", "free_bytes"),
     [
