@@ -14,6 +14,7 @@ import pytest
 
 from ebbtide import ActivationPolicy
 from ebbtide.devices import AbstractDevice, CpuDevice
+from ebbtide.devices.process import call_weakly
 from ebbtide.runtime.handles import SmallTensors, StorageRecord
 from ebbtide.runtime.rebuild import RecordedTensor
 from ebbtide.runtime.record import ForwardLog
@@ -92,7 +93,7 @@ class DiskBench(ThreadBench):
     def __init__(self, seed: int) -> None:
         store = DiskStore()
         super().__init__(seed, CpuDevice(), store)
-        store.on_progress = self.transfers.weak_poll()
+        store.on_progress = call_weakly(self.transfers.poll)
 
 
 class TieredBench(ThreadBench):

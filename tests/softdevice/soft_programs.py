@@ -25,6 +25,7 @@ from torch import Tensor
 
 import softdevice
 from ebbtide.devices import AcceleratorDevice
+from ebbtide.devices.process import call_weakly
 from ebbtide.stores import disk_file
 from harness import (
     FaultyOs,
@@ -161,7 +162,7 @@ class SoftBench(Simulation):
         self._stream_choices = random.Random(seed)
         self._beside = torch.Stream(device="softdevice")
         super().__init__(seed, knobs)
-        self.store.on_progress = self.transfers.weak_poll()
+        self.store.on_progress = call_weakly(self.transfers.poll)
 
     def make_device(self) -> Any:
         return make_device(self.knobs.device_seed, self.knobs.refusals)
