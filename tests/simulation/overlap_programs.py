@@ -20,7 +20,7 @@ import ebbtide
 from ebbtide.devices import SimulatedDevice
 from harness import drain_autograd, make_store, without_collector
 from loops import on_device
-from programs import InterruptedStepError
+from programs import FailInBackward, InterruptedStepError
 
 WIDTH = 12
 STEPS = 9
@@ -66,16 +66,6 @@ class _Block(nn.Module):
         return x + y / WIDTH
 
 
-class _FailInBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):  # noqa: ARG004
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):  # noqa: ARG004
-        raise InterruptedStepError
-
-
 class _Net(nn.Module):
     def __init__(self, draw: random.Random, *, is_complex: bool) -> None:
         super().__init__()
@@ -94,7 +84,7 @@ class _Net(nn.Module):
         for number, block in enumerate(self.blocks):
             x = block(block(x)) if self.calls_twice else block(x)
             if number == fails_at:
-                x = _FailInBackward.apply(x)
+                x = FailInBackward.apply(x)
         return x.square().mean()
 
 

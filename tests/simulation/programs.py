@@ -65,7 +65,9 @@ class InterruptedStepError(Exception):
     """What a program raises in the middle of a forward or a backward."""
 
 
-class _FailInBackward(torch.autograd.Function):
+class FailInBackward(torch.autograd.Function):
+    """Raises in the middle of a backward."""
+
     @staticmethod
     def forward(ctx, x):  # noqa: ARG004
         return x.clone()
@@ -371,7 +373,7 @@ class _Step:
         if accident > 0.95:
             raise InterruptedStepError
         if accident > 0.91:
-            pool.append(_FailInBackward.apply(pool[-1]))
+            pool.append(FailInBackward.apply(pool[-1]))
         elif accident > 0.79 and self.how.changes:
             with torch.no_grad():
                 pool[-1].mul_(0.5)

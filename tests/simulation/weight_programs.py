@@ -21,19 +21,9 @@ from ebbtide.devices import SimulatedDevice
 from ebbtide.weights.hooks import WeightHooks
 from harness import drain_autograd, make_store, without_collector
 from loops import on_device
-from programs import InterruptedStepError, any_order
+from programs import FailInBackward, InterruptedStepError, any_order
 
 WIDTH = 16
-
-
-class _FailInBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):  # noqa: ARG004
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):  # noqa: ARG004
-        raise InterruptedStepError
 
 
 class _Look:
@@ -122,7 +112,7 @@ class Net(nn.Module):
                 if accident[0] == "forward":
                     raise InterruptedStepError
                 if accident[0] == "backward":
-                    x = _FailInBackward.apply(x)
+                    x = FailInBackward.apply(x)
         if taken is not None:
             x = x @ taken[:, :WIDTH] + moved[:WIDTH]
         return self.head(x).square().mean()

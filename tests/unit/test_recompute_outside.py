@@ -35,7 +35,7 @@ class Layer(nn.Module):
         return torch.tanh(self.change(self.linear(x)))
 
     def change(self, y: Tensor) -> Tensor:
-        raise NotImplementedError
+        return y
 
 
 class Centre(Layer):

@@ -252,7 +252,7 @@ def test_a_step_that_raises_commits_nothing() -> None:
     gradient, odd.grad = odd.grad, odd.grad.to_sparse()  # AdamW refuses it
     optimizer_state = copy.deepcopy(optimizer.state_dict()["state"])
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    with pytest.raises((RuntimeError, NotImplementedError)):
+    with pytest.raises(RuntimeError):
         optimizer.step()
     assert all(map(torch.equal, before, model.parameters()))
     for number, state in optimizer.state_dict()["state"].items():

@@ -177,12 +177,8 @@ class ProvokedDevice(AbstractDevice):
         if self.computes_on_host:
             return self._device.copy_down(target, source, *after)
         self._disturber.watch(source)
-        for begin in range(0, target.numel(), _PIECE_BYTES):
-            piece = target[begin : begin + _PIECE_BYTES]
-            self._device.copy_down(piece, self._poison[: piece.numel()], *after)
-        self._hold_up(self._device.copy_down, self._host_scratch, self._scratch)
-        copied = self._device.copy_down(target, source, *after)
-        return self._after(copied, self._device.copy_down, self._host_scratch, self._scratch)
+        places = self._poison, self._host_scratch, self._scratch
+        return self._copy(self._device.copy_down, places, target, source, *after)
 
     def copy_up(
         self, target: torch.Tensor, source: torch.Tensor, *after: AbstractEvent
@@ -190,12 +186,32 @@ class ProvokedDevice(AbstractDevice):
         if self.computes_on_host:
             return self._device.copy_up(target, source, *after)
         self._disturber.watch(target)
+        places = self._host_poison, self._scratch, self._host_scratch
+        return self._copy(self._device.copy_up, places, target, source, *after)
+
+    def _copy(
+        self,
+        copy: Callable[..., AbstractEvent],
+        places: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        target: torch.Tensor,
+        source: torch.Tensor,
+        *after: AbstractEvent,
+    ) -> AbstractEvent:
+        """Copy between copies that take time, into a target that was poisoned.
+
+        Args:
+            copy: copies in one direction.
+            places: poison, and the target and the source of the copies that only take time.
+            target: as for `copy_down` and `copy_up`,
+            source: and this,
+            *after: and these.
+        """
+        poison, *scratch = places
         for begin in range(0, target.numel(), _PIECE_BYTES):
             piece = target[begin : begin + _PIECE_BYTES]
-            self._device.copy_up(piece, self._host_poison[: piece.numel()], *after)
-        self._hold_up(self._device.copy_up, self._scratch, self._host_scratch)
-        copied = self._device.copy_up(target, source, *after)
-        return self._after(copied, self._device.copy_up, self._scratch, self._host_scratch)
+            copy(piece, poison[: piece.numel()], *after)
+        self._hold_up(copy, *scratch)
+        return self._after(copy(target, source, *after), copy, *scratch)
 
     def lane(self, name: str, lane: str) -> AbstractLane:
         return _ProvokedLane(self._device.lane(name, lane), self, writes="write" in name)
