@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
@@ -21,6 +22,9 @@ numbers = np.random.default_rng(0)
 scale = torch.ones(1)
 window: deque[float] = deque(maxlen=3)
 means = np.zeros(16, np.float32)
+norms = [nn.BatchNorm1d(16)]
+settings = types.SimpleNamespace(calls=0)
+nested = {"inner": {"calls": 0}}
 factor = 1.0
 
 
@@ -128,6 +132,30 @@ class Object(Layer):
         return y / state.count()
 
 
+class Named(Layer):
+    """Modules that it does not own are updated as it names them."""
+
+    def change(self, y: Tensor) -> Tensor:
+        return norms[0](y)
+
+
+class Namespace(Layer):
+    def change(self, y: Tensor) -> Tensor:
+        settings.calls += 1
+        return y / settings.calls
+
+
+class Nested(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = {"inner": {"calls": 0}}
+
+    def change(self, y: Tensor) -> Tensor:
+        nested["inner"]["calls"] += 1
+        self.own["inner"]["calls"] += 1
+        return y / (nested["inner"]["calls"] + self.own["inner"]["calls"])
+
+
 class Scale(Layer):
     def change(self, y: Tensor) -> Tensor:
         scale.mul_(0.9)
@@ -167,7 +195,8 @@ def _start() -> None:
     log.clear()
     window.clear()
     means.fill(0)
-    state.calls = 0
+    state.calls = settings.calls = nested["inner"]["calls"] = 0
+    norms[0] = nn.BatchNorm1d(16)
     scale.fill_(1)
     draws.manual_seed(5)
     numbers = np.random.default_rng(0)
@@ -188,7 +217,8 @@ def _train(kind: type[Layer], **offload: Any) -> list[Any]:
         loss.backward()
         found += [p.grad.numpy().tobytes() for p in model.parameters() if p.grad is not None]
         found.append((calls, CountOfClass.calls, factor, tuple(log), tuple(window), state.calls))
-        found.append(means.tobytes())
+        found.append((means.tobytes(), settings.calls, str(nested)))
+        found += [each.numpy().tobytes() for each in norms[0].buffers()]
         found += [each.numpy().tobytes() for each in (centres["centre"], scale)]
         found += [draws.get_state().numpy().tobytes(), str(numbers.bit_generator.state)]
     if handle is not None:

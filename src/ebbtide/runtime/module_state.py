@@ -325,14 +325,15 @@ class ModuleNote:
         tensors: tensors among the attributes.
     """
 
-    __slots__ = ("_attributes", "_contents", "_empty", "_generators", "module", "tensors")
+    __slots__ = ("_attributes", "_contents", "_empty", "_inner", "_inside", "module", "tensors")
 
     def __init__(self, module: nn.Module, *, lasting: bool = False) -> None:
         self.module = module
         self.tensors: list[tuple[str, Tensor]] = []
-        self._generators: list[Callable[[], object]] = []
+        self._inner: list[Callable[[], object]] = []
         self._contents: list[tuple[str, Any, Any]] = []
         self._empty: dict[str, Any] = {}
+        self._inside: list[tuple[Any, Any]] = []
         self._attributes = attributes = vars(module).copy()
         for name, value in attributes.items():
             kind = type(value)
@@ -340,6 +341,9 @@ class ModuleNote:
                 continue
             if kind in _CONTAINERS or name in _OF_TORCH:
                 if value:
+                    if name not in _OF_TORCH:
+                        inside = _containers_in(value)
+                        self._inside += ((e, _content_of(e, lasting=lasting)) for e in inside)
                     self._contents.append((name, value, _content_of(value, lasting=lasting)))
                 else:
                     self._empty[name] = value
@@ -348,7 +352,7 @@ class ModuleNote:
                 if lasting:
                     attributes[name] = _without_graph(value)
             elif (put_back := _note_inner_state(value)) is not None:
-                self._generators.append(put_back)
+                self._inner.append(put_back)
 
     @property
     def num_attributes(self) -> int:
@@ -363,8 +367,9 @@ class ModuleNote:
             and all(map(operator.is_, now, noted))
             and all(map(operator.is_, now.values(), noted.values()))
             and not any(self._empty.values())
-            and not self._generators
+            and not self._inner
             and all(_holds(container, content) for _, container, content in self._contents)
+            and all(_holds(container, content) for container, content in self._inside)
         )
 
     def put_back(self) -> None:
@@ -383,7 +388,10 @@ class ModuleNote:
         for name, _, content in self._contents:
             if not _holds(now[name], content):
                 _refill(now[name], content)
-        for put_back in self._generators:
+        for container, content in self._inside:
+            if not _holds(container, content):
+                _refill(container, content)
+        for put_back in self._inner:
             put_back()
 
 
@@ -411,10 +419,11 @@ class OutsideNote:
             if type(value) in _CONTAINERS:
                 if len(value) > _MOST_ENTRIES:
                     continue
-                self._contents.append((value, _content_of(value, lasting=lasting)))
-                if not isinstance(value, set):
-                    pairs = dict.items(value) if isinstance(value, dict) else enumerate(value)
-                    self.tensors += ((value, k, t) for k, t in pairs if isinstance(t, Tensor))
+                for held in (value, *_containers_in(value)):
+                    self._contents.append((held, _content_of(held, lasting=lasting)))
+                    if not isinstance(held, set):
+                        pairs = dict.items(held) if isinstance(held, dict) else enumerate(held)
+                        self.tensors += ((held, k, t) for k, t in pairs if isinstance(t, Tensor))
             elif isinstance(value, Tensor):
                 self.tensors.append((each.holder, each.name, value))
                 each = each._replace(value=_without_graph(value) if lasting else value)
@@ -438,6 +447,21 @@ class OutsideNote:
                 _refill(container, content)
         for put_back in self._generators:
             put_back()
+
+
+def _containers_in(container: Any) -> Iterator[Any]:
+    """Yield the lists, sets and dicts inside one of them, however deep, each once."""
+    known = {id(container)}
+    rest = [container]
+    while rest:
+        each = rest.pop()
+        if isinstance(each, set):  # of what cannot change
+            continue
+        for inner in dict.values(each) if isinstance(each, dict) else each:
+            if type(inner) in _CONTAINERS and id(inner) not in known:
+                known.add(id(inner))
+                rest.append(inner)
+                yield inner
 
 
 def _content_of(container: Any, *, lasting: bool) -> Any:
@@ -659,7 +683,8 @@ class ModuleState:
         self.is_lazy = False
         kind: list[Hashable] = []
         modules = modules_of(module)
-        for each in modules:
+        variables, others = outside.find(module, modules)
+        for each in (*modules, *others):
             note = ModuleNote(each, lasting=True)
             self._notes.append(note)
             kind += (each.training, note.num_attributes)
@@ -676,7 +701,7 @@ class ModuleState:
                         self._note_tensor(buffers, name, buffer)
             for name, tensor in note.tensors:
                 self._note_tensor(vars(each), name, tensor)
-        self._outside = OutsideNote(outside.find(module, modules), lasting=True)
+        self._outside = OutsideNote(variables, lasting=True)
         for holder, key, tensor in self._outside.tensors:
             self._note_tensor(holder, key, tensor)
         self.kind = tuple(kind)
@@ -935,8 +960,11 @@ class ForwardState:
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._arguments = args, kwargs
         self._leaves, self._structure = _flatten(args, kwargs)
-        self._attributes = [ModuleNote(module) for module in model.modules()]
-        self._outside = OutsideNote(find_outside(model.modules()))
+        modules = modules_of(model)
+        variables, others = find_outside(modules)
+        modules += others
+        self._attributes = [ModuleNote(module) for module in modules]
+        self._outside = OutsideNote(variables)
         self._buffers: list[tuple[nn.Module, str, Tensor, Tensor]] = []
         constants = [each for each in self._leaves if isinstance(each, Tensor)]
         # Offloaded and sharded weights are of other types; each forward gets them anew.
@@ -945,7 +973,7 @@ class ForwardState:
         constants += (each for _, each in self._gradients if each is not None)
         constants += (each for _, _, each in self._outside.tensors if not is_lazy(each))
         left_bytes = _MOST_BUFFER_BYTES
-        for module in model.modules():
+        for module in modules:
             for name, buffer in module._buffers.items():
                 if buffer is None or is_lazy(buffer):
                     continue

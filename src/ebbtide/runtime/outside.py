@@ -7,14 +7,17 @@ attributes of classes, and attributes of plain objects that have such names.
 
 from __future__ import annotations
 
+import argparse
 import functools
 import sys
 import types
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final, NamedTuple, Protocol, final
 
 from torch import Tensor, nn
+
+from ebbtide.runtime.torch_internals import modules_of
 
 _MOST_FUNCTIONS: Final = 200  # that are looked through for one module
 _LIBRARIES: Final = sys.stdlib_module_names - {"__main__"} | {"torch", "ebbtide", "numpy"}
@@ -97,15 +100,29 @@ def _is_of_library(module_name: object) -> bool:
     return isinstance(module_name, str) and module_name.partition(".")[0] in _LIBRARIES
 
 
-def find_outside(modules: Iterable[nn.Module]) -> list[Variable]:
-    """Return the variables outside of modules that their forwards and their hooks name.
+def find_outside(modules: Sequence[nn.Module]) -> tuple[list[Variable], list[nn.Module]]:
+    """Return what is outside of modules and named by their forwards and their hooks.
 
-    Functions, classes, modules and what they consist of are no variables.
+    Args:
+        modules: a module, and its submodules after it.
+
+    Returns:
+        Variables, among which are no functions, classes and modules, and modules that belong to
+        others. Those that the given ones are part of are not among them.
     """
     found: dict[tuple[int, str], Variable] = {}
+    named: dict[nn.Module, None] = {}
     for module in modules:
-        found |= _Walk(module).found
-    return list(found.values())
+        walk = _Walk(module)
+        found |= walk.found
+        named |= walk.modules
+    own = set(modules)
+    others: dict[nn.Module, None] = {}
+    for each in named:
+        parts = modules_of(each)
+        if own.isdisjoint(parts):
+            others |= dict.fromkeys(parts)
+    return list(found.values()), list(others)
 
 
 @final
@@ -117,31 +134,44 @@ class Outside:
     """
 
     def __init__(self) -> None:
-        self._known: weakref.WeakKeyDictionary[nn.Module, tuple[tuple[int, ...], list[Variable]]]
-        self._known = weakref.WeakKeyDictionary()
+        self._known: weakref.WeakKeyDictionary[nn.Module, _Known] = weakref.WeakKeyDictionary()
         self._seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
-    def find(self, layer: nn.Module, modules: Sequence[nn.Module]) -> list[Variable]:
-        """Return the variables with their present values.
+    def find(
+        self, layer: nn.Module, modules: Sequence[nn.Module]
+    ) -> tuple[list[Variable], list[nn.Module]]:
+        """Return the variables with their present values, and modules; see `find_outside`.
 
         Args:
             layer: the layer.
             modules: the layer and its submodules.
         """
         beginnings = tuple(id(each) for module in modules for each in _beginnings(module))
-        known, variables = self._known.get(layer, ((), []))
-        if known == beginnings and layer in self._known:
-            present = [each._replace(value=each.now()) for each in variables]
-            pairs = zip(variables, present, strict=True)
-            if not any(old.value is not None and new.value is not old.value for old, new in pairs):
-                return [each for each in present if each.value is not GONE]
-        found = find_outside(modules)
+        known = self._known.get(layer)
+        if known is not None and known.beginnings == beginnings:
+            present = [each._replace(value=each.now()) for each in known.variables]
+            others = [module for each in known.others if (module := each()) is not None]
+            pairs = zip(known.variables, present, strict=True)
+            same = len(others) == len(known.others) and not any(
+                old.value is not None and new.value is not old.value for old, new in pairs
+            )
+            if same:
+                return [each for each in present if each.value is not GONE], others
+        found, others = find_outside(modules)
         if layer in self._seen:
             # Values are not kept, but for objects, whose attributes are among the variables.
             kept = [v if _is_object(v.value) else v._replace(value=None) for v in found]
-            self._known[layer] = beginnings, kept
+            self._known[layer] = _Known(beginnings, kept, [weakref.ref(each) for each in others])
         self._seen.add(layer)
-        return found
+        return found, others
+
+
+class _Known(NamedTuple):
+    """What was found for a layer, and the functions that it was found in begin with."""
+
+    beginnings: tuple[int, ...]
+    variables: list[Variable]
+    others: list[weakref.ref[nn.Module]]
 
 
 def _beginnings(module: nn.Module) -> Iterator[Any]:
@@ -163,10 +193,12 @@ class _Walk:
 
     Attributes:
         found: the variables, by where they are.
+        modules: modules that are named, in lists, tuples and dicts, too.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.found: dict[tuple[int, str], Variable] = {}
+        self.modules: dict[nn.Module, None] = {}
         self._functions: dict[int, types.FunctionType] = {}
         self._objects: dict[int, Any] = {}
         self._names: dict[str, None] = {}
@@ -201,6 +233,12 @@ class _Walk:
             for name in [*self._names, *_IMPLICIT]:
                 self._find_attribute(value, name)
 
+    def _add_modules(self, value: Any) -> None:
+        values = value.values() if type(value) is dict else value
+        if type(value) not in (list, tuple, dict):
+            values = (value,)
+        self.modules |= {each: None for each in values if isinstance(each, nn.Module)}
+
     def _look_through(self, function: types.FunctionType) -> None:
         names = function.__globals__
         for name in _names_in(function.__code__):
@@ -227,7 +265,9 @@ class _Walk:
                 self._note(_Attributes(each), name, vars(each)[name], place=id(each))
                 break
         if isinstance(owner, nn.Module):  # its attributes are noted with the module
-            if _is_object(value := vars(owner).get(name)):
+            value = vars(owner).get(name)
+            self._add_modules(value)
+            if _is_object(value):
                 self._add_object(value)
         elif isinstance(owner, type):
             return
@@ -236,6 +276,7 @@ class _Walk:
 
     def _note(self, holder: Holder, name: str, value: Any, place: int | None = None) -> None:
         self._look_at(value)
+        self._add_modules(value)
         if isinstance(value, type) and not _is_of_library(value.__module__):
             self._add_object(value)
         if isinstance(value, _STATELESS) or hasattr(type(value), "__get__"):
@@ -254,6 +295,8 @@ _PLAIN_OBJECTS: Final = (bool, int, float, str, tuple, list, dict, set, Tensor)
 
 def _is_object(value: Any) -> bool:
     """Whether a value is an object of the program, whose attributes may change."""
+    if isinstance(value, types.SimpleNamespace | argparse.Namespace):
+        return True
     return (
         not isinstance(value, (*_STATELESS, *_PLAIN_OBJECTS, types.FunctionType))
         and hasattr(value, "__dict__")
