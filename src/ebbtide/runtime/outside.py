@@ -199,7 +199,7 @@ class _Walk:
     def __init__(self, module: nn.Module) -> None:
         self.found: dict[tuple[int, str], Variable] = {}
         self.modules: dict[nn.Module, None] = {}
-        self._functions: dict[int, types.FunctionType] = {}
+        self._functions: list[types.FunctionType] = []  # grows while they are looked through
         self._objects: dict[int, Any] = {}
         self._names: dict[str, None] = {}
         for each in _beginnings(module):
@@ -207,10 +207,8 @@ class _Walk:
         if not self._functions:
             return
         self._add_object(module)
-        done = 0
-        while done < min(len(self._functions), _MOST_FUNCTIONS):
-            self._look_through([*self._functions.values()][done])
-            done += 1
+        for function in self._functions:
+            self._look_through(function)
 
     def _look_at(self, value: Any) -> None:
         """Note a function that may be called, or what it is made of."""
@@ -223,8 +221,13 @@ class _Walk:
         elif isinstance(value, types.MethodType):
             self._add_object(value.__self__)
             self._look_at(value.__func__)
-        elif isinstance(value, types.FunctionType) and not _is_of_library(value.__module__):
-            self._functions.setdefault(id(value), value)
+        elif (
+            isinstance(value, types.FunctionType)
+            and not _is_of_library(value.__module__)
+            and value not in self._functions
+            and len(self._functions) < _MOST_FUNCTIONS
+        ):
+            self._functions.append(value)
 
     def _add_object(self, value: Any) -> None:
         """Note an object, so that the methods and attributes that are named are found."""
