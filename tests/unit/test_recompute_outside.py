@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import types
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ window: deque[float] = deque(maxlen=3)
 means = np.zeros(16, np.float32)
 norms = [nn.BatchNorm1d(16)]
 settings = types.SimpleNamespace(calls=0)
+cycle = itertools.cycle([1.0, 1.5, 0.5])
 nested = {"inner": {"calls": 0}}
 factor = 1.0
 
@@ -156,6 +158,22 @@ class Nested(Layer):
         return y / (nested["inner"]["calls"] + self.own["inner"]["calls"])
 
 
+class Cycle(Layer):
+    """An iterator that nothing sets back: the layer is not recomputed, nor verified."""
+
+    def change(self, y: Tensor) -> Tensor:
+        return y * next(cycle)
+
+
+class Generating(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = (1 / (1 + number) for number in range(100))
+
+    def change(self, y: Tensor) -> Tensor:
+        return y * next(self.own)
+
+
 class Scale(Layer):
     def change(self, y: Tensor) -> Tensor:
         scale.mul_(0.9)
@@ -189,7 +207,8 @@ def _anew() -> Iterator[None]:
 
 
 def _start() -> None:
-    global calls, numbers, factor
+    global calls, numbers, factor, cycle
+    cycle = itertools.cycle([1.0, 1.5, 0.5])
     centres["centre"] = torch.zeros(16)
     calls, CountOfClass.calls, factor = 0, 0, 1.0
     log.clear()

@@ -28,7 +28,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten
 
 from ebbtide.errors import SavedTensorModifiedError
 from ebbtide.runtime.compiled import ModuleHook
-from ebbtide.runtime.outside import GONE, Outside, Variable, find_outside
+from ebbtide.runtime.outside import GONE, Outside, Variable, find_outside, is_iterator
 from ebbtide.runtime.parameter_index import ExchangedParameter
 from ebbtide.runtime.torch_internals import addresses_of, modules_of, parts_of
 from ebbtide.units import format_size
@@ -323,9 +323,13 @@ class ModuleNote:
     Attributes:
         module: as given.
         tensors: tensors among the attributes.
+        iterator: the name of an iterator among the attributes; "" without one.
     """
 
-    __slots__ = ("_attributes", "_contents", "_empty", "_inner", "_inside", "module", "tensors")
+    __slots__ = (
+        *("_attributes", "_contents", "_empty", "_inner", "_inside"),
+        *("iterator", "module", "tensors"),
+    )
 
     def __init__(self, module: nn.Module, *, lasting: bool = False) -> None:
         self.module = module
@@ -333,6 +337,7 @@ class ModuleNote:
         self._inner: list[Callable[[], object]] = []
         self._contents: list[tuple[str, Any, Any]] = []
         self._empty: dict[str, Any] = {}
+        self.iterator = ""
         self._inside: list[tuple[Any, Any]] = []
         self._attributes = attributes = vars(module).copy()
         for name, value in attributes.items():
@@ -353,6 +358,8 @@ class ModuleNote:
                     attributes[name] = _without_graph(value)
             elif (put_back := _note_inner_state(value)) is not None:
                 self._inner.append(put_back)
+            elif is_iterator(value):
+                self.iterator = name
 
     @property
     def num_attributes(self) -> int:
@@ -405,15 +412,17 @@ class OutsideNote:
 
     Attributes:
         tensors: tensors among the variables, and in lists and dicts among them.
+        iterator: the name of an iterator among them; "" without one.
     """
 
-    __slots__ = ("_contents", "_generators", "_variables", "tensors")
+    __slots__ = ("_contents", "_generators", "_variables", "iterator", "tensors")
 
     def __init__(self, variables: Iterable[Variable], *, lasting: bool = False) -> None:
         self.tensors: list[tuple[Any, Any, Tensor]] = []
         self._generators: list[Callable[[], object]] = []
         self._contents: list[tuple[Any, Any]] = []
         self._variables: list[Variable] = []
+        self.iterator = ""
         for each in variables:
             value = each.value
             if type(value) in _CONTAINERS:
@@ -429,6 +438,8 @@ class OutsideNote:
                 each = each._replace(value=_without_graph(value) if lasting else value)
             elif (put_back := _note_inner_state(value)) is not None:
                 self._generators.append(put_back)
+            elif is_iterator(value):
+                self.iterator = each.name
             self._variables.append(each)
 
     @property
@@ -656,6 +667,8 @@ class ModuleState:
 
     Attributes:
         is_lazy: whether a parameter or buffer has no shape yet.
+        iterator: the name of an iterator that it may advance, which nothing sets back; "" without
+            one.
         kind: what tells calls apart that may save other tensors: modes, the number of attributes,
             which parameters are trained, and whether they are the module's own.
     """
@@ -704,6 +717,7 @@ class ModuleState:
         self._outside = OutsideNote(variables, lasting=True)
         for holder, key, tensor in self._outside.tensors:
             self._note_tensor(holder, key, tensor)
+        self.iterator = self._outside.iterator or max(note.iterator for note in self._notes)
         self.kind = tuple(kind)
 
     def _note_parameter(self, parameter: Tensor) -> tuple[bool, _UnchangedTensor | None]:
@@ -990,6 +1004,8 @@ class ForwardState:
         """Whether the forward has changed only what `put_back` puts back, as far as is known."""
         if _num_processes() > 1:
             return False  # the others wait where this one was
+        if self._outside.iterator or any(each.iterator for each in self._attributes):
+            return False
         if any(each.grad is not before for each, before in self._gradients):
             return False
         leaves, structure = _flatten(*self._arguments)

@@ -293,6 +293,11 @@ class _Walk:
             self._add_object(value)
 
 
+def is_iterator(value: Any) -> bool:
+    """Whether a value is an iterator that nothing can set back, unlike one of the program's own."""
+    return hasattr(type(value), "__next__") and not _is_object(value)
+
+
 _PLAIN_OBJECTS: Final = (bool, int, float, str, tuple, list, dict, set, Tensor)
 
 

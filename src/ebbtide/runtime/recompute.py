@@ -320,6 +320,10 @@ def recompute_later(
     if state.is_lazy:  # only this forward knows the shapes of its weights
         account.note_verifying()
         return forward(*args, **kwargs)
+    if state.iterator:  # not even to verify it
+        account.verifications.refuse(layer, f"may advance an iterator ({state.iterator})")
+        account.note_verifying()
+        return forward(*args, **kwargs)
     kind = layer.name, id(module), arguments.kind, state.kind, _autocast(hooks.device)
     verified = account.verifications.find(kind)
     parts = recomputing, module, forward, arguments, tensors, state
