@@ -26,6 +26,7 @@ nitpicky = True
 nitpick_ignore = [  # types that a reader of the reference need not know
     ("py:class", "ebbtide.runtime.forward.OffloadedForward"),
     ("py:class", "ebbtide.session.T"),
+    ("py:class", "ebbtide.handle.OptimizerT"),
     ("py:class", "ebbtide.planning.profile.StepProfile"),
     ("py:class", "ebbtide.devices.device.Layer"),
 ]
