@@ -14,7 +14,10 @@ from ebbtide.errors import (
     StoreFullError,
 )
 from ebbtide.handle import OffloadHandle
+from ebbtide.observe.explain import Explanation, Finding
+from ebbtide.observe.inspection import Inspection
 from ebbtide.observe.trace import Trace
+from ebbtide.planning.planned_step import PlannedStep
 from ebbtide.planning.rehearsal import rehearse
 from ebbtide.policy import ActivationPolicy, WeightPolicy
 from ebbtide.runtime.events import TraceEvent
@@ -24,14 +27,20 @@ from ebbtide.schedule import Schedule
 from ebbtide.session import OffloadSession
 from ebbtide.verifying import VerifyReport, verify
 from ebbtide.version import __version__
+from ebbtide.weights.overlap import OverlapStats
 
 __all__ = [
     "ActivationPolicy",
     "BudgetError",
     "EbbtideError",
+    "Explanation",
+    "Finding",
     "ForkedProcessError",
+    "Inspection",
     "OffloadHandle",
     "OffloadSession",
+    "OverlapStats",
+    "PlannedStep",
     "PolicyError",
     "RebuildRecipe",
     "SavedTensorModifiedError",

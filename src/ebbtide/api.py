@@ -1,4 +1,4 @@
-"""The user interface: `offload` for a model, `wrap_forward_with_offload` for one callable."""
+"""The user interface: `offload` for a model or for one callable."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import nn
@@ -58,7 +58,8 @@ before_offload: list[Callable[[nn.Module], None]] = []
 """Called with each model that a user is about to offload, so that `ebbtide run` can give way."""
 
 
-def offload(
+@overload
+def offload(  # type: ignore[overload-overlap]  # a module is callable, too, and comes first
     model: nn.Module,
     *,
     activations: ActivationPolicy | None = None,
@@ -70,14 +71,42 @@ def offload(
     schedule: Schedule | None = None,
     budget: int | str | None = None,
     plan: PlannedStep | str | PathLike[str] | None = None,
-) -> OffloadHandle:
+) -> OffloadHandle: ...
+
+
+@overload
+def offload(
+    model: Callable[..., Any],
+    *,
+    activations: ActivationPolicy | None = None,
+    store: str = "auto",
+    host_budget: int | str | None = None,
+    trace: bool = False,
+) -> OffloadedForward: ...
+
+
+def offload(
+    model: nn.Module | Callable[..., Any],
+    *,
+    activations: ActivationPolicy | None = None,
+    weights: WeightPolicy | None = None,
+    layers: Sequence[nn.Module | str] | None = None,
+    store: str = "auto",
+    host_budget: int | str | None = None,
+    trace: bool = False,
+    schedule: Schedule | None = None,
+    budget: int | str | None = None,
+    plan: PlannedStep | str | PathLike[str] | None = None,
+) -> OffloadHandle | OffloadedForward:
     """Offload a model's saved activations during forward and reload them for backward.
 
     Losses and gradients stay the same to the bit. The model is changed in place and trains as
     before. Where autograd does not record (`no_grad`, `inference_mode`), nothing is offloaded.
 
     Args:
-        model: any module with its parameters on one device.
+        model: any module with its parameters on one device. Or a callable, such as
+            ``model.forward``, which is wrapped as `wrap_forward_with_offload` wraps it; it has no
+            layers, so ``weights``, ``layers``, ``schedule``, ``budget`` and ``plan`` are refused.
         activations: what to offload. None means every tensor that is large enough, or nothing if
             ``weights`` is given.
         weights: which weights stay in host memory between uses. None means none, or those that
@@ -111,7 +140,8 @@ def offload(
             and nothing is measured.
 
     Returns:
-        A handle that gives the statistics of the last step and can detach.
+        For a module, a handle that gives the statistics of the last step and can detach. For a
+        callable, the wrapped callable, whose attribute ``handle`` is that handle.
 
     Raises:
         PolicyError: the model has no parameters, is on several devices or is offloaded already, or
@@ -121,7 +151,15 @@ def offload(
         BudgetError: raised by the forward, if no plan fits into the budget.
     """
     _warn_of_untested_torch()
+    if callable(model) and not isinstance(model, nn.Module | type):
+        _refuse_arguments_of_layers(
+            weights=weights, layers=layers, schedule=schedule, budget=budget, plan=plan
+        )
+        return wrap_forward_with_offload(
+            model, activations=activations, store=store, host_budget=host_budget, trace=trace
+        )
     check_model(model)
+    assert isinstance(model, nn.Module)
     check_activations(activations)
     check_weights(weights)
     check_trace(trace)
@@ -221,7 +259,8 @@ def wrap_forward_with_offload(
 ) -> OffloadedForward:
     """Wrap one callable so that what autograd saves inside it is offloaded.
 
-    This is the one-line form of neuraloperator's recipe for CPU offloading::
+    ``ebbtide.offload(forward)`` does the same. This is the one-line form of neuraloperator's recipe
+    for CPU offloading::
 
         model.forward = ebbtide.wrap_forward_with_offload(model.forward)
 
@@ -282,6 +321,20 @@ def _warn_of_untested_torch() -> None:
             f"up to {newest}; if something is off, try a newer ebbtide, or pip install "
             f'"torch=={newest}.*"',
         )
+
+
+def _refuse_arguments_of_layers(**given: object) -> None:
+    """Check that none of the arguments was given that a callable, which has no layers, cannot take.
+
+    Raises:
+        PolicyError: one was.
+    """
+    for name, value in given.items():
+        if value is not None:
+            raise PolicyError(
+                f"{name} needs the layers of a module, and a callable has none; offload the module "
+                f"itself, ebbtide.offload(model, {name}=...), or leave {name} out"
+            )
 
 
 def refuse_second_offload(model: nn.Module) -> None:

@@ -120,18 +120,6 @@ class OffloadHandle:
         """
         return None if self._planner is None else self._planner.plan
 
-    def lasting_figures(self) -> LastingFigures:
-        """Return what a report can read when the model is gone. It does not wait for the device.
-
-        The account is another one after the model has moved to another device.
-        """
-        plan = _no_plan if self._planner is None else self._planner.lasting_plan()
-        return LastingFigures(self._engine.transfers.account, plan)
-
-    def is_in_step(self) -> bool:
-        """Whether autograd holds saved tensors of the last step. To be asked between forwards."""
-        return self._engine.is_in_step()
-
     @property
     def notes(self) -> tuple[str, ...]:
         """Sentences about what the offload does on this machine beyond moving bytes.
@@ -161,7 +149,7 @@ class OffloadHandle:
         """
         from ebbtide.observe.page import write_page
 
-        write_page(path, [self.record(title)])
+        write_page(path, [record_run(self, title)])
 
     def save_run(self, path: str | PathLike[str], *, title: str | None = None) -> None:
         """Write all that `report` shows to a file that ``ebbtide report`` and Perfetto open.
@@ -177,30 +165,7 @@ class OffloadHandle:
         """
         from ebbtide.observe.run_record import save_record
 
-        save_record(path, self.record(title))
-
-    def record(self, title: str | None = None) -> RunRecord:
-        """Return what `report` shows. Making it waits until the device has finished the step.
-
-        Args:
-            title: what tells the run from others; None: the model and its device.
-        """
-        from ebbtide.observe.run_record import RunRecord, complete_record
-
-        engine, plan = self._engine, self.plan
-        settings = engine.settings()
-        if plan is not None:
-            settings["budget"] = format_size(plan.budget_bytes)
-        title = title or engine.describe()["model"]
-        is_done = engine.stats.num_saved > 0
-        return complete_record(
-            RunRecord(title=title, settings=settings, stats=self.stats, notes=self.notes),
-            engine.torch_device,
-            trace=self.trace if engine.is_traced else None,
-            inspection=self.inspect(),
-            planned=plan,
-            explained=self.explain() if is_done else None,
-        )
+        save_record(path, record_run(self, title))
 
     def explain(self) -> Explanation:
         """Say in words why memory is as high as it is in the last step, and what to change.
@@ -314,6 +279,48 @@ class OffloadHandle:
         trace: TracebackType | None,
     ) -> None:
         self.detach()
+
+
+# ---- What the commands of ebbtide ask of a handle, and users need not ----
+
+
+def record_run(handle: OffloadHandle, title: str | None = None) -> RunRecord:
+    """Return what `OffloadHandle.report` shows. The device has finished the step afterwards.
+
+    Args:
+        handle: the handle of the offload.
+        title: what tells the run from others; None: the model and its device.
+    """
+    from ebbtide.observe.run_record import RunRecord, complete_record
+
+    engine, plan = handle._engine, handle.plan
+    settings = engine.settings()
+    if plan is not None:
+        settings["budget"] = format_size(plan.budget_bytes)
+    title = title or engine.describe()["model"]
+    is_done = engine.stats.num_saved > 0
+    return complete_record(
+        RunRecord(title=title, settings=settings, stats=handle.stats, notes=handle.notes),
+        engine.torch_device,
+        trace=handle.trace if engine.is_traced else None,
+        inspection=handle.inspect(),
+        planned=plan,
+        explained=handle.explain() if is_done else None,
+    )
+
+
+def lasting_figures(handle: OffloadHandle) -> LastingFigures:
+    """Return what a report can read when the model is gone. It does not wait for the device.
+
+    The account is another one after the model has moved to another device.
+    """
+    plan = _no_plan if handle._planner is None else handle._planner.lasting_plan()
+    return LastingFigures(handle._engine.transfers.account, plan)
+
+
+def is_in_step(handle: OffloadHandle) -> bool:
+    """Whether autograd holds saved tensors of the last step. To be asked between forwards."""
+    return handle._engine.is_in_step()
 
 
 def _no_plan() -> None:

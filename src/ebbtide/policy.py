@@ -178,7 +178,7 @@ def check_model(model: object) -> None:
     if isinstance(model, list | tuple):
         advice = "offload each model, or the module that holds them, such as nn.Sequential(*layers)"
     elif callable(model):
-        advice = "for a function or a bound forward, use ebbtide.wrap_forward_with_offload"
+        advice = "for a function or a bound forward, use ebbtide.offload(model.forward)"
     refuse("model", "an nn.Module", model, advice)
 
 

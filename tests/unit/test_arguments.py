@@ -31,7 +31,6 @@ MODEL = stack()
         ([MODEL, MODEL], r"got a list; offload each model, or the module that holds them"),
         (nn.Linear, r"got the class Linear; make one first: Linear\(\.\.\.\)"),
         ("model", "got 'model'"),
-        (MODEL.forward, "got a method; .* use ebbtide.wrap_forward_with_offload"),
         (torch.optim.SGD(MODEL.parameters(), 0.1), "got a SGD; it is the object whose forward"),
         (torch.zeros(2), "got a Tensor"),
     ],
@@ -105,6 +104,32 @@ def test_as_many_weights_as_there_are_layers(number: int) -> None:
         ebbtide.offload(stack(), weights=WeightPolicy(num_layers=number)).detach()
     if number < 4:
         ebbtide.offload(stack(), weights=WeightPolicy(keep_last=number)).detach()
+
+
+def test_a_callable_is_wrapped() -> None:
+    x = torch.randn(3, 8)
+    plain = MODEL.forward(x)
+    forward = ebbtide.offload(MODEL.forward, trace=True)
+    forward(x).sum().backward()
+    assert torch.equal(forward(x), plain)
+    assert forward.handle is not None
+    assert forward.handle.stats.num_saved > 0
+    assert isinstance(forward.handle.trace, ebbtide.Trace)
+
+
+@pytest.mark.parametrize("name", ["weights", "layers", "schedule", "budget", "plan"])
+def test_what_a_callable_cannot_have(name: str) -> None:
+    arguments: dict[str, Any] = {name: "90%"}
+    with pytest.raises(
+        PolicyError, match=rf"^{name} needs .* ebbtide.offload\(model, {name}=\.\.\.\)"
+    ):
+        ebbtide.offload(MODEL.forward, **arguments)
+
+
+def test_a_callable_cannot_be_offloaded_by_a_configuration() -> None:
+    config: Any = CPUOffloadingConfig(cpu_offloading=True, cpu_offloading_num_layers=1)
+    with pytest.raises(PolicyError, match=r"got a method; .* use ebbtide.offload\(model.forward\)"):
+        config.apply(MODEL.forward)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -15,6 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 import ebbtide
+from ebbtide.observe.run_record import load_records
 from ebbtide.tools.main import app
 from ebbtide.tools.run_command import ScriptRequest
 
@@ -94,6 +96,10 @@ def test_losses_and_weights_are_the_same_with_less_memory(tmp_path: Path) -> Non
     # flight, may be there at a time.
     assert model["last_step"]["offloaded_bytes"] == 6 * 40 * 2**20
     assert peaks[1] < peaks[0] - 6 * 40 * 2**20 + (2 * 40 + 64) * 2**20
+    (record,) = load_records(tmp_path / "figures.json")
+    assert record.title == "Sequential" and record.stats is not None
+    assert dataclasses.asdict(record.stats) == model["last_step"]
+    assert [layer.offloaded_bytes for layer in record.layers] == 6 * [40 * 2**20]
 
 
 def test_a_budget_is_kept_and_the_plan_is_reported(tmp_path: Path) -> None:

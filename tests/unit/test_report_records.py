@@ -13,10 +13,11 @@ from typer.testing import CliRunner
 
 import ebbtide
 from ebbtide.errors import PolicyError
+from ebbtide.handle import record_run
 from ebbtide.observe.run_record import (
     RunRecord,
     layer_figures,
-    load_record,
+    load_records,
     predict_step,
     save_record,
 )
@@ -45,7 +46,7 @@ def run(*, trace: bool = True) -> RunRecord:
     net = model()
     with ebbtide.offload(net, activations=POLICY, trace=trace) as handle:
         step(net)
-        return handle.record("a run")
+        return record_run(handle, "a run")
 
 
 # What a handle records
@@ -82,7 +83,7 @@ def test_a_run_that_was_not_traced_has_sizes_and_no_times() -> None:
 
 def test_a_handle_without_a_step_gives_an_empty_record() -> None:
     with ebbtide.offload(model(), activations=POLICY, trace=True) as handle:
-        record = handle.record()
+        record = record_run(handle)
     assert record.events == () and record.layers == ()
     assert record.title == "Sequential on cpu"
 
@@ -93,7 +94,7 @@ def test_recomputed_layers_have_their_bytes() -> None:
     with ebbtide.offload(net, activations=policy, trace=True) as handle:
         step(net)  # it verifies that the layers can be recomputed
         step(net)
-        record = handle.record()
+        record = record_run(handle)
     assert record.stats is not None and record.stats.recomputed_bytes
     recomputed = {each.index: each.recomputed_bytes for each in record.layers}
     assert recomputed[0] and recomputed[1]
@@ -105,7 +106,7 @@ def test_a_plan_gives_a_prediction_in_the_layers_numbers() -> None:
     with ebbtide.offload(net, budget="8GiB", trace=True) as handle:
         for _ in range(6):
             step(net)
-        record = handle.record()
+        record = record_run(handle)
     assert record.budget_bytes == 8 * 2**30
     assert record.settings["budget"] == "8.00 GiB"
     assert record.prediction is not None
@@ -180,7 +181,7 @@ RECORDS = [
 @pytest.mark.parametrize("record", RECORDS)
 def test_a_file_gives_back_an_equal_record(record: RunRecord, tmp_path: Path) -> None:
     save_record(tmp_path / "run.json", record)
-    loaded = load_record(tmp_path / "run.json")
+    (loaded,) = load_records(tmp_path / "run.json")
     assert with_rounded_times(loaded) == with_rounded_times(record)
 
 
@@ -233,7 +234,7 @@ def test_a_trace_file_gives_a_record_of_its_events(tmp_path: Path) -> None:
     ]
     trace = Trace(events)
     trace.save(tmp_path / "step 7.json")
-    record = load_record(tmp_path / "step 7.json")
+    (record,) = load_records(tmp_path / "step 7.json")
     assert record.title == "step 7"
     assert record.memory is None and record.stats is None
     assert len(record.events) == len(trace.events)
@@ -252,6 +253,12 @@ WRONG_FILES = {
         "none that ebbtide has written",
     ),
     "rows that are none": ('{"traceEvents": [3]}', "not a trace of ebbtide"),
+    "a run without a step": (
+        '{"format": "ebbtide-run", "version": 2, "records": []}',
+        "no model has finished a step",
+    ),
+    "an older run": ('{"format": "ebbtide-run", "version": 1}', "run the script again"),
+    "a damaged run": ('{"format": "ebbtide-run", "version": 2, "records": [{}]}', "not a record"),
     "a plan": ('{"format": "ebbtide-plan", "version": 1}', "format ebbtide-plan"),
     "a newer record": (
         '{"ebbtide": {"format": "ebbtide-record", "version": 99}}',
@@ -270,7 +277,7 @@ def test_a_wrong_file_says_what_is_wrong(kind: str, tmp_path: Path) -> None:
     text, message = WRONG_FILES[kind]
     (tmp_path / "run.json").write_text(text)
     with pytest.raises(PolicyError, match=message) as caught:
-        load_record(tmp_path / "run.json")
+        load_records(tmp_path / "run.json")
     assert str(tmp_path / "run.json") in str(caught.value)
 
 
@@ -280,7 +287,7 @@ def test_a_record_with_a_wrong_peak_is_damaged(tmp_path: Path) -> None:
     document["ebbtide"]["memory"]["peak"] = 400
     (tmp_path / "run.json").write_text(json.dumps(document))
     with pytest.raises(PolicyError, match="damaged"):
-        load_record(tmp_path / "run.json")
+        load_records(tmp_path / "run.json")
 
 
 # The command

@@ -297,8 +297,14 @@ def _describe_device(device: torch.device) -> str:
 FORMAT: Final = "ebbtide-record"
 VERSION: Final = 2
 
+RUN_FORMAT: Final = "ebbtide-run"  # of ``ebbtide run --json``, which has a record of each model
+RUN_VERSION: Final = 2
+
 _KEY: Final = "ebbtide"  # viewers of Chrome traces pass over keys that they do not know
-_HOW: Final = 'handle.save_run("run.json") and handle.trace.save("trace.json") write such files'
+_HOW: Final = (
+    'handle.save_run("run.json"), handle.trace.save("trace.json") and ebbtide run --json run.json '
+    "write such files"
+)
 
 
 def as_document(record: RunRecord) -> dict[str, Any]:
@@ -328,7 +334,7 @@ def _name_owners(value: Any) -> Any:
 
 
 def save_record(path: str | PathLike[str], record: RunRecord) -> None:
-    """Write a file that `load_record` reads and Perfetto opens.
+    """Write a file that `load_records` reads and Perfetto opens.
 
     Raises:
         OSError: the file cannot be written.
@@ -336,33 +342,47 @@ def save_record(path: str | PathLike[str], record: RunRecord) -> None:
     write_chrome(path, as_document(record))
 
 
-def load_record(path: str | PathLike[str]) -> RunRecord:
-    """Read what `save_record` has written, or a trace that `Trace.save` has.
+def load_records(path: str | PathLike[str]) -> list[RunRecord]:
+    """Read the runs in a file of `save_record`, of `Trace.save` or of ``ebbtide run --json``.
 
-    A trace gives a record of its events, with the name of the file as title. Times of events are
-    rounded to what a Chrome trace holds.
+    The last has a record of each model that has finished a step. A trace
+    gives a record of its events, with the name of the file as title. Times of events are rounded to
+    what a Chrome trace holds.
 
     Raises:
         OSError: the file cannot be read.
-        PolicyError: it is something else.
+        PolicyError: it is something else, or has no run.
     """
     try:
         document = json.loads(Path(path).read_text(encoding="utf-8"))
     except ValueError as error:  # a UnicodeDecodeError, too
         raise PolicyError(f"{path} is not JSON: {error}. {_HOW}") from None
     kind = document.get("format") if isinstance(document, dict) else None
-    if isinstance(kind, str):
+    if isinstance(kind, str) and kind != RUN_FORMAT:
         raise PolicyError(f"{path} is a file of the format {kind}, not a record of a run. {_HOW}")
     try:
+        if kind == RUN_FORMAT:
+            return _read_models(document)
         if isinstance(document, dict) and _KEY in document:
-            return _read_document(document)
-        return RunRecord(title=Path(path).stem, events=_read_events(document))
+            return [_read_document(document)]
+        return [RunRecord(title=Path(path).stem, events=_read_events(document))]
     except PolicyError as error:
         raise PolicyError(f"{path} cannot be read: {error}") from None
 
 
+def _read_models(document: Mapping[str, Any]) -> list[RunRecord]:
+    """Return the records in what ``ebbtide run --json`` has written."""
+    records = document.get("records")
+    is_list = isinstance(records, list) and all(isinstance(each, dict) for each in records)
+    if document.get("version") != RUN_VERSION or records is None or not is_list:
+        raise PolicyError("another version of ebbtide wrote it; run the script again")
+    if not records:
+        raise PolicyError("no model has finished a step in this run")
+    return [_read_document(each) for each in records]
+
+
 def _read_document(document: Mapping[str, Any]) -> RunRecord:
-    entry = document[_KEY]
+    entry = document.get(_KEY)
     if not isinstance(entry, dict) or entry.get("format") != FORMAT:
         raise PolicyError('its part "ebbtide" is not a record of a run')
     if entry.get("version") != VERSION:

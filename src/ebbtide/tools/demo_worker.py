@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
 import ebbtide
+from ebbtide.handle import record_run
 from ebbtide.observe.run_record import RunRecord
 from ebbtide.stores.measured_memory import AbstractMemory, DeviceMemory, ProcessMemory
 from ebbtide.tools import darcy_fno
@@ -194,7 +195,7 @@ class ModeTrainer:
             for _ in range(2):
                 batch = next(self._batches)
                 darcy_fno.train_step(self._problem, self._model, self._optimizer, batch)
-            return handle.record(self._mode.title)
+            return record_run(handle, self._mode.title)
 
     def _measure_forward(self) -> tuple[int, int]:
         """Measure a forward without autograd, which no way of offloading can need less than.

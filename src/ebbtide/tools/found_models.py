@@ -22,7 +22,13 @@ from torch.utils._pytree import tree_leaves
 from ebbtide.api import offload, refuse_second_offload
 from ebbtide.devices.process import watch_forks
 from ebbtide.errors import BudgetError, EbbtideError, PolicyError
-from ebbtide.handle import LastingFigures, OffloadHandle
+from ebbtide.handle import (
+    LastingFigures,
+    OffloadHandle,
+    is_in_step,
+    lasting_figures,
+    record_run,
+)
 from ebbtide.observe.inspection import inspect_engine
 from ebbtide.observe.recording import last_trace, trace_of
 from ebbtide.observe.run_record import RunRecord, complete_record
@@ -489,7 +495,7 @@ class FoundModel:
         handle = self.handle
         if handle is None:
             return
-        figures = handle.lasting_figures()
+        figures = lasting_figures(handle)
         account = None if self._figures is None else self._figures.account
         if account is not None and account is not figures.account:
             self._end_account(account)
@@ -540,7 +546,7 @@ class FoundModel:
         """
         handle = self.handle
         if handle is not None and handle.stats.num_saved:
-            return handle.record(self.name)
+            return record_run(handle, self.name)
         if self._counts is None or not self.num_steps:
             return None
         record = RunRecord(title=self.name, stats=self._counts, notes=tuple(self.notes))
@@ -867,7 +873,7 @@ class ModelFinder:
         module, handle = model.model(), model.handle
         if module is None or handle is None:
             model.waits_for_turn = False
-        elif not handle.is_in_step():
+        elif not is_in_step(handle):
             model.detach("it could not be offloaded again")
             self._attach(model, module)
 

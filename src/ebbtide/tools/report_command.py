@@ -18,7 +18,8 @@ def report(
         list[Path],
         typer.Argument(
             metavar="RUN.JSON...",
-            help="Files of handle.save_run, or traces; the first is what others are compared with.",
+            help="Files of handle.save_run, handle.trace.save or ebbtide run --json; the first "
+            "run is what others are compared with.",
         ),
     ],
     out: Annotated[
@@ -34,10 +35,10 @@ def report(
     loads nothing from the network.
     """
     from ebbtide.observe.page import write_page
-    from ebbtide.observe.run_record import load_record
+    from ebbtide.observe.run_record import load_records
 
     with ends_by_code("report"):
-        write_page(out, [load_record(file) for file in files])
+        write_page(out, [record for file in files for record in load_records(file)])
     if json:
         typer.echo(dumps({"page": str(out), "runs": [str(file) for file in files]}, indent=2))
     else:

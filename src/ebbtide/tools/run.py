@@ -24,6 +24,7 @@ from torch import nn
 import ebbtide.api
 from ebbtide.errors import BudgetError, PolicyError
 from ebbtide.observe.page import render_page
+from ebbtide.observe.run_record import RUN_FORMAT, RUN_VERSION, RunRecord, as_document
 from ebbtide.planning.plan import Decision, LayerMode
 from ebbtide.runtime.stats import StepStats
 from ebbtide.stores.measured_memory import resident_peak_bytes
@@ -182,9 +183,6 @@ def _make_main(found: _Found) -> types.ModuleType:
 
 # ---- What `ebbtide run` prints at the end, and writes as JSON ----
 
-FORMAT: Final = "ebbtide-run"
-VERSION: Final = 1
-
 _LABEL_WIDTH: Final = 10
 
 
@@ -214,14 +212,20 @@ class RunReport:
     def document(self) -> dict[str, Any]:
         """Return all figures for JSON: bytes, and seconds."""
         return {
-            "format": FORMAT,
-            "version": VERSION,
+            "format": RUN_FORMAT,
+            "version": RUN_VERSION,
             "dry": self.is_dry,
             "budget_bytes": self.budget_bytes,
             "peak_bytes": self.peak_bytes,
             "models": [_model_entry(model) for model in self.models],
             "passed_over": self.passing,
+            "records": [as_document(record) for record in self.records()],
         }
+
+    def records(self) -> list[RunRecord]:
+        """Return the record of the last step of each model that has finished one."""
+        records = (model.record() for model in self.models)
+        return [record for record in records if record is not None]
 
     def troubles(self) -> list[str]:
         """Return what must not be overlooked, each in a sentence."""
@@ -513,7 +517,7 @@ class RunSession:
             text = json.dumps(report.document(), indent=2) + "\n"
             self._write(self._request.json, text)
         if self._request.report is not None:
-            self._write_page(self._request.report)
+            self._write_page(self._request.report, report.records())
         if self._rank == 0 and not self._request.quiet:
             self._print(report.text())
         elif self._rank:
@@ -574,11 +578,9 @@ class RunSession:
         if self._err is not None and not self._err.closed:
             print(text, file=self._err, flush=True)
 
-    def _write_page(self, path: Path) -> None:
-        records = [model.record() for model in self.finder.found]
-        found = [record for record in records if record is not None]
-        if found:
-            self._write(path, render_page(found))
+    def _write_page(self, path: Path, records: Sequence[RunRecord]) -> None:
+        if records:
+            self._write(path, render_page(records))
         else:
             self._say(f"{path} was not written, because no model has finished a step")
 

@@ -6,14 +6,13 @@ import contextlib
 import functools
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from typing import Concatenate, ParamSpec, TypeVar, final
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ebbtide.devices.device import AbstractEvent, AbstractStream
-from ebbtide.errors import PolicyError, SavedTensorModifiedError
+from ebbtide.errors import SavedTensorModifiedError
 from ebbtide.runtime.handles import AbstractAway, Deaths, EmptyTensors, Hold, Saved, are_hooked
 from ebbtide.runtime.record import STORED, AccessLog
 from ebbtide.runtime.torch_internals import (
@@ -26,31 +25,7 @@ from ebbtide.runtime.transfers import Transfers
 from ebbtide.stores.store import RestingSlot, Target
 from ebbtide.weights.gradients import Gradients, cast_parameter
 from ebbtide.weights.groups import AbstractWeights, OffloadedParameters, WeightGroup
-from ebbtide.weights.parameters import DeviceParameter, OffloadedParameter
-
-
-@final
-@dataclass(eq=False)
-class ViewedWeight:
-    """A weight whose group is not on the device any more, and to whose memory there tensors refer.
-
-    Attributes:
-        group: the group.
-        member: the weight.
-        buffer: the memory.
-        counters: device parameters without memory. They share version counters with views.
-        changes: the weight's `changes` when the memory last had its values.
-    """
-
-    group: WeightGroup
-    member: OffloadedParameter
-    buffer: torch.Tensor
-    counters: Sequence[DeviceParameter]
-    changes: int
-
-    def is_changed(self) -> bool:
-        """Whether a view has changed values that the host has not got."""
-        return any(tensor.is_changed() for tensor in self.counters)
+from ebbtide.weights.parameters import DeviceParameter, OffloadedParameter, check_views
 
 
 @final
@@ -70,8 +45,6 @@ class ResidentGroups:
 
     Attributes:
         peak_groups: the most groups that were on the device at once.
-        viewed: weights in buffers of groups that are not on the device any more, to which views of
-            weights or graphs still refer.
     """
 
     # Long: a buffer is found, filled, waited for, watched and given up under one lock.
@@ -80,7 +53,6 @@ class ResidentGroups:
         self, transfers: Transfers, groups: Sequence[WeightGroup], *, double_buffering: bool
     ) -> None:
         self.peak_groups = 0
-        self.viewed: list[ViewedWeight] = []
         self._groups = groups
         self._most = 2 if double_buffering else 1  # not counting the groups of running modules
         self._transfers = transfers
@@ -93,6 +65,9 @@ class ResidentGroups:
         self._alone = 0  # the result of `count_storage_users` for an unused buffer
         self._log = AccessLog()  # uses of groups since the forward began
         self._reading: list[AbstractEvent] = []  # copies not known to have read the host values
+        # Weights that views still refer to although their layer has ended: the weight's name, the
+        # memory, and a tensor that shares its version counter with the views.
+        self._viewed: list[tuple[str, StorageWeakRef, DeviceParameter]] = []
 
     def any_open(self, *, or_in_backward: bool) -> bool:
         """Whether a module that uses one of the groups runs, or perhaps its backward."""
@@ -171,7 +146,7 @@ class ResidentGroups:
         # The next copy waits only for the stream on which the buffer was allocated; kernels on
         # another stream, such as a backward on a stream of its own, could still read the buffer.
         ordered = not group.used_elsewhere
-        self._watch_views(group, buffer, unread=unread)
+        self.watch_views(group)
         if group.awaited and unread and ordered:
             self._spare.append((buffer, home))
         self._reloads.free(group, STORED)
@@ -189,16 +164,38 @@ class ResidentGroups:
         """Whether tensors refer to the memory of a buffer: of a graph, of the model, of nodes."""
         return count_storage_users(buffer) != self._alone
 
-    def _watch_views(self, group: WeightGroup, buffer: torch.Tensor, *, unread: bool) -> None:
-        """Keep what was changed through views of a group that is released, and watch the views."""
+    def watch_views(self, group: WeightGroup) -> None:
+        """Watch views of weights in a group's buffer, which nobody writes to the host any more."""
+        assert group.buffer is not None
+        viewed = self.is_viewed(group.buffer)
         for member in group.members:
-            unused = member.unused()
-            if unused:
-                member.keep_view_changes(unused, buffer, None)
-                if not unread:
-                    viewed = ViewedWeight(group, member, buffer, unused, member.changes)
-                    self.viewed.append(viewed)
-                member.stop_watching(viewed=not unread)
+            for counter in member.stop_watching(viewed=viewed):
+                self.watch(member, counter, group.buffer)
+
+    def watch(
+        self, member: OffloadedParameter, counter: DeviceParameter, memory: torch.Tensor
+    ) -> None:
+        """Have `check_views` raise an error if a view of a weight is changed from now on.
+
+        Args:
+            member: the weight.
+            counter: shares its version counter with the view.
+            memory: what the view is of. When it is freed, no view is left.
+        """
+        alive = StorageWeakRef(memory.untyped_storage())  # type: ignore[no-untyped-call]
+        self._viewed.append((member.name, alive, counter))
+
+    def check_views(self) -> None:
+        """Check that no view that has outlived its layer was changed.
+
+        Raises:
+            PolicyError: one was.
+        """
+        if self._viewed:
+            viewed, self._viewed = self._viewed, []
+            self._viewed = [each for each in viewed if not each[1].expired()]  # type: ignore[no-untyped-call]
+            for name, _, counter in viewed:
+                check_views(name, [counter])
 
     def on_device(self) -> list[WeightGroup]:
         """The groups that are on the device."""
@@ -268,116 +265,6 @@ class ResidentGroups:
             return self._groups[last + 1] if last + 1 < len(self._groups) else None
         # The first backward: assume the model's order, reversed.
         return self._groups[last - 1] if last else None
-
-
-# ---- Changes of offloaded weights through views that code has taken of them in a forward ----
-
-
-@final
-class ChangesThroughViews:
-    """Writes changes through views to the host, and notices those that come too late for that.
-
-    Its methods are called with the gate's lock held.
-
-    Args:
-        resident: the groups on the device, whose buffers are viewed.
-    """
-
-    def __init__(self, resident: ResidentGroups) -> None:
-        self._resident = resident
-        # What views that a forward has left behind may share version counters with, by the weight's
-        # name and the identity of the views' memory.
-        self._viewed_after: dict[
-            tuple[str, int], tuple[StorageWeakRef, Sequence[DeviceParameter]]
-        ] = {}
-
-    def keep(self, group: WeightGroup | None = None) -> None:
-        """Keep what was changed through views of groups that are not on the device any more.
-
-        Args:
-            group: look at this group's views and at views that have died. None: at all of them.
-
-        Raises:
-            PolicyError: a weight was changed through a view and in another way, too.
-        """
-        viewed = self._resident.viewed
-        for each in list(viewed):
-            is_gone = not self._resident.is_viewed(each.buffer)
-            if is_gone:
-                viewed.remove(each)
-            if is_gone or group is None or each.group is group:
-                self._keep_change(each)
-
-    def _keep_change(self, view: ViewedWeight) -> None:
-        group = view.group
-        if not view.is_changed():
-            return
-        if view.changes != view.member.changes:
-            raise PolicyError(
-                f"{view.member.name} is offloaded, and was changed in place through a view and, "
-                f"since its layer ran, in another way, too. One of the changes would be lost. "
-                f"Change the parameter itself, or copy the view: view.clone()"
-            )
-        if group.buffer is not None and not group.awaited:
-            self._resident.release(group)  # a new reload of the group lacks the change
-        view.member.keep_view_changes(view.counters, view.buffer, group.buffer)
-        view.changes = view.member.changes
-
-    def end(self) -> None:
-        """Keep what was changed through views; what they change from now on raises an error.
-
-        The program may write the host values from now on, so that changes of both could not be put
-        in order.
-        """
-        for group in self._resident.on_device():
-            for member in group.members if group.buffer is not None else ():
-                unused = member.unused()
-                if unused and group.buffer is not None:
-                    member.keep_view_changes(unused, group.buffer, None)
-                    if self._resident.is_viewed(group.buffer):
-                        self.watch_after(member, unused, group.buffer)
-                    member.stop_watching(viewed=True)
-        viewed = self._resident.viewed
-        if viewed:
-            self.keep()
-        while viewed:
-            each = viewed.pop()
-            self.watch_after(each.member, each.counters, each.buffer)
-
-    def watch_after(
-        self,
-        member: OffloadedParameter,
-        counters: Sequence[DeviceParameter],
-        memory: torch.Tensor,
-    ) -> None:
-        """Watch views that a forward has left behind.
-
-        Args:
-            member: the weight.
-            counters: device parameters that may share the version counter of a view.
-            memory: what the views are of.
-        """
-        alive = StorageWeakRef(memory.untyped_storage())  # type: ignore[no-untyped-call]
-        free = [each.counter() for each in counters]  # with neither a graph nor memory
-        self._viewed_after[member.name, alive.cdata] = (alive, free)
-
-    def check(self) -> None:
-        """Check that no view has changed a weight since the forward that it was taken in.
-
-        Raises:
-            PolicyError: one has.
-        """
-        for place, (alive, counters) in list(self._viewed_after.items()):
-            is_changed = any(counter.is_changed() for counter in counters)
-            if is_changed or alive.expired():  # type: ignore[no-untyped-call]
-                del self._viewed_after[place]
-            if is_changed:
-                name = place[0]
-                raise PolicyError(
-                    f"{name} is offloaded, and was changed in place through a view that a forward "
-                    f"had taken of it, after that forward; the change is lost. Change the "
-                    f"parameter itself, or copy the view in the forward: view.clone()"
-                )
 
 
 # ---- What autograd's graph holds instead of a weight: it finds the values on the device again ----
@@ -583,7 +470,6 @@ class DeviceWeights(AbstractWeights):
         # The groups of the module whose backward runs, by graph task.
         self._in_backward: dict[int, list[WeightGroup]] = {}
         self._substitutes: dict[OffloadedParameter, WeightGroup] = {}
-        self._views = ChangesThroughViews(self._resident)
         transfers.before_tidying(self.note_deaths)
 
     # ---- forward ------------------------------------------------------------------------------
@@ -599,9 +485,9 @@ class DeviceWeights(AbstractWeights):
         self._running += 1
 
     def _start_over(self) -> None:
-        self._views.check()
         self._reclaim()
         self._resident.start_over()
+        self._resident.check_views()
         self.parameters.begin_forward()
 
     def end_forward(self) -> None:
@@ -612,6 +498,7 @@ class DeviceWeights(AbstractWeights):
             weights of the last layer, so the device still has that layer to compute.
         """
         self._wait_for_copies(self._end_forward())
+        self._check_views()
 
     @_with_the_lock
     def _end_forward(self) -> list[AbstractEvent]:
@@ -619,11 +506,15 @@ class DeviceWeights(AbstractWeights):
         if not self._running:
             self._leave_interrupted()
             self._reclaim(everything=True)
-            self._views.end()
-            for group in self.groups:
-                for member in group.members:
-                    member.reused, member.is_reused_viewed = None, False
+            for group in self._resident.on_device():
+                self._resident.watch_views(group)
+            for _, member in self.parameters.members():
+                member.reused = None
         return self._copies_to_wait_for()
+
+    @_with_the_lock
+    def _check_views(self) -> None:
+        self._resident.check_views()
 
     def _copies_to_wait_for(self) -> list[AbstractEvent]:
         """The copies that must have ended before the program goes on; none while weights work."""
@@ -693,8 +584,6 @@ class DeviceWeights(AbstractWeights):
         if group.open:  # else an error came before the group was entered
             self._leave(group)
         self._reclaim(everything=not self.is_working())
-        if not self.is_working():
-            self._views.end()
         return self._copies_to_wait_for()
 
     def _leave(self, group: WeightGroup) -> None:
@@ -749,11 +638,9 @@ class DeviceWeights(AbstractWeights):
         buffer = self._bring(group)
         self._point(group, buffer)
         for member in members:
-            unused = member.unused()
-            if unused:
-                member.keep_view_changes(unused, buffer, None)
-                if not self._resident.is_viewed(buffer):
-                    member.watched = []
+            member.check_views()
+            if member.watched and not self._resident.is_viewed(buffer):
+                member.watched = []
         # A device parameter can be reused only if saved-tensor hooks replace what autograd saves.
         # Without them, the graph itself keeps the memory in use after the call.
         reuse = are_hooked() and self._running > 0 and not _in_backward()
@@ -765,7 +652,8 @@ class DeviceWeights(AbstractWeights):
             if not member.parameter.requires_grad:
                 made.append((member, DeviceParameter.of(member.view_of(buffer))))
             elif reuse and member.reused is not None:
-                made.append((member, self._reuse(member, member.reused, buffer)))
+                member.reused.refer_to(member.view_of(buffer))
+                made.append((member, member.reused))
             else:
                 fresh.append(member)
         with torch.enable_grad():  # a later call may need gradients even if this one records none
@@ -775,17 +663,6 @@ class DeviceWeights(AbstractWeights):
                 member.reused = tensor
             made.append((member, tensor))
         return made
-
-    def _reuse(
-        self, member: OffloadedParameter, reused: DeviceParameter, buffer: torch.Tensor
-    ) -> DeviceParameter:
-        reused.refer_to(member.view_of(buffer))
-        if member.is_reused_viewed:  # its version would count changes of two buffers
-            member.is_reused_viewed = False
-            member.reused = self._gradients.link_again(reused)
-            reused.let_go()
-            return member.reused
-        return reused
 
     def _point(self, group: WeightGroup, buffer: torch.Tensor) -> None:
         """Make all substitutes of a group share the memory that its modules use."""
@@ -812,7 +689,7 @@ class DeviceWeights(AbstractWeights):
             member.forget_unused()
             if everything:
                 for tensor in member.substitutes:
-                    self._views.watch_after(member, [tensor], tensor)
+                    self._resident.watch(member, tensor.counter(), tensor)
                 member.substitutes.clear()
             if not member.substitutes:
                 del self._substitutes[member]
@@ -859,8 +736,6 @@ class DeviceWeights(AbstractWeights):
     def _forget_backward(self, task: int) -> list[AbstractEvent]:
         self._give_up_backward(task)
         self._reclaim(everything=not self._running)
-        if not self._running:
-            self._views.end()
         self._transfers.offloads.retire_finished()  # the host has waited for all gradients
         return self._copies_to_wait_for()
 
@@ -924,8 +799,7 @@ class DeviceWeights(AbstractWeights):
 
     def _bring(self, group: WeightGroup) -> torch.Tensor:
         self._reclaim()  # first: bringing the group may release one whose weights were modified
-        if self._resident.viewed:
-            self._views.keep(group)
+        self._resident.check_views()
         return self._resident.bring(group)
 
     @_with_the_lock

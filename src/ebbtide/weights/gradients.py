@@ -170,20 +170,6 @@ class _MoveToDevice(torch.autograd.Function):
         return gradient, None, None, None
 
 
-class _MoveAgain(torch.autograd.Function):
-    """The identity on the device: a device parameter with a version counter of its own."""
-
-    @staticmethod
-    def forward(ctx: Any, moved: torch.Tensor, move: _Move) -> torch.Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.move = move
-        return DeviceParameter.of(move.member.view_of(moved))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # noqa: ARG004
-        return gradients[0], None
-
-
 @final
 class Gradients:
     """The gradients of all offloaded weights of a model on an accelerator.
@@ -215,17 +201,6 @@ class Gradients:
         leaves = [each.leaf_on(buffer.device) for each in members]
         arguments = zip(resting, leaves, moves, strict=True)
         return [_MoveToDevice.apply(there, buffer, leaf, each) for there, leaf, each in arguments]  # type: ignore[no-untyped-call]
-
-    def link_again(self, moved: DeviceParameter) -> DeviceParameter:
-        """Make another device parameter in the same memory, with a version counter of its own.
-
-        Autograd adds its gradient to that of `moved`, in the order in which it would have added the
-        gradients of `moved` alone.
-        """
-        node: Any = moved.grad_fn
-        with torch.enable_grad():
-            again: DeviceParameter = _MoveAgain.apply(moved, node.move)  # type: ignore[no-untyped-call]
-        return again
 
     def send(self, move: _Move, gradient: torch.Tensor) -> torch.Tensor:
         """Start to copy a gradient to the host.
@@ -337,12 +312,9 @@ def cast_parameter(tensor: torch.Tensor) -> OffloadedParameter | None:
         return None
     source: Any = node.next_functions[0][0]
     move: _Move | None = getattr(source, "move", None)
-    if type(source) not in _MOVES or move is None:
+    if type(source) is not _MoveToDevice._backward_cls or move is None:
         return None
     member = move.member
     if tensor.shape != member.shape or tensor._version:
         return None
     return member if tensor.stride() == member.stride else None
-
-
-_MOVES = frozenset({_MoveToDevice._backward_cls, _MoveAgain._backward_cls})

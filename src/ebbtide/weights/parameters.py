@@ -301,10 +301,10 @@ class DeviceParameter(ExchangedParameter):
         return self
 
     def counter(self) -> DeviceParameter:
-        """A tensor that shares its version counter, and has no memory."""
+        """A tensor that shares its version counter, and has neither a graph nor memory."""
         shared = DeviceParameter.of(self.detach()).let_go()
-        shared.read = self.read
-        return shared.track()
+        shared.known, shared.exposed, shared.read = self.known, self.exposed, self.read
+        return shared
 
     def is_changed(self) -> bool:
         """Whether the values were or may have been modified."""
@@ -344,9 +344,8 @@ class OffloadedParameter:
         substitutes: device parameters that code still refers to although no module holds them.
         reused: the device parameter of this forward pass, which later calls reuse. Between calls it
             has no memory, unless the model itself refers to it.
-        is_reused_viewed: whether views of other memory may share the version counter of `reused`.
         watched: device parameters that nobody refers to any more, without memory. They show whether
-            the values in the group's present buffer are changed through views.
+            the values in the group's present buffer are changed through views of them.
         device_leaf: what the parameter becomes in `restore_to`, see [Note: leaves]; None as long as
             no graph has it.
         has_left: whether `restore_to` has moved the parameter back to the device.
@@ -370,7 +369,6 @@ class OffloadedParameter:
         self.installed: DeviceParameter | None = None
         self.substitutes: list[DeviceParameter] = []
         self.reused: DeviceParameter | None = None
-        self.is_reused_viewed = False
         self.watched: list[DeviceParameter] = []
         self.device_leaf: torch.Tensor | None = None
         self.has_left = False
@@ -588,7 +586,6 @@ class OffloadedParameter:
             if isinstance(held_at(container, key), DeviceParameter):
                 container[key] = self.parameter
         self.installed = self.reused = None
-        self.is_reused_viewed = False
         self.substitutes, self.watched = [], []
 
     def is_changed(self) -> bool:
@@ -646,40 +643,36 @@ class OffloadedParameter:
             self.watched.append(tensor.let_go() if tensor.grad_fn is None else tensor.counter())
         return False
 
-    def unused(self) -> list[DeviceParameter]:
-        """The device parameters that have no memory, and share version counters with views."""
-        reused = self.reused
-        if reused is None or reused.numel() or not self.size_bytes or self.is_reused_viewed:
-            return self.watched
-        return [*self.watched, reused]
+    def check_views(self) -> None:
+        """Check that no view of a device parameter was changed after that had been uninstalled.
 
-    def stop_watching(self, *, viewed: bool) -> None:
-        """Forget the device parameters without memory.
+        Raises:
+            PolicyError: one was.
+        """
+        reused = self.reused
+        check_views(self.name, self.watched)
+        if reused is not None and self._has_no_memory(reused):
+            check_views(self.name, [reused])
+
+    def stop_watching(self, *, viewed: bool) -> list[DeviceParameter]:
+        """Forget the device parameters without memory, because the group's buffer goes.
 
         Args:
             viewed: whether views may share their version counters.
-        """
-        if viewed and any(tensor is self.reused for tensor in self.unused()):
-            self.is_reused_viewed = True
-        self.watched = []
 
-    def keep_view_changes(
-        self, unused: Sequence[DeviceParameter], source: torch.Tensor, buffer: torch.Tensor | None
-    ) -> None:
-        """Write values that were changed through views back to the host.
-
-        Args:
-            unused: share version counters with the views; see `unused`.
-            source: the memory that the views refer to, of the group's size.
-            buffer: the group's present buffer, which is updated, too; None while there is none.
+        Returns:
+            What shares version counters with views, or did when these were changed.
         """
-        # Guard views-count: a change through a view of a weight is seen after the weight itself is
-        # gone. It would be lost when the buffer is released, and the next use of the layer would
-        # compute with the old values.
-        if any(tensor.is_changed() for tensor in unused):
-            for tensor in unused:
-                tensor.track()
-            self._keep_changes(self.view_of(source), buffer)
+        counters, self.watched = self.watched, []
+        reused = self.reused
+        if reused is not None and self._has_no_memory(reused):
+            counters.append(reused.counter())
+            if viewed:  # its version would count changes in two buffers
+                self.reused = None
+        return [each for each in counters if viewed or each.is_changed()]
+
+    def _has_no_memory(self, tensor: DeviceParameter) -> bool:
+        return bool(self.size_bytes) and not tensor.numel()
 
     def _exchange(self, present: torch.Tensor, following: torch.Tensor) -> None:
         for _, container, key in self._containers():
@@ -692,6 +685,30 @@ class OffloadedParameter:
             module = known()
             if module is not None:
                 yield name, vars(module).get(name), key
+
+
+def check_views(name: str, counters: Sequence[DeviceParameter]) -> None:
+    """Check that no view of an offloaded weight was changed after its layer had ended.
+
+    Args:
+        name: the weight's name.
+        counters: share their version counters with the views.
+
+    Raises:
+        PolicyError: one was.
+    """
+    changed = [each for each in counters if each.is_changed()]
+    # Guard views-count: a change through a view of a weight is an error when the weight itself is
+    # gone. The buffer that the view is of is not written back to the host, so that the change would
+    # be lost, and the next use of the layer would compute with the old values.
+    if changed:
+        for each in changed:
+            each.track()
+        raise PolicyError(
+            f"{name} is offloaded, and was changed in place through a view that had been taken of "
+            f"it (also by .data or .detach()) before another layer ran or its forward ended; the "
+            f"change is lost. Change the parameter itself, or copy the view: view.clone()"
+        )
 
 
 def held_at(container: Any, key: Any) -> Any:
