@@ -1,16 +1,21 @@
 """Changes the source at random places, and counts how many changes `make test` notices.
 
     python tests/mutants/random_mutants.py --count 60 --seed 0
+    python tests/mutants/random_mutants.py --results found.jsonl --tests tests/unit/test_seams.py
 
 A mutant is the package with one change in the rooms that run a step: a comparison that is flipped,
 a call whose result nobody uses that is dropped, two arguments that are swapped, or a number that is
 one more. Each runs what `make test` runs, until the first failure. Two run side by side.
+
+Most mutants fail in one of a few files. With a file of results a run goes on where another ended:
+first with those few files, and then, for the mutants that passed them, with all tests.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import json
 import os
 import random
 import shutil
@@ -19,10 +24,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[2]
 ROOMS = ("runtime", "weights", "stores", "devices")
@@ -119,8 +124,8 @@ def draw(count: int, seed: int) -> list[Mutant]:
     return random.Random(seed).sample(found, count)
 
 
-def run(mutant: Mutant) -> Outcome:
-    """Run the tests on a mutant until the first failure."""
+def run(mutant: Mutant, tests: Sequence[str]) -> Outcome:
+    """Run these tests on a mutant until the first failure."""
     with tempfile.TemporaryDirectory() as directory:
         copy = Path(directory) / "src"
         shutil.copytree(ROOT / "src", copy, ignore=shutil.ignore_patterns("__pycache__"))
@@ -132,7 +137,7 @@ def run(mutant: Mutant) -> Outcome:
         begin_s = time.perf_counter()
         try:
             done = subprocess.run(
-                [sys.executable, *PYTEST, *ignored, str(ROOT / "tests")],
+                [sys.executable, *PYTEST, *ignored, *(str(ROOT / each) for each in tests)],
                 env=environment,
                 cwd=directory,
                 capture_output=True,
@@ -147,31 +152,53 @@ def run(mutant: Mutant) -> Outcome:
         return Outcome(mutant, bool(done.returncode), time.perf_counter() - begin_s, by)
 
 
+def read_results(file: Path | None, tests: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Return, by mutant, the results that need no other run: found, or passed by the same tests."""
+    lines = file.read_text().splitlines() if file is not None and file.exists() else []
+    results = [json.loads(line) for line in lines]
+    return {
+        result["mutant"]: result
+        for result in results
+        if result["is_found"] or result["tests"] == list(tests)
+    }
+
+
 def main() -> int:
-    """Draw mutants, run them, and print what was found."""
+    """Draw mutants, run those without a result, and print what was found."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--count", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--tests", nargs="+", default=["tests"], help="what runs on each mutant")
+    parser.add_argument("--results", type=Path, help="JSON lines, read first and written to")
     arguments = parser.parse_args()
-    unchanged = run(Mutant(Path("__init__.py"), 0, 0, "", "no change"))
+    unchanged = run(Mutant(Path("__init__.py"), 0, 0, "", "no change"), arguments.tests)
     if unchanged.is_found:
         print(f"the tests fail without any change: {unchanged.by}")
         return 2
-    outcomes = []
+    print(f"the tests pass without a change after {unchanged.duration_s:.0f} s", flush=True)
+    results = read_results(arguments.results, arguments.tests)
+    drawn = {f"{each.file}:{each.what}": each for each in draw(arguments.count, arguments.seed)}
+    missing = {name: mutant for name, mutant in drawn.items() if name not in results}
     with ThreadPoolExecutor(arguments.processes) as pool:
-        for outcome in pool.map(run, draw(arguments.count, arguments.seed)):
-            outcomes.append(outcome)
+        outcomes = pool.map(lambda mutant: run(mutant, arguments.tests), missing.values())
+        for name, outcome in zip(missing, outcomes, strict=True):
+            results[name] = {
+                "mutant": name,
+                "is_found": outcome.is_found,
+                "duration_s": round(outcome.duration_s, 1),
+                "by": outcome.by,
+                "tests": arguments.tests,
+            }
             found = "found" if outcome.is_found else "NOT FOUND"
-            print(
-                f"{found} after {outcome.duration_s:.0f} s: {outcome.mutant.file}:"
-                f"{outcome.mutant.what}; {outcome.by}",
-                flush=True,
-            )
-    found = [each for each in outcomes if each.is_found]
-    median_s = statistics.median(each.duration_s for each in found) if found else 0.0
-    print(f"{len(found)} of {len(outcomes)} found, the median after {median_s:.0f} s")
-    return 0 if len(found) == len(outcomes) else 1
+            print(f"{found} after {outcome.duration_s:.0f} s: {name}; {outcome.by}", flush=True)
+            if arguments.results is not None:
+                with arguments.results.open("a") as file:
+                    file.write(json.dumps(results[name]) + "\n")
+    found_s = [results[name]["duration_s"] for name in drawn if results[name]["is_found"]]
+    median_s = statistics.median(found_s) if found_s else 0.0
+    print(f"{len(found_s)} of {len(drawn)} found, the median after {median_s:.0f} s")
+    return 0 if len(found_s) == len(drawn) else 1
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ import torch
 
 from ebbtide.devices import AcceleratorDevice, Span, accelerator
 from ebbtide.stores import PinnedStore
-from ebbtide.tools.examination import measure_links
 from engine_bench import EngineBench
 
 KIB = 2**10
@@ -151,20 +150,3 @@ def test_statistics_can_be_read_right_after_a_step(
     late = 2 if compute_first else 0
     assert stats.late_reloads == late
     assert stats.stall_s == pytest.approx(late * TICK_S)
-
-
-def test_the_doctor_waits_for_every_copy_that_it_times(device: AcceleratorDevice) -> None:
-    """What nobody has waited for is still in a stream's queue."""
-    room_bytes = 1024 * KIB
-    stores: list[PinnedStore] = []
-
-    def build_store() -> PinnedStore:
-        stores.append(PinnedStore(device, room_bytes))
-        return stores[-1]
-
-    figures = measure_links(device, build_store, (4 * KIB, 64 * KIB), 1.0, room_bytes)
-    assert list(figures.down) == list(figures.up) == [4 * KIB, 64 * KIB]
-    assert figures.both.amount == room_bytes  # half of it each way
-    assert [(store.used_bytes, store.host_capacity_bytes) for store in stores] == [(0, 0)] * 2
-    for stream in (device._d2h.stream, device._h2d.stream):
-        assert not stream.queue

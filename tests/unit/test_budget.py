@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import ebbtide
 from ebbtide import ActivationPolicy, BudgetError, OffloadHandle, PolicyError
-from ebbtide.planning import Decision, LayerMode, PlannedStep
+from ebbtide.planning import PlannedStep
 from ebbtide.planning import budget as budget_controller
 from ebbtide.stores import ProcessMemory
 from ebbtide.stores.measured_memory import are_large_blocks_mapped, decides_when_to_return
@@ -321,22 +321,6 @@ def test_a_model_whose_code_looks_at_values_is_planned_from_its_first_step(
     handle.detach()
 
 
-@pytest.mark.usefixtures("memory")
-def test_a_model_that_is_planned_from_its_first_step_trains_the_same() -> None:
-    def digits(budget: str | None) -> list[str]:
-        torch.manual_seed(0)
-        model = LooksAtValues()
-        if budget is None:
-            train(model, 12)
-        else:
-            with ebbtide.offload(model, budget=budget, activations=SMALL) as handle:
-                train(model, 12)
-            assert modes(handle.plan) == {"as is", "keep"}
-        return [str(each.tolist()) for each in model.parameters()]
-
-    assert digits("1GiB") == digits(None)
-
-
 class FailsAtFirst(LooksAtValues):
     """Its first forward fails after some layers."""
 
@@ -412,24 +396,6 @@ def test_a_model_that_calls_no_layer_is_offloaded_as_a_whole() -> None:
         assert handle.stats.offloaded_bytes >= SHEET
 
 
-class PartlyFrozen(Model):
-    """Computes its first layers without gradients, so they have no backward."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            for layer in self.layers[:2]:
-                x = layer(x)
-        for layer in self.layers[2:]:
-            x = layer(x)
-        return self.head(torch.tanh(x))
-
-
-def test_layers_without_a_backward_do_not_keep_a_plan_from_settling(memory: LiveMemory) -> None:
-    handle = settle(PartlyFrozen(), 2**30, memory)
-    assert handle.plan is not None and modes(handle.plan) == {"as is", "keep"}
-    handle.detach()
-
-
 def test_a_plan_is_saved_and_loaded(memory: LiveMemory, tmp_path: Path) -> None:
     begin = memory.now_bytes()
     peak = plain_peak_bytes(memory)
@@ -448,27 +414,6 @@ def test_a_plan_is_saved_and_loaded(memory: LiveMemory, tmp_path: Path) -> None:
         assert again.plan == loaded
         assert again.stats.offloaded_bytes == expected.offloaded_bytes
         assert again.stats.recomputed_bytes == expected.recomputed_bytes
-
-
-def test_the_printed_plan_fits_a_terminal(memory: LiveMemory) -> None:
-    begin = memory.now_bytes()
-    handle = settle(Model(), begin + plain_peak_bytes(memory) * 3 // 4, memory)
-    lines = str(handle.plan).splitlines()
-    assert max(map(len, lines)) <= 80
-    assert lines[0].startswith("budget ") and "settled" in lines[0]
-    assert any(line.startswith("predicted") for line in lines)
-    assert any(line.startswith("measured") for line in lines)
-    assert any("after layers.5" in line for line in lines)
-    handle.detach()
-
-
-@pytest.mark.usefixtures("memory")
-def test_a_share_of_all_memory() -> None:
-    model = Model()
-    with ebbtide.offload(model, budget="50%", activations=SMALL) as handle:
-        train(model, 2)
-        assert handle.plan is not None
-        assert handle.plan.budget_bytes == 2**29
 
 
 @pytest.mark.parametrize(
@@ -509,14 +454,6 @@ def test_a_model_without_layers_is_told_what_to_name() -> None:
         ebbtide.offload(nn.Linear(2, 2), budget="1GiB")
 
 
-@pytest.mark.parametrize("text", ["{}", "no json", '{"format": "ebbtide-planned-step"}'])
-def test_files_that_are_no_plans(text: str, tmp_path: Path) -> None:
-    path = tmp_path / "plan.json"
-    path.write_text(text)
-    with pytest.raises(PolicyError):
-        ebbtide.offload(Model(), plan=path)
-
-
 def test_a_plan_for_another_model_is_refused(memory: LiveMemory) -> None:
     handle = settle(Model(), 2**30, memory)
     handle.detach()
@@ -554,15 +491,3 @@ def test_after_an_offload_freed_blocks_are_reused_again(end: str) -> None:
         del handle, model
         gc.collect()
     assert not are_large_blocks_mapped()
-
-
-def test_decisions_are_for_whole_layers_or_single_storages(memory: LiveMemory) -> None:
-    begin = memory.now_bytes()
-    handle = settle(Model(), begin + plain_peak_bytes(memory) * 3 // 4, memory)
-    assert handle.plan is not None
-    for layer, chosen in zip(handle.plan.profile.layers, handle.plan.plan.layers, strict=True):
-        assert len(chosen.decisions) == len(layer.storages)
-        assert not layer.between or chosen.mode is LayerMode.AS_IS
-        for storage, decision in zip(layer.storages, chosen.decisions, strict=True):
-            assert storage.sources or decision is not Decision.REBUILD
-    handle.detach()

@@ -11,7 +11,6 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
 import ebbtide
-from ebbtide import ActivationPolicy, PolicyError
+from ebbtide import ActivationPolicy
 from ebbtide.planning import Plan, PlanBudget, Prediction, StepTiming, search
 from ebbtide.planning import budget as budget_controller
 from live_memory import LiveMemory
@@ -145,18 +144,6 @@ def test_a_sparse_embedding_is_planned() -> None:
     assert losses(Net(embeds_sparsely()), budget="90%") == plain
 
 
-def test_no_part_of_a_model_is_copied() -> None:
-    """As a data set that a module holds, or what cannot be copied at all."""
-
-    class Uncopied:
-        def __deepcopy__(self, memo: object) -> None:
-            raise AssertionError("the model's data was copied")
-
-    net = Net()
-    net.dataset = Uncopied()
-    losses(net, budget="90%")
-
-
 @pytest.mark.parametrize("shared", [False, True])
 def test_threads_that_run_models_under_budgets(shared: bool) -> None:
     torch.manual_seed(0)
@@ -260,22 +247,6 @@ def test_a_long_step_is_planned_in_about_the_time_that_it_may_take() -> None:
         plan = search(profile, link, budget, counting, limit_s=6.0)
         assert plan.peak_bytes is not None and plan.peak_bytes <= budget.device_bytes
     assert counting.num_predictions <= 16
-
-
-def test_a_plan_file_has_the_size_from_which_on_storages_have_numbers(tmp_path: Path) -> None:
-    net = Net()
-    with ebbtide.offload(net, budget="90%", activations=ActivationPolicy(min_bytes=4096)) as handle:
-        for _ in range(3):
-            net(torch.randn(ROWS, WIDTH)).sum().backward()
-        assert handle.plan is not None
-        handle.plan.save(tmp_path / "plan.json")
-    with ebbtide.offload(net, plan=tmp_path / "plan.json") as handle:
-        net(torch.randn(ROWS, WIDTH)).sum().backward()
-        assert handle.stats.num_saved
-        assert handle.plan is not None and handle.plan.profile.min_bytes == 4096
-        assert {each.size_bytes for each in handle.inspect().storages} == {4 * ROWS * WIDTH}
-    with pytest.raises(PolicyError, match="min_bytes=4096"):
-        ebbtide.offload(net, plan=tmp_path / "plan.json", activations=SMALL)
 
 
 def test_a_gradient_penalty_has_a_plan_that_settles() -> None:

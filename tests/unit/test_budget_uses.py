@@ -40,19 +40,6 @@ def check(model: nn.Module, call: Callable[[Tensor], Tensor] | None = None, step
     assert len(expected) == len(found) and all(map(torch.equal, expected, found))
 
 
-def test_two_models_have_plans_of_their_own() -> None:
-    one, two = make(), make()
-    first = ebbtide.offload(one, budget="90%", activations=SMALL)
-    second = ebbtide.offload(two, budget="90%", activations=SMALL)
-    check(one)
-    assert first.plan is not None and second.plan is None
-    check(two)
-    assert second.plan is not None
-    first.detach()
-    second.detach()
-    check(one, steps=1)
-
-
 def test_a_frozen_network_between_two_steps(recwarn: pytest.WarningsRecorder) -> None:
     """As the generator of a GAN while its discriminator is trained: nothing is to be planned."""
     model = make()
@@ -122,14 +109,6 @@ def test_a_checkpoint_around_the_model_runs_its_forward_again() -> None:
         check(model, lambda batch: checkpoint(model, batch, use_reentrant=False))
 
 
-def test_weights_can_rest_beside_a_budget() -> None:
-    model = make()
-    weights = ebbtide.WeightPolicy()
-    with ebbtide.offload(model, budget="90%", weights=weights, activations=SMALL) as handle:
-        check(model)
-        assert handle.plan is not None
-
-
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_forked_child_plans_for_itself() -> None:
@@ -139,18 +118,3 @@ def test_a_forked_child_plans_for_itself() -> None:
         child = Child(lambda: check(model))
         assert child.result() is None
         check(model)
-
-
-def test_a_backward_is_told_from_a_result_that_was_dropped_without_a_trace() -> None:
-    """Copies that come too late to free anything are not reloaded, and no layer may be called."""
-    model, batch = make(), torch.randn(64, 32)
-    with ebbtide.offload(model, activations=SMALL) as handle:
-        engine = handle._engine
-        for backward in (False, True, False):
-            steps, loss = engine.num_steps, model(batch).sum()
-            if backward:
-                loss.backward()
-            del loss
-            assert not engine.is_in_step()
-            assert engine.num_steps == steps + 1
-            assert engine.had_backward is backward

@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import types
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -303,20 +302,3 @@ def test_a_step_in_which_nothing_left_says_why() -> None:
     assert "offloaded nothing" in text
     assert "min_bytes" in text
     assert said[0].filename == __file__
-
-
-def test_a_step_in_which_something_left_says_nothing() -> None:
-    model, x = make(), torch.randn(8, 16)
-    with ebbtide.offload(model, activations=POLICY), warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for _ in range(3):
-            call(model, x).backward()
-
-
-def test_who_wants_nothing_offloaded_is_not_told() -> None:
-    model, x = make(), torch.randn(8, 16)
-    policy = ActivationPolicy(num_layers=0, rebuild=False)
-    with ebbtide.offload(model, activations=policy), warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for _ in range(3):
-            call(model, x).backward()

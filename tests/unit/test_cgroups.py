@@ -67,13 +67,6 @@ def test_the_tightest_group_above_counts(tmp_path: Path) -> None:
     assert cpu_limit(root) == 16
 
 
-def test_pressure_begins_at_memory_high(tmp_path: Path) -> None:
-    files = {"memory.max": 8 * GIB, "memory.high": 6 * GIB, "memory.current": 7 * GIB}
-    root = fabricate(tmp_path, "0::/\n", V2_MOUNT.format(inside="/"), files)
-    assert memory_limit(root) == MemoryLimit(6 * GIB, 7 * GIB)
-    assert memory_limit(root).free_bytes == 0
-
-
 def test_docker_with_version_1(tmp_path: Path) -> None:
     """Without a namespace of its own, a container sees its path, and the mount begins there."""
     files = {
@@ -89,26 +82,6 @@ def test_docker_with_version_1(tmp_path: Path) -> None:
     assert cpu_limit(root) is None
     (root / "sys/fs/cgroup/cpu/cpu.cfs_quota_us").write_text("50000\n")
     assert cpu_limit(root) == 0.5
-
-
-def test_a_group_within_a_container(tmp_path: Path) -> None:
-    """Its path is counted from the root of the machine, and the mount begins at the container."""
-    files = {
-        "memory/job/memory.limit_in_bytes": GIB,
-        "memory/job/memory.usage_in_bytes": 0,
-        "memory/memory.limit_in_bytes": 2 * GIB,
-        "memory/memory.usage_in_bytes": 0,
-    }
-    mount = V1_MOUNT.format(inside="/docker/abc", name="memory")
-    root = fabricate(tmp_path, "4:memory:/docker/abc/job\n", mount, files)
-    assert memory_limit(root) == MemoryLimit(GIB, 0)
-
-
-def test_version_1_without_a_limit(tmp_path: Path) -> None:
-    files = {"memory/memory.limit_in_bytes": 2**63 - 4096, "memory/memory.usage_in_bytes": GIB}
-    mount = V1_MOUNT.format(inside="/", name="memory")
-    root = fabricate(tmp_path, "4:memory:/\n0::/\n", mount, files)
-    assert memory_limit(root) is None
 
 
 @pytest.mark.parametrize(

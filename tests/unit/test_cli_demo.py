@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import re
 import signal
-import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -17,14 +16,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from ebbtide import __version__
-from ebbtide.stores import ProcessMemory
-from ebbtide.tools import darcy_fno
 from ebbtide.tools import demo as demo_module
 from ebbtide.tools import demo_worker as worker
 from ebbtide.tools.demo import Team, WorkerError
 from ebbtide.tools.demo_config import DemoConfig, Mode
-from ebbtide.tools.demo_worker import sampled
 from ebbtide.tools.main import app
 
 # 4 samples x 32 channels x 64 x 64 nodes x 4 B = 2 MiB: the smallest size that is offloaded.
@@ -84,45 +79,6 @@ def test_what_is_left_out_and_what_limits_it_is_said(run: Run) -> None:
 
 
 @pytest.mark.slow
-def test_pipes_get_plain_text(run: Run) -> None:
-    for text in (run.report, run.progress):
-        assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", text)
-
-
-@pytest.mark.slow
-def test_progress_says_what_is_under_way_and_how_long_it_takes(run: Run) -> None:
-    lines = run.progress.splitlines()
-    assert [line[:4] for line in lines if re.match(r"\d/4", line)] == [
-        "1/4 ",
-        "2/4 ",
-        "3/4 ",
-        "4/4 ",
-    ]
-    steps = [line for line in lines if ": step " in line]
-    assert len(steps) == 2 * 3
-    assert all(re.search(r" \d+\.\d\d s, peak [\d.]+ [MG]iB$", line) for line in steps)
-    assert "FNO" not in run.progress
-
-
-@pytest.mark.slow
-def test_modes_have_the_same_names_in_progress_and_table(run: Run) -> None:
-    head = next(line for line in run.report.splitlines() if "FNO, Darcy" in line)
-    assert "no offload" in head
-    assert "ebbtide" in head
-    assert {line.partition(":")[0] for line in run.progress.splitlines() if ": step " in line} == {
-        "no offload",
-        "ebbtide",
-    }
-
-
-@pytest.mark.slow
-def test_the_files_are_named(run: Run) -> None:
-    named = dict(re.findall(r"^(Report|Figures|Picture): (.+)$", run.report, re.MULTILINE))
-    assert named["Figures"] == str(run.out / "demo.json")
-    assert named.keys() == {"Report", "Figures", "Picture"}
-
-
-@pytest.mark.slow
 def test_the_page_shows_both_modes(run: Run) -> None:
     page = (run.out / "demo.html").read_text()
     packed = re.search(r'id="data">([^<]*)<', page)
@@ -131,14 +87,6 @@ def test_the_page_shows_both_modes(run: Run) -> None:
     records = [each["ebbtide"] for each in runs]
     assert [each["title"] for each in records] == ["no offload", "ebbtide"]
     assert all(each["memory"] is not None for each in records)
-
-
-@pytest.mark.slow
-def test_the_limit_is_measured(figures: dict) -> None:
-    """A forward reads 4 x 32 x 64 x 64 floats, 2 MiB, and writes them: 4 MiB at the least."""
-    for mode in figures["modes"].values():
-        assert mode["forward_bytes"] >= 4 * 2**20
-        assert mode["lasting_bytes"] + mode["forward_bytes"] < 2 * mode["peak_bytes"]
 
 
 @pytest.mark.slow
@@ -169,42 +117,7 @@ def test_ebbtide_offloads_and_changes_no_bit(figures: dict) -> None:
     assert plain["test_l2"] == offloaded["test_l2"]
 
 
-@pytest.mark.slow
-def test_picture_is_1600_by_600(run: Run) -> None:
-    pytest.importorskip("matplotlib")
-    header = (run.out / "demo.png").read_bytes()[:24]
-    assert struct.unpack(">II", header[16:24]) == (1600, 600)
-
-
 # Memory
-
-
-def test_peak_of_a_process_begins_again() -> None:
-    memory = ProcessMemory()
-    if not memory.can_reset:
-        pytest.skip("this kernel keeps the peak")
-    size_bytes = 256 * 2**20
-    before_bytes = memory.now_bytes()
-    with sampled(memory) as samples:
-        buffer = torch.ones(size_bytes, dtype=torch.uint8)
-        while len(samples) < 2:
-            pass
-    del buffer
-    # Half the size is more than anything else here takes or gives back meanwhile.
-    assert memory.peak_bytes() >= before_bytes + size_bytes // 2
-    assert max(level for _, level in samples) >= before_bytes + size_bytes // 2
-    memory.reset_peak()
-    assert memory.peak_bytes() < before_bytes + size_bytes // 2
-
-
-def test_kernel_that_keeps_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(_path: Path, _text: str) -> None:
-        raise PermissionError
-
-    monkeypatch.setattr(Path, "write_text", refuse)
-    memory = ProcessMemory()
-    assert not memory.can_reset
-    assert memory.peak_bytes() > 0
 
 
 # What cannot run
@@ -235,44 +148,9 @@ def test_wrong_option_is_one_line(options: list[str], says: str, tmp_path: Path)
     assert message.count("\n") == 1
 
 
-def test_accelerator_that_is_not_there(tmp_path: Path) -> None:
-    if torch.accelerator.is_available():
-        pytest.skip("this machine has one")
-    assert "torch sees no accelerator" in refused(["--device", "cuda"], tmp_path)
-
-
-def test_out_that_cannot_be_written_to(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    assert "cannot be written to" in refused([], tmp_path / "file" / "demo")
-
-
 def test_neuraloperator_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "neuralop", None)
     assert 'pip install "ebbtide[neuralop,plots]"' in refused([], tmp_path)
-
-
-def save_published(directory: Path, n_samples: int) -> None:
-    for split in ("train", "test"):
-        fields = {"x": torch.rand(n_samples, 64, 64), "y": torch.rand(n_samples, 64, 64)}
-        torch.save(fields, directory / f"darcy_{split}_64.pt")
-
-
-def test_published_files_are_used_where_they_are(tmp_path: Path) -> None:
-    pytest.importorskip("neuralop")
-    save_published(tmp_path, 12)
-    config = DemoConfig(64, 4, 3, data=tmp_path)
-    published = torch.load(tmp_path / "darcy_train_64.pt")
-    batch = next(darcy_fno.load_problem(config).epochs())
-    assert torch.equal(batch["x"][:, 0], published["x"][:4])
-    assert not darcy_fno.has_published_files(tmp_path, 32)
-
-
-@pytest.mark.slow
-def test_published_files_with_too_few_samples(tmp_path: Path) -> None:
-    pytest.importorskip("neuralop")
-    save_published(tmp_path, 11)
-    message = refused([*TINY, "--device", "cpu", "--data", str(tmp_path)], tmp_path / "out")
-    assert "has 11 samples" in message
 
 
 @pytest.mark.slow
@@ -287,25 +165,6 @@ def test_a_difference_is_exit_code_1(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(demo_module, "run_demo", lambda _config, _outputs: False)
     done = CliRunner().invoke(app, ["demo", "--out", str(tmp_path), "--device", "cpu"])
     assert done.exit_code == 1
-
-
-@pytest.mark.parametrize(
-    ("options", "sizes"),
-    [
-        ([], (256, 15, 100)),
-        (["--quick"], (128, 6, 40)),
-        (["--quick", "--steps", "9"], (128, 9, 40)),
-        (["--quick", "--resolution", "64", "--warm-steps", "0"], (64, 6, 0)),
-    ],
-)
-def test_a_quick_look_is_small_unless_sizes_are_given(
-    options: list[str], sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen = []
-    monkeypatch.setattr(demo_module, "run_demo", lambda config, _: seen.append(config) or True)
-    done = CliRunner().invoke(app, ["demo", "--device", "cpu", *options])
-    assert done.exit_code == 0, done.output
-    assert [(each.resolution, each.steps, each.warm_steps) for each in seen] == [sizes]
 
 
 @pytest.mark.slow
@@ -337,21 +196,3 @@ def test_workers_end_when_an_error_ends_the_demo() -> None:
 
 
 # The command itself
-
-
-def test_version() -> None:
-    assert CliRunner().invoke(app, ["--version"]).output == f"ebbtide {__version__}\n"
-
-
-def test_help_imports_nothing_heavy() -> None:
-    code = (
-        "import sys\n"
-        "from typer.testing import CliRunner\n"
-        "from ebbtide.tools.main import app\n"
-        "assert CliRunner().invoke(app, ['demo', '--help']).exit_code == 0\n"
-        "heavy = {'neuralop', 'matplotlib', 'scipy', 'ebbtide.tools.demo_worker'}\n"
-        "heavy &= set(sys.modules)\n"
-        "assert not heavy, heavy\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr

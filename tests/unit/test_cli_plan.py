@@ -5,10 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -21,20 +18,15 @@ import ebbtide
 from ebbtide.planning import Decision, Hardware, Plan, PlannedStep
 from ebbtide.tools.main import app
 from ebbtide.tools.models import (
-    ModelOptions,
     Size,
     Task,
     TaskFamily,
-    build_family,
-    read_budget_bytes,
 )
 from ebbtide.tools.plan_tables import (
     METHODS,
     RULES,
-    BudgetRow,
     Granularities,
     Study,
-    _without_misses,
     find_limits,
 )
 
@@ -88,13 +80,6 @@ def test_the_report_fits_80_columns(report: str) -> None:
         "The largest that fits into 130.0 MiB",
     ):
         assert text in report
-
-
-@pytest.mark.slow
-def test_the_report_says_that_nothing_was_measured(report: str) -> None:
-    flat = " ".join(report.split())
-    assert "Every figure here is predicted, from the preset 'NVIDIA H100 SXM'" in flat
-    assert "This project has measured nothing on that hardware" in flat
 
 
 @pytest.mark.slow
@@ -262,37 +247,6 @@ def test_a_plan_with_the_weights_of_one_module_in_two_places_is_refused(tmp_path
         model(batch).sum().backward()
 
 
-NOISY = """
-import os
-import ctypes
-
-from test_cli_plan import tower
-
-print("from Python")
-os.write(1, b"past Python\\n")
-ctypes.CDLL(None).puts(b"from C")
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform == "win32", reason="calls the C library by its Unix name")
-def test_standard_output_is_json_whatever_other_code_prints(tmp_path: Path) -> None:
-    (tmp_path / "noisy.py").write_text(NOISY)
-    places = [str(tmp_path), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
-    command = [sys.executable, "-m", "ebbtide", "plan", "noisy:tower", "--budget", "130MiB"]
-    found = subprocess.run(
-        [*command, "--quick", "--json"],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(places)},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=True,
-    )
-    assert json.loads(found.stdout)["limits"] == []
-    for text in ("from Python", "past Python", "from C"):
-        assert text in found.stderr
-
-
 @pytest.mark.slow
 def test_a_saved_plan_is_followed(tmp_path: Path) -> None:
     """What was planned without an accelerator decides in training, layer by layer."""
@@ -314,17 +268,6 @@ def test_a_saved_plan_is_followed(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_picture_is_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    path = tmp_path / "step.png"
-    found = run(TOWER, "--budget", "130MiB", "--quick", "--picture", str(path))
-    assert found.exit_code == 0, found.output
-    assert f"Picture: {path}" in " ".join(found.output.split())
-    assert path.read_bytes().startswith(b"\x89PNG")
-    assert path.stat().st_size > 20_000
-
-
-@pytest.mark.slow
 def test_a_budget_that_nothing_fits_into_is_answered_with_the_smallest() -> None:
     found = run(TOWER, "--budget", "20MiB", "--quick")
     assert found.exit_code == 78
@@ -337,18 +280,6 @@ def test_a_model_that_fits_is_left_alone() -> None:
     found = run(TOWER, "--quick")
     assert found.exit_code == 0
     assert "Everything fits as it is: there is nothing to move." in found.output
-
-
-@pytest.mark.slow
-def test_a_measured_machine_is_said_to_be_one(tmp_path: Path) -> None:
-    path = tmp_path / "machine.json"
-    text = H100.to_json().replace('"published"', '"measured"').replace(H100.name, "my machine")
-    path.write_text(text)
-    found = run(TOWER, "--quick", "--hardware", str(path))
-    assert found.exit_code == 0, found.output
-    flat = " ".join(found.output.split())
-    assert "predicted from what `ebbtide doctor` measured on my machine" in flat
-    assert "No step has been measured" in flat
 
 
 @pytest.mark.parametrize(
@@ -379,45 +310,6 @@ def test_what_is_wrong_is_said_with_exit_code_2(arguments: list[str], message: s
     assert found.exit_code == 2
     assert message in found.stderr
     assert "Traceback" not in found.output
-
-
-def test_a_resolution_too_coarse_for_the_modes_is_refused() -> None:
-    pytest.importorskip("neuralop")
-    found = run("fno2d", "--resolution", "16")
-    assert found.exit_code == 2
-    assert "give 32 or more, or fewer --modes" in found.stderr
-
-
-def test_without_neuralop_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "neuralop", None)
-    monkeypatch.setitem(sys.modules, "neuralop.models", None)
-    found = run("fno2d")
-    assert found.exit_code == 2
-    assert 'pip install "ebbtide[neuralop]"' in found.stderr
-
-
-def test_without_matplotlib_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("matplotlib", "matplotlib.backends.backend_agg"):
-        monkeypatch.setitem(sys.modules, name, None)
-    found = run(TOWER, "--picture", "step.png")
-    assert found.exit_code == 2
-    assert 'pip install "ebbtide[plots]"' in found.stderr
-
-
-def test_budgets_are_read() -> None:
-    assert read_budget_bytes("90%", H100) == 72 * 10**9
-    assert read_budget_bytes("24GiB", H100) == 24 * GIB
-    assert read_budget_bytes("80GB", H100) == 80 * 10**9
-
-
-def test_a_plan_for_less_replaces_a_slower_one() -> None:
-    study = Study(tower_family(), H100)
-    slow, fast = study.rule("offload all", 0), study.rule("keep all", 0)
-    rows = [BudgetRow(3, slow), BudgetRow(2, fast), BudgetRow(1, None)]
-    outcomes = [row.outcome for row in _without_misses(rows)]
-    assert outcomes[0] is not None
-    assert outcomes[0].prediction == fast.prediction
-    assert outcomes[1:] == [fast, None]
 
 
 # The largest that fits
@@ -458,17 +350,3 @@ def test_the_largest_is_the_largest() -> None:
             assert peak_bytes(limit.method, larger) > budget
     plain, checkpointed, _, planned = limits
     assert plain.length < checkpointed.length <= planned.length
-
-
-def test_what_does_not_fit_at_all_has_no_largest() -> None:
-    studies = Granularities(Study(tower_family(), H100))
-    limits = find_limits(studies, 4 * 2**20)  # the weights alone have 6 MiB
-    assert {(limit.length, limit.batch) for limit in limits} == {(None, None)}
-
-
-@pytest.mark.slow
-def test_the_largest_fno_is_found_in_few_profiles() -> None:
-    pytest.importorskip("neuralop")
-    study = Study(build_family("fno2d", ModelOptions(resolution=256)), H100)
-    find_limits(Granularities(study), 20 * GIB)
-    assert len(study._profiles) <= 20

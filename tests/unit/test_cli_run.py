@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -18,7 +17,6 @@ from typer.testing import CliRunner
 import ebbtide
 from ebbtide.observe.run_record import load_records
 from ebbtide.tools.main import app
-from ebbtide.tools.run_command import ScriptRequest
 
 TRAIN = """
 import hashlib, sys
@@ -219,15 +217,6 @@ def test_a_signal_ends_it_as_it_ends_python(tmp_path: Path, name: str) -> None:
         assert "running" not in err and "typer" not in err
 
 
-def test_a_missing_module_is_named(tmp_path: Path) -> None:
-    found = run("-m", "no.such.module", at=tmp_path)
-    assert (found.returncode, found.stdout) == (2, "")
-    assert found.stderr == (
-        "ebbtide run: Error while finding module specification for 'no.such.module' "
-        "(ModuleNotFoundError: No module named 'no')\n"
-    )
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -252,20 +241,6 @@ def test_wrong_uses_are_named(arguments: list[str], words: str) -> None:
     assert found.exit_code == 2 and words in found.output, found.output
 
 
-def test_a_right_use_leaves_typer_with_a_request(tmp_path: Path) -> None:
-    figures = tmp_path / "figures.json"
-    line = ["run", "--layers", "a.*", "--layers", "b", "--json", str(figures), "--dry", __file__]
-    found = CliRunner().invoke(app, [*line, "--budget", "--", "-m", "x"])
-    assert found.exc_info is not None
-    asked = found.exc_info[1]
-    assert isinstance(asked, ScriptRequest)
-    request = asked.request
-    assert request.options.layers == ("a.*", "b") and request.options.budget is None
-    assert (request.dry, request.quiet, request.json) == (True, False, figures)
-    assert request.script.name == __file__
-    assert request.script.arguments == ["--budget", "--", "-m", "x"]
-
-
 def test_json_on_standard_output_follows_what_the_script_prints(tmp_path: Path) -> None:
     name = script(tmp_path, TRAIN + "train(1, 512)\nraise SystemExit(5)\n")
     found = run("--json", "-", "--quiet", name, at=tmp_path)
@@ -273,22 +248,6 @@ def test_json_on_standard_output_follows_what_the_script_prints(tmp_path: Path) 
     printed, brace, figures = found.stdout.partition("{\n")
     assert len(printed.splitlines()) == 2  # the loss, and a hash of the weights
     assert json.loads(brace + figures)["format"] == "ebbtide-run"
-
-
-@pytest.mark.slow
-def test_profilers_profile_the_script(tmp_path: Path) -> None:
-    own = (
-        "with torch.profiler.profile() as profile:\n    train(1, 512)\n"
-        "assert any(event.key == 'aten::tanh' for event in profile.key_averages())\n"
-    )
-    assert run(script(tmp_path, TRAIN + own), at=tmp_path).returncode == 0
-    name = script(tmp_path, TRAIN + "train(1, 512)\n")
-    outside = run(name, at=tmp_path, before=("-m", "cProfile", "-s", "cumtime"))
-    inside = run("-m", "cProfile", "-s", "cumtime", name, at=tmp_path)
-    for found in (outside, inside):
-        assert found.returncode == 0, found.stderr
-        assert re.search(r"script\.py:\d+\(train\)", found.stdout), found.stdout
-        assert "1 model trained" in found.stderr
 
 
 @pytest.mark.parametrize(

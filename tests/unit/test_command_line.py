@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import pty
 import re
-import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,8 +13,7 @@ from typer.testing import CliRunner
 
 import ebbtide.tools.main
 from ebbtide.errors import BudgetError, PolicyError, StoreFullError
-from ebbtide.tools import exit_codes as status_line
-from ebbtide.tools.exit_codes import ExitCode, describe_codes, ends_by_code
+from ebbtide.tools.exit_codes import ExitCode, ends_by_code
 from ebbtide.tools.main import app
 
 ROOT = Path(__file__).parents[2]
@@ -63,55 +57,11 @@ def test_help_is_plain_and_80_columns_wide(command: tuple[str, ...]) -> None:
     assert "..." not in text.partition("Commands:")[2], "a summary is cut"
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_help_says_what_an_option_is_for(command: str) -> None:
-    text = help_of(command)
-    assert "<str>" not in text.partition("Options:")[2]
-    for option in options_of(command):
-        words = re.search(rf"{option}\b[^\n]*?  +(\S[^\n]*)|{option}\b[^\n]*\n +(\S[^\n]*)", text)
-        assert words, option
-
-
 @pytest.mark.parametrize(("command", "page"), COMMANDS.items())
 def test_the_guide_of_a_command_has_every_option(command: str, page: str) -> None:
     text = (GUIDES / page).read_text()
     missing = {each for each in options_of(command) if f"{each}" not in text} - {"--help"}
     assert not missing, f"docs/guides/{page}"
-
-
-def test_help_in_a_terminal_is_the_same() -> None:
-    main, other = pty.openpty()
-    command = [sys.executable, "-m", "ebbtide", "run", "--help"]
-    environment = os.environ | {"TERM": "xterm-256color", "COLUMNS": "80"}
-    process = subprocess.Popen(command, stdout=other, stderr=other, env=environment)
-    os.close(other)
-    text = b""
-    while True:
-        try:
-            more = os.read(main, 4096)
-        except OSError:  # Linux's way of saying that it is over
-            break
-        if not more:
-            break
-        text += more
-    assert process.wait(60) == 0
-    os.close(main)
-    assert b"\x1b" not in text
-    assert "Exit codes:" in text.decode()
-
-
-@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
-def test_make_demo_says_what_it_installs_before_it_does(tmp_path: Path) -> None:
-    venv = f"VENV={tmp_path / 'venv'}"
-    lines = subprocess.run(
-        ["make", "--dry-run", "demo", venv], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout.splitlines()
-    installs = [number for number, line in enumerate(lines) if " install " in line]
-    assert len(installs) >= 2
-    for number in installs:
-        before = "\n".join(lines[max(0, number - 2) : number])
-        assert "ebbtide: %s" in before
-        assert "installing" in before
 
 
 # Exit codes
@@ -153,12 +103,6 @@ def test_an_error_is_a_line_and_a_code(
     assert said.err.count("\n") == 1
 
 
-@pytest.mark.parametrize("error", [ValueError("a defect"), BrokenPipeError(32, "Broken pipe")])
-def test_other_errors_are_not_hidden(error: Exception) -> None:
-    with pytest.raises(type(error)), ends_by_code("plan"):
-        raise error
-
-
 @pytest.mark.parametrize(
     ("line", "place"),
     [
@@ -188,34 +132,7 @@ def test_an_unknown_option_is_wrong_use(command: str) -> None:
     assert done.stdout == ""
 
 
-def test_codes_are_listed_in_order() -> None:
-    listed = describe_codes({ExitCode.DOES_NOT_FIT: "no", ExitCode.FAILED: "bad"}).splitlines()
-    assert [line.split()[0] for line in listed[2:]] == ["0", "1", "2", "78", "130"]
-
-
 # JSON
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_takes_json(command: str) -> None:
-    assert "--json" in set(options_of(command))
-
-
-def test_the_page_names_the_formats() -> None:
-    from ebbtide.planning import hardware
-    from ebbtide.tools import demo as demo_run
-    from ebbtide.tools import plan_study, schedule_command
-    from ebbtide.tools import run as run_report
-
-    formats = {
-        "demo": demo_run.FORMAT,
-        "run": run_report.FORMAT,
-        "plan": plan_study.FORMAT,
-        "doctor": hardware.FORMAT,
-        "schedule": schedule_command.FORMAT,
-    }
-    for command, name in formats.items():
-        assert re.search(rf"^\| `ebbtide {command} --json[^`]*` \| `{name}` \|", COMMAND_LINE, re.M)
 
 
 def test_a_schedule_as_json() -> None:
@@ -242,21 +159,3 @@ def test_a_schedule_that_is_wrong_prints_no_json(tmp_path: Path) -> None:
 
 
 # Progress
-
-
-def test_progress_is_nothing_but_on_a_terminal(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    status_line.show_status("searching")
-    assert capsys.readouterr() == ("", "")
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    monkeypatch.setenv("TERM", "xterm")
-    status_line.show_status("x" * 200)
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert len(said.err.rpartition("\r")[2]) <= 79
-    status_line.show_status("")
-    assert capsys.readouterr().err.strip() == ""
-    monkeypatch.setenv("TERM", "dumb")
-    status_line.show_status("searching")
-    assert capsys.readouterr().err == ""

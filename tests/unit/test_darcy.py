@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +16,6 @@ from ebbtide.tools.darcy import (
     DarcySpec,
     Split,
     apply_elliptic,
-    cache_directory,
     gaussian_field,
     generate_darcy,
     load_darcy,
@@ -72,34 +67,6 @@ def test_field_has_the_covariance_of_the_operator(fields: np.ndarray) -> None:
     assert 0.7 < np.sqrt((errors**2).mean()) < 1.3
 
 
-def test_every_mode_has_the_variance_of_its_eigenvalue(fields: np.ndarray) -> None:
-    k = np.arange(12)
-    cosines = np.where(k > 0, np.sqrt(2.0), 1.0) * np.cos(np.pi * np.outer(k / 11, k))
-    inverse = np.linalg.inv(cosines)
-    modes = np.einsum("kx,nxy,ly->nkl", inverse, fields, inverse, optimize=True)
-    eigenvalues = (np.pi**2 * np.add.outer(k**2, k**2) + 9) ** -2.0
-    eigenvalues[0, 0] = 0.0
-    # A variance estimated from n draws deviates by sqrt(2 / n), here 2%.
-    deviation = np.sqrt(2 / len(fields)) * eigenvalues
-    assert (np.abs((modes**2).mean(axis=0) - eigenvalues) <= 5 * deviation + 1e-30).all()
-
-
-def test_field_has_mean_zero_at_every_node_and_no_constant_mode(fields: np.ndarray) -> None:
-    deviation = np.sqrt(np.diag(analytic_covariance(12)) / len(fields)).reshape(12, 12)
-    assert np.abs(fields.mean(axis=0) / deviation).max() < 5
-    # The trapezoidal rule integrates every cosine of the sum to zero exactly.
-    weight = np.full(12, 1 / 11)
-    weight[[0, -1]] /= 2
-    np.testing.assert_allclose(np.einsum("nij,i,j->n", fields, weight, weight), 0, atol=1e-15)
-
-
-def test_a_finer_grid_sees_the_same_field() -> None:
-    # 33 nodes contain the 17. Modes 17 to 32 hold 0.2% of the sum of eigenvalues, the variance.
-    coarse = gaussian_field(17, np.random.default_rng(3))
-    fine = gaussian_field(33, np.random.default_rng(3))[::2, ::2]
-    assert np.corrcoef(coarse.ravel(), fine.ravel())[0, 1] > 0.99
-
-
 # The solver
 
 
@@ -142,52 +109,6 @@ def test_solver_agrees_with_a_direct_solve(resolution: int) -> None:
     )
 
 
-def test_solution_satisfies_the_discrete_equation_and_the_maximum_principle() -> None:
-    field = gaussian_field(128, np.random.default_rng(0))
-    a = np.where(field >= 0, 12.0, 3.0)
-    u = solve_elliptic(a)
-    assert np.abs(apply_elliptic(a, u) - 1.0).max() < 1e-6
-    assert (u[1:-1, 1:-1] > 0).all()
-    for edge in (u[0], u[-1], u[:, 0], u[:, -1]):
-        assert (edge == 0).all()
-    # a between 3 and 12 puts u between the solutions of both, by comparison: u_c = u_1 / c.
-    unit = solve_elliptic(np.ones_like(a))
-    assert unit.max() / 12 < u.max() < unit.max() / 3
-
-
-def test_solution_turns_with_its_coefficient() -> None:
-    a = np.where(gaussian_field(40, np.random.default_rng(5)) >= 0, 12.0, 3.0)
-    u = solve_elliptic(a)
-    for turn in (np.transpose, np.flipud, np.rot90):
-        np.testing.assert_allclose(solve_elliptic(turn(a)), turn(u), rtol=0, atol=1e-12)
-
-
-def test_no_load_gives_no_flow() -> None:
-    assert (solve_elliptic(np.ones((8, 8)), 0.0) == 0).all()
-
-
-@pytest.mark.parametrize(
-    ("a", "f", "message"),
-    [
-        (np.ones((8, 9)), 1.0, "square"),
-        (np.ones((3, 3)), 1.0, "at least 4"),
-        (np.zeros((8, 8)), 1.0, "positive"),
-        (np.full((8, 8), np.nan), 1.0, "positive and finite"),
-        (np.ones((8, 8)), np.ones((7, 7)), "a number or have a's shape"),
-        (np.ones((8, 8)), np.inf, "f must be finite"),
-    ],
-)
-def test_solver_refuses_what_it_cannot_solve(a: np.ndarray, f: object, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        solve_elliptic(a, f)
-
-
-def test_solver_says_when_it_does_not_converge(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ebbtide.tools.darcy.MAX_ITERATIONS", 3)
-    with pytest.raises(ArithmeticError, match="contrast"):
-        solve_elliptic(np.where(gaussian_field(16, np.random.default_rng(0)) > 0, 1e6, 1.0))
-
-
 # Samples
 
 
@@ -209,24 +130,6 @@ def test_a_sample_depends_on_its_index_alone() -> None:
     assert same_bits(ten, generate_darcy(SPEC, 10, workers=3))
 
 
-def test_bits_do_not_depend_on_the_thread_count() -> None:
-    # In float64, before rounding hides a last bit, and large enough for BLAS to use its threads.
-    code = (
-        "import hashlib, numpy as np; from ebbtide.tools.darcy import solve_elliptic;"
-        "u = solve_elliptic(np.random.default_rng(0).uniform(3, 12, (257, 257)));"
-        "print(hashlib.sha256(u.tobytes()).hexdigest())"
-    )
-    digests = set()
-    for threads in ("1", "2"):
-        variables = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-        environment = {"PYTHONPATH": os.pathsep.join(sys.path)} | dict.fromkeys(variables, threads)
-        run = subprocess.run(
-            [sys.executable, "-c", code], env=environment, capture_output=True, check=True
-        )
-        digests.add(run.stdout)
-    assert len(digests) == 1
-
-
 def test_seeds_and_splits_share_no_sample() -> None:
     specs = [DarcySpec(16, split=split, seed=seed) for split in Split for seed in (0, 1)]
     a = torch.cat([generate_darcy(spec, 20).a for spec in specs])
@@ -239,53 +142,6 @@ def test_a_sample_is_the_same_physical_field_at_every_resolution() -> None:
     nodes = (slice(None), slice(None, None, 4), slice(None, None, 4))
     assert (coarse.a == fine.a[nodes]).float().mean() > 0.95
     assert (coarse.u - fine.u[nodes]).norm() / fine.u[nodes].norm() < 0.06
-
-
-def test_refinement_brings_a_coarse_grid_closer_to_the_fine_solution() -> None:
-    reference = generate_darcy(DarcySpec(16, refinement=16), 5).u
-    errors = [
-        ((generate_darcy(DarcySpec(16, refinement=r), 5).u - reference).norm()) for r in (1, 4)
-    ]
-    assert errors[1] < errors[0] / 2
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"resolution": 3}, "resolution must be an integer of at least 4"),
-        ({"resolution": 16.5}, "resolution must be an integer"),
-        ({"seed": -1}, "seed must be"),
-        ({"refinement": 0}, "refinement must be"),
-        ({"low": 12.0, "high": 3.0}, "0 < low < high"),
-        ({"low": float("nan")}, "0 < low < high"),
-        ({"alpha": 0.5}, "alpha > 1"),
-        ({"tau": 0.0}, "tau > 0"),
-        ({"forcing": float("inf")}, "forcing must be finite"),
-    ],
-)
-def test_spec_refuses_values_out_of_range(arguments: dict[str, float], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        DarcySpec(**{"resolution": 16} | arguments)
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [{"n_samples": 0}, {"n_samples": 2, "first": -1}, {"n_samples": 2, "workers": 0}],
-)
-def test_generate_refuses_counts_out_of_range(arguments: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match="must be an integer of at least"):
-        generate_darcy(SPEC, **arguments)
-
-
-def test_progress_is_drawn_on_stderr_only_when_asked_for(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    generate_darcy(SPEC, 2)  # pytest's stderr is no terminal
-    assert capsys.readouterr() == ("", "")
-    generate_darcy(SPEC, 2, progress=True)
-    output, errors = capsys.readouterr()
-    assert output == ""
-    assert "16x16" in errors
 
 
 # The cache
@@ -390,29 +246,6 @@ def test_an_interrupted_write_leaves_the_old_file(
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-def test_an_unwritable_cache_is_refused_before_anything_is_computed(
-    tmp_path: Path, generated: list[tuple[int, int]]
-) -> None:
-    (tmp_path / "file").touch()  # a directory below a file: not even root can make it
-    with pytest.raises(OSError, match="cache_dir or set EBBTIDE_CACHE"):
-        load_darcy(SPEC, 1, cache_dir=tmp_path / "file" / "cache")
-    assert generated == []
-
-
-def test_cache_directory_is_argument_then_environment_then_platform(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("EBBTIDE_CACHE", str(tmp_path / "environment"))
-    assert cache_directory(tmp_path / "argument") == tmp_path / "argument"
-    assert cache_directory() == tmp_path / "environment"
-    monkeypatch.delenv("EBBTIDE_CACHE")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert cache_directory() == tmp_path / "xdg" / "ebbtide"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert cache_directory() == tmp_path / ".cache" / "ebbtide"
-
-
 # The loaders
 
 SMALL = {
@@ -449,14 +282,6 @@ def test_loaders_yield_what_neuraloperator_trains_on(tmp_path: Path) -> None:
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < losses[0]
-
-
-def test_train_and_test_sets_are_the_two_streams(tmp_path: Path) -> None:
-    pytest.importorskip("neuralop")
-    train, tests, _ = load_darcy_flow_small(**SMALL, seed=5, cache_dir=tmp_path)
-    test_spec = DarcySpec(24, split=Split.TEST, seed=5)
-    assert torch.equal(train.dataset.x[:, 0], generate_darcy(DarcySpec(16, seed=5), 6).a)
-    assert torch.equal(tests[24].dataset.y[:, 0], generate_darcy(test_spec, 3).u)
 
 
 def test_encoders_are_fitted_to_the_training_set(tmp_path: Path) -> None:
@@ -498,28 +323,6 @@ def test_loader_refuses_bad_input(tmp_path: Path, change: dict[str, object], mes
     assert list(tmp_path.iterdir()) == []
 
 
-def test_without_neuraloperator_the_loader_says_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real_import = builtins.__import__
-
-    def absent(name: str, *arguments: object) -> object:
-        if name.startswith("neuralop"):
-            raise ImportError(name)
-        return real_import(name, *arguments)
-
-    monkeypatch.setattr(builtins, "__import__", absent)
-    with pytest.raises(ImportError, match=r'pip install "ebbtide\[neuralop\]"'):
-        load_darcy_flow_small(**SMALL, cache_dir=tmp_path)
-
-
-def test_importing_the_problem_imports_no_neuraloperator() -> None:
-    code = "import sys, ebbtide.tools.darcy; sys.exit('neuralop' in sys.modules)"
-    subprocess.run(
-        [sys.executable, "-c", code], env={"PYTHONPATH": os.pathsep.join(sys.path)}, check=True
-    )
-
-
 @pytest.fixture
 def published(tmp_path: Path) -> Path:
     for split, resolution, n_samples in (("train", 16, 8), ("test", 16, 4), ("test", 24, 4)):
@@ -540,15 +343,6 @@ def test_published_files_load_with_a_channel_and_as_floats(published: Path) -> N
     assert [batch["x"].shape for batch in tests[24]] == [(3, 1, 24, 24)]
     by_other_name, _, _ = load_darcy_flow_small(**SMALL, data_root=str(published))
     assert torch.equal(by_other_name.dataset.x, train.dataset.x)
-
-
-def test_published_file_may_have_a_channel_dimension(published: Path) -> None:
-    pytest.importorskip("neuralop")
-    flat, _, _ = load_darcy_flow_small(**SMALL, data_root=published)
-    path = published / "darcy_train_16.pt"
-    torch.save({name: data.unsqueeze(1) for name, data in torch.load(path).items()}, path)
-    channelled, _, _ = load_darcy_flow_small(**SMALL, data_root=published)
-    assert torch.equal(flat.dataset.x, channelled.dataset.x)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import weakref
 from collections.abc import Iterator
@@ -355,19 +354,6 @@ def test_the_error_of_a_full_disk_names_what_is_asked_for_and_what_is_there(
     assert torch.equal(reload(store, kept), random_bytes(MIB))
 
 
-def test_a_disk_too_small_for_a_whole_growth_takes_what_fits(
-    store: DiskStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """64 MiB at a time is for speed. A disk with 10 MiB left still has room for 10 x 1 MiB."""
-    disk_of(monkeypatch, 10 * MIB)
-    source = random_bytes(MIB)
-    slots = [offload(store, source) for _ in range(10)]
-    assert store.used_bytes == store.capacity_bytes == 10 * MIB
-    with pytest.raises(StoreFullError, match=r"no room for 1\.0 MiB more"):
-        store.offload(source, now())
-    assert all(torch.equal(reload(store, slot), source) for slot in slots)
-
-
 def test_a_failed_growth_leaves_the_disk_as_it_was(
     store: DiskStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -380,20 +366,6 @@ def test_a_failed_growth_leaves_the_disk_as_it_was(
         store.offload(random_bytes(80 * MIB), now())
     assert taken_bytes(tmp_path) == before_bytes
     assert torch.equal(reload(store, kept), random_bytes(MIB))
-
-
-def test_another_failure_to_grow_is_passed_on(
-    store: DiskStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: int) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "posix_fallocate", fail)
-        with pytest.raises(OSError, match=os.strerror(errno.EIO)) as raised:
-            store.offload(random_bytes(PAGE), now())
-    assert not isinstance(raised.value, StoreFullError)
-    assert (store.capacity_bytes, store.used_bytes) == (0, 0)
 
 
 @pytest.fixture
@@ -455,45 +427,6 @@ def test_a_process_killed_while_it_creates_the_file_leaves_none(
         die()
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_file_is_no_directory(tmp_path: Path) -> None:
-    """Root may write anywhere, so permission bits would not do for this test."""
-    (tmp_path / "file").touch()
-    with pytest.raises(PolicyError, match="Not a directory"):
-        DiskStore(tmp_path / "file" / "below")
-
-
-def test_an_unwritable_directory_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-
-    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
-    with pytest.raises(PolicyError, match=f"cannot create a file in {tmp_path}: Permission denied"):
-        DiskStore(tmp_path)
-
-
-def test_no_usable_temporary_directory_is_a_policy_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A read-only container has none, and the default store asks for it."""
-    error = FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']")
-
-    def nowhere() -> str:
-        raise error
-
-    monkeypatch.setattr(tempfile, "gettempdir", nowhere)
-    with pytest.raises(PolicyError, match="No usable temporary directory"):
-        DiskStore()
-
-
-def test_the_default_is_the_directory_for_temporary_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    store = DiskStore()
-    assert store._file.directory == tmp_path
-    store.close()
 
 
 def test_no_file_is_left_in_the_directory_at_any_time(store: DiskStore, tmp_path: Path) -> None:
@@ -559,16 +492,6 @@ def test_reloaded_buffers_outlive_the_store(tmp_path: Path) -> None:
     assert num_open(tmp_path) == 0
 
 
-def test_stores_close_one_by_one(tmp_path: Path) -> None:
-    stores = [DiskStore(tmp_path) for _ in range(3)]
-    sources = [random_bytes(PAGE, seed=number) for number in range(3)]
-    slots = [offload(store, source) for store, source in zip(stores, sources, strict=True)]
-    for number in (1, 0):
-        stores[number].close()
-        assert torch.equal(reload(stores[2], slots[2]), sources[2])
-    stores[2].close()
-
-
 @pytest.mark.usefixtures("without_collector")
 def test_a_store_that_is_only_dropped_ends_too(tmp_path: Path) -> None:
     threads = Threads()
@@ -580,19 +503,6 @@ def test_a_store_that_is_only_dropped_ends_too(tmp_path: Path) -> None:
     alive = weakref.ref(store)
     del store
     assert alive() is None
-    assert threads.end()
-    assert num_open(tmp_path) == 0
-
-
-@pytest.mark.usefixtures("without_collector")
-def test_fifty_stores_leave_nothing_behind(tmp_path: Path) -> None:
-    threads = Threads()
-    for number in range(50):
-        store = DiskStore(tmp_path)
-        reload(store, offload(store, random_bytes(PAGE)))
-        if number % 2:
-            store.close()
-        del store
     assert threads.end()
     assert num_open(tmp_path) == 0
 

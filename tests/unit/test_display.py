@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from html.parser import HTMLParser
 
 import pytest
@@ -10,7 +9,6 @@ import torch
 from torch import nn
 
 import ebbtide
-from ebbtide.runtime.events import TraceEvent
 
 POLICY = ebbtide.ActivationPolicy(min_bytes=1, rebuild=False)
 
@@ -110,30 +108,3 @@ def test_a_session_tells_its_state() -> None:
     assert repr(session).startswith("<OffloadSession: closed, ")
     by_hand = ebbtide.OffloadSession(schedule="manual", model_layers=3, device="cpu")
     assert "3 layers, moved by hand" in repr(by_hand)
-
-
-def test_statistics_are_explained_in_words() -> None:
-    stats = ebbtide.StepStats(rebuilt_bytes=3 * 2**20, stall_s=0.25)
-    lines = str(stats).splitlines()
-    assert "rebuilt_bytes            3.0 MiB  were computed again in backward instead" in lines
-    assert "stall_s                  0.250 s  that compute waited for copies" in lines
-    rows = Cells(stats._repr_html_()).rows
-    assert [row[0] for row in rows] == [field.name for field in dataclasses.fields(stats)]
-    assert all(len(row) == 3 and row[2] for row in rows), "a figure has no explanation"
-    assert max(map(len, lines)) <= 100
-
-
-def test_reports_in_a_notebook_have_what_is_printed() -> None:
-    event = TraceEvent("forward", "compute", 0.0, 0.5, 0, name="<lambda>")
-    trace = ebbtide.Trace([event])
-    assert repr(trace) == "<Trace: 1 event, 0.5000 s>"
-    assert str(trace).splitlines()[0] in trace._repr_html_()
-    net = model()
-    with ebbtide.offload(net) as handle:
-        assert "No step has finished" in handle.inspect()._repr_html_()
-
-
-def test_names_are_escaped() -> None:
-    net = type("<b>", (nn.Linear,), {})(2, 2)
-    with ebbtide.offload(net) as handle:
-        assert dict(Cells(handle._repr_html_()).rows)["model"] == "<b> on cpu"

@@ -97,33 +97,6 @@ def test_the_forward_was_replaced() -> None:
     assert "patched" in explanation.findings[0].evidence
 
 
-@pytest.mark.filterwarnings("ignore:ebbtide offloaded nothing")
-def test_all_that_was_saved_are_parameters() -> None:
-    class Affine(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(512, 1024))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.nn.functional.linear(x, self.weight)
-
-    model = Affine()
-    x = batch(8)[:, :1].expand(8, 1024).contiguous().requires_grad_()
-    model.weight.requires_grad_(False)
-    with ebbtide.offload(model) as handle:
-        step(model, x)
-        assert causes(handle.explain())[0] == "only parameters"
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_the_model_is_compiled_as_one_region() -> None:
-    model = chain(3)
-    model.compile(backend="eager")
-    with ebbtide.offload(model, activations=POLICY) as handle:
-        step(model, batch(64))
-        assert causes(handle.explain())[0] == "compiled as one region"
-
-
 # ---- the peak -----------------------------------------------------------------------------------
 
 
@@ -324,15 +297,3 @@ def test_the_limit_is_what_no_activation_could_leave() -> None:
     explanation = explain(recorded(phase="F3", PARAMETERS=60, KEPT=200, RUNNING=40))
     assert explanation.limit_bytes == 100 * MIB
     assert "200.0 MiB above" in explanation.limit_why
-
-
-def test_nothing_is_found_in_a_balanced_step() -> None:
-    evidence = recorded(PARAMETERS=300, KEPT=60, LEAVING=70, RELOADED=200, RUNNING=350)
-    assert causes(explain(evidence)) == []
-
-
-def test_a_notebook_shows_the_findings() -> None:
-    text = explain(recorded(PARAMETERS=100, LEAVING=300, RUNNING=100))._repr_html_()
-    assert "Copies are slower than compute here" in text
-    assert "max_inflight_bytes" in text
-    assert "The peak is 500.0 MiB in B3" in text

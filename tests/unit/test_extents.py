@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from random import Random
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -59,22 +57,6 @@ def test_live_extents_are_aligned_and_apart(alignment: int, sequence: list[int])
     run(ExtentAllocator(alignment), sequence, alignment)
 
 
-@given(ALIGNMENTS, SEQUENCES, st.randoms(use_true_random=False))
-def test_what_is_all_freed_is_one_run_again(
-    alignment: int, sequence: list[int], random: Random
-) -> None:
-    allocator = ExtentAllocator(alignment)
-    live = run(allocator, sequence, alignment)
-    random.shuffle(live)
-    for extent in live:
-        allocator.free(extent)
-    assert allocator.used_bytes == 0
-    if allocator.capacity_bytes:
-        whole = allocator.allocate(allocator.capacity_bytes)
-        assert whole == Extent(0, allocator.capacity_bytes)
-        assert allocator.allocate(1) is None
-
-
 @given(ALIGNMENTS, SEQUENCES, st.integers(1, 20_000))
 def test_growing_by_what_is_missing_is_enough_and_no_more(
     alignment: int, sequence: list[int], size_bytes: int
@@ -106,66 +88,3 @@ def test_the_smallest_run_that_fits_is_taken() -> None:
     assert allocator.allocate(4096) == Extent((3 + 1) * 4096, 4096)
     assert allocator.allocate(3 * 4096) == Extent(0, 3 * 4096)
     assert allocator.allocate(1) is None
-
-
-@pytest.mark.parametrize(
-    ("size_bytes", "rounded_bytes"), [(0, 512), (1, 512), (511, 512), (512, 512), (513, 1024)]
-)
-def test_sizes_round_up_to_the_alignment(size_bytes: int, rounded_bytes: int) -> None:
-    assert ExtentAllocator(512).round_up(size_bytes) == rounded_bytes
-
-
-def test_the_run_at_the_end_is_taken_last() -> None:
-    """A hole of 3 pages and an end of 2: one page goes into the hole, 3 then nowhere."""
-    allocator = ExtentAllocator(4096)
-    allocator.grow((3 + 1 + 2) * 4096)
-    hole = allocator.allocate(3 * 4096)
-    assert hole is not None
-    assert allocator.allocate(4096) == Extent(3 * 4096, 4096)
-    allocator.free(hole)
-    assert allocator.allocate(4096) == Extent(0, 4096)
-    assert allocator.allocate(2 * 4096) == Extent(4096, 2 * 4096)
-    assert allocator.allocate(4096) == Extent((3 + 1) * 4096, 4096)
-
-
-def replay(allocator: ExtentAllocator, sequence: list[int]) -> list[Extent | None]:
-    """What the allocator answers to the allocations among the operations, without growing."""
-    live: list[Extent] = []
-    answers: list[Extent | None] = []
-    for operation in sequence:
-        if operation > 0:
-            extent = allocator.allocate(operation)
-            answers.append(extent)
-            if extent is not None:
-                live.append(extent)
-        elif live:
-            allocator.free(live.pop(operation % len(live)))
-    return answers
-
-
-@given(ALIGNMENTS, SEQUENCES, st.integers(1, 100_000))
-def test_what_was_never_reached_is_not_missed(
-    alignment: int, sequence: list[int], capacity_bytes: int
-) -> None:
-    """The stores give the end of a range back that a step did not reach; the next is the same."""
-    allocator = ExtentAllocator(alignment)
-    allocator.grow(capacity_bytes)
-    answers = replay(allocator, sequence)
-    reached = max((extent.end_bytes for extent in answers if extent is not None), default=0)
-    assert allocator.peak_end_bytes == reached
-    if reached:
-        exact = ExtentAllocator(alignment)
-        exact.grow(reached)
-        assert replay(exact, sequence) == answers
-
-
-@given(ALIGNMENTS, SEQUENCES, st.integers(1, 20_000))
-def test_fits_says_whether_an_allocation_succeeds(
-    alignment: int, sequence: list[int], size_bytes: int
-) -> None:
-    allocator = ExtentAllocator(alignment)
-    run(allocator, sequence, alignment)
-    peak_end_bytes = allocator.peak_end_bytes
-    fits = allocator.fits(size_bytes)
-    assert allocator.peak_end_bytes == peak_end_bytes
-    assert fits == (allocator.allocate(size_bytes) is not None)

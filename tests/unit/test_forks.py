@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import multiprocessing
 import os
-import pickle
 import signal
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,7 +17,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import ebbtide
-from ebbtide.devices import process as forks
 from forked import LIMIT_S, SMALL, Child, assert_same, batch, make, train, trained
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="the system cannot fork")
@@ -116,25 +113,6 @@ def test_a_lock_that_another_thread_held_does_not_stop_the_child(model: nn.Modul
     assert_same(child.result(), train(trained(), 10))
 
 
-def test_figures_do_not_wait_for_threads_of_the_parent(tmp_path: Path) -> None:
-    model = make()
-    with ebbtide.offload(model, activations=SMALL, store=f"disk:{tmp_path}", trace=True) as handle:
-        train(model, 0)
-        loss = model(batch(0)).sum()  # its copies are under way
-        child = Child(
-            lambda: (handle.stats.num_saved, len(handle.trace.events), str(handle.inspect()))
-        )
-        assert child.result()[:2] == (0, 0)
-        loss.backward()
-        assert handle.stats.num_saved
-
-        def train_in_child() -> bool:
-            train(model, 0)
-            return handle.stats.offloaded_bytes > 0 and len(handle.trace.events) > 0
-
-        assert Child(train_in_child).result()
-
-
 def test_a_child_that_detaches_is_plain(tmp_path: Path) -> None:
     model = make()
     handle = ebbtide.offload(model, activations=SMALL, store=f"disk:{tmp_path}")
@@ -151,14 +129,6 @@ def test_a_child_that_detaches_is_plain(tmp_path: Path) -> None:
     assert_same(Child(detach).result(), train(plain, 10, 2) + train(plain, 12, 2))
     assert_same(train(model, 10), train(trained(), 10))
     handle.detach()
-
-
-def test_a_child_of_a_child(model: nn.Module) -> None:
-    def grandchild() -> list[Tensor]:
-        train(model, 10, 1)
-        return Child(lambda: train(model, 11, 2)).result()
-
-    assert_same(Child(grandchild).result(), train(trained(), 10, 3))
 
 
 def test_a_session_in_a_child() -> None:
@@ -282,20 +252,6 @@ def test_hogwild(method: str) -> None:
 # What is left
 
 
-def test_nothing_is_watched_for_longer_than_it_lives(tmp_path: Path) -> None:
-    gc.collect()
-    before = len(forks._WATCHED)
-    model = make()
-    policies = {"activations": SMALL, "weights": ebbtide.WeightPolicy()}
-    handle = ebbtide.offload(model, **policies, store=f"disk:{tmp_path}")
-    train(model, 0)
-    assert len(forks._WATCHED) > before
-    handle.detach()
-    del model, handle
-    gc.collect()
-    assert len(forks._WATCHED) == before
-
-
 def test_a_child_has_its_file_and_closes_the_inherited_one(
     model: nn.Module, tmp_path: Path
 ) -> None:
@@ -328,14 +284,3 @@ def test_a_child_has_its_file_and_closes_the_inherited_one(
     its = Child(train_and_list).result()
     assert len(its) == 1
     assert not its & mine
-
-
-@pytest.mark.parametrize("copies", [copy.deepcopy, pickle.dumps])
-def test_handles_and_sessions_cannot_be_sent(copies: Callable[[object], object]) -> None:
-    model = make()
-    session = ebbtide.OffloadSession(2, 4, modules=[model])
-    with ebbtide.offload(model) as handle, session:
-        with pytest.raises(ebbtide.PolicyError, match="copy of the model itself is a plain model"):
-            copies(handle)
-        with pytest.raises(ebbtide.PolicyError, match="in each process"):
-            copies(session)

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import sys
-import threading
 import weakref
 from collections.abc import Callable, Iterator
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -78,44 +75,3 @@ def test_what_a_function_held_that_searched_is_freed_when_it_returns(
 
     with no_collection():
         assert delete_after()() is None
-
-
-def look_on_this_thread() -> None:
-    read_all_variables()
-
-
-def look_on_another_thread() -> None:
-    looking = threading.Thread(target=read_all_variables)
-    looking.start()
-    looking.join()
-
-
-@pytest.mark.parametrize("look", [look_on_this_thread, look_on_another_thread])
-def test_a_debugged_function_keeps_its_variables(look: Callable[[], None]) -> None:
-    """After each line Python copies the debugger's dict of the variables back."""
-
-    def debugged(argument: int) -> int:
-        kept = argument
-        kept += 1
-        return kept
-
-    def stop(frame: FrameType, event: str, _: object) -> Any:
-        if frame.f_code is debugged.__code__ and (event != "call" or look is look_on_this_thread):
-            look()
-        return stop
-
-    before = sys.gettrace()
-    sys.settrace(stop)
-    try:
-        assert debugged(3) == 4
-    finally:
-        sys.settrace(before)
-
-
-def test_a_class_body_keeps_its_variables() -> None:
-    class Made:
-        value = 5
-        read_all_variables()
-        twice = value * 2
-
-    assert Made.twice == 10

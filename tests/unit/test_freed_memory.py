@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ import ebbtide
 from ebbtide.devices import SimulatedDevice
 from ebbtide.stores import build_store, disk
 from ebbtide.stores import measured_memory as freed_memory
-from ebbtide.stores.measured_memory import LEAST_BYTES, FreedMemory, chosen_settings, describe
+from ebbtide.stores.measured_memory import LEAST_BYTES, FreedMemory
 from waiting import await_copies
 
 MIB = 2**20
@@ -132,10 +131,6 @@ def test_freed_memory_is_returned_after_so_many_bytes() -> None:
     assert [freed.is_due(6 * MIB, 512 * MIB) for _ in range(6)] == [False] * 5 + [True]
 
 
-def step(model: nn.Module, rows: int = 4096) -> None:
-    model(torch.randn(rows, 512)).square().mean().backward()
-
-
 def tower() -> nn.Sequential:
     return nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), nn.Tanh()) for _ in range(4)))
 
@@ -155,20 +150,6 @@ def test_a_step_returns_memory_in_forward_and_in_backward(trims: list[int]) -> N
     assert len(trims) > during
 
 
-def test_two_handles_count_apart_and_leave_nothing_behind(trims: list[int]) -> None:
-    first, second = tower(), tower()
-    with ebbtide.offload(first):
-        with ebbtide.offload(second):
-            step(second)
-        ended = len(trims)
-        step(first)
-        assert len(trims) > ended  # the end of one offload does not end the other's
-    ended = len(trims)
-    step(first)
-    step(second)
-    assert len(trims) == ended
-
-
 def test_an_offload_to_another_tier_never_returns_memory(trims: list[int]) -> None:
     """An accelerator's activations do not come from the C library."""
     device = SimulatedDevice(seed=0)
@@ -180,66 +161,6 @@ def test_an_offload_to_another_tier_never_returns_memory(trims: list[int]) -> No
 
 
 # ---- where it is not done -----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("variables", "named"),
-    [
-        ({"MALLOC_MMAP_THRESHOLD_": "1048576"}, ["MALLOC_MMAP_THRESHOLD_"]),
-        ({"MALLOC_TRIM_THRESHOLD_": "1"}, ["MALLOC_TRIM_THRESHOLD_"]),
-        ({"GLIBC_TUNABLES": "glibc.malloc.top_pad=1:glibc.malloc.arena_max=2"},
-         ["glibc.malloc.top_pad"]),
-        ({"GLIBC_TUNABLES": "glibc.malloc.arena_max=2", "MALLOC_ARENA_MAX": "2"}, []),
-    ],
-)  # fmt: skip
-def test_settings_of_the_user(
-    variables: dict[str, str],
-    named: list[str],
-    trims: list[int],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    assert chosen_settings(variables) == named
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    model = tower()
-    with ebbtide.offload(model) as handle:
-        step(model)
-    assert bool(trims) == (not named)
-    for name in named:
-        assert name in handle.notes[0]
-
-
-def test_musl(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(freed_memory, "_malloc_trim", lambda: None)
-    freed_memory.return_freed_memory()
-    assert not FreedMemory().is_returned
-    assert "not glibc" in describe()
-
-
-def test_another_allocator(trims: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(freed_memory, "_owner_of_malloc", lambda: "libjemalloc.so.2")
-    freed_memory.return_freed_memory()
-    assert not trims
-    assert "libjemalloc.so.2 has replaced" in describe()
-
-
-def test_the_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    freed_memory._log_once.cache_clear()
-    with caplog.at_level("INFO", logger="ebbtide"):
-        FreedMemory()
-        FreedMemory()
-    assert [record.message for record in caplog.records] == [describe()]
-
-
-def test_a_failing_lookup_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(_: object) -> Callable[..., int]:
-        raise OSError("no such library")
-
-    freed_memory._malloc_trim.cache_clear()
-    monkeypatch.setattr("ctypes.CDLL", missing)
-    assert freed_memory._malloc_trim() is None
-    assert freed_memory._owner_of_malloc() is None
-    freed_memory._malloc_trim.cache_clear()
 
 
 def test_what_was_kept_is_returned_when_backward_has_freed_it(trims: list[int]) -> None:
@@ -280,16 +201,6 @@ for memory, wanted in ((first, True), (second, True), (first, False), (second, F
     found.append(left())
 print(json.dumps({"left": found, "mapped": mapped}))
 """
-
-
-@linux
-@pytest.mark.skipif(not FreedMemory().is_returned, reason="the allocator is not glibc's")
-def test_large_blocks_return_when_they_are_freed_as_long_as_one_budget_wants_it() -> None:
-    found = run(BLOCKS)
-    assert found["mapped"] == [True, True, True, False]
-    *at_once, left = found["left"]
-    assert max(at_once) < 8
-    assert left > 32
 
 
 @linux

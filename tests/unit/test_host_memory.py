@@ -17,8 +17,8 @@ import torch
 
 from ebbtide.devices import CpuDevice
 from ebbtide.stores import host_memory
-from ebbtide.stores.host_memory import HostMemory, allocate_by_torch, map_exactly, whole_pages
-from page_locks import PageLocks, is_mapped, kernel_flags, resident_bytes, wait_until_unmapped
+from ebbtide.stores.host_memory import HostMemory, allocate_by_torch, map_exactly
+from page_locks import PageLocks, is_mapped, kernel_flags, wait_until_unmapped
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -52,13 +52,6 @@ def test_host_memory_is_the_hosts_under_another_default_device(
         assert allocate().device == torch.device("cpu")
 
 
-@pytest.mark.parametrize(
-    ("size_bytes", "rounded_bytes"), [(0, 0), (1, PAGE), (PAGE, PAGE), (PAGE + 1, 2 * PAGE)]
-)
-def test_sizes_are_whole_pages(size_bytes: int, rounded_bytes: int) -> None:
-    assert whole_pages(size_bytes) == rounded_bytes
-
-
 # Exact, and touched first
 
 
@@ -70,13 +63,6 @@ def test_a_block_is_as_large_as_asked_for_and_locked_whole() -> None:
     assert locks.locked == {memory.tensor.data_ptr(): 3 * MIB + PAGE}
     assert memory.tensor.data_ptr() % PAGE == 0
     assert memory.refusal is None
-
-
-def test_a_device_that_locks_nothing_gets_memory_that_takes_no_ram_yet() -> None:
-    memory = mapped(CpuDevice(), 64 * MIB)
-    memory.tensor[5 * PAGE] = 1
-    # The page that was written; the system may round up to a huge one.
-    assert resident_bytes(memory.tensor.data_ptr()) <= 2 * MIB
 
 
 @pytest.mark.parametrize("size_bytes", [PAGE, 31 * MIB + PAGE, 96 * MIB + PAGE])
@@ -197,25 +183,6 @@ def test_a_child_neither_unlocks_nor_unmaps(monkeypatch: pytest.MonkeyPatch) -> 
 # Refusals, and torch's own allocator
 
 
-def test_a_refused_block_is_there_all_the_same() -> None:
-    device, locks = locking(refuses=True)
-    memory = mapped(device, MIB)
-    assert memory.refusal == str(OSError(errno.ENOMEM, "refused on purpose"))
-    address = memory.tensor.data_ptr()
-    assert memory.tensor.fill_(3).eq(3).all()
-    memory.give_back()
-    assert locks.log == ["pin"]
-    assert not is_mapped(address)
-
-
-def test_a_device_that_takes_only_torchs_memory_gets_no_mapping() -> None:
-    device, _ = locking()
-    addresses: list[int] = []
-    device.pin = lambda address, _: addresses.append(address)
-    assert map_exactly(device, MIB) is None
-    assert not is_mapped(addresses[0])
-
-
 def test_torchs_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     empty, asked = torch.empty, []
 
@@ -229,20 +196,6 @@ def test_torchs_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert memory.refusal is None
     assert memory.tensor.shape == (2048,)
     memory.give_back()
-
-
-def test_torchs_refusal_gives_pageable_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    empty = torch.empty
-
-    def refuse(size: int, *, pin_memory: bool = False, **other: object) -> torch.Tensor:
-        if pin_memory:
-            raise RuntimeError("refused on purpose")
-        return empty(size, **other)
-
-    monkeypatch.setattr(torch, "empty", refuse)
-    memory = allocate_by_torch(CpuDevice(), 2048)
-    assert memory.refusal == "refused on purpose"
-    assert memory.tensor.shape == (2048,)
 
 
 # Placement
@@ -271,56 +224,6 @@ def test_the_node_of_a_gpu_is_read_from_the_system() -> None:
     assert host_memory._numa_node(torch.device("xpu", 0)) is None
 
 
-@pytest.mark.parametrize("text", ["-1\n", "", None])
-def test_a_system_that_does_not_tell_the_node_is_no_error(system: Path, text: str | None) -> None:
-    file = system / "bus/pci/devices/0001:0a:1f.0/numa_node"
-    file.unlink() if text is None else file.write_text(text)
-    assert host_memory._numa_node(CUDA) is None
-
-
 def test_one_node_is_no_choice(system: Path) -> None:
     (system / "devices/system/node/node1").rmdir()
     assert host_memory._numa_node(CUDA) is None
-
-
-@pytest.mark.usefixtures("system")
-def test_a_torch_that_does_not_tell_the_address_is_no_error(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace())
-    assert host_memory._numa_node(CUDA) is None
-
-
-@pytest.mark.parametrize("node", [0, 5, 64, 100])
-def test_the_system_is_asked_for_the_node(monkeypatch: pytest.MonkeyPatch, node: int) -> None:
-    calls: list[tuple[object, ...]] = []
-    monkeypatch.setattr(host_memory, "_numa_node", lambda _: node)
-    monkeypatch.setattr(host_memory, "_SYSCALL", lambda *arguments: calls.append(arguments) or -1)
-    device, locks = locking()
-    memory = mapped(device, MIB)
-    ((number, address, size_bytes, policy, mask, bits, flags),) = calls
-    assert number.value in host_memory._MBIND.values()
-    assert (address.value, size_bytes.value) == (memory.tensor.data_ptr(), MIB)
-    assert (policy.value, flags.value) == (1, 0)  # MPOL_PREFERRED
-    assert int.from_bytes(bytes(mask), sys.byteorder) == 1 << node
-    assert bits.value > node + 1  # the kernel looks at one bit less
-    assert locks.size_bytes == MIB
-
-
-def test_the_kernel_understands_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Node 0 is on every machine; kernels without NUMA, and sandboxes, do not have the call."""
-    results: list[int] = []
-    syscall = host_memory._SYSCALL
-    assert syscall is not None
-    monkeypatch.setattr(host_memory, "_numa_node", lambda _: 0)
-
-    def call(*arguments: object) -> int:
-        results.append(syscall(*arguments))
-        return results[-1]
-
-    monkeypatch.setattr(host_memory, "_SYSCALL", call)
-    device, _ = locking()
-    mapped(device, MIB)
-    if results[0] and ctypes.get_errno() in (errno.ENOSYS, errno.EPERM):
-        pytest.skip("no mbind here")
-    assert results == [0]

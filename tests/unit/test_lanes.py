@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 import subprocess
@@ -16,10 +15,7 @@ import pytest
 import torch
 
 from ebbtide.devices import CpuDevice, LaneEvent, WorkLane, lanes
-from ebbtide.devices.device import raise_again
-from ebbtide.devices.lanes import watch
 from store_bench import wait_for
-from waiting import wait_until
 
 WAIT_S = 5.0  # far more than anything here takes; reached only when a test fails
 
@@ -79,16 +75,6 @@ def test_an_event_is_reached_when_the_work_has_run_and_not_before(lane: WorkLane
     assert second.failure is None
 
 
-def test_work_runs_in_one_thread_that_is_not_the_callers(lane: WorkLane) -> None:
-    idents: list[int] = []
-    assert not threads_named("test-lane"), "the thread starts with the first submission"
-    for _ in range(3):
-        wait_for(lane.submit(lambda: idents.append(threading.get_ident())))
-    assert len(set(idents)) == 1
-    assert idents[0] != threading.get_ident()
-    assert [thread.ident for thread in threads_named("test-lane")] == idents[:1]
-
-
 @pytest.mark.parametrize("kind", [OSError, MemoryError, KeyboardInterrupt, SystemExit])
 def test_a_failure_reaches_whoever_waits_and_nobody_else(
     lane: WorkLane, kind: type[BaseException]
@@ -112,29 +98,6 @@ def test_a_failure_reaches_whoever_waits_and_nobody_else(
     after.synchronize()
 
 
-def test_an_event_waited_for_by_two_threads_releases_both(lane: WorkLane) -> None:
-    may_run = threading.Event()
-    event = lane.submit(lambda: may_run.wait(WAIT_S) and None)
-    waiting = [threading.Thread(target=event.synchronize) for _ in range(2)]
-    for thread in waiting:
-        thread.start()
-    may_run.set()
-    assert ends(waiting)
-
-
-def test_a_wait_can_be_interrupted_only_in_a_lock_of_the_interpreter(lane: WorkLane) -> None:
-    """An interrupt in `threading.Condition.wait` can come out as an error about its lock."""
-    go_on = threading.Event()
-    event = lane.submit(go_on.wait)
-    threading.Timer(0.05, go_on.set).start()
-    time.sleep(0.01)
-    called = []
-    sys.setprofile(lambda frame, *_: called.append(frame.f_code.co_filename))
-    event.synchronize()
-    sys.setprofile(None)
-    assert set(called) <= {lanes.__file__, __file__}
-
-
 @pytest.mark.parametrize("fails", [False, True])
 def test_then_runs_in_the_lane_after_the_event_is_reached(lane: WorkLane, fails: bool) -> None:
     submitted = threading.Event()
@@ -154,13 +117,6 @@ def test_then_runs_in_the_lane_after_the_event_is_reached(lane: WorkLane, fails:
     submitted.set()
     wait_for(lane.submit(lambda: None))
     assert seen == [(True, "test-lane")]
-
-
-def test_then_runs_before_the_next_job(lane: WorkLane) -> None:
-    order: list[str] = []
-    lane.submit(lambda: order.append("work"), then=lambda: order.append("then"))
-    wait_for(lane.submit(lambda: order.append("next")))
-    assert order == ["work", "then", "next"]
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -218,19 +174,6 @@ def test_a_failed_job_keeps_no_tensor_alive(lane: WorkLane) -> None:
     assert alive() is None
 
 
-def test_what_then_holds_is_gone_soon_after(lane: WorkLane) -> None:
-    """Right after it has run, that is, and not when another job comes."""
-    tensor = torch.zeros(10)
-    alive = weakref.ref(tensor)
-    event = lane.submit(lambda: None, then=tensor.zero_)
-    del tensor
-    wait_for(event)
-    deadline_s = time.monotonic() + WAIT_S
-    while alive() is not None and time.monotonic() < deadline_s:
-        time.sleep(0.001)
-    assert alive() is None
-
-
 def test_close_finishes_what_was_submitted_and_ends_the_thread() -> None:
     lane = WorkLane("test-close")
     ran: list[int] = []
@@ -250,14 +193,6 @@ def test_close_finishes_what_was_submitted_and_ends_the_thread() -> None:
 def test_a_lane_that_never_ran_closes() -> None:
     WorkLane("test-unused").close()
     assert not threads_named("test-unused")
-
-
-def test_a_job_may_close_its_own_lane() -> None:
-    lane = WorkLane("test-own")
-    closed = lane.submit(lane.close)
-    wait_for(closed)
-    assert closed.failure is None
-    assert ends(threads_named("test-own"))
 
 
 def test_a_collected_lane_finishes_what_was_submitted_and_ends_its_thread() -> None:
@@ -295,36 +230,6 @@ def test_submissions_from_several_threads_all_run_each_threads_in_order(lane: Wo
         assert [number for at, number in ran if at == thread] == list(range(50))
 
 
-def test_first_submissions_from_two_threads_start_one_thread(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A thread's construction is slowed down, so that both are there before it is done."""
-
-    class SlowThread(threading.Thread):
-        def __init__(self, *args: object, **kwargs: object) -> None:
-            time.sleep(0.05)
-            super().__init__(*args, **kwargs)
-
-    lane = WorkLane("test-race")
-    together = threading.Barrier(2)
-
-    def submit() -> None:
-        together.wait(WAIT_S)
-        lane.submit(lambda: None)
-
-    submitting = [threading.Thread(target=submit) for _ in range(2)]
-    with monkeypatch.context() as patch:
-        patch.setattr(lanes.threading, "Thread", SlowThread)
-        for thread in submitting:
-            thread.start()
-        assert ends(submitting)
-    started = threads_named("test-race")
-    for _ in range(2):  # one end for each thread that there should not be
-        lane._queue.put(None)
-    assert ends(started)
-    assert len(started) == 1
-
-
 def test_the_cpu_devices_lanes_end_with_it() -> None:
     names = ("ebbtide-d2h", "ebbtide-h2d")
     earlier = {thread for name in names for thread in threads_named(name)}  # of other tests
@@ -357,32 +262,6 @@ def test_a_copy_waits_for_its_events_and_passes_their_failure_on() -> None:
     wait_for(not_copied)
     assert str(not_copied.failure) == "on purpose"
     assert target.all()
-
-
-def test_an_error_that_cannot_be_copied_is_raised_itself() -> None:
-    class TwoArgumentsError(Exception):
-        def __init__(self, one: str, two: str) -> None:
-            super().__init__(one + two)
-
-    error = TwoArgumentsError("on ", "purpose")
-    with pytest.raises(TwoArgumentsError, match="on purpose") as raised:
-        raise_again(error)
-    assert raised.value is error
-
-
-def test_an_error_does_not_keep_its_event_alive() -> None:
-    gc.collect()
-    gc.disable()
-    try:
-        event = LaneEvent()
-        event.finish(OSError("on purpose"))
-        gone = weakref.ref(event)
-        with contextlib.suppress(OSError):
-            event.synchronize()
-        del event
-        assert gone() is None
-    finally:
-        gc.enable()
 
 
 AT_THE_END = """
@@ -448,18 +327,6 @@ def test_a_tensor_that_a_watching_thread_frees_is_freed_before_the_process_ends(
     timeout_s = lanes._LONGEST_END_S - 5
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=timeout_s)
     assert (done.returncode, done.stdout, done.stderr) == (0, "freed\n", "")
-
-
-def test_a_watch_goes_on_until_its_function_says_so() -> None:
-    calls = []
-
-    def look() -> bool:
-        calls.append(threading.current_thread().name)
-        return len(calls) < 5
-
-    watch(look, 0.001, "ebbtide-looks")
-    wait_until(lambda: not threads_named("ebbtide-looks"), "the thread did not end")
-    assert calls == ["ebbtide-looks"] * 5
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")

@@ -95,14 +95,6 @@ def test_a_program_without_logging_prints_nothing() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def test_loggers_have_the_names_of_their_modules() -> None:
-    names = [name for name in logging.root.manager.loggerDict if name.startswith("ebbtide")]
-    assert {"ebbtide", "ebbtide.api", "ebbtide.handle", "ebbtide.stores.build"} <= set(names)
-    missing = [name for name in names if name not in sys.modules and name != "ebbtide"]
-    packages = {name.rpartition(".")[0] for name in sys.modules}
-    assert not [name for name in missing if name not in packages]
-
-
 # Warnings
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -218,33 +217,3 @@ def test_a_write_that_is_still_to_come_keeps_its_room(tmp_path: Path) -> None:
     following = files.allocate(4096)
     file.write(memoryview(b"\1" * 4096), 0)
     assert not following.tensor.any()
-
-
-def test_a_system_that_refuses_large_files_gets_small_ones(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    truncate = os.ftruncate
-
-    def limited(fd: int, size_bytes: int) -> None:
-        if size_bytes > 20_000:
-            raise OSError(27, "File too large")
-        truncate(fd, size_bytes)
-
-    monkeypatch.setattr(os, "ftruncate", limited)
-    files = mapped_memory.MappedFiles(tmp_path)
-    slots = [files.allocate(10_000) for _ in range(3)]
-    for number, slot in enumerate(slots):
-        slot.tensor.fill_(number)
-    assert [slot.tensor.unique().tolist() for slot in slots] == [[0], [1], [2]]
-    with pytest.raises(ebbtide.StoreFullError, match="File too large"):
-        files.allocate(30_000)
-
-
-def test_each_file_has_as_much_room_as_all_before_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each file has as much room as all before it: 64 MiB, 64, 128, 256, and so on."""
-    monkeypatch.setattr(os, "posix_fallocate", lambda *_: None)  # the files stay empty
-    files = mapped_memory.MappedFiles(tmp_path)
-    slots = [files.allocate(60 * 2**20) for _ in range(64)]  # 3.75 GiB
-    assert len({id(slot.mapped()) for slot in slots}) == 7  # 2**6 * 64 MiB are 4 GiB

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import copy
-import gc
 import io
 import threading
-import time
 import warnings
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -19,7 +16,6 @@ from torch import Tensor, nn
 
 import ebbtide
 from ebbtide.stores.mapped_memory import MappedFiles
-from ebbtide.weights import mapped_weights as pager
 from waiting import wait_until
 
 WIDTH = 64
@@ -246,36 +242,6 @@ def test_a_step_that_raises_leaves_no_thread() -> None:
         with pytest.raises(ZeroDivisionError) as error:
             optimizer.step(interrupt)
         wait_until(lambda: not pagers(), f"the thread did not end after {error}")
-
-
-def test_a_pager_lives_as_long_as_a_step() -> None:
-    model = make()
-    seen = []
-
-    def wait() -> float:
-        time.sleep(0.2)
-        seen.append(len(pagers()))
-        return 0.0
-
-    with ebbtide.offload(model, weights=ebbtide.WeightPolicy()):
-        optimizer = torch.optim.AdamW(model.parameters())
-        model(torch.ones(4, WIDTH)).sum().backward()
-        optimizer.step(wait)
-    assert seen == [1]
-
-
-def test_a_pager_that_does_not_run_keeps_no_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine its thread may sleep long after the step."""
-    monkeypatch.setattr(pager, "_PAGER_S", 2)
-    model = make()
-    with ebbtide.offload(model, weights=ebbtide.WeightPolicy()):
-        optimizer = torch.optim.AdamW(model.parameters())
-        model(torch.ones(4, WIDTH)).sum().backward()
-        optimizer.step()
-        assert pagers()
-        optimizer = weakref.ref(optimizer)
-        gc.collect()
-        assert optimizer() is None
 
 
 def test_an_optimizer_whose_step_raised_can_be_copied_and_saved() -> None:

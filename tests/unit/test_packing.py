@@ -53,15 +53,6 @@ def test_whole_numbers_take_the_narrowest_type(values: list[int], shift: int) ->
         assert round_trip(numbers) == width * len(values)
 
 
-@pytest.mark.parametrize(
-    "tensor",
-    [torch.zeros(8), torch.zeros(8, dtype=torch.int32), torch.zeros(8, dtype=torch.uint8)],
-    ids=["float", "int32", "bytes"],
-)
-def test_nothing_else_is_packed(tensor: Tensor) -> None:
-    assert find_packing(tensor, tensor.untyped_storage()) is None
-
-
 @pytest.mark.parametrize("mask_first", [True, False])
 def test_bytes_seen_as_a_mask_and_as_numbers(mask_first: bool) -> None:
     """A mask is one bit, but whoever saved the same bytes as numbers gets each of them back."""
@@ -79,14 +70,6 @@ def test_bytes_seen_as_a_mask_and_as_numbers(mask_first: bool) -> None:
             assert again.dtype is tensor.dtype
             assert torch.equal(again, tensor)
         del saved, one
-
-
-def test_on_an_accelerator_the_host_does_not_wait_for_the_size_of_indices() -> None:
-    """The meta device stands for one: its numbers cannot be read at all."""
-    indices = torch.zeros(8, dtype=torch.int64, device="meta")
-    assert find_packing(indices, indices.untyped_storage()) is None
-    mask = torch.zeros(8, dtype=torch.bool, device="meta")
-    assert find_packing(mask, mask.untyped_storage()) is torch.bool
 
 
 def test_a_narrow_type_is_named() -> None:

@@ -30,11 +30,8 @@ from ebbtide.planning import (
     StorageId,
     StorageUses,
     open_windows,
-    place,
 )
 from ebbtide.planning.prediction import Predictor
-from ebbtide.planning.windows import backward_groups
-from ebbtide.runtime.activations import PassWindows, Window
 from ebbtide.runtime.transfers import Offloads
 from ebbtide.stores import PinnedStore
 from ebbtide.tools.fake_profile import profile_with_fake_tensors
@@ -113,31 +110,6 @@ def test_what_a_pass_rebuilds_is_not_brought_back_ahead() -> None:
     assert [size // MB for size in wide.windows] == [20, 10, 30, 30, 20, 10, 20]
 
 
-def test_a_single_copy_does_not_exceed_a_window() -> None:
-    """The bound for a whole step may be exceeded by one copy."""
-    timing = StepTiming(FOUR, make_link(2))
-    one_bound = dataclasses.replace(CLOSED, windows=())
-    assert peaks_mb(timing.predict(one_bound))[5] == 30  # B3, with one on its way each way
-    narrow = dataclasses.replace(CLOSED, windows=(9 * MB,) * 9)
-    assert peaks_mb(timing.predict(narrow)) == [10] * 9
-
-
-def test_the_work_before_a_layer_has_its_window() -> None:
-    between = make_layer(4, between=True)
-    profile = make_profile(between, make_layer(10), between, make_layer(10), between)
-    assert backward_groups(profile) == [[5, 6], [7, 8], [9, 10]]
-    layers = tuple(LayerPlan(decisions=(OFFLOAD,)) for _ in profile.layers)
-    plan = Plan(layers=layers, windows=(0,) * 11)
-    timing = StepTiming(profile, make_link(1000))
-    assert peaks_mb(timing.predict(plan)) == [4, 10, 4, 10, 4, 0, 4, 14, 4, 14, 4]
-    wide = opened(plan, profile, timing, 24 * MB)
-    # Of the loss and the work behind the last layer, what needs more says; of a layer and the work
-    # before it, the layer, as what both bring back may be there when it begins.
-    assert [size // MB for size in wide.windows] == [20, 14, 20, 14, 20, 20, 0, 10, 10, 10, 10]
-    # The work behind the last layer brings back what it needs itself, and nothing ahead.
-    assert peaks_mb(timing.predict(wide)) == [4, 14, 14, 14, 14, 4, 4, 24, 14, 14, 4]
-
-
 @given(profile=profiles(5), hardware=links(), data=st.data())
 @MANY
 def test_a_plan_with_open_windows_fits_wherever_it_fits_with_closed_ones(
@@ -173,11 +145,6 @@ def test_a_plan_is_read_with_its_windows() -> None:
     assert "windows" not in dataclasses.replace(CLOSED, windows=()).to_json()
 
 
-def test_windows_are_described() -> None:
-    plan = dataclasses.replace(CLOSED, max_inflight_bytes=2**30)
-    assert "in flight as each pass has room, 1.00 GiB at most" in str(plan)
-
-
 def test_windows_of_another_profile_are_refused() -> None:
     plan = dataclasses.replace(CLOSED, windows=(0,) * 8)
     with pytest.raises(
@@ -187,21 +154,6 @@ def test_windows_of_another_profile_are_refused() -> None:
 
 
 # ---- the engine ----------------------------------------------------------------------------------
-
-
-def test_windows_are_placed_by_the_numbers_of_calls() -> None:
-    between = make_layer(4, between=True)
-    profile = make_profile(between, make_layer(10, 6), make_layer(3), between)
-    decisions = [(OFFLOAD,), (OFFLOAD, KEEP), (OFFLOAD,), (KEEP,)]
-    layers = tuple(LayerPlan(decisions=each) for each in decisions)
-    plan = Plan(layers=layers, windows=tuple(range(9)))
-    assert place(profile, plan).windows == PassWindows(
-        forward=[Window(1, 10 * MB), Window(2, 3 * MB)],
-        between=[Window(0, 4 * MB), None, Window(3, 0)],
-        loss=Window(4, 0),
-        backward=[Window(7, 14 * MB), Window(6, 3 * MB)],
-    )
-    assert place(profile, dataclasses.replace(plan, windows=())).windows is None
 
 
 class Chain(nn.Module):
@@ -343,55 +295,12 @@ def test_what_is_saved_in_a_pass_leaves_without_a_wait(chain, monkeypatch) -> No
     assert waited == []
 
 
-def test_what_is_saved_before_the_first_layer_leaves_without_a_wait(chain, monkeypatch) -> None:
-    model, batch = chain
-    model.before = 3
-    batch.requires_grad_()
-    step = step_of(model, batch, [0] * 19)
-    with ebbtide.offload(model, plan=step, activations=POLICY):
-        gradients(model, batch)
-        waited = []
-        monkeypatch.setattr(Offloads, "make_room", lambda _, size_bytes: waited.append(size_bytes))
-        gradients(model, batch)
-    assert waited == []
-
-
 def test_what_a_backward_has_read_makes_no_room_for_later_ones(chain) -> None:
     """It is in use until that backward has ended."""
     _, batch = chain
     model = Chain(8)
     seen, _ = seen_in(model, batch, step_of(model, batch, [8192] * 33))
     assert seen["backward"] == [0] + [2] * 6 + [0]
-
-
-def test_windows_outlive_the_engine_s_parts(chain) -> None:
-    """They are built anew when the model moves, and after an interrupt."""
-    model, batch = chain
-    step = step_of(model, batch, [0] * 17)
-    with ebbtide.offload(model, plan=step, activations=POLICY) as handle:
-        engine = handle._engine
-        before = engine.transfers
-        engine._build(engine.torch_device)
-        assert engine.transfers is not before
-        assert engine.transfers.windows == before.windows is not None
-        before.close()
-
-
-def test_another_plan_has_its_own_bound(chain) -> None:
-    """A graph of a step with windows does not change what later steps may have in flight."""
-    model, batch = chain
-    step = step_of(model, batch, [4096] * 15 + [0] * 2)
-    with ebbtide.offload(model, plan=step, activations=POLICY) as handle:
-        engine = handle._engine
-        gradients(model, batch)
-        reloads, offloads = engine.transfers.reloads, engine.transfers.offloads
-        assert (reloads.bound_bytes, offloads.bound_bytes) == (0, 4096)  # of B0, and of the loss
-        loss = model(batch).square().sum()
-        engine.follow(place(step.profile, step.plan)._replace(windows=None), 2**20)
-        loss.backward()
-        assert (reloads.bound_bytes, offloads.bound_bytes) == (2**20, 2**20)
-        gradients(model, batch)
-        assert (reloads.bound_bytes, offloads.bound_bytes) == (2**20, 2**20)
 
 
 @pytest.mark.parametrize("when", ["forward", "backward"])

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import gc
-import mmap
 import threading
 import warnings
 from random import Random
@@ -137,80 +135,6 @@ def test_a_larger_step_grows_by_its_tail_and_is_trimmed_again() -> None:
     assert first < set(locks.locked)
 
 
-def test_a_smaller_step_changes_nothing() -> None:
-    device, locks = locking()
-    store = PinnedStore(device, slab_bytes=64 * 1024)
-    step(store, [8 * 1024] * 11)
-    step(store, [8 * 1024])
-    done = list(locks.log)
-    for count in (1, 11, 3, 11):
-        step(store, [8 * 1024] * count)
-    assert locks.log == done
-    assert store.capacity_bytes == 88 * 1024
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_steps_of_many_sizes_stay_near_the_largest(seed: int) -> None:
-    """Slabs made for one step rarely fit the next; one for all takes their place."""
-    random = Random(seed)
-    device, locks = locking()
-    store = PinnedStore(device, slab_bytes=64 * 1024)
-    largest = 0
-    for _ in range(60):
-        sizes = [random.randrange(1, 200) * 512] * random.randrange(1, 6)
-        largest = max(largest, sum(sizes))
-        step(store, sizes)
-        begin_step(store)
-        assert store.capacity_bytes <= (largest + 4096) / 0.9
-    assert locks.log.count("pin") < 60
-    for turn in range(6):
-        for count in (5, 3, 1, 4):
-            step(store, [largest // count // 512 * 512] * count)
-        if not turn:
-            done = list(locks.log)
-    assert locks.log == done
-
-
-def test_two_steps_in_turn_do_not_take_each_others_slabs() -> None:
-    """Six of 32 KiB, then two of 96: neither fits the other's slabs, and both need 192 KiB."""
-    device, locks = locking()
-    store = PinnedStore(device, slab_bytes=64 * 1024)
-    steps = ([32 * 1024] * 6, [96 * 1024] * 2)
-    for turn in range(2):
-        step(store, steps[turn])
-    begin_step(store)
-    assert store.capacity_bytes == 192 * 1024
-    done = list(locks.log)
-    for turn in range(20):
-        step(store, steps[turn % 2])
-    assert locks.log == done
-
-
-def test_growth_for_one_step_cuts_nothing_off_that_another_needs() -> None:
-    """In KiB: one step is a tensor of 128. The other reaches 120, 60 of them free again in a hole.
-
-    So 64 need a slab of their own, and the first must not be cut to 120.
-    """
-    device, locks = locking()
-    store = PinnedStore(device, slab_bytes=256 * 1024)
-
-    def one_with_a_hole() -> None:
-        hole, *slots = [offload(store, random_bytes(size * 1024)) for size in (60, 8, 52)]
-        store.drop(hole)
-        for slot in (*slots, offload(store, random_bytes(64 * 1024))):
-            store.drop(slot)
-
-    step(store, [128 * 1024])
-    one_with_a_hole()
-    begin_step(store)
-    assert sorted(locks.locked.values()) == [64 * 1024, 128 * 1024]
-    done = list(locks.log)
-    for _ in range(5):
-        step(store, [128 * 1024])
-        one_with_a_hole()
-    assert locks.log == done
-
-
 def test_nothing_is_trimmed_while_a_slot_is_held() -> None:
     device, locks = locking()
     store = PinnedStore(device, slab_bytes=64 * 1024)
@@ -259,22 +183,6 @@ def test_memory_is_given_back_after_the_copies_that_nobody_wants() -> None:
     assert locks.log[4:] == ["finish", "unlock"]
 
 
-def test_a_trim_that_gets_nothing_back_leaves_it_to_growth(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = PinnedStore(CpuDevice(), slab_bytes=64 * 1024)
-    step(store, [8 * 1024])
-    take, failures = mmap.mmap, [OSError(errno.ENOMEM, "overcommitted")]
-
-    def refuse_once(*arguments: Any, **keywords: Any) -> mmap.mmap:
-        if failures:
-            raise failures.pop()
-        return take(*arguments, **keywords)
-
-    monkeypatch.setattr(mmap, "mmap", refuse_once)
-    step(store, [8 * 1024])
-    assert not failures
-    assert store.capacity_bytes == 64 * 1024
-
-
 # Page-locks
 
 
@@ -304,27 +212,6 @@ def test_a_refusal_is_one_warning_and_the_same_bytes() -> None:
     assert locks.size_bytes == 60 * 1024
     store.close()
     assert not locks.locked
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_a_device_that_refuses_now_and_then(seed: int) -> None:
-    device = SimulatedDevice(seed)
-    device.pins_host_memory = True
-    device.refusals = 0.8
-    store = PinnedStore(device, slab_bytes=8 * 1024)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for count in (2, 5, 5, 9):
-            sources = [random_bytes(3000, seed=number) for number in range(count)]
-            slots = [store.offload(s, device.compute_stream().record()) for s in sources]
-            for slot, source in zip(slots, sources, strict=True):
-                buffer, reloaded = store.reload(slot)
-                reloaded.synchronize()
-                assert torch.equal(buffer, source)
-                store.drop(slot)
-    assert len(caught) == 1
-    store.close()
-    assert device.pinned_bytes == 0
 
 
 @pytest.fixture
@@ -360,43 +247,6 @@ def test_torchs_own_allocator_is_asked_for_powers_of_two(torchs_memory: list[int
     store.drop(kept)
     store.close()
     assert store.capacity_bytes == 0
-
-
-def test_weights_in_torchs_memory_stay_within_the_budget(torchs_memory: list[int]) -> None:
-    """100 KiB take 128 of torch's: they fit into a budget of 128 KiB, and into none below."""
-    device = CpuDevice()
-    device.pins_host_memory = True
-    device.pin = lambda *_: None
-    store = PinnedStore(device, budget_bytes=120 * 1024)
-    with pytest.raises(StoreFullError, match=r"128\.0 KiB .*host_budget of 120\.0 KiB"):
-        store.allocate_resting(100 * 1024)
-    assert store.host_capacity_bytes == 0
-    assert not torchs_memory  # not even for a moment, because torch keeps what it has page-locked
-    store = PinnedStore(device, budget_bytes=128 * 1024)
-    store.reserve(100 * 1024)
-    slot = store.allocate_resting(100 * 1024, reserved=True)
-    assert store.host_capacity_bytes == 128 * 1024
-    store.drop(slot)
-    assert store.host_capacity_bytes == 0
-    assert torchs_memory == [128 * 1024]
-
-
-def test_torchs_refusal_is_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = CpuDevice()
-    device.pins_host_memory = True
-    device.pin = lambda *_: None
-    empty = torch.empty
-
-    def refuse(size: int, *, pin_memory: bool = False, **other: Any) -> torch.Tensor:
-        if pin_memory:
-            raise RuntimeError("refused on purpose")
-        return empty(size, **other)
-
-    monkeypatch.setattr(torch, "empty", refuse)
-    store = PinnedStore(device, slab_bytes=64 * 1024)
-    with pytest.warns(RuntimeWarning, match="refused on purpose") as caught:
-        step(store, [20 * 1024] * 10)
-    assert len(caught) == 1
 
 
 # Ends

@@ -235,22 +235,6 @@ def test_what_was_saved_before_is_not_lost_when_ram_runs_out(
     assert torch.equal(reload(store, kept), random_bytes(1000))
 
 
-def test_the_margin_remains_when_a_store_has_grown_to_the_end(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Of 100 MiB, 5 stay free, and not 5 % of what each slab of 4 MiB has left over."""
-    store = PinnedStore(CpuDevice(), slab_bytes=4 * MIB)
-    machine = property(lambda _: 100 * MIB - store.capacity_bytes)
-    memory = type("Memory", (), {"available": machine})()
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
-    while store.has_room(PAGE):
-        offload(store, random_bytes(PAGE))
-    with pytest.raises(StoreFullError, match="of RAM to spare"):
-        store.offload(random_bytes(PAGE), now())
-    assert 95 * MIB - PAGE <= store.capacity_bytes <= 95 * MIB
-    store.close()
-
-
 def test_what_is_set_aside_for_gradients_is_no_spare_ram(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 20 MiB, 19 may be taken and 10 are set aside: activations get 9, whatever comes first."""
     store = PinnedStore(CpuDevice())
@@ -263,39 +247,6 @@ def test_what_is_set_aside_for_gradients_is_no_spare_ram(monkeypatch: pytest.Mon
         store.reserve(10 * MIB)
     store.drop(store.allocate_resting(10 * MIB, reserved=True))
     store.close()
-
-
-def test_ram_that_was_set_aside_and_is_gone_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another rank has taken it meanwhile. The kernel would kill one of the two."""
-    store = PinnedStore(CpuDevice())
-    free_ram(monkeypatch, 20 * MIB)
-    store.reserve(10 * MIB)
-    free_ram(monkeypatch, 10 * MIB)
-    with pytest.raises(StoreFullError, match=r"need 10\.0 MiB more, and 9\.5 MiB of free RAM"):
-        store.allocate_resting(10 * MIB, reserved=True)
-    assert store.host_capacity_bytes == 0
-    store.close()
-
-
-def test_memory_that_cannot_be_mapped_is_too_little_ram(
-    store: PinnedStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise OSError(errno.ENOMEM, "overcommitted")
-
-    monkeypatch.setattr(mmap, "mmap", refuse)
-    with pytest.raises(StoreFullError, match="RAM to spare"):
-        store.offload(random_bytes(MIB), now())
-    monkeypatch.undo()
-    assert torch.equal(reload(store, offload(store, random_bytes(MIB))), random_bytes(MIB))
-
-
-def test_a_slab_that_is_there_needs_no_free_ram(
-    store: PinnedStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    offload(store, random_bytes(1000))
-    free_ram(monkeypatch, 0)
-    assert torch.equal(reload(store, offload(store, random_bytes(MIB))), random_bytes(MIB))
 
 
 # Budget

@@ -28,7 +28,7 @@ from torch.distributed.pipelining import (
 
 import ebbtide
 import loopback
-from ebbtide import ActivationPolicy, PolicyError, Schedule, ScheduleError
+from ebbtide import ActivationPolicy, PolicyError, ScheduleError
 from ebbtide.devices import SimulatedDevice
 from ebbtide.interop.pipelining import offload_stages
 from ebbtide.stores import PinnedStore
@@ -231,17 +231,6 @@ def test_what_the_pipeline_keeps_does_not_move() -> None:
     assert handle.stats.unique_bytes == 2 * COUNT * UNIT_BYTES
 
 
-def test_a_ready_schedule() -> None:
-    pipeline = build(ScheduleGPipe, 1)
-    text = "order: F0..F0.m3 B0..B0.m3\nF0: offload 0\nF0.m2: release 0\nF0.m3: reload 0"
-    handle = offload_stages(pipeline, schedule=Schedule.parse(text), activations=POLICY, trace=True)
-    assert_same(step(pipeline, 0), step(build(ScheduleGPipe, 1), 0))
-    assert str(handle.schedule) == text
-    assert handle.stats.offloaded_bytes == UNIT_BYTES
-    labels = [event.label for event in handle.trace.events if event.lane == "compute"]
-    assert labels.index("F0.m1") < labels.index("release 0") < labels.index("F0.m2")
-
-
 def test_forward_alone_passes_through() -> None:
     # Of stages that follow each other in one process torch's eval asks for gradients.
     plain, pipeline = build(ScheduleGPipe, 1), build(ScheduleGPipe, 1)
@@ -370,18 +359,6 @@ def test_detach_restores_the_stages() -> None:
         step(pipeline, 2)
 
 
-def test_who_wraps_later_is_left_alone() -> None:
-    pipeline = build(ScheduleGPipe, 1)
-    handle = offload_stages(pipeline, resident=2, activations=POLICY)
-    stage = pipeline._stage
-    later = functools.partial(stage.forward_one_chunk)
-    stage.forward_one_chunk = later
-    handle.detach()
-    assert stage.forward_one_chunk is later
-    assert_same(step(pipeline, 0), step(build(ScheduleGPipe, 1), 0))
-    assert handle.stats.num_saved == 0
-
-
 def test_detach_between_forward_and_backward() -> None:
     plain, pipeline = build(ScheduleGPipe, 1), build(ScheduleGPipe, 1)
     handle = offload_stages(pipeline, resident=1, activations=POLICY)
@@ -441,15 +418,6 @@ def test_wrong_arguments(arguments: Any, error: type[Exception], message: str) -
     with pytest.raises(error, match=message):
         offload_stages(pipeline, **arguments)
     assert [dict(vars(stage)) for stage in stages_of(pipeline)] == before
-
-
-def test_too_few_resident_units() -> None:
-    """With its weights' part put off, a zero bubble keeps a unit from I to W."""
-    pipeline = build(ScheduleZBVZeroBubble, 2)
-    order = "0F0 0F1 0F2 0I0 0I1 0W0 0W1 0I2 0W2"
-    pipeline.pipeline_order_with_comms = {0: order.split()}
-    with pytest.raises(ScheduleError, match="give resident=2 or more"):
-        offload_stages(pipeline, resident=1)
 
 
 def test_what_is_no_schedule_or_tells_no_order() -> None:

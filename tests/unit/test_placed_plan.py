@@ -26,7 +26,7 @@ from ebbtide.planning import (
     keep_all,
     place,
 )
-from ebbtide.planning.follow import EngineName, engine_names
+from ebbtide.planning.follow import engine_names
 from ebbtide.runtime.layers import find_layers
 from ebbtide.stores import PinnedStore
 from ebbtide.tools.fake_profile import profile_with_fake_tensors
@@ -171,49 +171,6 @@ def test_the_input_of_a_recomputed_layer_that_the_loop_holds_does_not_leave() ->
     assert placed.kept_inputs == {0, 2}
 
 
-def test_what_a_recomputed_layer_does_not_save_has_another_first_save() -> None:
-    """The second layer saves its input, which is what the first layer saves last."""
-    shared = StorageId(0, 1)
-    profile = StepProfile(
-        layers=(
-            layer(SavedStorage(number=0, size_bytes=8), SavedStorage(number=1, size_bytes=4)),
-            layer(
-                SavedStorage(number=0, size_bytes=4, same_as=shared),
-                SavedStorage(number=1, size_bytes=2),
-            ),
-            layer(SavedStorage(number=0, size_bytes=3), between=True),
-            layer(SavedStorage(number=0, size_bytes=5)),
-            layer(SavedStorage(number=0, size_bytes=6), between=True),
-        )
-    )
-    keep, offload = Decision.KEEP, Decision.OFFLOAD
-    as_is = [
-        LayerPlan(decisions=(keep, offload)),
-        LayerPlan(decisions=(keep, offload)),
-        LayerPlan(decisions=(keep,)),
-        LayerPlan(decisions=(offload,)),
-        LayerPlan(decisions=(offload,)),
-    ]
-    assert engine_names(profile, Plan(layers=tuple(as_is))) == {
-        StorageId(0, 0): EngineName(0, 0),
-        StorageId(0, 1): EngineName(0, 1),
-        StorageId(1, 1): EngineName(1, 0),
-        StorageId(2, 0): EngineName(None, 0),
-        StorageId(3, 0): EngineName(2, 0),
-        StorageId(4, 0): EngineName(None, 1),
-    }
-    as_is[0] = LayerPlan(mode=LayerMode.RECOMPUTE, decisions=(keep, offload))
-    placed = place(profile, Plan(layers=tuple(as_is)))
-    assert {name: each.value for name, each in placed.decisions.items()} == {
-        (1, 0): "keep",
-        (1, 1): "offload",
-        (None, 0): "keep",
-        (2, 0): "offload",
-        (None, 1): "offload",
-    }
-    assert placed.recomputed == placed.kept_inputs == {0}
-
-
 @pytest.mark.parametrize("mode", [LayerMode.RECOMPUTE, LayerMode.RECOMPUTE_OFFLOAD])
 def test_inputs_stay_or_leave_as_the_plan_says(mode: LayerMode) -> None:
     torch.manual_seed(0)
@@ -231,9 +188,3 @@ def test_inputs_stay_or_leave_as_the_plan_says(mode: LayerMode) -> None:
         for _ in range(2):  # the first step verifies, and offloads what it compares
             model(batch).sum().backward()
         assert bool(handle.stats.offloaded_bytes) is (mode is LayerMode.RECOMPUTE_OFFLOAD)
-
-
-def test_what_may_not_leave_is_kept() -> None:
-    profile = StepProfile(layers=(layer(SavedStorage(number=0, size_bytes=8, may_leave=False)),))
-    plan = Plan(layers=(LayerPlan(decisions=(Decision.OFFLOAD,)),))
-    assert place(profile, plan).decisions[0, 0].value == "keep"

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from ebbtide import ActivationPolicy
 from ebbtide.devices import CpuDevice, Layer
-from ebbtide.interop.transformer_engine import mark_not_offload
 from ebbtide.runtime.handles import Decision
-from ebbtide.runtime.rebuild import Placement, Plan
+from ebbtide.runtime.rebuild import Plan
 from ebbtide.stores import DiskStore
 from engine_bench import EngineBench
 
@@ -105,19 +104,6 @@ def test_a_plan_decides_for_one_storage(number: int, decision: Decision) -> None
     bench.close()
 
 
-def test_what_a_recipe_gives_again_can_be_planned() -> None:
-    decisions = set()
-    for number in range(5):
-        bench = make(
-            ActivationPolicy(min_bytes=1, num_layers=0, rebuild=False), {(None, number): REBUILD}
-        )
-        step(bench)
-        decisions.add(bench.inspect().storages[number].decision)
-        assert bench.stats.rebuilt_bytes in (0, BYTES)
-        bench.close()
-    assert decisions == {"keep", "rebuild"}
-
-
 def test_a_plan_names_layers_and_numbers() -> None:
     """Each layer's call counts anew."""
     plan = {(1, 0): KEEP, (2, 0): KEEP}
@@ -164,31 +150,3 @@ def test_views_of_one_storage_share_its_number_and_its_decision() -> None:
         assert [each.number for each in storages] == [0] * records
         assert {each.decision for each in storages} == {decision.value}
         bench.close()
-
-
-def test_marks_come_before_plans() -> None:
-    bench = make(ActivationPolicy(min_bytes=1, rebuild=False), {(None, 0): OFFLOAD})
-    x = torch.randn(SIZE, requires_grad=True)
-    mark_not_offload(x)
-    bench.run(torch.sin, x).sum().backward()
-    assert bench.stats.kept_bytes == BYTES
-    bench.close()
-
-
-@pytest.mark.parametrize(
-    ("policy", "leaves"),
-    [
-        (ActivationPolicy(), [True] * 6),
-        (ActivationPolicy(num_layers=2), [True, True, False, False, False, False]),
-        (ActivationPolicy(keep_last=2), [True, True, True, True, False, False]),
-        (ActivationPolicy(fraction=0.5), [False, True, False, True, False, True]),
-        (ActivationPolicy(num_layers=4, keep_last=3), [True, True, True, False, False, False]),
-    ],
-)
-def test_which_layers_leave(policy: ActivationPolicy, leaves: list[bool]) -> None:
-    placement = Placement(policy)
-    placement.num_calls = 6
-    assert [placement.offloads(Layer(number, "")) for number in range(6)] == leaves
-    outside = policy.num_layers is None and policy.fraction == 1
-    assert placement.offloads(None) == outside
-    assert not Placement(policy, layers_only=True).offloads(None)

@@ -12,8 +12,6 @@ from torch import nn
 
 from ebbtide.errors import BudgetError, PolicyError
 from ebbtide.planning import Hardware
-from ebbtide.runtime.layers import covering_layers, parts_of
-from ebbtide.tools.fake_profile import profile_with_fake_tensors
 from ebbtide.tools.models import (
     LLAMA_SHAPES,
     NAMES,
@@ -27,7 +25,7 @@ from ebbtide.tools.models import (
     build_family,
     load_family,
 )
-from ebbtide.tools.plan_tables import Granularities, Study, stretch
+from ebbtide.tools.plan_tables import Granularities, Study
 
 H100 = Hardware.named("h100", achievable=True)
 SMALL = LanguageModelShape(
@@ -79,28 +77,6 @@ def test_a_llama_at_8k_takes_as_long_as_its_arithmetic() -> None:
     )  # the head and the last norm are layers, too
 
 
-@pytest.mark.parametrize("resolution", [128, 1024])
-def test_an_fno_takes_as_long_as_its_bytes(resolution: int) -> None:
-    """One block of the FNO in 2D, in passes over one field of batch x width x points.
-
-    It saves 4.5 or 5 fields: those of half the width count half.
-    """
-    pytest.importorskip("neuralop")
-    profile = Study(build_family("fno2d", ModelOptions(resolution=resolution)), H100).profile
-    field_bytes = 8 * 32 * resolution**2 * 4
-    blocks = profile.layers[1:5]
-    assert [sum(s.size_bytes for s in layer.storages) / field_bytes for layer in blocks] == [
-        5,
-        5,
-        5,
-        3,
-    ]
-    one_s = field_bytes / H100.device_memory_bytes_per_s
-    for layer in blocks[:3]:
-        assert 25 < layer.forward_s / one_s < 40
-        assert 40 < layer.backward_s / one_s < 65
-
-
 # Many equal blocks
 
 
@@ -141,53 +117,7 @@ def test_a_stretched_profile_is_that_of_the_whole_model() -> None:
         assert peaks[0] == peaks[1]
 
 
-def test_references_are_stretched() -> None:
-    """A layer whose input is the output of the one before, saved there."""
-
-    class Chain(nn.Module):
-        def __init__(self, count: int) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(count))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for block in self.blocks:
-                x = block(x).sigmoid()
-            return x
-
-    def profile(count: int):
-        model = Chain(count)
-        return profile_with_fake_tensors(
-            model, torch.zeros(64, 64), H100, layers=model.blocks, min_bytes=1
-        )
-
-    stretched, expected = stretch(profile(3), 1, 4, H100), profile(6)
-    assert [layer.input_same_as for layer in stretched.layers] == [
-        layer.input_same_as for layer in expected.layers
-    ]
-    assert stretched.layers == expected.layers
-
-
 # Layers
-
-
-def test_layers_cover_what_is_beside_the_blocks() -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lift = nn.Linear(8, 8)
-            self.drop = nn.Dropout()
-            self.body = nn.Module()
-            self.body.blocks = nn.ModuleList(
-                nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)) for _ in range(3)
-            )
-            self.body.norm = nn.LayerNorm(8)
-            self.heads = nn.ModuleDict({"a": nn.Linear(8, 8)})
-
-    names = covering_layers(Model())
-    blocks = [f"body.blocks.{number}" for number in range(3)]
-    assert names == ["lift", *blocks, "body.norm", "heads.a"]
-    with pytest.raises(PolicyError, match="no modules with parameters"):
-        covering_layers(nn.Identity())
 
 
 # A user's own model
@@ -277,19 +207,6 @@ def test_smaller_layers_are_studied_where_less_memory_is_enough_then() -> None:
         studies.find(smallest[-1] // 2)
     assert list(studies) == [first, second, *others]
     assert len([*Granularities(Study(wide_family(), H100, ["blocks.*"]))]) == 1
-
-
-def test_parts_of_a_module() -> None:
-    model = nn.ModuleDict(
-        {
-            "lists": nn.ModuleList([nn.Linear(1, 1), nn.Sequential(nn.Linear(1, 1), nn.GELU())]),
-            "act": nn.GELU(),
-            "one": nn.Linear(1, 1),
-        }
-    )
-    whole = nn.Sequential(model)
-    assert parts_of(whole, "0") == ["0.lists.0", "0.lists.1", "0.one"]
-    assert parts_of(whole, "0.one") == []
 
 
 @pytest.fixture

@@ -189,16 +189,6 @@ def test_seconds_are_those_of_the_slower_resource(run: Any, seconds: float) -> N
     assert counted(lambda: run(a, b)).seconds == pytest.approx(seconds)
 
 
-def test_arithmetic_can_be_the_slower_resource() -> None:
-    x = values(256, 256)
-    slow = dataclasses.replace(SLOW, matmul_fp32_flops=1e6, fft_flops=1e3)
-    found = operator_seconds(slow, torch.ops.aten.mm.default, (x, x), {}, x @ x)
-    assert found == pytest.approx(2 * 256**3 / 1e6)  # 34 s, and 0.8 s for the bytes
-    operator = torch.ops.aten._fft_r2c.default
-    found = operator_seconds(slow, operator, (x, [1], 0, True), {}, torch.fft.rfft(x))
-    assert found == pytest.approx(2.5 * 256**2 * 8 / 1e3)  # 1311 s
-
-
 def test_seconds_of_each_part_of_a_step() -> None:
     """All matrices are 16 x 16 float32 and take as long as their bytes."""
     one = 16 * 16 * 4e-6  # seconds for the bytes of one matrix

@@ -89,27 +89,6 @@ def test_what_code_holds_is_working_memory() -> None:
     assert profile.loss_working_bytes == 4 * PIECE + 2 * ONE
 
 
-class Wide(nn.Module):
-    """Computes with eight times the width, and saves little of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        wide = torch.cat([x] * 8).sum(0)
-        return x * self.scale + wide
-
-
-def test_a_peak_inside_a_layer() -> None:
-    blocks = [Wide(), Wide()]
-    profile = profile_of(nn.Sequential(*blocks), blocks)
-    # While eight copies are summed to one row, nothing else is there; x is saved afterwards, and is
-    # the batch, or the output of the layer before.
-    row = WIDTH * 4
-    assert [layer.forward_working_bytes for layer in profile.layers] == [8 * PIECE + row] * 2
-
-
 class Checkpointed(nn.Module):
     def __init__(self, reentrant: bool) -> None:
         super().__init__()
@@ -134,12 +113,6 @@ def test_what_a_checkpoint_computes_again_belongs_to_its_layer() -> None:
     for ours, theirs in zip(profile.layers, plain.layers, strict=True):
         assert ours.backward_s > theirs.backward_s
         assert ours.backward_working_bytes >= theirs.backward_working_bytes
-
-
-def test_what_a_reentrant_checkpoint_computes_again_is_not_the_loss() -> None:
-    ours, theirs = (Checkpointed(reentrant=reentrant) for reentrant in (True, False))
-    nested, plain = profile_of(ours, ours.blocks), profile_of(theirs, theirs.blocks)
-    assert nested.loss_s == plain.loss_s > 0
 
 
 class Draws(nn.Module):
@@ -208,15 +181,6 @@ class Changes(nn.Module):
         return self.last(self.changes(self.first(x)))
 
 
-class Outer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = Gated(), Gated()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.first(x)).exp()
-
-
 RECOMPUTED = {
     "perceptron": lambda: (model := perceptron(), list(model)),
     "gated": lambda: (model := nn.Sequential(*[Gated() for _ in range(4)]), list(model)),
@@ -256,21 +220,6 @@ def test_a_step_needs_what_was_profiled(name: str, mode: str) -> None:
     verified = (2 * 512 * 8 + 2 * 1024 * 4 * len(layers)) if mode == "recompute" else 0
     # Gradients count from the begin of a step; here they are made in the course of it.
     assert predicted - gradients <= peak_bytes <= predicted + verified
-
-
-def test_a_layer_inside_a_layer_runs_again_with_it() -> None:
-    model = nn.Sequential(Outer(), Outer())
-    profile = profile_of(model, [model[0], model[0].first, model[1], model[1].second])
-    assert all(layer.may_recompute for layer in profile.layers)
-
-
-def test_seconds_of_a_second_forward() -> None:
-    """It ends when it has saved all that is needed, so the last operation does not run again."""
-    blocks = [Gated() for _ in range(3)]
-    profile = profile_of(nn.Sequential(*blocks), blocks)
-    for layer in profile.layers:
-        assert layer.recompute_s is not None
-        assert 0.5 * layer.forward_s < layer.recompute_s < layer.forward_s
 
 
 class Once(nn.Module):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import ebbtide
-from ebbtide import ActivationPolicy, OffloadHandle, PolicyError
+from ebbtide import ActivationPolicy, OffloadHandle
 from ebbtide.planning import Decision, Hardware, LayerPlan, Plan, StepProfile, StorageId, place
 from ebbtide.planning.recorded import RecordedCall, profile_recorded_step
 from ebbtide.runtime import handles as records
@@ -145,14 +145,3 @@ def test_what_layers_share_is_known_of_the_later_one() -> None:
     assert before.between and len(before.storages) == 1
     assert [each.same_as for each in first.storages] == [None]
     assert [each.same_as for each in second.storages] == [StorageId(1, 0)]
-
-
-def test_a_step_that_saved_nothing_large_has_layers_that_save_nothing() -> None:
-    calls = [RecordedCall("a", changes_input=True)]
-    (layer,) = profile_recorded_step([], calls, Hardware.named("cpu"), min_bytes=7).layers
-    assert (layer.name, layer.storages, layer.may_recompute) == ("a", (), False)
-
-
-def test_a_step_without_layers_is_refused() -> None:
-    with pytest.raises(PolicyError, match="none of its layers"):
-        profile_recorded_step([], [], Hardware.named("cpu"), min_bytes=1)

@@ -22,7 +22,6 @@ from ebbtide.planning import (
     keep_all,
     offload_first,
 )
-from ebbtide.planning.prediction import CopyQueues
 from plan_cases import MB, make_layer, make_link, make_profile
 
 KEEP, OFFLOAD, REBUILD = Decision
@@ -49,42 +48,6 @@ def peaks_mb(prediction: Prediction) -> list[float]:
 
 
 # ---- the link ------------------------------------------------------------------------------------
-
-
-def test_copies_run_in_order_each_way() -> None:
-    links = CopyQueues(make_link(10, 20, latency_s=0.5))
-    first, second = links.offload(1.0, 10 * MB), links.offload(1.0, 20 * MB)
-    up = links.reload(6.0, 40 * MB)
-    assert not links.has_ended(up, 6.0)
-    assert first.end_s == pytest.approx(1 + 0.5 + 1)
-    assert second.end_s == pytest.approx(2.5 + 0.5 + 2)
-    assert links.wait(up, 6.0) == pytest.approx(6 + 0.5 + 2)
-    assert links.wait(up, 9.0) == 9.0
-
-
-def test_both_ways_at_once_share_the_link() -> None:
-    links = CopyQueues(make_link(10, 10, 15))  # 7.5 MB/s each while both are busy
-    down, up = links.offload(0.0, 30 * MB), links.reload(2.0, 15 * MB)
-    # Alone until 2 s: 20 MB. Then 10 MB at 7.5 MB/s.
-    assert links.wait(down, 2.0) == pytest.approx(2 + 10 / 7.5)
-    # 10 MB are up by then; the other 5 MB at 10 MB/s.
-    assert links.wait(up, 2.0) == pytest.approx(2 + 10 / 7.5 + 0.5)
-
-
-def test_a_latency_does_not_slow_the_other_way_down() -> None:
-    links = CopyQueues(make_link(10, 10, 10, latency_s=1.0))
-    down, up = links.offload(0.0, 10 * MB), links.reload(0.5, 10 * MB)
-    # Down moves alone from 1.0 to 1.5 s: 5 MB. Then 5 MB/s each.
-    assert links.wait(down, 0.5) == pytest.approx(1.5 + 1)
-    assert links.wait(up, 0.5) == pytest.approx(2.5 + 0.5)
-
-
-def test_a_latency_passes_while_nobody_looks() -> None:
-    links = CopyQueues(make_link(10, latency_s=1.0))
-    copy = links.offload(0.0, 10 * MB)
-    assert not links.has_ended(copy, 0.5)
-    assert not links.has_ended(copy, 1.5)
-    assert links.wait(copy, 1.5) == pytest.approx(2)
 
 
 # ---- keep ----------------------------------------------------------------------------------------
@@ -213,11 +176,6 @@ def test_a_recomputed_layer_keeps_its_input() -> None:
     assert peaks_mb(got) == [38, 43, 10, 43, 38]
 
 
-def test_a_forward_that_saves_nothing_can_need_less() -> None:
-    layer = make_layer(10, input_bytes=5 * MB, unsaved_forward_bytes=2 * MB)
-    assert peaks_mb(predict(make_profile(layer), LayerPlan(mode=RECOMPUTE)))[0] == 7
-
-
 def test_the_input_of_a_recomputed_layer_leaves_from_its_begin() -> None:
     layer = make_layer(10, input_bytes=5 * MB)
     profile = make_profile(layer, make_layer(7))
@@ -226,12 +184,6 @@ def test_the_input_of_a_recomputed_layer_leaves_from_its_begin() -> None:
     assert peaks_mb(got) == [15, 7, 7, 12, 15]
     assert got.step_s == pytest.approx(7)
     assert got.host_peak_bytes == 5 * MB
-
-
-def test_an_input_that_the_layer_saves_itself_is_not_made_again() -> None:
-    layer = make_layer(10, 20, input_bytes=10 * MB, input_same_as=StorageId(0, 0))
-    got = predict(make_profile(layer), LayerPlan(mode=RECOMPUTE))
-    assert peaks_mb(got) == [30, 10, 30]
 
 
 # ---- share and rebuild ---------------------------------------------------------------------------
@@ -285,20 +237,6 @@ def test_storages_are_rebuilt_from_others() -> None:
     got = predict(rebuilding(), as_is(KEEP, REBUILD, REBUILD), as_is())
     assert got.step_s == pytest.approx(6 + 0.25 + 0.5)
     assert peaks_mb(got) == [60, 10, 10, 10, 60]
-
-
-def test_a_source_is_reloaded_for_what_is_rebuilt() -> None:
-    got = predict(rebuilding(), as_is(OFFLOAD, REBUILD, KEEP), as_is(), mb_per_s=1000)
-    assert peaks_mb(got) == [60, 40, 30, 40, 60]
-
-
-def test_a_source_stays_for_a_later_layer_that_rebuilds_from_it() -> None:
-    later = SavedStorage(number=0, size_bytes=5 * MB, sources=(StorageId(0, 0),), rebuild_s=0.25)
-    profile = make_profile(
-        make_layer(10), make_layer(), dataclasses.replace(make_layer(), storages=(later,))
-    )
-    got = predict(profile, as_is(OFFLOAD), as_is(), as_is(REBUILD), mb_per_s=20)
-    assert peaks_mb(got) == [10, 10, 5, 0, 15, 10, 10]
 
 
 def test_a_source_comes_back_no_later_than_what_is_rebuilt_from_it() -> None:
@@ -409,12 +347,6 @@ def test_on_an_accelerator_the_inputs_of_recomputed_layers_stay_as_well() -> Non
     profile = make_profile(*[make_layer(10, input_bytes=4 * MB)] * 3)
     plan = [LayerPlan(mode=BOTH)] * 3
     assert cautious(profile, *plan).peak_bytes == predict(profile, *plan).peak_bytes + 4 * MB
-
-
-def test_a_plan_that_copies_nothing_is_predicted_once() -> None:
-    profile = make_profile(*[make_layer(10, input_bytes=4 * MB)] * 3)
-    for plan in ([as_is(KEEP)] * 3, [LayerPlan(mode=RECOMPUTE, decisions=(OFFLOAD,))] * 3):
-        assert cautious(profile, *plan) == predict(profile, *plan)
 
 
 def test_on_a_cpu_copies_may_be_slower() -> None:

@@ -5,20 +5,17 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from benchmarks import gpu, record, trial
 from torch import nn
 
 import ebbtide
 from ebbtide import PolicyError, StoreFullError
 from ebbtide.policy import ActivationPolicy
 from ebbtide.runtime.engine import Engine
-from ebbtide.stores import Extent, measured_memory
-from ebbtide.stores.disk_file import DiskFile, OpenFile
+from ebbtide.stores.disk_file import DiskFile
 
 HERE = Path(__file__).parent
 
@@ -53,19 +50,6 @@ def test_other_systems_are_refused(store: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 # ---- files ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.EINVAL])
-def test_a_file_system_without_reservation(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: int
-) -> None:
-    def refuse(*_: Any) -> None:
-        raise OSError(code, os.strerror(code))
-
-    monkeypatch.setattr(os, "posix_fallocate", refuse)
-    file = OpenFile(tmp_path)
-    file.reserve(Extent(0, 2**20))
-    assert os.fstat(file.fd).st_blocks * 512 >= 2**20
 
 
 def test_a_full_disk_without_reservation(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -108,36 +92,3 @@ def test_without_parameters_the_cpu_is_chosen_on_a_mac(monkeypatch: pytest.Monke
 
 
 # ---- measuring -----------------------------------------------------------------------------------
-
-
-def without_proc(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(path: Path, *_: Any) -> str:
-        raise FileNotFoundError(errno.ENOENT, "No such file", str(path))
-
-    monkeypatch.setattr(Path, "read_text", refuse)
-    monkeypatch.setattr(Path, "write_text", refuse)
-
-
-def test_peaks_without_proc(monkeypatch: pytest.MonkeyPatch) -> None:
-    usage = SimpleNamespace(RUSAGE_SELF=0, getrusage=lambda _: SimpleNamespace(ru_maxrss=5000))
-    monkeypatch.setitem(sys.modules, "resource", usage)
-    without_proc(monkeypatch)
-    measured = measured_memory.ProcessMemory()
-    assert measured.peak_bytes() == 5000 * 1024
-    assert not measured.can_reset
-    assert trial._peak_rss_bytes() == 5000 * 1024
-
-
-def test_the_name_of_the_machine_without_proc(monkeypatch: pytest.MonkeyPatch) -> None:
-    without_proc(monkeypatch)
-    assert record._device_name()
-    monkeypatch.setattr("platform.processor", lambda: "")
-    monkeypatch.setattr("platform.machine", lambda: "arm64")
-    assert record._device_name() == "arm64"
-
-
-def test_a_run_over_its_limit_is_ended_without_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(os, "killpg")
-    code = "import subprocess; subprocess.run(['sleep', '60'])"
-    _, status = gpu._run([sys.executable, "-c", code], 2.0, {})
-    assert status is None

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
-import warnings
 from collections import Counter
 from collections.abc import Callable
 
@@ -15,7 +13,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import ebbtide
-from ebbtide import ActivationPolicy, PolicyError, WeightPolicy
+from ebbtide import PolicyError, WeightPolicy
 from ebbtide.devices import SimulatedDevice
 from ebbtide.runtime.recompute import RecomputedForward
 from ebbtide.stores import PinnedStore
@@ -233,23 +231,6 @@ def test_weights_at_rest_count_as_parameters(mode: str) -> None:
 # Copies, detach, interrupts
 
 
-def test_copies_are_plain_models() -> None:
-    model = stack(2)
-    plain = copy.deepcopy(model)
-    with ebbtide.offload(model, activations=policy("recompute"), layers=["layers.?"]):
-        copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
-        copies.append(copy.copy(copies[0]))
-        for copied in copies:
-            calls = calls_of(copied)
-            copied(torch.ones(ROWS, WIDTH)).sum().backward()
-            assert calls == [0, 1], "nothing is recomputed"
-            got = copied.layers[1].linear.weight.grad
-            plain.zero_grad()
-            plain(torch.ones(ROWS, WIDTH)).sum().backward()
-            assert torch.equal(got, plain.layers[1].linear.weight.grad)
-            copied.zero_grad()
-
-
 def test_detach_restores_the_layers() -> None:
     model = stack(3)
     own = lambda x: model.layers[0].linear(x).sin()  # noqa: E731
@@ -320,12 +301,3 @@ def test_a_step_after_an_interrupted_one_is_right(error: type[BaseException], ag
         assert torch.equal(one.grad, other.grad)
     for one, other in zip(model.buffers(), expected.buffers(), strict=True):
         assert torch.equal(one, other)
-
-
-def test_the_default_mode_replaces_nothing() -> None:
-    model = stack(2)
-    with ebbtide.offload(model, activations=ActivationPolicy(), layers=["layers.?"]):
-        assert not any("forward" in layer.__dict__ for layer in model.layers)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        step_plainly(model)

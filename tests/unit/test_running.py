@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import os
-import pickle
 import threading
 import weakref
 from itertools import chain
@@ -18,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ebbtide
 from forked import Child
-from run_cases import SMALL, WIDTH, Block, Net, batch, is_offloaded, make, step, watching
+from run_cases import SMALL, WIDTH, Net, batch, is_offloaded, make, step, watching
 from waiting import wait_until
 
 
@@ -101,19 +99,6 @@ def test_a_model_whose_blocks_are_called_one_by_one_is_one_model() -> None:
     assert all(torch.equal(a, b) for a, b in zip(chain(*expected), chain(*found), strict=True))
 
 
-@pytest.mark.slow
-def test_modules_in_a_plain_list_are_not_offloaded_without_end() -> None:
-    torch.manual_seed(0)
-    blocks = [Block() for _ in range(20)]
-    with watching() as watched:
-        x = batch()
-        for block in blocks:
-            x = block(x)
-        x.sum().backward()
-        assert sum(map(is_offloaded, blocks)) == 16
-        assert "one nn.Module" in str(watched.left_alone[-1])
-
-
 def test_a_block_that_a_checkpoint_runs_again_is_no_model() -> None:
     class Checkpointed(Net):
         def forward(self, x: Tensor) -> Tensor:
@@ -167,52 +152,6 @@ def test_the_script_can_offload_a_part_of_what_was_found() -> None:
             assert not is_offloaded(model) and handle.stats.offloaded_bytes
 
 
-def test_a_model_that_shares_modules_with_another_is_left_alone() -> None:
-    model = make()
-    with watching() as watched:
-        step(model)
-        other = nn.Sequential(model.blocks[0], nn.Linear(32, 32))
-        step(other)
-        assert "shares modules with Net" in str(watched.left_alone[1])
-        assert "    left alone it shares" in watched.session.make_report().text()
-        with ebbtide.offload(other, activations=SMALL):
-            assert not is_offloaded(model)
-
-
-@pytest.mark.slow
-def test_models_compiled_by_torch_jit_are_left_alone() -> None:
-    model, scripted = make(), torch.jit.script(make())
-    traced = torch.jit.trace(make(), batch())
-    with watching() as watched:
-        step(scripted)
-        step(traced)
-        assert len(watched.left_alone) == 2
-        assert all("torch.jit" in str(reason) for reason in watched.left_alone)
-        step(model)
-        assert is_offloaded(model)
-        assert torch.equal(torch.jit.script(model)(batch()), model(batch()))
-        step(model)
-        assert is_offloaded(model)
-        assert torch.equal(torch.jit.trace(model, batch())(batch()), model(batch()))
-
-
-def test_transforms_and_lazy_modules_are_passed_over() -> None:
-    model = make()
-    parameters = dict(model.named_parameters())
-
-    def loss(values: dict[str, Tensor]) -> Tensor:
-        return torch.func.functional_call(model, values, (batch(),)).sum()
-
-    lazy = nn.Sequential(nn.LazyLinear(8), nn.Tanh(), nn.LazyLinear(8))
-    with watching() as watched:
-        torch.func.grad(loss)(parameters)
-        assert not watched.names and "torch.func" in watched.session.finder.passing["Net"]
-        lazy(batch())
-        assert not watched.names
-        step(lazy)
-        assert watched.names == ["Sequential"] and watched.steps == [1]
-
-
 @pytest.mark.slow
 def test_models_that_are_dropped_leave_nothing_behind() -> None:
     def train() -> weakref.ref[Net]:
@@ -234,30 +173,6 @@ def test_models_that_are_dropped_leave_nothing_behind() -> None:
         # A thread that was told to end takes a moment.
         wait_until(lambda: threading.active_count() <= threads, "threads did not end")
         wait_until(lambda: len(os.listdir("/proc/self/fd")) <= files, "files stayed open")
-
-
-def test_a_copy_is_a_model_of_its_own() -> None:
-    model = make()
-    with watching() as watched:
-        step(model)
-        average = copy.deepcopy(model)
-        assert not is_offloaded(average)
-        step(average)
-        assert watched.names == ["Net", "Net"] and watched.steps == [1, 1]
-
-
-@pytest.mark.parametrize("options", [{}, {"budget": "90%"}])
-def test_a_model_that_is_saved_as_a_whole_is_read_without_ebbtide(
-    options: dict[str, object],
-) -> None:
-    model = make()
-    with watching(**options):
-        step(model)
-        saved = pickle.dumps(model)
-        assert b"ebbtide" not in saved
-        read = pickle.loads(saved)
-        assert not is_offloaded(read) and is_offloaded(model)
-        assert torch.equal(read(batch()), model(batch()))
 
 
 def test_a_forked_child_finds_nothing() -> None:
@@ -325,14 +240,3 @@ def test_many_threads_find_a_model_once() -> None:
         for thread in threads:
             thread.join()
         assert watched.names == ["Net"] and watched.left_alone == [None]
-
-
-def test_a_module_that_overrides_the_call_is_found() -> None:
-    class Overriding(Net):
-        def __call__(self, x: Tensor) -> Tensor:
-            return super().__call__(x) * 2
-
-    torch.manual_seed(0)
-    with watching() as watched:
-        step(Overriding())
-        assert watched.names == ["Overriding"]

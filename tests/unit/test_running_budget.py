@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import gc
-import mmap
-
 import pytest
 import torch
 from torch import nn
 
 import ebbtide
-from ebbtide import ActivationPolicy
-from ebbtide.stores import DeviceMemory, ProcessMemory
 from run_cases import batch, is_offloaded, make, step, watching
-
-MIB = 2**20
 
 
 def test_models_are_planned_one_after_the_other() -> None:
@@ -47,19 +40,6 @@ def test_a_model_that_is_done_with_keeps_no_other_waiting() -> None:
         for _ in range(36):
             step(models[1])
         assert watched.handle(1).plan is not None
-
-
-def test_the_next_model_need_not_wait_for_one_that_is_gone() -> None:
-    with watching(budget="90%") as watched:
-        for _ in range(2):
-            model = make()
-            step(model)
-            step(model)
-            assert watched.handle(len(watched.names) - 1).plan is not None
-            del model
-            gc.collect()
-        plans = [model.plan for model in watched.session.finder.found]
-        assert all(plan is not None for plan in plans)
 
 
 def test_a_model_without_layers_and_one_called_by_parts_have_no_plan() -> None:
@@ -116,55 +96,3 @@ def test_dry_plans_and_attaches_nothing(options: dict[str, object]) -> None:
         assert found.dry.saved_bytes == 3 * per_block + head
         text = watched.printed.getvalue()
         assert "Net: " in text and ("of 4 layers" in text) == ("budget" in options)
-
-
-def touch_memory(nbytes: int) -> None:
-    """Take fresh memory from the system, and return it, whatever the C library keeps."""
-    with mmap.mmap(-1, nbytes) as memory:
-        memory[::4096] = bytes(nbytes // 4096)
-
-
-def test_an_object_that_resets_the_peak_hides_it_from_no_other() -> None:
-    one, two = ProcessMemory(), ProcessMemory()
-    gc.collect()
-    one.return_freed()
-    one.reset_peak()
-    low = one.peak_bytes()
-    touch_memory(64 * MIB)
-    two.reset_peak()
-    assert one.peak_bytes() > low + 48 * MIB
-    assert two.peak_bytes() < one.peak_bytes() - 32 * MIB
-    one.reset_peak()
-    assert one.peak_bytes() < low + 32 * MIB
-
-
-def test_the_peak_of_a_device_is_shared_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    peaks = {"max_memory_allocated": 10, "max_memory_reserved": 20}
-    for name in peaks:
-        monkeypatch.setattr(torch.accelerator, name, lambda _, name=name: peaks[name])
-    monkeypatch.setattr(torch.accelerator, "reset_peak_memory_stats", lambda _: None)
-    one, two = DeviceMemory(torch.device("cuda", 0)), DeviceMemory(torch.device("cuda", 0))
-    other = DeviceMemory(torch.device("cuda", 1))
-    two.reset_peak()
-    peaks.update(max_memory_allocated=3, max_memory_reserved=4)
-    assert (one.peak_bytes(), one.reserved_peak_bytes()) == (10, 20)
-    assert (two.peak_bytes(), two.reserved_peak_bytes()) == (3, 4)
-    assert other.peak_bytes() == 3
-
-
-def test_two_budgets_see_each_others_peak() -> None:
-    first, second = make(), make()
-    with (
-        ebbtide.offload(first, budget="90%", activations=ActivationPolicy(min_bytes=1)) as one,
-        ebbtide.offload(second, budget="90%", activations=ActivationPolicy(min_bytes=1)),
-    ):
-        for _ in range(3):
-            loss = first(batch()).sum()
-            step(second)  # resets the peak inside of the step of the first
-            touch_memory(48 * MIB)
-            step(second)
-            loss.backward()
-        assert one.plan is not None and one.plan.measured is not None
-        plan = one.plan
-        # What the second model needed counts at the loss of the first.
-        assert plan.measured.peak_bytes > ProcessMemory().now_bytes() + 24 * MIB

@@ -77,12 +77,3 @@ def test_a_function_compiled_as_a_whole_has_one_graph_and_is_not_looked_into() -
         assert not watched.names and not is_offloaded(model)
         report = watched.session.make_report().text()
         assert "not looked into" in " ".join(report.split())
-
-
-def test_a_model_inside_of_a_compiled_one_that_has_hooks_breaks_no_graph() -> None:
-    model = fresh()
-    model.blocks[1].register_forward_hook(lambda *_: None)
-    compiled = torch.compile(model, **BACKEND)
-    with watching():
-        step(compiled)
-        assert not counters["graph_break"]

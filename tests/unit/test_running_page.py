@@ -64,13 +64,3 @@ def test_every_model_is_a_run_of_the_page_and_also_one_that_is_gone(tmp_path: Pa
     assert len(alive.layers) >= 5 > len(gone.layers)
     page = (tmp_path / "run.html").read_text()
     assert "Net (1)" in page and "Net (2)" in page
-
-
-def test_without_the_option_nothing_is_recorded(tmp_path: Path) -> None:
-    with watching(None, trace=False) as session:
-        model = make()
-        step(model)
-        (found,) = session.finder.found
-        assert found.handle is not None
-        assert not found.handle._engine.is_traced
-    assert list(tmp_path.iterdir()) == []

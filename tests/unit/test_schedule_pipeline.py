@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import csv
 import io
-import re
-import time
 
 import pytest
 from hypothesis import given, settings
@@ -32,7 +30,8 @@ from schedule_orders import (
 )
 
 EVERY_CLASS = (*SINGLE, *LOOPED, *V_SHAPED)
-SPLIT = ("ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble", "ScheduleDualPipeV")
+
+
 STAGES, MICROBATCHES = range(2, 17), range(1, 65)
 
 
@@ -132,20 +131,6 @@ def test_too_few_residents_are_refused_with_the_number_that_does(
                 from_pipeline(rows[rank], resident=resident)
 
 
-@pytest.mark.parametrize("name", EVERY_CLASS)
-@settings(deadline=None, max_examples=10)
-@given(data=st.data())
-def test_where_all_fits_nothing_moves(name: str, data: st.DataObject) -> None:
-    rows = torch_order(name, *data.draw(shapes(name)))
-    rank = data.draw(st.sampled_from(sorted(rows)))
-    order = compute_of(name, rows[rank])
-    peak = peak_without_offload(order)
-    for resident in (peak, peak + 1):
-        assert from_pipeline(rows[rank], resident=resident) == Schedule(order)
-    if least_resident(order) < peak:
-        assert from_pipeline(rows[rank], resident=peak - 1).offloaded
-
-
 @settings(deadline=None, max_examples=60)
 @given(data=st.data())
 def test_random_orders(data: st.DataObject) -> None:
@@ -189,13 +174,6 @@ def test_the_last_rank_of_1f1b_is_read_as_it_runs() -> None:
     )
 
 
-@pytest.mark.parametrize("row", ["0F1 0B1 0F2 0B2", "0F0 0F1 0B0 0B1", "0F1 0F2"])
-def test_other_rows_keep_their_numbers(row: str) -> None:
-    schedule = from_pipeline(row, resident=2)
-    written = [f"{p.unit.layer}{p.direction.value}{p.unit.microbatch}" for p in schedule.order]
-    assert written == row.split()
-
-
 # How a row may be given.
 
 
@@ -220,36 +198,6 @@ def test_a_row_is_read_from_actions_or_text_with_communication_or_without(name: 
             [str(each) for each in order],
         ]
         assert {from_pipeline(way, resident=99) for way in ways} == {Schedule(order)}
-
-
-def test_the_orders_of_torch_do_have_what_the_tests_are_about() -> None:
-    """Communication, idle steps, split backwards and passes side by side."""
-    written = {
-        name: " ".join(map(str, torch_order(name, 2, 2, 8)[0])) for name in (*LOOPED, *V_SHAPED)
-    }
-    assert all(re.search(r"\dI\d+ .*\dW\d", written[name]) for name in SPLIT)
-    assert "None" in written["ScheduleLoopedBFS"]
-    assert re.search(r"\(0F\d;3B\d\)OVERLAP_F_B", written["ScheduleDualPipeV"])
-    with_comms = torch_schedule("ScheduleLoopedBFS", 2, 2, 8).pipeline_order_with_comms[0]
-    kinds = {action.computation_type.value for action in with_comms}
-    assert {"SEND_F", "RECV_F", "SEND_B", "RECV_B", "UNSHARD", "RESHARD"} <= kinds
-
-
-# As torch writes cells, from 2.11 to 2.13: rank 0 of 1F1B, and passes side by side.
-ROWS = {
-    "0F0,,,0F1,0B0,0F2,0B1,,0B2,0REDUCE_GRAD": "F0 F0.m1 B0 F0.m2 B0.m1 B0.m2",
-    "0UNSHARD,3UNSHARD,0F0,0SEND_F0,3RECV_F0,3F0,3I0,3SEND_B0,3W0,0F1,3F1,3RECV_F2,0RECV_B0,"
-    "(3F2;0B0)OVERLAP_F_B,0F2,3B1,3SEND_B1,3REDUCE_GRAD,3RESHARD,0I1,0W1": (
-        "F0 F3 I3 W3 F0.m1 F3.m1 F3.m2 B0 F0.m2 B3.m1 I0.m1 W0.m1"
-    ),
-}
-
-
-@pytest.mark.parametrize(("row", "passes"), ROWS.items(), ids=["1f1b", "overlap"])
-def test_rows_as_text(row: str, passes: str) -> None:
-    order = tuple(map(parse_pass, passes.split()))
-    for way in (row, row.split(","), row.replace(",", ", "), row.replace(",", "\n")):
-        assert from_pipeline(way, resident=9).order == order
 
 
 def test_the_row_that_has_the_stage_is_taken() -> None:
@@ -347,16 +295,6 @@ def test_with_room_for_one_no_copy_hides() -> None:
     assert list(map(len, schedule.resident())) == [1] * 8
 
 
-@pytest.mark.parametrize(
-    ("lead", "anchor"), [(0, "B0"), (1, "B0.m1"), (2, "B1"), (3, "B1"), (9, "B1")]
-)
-def test_lead_is_given_where_there_is_room(lead: int, anchor: str) -> None:
-    """With room for three there is none for 0.m0 during F1.m1 and B1.m1, as three are at work."""
-    schedule = from_pipeline(BREADTH_FIRST, resident=3, lead=lead)
-    assert [str(a) for a, action in moves(schedule) if action.verb is Verb.RELOAD] == [anchor]
-    assert schedule.peak_resident == 3
-
-
 def test_what_waits_for_the_second_half_of_its_backward_is_there() -> None:
     """During I0.m1 both are: W0 is still to come. So one resident is too few, and two suffice."""
     row = "0F0 0F1 0I0 0I1 0W0 0W1"
@@ -373,34 +311,3 @@ def test_what_has_no_backward_counts_to_the_end() -> None:
     schedule = from_pipeline(row, resident=2)
     assert schedule.offloaded == {Unit(0, 1), Unit(0, 2)}
     assert list(map(len, schedule.resident())) == [1, 2, 2, 2, 2]
-
-
-@pytest.mark.parametrize("name", EVERY_CLASS)
-def test_the_largest_order_takes_less_than_a_second(name: str) -> None:
-    """16 stages and 64 microbatches: on one rank each, or as few ranks as the class allows.
-
-    At two ranks of 8 stages, 512 units and 1024 passes or 1536.
-    """
-    ranks, local_stages = {SINGLE: (16, 1), LOOPED: (2, 8), V_SHAPED: (8, 2)}[
-        next(kind for kind in (SINGLE, LOOPED, V_SHAPED) if name in kind)
-    ]
-    rows = torch_order(name, ranks, local_stages, 64)
-    worst_s = 0.0
-    for row in rows.values():
-        order = compute_of(name, row)
-        resident = least_resident(order) + 1
-        tries_s = []
-        for _ in range(3):
-            begin_s = time.process_time()  # of a core, however many others want it
-            from_pipeline(row, resident=resident)
-            tries_s.append(time.process_time() - begin_s)
-        worst_s = max(worst_s, min(tries_s))
-    assert worst_s < 1
-
-
-def test_actions_of_torch_2_15_that_wait_are_communication() -> None:
-    plain = "0F0 0F1 0B0 0B1"
-    torch_2_15 = "0F0 0F1 0WAIT_SEND_F0 0B0 0WAIT_SEND_B0 0B1 0REDUCE_GRAD 0WAIT_REDUCE_GRAD"
-    assert from_pipeline(torch_2_15, resident=1) == from_pipeline(plain, resident=1)
-    with pytest.raises(ScheduleError, match="'0WAITS' is not a pipeline action"):
-        from_pipeline("0F0 0WAITS 0B0", resident=1)

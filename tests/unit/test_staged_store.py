@@ -149,20 +149,6 @@ def test_a_dropped_slot_is_not_written(
     down(store, random_bytes(1))  # would raise what a write before it had met
 
 
-def test_copies_from_disk_are_in_the_trace(store: StagedDiskStore) -> None:
-    origin = CpuDevice().moment()
-    slot = down(store, random_bytes(12 * CHUNK))
-    _, reloaded = store.reload(slot)
-    reloaded.synchronize()
-    reading, *copies = reloaded.spans(origin)
-    assert reading.lane == "disk"
-    assert [span.lane for span in copies] == 12 * ["h2d"]
-    # The bytes are there when the last copy ends. That can be before the worker that queued the
-    # copy has looked at the clock for the end of its reading.
-    assert reloaded.since(origin) == max(span.end_s for span in copies)
-    assert all(reading.begin_s <= span.begin_s for span in copies[8:])  # of what was on disk
-
-
 # Bad days
 
 
@@ -274,17 +260,6 @@ def test_close_gives_everything_back(tmp_path: Path) -> None:
     assert len(fresh) <= 2  # the device's own lanes end in their time
 
 
-def test_refused_page_locks_are_one_warning(tmp_path: Path) -> None:
-    device = CpuDevice()
-    PageLocks(device, refuses=True)
-    store = StagedDiskStore(device, tmp_path, STAGING)
-    with pytest.warns(RuntimeWarning, match="refused on purpose") as caught:
-        slot = down(store, random_bytes(20 * CHUNK))
-    assert len(caught) == 1
-    assert torch.equal(up(store, slot), random_bytes(20 * CHUNK))
-    store.close()
-
-
 # Tiers
 
 
@@ -317,14 +292,6 @@ def test_what_does_not_fit_goes_to_disk_last_and_then_first(tmp_path: Path) -> N
     assert tiers_of_a_step(store, 6 * [CHUNK]) == "ddddhh"
     assert tiers_of_a_step(store, 7 * [CHUNK]) == "hhhhhhd"
     assert tiers_of_a_step(store, 7 * [CHUNK]) == "dhhhhhh"
-    store.close()
-
-
-def test_what_fits_never_goes_to_disk(tmp_path: Path) -> None:
-    store = tiered(tmp_path, 6 * CHUNK)
-    for _ in range(3):
-        assert tiers_of_a_step(store, 6 * [CHUNK]) == "hhhhhh"
-    assert store.host_capacity_bytes == 6 * CHUNK
     store.close()
 
 

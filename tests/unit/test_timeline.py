@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import builtins
 import itertools
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbtide.errors import PolicyError
-from ebbtide.observe.plots import SUFFIXES, segments
+from ebbtide.observe.plots import SUFFIXES
 from ebbtide.observe.trace import Trace
 from ebbtide.runtime.events import LANES, TraceEvent
 
@@ -85,14 +83,6 @@ def test_neighbours_without_room_for_labels_are_told_apart() -> None:
     assert drawn["h2d"] == " " * 28 + "^^^^"
 
 
-def test_microbatches_are_named_where_they_fit() -> None:
-    events = [event("forward", "compute", 8 * i, 8 * i + 8, 3, i) for i in range(4)]
-    copy = event("offload", "d2h", 8, 16, 3, 1)
-    drawn = rows(Trace([*events, copy]).timeline(width=40))
-    assert drawn["compute"] == "F3>>>>>>F3.m1>>>F3.m2>>>F3.m3>>>"
-    assert drawn["d2h"] == "        3.m1vvvv"
-
-
 def test_what_fills_most_of_a_column_wins() -> None:
     # Columns of 1 ms. In the second: forward 0.2 + 0.25 + 0.15, backward 0.4 in one piece.
     events = [
@@ -106,30 +96,12 @@ def test_what_fills_most_of_a_column_wins() -> None:
     assert rows(Trace(events).timeline(width=40))["compute"] == ">):" + " " * 28 + ">"
 
 
-def test_releases_of_one_column_share_a_marker() -> None:
-    events = [event("release", "compute", at, at, layer) for layer, at in enumerate((0, 4, 4.1, 9))]
-    events += [event("release", "compute", 31, 31, 7), event("release", "compute", 31.5, 31.5, 7)]
-    events += [event("forward", "compute", 0, 32, 0)]
-    assert rows(Trace(events).timeline(width=40))["release"] == (
-        "|0  |    |3                    |"  # no room for the 7 at the edge
-    )
-
-
 def test_the_innermost_event_is_seen() -> None:
     outer = event("backward", "compute", 0, 32, 1)
     inner = event("rebuild", "compute", 8, 16, 1)
     assert rows(Trace([outer, inner]).timeline(width=40))["compute"] == (
         "B1<<<<<<1+++++++B1<<<<<<<<<<<<<<"
     )
-
-
-def test_an_empty_trace_says_so() -> None:
-    assert Trace().timeline() == "an empty trace"
-
-
-def test_one_event_fills_its_row() -> None:
-    lines = Trace([event("forward", "compute", 0, 1)]).timeline(width=40).splitlines()
-    assert "compute " + "F0".ljust(32, ">") in lines
 
 
 def test_events_that_take_no_time_leave_a_mark() -> None:
@@ -145,31 +117,6 @@ def test_events_that_take_no_time_leave_a_mark() -> None:
         "disk    :",
         "|3 release  : under half a column",
     ]
-
-
-@pytest.mark.parametrize(
-    ("end_s", "unit", "ticks"),
-    [
-        (7.0, "s ", ["0", "2", "4", "6"]),
-        (0.25, "ms", ["0", "100", "200"]),
-        (1e-3, "ms", ["0.0", "0.5"]),
-        (45e-6, "us", ["0", "20", "40"]),
-    ],
-)
-def test_ticks_are_few_round_and_in_a_fitting_unit(
-    end_s: float, unit: str, ticks: list[str]
-) -> None:
-    axis = Trace([TraceEvent("forward", "compute", 0.0, end_s, 0)]).timeline(width=40)
-    line = axis.splitlines()[1]
-    assert line.startswith(unit)
-    assert [text.strip() for text in line.split("|")[1:] if text.strip()] == ticks
-
-
-def test_a_late_trace_begins_where_its_first_event_does() -> None:
-    events = [event("forward", "compute", 1000 + 8 * i, 1008 + 8 * i, i) for i in range(4)]
-    lines = Trace(events).timeline(width=40).splitlines()
-    assert lines[1] == "ms      |1000     |1010     |1020     |"
-    assert lines[2] == "compute F0>>>>>>F1>>>>>>F2>>>>>>F3>>>>>>"
 
 
 @pytest.mark.parametrize("width", [39, 0, -1])
@@ -235,30 +182,6 @@ def test_blocks_stand_in_the_order_of_their_events(gaps: list[tuple[int, int]]) 
     assert set(roomy) <= set(labels)  # five columns hold `F12`, wherever the bins begin
 
 
-@given(traces())
-def test_segments_show_each_instant_once(trace: Trace) -> None:
-    seen = segments(trace.events)
-    for before, after in itertools.pairwise(seen):
-        assert before.end_s <= after.begin_s
-    for begin_s, end_s, number in seen:
-        shown = trace.events[number]
-        assert shown.begin_s <= begin_s < end_s <= shown.end_s
-        # Nothing that began later was running there.
-        later = [e for e in trace.events if shown.begin_s < e.begin_s < e.end_s]
-        assert not any(e.begin_s < end_s and begin_s < e.end_s for e in later)
-    length_s = sum(end_s - begin_s for begin_s, end_s, _ in seen)
-    assert length_s == pytest.approx(_covered_s(trace), rel=1e-6, abs=1e-12)
-
-
-def _covered_s(trace: Trace) -> float:
-    """How long anything was running; events come in order of their begin."""
-    covered_s, until_s = 0.0, float("-inf")
-    for e in trace.events:
-        covered_s += max(0.0, e.end_s - max(e.begin_s, until_s))
-        until_s = max(until_s, e.end_s)
-    return covered_s
-
-
 # Pictures
 
 SIGNATURES = {".png": b"\x89PNG", ".svg": b"<?xml", ".pdf": b"%PDF"}
@@ -308,36 +231,7 @@ def test_a_picture_names_lanes_and_passes(tmp_path: Path) -> None:
     assert "time since the step began (ms)" in texts
 
 
-def test_a_picture_has_no_row_for_what_takes_no_time(tmp_path: Path) -> None:
-    events = [event("forward", "compute", 0, 8), event("wait", "compute", 4, 4)]
-    assert "wait" not in texts_of(Trace(events), tmp_path / "step.svg")
-
-
-def test_a_narrow_block_of_a_picture_has_its_label_in_two_lines(tmp_path: Path) -> None:
-    """34 passes share about 790 points, 23 each: F3.m12 needs 30 of them, and m12 needs 16."""
-    events = [event("forward", "compute", i, i + 1, 3, 12) for i in range(34)]
-    texts = texts_of(Trace(events), tmp_path / "step.svg")
-    assert "F3.m12" not in texts
-    assert texts.count("F3") == texts.count("m12") == 34
-
-
 @pytest.mark.parametrize("name", ["step.jpeg", "step", "step.json"])
 def test_an_unknown_suffix_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(PolicyError, match=r"must end in \.png, \.svg, \.pdf, got .*step"):
         offloaded_step().plot(tmp_path / name)
-
-
-def test_without_matplotlib_the_error_says_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = builtins.__import__
-
-    def without(name: str, *args: Any) -> Any:
-        if name.partition(".")[0] == "matplotlib":
-            raise ModuleNotFoundError(name)
-        return real(name, *args)
-
-    monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(ImportError, match=re.escape('pip install "ebbtide[plots]"')):
-        offloaded_step().plot(tmp_path / "step.png")
-    assert not (tmp_path / "step.png").exists()

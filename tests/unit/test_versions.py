@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import cuda_stubs
 import run_versions
 from ebbtide.version import TESTED_TORCH
 
@@ -50,41 +49,3 @@ def test_both_ends_are_tested_with_what_there_is(monkeypatch: pytest.MonkeyPatch
         "Python 3.11, torch 2.11.*",
         "Python 3.11, torch 2.15.*",
     ]
-
-
-def test_the_tests_of_the_core_exist() -> None:
-    for test in run_versions.CORE:
-        path, _, name = test.partition("::")
-        assert f"def {name}" in (ROOT / path).read_text()
-    assert set(run_versions.QUICK) < set(run_versions.CORE)
-
-
-def test_a_torch_that_asks_for_missing_libraries_loads_with_stubs(tmp_path: Path) -> None:
-    """A library like torch's: it needs one with symbol versions, and one without."""
-
-    def compile_library(folder: Path, name: str, source: str, *flags: str) -> None:
-        folder.mkdir(exist_ok=True)
-        (tmp_path / "code.c").write_text(source)
-        command = ["cc", "-shared", "-fPIC", str(tmp_path / "code.c"), "-o", str(folder / name)]
-        subprocess.run([*command, f"-Wl,-soname,{name}", *flags], check=True)
-
-    vendor, library = tmp_path / "vendor", tmp_path / "lib"
-    (tmp_path / "exports").write_text("libcudart.so.13 { global: cudaInit; };")
-    exports = f"-Wl,--version-script={tmp_path / 'exports'}"
-    compile_library(vendor, "libcudart.so.13", "int cudaInit(void) { return 0; }", exports)
-    compile_library(vendor, "libnccl.so.2", "int ncclInit(void) { return 0; }")
-    source = """
-        int cudaInit(void);
-        int ncclInit(void);
-        int both(void) { return cudaInit() + ncclInit(); }
-    """
-    needed = [f"-L{vendor}", "-l:libcudart.so.13", "-l:libnccl.so.2", "-Wl,-rpath,$ORIGIN"]
-    compile_library(library, "libtorch_cuda.so", source, *needed)
-    load = f"import ctypes; print(ctypes.CDLL('{library}/libtorch_cuda.so').both())"
-    command = [sys.executable, "-c", load]
-    assert (
-        "cannot open shared object"
-        in subprocess.run(command, capture_output=True, text=True).stderr
-    )
-    assert cuda_stubs.add_stubs(library) == ["libcudart.so.13", "libnccl.so.2"]
-    assert subprocess.run(command, capture_output=True, text=True).stdout == "200\n"
