@@ -44,7 +44,8 @@ from ebbtide.runtime.layers import (
 )
 from ebbtide.schedule import Schedule
 from ebbtide.version import TESTED_TORCH
-from ebbtide.weights.hooks import WeightHooks
+from ebbtide.weights.model_weights import Materialize, ModelWeights, check_can_move
+from ebbtide.weights.model_weights import materialize as give_values
 
 if TYPE_CHECKING:
     from ebbtide.planning.budget import BudgetController
@@ -71,6 +72,8 @@ def offload(  # type: ignore[overload-overlap]  # a module is callable, too, and
     schedule: Schedule | None = None,
     budget: int | str | None = None,
     plan: PlannedStep | str | PathLike[str] | None = None,
+    device: torch.device | str | None = None,
+    materialize: Materialize | None = None,
 ) -> OffloadHandle: ...
 
 
@@ -82,6 +85,7 @@ def offload(
     store: str = "auto",
     host_budget: int | str | None = None,
     trace: bool = False,
+    device: torch.device | str | None = None,
 ) -> OffloadedForward: ...
 
 
@@ -97,6 +101,8 @@ def offload(
     schedule: Schedule | None = None,
     budget: int | str | None = None,
     plan: PlannedStep | str | PathLike[str] | None = None,
+    device: torch.device | str | None = None,
+    materialize: Materialize | None = None,
 ) -> OffloadHandle | OffloadedForward:
     """Offload a model's saved activations during forward and reload them for backward.
 
@@ -138,6 +144,14 @@ def offload(
         plan: instead of a budget, a plan that one led to before: ``handle.plan``, or the path of
             the file that ``handle.plan.save(path)`` wrote. It is followed from the first step on,
             and nothing is measured.
+        device: where to train a model that is on the CPU or on meta, such as ``"cuda"``. The
+            weights that rest on the host go to their place there at once, and only the others and
+            the buffers to the device, so the model need not fit on it. `detach` brings all of it
+            back to the CPU. None: the device that the model is on. For a callable, as for
+            `wrap_forward_with_offload`.
+        materialize: how a model on the meta device gets its values: a function that is called with
+            each module that has own parameters or buffers there, when these have memory on the CPU,
+            such as ``lambda module: module.reset_parameters()``; or a folder of safetensors files.
 
     Returns:
         For a module, a handle that gives the statistics of the last step and can detach. For a
@@ -153,10 +167,20 @@ def offload(
     _warn_of_untested_torch()
     if callable(model) and not isinstance(model, nn.Module | type):
         _refuse_arguments_of_layers(
-            weights=weights, layers=layers, schedule=schedule, budget=budget, plan=plan
+            weights=weights,
+            layers=layers,
+            schedule=schedule,
+            budget=budget,
+            plan=plan,
+            materialize=materialize,
         )
         return wrap_forward_with_offload(
-            model, activations=activations, store=store, host_budget=host_budget, trace=trace
+            model,
+            activations=activations,
+            store=store,
+            device=device,
+            host_budget=host_budget,
+            trace=trace,
         )
     check_model(model)
     assert isinstance(model, nn.Module)
@@ -171,6 +195,7 @@ def offload(
     elif policy is None:
         none = ActivationPolicy(num_layers=0, rebuild=False)
         policy = ActivationPolicy() if weights is None or schedule is not None else none
+    home = _find_home(device)
     _give_way_to(model)
     refuse_second_offload(model)
     if next(model.parameters(), None) is None:
@@ -178,6 +203,10 @@ def offload(
             f"{type(model).__name__} has no parameters that tell which device it is on; wrap "
             f"its forward with ebbtide.wrap_forward_with_offload(model.forward, device=...)"
         )
+    if materialize is not None:
+        give_values(model, materialize)
+    if home is not None:
+        check_can_move(model, home)
     resting_names = list[str]()
     if plan is not None:
         from ebbtide.planning.follow import (
@@ -207,16 +236,17 @@ def offload(
         [model],
         policy,
         store,
+        home=home,
         host_budget=host_budget,
         traced=trace,
         mode=mode,
         record=record_model,
     )
-    resting = None
-    if weights is not None:
+    origin = None if home is None else next(model.parameters()).device
+    placed = ModelWeights(model, engine, origin)
+    if weights is not None or home is not None:
         owners = match_layers(model, resting_names) if resting_names else found
-        resting = WeightHooks(model, owners, weights, engine.transfers)
-        engine.rest(resting)
+        placed.place(None if weights is None else owners, weights or WeightPolicy())
     engine.placement.num_calls = found.num_calls
     planner: BudgetController | FixedPlan | None = None
     if budget is not None:
@@ -238,8 +268,7 @@ def offload(
     model.forward = wrapped
     bypass = BypassHooks(model, found, wrapped, tracker, follows_schedule=schedule is not None)
     undo.append(bypass.detach)
-    if resting is not None:
-        undo.append(resting.detach)
+    undo.append(placed.detach)
     if planner is not None:
         undo.append(planner.detach)
     undo.append(tracker.detach)
@@ -335,6 +364,16 @@ def _refuse_arguments_of_layers(**given: object) -> None:
                 f"{name} needs the layers of a module, and a callable has none; offload the module "
                 f"itself, ebbtide.offload(model, {name}=...), or leave {name} out"
             )
+
+
+def _find_home(device: torch.device | str | None) -> torch.device | None:
+    """Return the device to train on, with its index; None: the one that the model is on."""
+    home = parse_device(device)
+    if home is not None and home.index is None and home.type not in ("cpu", "meta"):
+        known = torch.accelerator.current_accelerator(check_available=True)
+        if known is not None and known.type == home.type:
+            return torch.device(home.type, torch.accelerator.current_device_index())
+    return home
 
 
 def refuse_second_offload(model: nn.Module) -> None:

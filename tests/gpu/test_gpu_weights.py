@@ -1,7 +1,6 @@
 """Weights that rest on the host, on the device: the same bits, and the memory that they free."""
 
 import copy
-import warnings
 
 import pytest
 import torch
@@ -240,20 +239,6 @@ def test_torch_finds_gradients_that_are_asked_for(device: torch.device) -> None:
         got = torch.autograd.grad(mean_square(model(x)), list(model.parameters()))
     for mine, theirs in zip(got, expected, strict=True):
         assert torch.equal(mine.cpu(), theirs.cpu())
-
-
-def test_an_optimizer_from_before_is_found_out(device: torch.device) -> None:
-    model, x = tower(device, LAYERS), batch(device)
-    optimizer = torch.optim.AdamW(model.parameters())
-    mean_square(model(x)).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    with warnings.catch_warnings(), ebbtide.offload(model, weights=ebbtide.WeightPolicy()):
-        mean_square(model(x)).backward()
-        with pytest.raises(ebbtide.PolicyError, match="make the optimizer after"):
-            optimizer.step()
-        optimizer.load_state_dict(optimizer.state_dict())
-        optimizer.step()
 
 
 class Borrowing(nn.Module):

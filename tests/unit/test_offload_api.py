@@ -283,3 +283,25 @@ def test_a_host_budget_is_read_and_refused_where_there_is_no_host_tier() -> None
     with pytest.raises(ebbtide.PolicyError, match="Leave host_budget out"):
         ebbtide.offload(model, host_budget="1GiB")
     assert "forward" not in model.__dict__
+
+
+def test_a_device_that_is_not_there_is_refused() -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(PolicyError, match="finds no such device"):
+        ebbtide.offload(model, device="xpu")
+    with pytest.raises(PolicyError, match="a folder of safetensors"):
+        ebbtide.offload(nn.Linear(2, 2, device="meta"), materialize=3)
+    with pytest.raises(FileNotFoundError):
+        ebbtide.offload(nn.Linear(2, 2, device="meta"), materialize="no such folder")
+    ebbtide.offload(model, device="cpu").detach()
+
+
+def test_a_model_on_meta_gets_its_values() -> None:
+    torch.manual_seed(0)
+    expected = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    torch.manual_seed(0)
+    with ebbtide.offload(model, materialize=lambda module: module.reset_parameters()):
+        for mine, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+            assert torch.equal(mine, theirs)

@@ -126,6 +126,8 @@ class Engine:
         policy: what to offload.
         store: where offloaded bytes go, as `ebbtide.offload` describes it.
         device: device to compute on if ``modules`` has no parameters.
+        home: device to compute on, wherever the parameters are now; they are moved before the first
+            forward, as far as they do not rest on the host. None: the device of the parameters.
         host_budget: the most host memory to take, as `ebbtide.offload` describes it.
         traced: whether to record every step.
         mode: the schedule and how to follow it; None means that storages are offloaded when they
@@ -158,6 +160,7 @@ class Engine:
         store: str,
         device: torch.device | None = None,
         *,
+        home: torch.device | None = None,
         host_budget: int | str | None = None,
         traced: bool = False,
         mode: ScheduleMode | None = None,
@@ -185,7 +188,7 @@ class Engine:
         made.append(self)
         self._verifications = Verifications()
         self.placement.refused = self._verifications.refused
-        self._build(find_device(modules) or self._default_device())
+        self._build(home or find_device(modules) or self._default_device())
 
     def let_go(self) -> None:
         """Free what the offload holds of a model that is gone. Graphs keep what they need.
@@ -378,10 +381,13 @@ class Engine:
                 self.weights.check_process()
             self._build(self.torch_device)
 
-    def rest(self, weights: RestingWeights) -> None:
-        """Note that weights of the model rest outside the device from now on."""
+    def rest(self, weights: RestingWeights | None) -> None:
+        """Note which weights of the model rest outside the device from now on; None: none do."""
         self.weights = weights
-        self._connect(weights)
+        if weights is None:
+            self._hooks.pack_weight, self._parameters.resting = None, ()
+        else:
+            self._connect(weights)
 
     def _connect(self, weights: RestingWeights) -> None:
         self._hooks.pack_weight = weights.pack

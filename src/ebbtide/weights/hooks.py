@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -238,7 +238,8 @@ class WeightHooks:
         model: the model whose weights are offloaded.
         layers: its layers.
         policy: selects the layers, and sets how their weights are copied.
-        transfers: the model's transfers; its parameters are on their device.
+        transfers: the model's transfers. The weights are copied to their device.
+        origin: the device that the parameters go back to if they cannot rest; None: the same.
 
     Attributes:
         parameters: the offloaded parameters.
@@ -254,10 +255,16 @@ class WeightHooks:
     plain_types = frozenset({DeviceParameter})
 
     def __init__(
-        self, model: nn.Module, layers: LayerModules, policy: WeightPolicy, transfers: Transfers
+        self,
+        model: nn.Module,
+        layers: LayerModules,
+        policy: WeightPolicy,
+        transfers: Transfers,
+        origin: torch.device | None = None,
     ) -> None:
         self._model = weakref.ref(model)
         device, store = transfers.device, transfers.store
+        origin = origin or device.torch_device
         found = find_units(layers)
         refuse_lazy(found)
         units = choose_units(found, policy)
@@ -271,13 +278,13 @@ class WeightHooks:
         if device.torch_device.type != "cpu":
             units = leave_first(units, model)
         units = leave_shared(units)
-        groups, used = _make_groups(units, store, device.torch_device)
+        groups, used = _make_groups(units, store, origin)
         self._device = device
         self._store = store
         self._gate = transfers.gate
         self.parameters = OffloadedParameters(groups, device.torch_device)
         make = MappedWeights if device.computes_on_host else DeviceWeights
-        with _rolled_back_on_error(groups, store, device.torch_device):
+        with _rolled_back_on_error(groups, store, origin):
             self.weights: AbstractWeights = make(
                 transfers, groups, self.parameters, double_buffering=policy.double_buffering
             )
@@ -490,12 +497,16 @@ class WeightHooks:
         if not self._device.computes_on_host:
             refuse_moving_weights()
 
-    def detach(self) -> None:
-        """Remove all hooks and move the parameters and their gradients back to the device."""
+    def detach(self, to: torch.device | None = None) -> None:
+        """Remove all hooks and move the parameters and their gradients.
+
+        Args:
+            to: where they go; None: the device that the model computes on.
+        """
         while self._hooks:
             self._hooks.pop().remove()
         stop_substituting(module for known in self._holders if (module := known()) is not None)
-        home = self._device.torch_device
+        home = to or self._device.torch_device
         self.parameters.put_back()  # an interrupt may have come after the last forward
         if self._is_lost():
             return  # the parameters have no values here, and the memory is the parent's
@@ -513,27 +524,31 @@ class WeightHooks:
         """Prepare for an optimizer's step, which changes parameters on the host.
 
         Raises:
-            PolicyError: the optimizer's state is on the device although its weight is offloaded.
             ForkedProcessError: this process was forked from the one that offloaded the weights.
         """
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.parameters.begin_step(parameters)
         if any(parameter in self.parameters for parameter in parameters):
-            bring_scales(optimizer)
-        for parameter in parameters:
-            found = self.parameters.find(parameter)
-            if found is None:
-                continue
             self.check_process()
-            for name, value in optimizer.state.get(parameter, {}).items():
-                moved = isinstance(value, torch.Tensor) and value.device != parameter.device
-                if moved and value.dim():
-                    raise PolicyError(
-                        f"{type(optimizer).__name__} holds {name!r} of "
-                        f"{found[1].name} on {value.device}, and that weight "
-                        f"is on the host now; make the optimizer after ebbtide.offload, or load "
-                        f"its state_dict again: optimizer.load_state_dict(optimizer.state_dict())"
-                    )
+            bring_scales(optimizer)
+            bring_state(optimizer, self.parameters)
+
+
+def bring_state(optimizer: torch.optim.Optimizer, parameters: Container[nn.Parameter]) -> None:
+    """Move an optimizer's state of these parameters to the devices that they are on now.
+
+    A count of steps stays on the host, unless the optimizer wants it beside the parameter, as
+    torch's own `Optimizer.load_state_dict` does.
+    """
+    for group in optimizer.param_groups:
+        counts_there = group.get("fused") or group.get("capturable")
+        for parameter in group["params"]:
+            if parameter not in parameters:
+                continue
+            state = optimizer.state.get(parameter, {})
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor) and (value.dim() or counts_there):
+                    state[name] = value.to(parameter.device)
 
 
 def _substitute(hooks: weakref.ref[WeightHooks], parameter: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,244 @@
+"""Says where the weights of a model are: at rest on the host, or on the device that it computes on.
+
+[Note: weights move between steps] Which weights rest can change as long as no graph is alive, since
+a budget learns from its first steps what fits. All weights that rest then go to plain host memory,
+those that are to rest from now on get memory of their own there, and all others go to the device.
+The optimizer's state follows in its next step. That costs host memory for one more copy of the
+weights for a moment, and happens a few times in a training run.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Container, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Final, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ebbtide.devices.process import call_weakly
+from ebbtide.errors import PolicyError
+from ebbtide.policy import WeightPolicy
+from ebbtide.runtime.engine import Engine
+from ebbtide.runtime.layers import LayerModules
+from ebbtide.runtime.parameter_index import find_sharded_parameters
+from ebbtide.runtime.torch_internals import exchange_tensors
+from ebbtide.units import few
+from ebbtide.weights.hooks import WeightHooks, bring_state
+
+CPU: Final = torch.device("cpu")
+
+Materialize = Callable[[nn.Module], object] | str | os.PathLike[str]
+"""Gives a module's own parameters their values, or is a folder of safetensors that has them."""
+
+
+@final
+class ModelWeights:
+    """Places the weights of one model. See [Note: weights move between steps].
+
+    Args:
+        model: the model. It is not kept alive.
+        engine: the engine of the model, which computes on its device.
+        origin: the device that the model was brought from, and goes back to; None: it was and stays
+            on the device that it computes on.
+    """
+
+    def __init__(self, model: nn.Module, engine: Engine, origin: torch.device | None) -> None:
+        self._model = weakref.ref(model)
+        self._engine = engine
+        self._origin = origin
+        self._hooks: WeightHooks | None = None
+        self._watch: Any = None
+
+    def place(self, layers: LayerModules | None, policy: WeightPolicy) -> None:
+        """Let the weights of some layers rest on the host, and have all others on the device.
+
+        To be called when no graph of the model is alive. The buffers go to the device, too.
+
+        Args:
+            layers: the layers whose weights may rest; None: no weights rest.
+            policy: which of them do.
+
+        Raises:
+            PolicyError: a parameter cannot rest. All weights are where the model came from.
+            StoreFullError: the store has no room for the weights; the same.
+        """
+        model = self._model()
+        if model is None:
+            return
+        if self._watch is None:
+            # torch registers it globally, for all optimizers: it must not keep the model alive.
+            self._watch = register_optimizer_step_pre_hook(call_weakly(self._bring_state))
+            weakref.finalize(self, self._watch.remove).atexit = False
+        self._end_resting(CPU)
+        try:
+            if layers is not None:
+                transfers = self._engine.transfers
+                self._hooks = WeightHooks(model, layers, policy, transfers, self._origin)
+                self._engine.rest(self._hooks)
+            move(model, self._engine.torch_device, but=self._resting)
+        except BaseException:
+            self.detach()
+            raise
+
+    def detach(self) -> None:
+        """Move all weights to where the model was brought from, or to the device it computes on."""
+        if self._watch is not None:
+            self._watch.remove()
+        self._end_resting(self._origin)
+        model = self._model()
+        if model is not None and self._origin is not None:
+            move(model, self._origin)
+
+    @property
+    def _resting(self) -> Container[nn.Parameter]:
+        return () if self._hooks is None else self._hooks.parameters
+
+    def _end_resting(self, to: torch.device | None) -> None:
+        hooks, self._hooks = self._hooks, None
+        if hooks is not None:
+            hooks.detach(to)
+            self._engine.rest(None)
+
+    def _bring_state(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Bring the state of the weights on the device; `WeightHooks` brings that of the others."""
+        model = self._model()
+        if model is not None and optimizer.state:
+            there = {each for each in model.parameters() if each not in self._resting}
+            bring_state(optimizer, there)
+
+
+def move(model: nn.Module, device: torch.device, but: Container[nn.Parameter] = ()) -> None:
+    """Move a model's parameters, their gradients, and its buffers to a device.
+
+    Args:
+        model: the model.
+        device: the device.
+        but: the parameters that stay where they are.
+    """
+    buffers: dict[int, Tensor] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is None or parameter in but or parameter.device == device:
+                continue
+            gradient, parameter.grad = parameter.grad, None
+            parameter.data = parameter.data.to(device)
+            parameter.grad = None if gradient is None else gradient.to(device)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:  # one that two modules share is still shared afterwards
+                module._buffers[name] = buffers.setdefault(id(buffer), buffer.to(device))
+
+
+def check_can_move(model: nn.Module, device: torch.device) -> None:
+    """Check that a model on the CPU can be computed with on a device.
+
+    Raises:
+        PolicyError: torch has no such device here, the model is on another one, or it is sharded.
+    """
+    known = torch.accelerator.current_accelerator(check_available=True)
+    if device.type != "cpu" and (known is None or known.type != device.type):
+        raise PolicyError(
+            f"device={str(device)!r}, and torch finds no such device here"
+            + ("" if known is None else f", only {known}")
+            + "; install a torch that has it, or leave device out to train where the model is"
+        )
+    elsewhere = {p.device for p in model.parameters()} - {device, CPU}
+    if elsewhere or (device.type == "cpu" and any(p.device != CPU for p in model.parameters())):
+        places = few(sorted(map(str, elsewhere)))
+        raise PolicyError(
+            f"the model is on {places}, and device={str(device)!r} is for a model on the CPU or on "
+            f"meta; move it there first with model.to({str(device)!r}), or leave device out"
+        )
+    if find_sharded_parameters(model):
+        raise PolicyError(
+            "device= is for a model of one process, and this one is sharded (FSDP or DTensor); "
+            "leave device out"
+        )
+
+
+# ---- Gives a model on the meta device its values ----
+
+
+def materialize(model: nn.Module, how: Materialize) -> None:
+    """Give all parameters and buffers on the meta device memory on the CPU, and their values.
+
+    The parameters stay the same objects, so that tied ones stay tied, and an optimizer that was
+    made before knows them.
+
+    Args:
+        model: the model.
+        how: is called with each module that has parameters or buffers on meta, in the order of
+            ``model.modules()``, when these have memory, to set their values, such as
+            ``lambda module: module.reset_parameters()``. Or a folder of safetensors files that
+            contains all of them by their names in the model's ``state_dict``.
+
+    Raises:
+        PolicyError: ``how`` is neither, or a value is missing or has another shape.
+        OSError: a file cannot be read.
+    """
+    if callable(how):
+        for module in model.modules():
+            if [_make_real(module, name, each) for name, each in _on_meta(module)]:
+                how(module)
+        return
+    with ExitStack() as files:
+        values = _open_folder(files, how)
+        for prefix, module in model.named_modules():
+            for name, each in list(_on_meta(module)):
+                full = f"{prefix}.{name}" if prefix else name
+                if full not in values:
+                    raise PolicyError(
+                        f"materialize={str(how)!r} has no value for {full}; tie or set it in a "
+                        f"callable instead, or save the whole state_dict there"
+                    )
+                value = values[full](full)
+                if value.shape != each.shape:
+                    raise PolicyError(
+                        f"{full} has shape {tuple(value.shape)} in {str(how)!r}, and the model "
+                        f"has {tuple(each.shape)}; build the model with the settings of the files"
+                    )
+                with torch.no_grad():
+                    _make_real(module, name, each).copy_(value)
+
+
+def _on_meta(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield a module's own parameters and buffers that are on the meta device."""
+    for owned in (module._parameters, module._buffers):
+        for name, each in list(owned.items()):
+            if each is not None and each.is_meta:
+                yield name, each
+
+
+def _make_real(module: nn.Module, name: str, tensor: Tensor) -> Tensor:
+    """Give a parameter or buffer on the meta device memory on the CPU, without values."""
+    real = torch.empty_like(tensor, device=CPU)
+    if not isinstance(tensor, nn.Parameter):
+        module._buffers[name] = real
+        return real
+    # The Python object becomes a tensor on the CPU: modules and optimizers refer to it.
+    exchange_tensors(tensor, nn.Parameter(real, requires_grad=tensor.requires_grad))
+    return tensor
+
+
+def _open_folder(files: ExitStack, folder: object) -> Mapping[str, Callable[[str], Tensor]]:
+    """Return a function for each tensor in a folder of safetensors files that reads it."""
+    if not isinstance(folder, str | os.PathLike):
+        raise PolicyError(
+            f"materialize must be a function of a module or a folder of safetensors files, got "
+            f"{folder!r}"
+        )
+    try:
+        from safetensors import safe_open
+    except ImportError:
+        raise PolicyError(
+            "materialize with a folder reads safetensors files: pip install safetensors"
+        ) from None
+    paths = sorted(Path(folder).glob("*.safetensors"))
+    if not paths:
+        raise FileNotFoundError(f"there are no *.safetensors files in {str(folder)!r}")
+    readers = [files.enter_context(safe_open(path, framework="pt")) for path in paths]
+    return {name: reader.get_tensor for reader in readers for name in reader.keys()}  # noqa: SIM118
