@@ -11,7 +11,6 @@ import contextlib
 import copy
 import dataclasses
 import errno
-import importlib
 import math
 import random
 import statistics
@@ -19,31 +18,27 @@ import sys
 import textwrap
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
-from typing import Any, Final, NamedTuple, Protocol, final
+from typing import Any, Final, final
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ebbtide.api import offload as offload_model
-from ebbtide.api import refuse_second_offload
 from ebbtide.devices.device import AbstractDevice
-from ebbtide.devices.provoked import POISON, Disturber, Provocation, ProvokedDevice
+from ebbtide.devices.provoked import Provocation, ProvokedDevice
 from ebbtide.errors import PolicyError
 from ebbtide.policy import ActivationPolicy, refuse
-from ebbtide.runtime.engine import Engine, devices_made_by, make_device
+from ebbtide.runtime.engine import devices_made_by, make_device
 from ebbtide.runtime.module_state import note_random_numbers
 from ebbtide.runtime.parameter_index import find_device
-from ebbtide.runtime.torch_internals import top_hooks
+from ebbtide.runtime.stats import StepStats
 from ebbtide.units import count, few, format_size
 from ebbtide.version import __version__
 
 Loss = Callable[[Any], Tensor]
 Values = dict[str, Tensor | None]
 """Copies on the host of what a run computed, by name, in the order in which a run computes them."""
-Offloader = Callable[[nn.Module], AbstractContextManager[Any]]
-"""Called once for a run; a forward of the run is surrounded by what it returns."""
 
 _SEED: Final = 1234  # of the random numbers that the steps begin with
 _ATTEMPTS: Final = 5  # of a run whose disk was full
@@ -81,8 +76,7 @@ class VerifiedRun:
         order: the order of execution of a device that has several; "" for others.
         difference: from the plain run; None: the same bits.
         error: what the run raised; "" if nothing.
-        moved_bytes: offloaded, rebuilt, recomputed, and weights reloaded, in all its steps; None
-            for another library's offloading.
+        moved_bytes: offloaded, rebuilt, recomputed, and weights reloaded.
     """
 
     seed: int | None
@@ -90,7 +84,7 @@ class VerifiedRun:
     order: str = ""
     difference: Difference | None = None
     error: str = ""
-    moved_bytes: int | None = None
+    moved_bytes: int = 0
 
     @property
     def is_same(self) -> bool:
@@ -105,7 +99,6 @@ class VerifyReport:
 
     Attributes:
         what: what ran: the model, its parameters, its device.
-        offloader: whose offloading was verified.
         steps: training steps in each run.
         compared: how many values of a run were compared.
         runs: the offloaded runs.
@@ -117,7 +110,6 @@ class VerifyReport:
     """
 
     what: str
-    offloader: str
     steps: int
     compared: int
     runs: tuple[VerifiedRun, ...]
@@ -134,7 +126,7 @@ class VerifyReport:
     @property
     def has_moved(self) -> bool:
         """Whether anything was offloaded; if not, nothing was verified."""
-        return any(run.moved_bytes is None or run.moved_bytes for run in self.runs)
+        return any(run.moved_bytes for run in self.runs)
 
     @property
     def first_different(self) -> VerifiedRun | None:
@@ -149,7 +141,7 @@ class VerifyReport:
         if bad is None and not self.has_moved:
             found = "nothing was offloaded"
         bits = "to the bit" if not self.tolerance else f"within {self.tolerance:.1e}"
-        return f"ebbtide verify: {self.offloader}, {self.what}: {found}, {bits}; {self.versions}"
+        return f"ebbtide verify: {self.what}: {found}, {bits}; {self.versions}"
 
     def document(self) -> dict[str, Any]:
         """Return the report for JSON."""
@@ -158,7 +150,7 @@ class VerifyReport:
 
     def __str__(self) -> str:
         bad = [run for run in self.runs if not run.is_same]
-        moved = max((run.moved_bytes or 0 for run in self.runs), default=0)
+        moved = max((run.moved_bytes for run in self.runs), default=0)
         what = f"; up to {format_size(moved)} moved in a run" if moved else ""
         within = f"within {self.tolerance:.1e} of its largest" if self.tolerance else "to the bit"
         rows = [
@@ -166,7 +158,7 @@ class VerifyReport:
             (
                 "",
                 f"{count(self.steps, 'step')} plainly, twice, and in "
-                f"{count(len(self.runs), 'order')} with {self.offloader}{what}",
+                f"{count(len(self.runs), 'order')} offloaded{what}",
             ),
             ("compared", f"{self.compared} values of a run, {within}: {self.kinds}"),
         ]
@@ -228,7 +220,6 @@ def verify(
     *,
     steps: int = 3,
     offload: Mapping[str, Any] | None = None,
-    offloader: str | Offloader = "ebbtide",
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
     microbatches: int = 1,
     orders: int = 7,
@@ -250,10 +241,6 @@ def verify(
             one, else the mean square of all that it returns.
         steps: training steps in each run.
         offload: arguments of `ebbtide.offload`. None: all activations are offloaded, however small.
-        offloader: instead of ebbtide, another library's: ``"save_on_cpu"``, ``"torchtune"``,
-            ``"trl"``, or a function, which is called with the model for each run and returns a
-            context manager of saved-tensor hooks that surrounds each forward. Delays and
-            overwritten memory are then provoked around its hooks.
         optimizer: makes the optimizer from the parameters. None: SGD with momentum.
         microbatches: forwards in a step before their backwards, as in a pipeline. With 2, two
             graphs are alive at once.
@@ -273,85 +260,80 @@ def verify(
     for name, (value, least) in numbers.items():
         if not isinstance(value, int) or value < least:
             refuse(name, f"a number of at least {least}", value)
-    make = find_offloader(offloader) if isinstance(offloader, str) else offloader
     trial = _Trial(model, batch, loss or _default_loss, steps, microbatches, optimizer or _sgd)
-    trial.make = make
-    trial.offload = {"activations": ActivationPolicy(min_bytes=1)} if offload is None else offload
-    if make is not None:
-        name = getattr(offloader, "__name__", type(offloader).__name__)
-        trial.offloader = offloader if isinstance(offloader, str) else name
+    if offload is not None:
+        trial.offload = offload
     put_back = note_random_numbers([trial.device])
     try:
-        return verify_subject(trial, range(seed, seed + orders))
+        return verify_runs(trial.run, range(seed, seed + orders), steps=steps)
     finally:
         trial.restore()
         trial.give_back_gradients()
         put_back()
 
 
-class Subject(Protocol):
-    """Training steps that can be run again and again from the same beginning.
+@final
+@dataclasses.dataclass
+class Outcome:
+    """What came of one run of the training steps.
 
     Attributes:
-        steps: how many there are.
-        offloader: whose offloading is verified.
-        kinds: what is compared of them, in words.
-        can_repeat: whether its steps begin again after the disk was full.
-        layers: for the names of parameters and buffers, the modules that they belong to.
-        operators: of the plain runs so far, those that have no deterministic kernel.
-    """
-
-    steps: int
-    offloader: str
-    kinds: str
-    can_repeat: bool
-    layers: dict[str, str]
-    operators: list[str]
-
-    def describe(self) -> str:
-        """Say what runs."""
-
-    def run_plainly(self, *, deterministic: bool) -> Values:
-        """Run the steps without offload, perhaps with deterministic kernels."""
-
-    def run_offloaded(
-        self, provocation: Provocation | None, *, deterministic: bool
-    ) -> VerifiedSteps:
-        """Run the steps offloaded."""
-
-    def can_go_on(self) -> bool:
-        """Whether another run is possible after one that raised an error."""
-
-
-class VerifiedSteps(NamedTuple):
-    """What came of offloaded steps.
-
-    Attributes:
+        what: what ran: the model, its parameters, its device.
         values: what is compared.
+        layers: for the names of parameters and buffers, the modules that they belong to.
+        operators: those that have no deterministic kernel, if the run was to be deterministic.
         order: the order of execution of the device, if it has several.
         moved_bytes: as of `VerifiedRun`.
     """
 
-    values: Values
-    order: str
-    moved_bytes: int | None
+    what: str = ""
+    values: Values = dataclasses.field(default_factory=dict)
+    layers: dict[str, str] = dataclasses.field(default_factory=dict)
+    operators: list[str] = dataclasses.field(default_factory=list)
+    order: str = ""
+    moved_bytes: int = 0
+
+    def note_moved(self, stats: StepStats) -> None:
+        """Count what moved in a step."""
+        self.moved_bytes += stats.offloaded_bytes + stats.rebuilt_bytes
+        self.moved_bytes += stats.recomputed_bytes + stats.weight_reload_bytes
 
 
-def verify_subject(subject: Subject, seeds: range) -> VerifyReport:
-    """Run a subject plainly, and offloaded under provocations.
+Run = Callable[[bool, Provocation | None, bool], Outcome]
+"""Runs the training steps from the same beginning each time.
+
+It is told whether they are offloaded, what is provoked, and whether kernels are deterministic.
+"""
+
+
+def verify_runs(
+    run: Run,
+    seeds: range,
+    *,
+    steps: int,
+    kinds: str = VerifyReport.kinds,
+    disk_may_be_full: bool = True,
+) -> VerifyReport:
+    """Run training steps plainly, and offloaded under provocations.
+
+    Args:
+        run: runs the steps.
+        seeds: the seeds of the provocations.
+        steps: how many steps a run has.
+        kinds: what is compared, in words.
+        disk_may_be_full: whether the steps begin again after an error that says so.
 
     Raises:
-        PolicyError: it cannot be offloaded like this, or the plain steps give NaN.
+        PolicyError: the model cannot be offloaded like this, or the plain steps give NaN.
     """
-    plain = subject.run_plainly(deterministic=False)
-    unstable = [name for name, _ in _changes(plain, subject.run_plainly(deterministic=False))]
-    deterministic, allowed = bool(unstable), _Allowed()
-    if deterministic:
-        plain = subject.run_plainly(deterministic=True)
-        again = subject.run_plainly(deterministic=True)
-        allowed = _Allowed(
-            {name: _part(plain.get(name), value) for name, value in _changes(plain, again)}
-        )
+    first = run(False, None, False)
+    plain, operators = first.values, list[str]()
+    unstable = [name for name, _ in _changes(plain, run(False, None, False).values)]
+    tolerances: dict[str, float] = {}
+    if unstable:
+        plain = run(False, None, True).values
+        again = run(False, None, True)
+        operators, tolerances = again.operators, _tolerances(plain, again.values)
     for name, value in plain.items():
         if value is not None and value.is_floating_point() and value.isnan().any():
             raise PolicyError(
@@ -360,38 +342,37 @@ def verify_subject(subject: Subject, seeds: range) -> VerifyReport:
             )
     runs = list[VerifiedRun]()
     for number in (None, *seeds):
-        provocation = None if number is None else Provocation.draw(number, fails=subject.can_repeat)
-        runs.append(_judge(subject, plain, allowed, provocation, deterministic=deterministic))
-        if runs[-1].error and not subject.can_go_on():
-            break
+        provocation = None if number is None else Provocation.draw(number, fails=disk_may_be_full)
+        what = "nothing" if provocation is None else provocation.name
+        verified = VerifiedRun(seed=number, name=what)
+        try:
+            found = run(True, provocation, bool(unstable))
+        except (PolicyError, ImportError):
+            if runs and runs[-1].error:
+                break  # what went wrong has kept the model from being detached
+            raise
+        except Exception as raised:
+            first_line = str(raised).partition("\n")[0]
+            error = f"{type(raised).__name__}: {first_line}"
+            runs.append(dataclasses.replace(verified, error=error))
+            continue
+        difference = _compare(plain, found.values, tolerances, first.layers)
+        runs.append(
+            dataclasses.replace(
+                verified, order=found.order, difference=difference, moved_bytes=found.moved_bytes
+            )
+        )
     python = ".".join(map(str, sys.version_info[:3]))
     return VerifyReport(
-        what=subject.describe(), offloader=subject.offloader, steps=subject.steps,
-        compared=len(plain), runs=tuple(runs), tolerance=allowed.usual, kinds=subject.kinds,
-        unstable=tuple(dict.fromkeys(subject.operators)) or tuple(unstable),
+        what=first.what,
+        steps=steps,
+        compared=len(plain),
+        runs=tuple(runs),
+        tolerance=min(tolerances.values(), default=0.0),
+        kinds=kinds,
+        unstable=tuple(dict.fromkeys(operators)) or tuple(unstable),
         versions=f"ebbtide {__version__}, torch {torch.__version__}, Python {python}",
-    )  # fmt: skip
-
-
-def _judge(
-    subject: Subject,
-    plain: Values,
-    allowed: _Allowed,
-    provocation: Provocation | None,
-    *,
-    deterministic: bool,
-) -> VerifiedRun:
-    """Run the steps offloaded, and compare."""
-    seed, name = (None, "nothing") if provocation is None else (provocation.seed, provocation.name)
-    try:
-        values, order, moved = subject.run_offloaded(provocation, deterministic=deterministic)
-    except (PolicyError, ImportError):
-        raise
-    except Exception as raised:
-        first_line = str(raised).partition("\n")[0]
-        return VerifiedRun(seed=seed, name=name, error=f"{type(raised).__name__}: {first_line}")
-    difference = _compare(plain, values, allowed, subject.layers)
-    return VerifiedRun(seed=seed, name=name, order=order, difference=difference, moved_bytes=moved)
+    )
 
 
 def choose_order(device: torch.device, provocation: Provocation | None) -> str:
@@ -447,7 +428,7 @@ class _Trial:
 
     Attributes:
         offload: arguments of `ebbtide.offload`.
-        make: another library's offloading; None: ebbtide's.
+        device: the device on which the model trains.
     """
 
     def __init__(
@@ -464,18 +445,12 @@ class _Trial:
             raise PolicyError(
                 f"{type(model).__name__} has no parameters, so nothing can be trained"
             )
-        self.model = model
+        self.offload: Mapping[str, Any] = {"activations": ActivationPolicy(min_bytes=1)}
         self.device = device
-        self.steps = steps
-        self.offload: Mapping[str, Any] = {}
-        self.make: Offloader | None = None
-        self.offloader = "ebbtide"
-        self.kinds = VerifyReport.kinds
-        self.can_repeat = True
-        self.layers = layers_of([model])
-        self.operators: list[str] = []
+        self._model = model
         self._batch = batch
         self._loss = loss
+        self._steps = steps
         self._microbatches = microbatches
         self._optimizer = optimizer
         self._inputs = [leaf for leaf in tree_leaves(batch) if _wants_gradient(leaf)]
@@ -483,10 +458,6 @@ class _Trial:
         tensors = [*model.parameters(), *model.buffers()]
         self._tensors = [(tensor, tensor.detach().cpu().clone()) for tensor in tensors]
         self._attributes = [(m, _plain_attributes(m)) for m in model.modules()]
-
-    def describe(self) -> str:
-        number = sum(parameter.numel() for parameter in self.model.parameters())
-        return f"{type(self.model).__name__} of {number:,} parameters on {self.device.type}"
 
     def restore(self) -> None:
         """Put back the values with which every run begins."""
@@ -502,54 +473,80 @@ class _Trial:
         for tensor, gradient in self._gradients:
             tensor.grad = gradient
 
-    def can_go_on(self) -> bool:
-        try:
-            refuse_second_offload(self.model)
-        except PolicyError:
-            return False  # what is wrong has kept the model from being detached
-        return True
+    def run(self, offloaded: bool, provocation: Provocation | None, deterministic: bool) -> Outcome:
+        """Run the steps; a `Run`."""
+        outcome = Outcome(what=describe_model(self._model), layers=layers_of([self._model]))
+        with contextlib.ExitStack() as stack:
+            if deterministic:
+                outcome.operators = stack.enter_context(deterministic_kernels())
+            if offloaded:
+                outcome.order = choose_order(self.device, provocation)
+                self._train_offloaded(outcome, provocation)
+            else:
+                self._train(outcome)
+        return outcome
 
-    def run_plainly(self, *, deterministic: bool) -> Values:
-        if not deterministic:
-            return self.run()
-        with deterministic_kernels() as self.operators:
-            return self.run()
+    def _train_offloaded(self, outcome: Outcome, provocation: Provocation | None) -> None:
+        """Run all steps offloaded, on a device that is provoked.
 
-    def run_offloaded(
-        self, provocation: Provocation | None, *, deterministic: bool
-    ) -> VerifiedSteps:
-        order = choose_order(self.device, provocation)
-        with deterministic_kernels() if deterministic else contextlib.nullcontext():
-            if self.make is None:
-                values, moved_bytes = _run_ebbtide(self, provocation)
-                return VerifiedSteps(values, order, moved_bytes)
-            return VerifiedSteps(_run_other(self, self.make, provocation), order, None)
+        Raises:
+            OSError: the disk was not full any more, but a forward still says so.
+        """
+        arguments = dict(self.offload)
+        is_planned = arguments.get("budget") is not None or arguments.get("plan") is not None
+        if provocation is not None and provocation.is_tight and not is_planned:
+            policy = arguments.get("activations") or ActivationPolicy()
+            arguments["activations"] = dataclasses.replace(policy, max_inflight_bytes=_TIGHT_BYTES)
+        devices = list[AbstractDevice]()
 
-    def run(
-        self,
-        around: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
-        after_step: Callable[[], None] = lambda: None,
-    ) -> Values:
-        """Run all steps.
+        def make(torch_device: torch.device) -> AbstractDevice:
+            devices.append(provoked_device(torch_device, provocation, is_planned=is_planned))
+            return devices[-1]
+
+        def end_step() -> None:
+            outcome.note_moved(engine.stats)
+            if provocation is not None and provocation.shuffles:
+                engine.expect_any_order(choices)
+            if provocation is not None and provocation.verifies:
+                engine.forget_proofs()
+
+        self.restore()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of pageable memory, for example, which was provoked
+            with devices_made_by(make) as engines:
+                handle = offload_model(self._model, **arguments)
+            engine = engines[0]
+            with handle:
+                for attempt in range(1, _ATTEMPTS + 1):
+                    choices = random.Random(0 if provocation is None else provocation.seed)
+                    outcome.moved_bytes = 0
+                    try:
+                        self._train(outcome, end_step)
+                        break
+                    except OSError as error:
+                        if error.errno != errno.ENOSPC or attempt == _ATTEMPTS:
+                            raise
+                    for device in devices:
+                        if isinstance(device, ProvokedDevice):
+                            device.is_calm = True
+
+    def _train(self, outcome: Outcome, end_step: Callable[[], None] = lambda: None) -> None:
+        """Run all steps, and copy what is compared.
 
         Args:
-            around: surrounds each forward.
-            after_step: called after each step.
-
-        Returns:
-            Copies of what is compared.
+            outcome: gets the values.
+            end_step: called after each step.
         """
         self.restore()
         seed_all()
-        optimizer = self._optimizer([p for p in self.model.parameters() if p.requires_grad])
-        values: Values = {}
-        for step in range(1, self.steps + 1):
+        optimizer = self._optimizer([p for p in self._model.parameters() if p.requires_grad])
+        values = outcome.values = {}
+        for step in range(1, self._steps + 1):
             for tensor, _ in self._gradients:
                 tensor.grad = None
-            losses = list[Tensor]()
-            for _ in range(self._microbatches):
-                with around():
-                    losses.append(self._loss(_call(self.model, self._batch)))
+            losses = [
+                self._loss(_call(self._model, self._batch)) for _ in range(self._microbatches)
+            ]
             for loss in losses:
                 loss.backward()  # type: ignore[no-untyped-call]
             # Only now: to read a loss before is to wait until all copies have ended.
@@ -557,17 +554,35 @@ class _Trial:
                 values[f"step {step}: loss" + (f" {number}" if number else "")] = copy_of(loss)
             del losses, loss
             # Backward comes to the last parameters first, so the first difference is among them.
-            for name, parameter in reversed(list(self.model.named_parameters())):
+            for name, parameter in reversed(list(self._model.named_parameters())):
                 values[f"step {step}: gradient of {name}"] = copy_of(parameter.grad)
             for number, tensor in enumerate(self._inputs):
                 values[f"step {step}: gradient of input {number}"] = copy_of(tensor.grad)
             optimizer.step()
             torch.clear_autocast_cache()
-            after_step()
-        for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
+            end_step()
+        for name, tensor in (*self._model.named_parameters(), *self._model.named_buffers()):
             values[f"last step: {name}"] = copy_of(tensor)
         values.update(random_states(self.device))
-        return values
+
+
+def provoked_device(
+    torch_device: torch.device, provocation: Provocation | None, *, is_planned: bool
+) -> AbstractDevice:
+    """Make the device that an engine of a run computes on; see `devices_made_by`.
+
+    Args:
+        torch_device: torch's device.
+        provocation: what is provoked on it; None: nothing.
+        is_planned: whether a plan decides. A budget on a CPU is of the process's memory, where a
+            simulated device has none, so there is none then.
+    """
+    device = make_device(torch_device)
+    if provocation is None:
+        return device
+    if is_planned:
+        provocation = dataclasses.replace(provocation, eagerness=None)
+    return provocation.wrap(device)
 
 
 def seed_all() -> None:
@@ -673,30 +688,27 @@ def _part(expected: Tensor | None, got: Tensor | None) -> float:
     return float(apart.max()) / largest if largest else float("inf")
 
 
-class _Allowed:
-    """By which part of its largest value each tensor may differ.
+def _tolerances(plain: Values, again: Values) -> dict[str, float]:
+    """Return by which part of its largest value each tensor may differ, by its name.
 
-    Args:
-        parts: by which two plain runs differed. A tensor that did not happen to differ may by as
-            much as the median of the others, and one that is nothing but rounding errors by more.
+    A tensor in which the two plain runs do not happen to differ may differ by as much as the median
+    of the others, and one that is nothing but rounding errors by more. Without any difference
+    between the two, there are no tolerances.
     """
-
-    def __init__(self, parts: Mapping[str, float] | None = None) -> None:
-        self.parts = parts or {}
-        finite = [part for part in self.parts.values() if math.isfinite(part)]
-        self.usual = _SLACK * statistics.median(finite) if finite else 0.0
-
-    def of(self, name: str) -> float:
-        return max(self.usual, _SLACK * self.parts.get(name, 0.0))
+    parts = {name: _part(plain.get(name), value) for name, value in _changes(plain, again)}
+    if not parts:
+        return {}
+    usual = statistics.median([part for part in parts.values() if math.isfinite(part)] or [0.0])
+    return {name: _SLACK * max(usual, parts.get(name, 0.0)) for name in plain}
 
 
 def _compare(
-    plain: Values, got: Values, allowed: _Allowed, layers: Mapping[str, str]
+    plain: Values, got: Values, tolerances: Mapping[str, float], layers: Mapping[str, str]
 ) -> Difference | None:
     different = [
         (name, value)
         for name, value in _changes(plain, got)
-        if not allowed.parts or _part(plain.get(name), value) > allowed.of(name)
+        if not tolerances or _part(plain.get(name), value) > tolerances.get(name, 0.0)
     ]
     if not different:
         return None
@@ -729,199 +741,8 @@ def layers_of(models: Iterable[nn.Module]) -> dict[str, str]:
     }
 
 
-# ---- Offloaded runs: ebbtide's own, and those of others ----
-
-
-def _run_ebbtide(trial: _Trial, provocation: Provocation | None) -> tuple[Values, int]:
-    """Run the steps offloaded by ebbtide, on a device that is provoked.
-
-    Raises:
-        OSError: the disk was not full any more, but a forward still says so.
-    """
-    arguments = dict(trial.offload)
-    is_planned = arguments.get("budget") is not None or arguments.get("plan") is not None
-    if provocation is not None and provocation.is_tight and not is_planned:
-        policy = arguments.get("activations") or ActivationPolicy()
-        arguments["activations"] = dataclasses.replace(policy, max_inflight_bytes=_TIGHT_BYTES)
-    devices = ProvokedDevices(provocation, is_planned=is_planned)
-    trial.restore()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of pageable memory, for example, which was provoked
-        with devices_made_by(devices.make) as engines:
-            handle = offload_model(trial.model, **arguments)
-        with handle:
-            for attempt in range(_ATTEMPTS):
-                counted = _Counted(engines[0], provocation)
-                try:
-                    return trial.run(after_step=counted.note_step), counted.moved_bytes
-                except OSError as error:
-                    if error.errno != errno.ENOSPC or attempt + 1 == _ATTEMPTS:
-                        raise
-                    devices.calm()
-    raise AssertionError("the last attempt returns or raises")
-
-
-@final
-class ProvokedDevices:
-    """Makes the devices of a run.
-
-    Args:
-        provocation: what is provoked on them; None: nothing.
-        is_planned: whether a plan decides. A budget on a CPU is of the process's memory, where a
-            simulated device has none, so there is none then.
-    """
-
-    def __init__(self, provocation: Provocation | None, *, is_planned: bool) -> None:
-        if provocation is not None and is_planned:
-            provocation = dataclasses.replace(provocation, eagerness=None)
-        self._provocation = provocation
-        self._made: list[AbstractDevice] = []
-
-    def make(self, torch_device: torch.device) -> AbstractDevice:
-        """Make a device; see `devices_made_by`."""
-        device = make_device(torch_device)
-        if self._provocation is not None:
-            device = self._provocation.wrap(device)
-        self._made.append(device)
-        return device
-
-    def calm(self) -> None:
-        """Let nothing fail any more."""
-        for device in self._made:
-            if isinstance(device, ProvokedDevice):
-                device.is_calm = True
-
-
-@final
-class _Counted:
-    """Counts what moves in the steps of a run, and makes ready what is provoked in the next."""
-
-    def __init__(self, engine: Engine, provocation: Provocation | None) -> None:
-        self._engine = engine
-        self._provocation = provocation
-        self._choices = random.Random(0 if provocation is None else provocation.seed)
-        self.moved_bytes = 0
-
-    def note_step(self) -> None:
-        stats = self._engine.stats
-        self.moved_bytes += stats.offloaded_bytes + stats.rebuilt_bytes
-        self.moved_bytes += stats.recomputed_bytes + stats.weight_reload_bytes
-        if self._provocation is not None and self._provocation.shuffles:
-            self._engine.expect_any_order(self._choices)
-        if self._provocation is not None and self._provocation.verifies:
-            self._engine.forget_proofs()
-
-
-def _run_other(trial: _Trial, make: Offloader, provocation: Provocation | None) -> Values:
-    """Run the steps under another library's saved-tensor hooks, with trouble around each."""
-    trial.restore()
-    context = make(trial.model)
-    if provocation is None:
-        return trial.run(lambda: context)
-    around = _TroubledHooks(context, trial.device, provocation)
-    return trial.run(lambda: around, around.end_step)
-
-
-@final
-class _TroubledHooks:
-    """Surrounds the saved-tensor hooks of a context manager with delays and overwritten memory."""
-
-    def __init__(
-        self, context: AbstractContextManager[Any], device: torch.device, provocation: Provocation
-    ) -> None:
-        self._context = context
-        self._provocation = provocation
-        self._choices = random.Random(provocation.seed)
-        self._device = device
-        self._disturber = Disturber(device)
-        self._open: list[AbstractContextManager[Any]] = []
-        self._host: list[Tensor] = []
-
-    def end_step(self) -> None:
-        """Overwrite host memory that saved tensors were in: the graphs of the step are gone.
-
-        The steps of all runs have the same values, so old contents would pass for new ones.
-        """
-        if self._device.type != "cpu":
-            torch.accelerator.synchronize(self._device)
-        for memory in self._host:
-            _bytes_of(memory).fill_(POISON)
-        self._host.clear()
-
-    def __enter__(self) -> None:
-        before = top_hooks()
-        self._context.__enter__()
-        hooks = top_hooks()
-        ours: AbstractContextManager[Any] = contextlib.nullcontext()
-        if hooks is not None and hooks != before:
-            pack, unpack = hooks
-            ours = torch.autograd.graph.saved_tensors_hooks(
-                lambda tensor: self._pack(pack, tensor), lambda packed: self._unpack(unpack, packed)
-            )
-        ours.__enter__()
-        self._open.append(ours)
-
-    def __exit__(self, *error: Any) -> None:
-        self._open.pop().__exit__(*error)
-        self._context.__exit__(*error)
-
-    def _pack(self, pack: Callable[[Tensor], Any], tensor: Tensor) -> Any:
-        self._trouble(self._provocation.late_compute)
-        self._disturber.watch(tensor)
-        packed = pack(tensor)
-        for leaf in tree_leaves(packed):
-            if isinstance(leaf, Tensor) and leaf.device != tensor.device and leaf.is_contiguous():
-                self._host.append(leaf.detach())
-        return packed
-
-    def _unpack(self, unpack: Callable[[Any], Tensor], packed: Any) -> Tensor:
-        self._trouble(self._provocation.late_compute)
-        tensor = unpack(packed)
-        self._disturber.watch(tensor)
-        return tensor
-
-    def _trouble(self, chance: float) -> None:
-        self._disturber.poison_freed()
-        if self._choices.random() < chance:
-            self._disturber.hold_up_compute()
-
-
-def find_offloader(name: str) -> Offloader | None:
-    """Return another library's offloading by its name; None for ebbtide.
-
-    Raises:
-        PolicyError: there is none of that name.
-    """
-    if name == "ebbtide":
-        return None
-    if name in _OFFLOADERS:
-        return _OFFLOADERS[name]
-    own = "pass a function of the model that returns such a context manager"
-    if name in ("deepspeed", "transformer_engine"):
-        raise PolicyError(
-            f"{name} offloads in layers of its own, and not by a context manager around any "
-            f"forward; {own}"
-        )
-    raise PolicyError(f"there is no offloader {name!r}; give {few([*_OFFLOADERS])}, or {own}")
-
-
-def _save_on_cpu(_: nn.Module) -> AbstractContextManager[Any]:
-    return torch.autograd.graph.save_on_cpu(pin_memory=True)
-
-
-def _torchtune(_: nn.Module) -> AbstractContextManager[Any]:
-    training: Any = importlib.import_module("torchtune.training")
-    return training.OffloadActivations()  # type: ignore[no-any-return]
-
-
-def _trl(model: nn.Module) -> AbstractContextManager[Any]:
-    trl: Any = importlib.import_module("trl.models.activation_offloading")
-    # A warning about a missing head would need the state that TRL's trainers create.
-    return trl.get_act_offloading_ctx_manager(model, warn_if_no_head=False)  # type: ignore[no-any-return]
-
-
-_OFFLOADERS: Final[dict[str, Offloader]] = {
-    "save_on_cpu": _save_on_cpu,
-    "torchtune": _torchtune,
-    "trl": _trl,
-}
+def describe_model(model: nn.Module) -> str:
+    """Say what is trained, in a few words."""
+    device = find_device([model]) or torch.device("cpu")
+    number = sum(parameter.numel() for parameter in model.parameters())
+    return f"{type(model).__name__} of {number:,} parameters on {device.type}"

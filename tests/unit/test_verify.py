@@ -7,8 +7,8 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 import ebbtide
 from ebbtide.runtime.engine import devices_made_by, make_device
+from ebbtide.runtime.torch_internals import top_hooks
 from ebbtide.tools.main import app
 
 WIDTH = 32
@@ -48,16 +49,29 @@ def batch() -> Tensor:
     return torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(1))
 
 
-def scaling(factor: float) -> Callable[[nn.Module], AbstractContextManager[object]]:
-    """An offloader that returns a multiple of what was saved."""
+class WrongWhenOffloaded(torch.autograd.Function):
+    """Returns a multiple of its gradient if autograd's saved tensors go through hooks."""
 
-    def scaled(_: nn.Module) -> AbstractContextManager[object]:
-        return torch.autograd.graph.saved_tensors_hooks(
-            lambda tensor: tensor.clone() if tensor.is_floating_point() else tensor,
-            lambda tensor: tensor * factor if tensor.is_floating_point() else tensor,
-        )
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = 1.0 if top_hooks() is None else factor
+        return x.clone()
 
-    return scaled
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.factor, None
+
+
+class Wrong(nn.Module):
+    """A model whose gradients are wrong in the middle if it is offloaded."""
+
+    def __init__(self, factor: float, inner: nn.Module | None = None) -> None:
+        super().__init__()
+        self.below, self.above = small(), inner or small()
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.above(WrongWhenOffloaded.apply(self.below(x), self.factor))
 
 
 @pytest.mark.parametrize(
@@ -158,49 +172,22 @@ def test_every_run_begins_with_the_same_counters() -> None:
 
 
 def test_a_wrong_gradient_is_found_and_named() -> None:
-    model = small()
-    report = ebbtide.verify(model, batch(), offloader=scaling(1 + 2**-20), orders=1)
+    model = Wrong(1 + 2**-20)
+    report = ebbtide.verify(model, batch(), orders=1)
     assert not report.same
     first = report.first_different
     assert first is not None and first.seed is None and first.difference is not None
     path = first.difference.name.rpartition(" ")[2]
-    assert path in dict(model.named_parameters())
+    assert path.startswith("below.2")  # backward comes to the last layer below first
     assert first.difference.layer.startswith(path.rpartition(".")[0])
     assert 1 < first.difference.num_different < report.compared
     assert_fits_a_terminal(report)
     assert json.loads(json.dumps(report.document()))["same"] is False
 
 
-def test_another_librarys_hooks_are_the_same_when_they_are_right() -> None:
-    report = ebbtide.verify(small(), batch(), offloader=scaling(1.0), orders=2, microbatches=2)
+def test_two_graphs_may_be_alive_at_once() -> None:
+    report = ebbtide.verify(small(), batch(), orders=2, microbatches=2)
     assert report.same, str(report)
-
-
-def test_lost_strides_are_found_in_save_on_cpu() -> None:
-    """It returns channels-last tensors in another layout, for which other kernels are chosen."""
-
-    class LayoutNoted(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: object, x: Tensor) -> Tensor:
-            ctx.save_for_backward(x)  # type: ignore[attr-defined]
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: object, gradient: Tensor) -> Tensor:
-            (x,) = ctx.saved_tensors  # type: ignore[attr-defined]
-            return gradient * x.stride(0)
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(WIDTH, WIDTH)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return LayoutNoted.apply(self.linear(x).t())  # type: ignore[no-any-return]
-
-    report = ebbtide.verify(Model(), batch(), offloader="save_on_cpu", orders=0)
-    assert report.first_different is not None
-    assert ebbtide.verify(Model(), batch(), orders=1).same
 
 
 def test_what_is_not_deterministic_is_named_and_compared_with_a_tolerance() -> None:
@@ -214,7 +201,7 @@ def test_what_is_not_deterministic_is_named_and_compared_with_a_tolerance() -> N
     assert report.same, str(report)
     assert 0 < report.tolerance < 1
     assert "step 1: loss" in report.unstable
-    wrong = ebbtide.verify(Noisy(noise), batch(), offloader=scaling(1.5), orders=0)
+    wrong = ebbtide.verify(Wrong(1.5, Noisy(noise)), batch(), orders=0)
     assert not wrong.same
 
 
@@ -233,7 +220,7 @@ def test_nan_in_the_plain_steps_is_refused() -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"steps": 0}, {"orders": -1}, {"microbatches": 0}, {"offloader": "nobody"}],
+    [{"steps": 0}, {"orders": -1}, {"microbatches": 0}],
     ids=lambda wrong: next(iter(wrong)),
 )
 def test_wrong_arguments_are_refused(wrong: dict[str, object]) -> None:
@@ -263,8 +250,13 @@ data = torch.utils.data.DataLoader(torch.randn(64, 32), batch_size=16, shuffle=T
 def build():
     return model, torch.randn(16, 32)
 
-def wrong(model):
-    return torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t * 1.5)
+class Wrong(nn.Sequential):
+    def forward(self, x):
+        factor = 1 if torch._C._autograd._top_saved_tensors_default_hooks(False) is None else 2
+        return factor * super().forward(x)
+
+def wrong():
+    return Wrong(*layers), torch.randn(16, 32)
 
 if __name__ == "__main__":
     for epoch in range(int(sys.argv[1])):
@@ -307,8 +299,8 @@ def test_a_script_that_ends_too_early_is_refused(script: str) -> None:
 
 
 @pytest.mark.usefixtures("script")
-def test_a_function_is_verified_with_options_behind_it() -> None:
-    arguments = ["verify", "to_verify:build", "--weights", "--orders", "2", "--json"]
+def test_a_function_is_verified() -> None:
+    arguments = ["verify", "--weights", "--orders", "2", "--json", "to_verify:build"]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     document = json.loads(result.stdout)
@@ -316,8 +308,13 @@ def test_a_function_is_verified_with_options_behind_it() -> None:
 
 
 @pytest.mark.usefixtures("script")
-def test_a_wrong_offloader_ends_the_command_with_1() -> None:
-    arguments = ["verify", "to_verify:build", "--offloader", "to_verify:wrong", "--orders", "1"]
-    result = CliRunner().invoke(app, arguments)
+def test_options_behind_a_function_are_refused() -> None:
+    result = CliRunner().invoke(app, ["verify", "to_verify:build", "--orders", "1"])
+    assert result.exit_code == 2 and "stand before" in result.output
+
+
+@pytest.mark.usefixtures("script")
+def test_a_wrong_model_ends_the_command_with_1() -> None:
+    result = CliRunner().invoke(app, ["verify", "--orders", "0", "to_verify:wrong"])
     assert result.exit_code == 1, result.output
     assert "DIFFERENT" in result.output

@@ -127,8 +127,9 @@ class ProvokedDevice(AbstractDevice):
         self.computes_on_host = device.computes_on_host
         self.has_memory = device.has_memory
         self.is_calm = False
-        self._disturber = Disturber(device.torch_device)
+        self._watched: list[tuple[StorageWeakRef, int]] = []
         if not device.computes_on_host:
+            self._sleep = _find_sleep(device.torch_device)
             poison = torch.full((_PIECE_BYTES,), POISON, dtype=torch.uint8, device="cpu")
             self._host_poison, self._host_scratch = poison.pin_memory(), poison.clone().pin_memory()
             self._poison = poison.to(device.torch_device)
@@ -167,7 +168,7 @@ class ProvokedDevice(AbstractDevice):
         return self._device.note_use(memory, home, current, ready)
 
     def pin(self, address: int, size_bytes: int) -> Callable[[], None] | None:
-        if not self.is_calm and self._choices.random() < self._provocation.refused_pins:
+        if not self.is_calm and self._happens(self._provocation.refused_pins):
             raise OSError(errno.ENOMEM, "page-locking was refused on purpose")
         return self._device.pin(address, size_bytes)
 
@@ -176,7 +177,7 @@ class ProvokedDevice(AbstractDevice):
     ) -> AbstractEvent:
         if self.computes_on_host:
             return self._device.copy_down(target, source, *after)
-        self._disturber.watch(source)
+        self._watch(source)
         places = self._poison, self._host_scratch, self._scratch
         return self._copy(self._device.copy_down, places, target, source, *after)
 
@@ -185,7 +186,7 @@ class ProvokedDevice(AbstractDevice):
     ) -> AbstractEvent:
         if self.computes_on_host:
             return self._device.copy_up(target, source, *after)
-        self._disturber.watch(target)
+        self._watch(target)
         places = self._host_poison, self._scratch, self._host_scratch
         return self._copy(self._device.copy_up, places, target, source, *after)
 
@@ -210,8 +211,19 @@ class ProvokedDevice(AbstractDevice):
         for begin in range(0, target.numel(), _PIECE_BYTES):
             piece = target[begin : begin + _PIECE_BYTES]
             copy(piece, poison[: piece.numel()], *after)
-        self._hold_up(copy, *scratch)
-        return self._after(copy(target, source, *after), copy, *scratch)
+        if self._happens(self._provocation.late_copies):
+            for _ in range(self._choices.randint(1, 8)):
+                copy(*scratch)  # which nobody needs, before one that somebody waits for
+        copied = copy(target, source, *after)
+        if self._happens(self._provocation.late_copies):
+            copied = copy(*scratch)
+        if self._happens(self._provocation.late_compute):
+            self._sleep()
+        self._poison_freed()
+        return copied
+
+    def _happens(self, chance: float) -> bool:
+        return self._choices.random() < chance
 
     def lane(self, name: str, lane: str) -> AbstractLane:
         return _ProvokedLane(self._device.lane(name, lane), self, writes="write" in name)
@@ -228,12 +240,10 @@ class ProvokedDevice(AbstractDevice):
     def provoke_job(self, work: Callable[[], None], *, writes: bool) -> Callable[[], None]:
         """Return a worker's job that is held up, or a write that finds the disk full."""
         provocation = self._provocation
-        if writes and not self.is_calm and self._choices.random() < provocation.failed_jobs:
+        if writes and not self.is_calm and self._happens(provocation.failed_jobs):
             return _fail_with_full_disk
         before_s, after_s = (
-            self._choices.uniform(0, _JOB_S)
-            if self._choices.random() < provocation.late_copies
-            else 0.0
+            self._choices.uniform(0, _JOB_S) if self._happens(provocation.late_copies) else 0.0
             for _ in range(2)
         )
 
@@ -244,25 +254,23 @@ class ProvokedDevice(AbstractDevice):
 
         return provoked
 
-    def _hold_up(self, copy: _Copy, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Queue copies that nobody needs before one that somebody waits for."""
-        if self._choices.random() < self._provocation.late_copies:
-            for _ in range(self._choices.randint(1, 8)):
-                copy(target, source)
+    def _watch(self, tensor: torch.Tensor) -> None:
+        """Overwrite the memory of a tensor on the device once it has been freed."""
+        if tensor.device == self.torch_device and len(self._watched) < _MOST_WATCHED:
+            storage = tensor.untyped_storage()
+            reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+            self._watched.append((reference, storage.nbytes()))
 
-    def _after(
-        self, copied: AbstractEvent, copy: _Copy, target: torch.Tensor, source: torch.Tensor
-    ) -> AbstractEvent:
-        """Hold up what comes after a copy, overwrite freed memory, and return the copy's event."""
-        if self._choices.random() < self._provocation.late_copies:
-            copied = copy(target, source)
-        if self._choices.random() < self._provocation.late_compute:
-            self._disturber.hold_up_compute()
-        self._disturber.poison_freed()
-        return copied
-
-
-_Copy = Callable[[torch.Tensor, torch.Tensor], AbstractEvent]
+    def _poison_freed(self) -> None:
+        """Overwrite what was freed, as whoever is given the memory next may do."""
+        watched, self._watched = self._watched, []
+        for each in watched:
+            reference, size_bytes = each
+            if reference.expired():  # type: ignore[no-untyped-call]
+                # The allocator hands out what was freed last, in the order of the current stream.
+                torch.full((size_bytes,), POISON, dtype=torch.uint8, device=self.torch_device)
+            else:
+                self._watched.append(each)
 
 
 def _fail_with_full_disk() -> None:
@@ -285,47 +293,6 @@ class _ProvokedLane(AbstractLane):
 
     def close(self) -> None:
         self._lane.close()
-
-
-@final
-class Disturber:
-    """Holds up the kernels of a device, and overwrites memory as soon as it was freed.
-
-    Args:
-        device: the device on which the model computes.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._is_host = device.type == "cpu"
-        self._sleep = None if self._is_host else _find_sleep(device)
-        self._watched: list[tuple[StorageWeakRef, int]] = []
-
-    def hold_up_compute(self) -> None:
-        """Queue a kernel that takes long on the current stream."""
-        if self._sleep is not None:
-            self._sleep()
-        else:
-            time.sleep(_JOB_S / 4)
-
-    def watch(self, tensor: torch.Tensor) -> None:
-        """Overwrite the memory of a tensor on the device once it has been freed."""
-        if tensor.device == self._device and not self._is_host:
-            storage = tensor.untyped_storage()
-            reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-            if len(self._watched) < _MOST_WATCHED:
-                self._watched.append((reference, storage.nbytes()))
-
-    def poison_freed(self) -> None:
-        """Overwrite what was freed, as whoever is given the memory next may do."""
-        watched, self._watched = self._watched, []
-        for each in watched:
-            reference, size_bytes = each
-            if reference.expired():  # type: ignore[no-untyped-call]
-                # The allocator hands out what was freed last, in the order of the current stream.
-                torch.full((size_bytes,), POISON, dtype=torch.uint8, device=self._device)
-            else:
-                self._watched.append(each)
 
 
 def _find_sleep(device: torch.device) -> Callable[[], object]:

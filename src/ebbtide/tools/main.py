@@ -16,7 +16,6 @@ from ebbtide.tools import (
     verify_command,
 )
 from ebbtide.tools.run_command import SETTINGS, CommandLine
-from ebbtide.tools.verify_command import VerifyCommand
 from ebbtide.version import __version__
 
 # Plain help texts of 80 columns, whether they go to a terminal, a file or a pager.
@@ -43,7 +42,7 @@ app.command(epilog=plan_command.EPILOG)(plan_command.plan)
 app.command(epilog=report_command.EPILOG)(report_command.report)
 app.command(context_settings=SETTINGS, epilog=run_command.EPILOG)(run_command.run)
 app.command(epilog=schedule_command.EPILOG)(schedule_command.schedule)
-app.command(cls=VerifyCommand, epilog=verify_command.EPILOG)(verify_command.verify)
+app.command(context_settings=SETTINGS, epilog=verify_command.EPILOG)(verify_command.verify)
 
 
 def _print_version(wanted: bool) -> None:

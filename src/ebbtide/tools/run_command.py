@@ -55,6 +55,48 @@ class CommandLine(typer.Typer):
         return run_script(request)
 
 
+# Options that `ebbtide verify` has, too.
+Arguments = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="ARGUMENTS", help="What the script itself is given."),
+]
+AsModule = Annotated[
+    bool, typer.Option("-m", "--module", help="The script is a module, as for python -m.")
+]
+Budget = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE", help="Most memory that training may take: 20GiB, or 90% of all there is."
+    ),
+]
+Store = Annotated[
+    str,
+    typer.Option(
+        metavar="STORE",
+        help="Where activations go: auto, host, disk[:/some/dir] or tiered[:/dir].",
+    ),
+]
+Layers = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="PATTERN", help="Modules whose calls are the layers, such as blocks.*; repeatable."
+    ),
+]
+Mode = Annotated[
+    str,
+    typer.Option(metavar="MODE", help="Without a budget: offload, recompute or recompute+offload."),
+]
+MinBytes = Annotated[
+    str, typer.Option(metavar="SIZE", help="Tensors smaller than this stay on the device.")
+]
+Weights = Annotated[
+    bool,
+    typer.Option(
+        "--weights", help="Keep weights off the device, too, while their layer does not compute."
+    ),
+]
+
+
 # There are many parameters because typer makes an option of each.
 def run(
     script: Annotated[
@@ -63,33 +105,16 @@ def run(
             metavar="SCRIPT", help="Your training script; with -m the name of a module."
         ),
     ],
-    arguments: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="ARGUMENTS", help="What the script itself is given."),
-    ] = None,
-    as_module: Annotated[
-        bool, typer.Option("-m", "--module", help="SCRIPT is a module, as for python -m.")
-    ] = False,
-    budget: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE",
-            help="Most memory that training may take: 20GiB, or 90% of all there is.",
-        ),
-    ] = None,
+    arguments: Arguments = None,
+    as_module: AsModule = False,
+    budget: Budget = None,
     plan: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE", help="Instead of a budget: a plan that `ebbtide plan --save` wrote."
         ),
     ] = None,
-    store: Annotated[
-        str,
-        typer.Option(
-            metavar="STORE",
-            help="Where activations go: auto, host, disk[:/some/dir] or tiered[:/dir].",
-        ),
-    ] = "auto",
+    store: Store = "auto",
     host_budget: Annotated[
         str | None,
         typer.Option(
@@ -97,13 +122,7 @@ def run(
             help="Most host memory to take, such as 24GiB, or 96GiB/node for all ranks of a host.",
         ),
     ] = None,
-    layers: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="PATTERN",
-            help="Modules whose calls are the layers, such as blocks.*; repeatable.",
-        ),
-    ] = None,
+    layers: Layers = None,
     num_layers: Annotated[
         int | None, typer.Option(metavar="N", help="Without a budget: offload this many layers.")
     ] = None,
@@ -113,22 +132,9 @@ def run(
             metavar="N", help="Without a budget: keep this many last layers on the device."
         ),
     ] = 0,
-    mode: Annotated[
-        str,
-        typer.Option(
-            metavar="MODE", help="Without a budget: offload, recompute, or recompute+offload."
-        ),
-    ] = "offload",
-    min_bytes: Annotated[
-        str, typer.Option(metavar="SIZE", help="Tensors smaller than this stay on the device.")
-    ] = "1MiB",
-    weights: Annotated[
-        bool,
-        typer.Option(
-            "--weights",
-            help="Keep weights off the device, too, while their layer does not compute.",
-        ),
-    ] = False,
+    mode: Mode = "offload",
+    min_bytes: MinBytes = "1MiB",
+    weights: Weights = False,
     dry: Annotated[
         bool,
         typer.Option("--dry", help="Offload nothing; say what would be done, from the first step."),

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, final
+from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 import typer
-from typer.core import TyperCommand
 
 from ebbtide.tools.exit_codes import ExitCode, describe_codes, ends_by_code
+from ebbtide.tools.run_command import (
+    Arguments,
+    AsModule,
+    Budget,
+    Layers,
+    MinBytes,
+    Mode,
+    Store,
+    Weights,
+)
 
 if TYPE_CHECKING:
     from ebbtide.tools.found_models import RunOptions
@@ -24,16 +33,6 @@ EPILOG = describe_codes(
 )
 
 
-@final
-class VerifyCommand(TyperCommand):
-    """Leaves to a script what follows it; options may also follow ``module:function``."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        is_script = any(each in ("-m", "--module") or each.endswith(".py") for each in args)
-        ctx.allow_interspersed_args = not is_script
-        return super().parse_args(ctx, args)
-
-
 # There are many parameters because typer makes an option of each.
 def verify(
     target: Annotated[
@@ -44,59 +43,23 @@ def verify(
             "batch) or (model, batch, loss).",
         ),
     ],
-    arguments: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="ARGUMENTS", help="What the script itself is given."),
-    ] = None,
-    as_module: Annotated[
-        bool, typer.Option("-m", "--module", help="TARGET is a module, as for python -m.")
-    ] = False,
-    budget: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Verify what follows this budget: 24GiB.")
-    ] = None,
-    store: Annotated[
-        str, typer.Option(metavar="STORE", help="auto, host, disk[:/some/dir] or tiered[:/dir].")
-    ] = "auto",
-    layers: Annotated[
-        list[str] | None,
-        typer.Option(metavar="PATTERN", help="Modules whose calls are the layers; repeatable."),
-    ] = None,
-    mode: Annotated[
-        str,
-        typer.Option(
-            metavar="MODE", help="Without a budget: offload, recompute, or recompute+offload."
-        ),
-    ] = "offload",
-    min_bytes: Annotated[
-        str,
-        typer.Option(metavar="SIZE", help="Tensors smaller than this stay; 1: everything leaves."),
-    ] = "1",
-    weights: Annotated[
-        bool, typer.Option("--weights", help="Offload weights, too, whatever their size.")
-    ] = False,
+    arguments: Arguments = None,
+    as_module: AsModule = False,
+    budget: Budget = None,
+    store: Store = "auto",
+    layers: Layers = None,
+    mode: Mode = "offload",
+    min_bytes: MinBytes = "1",
+    weights: Weights = False,
     steps: Annotated[int, typer.Option(metavar="N", help="Training steps in each run.")] = 3,
     orders: Annotated[int, typer.Option(metavar="N", help="How many provocations are tried.")] = 7,
     seed: Annotated[
         int, typer.Option(metavar="N", help="Seed of the first; the others have the next ones.")
     ] = 0,
-    microbatches: Annotated[
-        int,
-        typer.Option(
-            metavar="N", help="module:function only: forwards in a step before their backwards."
-        ),
-    ] = 1,
     device: Annotated[
         str | None,
         typer.Option(metavar="DEVICE", help="module:function only: where it trains, such as cuda."),
     ] = None,
-    offloader: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME",
-            help="module:function only: save_on_cpu, torchtune, trl, or module:function of the "
-            "model that returns a context manager.",
-        ),
-    ] = "ebbtide",
     as_json: Annotated[
         bool, typer.Option("--json", help="Print all figures as JSON instead of the report.")
     ] = False,
@@ -105,83 +68,61 @@ def verify(
 
     Runs a few training steps plainly and offloaded, in orders that bring races to light, and
     compares losses, gradients, parameters, buffers and random states to the bit. Options of
-    ebbtide come before a script, those of the script after it.
+    ebbtide come before the script, its own after it.
     """
     with ends_by_code("verify"):
         from ebbtide.errors import PolicyError
         from ebbtide.policy import ActivationPolicy
         from ebbtide.tools.found_models import RunOptions
         from ebbtide.tools.plan_command import other_output_on_stderr
+        from ebbtide.tools.run import MainScript
+        from ebbtide.tools.verify_script import verify_script
 
         activations = ActivationPolicy(min_bytes=min_bytes, mode=cast(Literal["offload"], mode))
         options = RunOptions(
             activations=activations, budget=budget, store=store, layers=tuple(layers or ()),
             weights=weights,
         )  # fmt: skip
-        if steps < 1 or orders < 0 or microbatches < 1:
-            raise PolicyError("--steps and --microbatches are at least 1, and --orders at least 0")
+        if steps < 1 or orders < 0:
+            raise PolicyError("--steps is at least 1, and --orders at least 0")
+        seeds = range(seed, seed + orders)
         with other_output_on_stderr():
             if ":" in target and not Path(target).exists():
-                task = _find_task(target, device)
-                given = {"offloader": _find_offloader(offloader), "microbatches": microbatches}
-                report = _verify_task(task, options, steps, range(seed, seed + orders), given)
+                if arguments:
+                    raise PolicyError(f"options of ebbtide stand before {target}, which takes none")
+                report = _verify_function(target, device, options, steps, seeds)
+            elif device is not None:
+                raise PolicyError("--device needs module:function; a script runs as it is")
             else:
-                if offloader != "ebbtide" or device is not None or microbatches > 1:
-                    raise PolicyError(
-                        "--offloader, --device and --microbatches need module:function; a script "
-                        "runs as it is"
-                    )
-                report = _verify_script(
-                    target, arguments or [], as_module, options, steps, range(seed, seed + orders)
-                )
+                script = MainScript(target, arguments or (), is_module=as_module)
+                report = verify_script(script, options, steps, seeds)
     typer.echo(json.dumps(report.document(), indent=2) if as_json else str(report))
     if not report.same:
         raise typer.Exit(ExitCode.FAILED)
 
 
-def _verify_script(
-    script: str,
-    arguments: list[str],
-    is_module: bool,
+def _verify_function(
+    address: str,
+    device: str | None,
     options: RunOptions,
     steps: int,
     seeds: range,
 ) -> VerifyReport:
-    from ebbtide.tools.run import MainScript
-    from ebbtide.tools.verify_script import ScriptRun, VerifiedScript
-    from ebbtide.verifying import verify_subject
-
-    MainScript(script, arguments, is_module=is_module)  # says whether there is such a script
-    run = ScriptRun(script=script, arguments=tuple(arguments), is_module=is_module, steps=steps)
-    return verify_subject(VerifiedScript(run, options), seeds)
-
-
-def _verify_task(
-    task: Any, options: RunOptions, steps: int, seeds: range, given: dict[str, Any]
-) -> VerifyReport:
-    from ebbtide.policy import WeightPolicy
-    from ebbtide.verifying import verify
-
-    offload = options.arguments(task.model, frugal=False)
-    if options.weights:
-        offload["weights"] = WeightPolicy(min_bytes=1)
-    return verify(*task, steps=steps, offload=offload, orders=len(seeds), seed=seeds.start, **given)
-
-
-def _find_task(address: str, device: str | None) -> Any:
+    """Verify the training step that a user's function returns."""
     import torch
     from torch.utils._pytree import tree_map_only
 
-    from ebbtide.tools.models import Task, find_function, read_task
+    from ebbtide.policy import WeightPolicy
+    from ebbtide.tools.models import find_function, read_task
+    from ebbtide.verifying import verify
 
-    task = read_task(address, find_function(address)())
-    if device is None:
-        return task
-    batch = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), task.batch)
-    return Task(task.model.to(device), batch, task.loss)
-
-
-def _find_offloader(name: str) -> Any:
-    from ebbtide.tools.models import find_function
-
-    return find_function(name) if ":" in name else name
+    model, batch, loss = read_task(address, find_function(address)())
+    if device is not None:
+        model = model.to(device)
+        batch = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), batch)
+    offload = options.arguments(model, frugal=False)
+    if options.weights:
+        offload["weights"] = WeightPolicy(min_bytes=1)
+    return verify(
+        model, batch, loss, steps=steps, offload=offload, orders=len(seeds), seed=seeds.start
+    )  # fmt: skip
