@@ -5,15 +5,16 @@ import dis
 import functools
 import gc
 import os
-import signal
 import sys
 import threading
 import time
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,20 +23,20 @@ from torch.utils.checkpoint import checkpoint
 
 import ebbtide
 from ebbtide import ActivationPolicy, WeightPolicy
-from ebbtide.devices import SimulatedDevice, simulated
+from ebbtide.devices import AbstractLane, CpuDevice, SimulatedDevice, WorkLane, simulated
 from ebbtide.runtime.handles import Deaths, Hold
 from ebbtide.runtime.rebuild import RecordedTensor
 from ebbtide.runtime.transfers import Gate
 from ebbtide.stores import PinnedStore
 from loops import on_device
+from waiting import PATIENCE_S, wait_until
 
-SOURCE = str(Path(ebbtide.__file__).parent)
+SOURCE, TORCH = (str(Path(each.__file__).parent) for each in (ebbtide, nn))
+LEAST_LINES = {SOURCE: 1000, TORCH: 100}
 NOT_OURS = str(Path(simulated.__file__))
 """It stands for hardware, which no interrupt stops halfway."""
-PATIENCE_S = 60
 STRIDE = int(os.environ.get("EBBTIDE_INTERRUPT_STRIDE", "23"))
 """Lines from one interrupt to the next; `make soak` takes every line."""
-TIMED = 120
 
 
 class Interrupt(BaseException):
@@ -51,17 +52,19 @@ def _begins_to_handle(frame: types.FrameType) -> bool:
 
 
 class Interrupter:
-    """Raises at the n-th line of ebbtide's code that the main thread comes to.
+    """Raises at the n-th line of some code that the main thread comes to.
 
     Args:
         at: number of the line, from 0.
+        source: the folder of the code.
 
     Attributes:
         where: the line at which it raised; empty if the code has fewer lines.
     """
 
-    def __init__(self, at: int) -> None:
+    def __init__(self, at: int, source: str = SOURCE) -> None:
         self._left = at
+        self._source = source
         self.where = ""
 
     def __enter__(self) -> "Interrupter":
@@ -73,7 +76,7 @@ class Interrupter:
 
     def _trace(self, frame: types.FrameType, event: str, _: Any) -> Any:
         name = frame.f_code.co_filename
-        if not name.startswith(SOURCE) or name == NOT_OURS or self.where:
+        if not name.startswith(self._source) or name == NOT_OURS or self.where:
             return None
         if event in ("call", "line") and not _begins_to_handle(frame):
             # Before the first line, and before each.
@@ -94,22 +97,6 @@ def gradients(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
     model.zero_grad()
     model(x).square().sum().backward()
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
-
-
-@contextmanager
-def patience() -> Iterator[None]:
-    """Turn a hang into a failure."""
-
-    def give_up(*_: object) -> None:
-        raise AssertionError("it hangs")
-
-    before = signal.signal(signal.SIGALRM, give_up)
-    signal.alarm(PATIENCE_S)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def num_files() -> int:
@@ -141,7 +128,19 @@ def step(model: nn.Module, x: torch.Tensor) -> None:
 def any_store(kind: str) -> Iterator[Callable[[], None]]:
     """The CPU with a disk, or a simulated accelerator. Yields what waits for its copies."""
     if kind == "disk":
-        yield lambda: time.sleep(0.001)
+        lanes: weakref.WeakSet[AbstractLane] = weakref.WeakSet()
+
+        def make_lane(_: CpuDevice, name: str, where: str) -> AbstractLane:
+            lane = WorkLane(name, where)
+            lanes.add(lane)
+            return lane
+
+        def finish_lanes() -> None:
+            for lane in list(lanes):
+                lane.drain(time.perf_counter() + PATIENCE_S)
+
+        with mock.patch.object(CpuDevice, "lane", make_lane):
+            yield finish_lanes
         return
     device = SimulatedDevice(0)
     with on_device(device, lambda: PinnedStore(device, slab_bytes=2**16), 2**20):
@@ -151,11 +150,9 @@ def any_store(kind: str) -> Iterator[Callable[[], None]]:
 def check_nothing_is_left(
     model: nn.Module, handle: ebbtide.OffloadHandle, wait: Callable[[], None]
 ) -> None:
-    for attempt in range(2000):
-        if handle.inspect().in_flight.is_idle:
-            break
-        if attempt % 200 == 199:
-            gc.collect()  # frames of other code may refer to the exception that refers to them
+    wait()
+    if not handle.inspect().in_flight.is_idle:
+        gc.collect()  # frames of other code may refer to the exception that refers to them
         wait()
     assert handle.inspect().in_flight.is_idle, str(handle.inspect())
     assert handle.stats.num_saved > 0, "the step has not ended"
@@ -166,47 +163,56 @@ def check_nothing_is_left(
 
 @pytest.mark.parametrize("kind", ["disk", "simulated"])
 @pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(300 if STRIDE > 10 else 3600)
 def test_an_interrupt_at_any_line_leaves_nothing(
     setting: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # pytest keeps what finalizers raise, and so the frames of the whole step.
     monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
+    gc.collect()
+    threads, files = threading.active_count(), num_files()
+    interrupt_each_line(SETTINGS[setting], kind, SOURCE)
+
+    def are_gone() -> bool:
+        gc.collect()  # what waits for copies under way keeps a device for one collection more
+        return threading.active_count() <= threads and num_files() <= files
+
+    wait_until(are_gone, f"threads or files are left: {threading.enumerate()}")
+
+
+@pytest.mark.parametrize("kind", ["disk", "simulated"])
+@pytest.mark.parametrize("setting", ["offload", "weights"])
+def test_an_interrupt_in_torchs_own_code_leaves_nothing(
+    setting: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Ctrl-C between two hooks of a module's call, where no line of ebbtide's runs."""
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
+    interrupt_each_line(SETTINGS[setting], kind, TORCH)
+
+
+def interrupt_each_line(settings: dict[str, Any], kind: str, source: str) -> None:
+    """Interrupt a step at each line of some code in turn, and check the step after it."""
     x = torch.randn(8, 16)
     expected = gradients(build(), x)
     model = build()
-    gc.collect()
-    threads, files = threading.active_count(), num_files()
     with any_store(kind) as wait:
-        handle = ebbtide.offload(model, **SETTINGS[setting])
+        handle = ebbtide.offload(model, **settings)
         gradients(model, x)
         at = STRIDE // 2
         while True:
-            with patience(), Interrupter(at) as interrupter, contextlib.suppress(Interrupt):
+            with Interrupter(at, source) as interrupter, contextlib.suppress(Interrupt):
                 step(model, x)
             if not interrupter.where:
                 break
-            with patience():
-                found = gradients(model, x)
-                assert all(map(torch.equal, found, expected)), interrupter.where
-                try:
-                    check_nothing_is_left(model, handle, wait)
-                except AssertionError as error:
-                    raise AssertionError(f"after an interrupt at {interrupter.where}") from error
+            found = gradients(model, x)
+            assert all(map(torch.equal, found, expected)), interrupter.where
+            try:
+                check_nothing_is_left(model, handle, wait)
+            except AssertionError as error:
+                raise AssertionError(f"after an interrupt at {interrupter.where}") from error
             at += STRIDE
-        assert at > 1000, "the trace saw too little of the hot path"
-        with patience():
-            handle.detach()
-    del handle
-    gc.collect()
-    for attempt in range(200):
-        if threading.active_count() <= threads and num_files() <= files:
-            break
-        if attempt % 20 == 19:
-            gc.collect()  # what waits for copies under way keeps a device for one collection more
-        time.sleep(0.02)
-    assert threading.active_count() <= threads, threading.enumerate()
-    assert num_files() <= files
+        assert at > LEAST_LINES[source], "the trace saw too little of the hot path"
+        handle.detach()
 
 
 @pytest.mark.slow
@@ -222,7 +228,7 @@ def test_an_interrupt_while_a_layer_is_verified_leaves_nothing(
     with any_store(kind) as wait:
         while True:
             model = build()
-            with ebbtide.offload(model, **SETTINGS["recompute"]) as handle, patience():
+            with ebbtide.offload(model, **SETTINGS["recompute"]) as handle:
                 with Interrupter(at) as interrupter, contextlib.suppress(Interrupt):
                     step(model, x)
                 if not interrupter.where:
@@ -241,45 +247,13 @@ def test_no_other_error_hides_an_interrupt_of_the_begin_of_a_forward() -> None:
     x = torch.randn(8, 16)
     expected = gradients(build(), x)
     model = build()
-    with ebbtide.offload(model, **SETTINGS["offload"]) as handle:
+    with any_store("disk") as wait, ebbtide.offload(model, **SETTINGS["offload"]) as handle:
         gradients(model, x)
         for at in range(500):
             with Interrupter(at), contextlib.suppress(Interrupt):
                 step(model, x)
             assert all(map(torch.equal, gradients(model, x), expected))
-        check_nothing_is_left(model, handle, lambda: time.sleep(0.001))
-
-
-def test_interrupts_from_a_timer(monkeypatch: pytest.MonkeyPatch) -> None:
-    # pytest keeps what finalizers raise, and so the frames of the whole step.
-    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
-    x = torch.randn(8, 16)
-    expected = gradients(build(), x)
-    model = build()
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGALRM, interrupt)
-    interrupted = 0
-    try:
-        with any_store("disk") as wait:
-            handle = ebbtide.offload(model, **SETTINGS["offload"])
-            for number in range(TIMED):
-                try:
-                    signal.setitimer(signal.ITIMER_REAL, 1e-4 + number % 40 * 1e-4)
-                    for _ in range(100):
-                        step(model, x)
-                except KeyboardInterrupt:
-                    interrupted += 1
-                finally:
-                    signal.setitimer(signal.ITIMER_REAL, 0)
-                assert all(map(torch.equal, gradients(model, x), expected))
-                check_nothing_is_left(model, handle, wait)
-            handle.detach()
-    finally:
-        signal.signal(signal.SIGALRM, before)
-    assert interrupted > TIMED // 2
+        check_nothing_is_left(model, handle, wait)
 
 
 def test_a_saved_tensor_dies_without_running_python_code() -> None:
@@ -313,19 +287,22 @@ def test_a_graph_that_outlives_an_interrupt_can_be_used() -> None:
     x = torch.randn(8, 16)
     expected = gradients(build(), x)
     model = build()
-    handle = ebbtide.offload(model, **SETTINGS["offload"])
-    before = model(x).square().sum()
-    for at in range(200, 1000, 100):
-        with Interrupter(at), contextlib.suppress(Interrupt):
-            step(model, x)
-    assert all(map(torch.equal, gradients(model, x), expected))
-    model.zero_grad()
-    before.backward()
-    assert all(torch.equal(p.grad, e) for p, e in zip(model.parameters(), expected, strict=True))
-    del before
-    gradients(model, x)
-    check_nothing_is_left(model, handle, lambda: time.sleep(0.001))
-    handle.detach()
+    with any_store("disk") as wait:
+        handle = ebbtide.offload(model, **SETTINGS["offload"])
+        before = model(x).square().sum()
+        for at in range(200, 1000, 100):
+            with Interrupter(at), contextlib.suppress(Interrupt):
+                step(model, x)
+        assert all(map(torch.equal, gradients(model, x), expected))
+        model.zero_grad()
+        before.backward()
+        assert all(
+            torch.equal(p.grad, e) for p, e in zip(model.parameters(), expected, strict=True)
+        )
+        del before
+        gradients(model, x)
+        check_nothing_is_left(model, handle, wait)
+        handle.detach()
 
 
 def test_the_lock_is_taken_and_released_by_the_interpreter() -> None:
@@ -337,7 +314,7 @@ def test_the_lock_is_taken_and_released_by_the_interpreter() -> None:
 def test_a_saved_tensor_that_dies_in_a_cycle_is_noted() -> None:
     """The frames of an exception refer to each other, and to the saved tensor of a hook."""
     model = build()
-    with ebbtide.offload(model, **SETTINGS["offload"]) as handle:
+    with any_store("disk") as wait, ebbtide.offload(model, **SETTINGS["offload"]) as handle:
         loss = model(torch.randn(8, 16)).square().sum()
         cycle: list[Any] = [loss.grad_fn, *_nodes_below(loss.grad_fn)]
         cycle.append(cycle)
@@ -346,7 +323,7 @@ def test_a_saved_tensor_that_dies_in_a_cycle_is_noted() -> None:
         cycle += saved
         del loss, saved, cycle
         gc.collect()
-        check_nothing_is_left(model, handle, lambda: time.sleep(0.001))
+        check_nothing_is_left(model, handle, wait)
 
 
 def _nodes_below(node: Any) -> list[Any]:
