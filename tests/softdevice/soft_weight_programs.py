@@ -18,7 +18,15 @@ from harness import drain_autograd, make_store
 from loops import on_device
 from programs import InterruptedStepError
 from soft_programs import Leftovers, make_device, running
-from weight_programs import WIDTH, Block, Net, _make, _Training, detach_between
+from weight_programs import (
+    WIDTH,
+    Block,
+    Net,
+    _make,
+    _Training,
+    check_late_change,
+    detach_between,
+)
 
 
 class _Streams:
@@ -60,6 +68,8 @@ def check_weights(seed: int, order: str = "threads", kind: str = "host") -> Coun
         for number in range(4):
             _step(number, *trainings)
         streams.current = 0
+        if mine.takes:
+            check_late_change(plain, mine)
         if draw.random() < 0.5:  # the copies of the next block's weights are under way at the end
             with torch.no_grad(), contextlib.suppress(InterruptedStepError):
                 mine.eval()(torch.randn(4, WIDTH), list(range(len(mine.blocks))), ("forward", 0))

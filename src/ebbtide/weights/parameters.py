@@ -705,8 +705,8 @@ def check_views(name: str, counters: Sequence[DeviceParameter]) -> None:
         for each in changed:
             each.track()
         raise PolicyError(
-            f"{name} is offloaded, and was changed in place through a view that had been taken of "
-            f"it (also by .data or .detach()) before another layer ran or its forward ended; the "
+            f"{name} is offloaded, and was changed in place through a view of it, such as .data or "
+            f".detach() give, after a layer or the forward had ended since the view was taken; the "
             f"change is lost. Change the parameter itself, or copy the view: view.clone()"
         )
 
