@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import ebbtide
-from ebbtide.observe.trace import Trace
+from ebbtide import Trace
 from gpu_bench import (
     DRY_RUN,
     INFLIGHT,

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 import ebbtide
-from ebbtide import schedule
+from ebbtide import Trace, schedule
 from ebbtide.devices import SimulatedDevice
-from ebbtide.observe.trace import Trace
 from ebbtide.schedule import Schedule, Verb
 from ebbtide.stores import PinnedStore
 from loops import BACKWARD_S, FORWARD_S, SIZE_BYTES, Work, on_device, run_layers, run_microbatches

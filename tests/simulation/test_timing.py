@@ -5,9 +5,8 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from ebbtide import ActivationPolicy
+from ebbtide import ActivationPolicy, StepStats
 from ebbtide.devices import Layer, SimulatedDevice
-from ebbtide.runtime.stats import StepStats
 from ebbtide.stores import PinnedStore
 from engine_bench import EngineBench
 from loops import BACKWARD_S, FORWARD_S, SIZE_BYTES, Work

@@ -12,8 +12,8 @@ import softdevice
 from ebbtide import ActivationPolicy
 from ebbtide.planning import CautiousTiming, Hardware, PlanBudget, PlannedStep, rule_plans, search
 from ebbtide.planning.search import find_frugal
-from ebbtide.tools.fake_profile import profile_with_fake_tensors
 from gpu_bench import assert_at_rest
+from plan_cases import fake_profile
 from test_placed_plan import CPU, profile_of, random_plan
 from test_planning_profiling_bytes import CASES
 
@@ -67,7 +67,7 @@ def test_a_plan_needs_no_more_than_predicted(rule: str, order: str, device: torc
     ]
     model, batch = nn.Sequential(*blocks).to(device), torch.randn(4096, 64).to(device)
     hardware = Hardware.named("h100")
-    profile = profile_with_fake_tensors(
+    profile = fake_profile(
         model, batch, hardware, layers=blocks, min_bytes=1, optimizer_states=0, between=True
     )
     timing = CautiousTiming(profile, hardware, 1.0)

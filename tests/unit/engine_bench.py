@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import ebbtide
-from ebbtide import ActivationPolicy
+from ebbtide import ActivationPolicy, Inspection
 from ebbtide.devices import AbstractDevice
-from ebbtide.observe.inspection import InFlight, Inspection, inspect
+from ebbtide.observe.inspection import InFlight, inspect
 from ebbtide.observe.recording import Recording
 from ebbtide.runtime.activations import Activations
 from ebbtide.runtime.parameter_index import ParameterIndex

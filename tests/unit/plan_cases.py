@@ -6,9 +6,11 @@ import dataclasses
 import itertools
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 from hypothesis import strategies as st
+from torch import nn
 
 from ebbtide.planning import (
     Decision,
@@ -23,10 +25,14 @@ from ebbtide.planning import (
     StepProfile,
     StepTiming,
     StorageId,
+    keep_all,
 )
 from ebbtide.planning.contest import inflight_choices
+from ebbtide.planning.follow import engine_names
 from ebbtide.planning.hardware import FIGURES
 from ebbtide.planning.search import chain_plans
+from ebbtide.runtime.layers import find_layers
+from ebbtide.tools.fake_profile import profile_with_fake_tensors
 
 MB = 10**6
 
@@ -90,6 +96,27 @@ def uneven_chain(seed: int, count: int) -> StepProfile:
 
 def make_profile(*layers: LayerProfile, **more) -> StepProfile:
     return StepProfile(layers=layers, **more)
+
+
+def fake_profile(
+    model: nn.Module,
+    batch: Any,
+    hardware: Hardware,
+    *,
+    layers: Iterable[nn.Module] | None = None,
+    min_bytes: int = 1,
+    **more: Any,
+) -> StepProfile:
+    """The profile of a step that is not run. Layers are those that ebbtide finds by itself."""
+    found = find_layers(model).modules if layers is None else list(layers)
+    return profile_with_fake_tensors(
+        model, batch, hardware, layers=found, min_bytes=min_bytes, **more
+    )
+
+
+def engine_name_of(profile: StepProfile, plan: Plan | None = None) -> dict[StorageId, Any]:
+    """By its name in a profile, the layer and number that the engine gives a storage."""
+    return engine_names(profile, keep_all(profile) if plan is None else plan)
 
 
 # ---- generated cases -----------------------------------------------------------------------------

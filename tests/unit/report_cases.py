@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from ebbtide.observe.explain import Finding
+from ebbtide import Finding, StepStats, Trace, TraceEvent
 from ebbtide.observe.run_record import LayerFigures, PredictedStep, RunRecord
-from ebbtide.observe.trace import Trace
-from ebbtide.runtime.events import MemorySample, OwnedBytes, Owner, StepMemory, TraceEvent
-from ebbtide.runtime.stats import StepStats
+from ebbtide.runtime.events import MemorySample, OwnedBytes, Owner, StepMemory
 
 MIB = 2**20
 FORWARD_S, BACKWARD_S, COPY_S = 0.010, 0.020, 0.024

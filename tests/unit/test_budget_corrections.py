@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from ebbtide import Trace
 from ebbtide.devices import Layer
-from ebbtide.observe.trace import Trace
 from ebbtide.planning import (
     Plan,
     StepProfile,

@@ -14,13 +14,12 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
+from commands import call
 from ebbtide.tools import demo as demo_module
 from ebbtide.tools import demo_worker as worker
 from ebbtide.tools.demo import Team, WorkerError
 from ebbtide.tools.demo_config import DemoConfig, Mode
-from ebbtide.tools.main import app
 
 # 4 samples x 32 channels x 64 x 64 nodes x 4 B = 2 MiB: the smallest size that is offloaded.
 TINY = ["--resolution", "64", "--batch-size", "4", "--steps", "3", "--warm-steps", "2"]
@@ -125,7 +124,7 @@ def test_ebbtide_offloads_and_changes_no_bit(figures: dict) -> None:
 
 def refused(options: list[str], out: Path) -> str:
     """What is printed on stderr when the demo refuses with exit code 2."""
-    done = CliRunner().invoke(app, ["demo", "--out", str(out), *options])
+    done = call("demo", "--out", str(out), *options)
     assert done.exit_code == 2, done.output
     return done.stderr
 
@@ -163,7 +162,7 @@ def test_store_that_does_not_fit_is_refused_by_the_worker(tmp_path: Path) -> Non
 
 def test_a_difference_is_exit_code_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo_module, "run_demo", lambda _config, _outputs: False)
-    done = CliRunner().invoke(app, ["demo", "--out", str(tmp_path), "--device", "cpu"])
+    done = call("demo", "--out", str(tmp_path), "--device", "cpu")
     assert done.exit_code == 1
 
 

@@ -12,11 +12,10 @@ import pytest
 import torch
 from click.testing import Result
 from torch import nn
-from typer.testing import CliRunner
 
 import ebbtide
+from commands import call
 from ebbtide.planning import Decision, Hardware, Plan, PlannedStep
-from ebbtide.tools.main import app
 from ebbtide.tools.models import (
     Size,
     Task,
@@ -35,7 +34,7 @@ GIB = 2**30
 
 
 def run(*arguments: str) -> Result:
-    return CliRunner().invoke(app, ["plan", *arguments])
+    return call("plan", *arguments)
 
 
 class Tower(nn.Module):

@@ -12,11 +12,10 @@ import time
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 import ebbtide
+from commands import call
 from ebbtide.observe.run_record import load_records
-from ebbtide.tools.main import app
 
 TRAIN = """
 import hashlib, sys
@@ -237,7 +236,7 @@ def test_a_signal_ends_it_as_it_ends_python(tmp_path: Path, name: str) -> None:
 )
 def test_wrong_uses_are_named(arguments: list[str], words: str) -> None:
     more = [] if "missing.py" in arguments else [__file__]
-    found = CliRunner().invoke(app, ["run", *arguments, *more])
+    found = call("run", *arguments, *more)
     assert found.exit_code == 2 and words in found.output, found.output
 
 

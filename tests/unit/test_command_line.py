@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 import typer
-from typer.testing import CliRunner
 
 import ebbtide.tools.main
+from commands import call
 from ebbtide.errors import BudgetError, PolicyError, StoreFullError
 from ebbtide.tools.exit_codes import ExitCode, ends_by_code
-from ebbtide.tools.main import app
 
 ROOT = Path(__file__).parents[2]
 GUIDES = ROOT / "docs" / "guides"
@@ -29,7 +28,7 @@ COMMAND_LINE = (GUIDES / "command-line.md").read_text()
 
 
 def help_of(*command: str) -> str:
-    done = CliRunner().invoke(app, [*command, "--help"])
+    done = call(*command, "--help")
     assert done.exit_code == 0
     return done.output
 
@@ -42,10 +41,8 @@ def options_of(command: str) -> Iterator[str]:
 
 
 def test_every_command_is_known_here() -> None:
-    names = {each.name or each.callback.__name__ for each in app.registered_commands}
-    assert names >= COMMANDS.keys()
     listed = re.findall(r"^  (\w+) +[A-Z]", help_of().partition("Commands:")[2], re.MULTILINE)
-    assert set(listed) == names
+    assert set(listed) == COMMANDS.keys() | {"report", "verify"}
 
 
 @pytest.mark.parametrize("command", [(), *((name,) for name in COMMANDS)])
@@ -119,14 +116,14 @@ def test_ctrl_c_is_130_in_every_command(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(place, interrupt)
-    done = CliRunner().invoke(app, line)
+    done = call(*line)
     assert done.exit_code == 130
     assert f"ebbtide {line[0]}: interrupted" in done.stderr
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_an_unknown_option_is_wrong_use(command: str) -> None:
-    done = CliRunner().invoke(app, [command, "--no-such-option"])
+    done = call(command, "--no-such-option")
     assert done.exit_code == ExitCode.WRONG_USE
     assert "--no-such-option" in done.stderr
     assert done.stdout == ""
@@ -137,7 +134,7 @@ def test_an_unknown_option_is_wrong_use(command: str) -> None:
 
 def test_a_schedule_as_json() -> None:
     """4 of 20 layers of 64 MiB at 25 GB/s: 16 stay, a copy takes 64 * 2**20 / 25e9 s."""
-    done = CliRunner().invoke(app, ["schedule", "--layers", "4/20", "--json"])
+    done = call("schedule", "--layers", "4/20", "--json")
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
     assert list(found)[:2] == ["format", "version"]
@@ -154,7 +151,7 @@ def test_a_schedule_as_json() -> None:
 def test_a_schedule_that_is_wrong_prints_no_json(tmp_path: Path) -> None:
     file = tmp_path / "schedule.txt"
     file.write_text("order: F0 B0\nF0: reload 0\n")
-    done = CliRunner().invoke(app, ["schedule", str(file), "--json"])
+    done = call("schedule", str(file), "--json")
     assert (done.exit_code, done.stdout) == (2, "")
 
 

@@ -12,9 +12,9 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import ebbtide
+from commands import call
 from doctor_cases import GPU, HEALTHY
 from ebbtide.devices import CpuDevice
 from ebbtide.planning import Hardware
@@ -27,7 +27,6 @@ from ebbtide.tools.examination import (
     examine,
     examine_device,
 )
-from ebbtide.tools.main import app
 from page_locks import PageLocks
 
 KIB, MIB = 2**10, 2**20
@@ -198,9 +197,7 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("fast")
 def test_the_command_prints_a_report(tmp_path: Path) -> None:
-    done = CliRunner().invoke(
-        app, ["doctor", "--quick", "--device", "cpu", "--store", f"disk:{tmp_path}"]
-    )
+    done = call("doctor", "--quick", "--device", "cpu", "--store", f"disk:{tmp_path}")
     assert done.exit_code == 0, done.output
     assert done.stdout.startswith("This machine\n")
     assert max(map(len, done.stdout.splitlines())) <= 80 or len(str(tmp_path)) > 50
@@ -209,7 +206,7 @@ def test_the_command_prints_a_report(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("fast")
 def test_the_command_prints_hardware(tmp_path: Path) -> None:
     arguments = ["doctor", "--quick", "--json", "--device", "cpu", "--store", f"disk:{tmp_path}"]
-    done = CliRunner().invoke(app, arguments)
+    done = call(*arguments)
     assert done.exit_code == 0, done.output
     assert Hardware.from_json(done.stdout).computes_on_host
     figures = json.loads(done.stdout)["figures"]
@@ -220,13 +217,11 @@ def test_the_command_prints_hardware(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("fast")
 def test_a_report_without_all_figures_is_not_a_success(tmp_path: Path) -> None:
     store = f"disk:{tmp_path / 'missing'}"
-    done = CliRunner().invoke(app, ["doctor", "--quick", "--device", "cpu", "--store", store])
+    done = call("doctor", "--quick", "--device", "cpu", "--store", store)
     assert done.exit_code == 1
     assert '"Not measured"' in done.stderr
     assert "Not measured" in done.stdout
-    done = CliRunner().invoke(
-        app, ["doctor", "--quick", "--json", "--device", "cpu", "--store", store]
-    )
+    done = call("doctor", "--quick", "--json", "--device", "cpu", "--store", store)
     assert done.exit_code == 1
     assert "the figures are incomplete" in done.stderr
     with pytest.raises(ebbtide.PolicyError, match="could not be measured in full: links: cannot"):
@@ -244,6 +239,6 @@ def test_a_report_without_all_figures_is_not_a_success(tmp_path: Path) -> None:
 def test_wrong_options_are_named(arguments: list[str], message: str) -> None:
     if torch.cuda.device_count() > 7:
         pytest.skip("there are so many")
-    done = CliRunner().invoke(app, ["doctor", *arguments])
+    done = call("doctor", *arguments)
     assert done.exit_code == 2
     assert message in done.stderr

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from doctor_cases import GIB, GPU, HEALTHY_STORE, MIB, links, on_cpu, on_gpu
-from ebbtide.planning.hardware import Hardware, Kind
+from ebbtide.planning import Hardware, Kind
 from ebbtide.stores.host_memory import MemoryLimit
 from ebbtide.tools import doctor as recommendations
 from ebbtide.tools.doctor import advise, build_report

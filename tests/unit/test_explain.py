@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 import ebbtide
-from ebbtide.observe.explain import Evidence, Explanation, explain
-from ebbtide.observe.inspection import InFlight, Inspection
+from ebbtide import Explanation, Inspection, StepStats
+from ebbtide.observe.explain import Evidence, explain
+from ebbtide.observe.inspection import InFlight
 from ebbtide.observe.memory import OPTIMIZER
 from ebbtide.runtime.events import MemorySample, OwnedBytes, Owner, StepMemory
-from ebbtide.runtime.stats import StepStats
 from live_memory import LiveMemory
 
 MIB = 2**20

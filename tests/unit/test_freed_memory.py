@@ -204,6 +204,16 @@ print(json.dumps({"left": found, "mapped": mapped}))
 
 
 @linux
+@pytest.mark.skipif(not FreedMemory().is_returned, reason="the allocator is not glibc's")
+def test_large_blocks_return_when_they_are_freed_as_long_as_one_budget_wants_it() -> None:
+    found = run(BLOCKS)
+    assert found["mapped"] == [True, True, True, False]
+    *at_once, left = found["left"]
+    assert max(at_once) < 8
+    assert left > 32
+
+
+@linux
 def test_blocks_are_left_alone_where_the_user_decides() -> None:
     found = run(BLOCKS, MALLOC_TRIM_THRESHOLD_="67108864")
     assert found["mapped"] == [False] * 4

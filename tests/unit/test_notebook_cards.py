@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import ebbtide
-from ebbtide.runtime.events import TraceEvent
+from ebbtide import TraceEvent
 from ebbtide.units import Share, bar, card, facts, folded, note, table
 
 POLICY = ebbtide.ActivationPolicy(min_bytes=1)

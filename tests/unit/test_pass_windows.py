@@ -34,9 +34,8 @@ from ebbtide.planning import (
 from ebbtide.planning.prediction import Predictor
 from ebbtide.runtime.transfers import Offloads
 from ebbtide.stores import PinnedStore
-from ebbtide.tools.fake_profile import profile_with_fake_tensors
 from loops import on_device
-from plan_cases import MB, links, make_layer, make_link, make_profile, profiles
+from plan_cases import MB, fake_profile, links, make_layer, make_link, make_profile, profiles
 from test_planning_search import MANY
 
 KEEP, OFFLOAD, REBUILD = Decision
@@ -197,7 +196,7 @@ POLICY = ActivationPolicy(min_bytes=1)
 
 def step_of(model: Chain, batch: Tensor, windows: Sequence[int], *, keeps: int = 0) -> PlannedStep:
     """A plan that offloads all that is saved but the last positions' storages."""
-    profile = profile_with_fake_tensors(
+    profile = fake_profile(
         model,
         batch,
         Hardware.named("h100"),

@@ -26,11 +26,9 @@ from ebbtide.planning import (
     keep_all,
     place,
 )
-from ebbtide.planning.follow import engine_names
-from ebbtide.runtime.layers import find_layers
 from ebbtide.stores import PinnedStore
-from ebbtide.tools.fake_profile import profile_with_fake_tensors
 from loops import on_device
+from plan_cases import engine_name_of, fake_profile
 from test_planning_profiling_bytes import CASES
 
 CPU = Hardware.named("cpu")
@@ -62,10 +60,7 @@ def random_plan(profile: StepProfile, seed: int) -> Plan:
 
 
 def profile_of(model: nn.Module, batch: Tensor) -> StepProfile:
-    layers = find_layers(model).modules
-    return profile_with_fake_tensors(
-        model, batch, CPU, layers=layers, min_bytes=1, optimizer_states=0, between=True
-    )
+    return fake_profile(model, batch, CPU, optimizer_states=0, between=True)
 
 
 def train(model: nn.Module, batch: Tensor, seed: int) -> list[Tensor]:
@@ -127,7 +122,7 @@ def test_any_plan_is_followed_and_changes_no_bit(name: str, seed: int) -> None:
     for each in storages:
         if each.decision == "keep":
             sizes[each.layer, each.number] = each.size_bytes
-    for first, engine_name in engine_names(profile, plan).items():
+    for first, engine_name in engine_name_of(profile, plan).items():
         if engine_name in sizes:
             assert sizes[engine_name] == profile.storage(first).size_bytes
 

@@ -18,11 +18,8 @@ from ebbtide.planning import (
     Hardware,
     StepProfile,
     StorageId,
-    keep_all,
 )
-from ebbtide.planning.follow import engine_names
-from ebbtide.runtime.layers import find_layers
-from ebbtide.tools.fake_profile import profile_with_fake_tensors
+from plan_cases import engine_name_of, fake_profile
 
 H100 = Hardware.named("h100")
 
@@ -97,13 +94,18 @@ CASES: dict[str, tuple[Any, Any]] = {
 
 
 def profile_of(model: nn.Module, batch: Any, min_bytes: int = 1, **more: Any) -> StepProfile:
-    layers = find_layers(model).modules
-    return profile_with_fake_tensors(model, batch, H100, layers=layers, min_bytes=min_bytes, **more)
+    return fake_profile(model, batch, H100, min_bytes=min_bytes, **more)
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """The layers that ebbtide finds."""
+    with ebbtide.offload(model) as handle:
+        return [model.get_submodule(name) for name in handle.layers]
 
 
 def saved_bytes(profile: StepProfile) -> dict[tuple[int | None, int], int]:
     """The bytes of each storage, by the name that the engine has for it if all leave."""
-    names = engine_names(profile, keep_all(profile))
+    names = engine_name_of(profile)
     return {tuple(names[name]): profile.storage(name).size_bytes for name in names}
 
 
@@ -115,8 +117,7 @@ def engine_bytes(
     Several views gathered from one storage have one number. Together they are the storage here.
     """
     policy = ActivationPolicy(min_bytes=min_bytes, rebuild=False)
-    layers = find_layers(model).modules
-    with ebbtide.offload(model, layers=layers, activations=policy) as handle:
+    with ebbtide.offload(model, layers=layers_of(model), activations=policy) as handle:
         model(batch).sum().backward()
         storages = handle.inspect().storages
         assert {each.decision for each in storages} == {"offload"}
@@ -137,7 +138,7 @@ def test_bytes_are_those_that_the_engine_offloads(name: str, min_bytes: int) -> 
     sizes, shared = engine_bytes(model, batch, min_bytes)
     inside = {key: size for key, size in sizes.items() if key[0] is not None}
     assert saved_bytes(profile) == inside
-    names = engine_names(profile, keep_all(profile))
+    names = engine_name_of(profile)
     again = {
         (index, tuple(names[each.same_as]))
         for index, layer in enumerate(profile.layers)
@@ -176,7 +177,7 @@ def test_what_is_outside_layers_is_fixed(name: str) -> None:
     profile = profile_of(model, batch)
     sizes, _ = engine_bytes(model, batch, 1)
     outside = sum(size for (layer, _), size in sizes.items() if layer is None)
-    inside = {parameter for each in find_layers(model).modules for parameter in each.parameters()}
+    inside = {parameter for each in layers_of(model) for parameter in each.parameters()}
     outer = sum(each.nbytes for each in set(model.parameters()) - inside)
     inner = sum(each.nbytes for each in inside)
     # The FNO does not save it, and the GPT saves it outside layers; it is there all the time.
@@ -203,7 +204,7 @@ class Sliced(nn.Module):
 
 def test_parameters_in_one_storage_and_small_views() -> None:
     model, batch = nn.Sequential(Sliced()), torch.randn(64, 16)
-    profile = profile_with_fake_tensors(model, batch, H100, layers=[model[0]], min_bytes=1100)
+    profile = fake_profile(model, batch, H100, layers=[model[0]], min_bytes=1100)
     (layer,) = profile.layers
     assert layer.weight_bytes == layer.gradient_bytes == 2 * 16 * 4
     assert layer.optimizer_bytes == 2 * layer.weight_bytes
@@ -260,7 +261,7 @@ def test_a_model_without_memory() -> None:
         blocks = [nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(3)]
         model = nn.Sequential(*blocks)
         batch = torch.empty(64, width)
-    profile = profile_with_fake_tensors(model, batch, H100, layers=blocks)
+    profile = fake_profile(model, batch, H100, layers=blocks)
     assert [layer.weight_bytes for layer in profile.layers] == [4 * (width**2 + width)] * 3
     # The input, and the ReLU's output, which is the next layer's input.
     assert saved_bytes(profile) == {(0, 0): 2**25, (0, 1): 2**25, (1, 0): 2**25, (2, 0): 2**25}

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ebbtide.planning import Hardware, Kind, Source
-from ebbtide.tools.fake_profile import profile_with_fake_tensors
 from ebbtide.tools.fake_step import count_flops, count_traffic, operator_seconds
+from plan_cases import fake_profile
 
 # Round figures: a byte takes a microsecond, a product's FLOP a nanosecond, an FFT's 10 ns.
 SLOW = dataclasses.replace(
@@ -205,9 +205,7 @@ def test_seconds_of_each_part_of_a_step() -> None:
             return self.blocks[1](x).neg().neg()
 
     model = Products()
-    profile = profile_with_fake_tensors(
-        model, values(16, 16), SLOW, layers=model.blocks, optimizer_states=2
-    )
+    profile = fake_profile(model, values(16, 16), SLOW, layers=model.blocks, optimizer_states=2)
     product, pointwise = 3 * one, 2 * one
     assert profile.before_s == pytest.approx(product)
     assert [each.forward_s for each in profile.layers] == pytest.approx(

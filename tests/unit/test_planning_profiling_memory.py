@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import ebbtide
 from ebbtide.planning import Hardware, StepProfile, StepTiming, keep_all, rule_plans
-from ebbtide.tools.fake_profile import profile_with_fake_tensors
 from live_memory import LiveMemory
+from plan_cases import fake_profile
 from waiting import await_copies
 
 H100 = Hardware.named("h100")
@@ -31,9 +31,7 @@ def perceptron() -> nn.Sequential:
 
 
 def profile_of(model: nn.Module, layers: nn.Module | list[nn.Module]) -> StepProfile:
-    return profile_with_fake_tensors(
-        model, torch.randn(ROWS, WIDTH), H100, layers=layers, min_bytes=1
-    )
+    return fake_profile(model, torch.randn(ROWS, WIDTH), H100, layers=layers, min_bytes=1)
 
 
 def test_working_memory_of_a_perceptron() -> None:
@@ -198,9 +196,7 @@ def test_a_step_needs_what_was_profiled(name: str, mode: str) -> None:
     with LiveMemory() as memory:
         model, layers = RECOMPUTED[name]()
         batch = torch.randn(rows, WIDTH)
-        profile = profile_with_fake_tensors(
-            model, batch, H100, layers=layers, min_bytes=1, optimizer_states=0
-        )
+        profile = fake_profile(model, batch, H100, layers=layers, min_bytes=1, optimizer_states=0)
         if mode == "recompute":
             again = [layer for layer in layers if not isinstance(layer, InPlace)]
             handle = ebbtide.offload(
@@ -250,5 +246,5 @@ def test_profiling_draws_no_random_numbers() -> None:
 
     model, batch = nn.Sequential(Draws(), Draws()), torch.randn(ROWS, WIDTH)
     before = repr(states())
-    profile_with_fake_tensors(model, batch, H100, layers=list(model), min_bytes=1)
+    fake_profile(model, batch, H100, layers=list(model), min_bytes=1)
     assert repr(states()) == before

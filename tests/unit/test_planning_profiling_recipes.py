@@ -11,10 +11,8 @@ from torch import Tensor, nn
 
 import ebbtide
 from ebbtide import ActivationPolicy
-from ebbtide.planning import Hardware, StepProfile, keep_all
-from ebbtide.planning.follow import engine_names
-from ebbtide.runtime.layers import find_layers
-from ebbtide.tools.fake_profile import profile_with_fake_tensors
+from ebbtide.planning import Hardware, StepProfile
+from plan_cases import engine_name_of, fake_profile
 from test_planning_profiling_bytes import CASES
 
 CPU = Hardware.named("cpu")
@@ -121,14 +119,11 @@ MODELS: dict[str, tuple[Any, Any]] = CASES | {
 
 
 def profile_of(model: nn.Module, batch: Tensor, min_bytes: int = 1) -> StepProfile:
-    layers = find_layers(model).modules
-    return profile_with_fake_tensors(
-        model, batch, CPU, layers=layers, min_bytes=min_bytes, between=True
-    )
+    return fake_profile(model, batch, CPU, min_bytes=min_bytes, between=True)
 
 
 def marked(profile: StepProfile) -> set[tuple[int | None, int]]:
-    names = engine_names(profile, keep_all(profile))
+    names = engine_name_of(profile)
     return {tuple(names[name]) for name in names if profile.storage(name).sources}
 
 
@@ -178,7 +173,7 @@ def test_a_chain_ends_where_the_engine_ends_it() -> None:
     """Of seven values, each the sine of the one before, the fifth is not rebuilt."""
     model = nn.Sequential(Powers())
     layers = [model[0]]
-    profile = profile_with_fake_tensors(model, square(), CPU, layers=layers, min_bytes=1)
+    profile = fake_profile(model, square(), CPU, layers=layers, min_bytes=1)
     kept = [each.number for each in profile.layers[0].storages if not each.sources]
     # The batch, the linear layer's output, and the fifth value, from which the sixth is computed.
     assert kept == [0, 1, 6]

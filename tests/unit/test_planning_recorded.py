@@ -14,7 +14,7 @@ from ebbtide.planning import Decision, Hardware, LayerPlan, Plan, StepProfile, S
 from ebbtide.planning.recorded import RecordedCall, profile_recorded_step
 from ebbtide.runtime import handles as records
 from ebbtide.runtime.rebuild import mark_not_offload
-from ebbtide.tools.fake_profile import profile_with_fake_tensors
+from plan_cases import fake_profile
 
 WIDTH, ROWS = 16, 32
 
@@ -56,9 +56,7 @@ def profiles(model: Branches) -> Iterator[StepProfile]:
     """From fake tensors, and from a record."""
     layers = list(model.blocks)
     x = torch.randn(ROWS, WIDTH)
-    yield profile_with_fake_tensors(
-        model, x, Hardware.named("cpu"), layers=layers, min_bytes=1, between=True
-    )
+    yield fake_profile(model, x, Hardware.named("cpu"), layers=layers, min_bytes=1, between=True)
     policy = ActivationPolicy(min_bytes=1, rebuild=False)
     with ebbtide.offload(model, activations=policy, layers=layers, trace=True) as handle:
         mark_not_offload(x)  # as the budget does with a batch, which the loop holds

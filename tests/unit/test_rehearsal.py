@@ -3,11 +3,9 @@
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from ebbtide import PolicyError, ScheduleError, rehearse, schedule
-from ebbtide.observe.trace import Trace
-from ebbtide.tools.main import app
+from commands import call
+from ebbtide import PolicyError, ScheduleError, Trace, rehearse, schedule
 
 MIB = 2**20
 
@@ -91,7 +89,7 @@ def test_a_bad_schedule() -> None:
 
 
 def invoke(*arguments: str, **options: str) -> tuple[int, str]:
-    result = CliRunner().invoke(app, ["schedule", *arguments], **options)
+    result = call("schedule", *arguments, **options)
     return result.exit_code, result.output
 
 

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from typer.testing import CliRunner
 
 import ebbtide
+from commands import call
+from ebbtide import Trace, TraceEvent
 from ebbtide.errors import PolicyError
 from ebbtide.handle import record_run
 from ebbtide.observe.run_record import (
@@ -21,10 +22,9 @@ from ebbtide.observe.run_record import (
     predict_step,
     save_record,
 )
-from ebbtide.observe.trace import MEMORY_COUNTER, Trace
+from ebbtide.observe.trace import MEMORY_COUNTER
 from ebbtide.planning import Decision, LayerPlan, Plan
-from ebbtide.runtime.events import Owner, TraceEvent
-from ebbtide.tools.main import app
+from ebbtide.runtime.events import Owner
 from plan_cases import make_layer, make_link, make_profile
 from report_cases import MIB, make_record
 
@@ -262,7 +262,7 @@ def test_the_command_writes_a_page_of_several_files(tmp_path: Path) -> None:
     make_trace.save(tmp_path / "after.json")
     files = [str(tmp_path / name) for name in ("before.json", "after.json")]
     page = tmp_path / "page.html"
-    result = CliRunner().invoke(app, ["report", *files, "-o", str(page)])
+    result = call("report", *files, "-o", str(page))
     assert result.exit_code == 0, result.output
     text = page.read_text()
     assert "before the change" in text and ">after<" in text
@@ -272,7 +272,7 @@ def test_the_command_writes_a_page_of_several_files(tmp_path: Path) -> None:
 def test_the_command_refuses_wrong_files(name: str, tmp_path: Path) -> None:
     (tmp_path / "wrong.json").write_text("{}")
     page = tmp_path / "page.html"
-    result = CliRunner().invoke(app, ["report", str(tmp_path / name), "-o", str(page)])
+    result = call("report", str(tmp_path / name), "-o", str(page))
     assert result.exit_code == 2
     assert "ebbtide report: " in result.output and name in result.output
     assert not page.exists()

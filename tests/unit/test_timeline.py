@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ebbtide import Trace, TraceEvent
 from ebbtide.errors import PolicyError
 from ebbtide.observe.plots import SUFFIXES
-from ebbtide.observe.trace import Trace
-from ebbtide.runtime.events import LANES, TraceEvent
+from ebbtide.runtime.events import LANES
 
 MS = 1e-3
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import ebbtide
-from ebbtide.observe.trace import Trace, chrome_events
-from ebbtide.runtime.events import TraceEvent
+from ebbtide import Trace, TraceEvent
+from ebbtide.observe.trace import chrome_events
 
 KIB = 1024
 ROWS, WIDTH = 256, 64  # one activation is 64 KiB

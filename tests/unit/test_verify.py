@@ -13,12 +13,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from typer.testing import CliRunner
 
 import ebbtide
+from commands import call
 from ebbtide.runtime.engine import devices_made_by, make_device
 from ebbtide.runtime.torch_internals import top_hooks
-from ebbtide.tools.main import app
 
 WIDTH = 32
 ALL_KINDS = 7  # so many seeds in a row provoke everything
@@ -301,7 +300,7 @@ def test_a_script_that_ends_too_early_is_refused(script: str) -> None:
 @pytest.mark.usefixtures("script")
 def test_a_function_is_verified() -> None:
     arguments = ["verify", "--weights", "--orders", "2", "--json", "to_verify:build"]
-    result = CliRunner().invoke(app, arguments)
+    result = call(*arguments)
     assert result.exit_code == 0, result.output
     document = json.loads(result.stdout)
     assert document["same"] and [run["seed"] for run in document["runs"]] == [None, 0, 1]
@@ -309,12 +308,12 @@ def test_a_function_is_verified() -> None:
 
 @pytest.mark.usefixtures("script")
 def test_options_behind_a_function_are_refused() -> None:
-    result = CliRunner().invoke(app, ["verify", "to_verify:build", "--orders", "1"])
+    result = call("verify", "to_verify:build", "--orders", "1")
     assert result.exit_code == 2 and "stand before" in result.output
 
 
 @pytest.mark.usefixtures("script")
 def test_a_wrong_model_ends_the_command_with_1() -> None:
-    result = CliRunner().invoke(app, ["verify", "--orders", "0", "to_verify:wrong"])
+    result = call("verify", "--orders", "0", "to_verify:wrong")
     assert result.exit_code == 1, result.output
     assert "DIFFERENT" in result.output
