@@ -16,7 +16,7 @@ from ebbtide import ActivationPolicy, BudgetError, OffloadHandle, PolicyError
 from ebbtide.planning import PlannedStep
 from ebbtide.planning import budget as budget_controller
 from ebbtide.stores import ProcessMemory
-from ebbtide.stores.measured_memory import are_large_blocks_mapped, decides_when_to_return
+from ebbtide.stores.measured_memory import FreedMemory, are_large_blocks_mapped
 from live_memory import LiveMemory
 
 SMALL = ActivationPolicy(min_bytes=1)
@@ -477,7 +477,7 @@ def test_a_process_is_measured_by_its_resident_memory() -> None:
         assert handle.plan.measured.peak_bytes > resident // 2
 
 
-@pytest.mark.skipif(not decides_when_to_return(), reason="another allocator, or the user decides")
+@pytest.mark.skipif(not FreedMemory().is_returned, reason="no glibc, or the user decides")
 @pytest.mark.parametrize("end", ["detach", "collect"])
 def test_after_an_offload_freed_blocks_are_reused_again(end: str) -> None:
     model = Model()

@@ -20,7 +20,7 @@ import functools
 import logging
 import os
 import weakref
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import Final, final
 
@@ -82,16 +82,11 @@ def return_freed_memory() -> None:
     """Return the free pages of the C library's allocator to the system.
 
     Any thread may call this. Other threads that allocate large blocks wait meanwhile. If the user
-    has set when glibc returns memory, or the allocator is another one, this does nothing.
+    has set when glibc returns memory, or the C library is another one, this does nothing.
     """
     trim = _malloc_trim()
     if trim is not None and _refusal() is None:
         trim(0)
-
-
-def decides_when_to_return() -> bool:
-    """Whether ebbtide may say when glibc returns freed memory in this process."""
-    return _refusal() is None
 
 
 def describe() -> str:
@@ -100,7 +95,7 @@ def describe() -> str:
     if refusal is not None:
         return f"Freed memory is not returned to the system by ebbtide: {refusal}."
     return (
-        f"Freed memory is returned to the system by malloc_trim, after every "
+        f"Freed memory is returned to the system by glibc's malloc_trim, after every "
         f"{format_size(LEAST_BYTES)} that are offloaded or reloaded, or 1/{SHARE} of the bytes in "
         f"the store if that is more; otherwise the resident memory (RSS) would not fall."
     )
@@ -114,23 +109,13 @@ def _log_once() -> None:
 @functools.cache
 def _refusal() -> str | None:
     """Return why freed memory is not returned here; None if it is."""
-    chosen = chosen_settings(os.environ)
-    if chosen:
-        return f"{' and '.join(chosen)} set when the C library returns it"
     if _malloc_trim() is None:
         return "this C library is not glibc, and its own allocator decides when to return it"
-    owner = _owner_of_malloc()
-    if owner is not None:
-        return f"{owner} has replaced the C library's allocator and decides when to return it"
+    tunables = os.environ.get("GLIBC_TUNABLES", "")
+    for variable, tunable in _SETTINGS.items():
+        if variable in os.environ or f"{tunable}=" in tunables:
+            return f"{variable} or {tunable} sets when the C library returns it"
     return None
-
-
-def chosen_settings(environment: Mapping[str, str]) -> list[str]:
-    """Return the settings in an environment that say when glibc returns freed memory."""
-    tunables = environment.get("GLIBC_TUNABLES", "")
-    named = {item.partition("=")[0] for item in tunables.split(":")}
-    chosen = [variable for variable in _SETTINGS if variable in environment]
-    return chosen + [tunable for tunable in _SETTINGS.values() if tunable in named]
 
 
 @functools.cache
@@ -141,33 +126,6 @@ def _malloc_trim() -> Callable[[int], int] | None:
         return None
     function.argtypes = (ctypes.c_size_t,)
     return function
-
-
-class _SymbolInfo(ctypes.Structure):
-    _fields_ = (
-        ("file", ctypes.c_char_p),
-        ("base", ctypes.c_void_p),
-        ("symbol", ctypes.c_char_p),
-        ("address", ctypes.c_void_p),
-    )
-
-
-def _owner_of_malloc() -> str | None:
-    """Return the library that has replaced glibc's `malloc`, such as jemalloc; None if none has."""
-    files = []
-    try:
-        library = ctypes.CDLL(None)
-        for name in ("malloc", "gnu_get_libc_version"):
-            info = _SymbolInfo()
-            address = ctypes.cast(getattr(library, name), ctypes.c_void_p)
-            library.dladdr(address, ctypes.byref(info))
-            files.append(info.file)
-    except (OSError, AttributeError):
-        return None
-    malloc, glibc = files
-    if malloc is None or glibc is None or malloc == glibc:
-        return None
-    return os.path.basename(os.fsdecode(malloc))
 
 
 # ---- Returns large blocks as soon as they are freed, while a budget is followed
@@ -193,7 +151,7 @@ def are_large_blocks_mapped() -> bool:
 
     They are as long as anyone wants it.
     """
-    return bool(_mapped_for) and decides_when_to_return()
+    return bool(_mapped_for) and _refusal() is None
 
 
 def _map_large_blocks(memory: AbstractMemory, mapped: bool) -> None:
