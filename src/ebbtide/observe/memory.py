@@ -1,70 +1,29 @@
-"""Tells when an optimizer steps: torch calls two hooks around the step of every optimizer."""
+"""Records what memory holds in each phase of a step, by owner.
+
+A phase is a pass of a layer, or what lies between two passes. Its peak comes from the allocator or
+the kernel. What the peak consists of is put together from three sources:
+
+- Saved tensors come and go through the account, which notes each change here.
+- Parameters, gradients, optimizer state, inputs and outputs are counted at the begin of each phase.
+- What is left is either there when the phase begins, such as what one layer passes to the next, or
+  it comes with the running operation: its temporaries, and what it makes.
+
+[Note: the moment of the peak] Nobody tells when within a phase memory was highest. The saved
+tensors of the phase are taken as they were when they were most.
+"""
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, final
+from typing import Any, NamedTuple, final
 
 import torch
-from torch.optim import Optimizer
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
 from ebbtide.devices.device import AbstractEvent, Layer, Origin
 from ebbtide.observe.owners import TensorOwners
 from ebbtide.runtime.events import MemorySample, OwnedBytes, Owner, StepMemory
 from ebbtide.stores.measured_memory import AbstractMemory
-
-
-class OptimizerListener(Protocol):
-    """Is told of the steps of all optimizers in the process."""
-
-    def begin_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Called before the step."""
-
-    def end_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Called after it."""
-
-
-_listeners: weakref.WeakSet[OptimizerListener] = weakref.WeakSet()
-_registered: list[Any] = []
-
-
-def listen_to_optimizers(listener: OptimizerListener) -> None:
-    """Tell an object of each optimizer's steps for as long as it lives."""
-    _listeners.add(listener)
-    if not _registered:
-        _registered.append(register_optimizer_step_pre_hook(_begin))
-        _registered.append(register_optimizer_step_post_hook(_end))
-
-
-def _begin(optimizer: Optimizer, *_: Any) -> None:
-    for listener in list(_listeners):
-        listener.begin_optimizer_step(optimizer)
-
-
-def _end(optimizer: Optimizer, *_: Any) -> None:
-    for listener in list(_listeners):
-        listener.end_optimizer_step(optimizer)
-
-
-# ---- Records what memory holds in each phase of a step, by owner ----
-#
-# A phase is a pass of a layer, or what lies between two passes. Its peak comes from the allocator
-# or the kernel. What the peak consists of is put together from three sources:
-#
-# - Saved tensors come and go through the account, which notes each change here.
-# - Parameters, gradients, optimizer state, inputs and outputs are counted at the begin of each
-#   phase.
-# - What is left is either there when the phase begins, such as what one layer passes to the next,
-# or it comes with the running operation: its temporaries, and what it makes.
-#
-# [Note: the moment of the peak] Nobody tells when within a phase memory was highest. The saved
-# tensors of the phase are taken as they were when they were most.
 
 BEGIN = "forward outside layers"
 LOSS = "loss"
@@ -143,11 +102,6 @@ class MemoryLog:
     def num_phases(self) -> int:
         """Number of phases that have begun."""
         return len(self._phases)
-
-    @property
-    def phase(self) -> str:
-        """Name of the phase that runs."""
-        return self._phase.name
 
     def change(
         self, owner: Owner, layer: Layer | None, size_bytes: int, address: int | None = None

@@ -1,4 +1,4 @@
-"""Finds what refers to objects: for many of them at once, in one reading of the heap."""
+"""Tells whose memory is: by which variables a program holds tensors, and what trains a model."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import gc
 import os
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from types import CellType, FrameType, TracebackType
+from types import CellType, FrameType
 from typing import Any, NamedTuple, final
 
 import torch
@@ -18,50 +18,9 @@ from ebbtide.devices.process import variables_of, visit_frames
 from ebbtide.runtime.events import Owner
 from ebbtide.runtime.torch_internals import parts_of
 
-_AT_ONCE = 256  # objects that are asked together whether they refer to anything wanted
-
-
-class Heap:
-    """The objects that Python's garbage collector knows, which are those that refer to others.
-
-    `gc.get_referrers` reads all of them for each call, and compares each of their references with
-    each object that it was asked for; this compares with a set.
-
-    Use it as a context manager: what it has found stays alive until its end, and no longer.
-    """
-
-    def __init__(self) -> None:
-        self.objects: list[Any] = gc.get_objects()
-
-    def __enter__(self) -> Heap:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: object, trace: TracebackType | None
-    ) -> None:
-        # A debugger's frames of this search are in the list, and they would hold the list.
-        self.objects.clear()
-
-    def referrers(self, values: Iterable[Any]) -> dict[int, list[Any]]:
-        """Return the objects that refer to each of some values, by the value's `id`.
-
-        Objects that were made after this heap was read, such as the lists of a search, are not
-        among them.
-        """
-        wanted = {id(each) for each in values}
-        found: dict[int, list[Any]] = {}
-        for begin in range(0, len(self.objects) if wanted else 0, _AT_ONCE):
-            some = self.objects[begin : begin + _AT_ONCE]
-            if wanted.isdisjoint(map(id, gc.get_referents(*some))):
-                continue
-            for each in some:
-                for number in wanted.intersection(map(id, gc.get_referents(each))):
-                    found.setdefault(number, []).append(each)
-        return found
-
-
 # ---- Finds the variables through which a program holds tensors ----
 
+_AT_ONCE = 256  # objects that are asked together whether they refer to anything wanted
 _PACKAGE = __name__.partition(".")[0]
 
 
@@ -88,8 +47,9 @@ def find_holders(addresses: Container[int]) -> list[HeldTensor]:
         addresses: addresses of the storages.
     """
     found = []
-    with Heap() as heap:
-        tensors = _tensors_with(addresses, heap.objects)
+    heap: list[Any] = gc.get_objects()
+    try:
+        tensors = _tensors_with(addresses, heap)
         on_stacks = _names_on_stacks({id(tensor) for tensor, _ in tensors})
         named = {address for tensor, held in tensors if id(tensor) in on_stacks for address in held}
         others = [tensor for tensor, held in tensors if not named.issuperset(held)]
@@ -101,15 +61,18 @@ def find_holders(addresses: Container[int]) -> list[HeldTensor]:
                 seen |= new
                 size_bytes = sum(held[address] for address in new)
                 found.append(HeldTensor(name, _shape_of(tensor), size_bytes))
+    finally:
+        # A debugger's frames of this search are in the list, and they would hold the list.
+        heap.clear()
     return sorted(found, key=lambda each: -each.size_bytes)
 
 
 def _tensors_with(
-    addresses: Container[int], objects: Sequence[Any]
+    addresses: Container[int], heap: Sequence[Any]
 ) -> list[tuple[torch.Tensor, dict[int, int]]]:
     """Return the tensors with certain storages, and the bytes of these by their addresses."""
     found = []
-    for each in objects:
+    for each in heap:
         if issubclass(type(each), torch.Tensor) and (held := _held_storages(each, addresses)):
             found.append((each, held))
     return found
@@ -160,21 +123,44 @@ def _find_in(variables: Mapping[str, Any], wanted: set[int]) -> Iterator[tuple[s
             yield from ((f"{name}[{k!r}]", id(v)) for k, v in value.items() if id(v) in wanted)
 
 
-def _names_in_containers(tensors: Sequence[torch.Tensor], heap: Heap) -> dict[int, str]:
+def _names_in_containers(tensors: Sequence[torch.Tensor], heap: Sequence[Any]) -> dict[int, str]:
     """Return the attributes, lists, dicts and objects that refer to tensors, by the tensor's `id`.
 
     Args:
         tensors: the tensors.
         heap: what may refer to them.
     """
-    direct = heap.referrers(tensors)
+    direct = _referrers(tensors, heap)
     containers = [
         each for some in direct.values() for each in some if type(each) in (dict, list, tuple)
     ]
-    outer = heap.referrers(containers)
+    outer = _referrers(containers, heap)
     dicts = [each for some in outer.values() for each in some if type(each) is dict]
-    search = _Search({**heap.referrers(dicts), **outer, **direct}, {})
+    search = _Search({**_referrers(dicts, heap), **outer, **direct}, {})
     return {id(tensor): search.name(tensor) for tensor in tensors}
+
+
+def _referrers(values: Iterable[Any], heap: Sequence[Any]) -> dict[int, list[Any]]:
+    """Return the objects that refer to each of some values, by the value's `id`.
+
+    `gc.get_referrers` reads the whole heap for each call, and compares each reference in it with
+    each object that it was asked for; this compares with a set.
+
+    Args:
+        values: the values.
+        heap: the objects that Python's garbage collector knew before the search began. What was
+            made since, such as the lists of the search, is not among them.
+    """
+    wanted = {id(each) for each in values}
+    found: dict[int, list[Any]] = {}
+    for begin in range(0, len(heap) if wanted else 0, _AT_ONCE):
+        some = heap[begin : begin + _AT_ONCE]
+        if wanted.isdisjoint(map(id, gc.get_referents(*some))):
+            continue
+        for each in some:
+            for number in wanted.intersection(map(id, gc.get_referents(each))):
+                found.setdefault(number, []).append(each)
+    return found
 
 
 class _Search(NamedTuple):
@@ -343,13 +329,10 @@ class TensorOwners:
     def note(self, owner: Owner, values: Any) -> None:
         """Note the owner of the tensors in some values, unless another owner has them already."""
         for storage in self._storages(_tensors_of([values])):
-            self._know(owner, storage)
+            self.note_storage(owner, storage)
 
     def note_storage(self, owner: Owner, storage: torch.UntypedStorage) -> None:
         """Note the owner of a storage, unless another owner has it already."""
-        self._know(owner, storage)
-
-    def _know(self, owner: Owner, storage: torch.UntypedStorage) -> None:
         address = storage._cdata
         known = self._known.get(address)
         if known is None or known.is_gone:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Collection, Sequence
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, final
 
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from ebbtide.devices.device import AbstractDevice, AbstractEvent, Origin, Span
 from ebbtide.devices.process import call_weakly
 from ebbtide.errors import PolicyError
-from ebbtide.observe.memory import BEGIN, BETWEEN, OPTIMIZER, MemoryLog, listen_to_optimizers
+from ebbtide.observe.memory import BEGIN, BETWEEN, OPTIMIZER, MemoryLog
 from ebbtide.observe.owners import TensorOwners
 from ebbtide.observe.trace import Trace
 from ebbtide.runtime.engine import Engine
@@ -174,7 +179,7 @@ class Recording:
         before = {}
         if self._log is None:
             self._memory = None if self._make_memory is None else self._make_memory()
-            listen_to_optimizers(self)
+            self._listen_to_optimizers()
         else:
             self._log.close()
             before = self._log.saved_after()
@@ -212,13 +217,21 @@ class Recording:
                 self._trace = Trace(self._trace.events, log.freeze(origin, counted))
         return self._trace
 
-    def begin_optimizer_step(self, optimizer: Optimizer) -> None:
+    def _listen_to_optimizers(self) -> None:
+        """Be told of each optimizer's steps, as long as this object lives."""
+        for register, tell in (
+            (register_optimizer_step_pre_hook, self._begin_optimizer_step),
+            (register_optimizer_step_post_hook, self._end_optimizer_step),
+        ):
+            weakref.finalize(self, register(call_weakly(tell)).remove).atexit = False
+
+    def _begin_optimizer_step(self, optimizer: Optimizer, *_: Any) -> None:
         owners, log = self.owners, self._log
         if owners is not None and log is not None and owners.note_optimizer(optimizer):
             self._settle()
             log.enter(OPTIMIZER)
 
-    def end_optimizer_step(self, optimizer: Optimizer) -> None:
+    def _end_optimizer_step(self, optimizer: Optimizer, *_: Any) -> None:
         owners, log = self.owners, self._log
         if owners is not None and log is not None and owners.note_optimizer(optimizer):
             owners.count_optimizers()

@@ -295,7 +295,7 @@ def _describe_device(device: torch.device) -> str:
 # ---- Files of records: Chrome traces, which Perfetto opens, with the rest beside the events ----
 
 FORMAT: Final = "ebbtide-record"
-VERSION: Final = 2
+VERSION: Final = 3
 
 RUN_FORMAT: Final = "ebbtide-run"  # of ``ebbtide run --json``, which has a record of each model
 RUN_VERSION: Final = 2
@@ -438,35 +438,16 @@ def _read_events(document: Any) -> tuple[TraceEvent, ...]:
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise PolicyError(f"it is not a trace of ebbtide. {_HOW}")
     try:
-        threads = {row["tid"]: row for row in rows if row.get("name") == "thread_name"}
-        lanes = {tid: _lane(row["args"]["name"]) for tid, row in threads.items()}
-        events = [_read_event(row, lanes) for row in rows if row.get("ph") in ("X", "i")]
+        return Trace(_read_event(row) for row in rows if row.get("ph") in ("X", "i")).events
     except (KeyError, TypeError, ValueError, AttributeError):
         raise PolicyError(f"it is a trace, but none that ebbtide has written. {_HOW}") from None
-    return Trace(events).events
 
 
-def _lane(thread: str) -> str:
-    """Return the lane of a thread: the threads of a lane are "disk", "disk 2" and so on."""
-    lane = thread.partition(" ")[0]
-    if lane not in LANES:
-        raise ValueError(thread)
-    return lane
-
-
-def _read_event(row: dict[str, Any], lanes: dict[int, str]) -> TraceEvent:
-    about = row["args"]
+def _read_event(row: Mapping[str, Any]) -> TraceEvent:
+    about = dict(row["args"])
+    if about["lane"] not in LANES:
+        raise ValueError(about["lane"])
     begin_s = row["ts"] / 1e6
-    # The file names weights and gradients only in the label: "reload w3", "offload g3".
-    sign = row["name"].partition(" ")[2][:1]
-    return TraceEvent(
-        what=row["cat"],
-        lane=lanes[row["tid"]],
-        begin_s=begin_s,
-        end_s=begin_s + row.get("dur", 0.0) / 1e6,
-        layer=about["layer"],
-        microbatch=about["microbatch"],
-        name=about["module"],
-        size_bytes=about["size_bytes"],
-        kind={"w": "weights", "g": "gradients"}.get(sign, ""),
-    )
+    end_s = begin_s + row.get("dur", 0.0) / 1e6
+    name = about.pop("module")
+    return TraceEvent(what=row["cat"], begin_s=begin_s, end_s=end_s, name=name, **about)

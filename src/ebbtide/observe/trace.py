@@ -102,9 +102,11 @@ def _chrome_event(event: TraceEvent, thread: int) -> dict[str, Any]:
         **({"ph": "i", "s": "t"} if instant else {"ph": "X", "dur": event.duration_s * 1e6}),
         "args": {
             "module": event.name,
+            "lane": event.lane,
             "layer": event.layer,
             "microbatch": event.microbatch,
             "size_bytes": event.size_bytes,
+            "kind": event.kind,
         },
     }
 
