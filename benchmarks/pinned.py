@@ -185,6 +185,7 @@ def _replay(steps: list[list[Move]], scale: int) -> dict[str, Any]:
     store = PinnedStore(device.device)
     capacities = []
     slots: dict[int, Slot] = {}
+    requested_bytes = 0  # the most bytes of tensors that the store held at once
     begun = LaneEvent()
     begun.finish()
     for step in steps:
@@ -194,14 +195,16 @@ def _replay(steps: list[list[Move]], scale: int) -> dict[str, Any]:
             else:
                 source = torch.empty(move.size_bytes * scale, dtype=torch.uint8)
                 slots[move.number] = store.offload(source, begun)
+                held_bytes = sum(slot.size_bytes for slot in slots.values())
+                requested_bytes = max(requested_bytes, held_bytes)
         capacities.append(store.capacity_bytes)
     store.has_room(1)  # trims memory that is not needed, as the next step's first request would
     figures = {
-        "requested_bytes": store.peak_requested_bytes,
+        "requested_bytes": requested_bytes,
         "step_1_bytes": capacities[0],
         "step_2_bytes": capacities[1],
         "step_3_bytes": store.capacity_bytes,
-        "efficiency": store.efficiency,
+        "efficiency": requested_bytes / store.capacity_bytes,
     }
     store.close()
     return figures

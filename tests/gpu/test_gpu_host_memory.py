@@ -30,7 +30,7 @@ def _store(handle: ebbtide.OffloadHandle) -> PinnedStore:
 
 
 def _blocks(store: PinnedStore) -> list[torch.Tensor]:
-    return [slab.memory.tensor for slab in store._slabs._slabs]
+    return [slab.memory.tensor for slab in store._slabs]
 
 
 @needs_registration
@@ -88,7 +88,6 @@ def test_second_step_has_exactly_what_it_needs(device: torch.device) -> None:
                 take_step(model, x)
             # In whole pages already.
             assert handle.stats.host_capacity_bytes == OFFLOADED_BYTES
-            assert _store(handle).efficiency == 1.0
 
 
 @pytest.mark.parametrize("store", ["host", "disk"])

@@ -45,13 +45,9 @@ def test_after_the_first_step_the_store_holds_what_a_step_needs() -> None:
     device, locks = locking()
     store = PinnedStore(device, slab_bytes=64 * 1024)
     step(store, sizes)
-    assert store.peak_requested_bytes == sum(sizes) == 25000 + 61440 + 100
     assert store.capacity_bytes == locks.size_bytes == 61440 + 61440
-    assert store.efficiency == pytest.approx(86540 / 122880)
     step(store, sizes)
     assert store.capacity_bytes == locks.size_bytes == (12 + 10) * 4096
-    assert store.efficiency == pytest.approx(86540 / 90112)
-    assert store.peak_requested_bytes == 86540
 
 
 def test_large_tensors_lose_less_than_two_percent() -> None:
@@ -65,11 +61,7 @@ def test_large_tensors_lose_less_than_two_percent() -> None:
     assert store.capacity_bytes == 5 * 3907 * 4096
     step(store, sizes)
     assert store.capacity_bytes == (4 * 3907 + 3125) * 4096 == 76_812_288
-    assert store.efficiency > 0.98
-
-
-def test_an_empty_store_is_exact() -> None:
-    assert PinnedStore(CpuDevice()).efficiency == 1.0
+    assert sum(sizes) > 0.98 * store.capacity_bytes
 
 
 def test_equal_steps_neither_grow_nor_trim_again() -> None:

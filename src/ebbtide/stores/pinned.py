@@ -104,172 +104,6 @@ Sizes = list[tuple[Slab, int]]
 
 
 @final
-class Slabs:
-    """All slabs of a store, within its budget and the host's free RAM. Never waits."""
-
-    def __init__(self, device: AbstractDevice, budget: HostBudget, slab_bytes: int) -> None:
-        self._device = device
-        self._budget = budget
-        self._slab_bytes = slab_bytes
-        self._slabs: list[Slab] = []
-        self._by_torch = False  # only torch's own allocator gives memory that the copies take
-        self._used_bytes = 0
-        self._peak_used_bytes = 0
-        self._whole_bytes = 0  # of the slab that took the place of all others
-        self.grown = False  # since the last look at whether a trim is due
-
-    @property
-    def capacity_bytes(self) -> int:
-        return sum(slab.capacity_bytes for slab in self._slabs)
-
-    @property
-    def used_bytes(self) -> int:
-        return self._used_bytes if self._slabs else 0
-
-    def fits(self, size_bytes: int) -> bool:
-        return any(slab.extents.fits(size_bytes) for slab in self._slabs)
-
-    def allocate(self, size_bytes: int) -> tuple[Slab, Extent] | None:
-        # Always in the same order: an equal step must get the same extents.
-        for slab in self._slabs:
-            extent = slab.extents.allocate(size_bytes)
-            if extent is not None:
-                used_bytes = self._used_bytes = self._used_bytes + extent[1]
-                if used_bytes > self._peak_used_bytes:
-                    self._peak_used_bytes = used_bytes
-                return slab, extent
-        return None
-
-    def free(self, slab: Slab, extent: Extent) -> None:
-        slab.extents.free(extent)
-        self._used_bytes -= extent.size_bytes
-
-    def could_grow(self, size_bytes: int) -> bool:
-        """Whether one more tensor of this size finds room, by `grow` or in `merged` slabs."""
-        least_bytes = self._least(size_bytes)
-        fits = least_bytes <= min(self._budget.left_bytes, self._budget.spare_ram_bytes())
-        return fits or (not self.used_bytes and self.merged(size_bytes) is not None)
-
-    def grow(self, size_bytes: int) -> None:
-        """Add a slab for some tensors of this size.
-
-        Raises:
-            StoreFullError: there is no room for one.
-        """
-        memory = self._take(self._next_size(size_bytes))
-        if memory is None:
-            self._by_torch = True
-            memory = self._take(self._next_size(size_bytes))
-            assert memory is not None
-        self._slabs.append(Slab(memory, trimmed=False))
-        self.grown = True
-        _LOG.debug(
-            "host memory: %s more, %s in all",
-            format_size(memory.tensor.nbytes),
-            format_size(self.capacity_bytes),
-        )
-
-    def _next_size(self, size_bytes: int) -> int:
-        """Size of the next slab: room for several such tensors, or for one near the limits."""
-        least_bytes = self._least(size_bytes)
-        budget_bytes, ram_bytes = self._budget.left_bytes, self._budget.spare_ram_bytes()
-        if least_bytes > budget_bytes:
-            raise self._budget.over_limit(least_bytes)
-        if least_bytes > ram_bytes:
-            raise self._budget.out_of_ram(least_bytes, ram_bytes)
-        most_bytes = min(self._slab_bytes, budget_bytes, ram_bytes)
-        if self._by_torch:
-            return max(least_bytes, 1 << (most_bytes.bit_length() - 1))
-        tensor_bytes = -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-        return max(least_bytes, whole_pages(most_bytes // tensor_bytes * tensor_bytes))
-
-    def _least(self, size_bytes: int) -> int:
-        """The smallest slab that holds one tensor of this size."""
-        if self._by_torch:
-            return max(_ALIGNMENT_BYTES, 1 << (size_bytes - 1).bit_length())
-        return whole_pages(size_bytes)
-
-    def _take(self, size_bytes: int) -> HostMemory | None:
-        try:
-            if self._by_torch:
-                memory: HostMemory | None = allocate_by_torch(self._device, size_bytes)
-            else:
-                memory = map_exactly(self._device, size_bytes)
-        except OSError as error:
-            raise self._budget.out_of_ram(size_bytes, self._budget.spare_ram_bytes()) from error
-        if memory is not None and memory.refusal is not None:
-            warn_of_pageable(self._device, size_bytes, memory.refusal)
-        if memory is not None:
-            self._budget.take(size_bytes)
-        return memory
-
-    def trimmed(self) -> Sizes:
-        """The sizes that the steps so far ask for. See [Note: exact slabs]."""
-        if self._by_torch:
-            return [(slab, slab.capacity_bytes) for slab in self._slabs]  # torch would keep it
-        sizes = [(slab, slab.wanted_bytes) for slab in self._slabs]
-        scattered = self._peak_used_bytes < _WHOLE_SHARE * sum(size for _, size in sizes)
-        # Only for a new peak: where one slab has not sufficed for this one, it never will.
-        if scattered and self._peak_used_bytes > self._whole_bytes:
-            return self.merged(0) or sizes
-        return sizes
-
-    def merged(self, size_bytes: int) -> Sizes | None:
-        """Sizes that replace all slabs by one, for the most bytes that were ever in use at once.
-
-        Args:
-            size_bytes: size of a tensor that the slab must hold, too.
-
-        Returns:
-            None where there is no room for such a slab.
-        """
-        whole_bytes = whole_pages(max(size_bytes, self._peak_used_bytes))
-        more_bytes = whole_bytes - self.capacity_bytes
-        if not self._slabs or self._by_torch:
-            return None
-        if more_bytes > min(self._budget.left_bytes, self._budget.spare_ram_bytes()):
-            return None
-        return [(self._slabs[0], whole_bytes), *((slab, 0) for slab in self._slabs[1:])]
-
-    def resize(self, sizes: Sizes) -> None:
-        """Give back the slabs that have another size, then take others in their places.
-
-        Streams:
-            No slab is in use, and the copies that read or write one are complete.
-
-        Raises:
-            StoreFullError: some could not be had. What was given back is gone.
-        """
-        more_bytes = sum(size_bytes for _, size_bytes in sizes) - self.capacity_bytes
-        spare_bytes = self._budget.spare_ram_bytes()
-        if more_bytes > spare_bytes:
-            raise self._budget.out_of_ram(more_bytes, spare_bytes)
-        changed = [slab for slab, size_bytes in sizes if slab.capacity_bytes != size_bytes]
-        for slab in changed:
-            self._give_back(slab)  # all of it first: there may be no RAM for both
-        self._slabs = [slab for slab, _ in sizes if slab not in changed]
-        for place, (slab, size_bytes) in enumerate((s, n) for s, n in sizes if n):
-            if slab in changed:
-                memory = self._take(size_bytes)
-                assert memory is not None
-                self._slabs.insert(place, Slab(memory, trimmed=True))
-        if len(self._slabs) == 1:
-            self._whole_bytes = self.capacity_bytes
-
-    def give_back(self) -> None:
-        for slab in self._slabs:
-            self._give_back(slab)
-        self._slabs.clear()
-
-    def _give_back(self, slab: Slab) -> None:
-        slab.give_back()
-        self._budget.take(-slab.capacity_bytes)
-
-
-# ---- The host tier: page-locked memory in slabs, reused from step to step ----
-
-
-@final
 @dataclass(eq=False, slots=True)
 class _HostSlot(Slot):
     slab: Slab = field(kw_only=True)
@@ -291,10 +125,10 @@ class PinnedStore(AbstractStore):
 
     Attributes:
         budget: counts all host memory that is taken.
-        peak_requested_bytes: the most bytes of tensors held at once since the store began.
     """
 
-    # Long: activations and weights take their memory from the same budget.
+    # Long: activations and weights take their memory from the same budget, and when slabs change
+    # depends on which of them are in use.
 
     reads_ahead = False  # host memory is as near as it gets
 
@@ -308,14 +142,18 @@ class PinnedStore(AbstractStore):
     ) -> None:
         self._device = device
         self.budget = HostBudget(budget_bytes, budget_origin)
-        self._slabs = Slabs(device, self.budget, slab_bytes)
+        self._slab_bytes = slab_bytes
+        self._slabs: list[Slab] = []
+        self._by_torch = False  # only torch's own allocator gives memory that the copies take
+        self._used_bytes = 0
+        self._peak_used_bytes = 0
+        self._whole_bytes = 0  # of the slab that took the place of all others
+        self._has_grown = False  # since the last look at whether a trim is due
         self._reads: list[AbstractEvent] = []  # copies up from dropped slots, not seen complete
-        self._requested_bytes = 0
-        self.peak_requested_bytes = 0
 
     @property
     def capacity_bytes(self) -> int:
-        return self._slabs.capacity_bytes
+        return sum(slab.capacity_bytes for slab in self._slabs)
 
     @property
     def host_capacity_bytes(self) -> int:
@@ -323,24 +161,23 @@ class PinnedStore(AbstractStore):
 
     @property
     def used_bytes(self) -> int:
-        return self._slabs.used_bytes
-
-    @property
-    def efficiency(self) -> float:
-        """The most bytes of tensors held at once, divided by the bytes taken; 1 is exact."""
-        capacity_bytes = self.capacity_bytes
-        return self.peak_requested_bytes / capacity_bytes if capacity_bytes else 1.0
+        return self._used_bytes if self._slabs else 0
 
     def has_room(self, size_bytes: int) -> bool:
         """Whether `offload` of so many bytes would find room now."""
         self._settle()
-        return self._slabs.fits(size_bytes) or self._slabs.could_grow(size_bytes)
+        if any(slab.extents.fits(size_bytes) for slab in self._slabs):
+            return True
+        least_bytes = self._least(size_bytes)
+        if least_bytes <= min(self.budget.left_bytes, self.budget.spare_ram_bytes()):
+            return True
+        return not self.used_bytes and self._merged(size_bytes) is not None
 
     def offload(self, source: torch.Tensor, ready: AbstractEvent) -> Slot:
         size_bytes = source.numel()
-        if self._slabs.grown:
+        if self._has_grown:
             self._settle()
-        slab, extent = self._slabs.allocate(size_bytes) or self._grow(size_bytes)
+        slab, extent = self._allocate(size_bytes) or self._grow(size_bytes)
         memory = slab.view(extent, size_bytes)
         if self._reads:
             # Guard readers-until-complete: a copy up from reused host memory is forgotten only when
@@ -353,9 +190,6 @@ class PinnedStore(AbstractStore):
         # memory before. A dropped slot is reused at once: the next offload would overwrite bytes
         # that are on their way up.
         offloaded = self._device.copy_down(memory, source, ready, *self._reads)
-        self._requested_bytes += size_bytes
-        if self._requested_bytes > self.peak_requested_bytes:
-            self.peak_requested_bytes = self._requested_bytes
         return _HostSlot(extent, size_bytes, offloaded, slab=slab)
 
     def reload(
@@ -392,8 +226,8 @@ class PinnedStore(AbstractStore):
             return
         if slot.reloaded is not None:
             self._reads.append(slot.reloaded)
-        self._slabs.free(slot.slab, slot.extent)
-        self._requested_bytes -= slot.size_bytes
+        slot.slab.extents.free(slot.extent)
+        self._used_bytes -= slot.extent.size_bytes
 
     def allocate_resting(self, size_bytes: int, *, reserved: bool = False) -> RestingSlot:
         whole_bytes = whole_pages(max(size_bytes, 1))
@@ -456,35 +290,156 @@ class PinnedStore(AbstractStore):
         # Guard close-after-copies: the store waits for its copies before it gives host memory back.
         # After `detach`, copies under way would use memory that is no longer ours.
         self._device.finish_copies()
-        self._slabs.give_back()
+        for slab in self._slabs:
+            self._give_back(slab)
+        self._slabs.clear()
+
+    # ---- slabs: which there are, and how large; see [Note: exact slabs] -------------------------
+
+    def _allocate(self, size_bytes: int) -> tuple[Slab, Extent] | None:
+        # Always in the same order: an equal step must get the same extents.
+        for slab in self._slabs:
+            extent = slab.extents.allocate(size_bytes)
+            if extent is not None:
+                used_bytes = self._used_bytes = self._used_bytes + extent[1]
+                if used_bytes > self._peak_used_bytes:
+                    self._peak_used_bytes = used_bytes
+                return slab, extent
+        return None
 
     def _grow(self, size_bytes: int) -> tuple[Slab, Extent]:
         """Make room for so many bytes, which no slab has, and allocate them."""
         try:
-            self._slabs.grow(size_bytes)
+            self._add_slab(size_bytes)
         except StoreFullError:
-            sizes = None if self._slabs.used_bytes else self._slabs.merged(size_bytes)
+            sizes = None if self.used_bytes else self._merged(size_bytes)
             if sizes is None:
                 raise
             self._resize(sizes)  # none of the slabs is large enough, and none is in use
-        found = self._slabs.allocate(size_bytes)
+        found = self._allocate(size_bytes)
         assert found is not None
         return found
 
     def _settle(self) -> None:
         """Trim the slabs if a step is over in which they have grown."""
-        if self._slabs.grown and not self._slabs.used_bytes:
-            self._slabs.grown = False
-            sizes = self._slabs.trimmed()
+        if self._has_grown and not self.used_bytes:
+            self._has_grown = False
+            sizes = self._trimmed()
             if any(slab.capacity_bytes != size_bytes for slab, size_bytes in sizes):
                 # What cannot be had again now is had by growth, or that says why not.
                 with contextlib.suppress(StoreFullError):
                     self._resize(sizes)
 
+    def _add_slab(self, size_bytes: int) -> None:
+        """Add a slab for some tensors of this size.
+
+        Raises:
+            StoreFullError: there is no room for one.
+        """
+        memory = self._take(self._next_size(size_bytes))
+        if memory is None:
+            self._by_torch = True
+            memory = self._take(self._next_size(size_bytes))
+            assert memory is not None
+        self._slabs.append(Slab(memory, trimmed=False))
+        self._has_grown = True
+        _LOG.debug(
+            "host memory: %s more, %s in all",
+            format_size(memory.tensor.nbytes),
+            format_size(self.capacity_bytes),
+        )
+
+    def _next_size(self, size_bytes: int) -> int:
+        """Size of the next slab: room for several such tensors, or for one near the limits."""
+        least_bytes = self._least(size_bytes)
+        budget_bytes, ram_bytes = self.budget.left_bytes, self.budget.spare_ram_bytes()
+        if least_bytes > budget_bytes:
+            raise self.budget.over_limit(least_bytes)
+        if least_bytes > ram_bytes:
+            raise self.budget.out_of_ram(least_bytes, ram_bytes)
+        most_bytes = min(self._slab_bytes, budget_bytes, ram_bytes)
+        if self._by_torch:
+            return max(least_bytes, 1 << (most_bytes.bit_length() - 1))
+        tensor_bytes = -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        return max(least_bytes, whole_pages(most_bytes // tensor_bytes * tensor_bytes))
+
+    def _least(self, size_bytes: int) -> int:
+        """The smallest slab that holds one tensor of this size."""
+        if self._by_torch:
+            return max(_ALIGNMENT_BYTES, 1 << (size_bytes - 1).bit_length())
+        return whole_pages(size_bytes)
+
+    def _take(self, size_bytes: int) -> HostMemory | None:
+        try:
+            if self._by_torch:
+                memory: HostMemory | None = allocate_by_torch(self._device, size_bytes)
+            else:
+                memory = map_exactly(self._device, size_bytes)
+        except OSError as error:
+            raise self.budget.out_of_ram(size_bytes, self.budget.spare_ram_bytes()) from error
+        if memory is not None and memory.refusal is not None:
+            warn_of_pageable(self._device, size_bytes, memory.refusal)
+        if memory is not None:
+            self.budget.take(size_bytes)
+        return memory
+
+    def _trimmed(self) -> Sizes:
+        """The sizes that the steps so far ask for. See [Note: exact slabs]."""
+        if self._by_torch:
+            return [(slab, slab.capacity_bytes) for slab in self._slabs]  # torch would keep it
+        sizes = [(slab, slab.wanted_bytes) for slab in self._slabs]
+        scattered = self._peak_used_bytes < _WHOLE_SHARE * sum(size for _, size in sizes)
+        # Only for a new peak: where one slab has not sufficed for this one, it never will.
+        if scattered and self._peak_used_bytes > self._whole_bytes:
+            return self._merged(0) or sizes
+        return sizes
+
+    def _merged(self, size_bytes: int) -> Sizes | None:
+        """Sizes that replace all slabs by one, for the most bytes that were ever in use at once.
+
+        Args:
+            size_bytes: size of a tensor that the slab must hold, too.
+
+        Returns:
+            None where there is no room for such a slab.
+        """
+        whole_bytes = whole_pages(max(size_bytes, self._peak_used_bytes))
+        more_bytes = whole_bytes - self.capacity_bytes
+        if not self._slabs or self._by_torch:
+            return None
+        if more_bytes > min(self.budget.left_bytes, self.budget.spare_ram_bytes()):
+            return None
+        return [(self._slabs[0], whole_bytes), *((slab, 0) for slab in self._slabs[1:])]
+
     def _resize(self, sizes: Sizes) -> None:
+        """Give back the slabs that have another size, then take others in their places.
+
+        No slab is in use.
+
+        Raises:
+            StoreFullError: some could not be had. What was given back is gone.
+        """
         # Guard resize-after-copies: the store waits for its copies before it cuts its slabs to
         # size. A copy that nobody wants any more would go on in memory that was given back.
         self._device.finish_copies()
         self._reads.clear()
-        assert not self._slabs.used_bytes
-        self._slabs.resize(sizes)
+        assert not self.used_bytes
+        more_bytes = sum(size_bytes for _, size_bytes in sizes) - self.capacity_bytes
+        spare_bytes = self.budget.spare_ram_bytes()
+        if more_bytes > spare_bytes:
+            raise self.budget.out_of_ram(more_bytes, spare_bytes)
+        changed = [slab for slab, size_bytes in sizes if slab.capacity_bytes != size_bytes]
+        for slab in changed:
+            self._give_back(slab)  # all of it first: there may be no RAM for both
+        self._slabs = [slab for slab, _ in sizes if slab not in changed]
+        for place, (slab, size_bytes) in enumerate((s, n) for s, n in sizes if n):
+            if slab in changed:
+                memory = self._take(size_bytes)
+                assert memory is not None
+                self._slabs.insert(place, Slab(memory, trimmed=True))
+        if len(self._slabs) == 1:
+            self._whole_bytes = self.capacity_bytes
+
+    def _give_back(self, slab: Slab) -> None:
+        slab.give_back()
+        self.budget.take(-slab.capacity_bytes)

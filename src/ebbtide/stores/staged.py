@@ -60,34 +60,6 @@ class StagedSlot(Slot):
 
 
 @final
-class Written(AbstractEvent):
-    """The end of a write to a resting slot, which is done piece by piece.
-
-    Args:
-        last: reached when the write of the last piece has ended or failed.
-        refusals: the errors of failed writes; complete once `last` is reached.
-    """
-
-    def __init__(self, last: AbstractEvent, refusals: deque[OSError]) -> None:
-        self._last = last
-        self._refusals = refusals
-
-    def query(self) -> bool:
-        return self._last.query()
-
-    def synchronize(self) -> None:
-        self._last.synchronize()
-        if self._refusals:
-            raise OSError(self._refusals[0].errno, self._refusals[0].strerror)
-
-    def since(self, origin: Origin) -> float:
-        return self._last.since(origin)
-
-    def spans(self, origin: Origin) -> list[Span]:
-        return self._last.spans(origin)
-
-
-@final
 class Arrival(AbstractEvent):
     """The end of a reload from disk. The worker that reads the file queues the reload's copies."""
 
@@ -276,9 +248,13 @@ class StagedDiskStore(AbstractStore):
         for begin in range(0, size_bytes, self._chunk_bytes):
             piece_bytes = min(self._chunk_bytes, size_bytes - begin)
             piece = Piece(begin, piece_bytes, offset_bytes + begin)
-            copied, chunk = self._stage(piece, source, ready, slot.file, refusals)
-        assert chunk.written is not None
-        return Landing(copied, Written(chunk.written, refusals))
+            copied, _ = self._stage(piece, source, ready, slot.file, refusals)
+
+        def check() -> None:
+            if refusals:
+                raise refusals[0]
+
+        return Landing(copied, self._writer.submit(check))  # behind the writes of all pieces
 
     def _stage(
         self,
