@@ -64,10 +64,7 @@ class ActivationPolicy:
     mode: Literal["offload", "recompute", "recompute+offload"] = "offload"
 
     def __post_init__(self) -> None:
-        if self.num_layers is not None:
-            _check_count("num_layers", self.num_layers)
-        _check_count("keep_last", self.keep_last)
-        _check_fraction(self.fraction)
+        _check_share(self)
         if not isinstance(self.rebuild, bool):
             raise PolicyError(f"rebuild must be True or False, got {self.rebuild!r}")
         if self.mode not in _MODES:
@@ -129,10 +126,7 @@ class WeightPolicy:
     min_bytes: int | str = 0
 
     def __post_init__(self) -> None:
-        if self.num_layers is not None:
-            _check_count("num_layers", self.num_layers)
-        _check_count("keep_last", self.keep_last)
-        _check_fraction(self.fraction)
+        _check_share(self)
         if not isinstance(self.double_buffering, bool):
             raise PolicyError(
                 f"double_buffering must be True or False, got {self.double_buffering!r}"
@@ -146,14 +140,16 @@ def is_in_share(index: int, fraction: float) -> bool:
     return math.floor((index + 1) * fraction + slack) > math.floor(index * fraction + slack)
 
 
-def _check_fraction(value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-        raise PolicyError(f"fraction must be a share of the layers, from 0 to 1, got {value!r}")
-
-
-def _check_count(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise PolicyError(f"{name} must be a whole number of layers, 0 or more, got {value!r}")
+def _check_share(policy: ActivationPolicy | WeightPolicy) -> None:
+    """Check which layers a policy chooses."""
+    for name in ("num_layers", "keep_last"):
+        value: object = getattr(policy, name)
+        is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+        if not is_count and (value is not None or name != "num_layers"):
+            raise PolicyError(f"{name} must be a whole number of layers, 0 or more, got {value!r}")
+    share: object = policy.fraction
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
+        raise PolicyError(f"fraction must be a share of the layers, from 0 to 1, got {share!r}")
 
 
 # ---- Checks the types of arguments, so that a mistake is named where it is made ----
@@ -188,16 +184,43 @@ def check_activations(activations: object) -> None:
     Raises:
         PolicyError: it is something else.
     """
-    if activations is None or isinstance(activations, ActivationPolicy):
+    none = "write activations=ebbtide.ActivationPolicy(num_layers=0, rebuild=False) for none"
+    _check_policy("activations", ActivationPolicy, activations, "all that are large enough", none)
+
+
+def check_weights(weights: object) -> None:
+    """Check that a policy for weights is one, or None.
+
+    Raises:
+        PolicyError: it is something else.
+    """
+    none = "leave it out to offload no weights"
+    _check_policy("weights", WeightPolicy, weights, "the weights of all layers", none)
+
+
+def _check_policy(name: str, kind: type, policy: object, whole: str, none: str) -> None:
+    """Check that the argument ``name`` is a policy of a kind, or None.
+
+    Args:
+        name: name of the argument.
+        kind: class of the policy.
+        policy: what was given.
+        whole: what the policy without arguments offloads.
+        none: how to write that nothing is offloaded.
+    """
+    if policy is None or isinstance(policy, kind):
         return
-    advice = "write activations=ebbtide.ActivationPolicy(...), and see its arguments"
-    if activations is True or activations is ActivationPolicy:
-        advice = "write activations=ebbtide.ActivationPolicy() for all that are large enough"
-    elif activations is False:
-        advice = "write activations=ebbtide.ActivationPolicy(num_layers=0, rebuild=False) for none"
-    elif isinstance(activations, WeightPolicy):
+    if policy is True or policy is kind:
+        advice = f"write {name}=ebbtide.{kind.__name__}() for {whole}"
+    elif policy is False:
+        advice = none
+    elif isinstance(policy, ActivationPolicy):
+        advice = "an ActivationPolicy goes to activations=..."
+    elif isinstance(policy, WeightPolicy):
         advice = "a WeightPolicy goes to weights=..."
-    refuse("activations", "an ebbtide.ActivationPolicy or None", activations, advice)
+    else:
+        advice = f"write {name}=ebbtide.{kind.__name__}(...), and see its arguments"
+    refuse(name, f"an ebbtide.{kind.__name__} or None", policy, advice)
 
 
 def check_budgeted(
@@ -245,24 +268,6 @@ def check_budget_unit(budget: object, *, name: str = "budget=") -> None:
         raise PolicyError(f"{name}{budget!r} has no unit; write {number}GiB, or 90% for a share")
 
 
-def check_weights(weights: object) -> None:
-    """Check that a policy for weights is one, or None.
-
-    Raises:
-        PolicyError: it is something else.
-    """
-    if weights is None or isinstance(weights, WeightPolicy):
-        return
-    advice = "write weights=ebbtide.WeightPolicy(...), and see its arguments"
-    if weights is True or weights is WeightPolicy:
-        advice = "write weights=ebbtide.WeightPolicy() for the weights of all layers"
-    elif weights is False:
-        advice = "leave it out to offload no weights"
-    elif isinstance(weights, ActivationPolicy):
-        advice = "an ActivationPolicy goes to activations=..."
-    refuse("weights", "an ebbtide.WeightPolicy or None", weights, advice)
-
-
 def check_switch(name: str, value: object, advice: str = "") -> None:
     """Check that an argument is True or False.
 
@@ -289,10 +294,8 @@ def check_modules(name: str, modules: object) -> None:
     Raises:
         PolicyError: it is something else.
     """
-    is_list = isinstance(modules, Iterable) and not isinstance(modules, str | dict)
-    if isinstance(modules, nn.Module) and not isinstance(modules, _LISTS):
-        refuse(name, "a list of modules", modules, f"write {name}=[model]")
-    if not isinstance(modules, Iterable) or not is_list:
+    single = isinstance(modules, nn.Module) and not isinstance(modules, _LISTS)
+    if single or not isinstance(modules, Iterable) or isinstance(modules, str | dict):
         refuse(name, "a list of modules", modules, f"write {name}=[model]")
     for module in modules:
         if not isinstance(module, nn.Module):

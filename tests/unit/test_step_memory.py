@@ -158,3 +158,17 @@ def test_without_a_trace_nothing_is_recorded(memory: LiveMemory) -> None:
         assert handle is not None
         chain(2)(torch.randn(ROWS, WIDTH)).sum().backward()
     assert next(resets) == before + 1, "nobody has reset the peak"
+
+
+def test_a_recording_that_is_gone_leaves_no_hook_on_optimizers() -> None:
+    hooks = torch.optim.optimizer._global_optimizer_pre_hooks
+    gc.collect()
+    before = len(hooks)
+    model = chain(2)
+    handle = ebbtide.offload(model, trace=True)
+    model(torch.randn(4, 256)).sum().backward()
+    assert handle.trace.memory is not None
+    assert len(hooks) == before + 1
+    del model, handle
+    gc.collect()
+    assert len(hooks) == before

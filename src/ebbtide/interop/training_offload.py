@@ -60,18 +60,7 @@ class OffloadArguments:
 
     def attach_to(self, model: nn.Module) -> OffloadHandle:
         """Offload a model with these arguments."""
-        return offload(
-            model,
-            activations=self.activations,
-            weights=self.weights,
-            layers=self.layers,
-            store=self.store,
-            host_budget=self.host_budget,
-            trace=self.trace,
-            schedule=self.schedule,
-            budget=self.budget,
-            plan=self.plan,
-        )
+        return offload(model, **vars(self))
 
 
 @final
