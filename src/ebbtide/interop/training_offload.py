@@ -60,7 +60,8 @@ class OffloadArguments:
 
     def attach_to(self, model: nn.Module) -> OffloadHandle:
         """Offload a model with these arguments."""
-        return offload(model, **vars(self))
+        handle: OffloadHandle = offload(model, **vars(self))
+        return handle
 
 
 @final
