@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 import ebbtide
 from benchmarks import record
-from ebbtide.stores import AbstractMemory, ProcessMemory
+from ebbtide.stores.measured_memory import AbstractMemory, ProcessMemory
 from ebbtide.tools.darcy import gaussian_field
 
 _MIB = 2**20

@@ -131,7 +131,7 @@ def _pinning_costs(device: torch.device, size_bytes: int) -> dict[str, float]:
     """Return the seconds per GiB that each method takes to allocate page-locked memory."""
     if device.type == "cpu":
         return {}
-    from ebbtide.devices import AcceleratorDevice
+    from ebbtide.devices.accelerator import AcceleratorDevice
     from ebbtide.stores.host_memory import map_exactly
 
     accelerator = AcceleratorDevice(device)

@@ -11,14 +11,14 @@ from typing import final
 
 import torch
 
-from ebbtide.devices import (
+from ebbtide.devices.device import (
     AbstractDevice,
     AbstractEvent,
     AbstractLane,
     AbstractStream,
     Origin,
-    WorkLane,
 )
+from ebbtide.devices.lanes import WorkLane
 
 
 @final

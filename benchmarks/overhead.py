@@ -30,7 +30,7 @@ from ebbtide.runtime.parameter_index import ParameterIndex
 from ebbtide.runtime.rebuild import Placement
 from ebbtide.runtime.saved_tensors import SavedTensorHooks
 from ebbtide.runtime.transfers import Transfers
-from ebbtide.stores import PinnedStore
+from ebbtide.stores.pinned import PinnedStore
 
 Context = Callable[[], contextlib.AbstractContextManager[object]]
 

@@ -21,14 +21,17 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import record
-from ebbtide.devices import AbstractEvent, CpuDevice, LaneEvent
+from ebbtide.devices.cpu import CpuDevice
+from ebbtide.devices.device import AbstractEvent
+from ebbtide.devices.lanes import LaneEvent
 from ebbtide.policy import ActivationPolicy
 from ebbtide.runtime.activations import Activations
 from ebbtide.runtime.parameter_index import ParameterIndex
 from ebbtide.runtime.rebuild import Placement
 from ebbtide.runtime.saved_tensors import SavedTensorHooks
 from ebbtide.runtime.transfers import Transfers
-from ebbtide.stores import AbstractStore, Landing, PinnedStore, RestingSlot, Slot, Target
+from ebbtide.stores.pinned import PinnedStore
+from ebbtide.stores.store import AbstractStore, Landing, RestingSlot, Slot, Target
 from ebbtide.tools.darcy_fno import build_model
 from ebbtide.tools.demo_config import DemoConfig
 from ebbtide.units import format_size

@@ -22,7 +22,7 @@ from torch import nn
 import ebbtide
 from benchmarks import record
 from benchmarks.rss import MODELS, Loss, in_child, median
-from ebbtide.stores import ProcessMemory
+from ebbtide.stores.measured_memory import ProcessMemory
 
 _MIB = 2**20
 _INFLIGHT_BYTES = 16 * _MIB  # the models are small

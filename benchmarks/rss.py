@@ -29,8 +29,8 @@ from torch import Tensor, nn
 
 import ebbtide
 from benchmarks import record
-from ebbtide.stores import ProcessMemory
 from ebbtide.stores import measured_memory as freed_memory
+from ebbtide.stores.measured_memory import ProcessMemory
 
 Loss = Callable[[], Tensor]
 

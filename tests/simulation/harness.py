@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ebbtide.devices import AbstractDevice, AbstractEvent, Layer, SimulatedDevice
+from ebbtide.devices.device import AbstractDevice, AbstractEvent, Layer
+from ebbtide.devices.simulated import SimulatedDevice
 from ebbtide.policy import ActivationPolicy
 from ebbtide.runtime import rebuild, saved_tensors
 from ebbtide.runtime.activations import Activations
@@ -32,7 +33,11 @@ from ebbtide.runtime.recompute import (
 from ebbtide.runtime.saved_tensors import SavedTensorHooks
 from ebbtide.runtime.transfers import Transfers
 from ebbtide.runtime.verification import Verifications, Verified
-from ebbtide.stores import AbstractStore, PinnedStore, Slot, StagedDiskStore, TieredStore, disk_file
+from ebbtide.stores import disk_file
+from ebbtide.stores.build import TieredStore
+from ebbtide.stores.pinned import PinnedStore
+from ebbtide.stores.staged import StagedDiskStore
+from ebbtide.stores.store import AbstractStore, Slot
 from programs import WIDTH, Outcome, Program, Run, Source
 
 KIB = 1024

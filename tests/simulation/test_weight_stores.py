@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import ebbtide
-from ebbtide.devices import SimulatedDevice
-from ebbtide.stores import AbstractStore, build_store, disk_file
+from ebbtide.devices.simulated import SimulatedDevice
+from ebbtide.stores import disk_file
+from ebbtide.stores.build import build_store
+from ebbtide.stores.store import AbstractStore
 from harness import FaultyOs, Knobs, drain_autograd, without_collector
 from loops import on_device
 from weight_programs import check_weights

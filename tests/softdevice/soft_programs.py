@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 import softdevice
-from ebbtide.devices import AcceleratorDevice
+from ebbtide.devices.accelerator import AcceleratorDevice
 from ebbtide.devices.process import call_weakly
 from ebbtide.stores import disk_file
 from harness import (

@@ -15,8 +15,7 @@ import ebbtide
 from ebbtide import ActivationPolicy, BudgetError, OffloadHandle, PolicyError
 from ebbtide.planning import PlannedStep
 from ebbtide.planning import budget as budget_controller
-from ebbtide.stores import ProcessMemory
-from ebbtide.stores.measured_memory import FreedMemory, are_large_blocks_mapped
+from ebbtide.stores.measured_memory import FreedMemory, ProcessMemory, are_large_blocks_mapped
 from live_memory import LiveMemory
 
 SMALL = ActivationPolicy(min_bytes=1)

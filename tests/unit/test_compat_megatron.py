@@ -7,9 +7,9 @@ from torch.utils.checkpoint import checkpoint
 
 import ebbtide
 from ebbtide import PolicyError
-from ebbtide.devices import SimulatedDevice
+from ebbtide.devices.simulated import SimulatedDevice
 from ebbtide.interop.megatron import CPUOffloadingConfig
-from ebbtide.stores import PinnedStore
+from ebbtide.stores.pinned import PinnedStore
 from loops import on_device
 
 ROWS = 4096  # 4096 x 64 x 4 B = 1 MiB: the smallest tensor that leaves

@@ -18,10 +18,11 @@ import psutil
 import pytest
 import torch
 
-from ebbtide.devices import LaneEvent
+from ebbtide.devices.lanes import LaneEvent
 from ebbtide.errors import PolicyError, StoreFullError
-from ebbtide.stores import DiskStore, Slot
+from ebbtide.stores.disk import DiskStore
 from ebbtide.stores.disk_file import OpenFile
+from ebbtide.stores.store import Slot
 from open_files import num_open, taken_bytes
 from store_bench import WAIT_S, now, offload, random_bytes, reload, wait_for
 

@@ -16,7 +16,7 @@ import torch
 import ebbtide
 from commands import call
 from doctor_cases import GPU, HEALTHY
-from ebbtide.devices import CpuDevice
+from ebbtide.devices.cpu import CpuDevice
 from ebbtide.planning import Hardware
 from ebbtide.tools import examination
 from ebbtide.tools import machine as machine_facts

@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 import ebbtide
-from ebbtide.devices import SimulatedDevice
-from ebbtide.stores import build_store, disk
+from ebbtide.devices.simulated import SimulatedDevice
+from ebbtide.stores import disk
 from ebbtide.stores import measured_memory as freed_memory
+from ebbtide.stores.build import build_store
 from ebbtide.stores.measured_memory import LEAST_BYTES, FreedMemory
 from waiting import await_copies
 
@@ -55,7 +56,7 @@ PROGRAM = """
 import json, sys, torch
 from torch import nn
 import ebbtide
-from ebbtide.stores import ProcessMemory
+from ebbtide.stores.measured_memory import ProcessMemory
 
 torch.set_num_threads(1)
 torch.manual_seed(0)
@@ -180,7 +181,7 @@ def test_what_was_kept_is_returned_when_backward_has_freed_it(trims: list[int]) 
 
 BLOCKS = """
 import json, psutil, torch
-from ebbtide.stores import ProcessMemory
+from ebbtide.stores.measured_memory import ProcessMemory
 from ebbtide.stores.measured_memory import are_large_blocks_mapped, return_freed_memory
 process, found, mapped = psutil.Process(), [], []
 first, second = ProcessMemory(), ProcessMemory()

@@ -11,8 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from ebbtide.errors import PolicyError
-from ebbtide.stores import HostLimit
-from ebbtide.stores.host_memory import num_host_ranks, parse_host_budget
+from ebbtide.stores.host_memory import HostLimit, num_host_ranks, parse_host_budget
 from forked import LIMIT_S
 
 GIB = 2**30

@@ -8,10 +8,10 @@ from torch import nn
 
 import ebbtide
 from ebbtide import ActivationPolicy, WeightPolicy
-from ebbtide.devices import SimulatedDevice
+from ebbtide.devices.simulated import SimulatedDevice
 from ebbtide.runtime.handles import Decision, StorageRecord
 from ebbtide.runtime.record import ForwardLog, State
-from ebbtide.stores import PinnedStore
+from ebbtide.stores.pinned import PinnedStore
 from loops import on_device
 
 ROWS, WIDTH = 256, 64

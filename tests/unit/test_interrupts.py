@@ -23,11 +23,15 @@ from torch.utils.checkpoint import checkpoint
 
 import ebbtide
 from ebbtide import ActivationPolicy, WeightPolicy
-from ebbtide.devices import AbstractLane, CpuDevice, SimulatedDevice, WorkLane, simulated
+from ebbtide.devices import simulated
+from ebbtide.devices.cpu import CpuDevice
+from ebbtide.devices.device import AbstractLane
+from ebbtide.devices.lanes import WorkLane
+from ebbtide.devices.simulated import SimulatedDevice
 from ebbtide.runtime.handles import Deaths, Hold
 from ebbtide.runtime.rebuild import RecordedTensor
 from ebbtide.runtime.transfers import Gate
-from ebbtide.stores import PinnedStore
+from ebbtide.stores.pinned import PinnedStore
 from loops import on_device
 from waiting import PATIENCE_S, wait_until
 

@@ -14,7 +14,9 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from ebbtide.devices import CpuDevice, LaneEvent, WorkLane, lanes
+from ebbtide.devices import lanes
+from ebbtide.devices.cpu import CpuDevice
+from ebbtide.devices.lanes import LaneEvent, WorkLane
 from store_bench import wait_for
 
 WAIT_S = 5.0  # far more than anything here takes; reached only when a test fails
@@ -266,7 +268,7 @@ def test_a_copy_waits_for_its_events_and_passes_their_failure_on() -> None:
 
 AT_THE_END = """
 import torch
-from ebbtide.devices import WorkLane
+from ebbtide.devices.lanes import WorkLane
 from ebbtide.devices.lanes import defer
 
 square = torch.rand(300, 300)
@@ -333,7 +335,7 @@ def test_a_tensor_that_a_watching_thread_frees_is_freed_before_the_process_ends(
 def test_a_forked_child_waits_for_no_thread_at_its_end() -> None:
     code = """
 import os, sys, threading
-from ebbtide.devices import WorkLane
+from ebbtide.devices.lanes import WorkLane
 from ebbtide.devices.lanes import defer, watch
 go_on = threading.Event()
 lane = WorkLane("lane")

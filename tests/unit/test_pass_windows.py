@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import ebbtide
 from ebbtide import ActivationPolicy
-from ebbtide.devices import SimulatedDevice
+from ebbtide.devices.simulated import SimulatedDevice
 from ebbtide.errors import PolicyError
 from ebbtide.planning import (
     CautiousTiming,
@@ -33,7 +33,7 @@ from ebbtide.planning import (
 )
 from ebbtide.planning.prediction import Predictor
 from ebbtide.runtime.transfers import Offloads
-from ebbtide.stores import PinnedStore
+from ebbtide.stores.pinned import PinnedStore
 from loops import on_device
 from plan_cases import MB, fake_profile, links, make_layer, make_link, make_profile, profiles
 from test_planning_search import MANY

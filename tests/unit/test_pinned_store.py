@@ -13,9 +13,12 @@ import psutil
 import pytest
 import torch
 
-from ebbtide.devices import CpuDevice, LaneEvent, SimulatedDevice
+from ebbtide.devices.cpu import CpuDevice
+from ebbtide.devices.lanes import LaneEvent
+from ebbtide.devices.simulated import SimulatedDevice
 from ebbtide.errors import StoreFullError
-from ebbtide.stores import PinnedStore, Slot
+from ebbtide.stores.pinned import PinnedStore
+from ebbtide.stores.store import Slot
 from page_locks import step
 from store_bench import WAIT_S, now, offload, random_bytes, reload, wait_for
 

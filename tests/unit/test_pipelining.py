@@ -29,9 +29,9 @@ from torch.distributed.pipelining import (
 import ebbtide
 import loopback
 from ebbtide import ActivationPolicy, PolicyError, ScheduleError
-from ebbtide.devices import SimulatedDevice
+from ebbtide.devices.simulated import SimulatedDevice
 from ebbtide.interop.pipelining import offload_stages
-from ebbtide.stores import PinnedStore
+from ebbtide.stores.pinned import PinnedStore
 from loops import on_device
 
 ROWS, WIDTH, WIDE = 32, 16, 128

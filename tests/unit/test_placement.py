@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from ebbtide import ActivationPolicy
-from ebbtide.devices import CpuDevice, Layer
+from ebbtide.devices.cpu import CpuDevice
+from ebbtide.devices.device import Layer
 from ebbtide.runtime.handles import Decision
 from ebbtide.runtime.rebuild import Plan
-from ebbtide.stores import DiskStore
+from ebbtide.stores.disk import DiskStore
 from engine_bench import EngineBench
 
 KEEP, OFFLOAD, REBUILD = Decision.KEEP, Decision.OFFLOAD, Decision.REBUILD

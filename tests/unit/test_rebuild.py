@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import ebbtide
-from ebbtide.devices import CpuDevice
+from ebbtide.devices.cpu import CpuDevice
 from ebbtide.runtime.record import RECIPES
-from ebbtide.stores import PinnedStore
+from ebbtide.stores.pinned import PinnedStore
 from engine_bench import EngineBench
 
 SIZE = (64, 32)

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import ebbtide
-from ebbtide.devices import CpuDevice
-from ebbtide.stores import PinnedStore
+from ebbtide.devices.cpu import CpuDevice
+from ebbtide.stores.pinned import PinnedStore
 from engine_bench import EngineBench
 
 SIZE, W = (64, 32), (32, 32)

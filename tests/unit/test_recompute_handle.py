@@ -14,9 +14,9 @@ from torch._dynamo.utils import counters
 
 import ebbtide
 from ebbtide import PolicyError, WeightPolicy
-from ebbtide.devices import SimulatedDevice
+from ebbtide.devices.simulated import SimulatedDevice
 from ebbtide.runtime.recompute import RecomputedForward
-from ebbtide.stores import PinnedStore
+from ebbtide.stores.pinned import PinnedStore
 from loops import on_device
 from recompute_bench import (
     MODES,

@@ -12,8 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 import ebbtide
 from ebbtide import ActivationPolicy, SavedTensorModifiedError
-from ebbtide.devices import CpuDevice
-from ebbtide.stores import DiskStore, PinnedStore
+from ebbtide.devices.cpu import CpuDevice
+from ebbtide.stores.disk import DiskStore
+from ebbtide.stores.pinned import PinnedStore
 from engine_bench import EngineBench
 from waiting import wait_until
 

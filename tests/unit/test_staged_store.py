@@ -14,17 +14,16 @@ import pytest
 import torch
 
 import ebbtide
-from ebbtide.devices import AbstractEvent, CpuDevice, LaneEvent, SimulatedDevice
+from ebbtide.devices.cpu import CpuDevice
+from ebbtide.devices.device import AbstractEvent
+from ebbtide.devices.lanes import LaneEvent
+from ebbtide.devices.simulated import SimulatedDevice
 from ebbtide.errors import PolicyError, StoreFullError
 from ebbtide.policy import ActivationPolicy
-from ebbtide.stores import (
-    AbstractStore,
-    PinnedStore,
-    Slot,
-    StagedDiskStore,
-    TieredStore,
-    build_store,
-)
+from ebbtide.stores.build import TieredStore, build_store
+from ebbtide.stores.pinned import PinnedStore
+from ebbtide.stores.staged import StagedDiskStore
+from ebbtide.stores.store import AbstractStore, Slot
 from engine_bench import EngineBench
 from open_files import num_open
 from page_locks import PageLocks

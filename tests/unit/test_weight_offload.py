@@ -19,9 +19,9 @@ from torch.utils.checkpoint import checkpoint
 
 import ebbtide
 from ebbtide import ActivationPolicy, OffloadHandle, PolicyError, WeightPolicy
-from ebbtide.devices import SimulatedDevice
+from ebbtide.devices.simulated import SimulatedDevice
 from ebbtide.errors import SavedTensorModifiedError
-from ebbtide.stores import PinnedStore
+from ebbtide.stores.pinned import PinnedStore
 from ebbtide.weights.hooks import WeightHooks
 from loops import on_device
 from zoo import assert_bitwise_equal

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ebbtide
-from ebbtide.devices import SimulatedDevice, simulated
-from ebbtide.stores import PinnedStore
+from ebbtide.devices import simulated
+from ebbtide.devices.simulated import SimulatedDevice
+from ebbtide.stores.pinned import PinnedStore
 from loops import on_device
 from weight_swaps import (
     SWAPS,
