@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 import ebbtide
+from ebbtide.devices.simulated import SimulatedDevice
 from ebbtide.stores import mapped_memory
+from ebbtide.stores.staged import StagedDiskStore
 from open_files import DESCRIPTORS, taken_bytes
 from waiting import wait_until
 
@@ -197,23 +199,26 @@ def test_what_is_written_through_the_file_is_in_the_slot(tmp_path: Path) -> None
     files = mapped_memory.MappedFiles(tmp_path)
     slots = [files.allocate(4096 * (1 + n)) for n in range(3)]
     for n, slot in enumerate(slots):
-        slot.file.write(memoryview(bytes([n + 1]) * 100), 50)
+        slot.file.write(memoryview(bytes([n + 1]) * 100), slot.extent.offset_bytes + 50)
     for n, slot in enumerate(slots):
         assert slot.tensor[50:150].eq(n + 1).all()
         assert not slot.tensor[:50].any()
         assert not slot.tensor[150:].any()
         got = bytearray(102)
-        slot.file.read(memoryview(got), 49)
+        slot.file.read(memoryview(got), slot.extent.offset_bytes + 49)
         assert got == b"\0" + bytes([n + 1]) * 100 + b"\0"
 
 
 def test_a_write_that_is_still_to_come_keeps_its_room(tmp_path: Path) -> None:
     """A worker may write after the slot was dropped: never into the slot that comes next."""
-    files = mapped_memory.MappedFiles(tmp_path)
-    slot = files.allocate(4096)
-    file = slot.file
-    slot.memory.give_back()
+    device = SimulatedDevice(0, eagerness=0.0)  # jobs run when somebody waits for them
+    store = StagedDiskStore(device, tmp_path)
+    slot = store.allocate_resting(4096)
+    source = torch.ones(4096, dtype=torch.uint8)
+    store.write(slot, 0, source, device.compute_stream().record())
+    store.drop(slot)
     del slot
-    following = files.allocate(4096)
-    file.write(memoryview(b"\1" * 4096), 0)
+    following = store.allocate_resting(4096)
+    device.finish_jobs()
     assert not following.tensor.any()
+    store.close()

@@ -121,52 +121,25 @@ class _MappedFile:
 
 
 @final
-class FilePart:
-    """The bytes of one slot in a mapped file, read and written like an `OpenFile`.
-
-    As long as it exists, no other slot gets them.
-
-    Args:
-        mapped: the file.
-        begin_bytes: where the slot begins in the file.
-        memory: the memory of the slot.
-    """
-
-    def __init__(self, mapped: _MappedFile, begin_bytes: int, memory: torch.Tensor) -> None:
-        self._mapped = mapped
-        self._begin_bytes = begin_bytes
-        self._memory = memory
-
-    def write(self, view: memoryview, offset_bytes: int) -> None:
-        self._mapped.file.write(view, self._begin_bytes + offset_bytes)
-
-    def read(self, view: memoryview, offset_bytes: int) -> None:
-        self._mapped.file.read(view, self._begin_bytes + offset_bytes)
-
-    def read_ahead(self, extent: Extent) -> None:
-        offset_bytes, size_bytes = extent
-        self._mapped.file.read_ahead(Extent(self._begin_bytes + offset_bytes, size_bytes))
-
-
-@final
 @dataclass(eq=False)
 class FileSlot(RestingSlot):
-    """A resting slot in a part of a mapped file.
+    """A resting slot in a part of a mapped file; its extent is that part.
 
     Attributes:
         mapped: the file. The memory keeps it alive, and a slot that was dropped does not.
-        begin_bytes: where the slot begins in the file.
     """
 
     mapped: weakref.ref[_MappedFile] = field(kw_only=True)
-    begin_bytes: int = field(kw_only=True)
 
     @property
-    def file(self) -> FilePart:
-        """The part of the file; its reads and writes are coherent with the mapping."""
+    def file(self) -> OpenFile:
+        """The file, whose reads and writes are coherent with the mapping.
+
+        Who reads or writes there keeps `tensor` alive, or another slot gets the bytes.
+        """
         mapped = self.mapped()
         assert mapped is not None, "the slot was dropped"
-        return FilePart(mapped, self.begin_bytes, self.tensor)
+        return mapped.file
 
     @property
     def is_mapped(self) -> bool:
@@ -211,13 +184,12 @@ class MappedFiles:
             ) from error
         memory = HostMemory(torch.frombuffer(mapped.view(extent), dtype=torch.uint8))
         return FileSlot(
-            Extent(0, whole_bytes),
+            extent,
             size_bytes,
             ALREADY_REACHED,
             "disk",
             memory=memory,
             mapped=weakref.ref(mapped),
-            begin_bytes=extent.offset_bytes,
         )
 
     def contains(self, tensor: torch.Tensor) -> bool:

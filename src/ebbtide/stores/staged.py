@@ -15,7 +15,7 @@ from ebbtide.devices.device import AbstractDevice, AbstractEvent, Origin, Span
 from ebbtide.errors import StoreFullError
 from ebbtide.stores.disk_file import GROWTH_BYTES, DiskFile, OpenFile
 from ebbtide.stores.host_memory import HostMemory, allocate_host_memory
-from ebbtide.stores.mapped_memory import FilePart, FileSlot, MappedFiles
+from ebbtide.stores.mapped_memory import FileSlot, MappedFiles
 from ebbtide.stores.store import AbstractStore, Landing, RestingSlot, Slot, Target, allocate_target
 
 
@@ -97,7 +97,7 @@ class Arrival(AbstractEvent):
 def read_piece(
     device: AbstractDevice,
     chunks: deque[Chunk],
-    file: OpenFile | FilePart,
+    file: OpenFile,
     part: torch.Tensor,
     offset_bytes: int,
     allocated: AbstractEvent,
@@ -217,8 +217,7 @@ class StagedDiskStore(AbstractStore):
                 piece_bytes = min(self._chunk_bytes, size_bytes - begin)
                 offset_bytes = extent.offset_bytes + begin
                 piece = Piece(begin, piece_bytes, offset_bytes)
-                file, failures = self._file.open, self._failures
-                slot.offloaded, chunk = self._stage(piece, source, ready, file, failures)
+                slot.offloaded, chunk = self._stage(piece, source, ready, slot, self._failures)
                 chunk.piece, piece.chunk = piece, chunk
                 slot.pieces.append(piece)
         except OSError:
@@ -247,8 +246,8 @@ class StagedDiskStore(AbstractStore):
         size_bytes = source.numel()
         for begin in range(0, size_bytes, self._chunk_bytes):
             piece_bytes = min(self._chunk_bytes, size_bytes - begin)
-            piece = Piece(begin, piece_bytes, offset_bytes + begin)
-            copied, _ = self._stage(piece, source, ready, slot.file, refusals)
+            piece = Piece(begin, piece_bytes, slot.extent.offset_bytes + offset_bytes + begin)
+            copied, _ = self._stage(piece, source, ready, slot, refusals)
 
         def check() -> None:
             if refusals:
@@ -261,7 +260,7 @@ class StagedDiskStore(AbstractStore):
         piece: Piece,
         source: torch.Tensor,
         ready: AbstractEvent,
-        file: OpenFile | FilePart,
+        slot: Slot,
         refusals: deque[OSError],
     ) -> tuple[AbstractEvent, Chunk]:
         """Queue the copy of a piece to a free chunk, and its write from there to the file.
@@ -270,7 +269,7 @@ class StagedDiskStore(AbstractStore):
             piece: the part of ``source`` to copy.
             source: the whole tensor.
             ready: the event after which ``source`` contains its values.
-            file: the file to write to.
+            slot: the slot whose file is written to.
             refusals: the worker appends the error if the write fails.
 
         Returns:
@@ -286,8 +285,9 @@ class StagedDiskStore(AbstractStore):
         copied = self._device.copy_down(memory, part, ready, *chunk.reads)
         chunk.reads.clear()
         view = chunk.view(piece.size_bytes)
+        file, memory_of_slot = self._file_of(slot)
 
-        def write() -> None:
+        def write(_alive: object = memory_of_slot) -> None:
             if piece.dropped:
                 return
             # Guard write-after-copy: a chunk is written to disk only after the device has copied
@@ -353,8 +353,8 @@ class StagedDiskStore(AbstractStore):
         buffer, allocated, _ = target or allocate_target(self._device, slot.size_bytes)
         arrival = Arrival()
         missing = []
-        file = slot.file if isinstance(slot, FileSlot) else self._file.open
-        if isinstance(slot, FileSlot) and self._staging is None:
+        file, memory_of_slot = self._file_of(slot)
+        if self._staging is None:
             self._take_staging()
         for piece in self._pieces_of(slot):
             part = buffer.narrow(0, piece.begin_bytes, piece.size_bytes)
@@ -375,7 +375,7 @@ class StagedDiskStore(AbstractStore):
             return buffer, arrival.copies[-1] if arrival.copies else allocated  # of no bytes
         device, chunks = self._device, self._up
 
-        def read() -> None:
+        def read(_alive: object = memory_of_slot) -> None:
             try:
                 for part, offset_bytes in missing:
                     copied = read_piece(device, chunks, file, part, offset_bytes, allocated)
@@ -393,13 +393,18 @@ class StagedDiskStore(AbstractStore):
         assert isinstance(slot, FileSlot)
         step = self._chunk_bytes
         return [
-            Piece(begin, min(step, slot.size_bytes - begin), begin)
+            Piece(begin, min(step, slot.size_bytes - begin), slot.extent.offset_bytes + begin)
             for begin in range(0, slot.size_bytes, step)
         ]
 
+    def _file_of(self, slot: Slot) -> tuple[OpenFile, torch.Tensor | None]:
+        """Return a slot's file, and what a job that reads or writes there keeps alive."""
+        if isinstance(slot, FileSlot):
+            return slot.file, slot.tensor
+        return self._file.open, None
+
     def read_ahead(self, slot: Slot) -> None:
-        file = slot.file if isinstance(slot, FileSlot) else self._file.open
-        extent = slot.extent
+        (file, _), extent = self._file_of(slot), slot.extent
         self._reader.submit(lambda: file.read_ahead(extent))
 
     # ---- ends ---------------------------------------------------------------------------------
