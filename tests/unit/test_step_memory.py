@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import ebbtide
 from ebbtide.runtime.events import Owner, StepMemory
@@ -161,14 +162,13 @@ def test_without_a_trace_nothing_is_recorded(memory: LiveMemory) -> None:
 
 
 def test_a_recording_that_is_gone_leaves_no_hook_on_optimizers() -> None:
-    hooks = torch.optim.optimizer._global_optimizer_pre_hooks
     gc.collect()
-    before = len(hooks)
+    before = len(_global_optimizer_pre_hooks)
     model = chain(2)
     handle = ebbtide.offload(model, trace=True)
-    model(torch.randn(4, 256)).sum().backward()
+    model(torch.randn(4, WIDTH)).sum().backward()
     assert handle.trace.memory is not None
-    assert len(hooks) == before + 1
+    assert len(_global_optimizer_pre_hooks) == before + 1
     del model, handle
     gc.collect()
-    assert len(hooks) == before
+    assert len(_global_optimizer_pre_hooks) == before
