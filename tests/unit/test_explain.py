@@ -13,7 +13,7 @@ from torch import nn
 import ebbtide
 from ebbtide import Explanation, Inspection, StepStats
 from ebbtide.observe.explain import Evidence, explain
-from ebbtide.observe.inspection import InFlight
+from ebbtide.observe.inspection import InFlight, InspectedStorage
 from ebbtide.observe.memory import OPTIMIZER
 from ebbtide.runtime.events import MemorySample, OwnedBytes, Owner, StepMemory
 from live_memory import LiveMemory
@@ -52,7 +52,8 @@ def causes(explanation: Explanation) -> list[str]:
     assert explanation.verdict
     for finding in explanation.findings:
         assert finding.sentence.endswith(".")
-        assert finding.evidence and finding.setting
+        assert finding.evidence
+        assert finding.setting or finding.cause == "used again"
     return [finding.cause for finding in explanation.findings]
 
 
@@ -273,6 +274,7 @@ def recorded(phase: str = "B3", reserved: int = 0, **owned: int) -> Evidence:
     [
         (recorded(PARAMETERS=100, LEAVING=300, RUNNING=100), "late copies"),
         (recorded(PARAMETERS=100, RELOADED=300, RUNNING=100), "reloaded early"),
+        (recorded(PARAMETERS=100, REFERENCED=300, RUNNING=100), "used again"),
         (recorded(PARAMETERS=100, RUNNING=50, KEPT=150, reserved=600), "allocator"),
         (
             dataclasses.replace(recorded(LEAVING=300, RUNNING=100), follows_schedule=True),
@@ -297,3 +299,44 @@ def test_the_limit_is_what_no_activation_could_leave() -> None:
     explanation = explain(recorded(phase="F3", PARAMETERS=60, KEPT=200, RUNNING=40))
     assert explanation.limit_bytes == 100 * MIB
     assert "200.0 MiB above" in explanation.limit_why
+
+
+def saved(layer: int, size_mib: int) -> InspectedStorage:
+    moved, name = size_mib * MIB, f"blocks.{layer}"
+    where = (layer, name, 0, 0, moved, moved, "offload", "disk", (), 1, (), 0.0, 1.0)
+    return InspectedStorage(*where, shape=(size_mib, 2**18), dtype="float32", saved_by="Gelu")
+
+
+def test_a_tensor_that_backward_reads_is_not_blamed_on_the_prefetch() -> None:
+    """B3 reads 240 MiB at once; of 300 MiB that came back, 60 wait, a tenth of the peak."""
+    evidence = recorded(PARAMETERS=100, RELOADED=300, RUNNING=100)
+    storages = (saved(3, 240), saved(2, 200))
+    inspection = dataclasses.replace(evidence.inspection, storages=storages)
+    explanation = explain(dataclasses.replace(evidence, inspection=inspection))
+    assert causes(explanation) == ["one tensor"]
+    (finding,) = explanation.findings
+    assert finding.size_bytes == 240 * MIB
+    text = "240.0 MiB float32 [240, 262144], saved by Gelu in layer 3 blocks.3"
+    assert finding.evidence.startswith(text)
+
+
+def test_what_packing_left_out_was_not_rebuilt() -> None:
+    stats = StepStats(num_saved=2, packed_bytes=7 * MIB, offloaded_bytes=MIB)
+    verdict = explain(dataclasses.replace(recorded(RUNNING=1), stats=stats)).verdict
+    assert "1.0 MiB offloaded, 7.0 MiB saved by packing left memory" in verdict
+
+
+def test_a_peak_without_a_cause_says_so() -> None:
+    """A fifth each: no owner has a part that explains the peak, and KEPT is below its limit."""
+    evidence = recorded(RUNNING=100, GRADIENTS=90, LEAVING=60, INPUTS=150)
+    explanation = explain(dataclasses.replace(evidence, total_bytes=0))
+    assert explanation.findings == ()
+    assert "No single cause stands out" in explanation.verdict
+
+
+def test_what_was_there_before_the_step_comes_last() -> None:
+    evidence = recorded(OTHER=100, MAPPED=50, RUNNING=250)
+    explanation = explain(evidence)
+    assert "The peak is 250.0 MiB above idle, 400.0 MiB in all, in B3." in explanation.verdict
+    rows = [line.split("  ")[-1] for line in str(explanation.memory).splitlines()[1:]]
+    assert rows == [Owner.RUNNING.value, Owner.OTHER.value, Owner.MAPPED.value]

@@ -48,6 +48,9 @@ def test_every_storage_of_the_last_step() -> None:
         (2, 0, "rebuild", "-", BYTES),
         (2, 1, "keep", "device", BYTES),
     ]
+    # The input is what the linear map's backward reads, and its result what the GELU's reads.
+    kinds = [(each.shape, each.dtype, each.saved_by) for each in handle.inspect().storages]
+    assert kinds == 3 * [((ROWS, WIDTH), "float32", "Addmm"), ((ROWS, WIDTH), "float32", "Gelu")]
 
 
 def test_names_shares_and_times() -> None:

@@ -16,7 +16,10 @@ from torch import nn
 
 import ebbtide
 from ebbtide.observe.page import figures_of, render_page
+from ebbtide.observe.plots import OWNER_COLOURS
 from ebbtide.observe.run_record import RunRecord
+from ebbtide.runtime.events import Owner
+from ebbtide.units import COLOURS
 from report_cases import make_record
 
 
@@ -123,3 +126,18 @@ def test_a_handle_writes_a_page(trace: bool, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "run.json").read_text())["ebbtide"]["title"] == "my run"
     with pytest.raises(OSError, match="missing"):
         handle.report(tmp_path / "missing" / "run.html")
+
+
+def test_a_colour_means_the_same_for_owners_and_events() -> None:
+    assert OWNER_COLOURS.keys() == set(Owner)
+    assert len(set(OWNER_COLOURS.values())) == len(OWNER_COLOURS)
+    assert len(set(COLOURS.values())) == len(COLOURS)
+    both = {owner: colour for owner, colour in OWNER_COLOURS.items() if colour in COLOURS.values()}
+    assert both == {
+        Owner.OTHER: COLOURS["other"],
+        Owner.KEPT: COLOURS["keep"],
+        Owner.LEAVING: COLOURS["offload"],
+        Owner.RELOADED: COLOURS["reload"],
+        Owner.REBUILT: COLOURS["rebuild"],
+        Owner.RECOMPUTED: COLOURS["recompute"],
+    }

@@ -11,13 +11,13 @@ from typing import Final, NamedTuple, final
 from torch import nn
 
 from ebbtide.observe.inspection import InspectedStorage, Inspection, inspect_engine
-from ebbtide.observe.memory import LOSS, OPTIMIZER
+from ebbtide.observe.memory import BACKWARD, LOSS, OPTIMIZER
 from ebbtide.observe.owners import HeldTensor
 from ebbtide.observe.recording import Recording, trace_of
 from ebbtide.planning.planned_step import PlannedStep
 from ebbtide.policy import ActivationPolicy
 from ebbtide.runtime.engine import Engine
-from ebbtide.runtime.events import MemorySample, Owner, StepMemory
+from ebbtide.runtime.events import IDLE, MemorySample, Owner, StepMemory
 from ebbtide.runtime.forward import OffloadedForward
 from ebbtide.runtime.stats import StepStats
 from ebbtide.stores.measured_memory import LEAST_BYTES, memory_of
@@ -103,7 +103,7 @@ class Evidence:
     def own_bytes(self) -> int:
         """The peak without what was there before the step and is none of training's business."""
         peak = self.peak
-        return 0 if peak is None else peak.peak_bytes - peak.owned.get(Owner.OTHER, 0)
+        return 0 if peak is None else peak.peak_bytes - peak.idle_bytes
 
     @property
     def phase(self) -> str:
@@ -119,6 +119,11 @@ class Evidence:
         """Return the bytes of some owners at the peak; 0 where it was not recorded."""
         return 0 if self.peak is None else total(self.peak, owners)
 
+    def largest_in(self, phase: str) -> InspectedStorage | None:
+        """Return the largest storage that a backward reads; None for any other phase."""
+        read = (each for each in self.inspection.storages if _backward_of(each) == phase)
+        return max(read, key=lambda each: each.size_bytes, default=None)
+
     def share(self, size_bytes: int) -> float:
         """Return the share of the peak that bytes are; 0 where it was not recorded."""
         return size_bytes / self.own_bytes if self.own_bytes > 0 else 0.0
@@ -127,6 +132,14 @@ class Evidence:
     def small_bytes(self) -> int:
         """Bytes of saved tensors that stay because they are small."""
         return max(0, self.stats.kept_bytes - sum(each.size_bytes for each in self.kept))
+
+
+def _backward_of(storage: InspectedStorage) -> str:
+    """Return the name of the phase in which backward reads what a layer saved."""
+    if storage.layer is None:
+        return BACKWARD
+    name = f"B{storage.layer}"
+    return f"{name}.m{storage.microbatch}" if storage.microbatch else name
 
 
 def total(sample: MemorySample, owners: Iterable[Owner]) -> int:
@@ -146,14 +159,11 @@ def find_limit(evidence: Evidence) -> tuple[int, str] | None:
     """
     if evidence.memory is None:
         return None
-    largest: dict[str, int] = {}
-    for each in evidence.inspection.storages:
-        name = f"B{each.layer}.m{each.microbatch}" if each.microbatch else f"B{each.layer}"
-        largest[name] = max(largest.get(name, 0), each.size_bytes)
     found = []
     for sample in evidence.memory.samples:
         activation_bytes = total(sample, ACTIVATIONS)
-        needed_bytes = min(activation_bytes, largest.get(sample.phase, 0))
+        largest = evidence.largest_in(sample.phase)
+        needed_bytes = min(activation_bytes, 0 if largest is None else largest.size_bytes)
         movable_bytes = activation_bytes - needed_bytes
         if evidence.memory.counts_freed:
             movable_bytes += sample.owned.get(Owner.PASSED, 0)
@@ -164,6 +174,7 @@ def find_limit(evidence: Evidence) -> tuple[int, str] | None:
 # ---- The reasons why memory is as high as it is. Each looks for its own evidence ----
 
 _SHARE: Final = 0.1  # of the peak: less than this does not explain it
+_RELOADED: Final = 0.25  # of the peak: what came back explains it
 _MOST: Final = 0.4  # of the peak: more than this dominates it
 _LISTED: Final = 3
 
@@ -282,10 +293,21 @@ def double_backward(evidence: Evidence) -> Iterator[Finding]:
 
 
 def held_by_program(evidence: Evidence) -> Iterator[Finding]:
-    """Variables of the program refer to activations that were offloaded."""
+    """Activations that were offloaded stay: variables refer to them, or the model needs them."""
     size_bytes = evidence.at_peak(Owner.REFERENCED)
     held_bytes = sum(each.size_bytes for each in evidence.held)
     if evidence.share(max(size_bytes, held_bytes)) <= _SHARE:
+        return
+    if not evidence.held:
+        yield Finding(
+            "used again",
+            "Activations that were offloaded are still in use: the model or the loss reads them "
+            "again later, as skip connections do.",
+            f"{format_size(size_bytes)} at the peak, and no variable of the program was found that "
+            f"holds them",
+            "",
+            size_bytes,
+        )
         return
     names = [
         f"{each.holder} {list(each.shape)} {format_size(each.size_bytes)}"
@@ -297,7 +319,7 @@ def held_by_program(evidence: Evidence) -> Iterator[Finding]:
         "held by the program",
         "Variables of your program still refer to activations that were offloaded, so their memory "
         "is not freed.",
-        "; ".join(names) or f"{format_size(size_bytes)} were alive at the peak",
+        "; ".join(names),
         "drop them before backward, keep only what you need of them (.item(), .cpu()), or delete "
         "the hooks that collect them",
         max(size_bytes, held_bytes),
@@ -334,18 +356,11 @@ _PARTS: Final = (
         lambda evidence: evidence.follows_schedule,
     ),
     _Part(
-        "reloaded early",
-        "Activations that were brought back ahead of their use are a large part of the peak.",
-        "lower ActivationPolicy(max_inflight_bytes=...)",
-        (Owner.RELOADED,),
-        0.25,
-    ),
-    _Part(
         "optimizer step",
         "Memory is highest while the optimizer steps, not while the model runs.",
         "give the optimizer foreach=False or fused=True, which need fewer temporaries, or let "
         "weights and state rest elsewhere: weights=ebbtide.WeightPolicy()",
-        tuple(owner for owner in Owner if owner is not Owner.OTHER),
+        tuple(owner for owner in Owner if owner not in IDLE),
         0.0,
         lambda evidence: evidence.phase == OPTIMIZER,
     ),
@@ -377,7 +392,8 @@ _PARTS: Final = (
     ),
     _Part(
         "allocator",
-        "Memory that was freed is not returned to the system, or layers pass much to each other.",
+        "Memory that was freed is not returned to the system, or layers pass much to each "
+        "other, as skip connections do.",
         "look at handle.notes, which says how freed memory is returned here",
         (Owner.PASSED,),
         _MOST,
@@ -409,6 +425,31 @@ def parts_of_peak(evidence: Evidence) -> Iterator[Finding]:
 
 def _size(part: tuple[int, Owner]) -> int:
     return -part[0]
+
+
+def reloaded_at_peak(evidence: Evidence) -> Iterator[Finding]:
+    """Activations that came back are a large part of the peak: before their use, or as a whole."""
+    reloaded_bytes = evidence.at_peak(Owner.RELOADED)
+    largest = evidence.largest_in(evidence.phase)
+    needed_bytes = min(reloaded_bytes, 0 if largest is None else largest.size_bytes)
+    if evidence.share(reloaded_bytes - needed_bytes) > _RELOADED:
+        yield Finding(
+            "reloaded early",
+            "Activations that were brought back ahead of their use are a large part of the peak.",
+            f"{format_size(reloaded_bytes - needed_bytes)} beside what {evidence.phase} reads at "
+            f"once, of the step's {format_size(evidence.own_bytes)}",
+            "lower ActivationPolicy(max_inflight_bytes=...)",
+            reloaded_bytes - needed_bytes,
+        )
+    if largest is not None and evidence.share(needed_bytes) > _RELOADED:
+        yield Finding(
+            "one tensor",
+            f"A tensor that {_phase(evidence)} reads is a large part of the peak by itself, and it "
+            f"must be there as a whole.",
+            f"{largest.describe()}, of the step's {format_size(evidence.own_bytes)}",
+            "a smaller batch, or an operation that works in parts",
+            needed_bytes,
+        )
 
 
 def kept_by_allocator(evidence: Evidence) -> Iterator[Finding]:
@@ -466,7 +507,7 @@ def it_fits(evidence: Evidence) -> Iterator[Finding]:
 _FIRST: Final = (nothing_saved, compiled_as_one, double_backward)
 _BY_SIZE: Final = (
     *(graph_held, held_by_program, small_tensors, kept_by_choice),
-    *(parts_of_peak, kept_by_allocator),
+    *(parts_of_peak, reloaded_at_peak, kept_by_allocator),
 )
 
 
@@ -584,8 +625,9 @@ def _verdict(
     stats = evidence.stats
     moved = {
         "offloaded": stats.offloaded_bytes,
-        "rebuilt": stats.rebuilt_bytes + stats.packed_bytes,
+        "rebuilt": stats.rebuilt_bytes,
         "recomputed": stats.recomputed_bytes,
+        "saved by packing": stats.packed_bytes,
     }
     done = ", ".join(f"{format_size(size)} {what}" for what, size in moved.items() if size)
     saved = f"Of {format_size(stats.unique_bytes)} of activations, {done or 'nothing'} left memory."
@@ -594,10 +636,12 @@ def _verdict(
     if evidence.memory is None:
         return f"{saved} Record a step with trace=True to see what the peak consists of."
     peak = evidence.memory
-    where = f"The peak is {format_size(peak.peak_bytes)}, in {peak.peak_phase}."
-    if not findings and limit is not None and peak.peak_bytes <= _NEAR * limit[0]:
+    where = f"The peak is {peak.describe_peak()}."
+    if findings:
+        return f"{where} {saved}"
+    if limit is not None and peak.peak_bytes <= _NEAR * limit[0]:
         return f"{where} {saved} It is as low as offloading can make it."
-    return f"{where} {saved}"
+    return f"{where} {saved} No single cause stands out, so there is no setting to change."
 
 
 def _why(evidence: Evidence, limit_bytes: int, phase: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import final
@@ -16,6 +17,7 @@ from ebbtide.weights.groups import AbstractWeights
 from ebbtide.weights.hooks import WeightHooks
 
 _WIDTH = 80
+_LARGEST = 3  # storages that are described
 _MOST_ROWS = 40  # that a notebook shows before a click unfolds the rest
 
 
@@ -43,6 +45,10 @@ class InspectedStorage:
         offloaded_s: seconds from the start of the step until its copy to the store was complete.
             None if there was no copy, or the step was not traced (``trace=True``).
         reloaded_s: the same for its last copy back to the device.
+        shape: shape of the tensor that was saved first.
+        dtype: its type, such as ``"float32"``.
+        saved_by: the operation that saved it first, such as ``"Gelu"``; empty if no backward has
+            read it.
     """
 
     layer: int | None
@@ -58,6 +64,15 @@ class InspectedStorage:
     shared_by: tuple[int | None, ...]
     offloaded_s: float | None
     reloaded_s: float | None
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+    saved_by: str = ""
+
+    def describe(self) -> str:
+        """Return size, type and shape, and which operation of which layer saved it."""
+        place = "code outside layers" if self.layer is None else f"layer {self.layer} {self.name}"
+        what = f"{format_size(self.size_bytes)} {self.dtype} {list(self.shape)}"
+        return f"{what}, saved by {self.saved_by or 'an operation'} in {place.rstrip()}"
 
 
 @final
@@ -170,6 +185,7 @@ def _cards(inspection: Inspection) -> Iterable[str]:
         yield table(heads, rows[:_MOST_ROWS], numbers=(1, 2, 5))
         if rest := rows[_MOST_ROWS:]:
             yield folded(f"{len(rest)} more", table(heads, rest, numbers=(1, 2, 5)))
+        yield note(f"Largest: {'; '.join(each.describe() for each in _largest(storages))}.")
     if inspection.recomputed:
         lines = "\n".join(recomputed_lines(inspection.recomputed))
         yield folded("Recomputed layers", text_block(lines), is_open=True)
@@ -227,6 +243,9 @@ def _inspect_storage(record: StorageRecord, origin: Origin | None) -> InspectedS
         shared_by=tuple(_index(other) for other in record.shared),
         offloaded_s=times.get("offload"),
         reloaded_s=times.get("reload"),
+        shape=tuple(record.shape),
+        dtype=str(record.dtype).removeprefix("torch."),
+        saved_by=re.sub(r"(Backward)?\d*$", "", record.saved_by),
     )
 
 
@@ -278,7 +297,17 @@ def _storage_lines(storages: Sequence[InspectedStorage]) -> Iterable[str]:
         line = (
             f"{place[:24]:<24} {number:>3} {size:>10}  {decision:<8} {tier:<6} {saves:>5}  {also}"
         )
-        yield line if len(line) <= _WIDTH else f"{line[: _WIDTH - 3]}..."
+        yield _shorten(line)
+    yield ""
+    yield from (_shorten(f"largest: {each.describe()}") for each in _largest(storages))
+
+
+def _shorten(line: str) -> str:
+    return line if len(line) <= _WIDTH else f"{line[: _WIDTH - 3]}..."
+
+
+def _largest(storages: Iterable[InspectedStorage]) -> list[InspectedStorage]:
+    return sorted(storages, key=lambda each: -each.size_bytes)[:_LARGEST]
 
 
 def _storage_cells(each: InspectedStorage) -> tuple[str, ...]:

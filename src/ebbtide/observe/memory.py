@@ -90,8 +90,9 @@ class MemoryLog:
         self._owners = owners
         self._before = before
         self._clock = clock
-        begin_bytes = 0
+        begin_bytes = self._mapped_bytes = 0
         if memory is not None:
+            self._mapped_bytes = memory.mapped_bytes()
             memory.return_freed()  # or a CPU's resident memory would hide what the step takes
             begin_bytes = memory.now_bytes()
             memory.reset_peak()
@@ -186,9 +187,11 @@ class MemoryLog:
             origin: the begin of the step, from which times are counted.
             counted: what was counted, in words.
         """
-        # What memory held before the step, and nobody says what it is.
+        # What memory held before the step, and none of the model's: libraries, and the rest.
         known_bytes = sum(self._phases[0].standing.values()) + sum(self._before.values())
-        other_bytes = max(0, self._phases[0].begin_bytes - known_bytes)
+        idle_bytes = max(0, self._phases[0].begin_bytes - known_bytes)
+        mapped_bytes = min(idle_bytes, self._mapped_bytes)
+        idle = {Owner.MAPPED: mapped_bytes, Owner.OTHER: idle_bytes - mapped_bytes}
         owned = Counter(self._before)
         samples: list[MemorySample] = []
         mosts: list[Counter[tuple[Owner, Layer | None]]] = []
@@ -196,10 +199,10 @@ class MemoryLog:
             if phase.end is None:
                 break
             most = _most(owned, phase)
-            known_bytes = sum(phase.standing.values()) + sum(owned.values()) + other_bytes
+            known_bytes = sum(phase.standing.values()) + sum(owned.values()) + idle_bytes
             passed_bytes = max(0, phase.begin_bytes - known_bytes)
             measured = self._memory is not None
-            sample = _sample(phase, most, other_bytes, passed_bytes, origin, measured=measured)
+            sample = _sample(phase, most, idle, passed_bytes, origin, measured=measured)
             samples.append(sample)
             mosts.append(most)
             _carry_over(owned, phase)
@@ -255,7 +258,7 @@ def _most(
 def _sample(
     phase: _Phase,
     saved: Mapping[tuple[Owner, Layer | None], int],
-    other_bytes: int,
+    idle: Mapping[Owner, int],
     passed_bytes: int,
     origin: Origin,
     *,
@@ -265,7 +268,7 @@ def _sample(
     owned = Counter(phase.standing)
     for (owner, _), size_bytes in saved.items():
         owned[owner] += size_bytes
-    owned[Owner.OTHER] += other_bytes
+    owned.update(idle)
     known_bytes = sum(owned.values())
     peak_bytes = phase.peak_bytes if measured else known_bytes
     rest_bytes = max(0, peak_bytes - known_bytes)

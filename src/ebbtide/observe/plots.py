@@ -20,27 +20,29 @@ from ebbtide.errors import PolicyError
 from ebbtide.runtime.events import LANES, MemorySample, Owner, StepMemory, TraceEvent
 from ebbtide.units import COLOURS, format_size
 
+# A colour means the same in every chart: bytes that an event moves or makes have its colour, and no
+# other owner has the colour of an event.
 OWNER_COLOURS: Final = {
-    Owner.OTHER: "#999999",
-    Owner.PARAMETERS: "#0072B2",
-    Owner.OPTIMIZER: "#003F63",
-    Owner.GRADIENTS: "#56B4E9",
-    Owner.WEIGHTS: "#A9D8F3",
-    Owner.INPUTS: "#C4C4C4",
+    Owner.OTHER: COLOURS["other"],
+    Owner.MAPPED: "#B9B9B9",
+    Owner.PARAMETERS: "#44546A",
+    Owner.OPTIMIZER: "#1F2937",
+    Owner.GRADIENTS: "#8497B0",
+    Owner.WEIGHTS: "#C9D3E0",
+    Owner.INPUTS: "#D4D4D4",
     Owner.OUTPUTS: "#6E6E6E",
-    Owner.KEPT: "#009E73",
-    Owner.LEAVING: "#E69F00",
+    Owner.KEPT: COLOURS["keep"],
+    Owner.LEAVING: COLOURS["offload"],
     Owner.REFERENCED: "#8A5F00",
-    Owner.RELOADED: "#F0E442",
-    Owner.REBUILT: "#CC79A7",
-    Owner.RECOMPUTED: "#7D3C5D",
-    Owner.PASSED: "#F0B48C",
-    Owner.RUNNING: "#D55E00",
+    Owner.RELOADED: COLOURS["reload"],
+    Owner.REBUILT: COLOURS["rebuild"],
+    Owner.RECOMPUTED: COLOURS["recompute"],
+    Owner.PASSED: "#E3A9A4",
+    Owner.RUNNING: "#9B1C1C",
 }
 # Tints of the colour of another owner.
 HATCHED_OWNERS: Final = frozenset(
-    {Owner.OPTIMIZER, Owner.WEIGHTS, Owner.OUTPUTS}
-    | {Owner.REFERENCED, Owner.RECOMPUTED, Owner.PASSED}
+    {Owner.MAPPED, Owner.OPTIMIZER, Owner.WEIGHTS, Owner.OUTPUTS, Owner.REFERENCED, Owner.PASSED}
 )
 
 

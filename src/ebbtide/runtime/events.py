@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, NamedTuple, Protocol, final
+from typing import Any, Final, NamedTuple, Protocol, final
 
 import torch
 
@@ -74,6 +74,7 @@ class Owner(Enum):
     """
 
     OTHER = "held before the step"
+    MAPPED = "libraries and other mapped files"
     PARAMETERS = "parameters and buffers"
     OPTIMIZER = "optimizer state"
     GRADIENTS = "gradients"
@@ -88,6 +89,10 @@ class Owner(Enum):
     RECOMPUTED = "saved by a recomputation"
     PASSED = "passed between layers, or freed and not returned"
     RUNNING = "the running operation"
+
+
+IDLE: Final = frozenset({Owner.OTHER, Owner.MAPPED})
+"""Owners of what was in memory before the step and is none of training's business."""
 
 
 @final
@@ -130,6 +135,11 @@ class MemorySample:
     owned: Mapping[Owner, int]
     peak_bytes: int
 
+    @property
+    def idle_bytes(self) -> int:
+        """Bytes of the peak that were there before the step, without training's own."""
+        return sum(self.owned.get(owner, 0) for owner in IDLE)
+
 
 @final
 @dataclass(frozen=True)
@@ -164,25 +174,34 @@ class StepMemory:
         """The phase in which memory was highest."""
         return self.samples[self.peak].phase
 
-    def _repr_html_(self) -> str:
+    def describe_peak(self) -> str:
+        """Return the height of the peak above idle memory, its whole height, and its phase."""
         sample = self.samples[self.peak]
-        rows = [
-            (format_size(size_bytes), f"{size_bytes / (sample.peak_bytes or 1):.0%}", owner.value)
-            for owner, size_bytes in sample.owned.items()
-        ]
+        whole, phase = format_size(sample.peak_bytes), sample.phase
+        if not sample.idle_bytes:
+            return f"{whole}, in {phase}"
+        above = format_size(sample.peak_bytes - sample.idle_bytes)
+        return f"{above} above idle, {whole} in all, in {phase}"
+
+    def _repr_html_(self) -> str:
         heads = ("size", "share", "owner")
-        title = f"The peak is {format_size(sample.peak_bytes)} in {sample.phase}"
-        return card(title, table(heads, rows, numbers=(0, 1)), note(self.counted))
+        title = f"The peak is {self.describe_peak()}"
+        return card(title, table(heads, self._rows(), numbers=(0, 1)), note(self.counted))
 
     def __str__(self) -> str:
-        sample = self.samples[self.peak]
-        lines = [f"the peak is {format_size(sample.peak_bytes)} in {sample.phase}; {self.counted}"]
-        for owner in Owner:
-            size_bytes = sample.owned.get(owner, 0)
-            if size_bytes:
-                share = size_bytes / (sample.peak_bytes or 1)
-                lines.append(f"  {format_size(size_bytes):>10} {share:>5.0%}  {owner.value}")
+        lines = [f"the peak is {self.describe_peak()}; {self.counted}"]
+        lines += [f"  {size:>10} {share:>5}  {owner}" for size, share, owner in self._rows()]
         return "\n".join(lines)
+
+    def _rows(self) -> list[tuple[str, str, str]]:
+        """Return size, share and name of each owner at the peak; what was idle comes last."""
+        sample = self.samples[self.peak]
+        owners = sorted(sample.owned, key=lambda owner: owner in IDLE)
+        return [
+            (format_size(size), f"{size / (sample.peak_bytes or 1):.0%}", owner.value)
+            for owner in owners
+            if (size := sample.owned[owner])
+        ]
 
 
 # ---- Who is told of a step as it happens: all that the runtime knows of its listeners ----

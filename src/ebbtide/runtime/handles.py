@@ -471,6 +471,9 @@ class StorageRecord(Record):
             has not begun.
         shared: layers other than `layer` that also saved the storage.
         saves: number of saved tensors that ever shared the record; `handles` counts the live ones.
+        shape: shape of the saved tensor.
+        dtype: its type.
+        saved_by: name of the node of the graph that read it last; empty if none has.
     """
 
     __slots__ = (
@@ -478,6 +481,7 @@ class StorageRecord(Record):
         "begun",
         "call",
         "decision",
+        "dtype",
         "form",
         "forward",
         "identity",
@@ -485,7 +489,9 @@ class StorageRecord(Record):
         "ordinal",
         "packing",
         "rebuilt_from",
+        "saved_by",
         "saves",
+        "shape",
         "shared",
         "sibling",
         "tier",
@@ -528,6 +534,9 @@ class StorageRecord(Record):
         self.unwritten = False
         self.shared: tuple[Layer | None, ...] = ()
         self.saves = 0
+        self.shape: tuple[int, ...] = ()
+        self.dtype: torch.dtype | None = None
+        self.saved_by = ""
 
     @property
     def source_address(self) -> int | None:

@@ -27,7 +27,7 @@ from ebbtide.runtime.handles import (
     restore,
 )
 from ebbtide.runtime.record import MOST_STEPS, RECIPES, KernelSettings
-from ebbtide.runtime.torch_internals import may_change_unseen, parts_of
+from ebbtide.runtime.torch_internals import current_node, may_change_unseen, parts_of
 
 
 @final
@@ -60,6 +60,8 @@ class RecordedTensor(AbstractAway):
         else:
             # Not by `super()`, which takes longer: a step makes thousands of handles.
             AbstractAway.__init__(self, tensor, record.version, activations.empty)
+        if record.dtype is None:
+            record.shape, record.dtype = self._size, tensor.dtype
 
     @property
     def shape(self) -> tuple[object, ...]:
@@ -86,6 +88,9 @@ class RecordedTensor(AbstractAway):
         if self.is_modified():
             self._raise_modified()
         record, activations = self.record, self._activations
+        node = current_node()
+        if node is not None:  # the last one to read the storage is the first that saved it
+            record.saved_by = node.name()
         try:
             if record.decision is OFFLOAD:
                 flat = activations.bring_back(self._hold)

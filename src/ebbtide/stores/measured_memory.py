@@ -194,6 +194,10 @@ class AbstractMemory(abc.ABC):
         """
         return self.peak_bytes()
 
+    def mapped_bytes(self) -> int:
+        """Return how many of the bytes in use are pages of mapped files, such as libraries."""
+        return 0
+
     @property
     @abc.abstractmethod
     def total_bytes(self) -> int:
@@ -280,6 +284,9 @@ class ProcessMemory(AbstractMemory):
     def now_bytes(self) -> int:
         return int(self._process.memory_info().rss)
 
+    def mapped_bytes(self) -> int:
+        return _read_status("RssFile:") or 0
+
     def peak_bytes(self) -> int:
         return self._peak.read()[0]
 
@@ -309,14 +316,21 @@ def memory_of(device: torch.device) -> AbstractMemory:
 
 def resident_peak_bytes() -> int:
     """Return the peak of this process's resident memory (RSS) since the kernel's count began."""
-    try:
-        status = Path("/proc/self/status").read_text()
-        line = next(line for line in status.splitlines() if line.startswith("VmHWM:"))
-    except (OSError, StopIteration):
+    peak_bytes = _read_status("VmHWM:")
+    if peak_bytes is None:
         import resource  # which Windows has not
 
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return int(line.split()[1]) * 1024
+    return peak_bytes
+
+
+def _read_status(field: str) -> int | None:
+    """Return a field of what the kernel says of this process, in bytes; None if it does not."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(field)), None)
 
 
 def _read_resident_peaks() -> _Peaks:
