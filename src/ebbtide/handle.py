@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from os import PathLike
 from types import TracebackType
-from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypeVar, final
+from typing import TYPE_CHECKING, NoReturn, TypeVar, final
 
 from torch import nn
 from torch.optim import Optimizer
@@ -21,7 +21,7 @@ from ebbtide.observe.trace import Trace
 from ebbtide.runtime.engine import Engine
 from ebbtide.runtime.forward import OffloadedForward
 from ebbtide.runtime.layers import LayerTracker
-from ebbtide.runtime.stats import Account, StepStats, fate_bar
+from ebbtide.runtime.stats import StepStats, fate_bar
 from ebbtide.schedule import Schedule
 from ebbtide.units import brief, card, count, facts, few, format_size, labelled
 from ebbtide.weights.overlap import StepOverlap
@@ -36,18 +36,6 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
-
-
-class LastingFigures(NamedTuple):
-    """What tells of an offload without keeping its model alive.
-
-    Attributes:
-        account: the counters of its steps.
-        plan: returns the plan of the last step, as `OffloadHandle.plan` does.
-    """
-
-    account: Account
-    plan: Callable[[], PlannedStep | None]
 
 
 @final
@@ -309,19 +297,11 @@ def record_run(handle: OffloadHandle, title: str | None = None) -> RunRecord:
     )
 
 
-def lasting_figures(handle: OffloadHandle) -> LastingFigures:
-    """Return what a report can read when the model is gone. It does not wait for the device.
-
-    The account is another one after the model has moved to another device.
-    """
-    plan = _no_plan if handle._planner is None else handle._planner.lasting_plan()
-    return LastingFigures(handle._engine.transfers.account, plan)
+def finished_steps(handle: OffloadHandle) -> int:
+    """Return the number of finished steps, as far as it is known without waiting for the device."""
+    return handle._engine.num_steps
 
 
 def is_in_step(handle: OffloadHandle) -> bool:
     """Whether autograd holds saved tensors of the last step. To be asked between forwards."""
     return handle._engine.is_in_step()
-
-
-def _no_plan() -> None:
-    return None

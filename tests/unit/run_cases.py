@@ -81,7 +81,7 @@ class Watched:
     @property
     def steps(self) -> list[int]:
         for model in self.session.finder.found:
-            model.freeze()
+            assert model.last_step is None or model.num_steps  # it is waited for
         return [model.num_steps for model in self.session.finder.found]
 
     @property
@@ -110,7 +110,7 @@ def watching(*, dry: bool = False, **options: Any) -> Iterator[Watched]:
     finally:
         session.end()
         for model in session.finder.found:
-            if model.handle is not None:
+            if model.is_offloaded:
                 model.detach("the test is over")
 
 

@@ -29,7 +29,7 @@ def watching(report: Path | None, *, trace: bool = True) -> Iterator[RunSession]
     finally:
         session.report()
         for model in session.finder.found:
-            if model.handle is not None:
+            if model.is_offloaded:
                 model.detach("the test is over")
 
 

@@ -8,7 +8,7 @@ import threading
 import time
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Any, Final, Generic, NamedTuple, TypeVar, final
 
 import torch
@@ -279,10 +279,6 @@ class BudgetController:
     def plan(self) -> PlannedStep | None:
         """The plan of the last step; None before the first, or if it could not be planned."""
         return self._last.plan()
-
-    def lasting_plan(self) -> Callable[[], PlannedStep | None]:
-        """Return a function that gives the plan of the last step, also when the model is gone."""
-        return self._last.plan
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Choose the plan of a forward that begins now.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple, final
 
 from torch import nn
@@ -225,11 +225,6 @@ class FixedPlan:
         self._engine = engine
         engine.follow(place(plan.profile, plan.plan), plan.plan.max_inflight_bytes)
         _LOG.info("a plan made before is followed: %s", describe_briefly(plan))
-
-    def lasting_plan(self) -> Callable[[], PlannedStep]:
-        """Return a function that gives the plan, and does not keep the model alive."""
-        plan = self.plan
-        return lambda: plan
 
     def detach(self) -> None:
         """Let the policy decide again."""

@@ -88,7 +88,6 @@ def profile_recorded_step(
     hardware: Hardware,
     *,
     min_bytes: int,
-    keeps_all: bool = False,
 ) -> StepProfile:
     """Return the profile of a step that has run. See [Note: recorded profile].
 
@@ -98,7 +97,6 @@ def profile_recorded_step(
         calls: the calls of layers in the forward.
         hardware: the machine, for estimates of how long rebuilding takes.
         min_bytes: what is smaller is not on record.
-        keeps_all: whether what could leave stayed instead.
 
     Returns:
         The profile, without seconds and working memory.
@@ -124,7 +122,7 @@ def profile_recorded_step(
         else:
             known = names[engine_name] = StorageId(index, len(storages[index]))
             sources = tuple(names[each] for each in record.rebuilt_from if each in names)
-            may_leave = keeps_all or record.decision != "keep"
+            may_leave = record.decision != "keep"
             storages[index].append(
                 _saved(record, known.number, sources, hardware, may_leave=may_leave)
             )

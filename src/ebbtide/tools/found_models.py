@@ -6,39 +6,26 @@ import dataclasses
 import functools
 import gc
 import threading
-import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple, final
+from typing import Any, Final, NoReturn, final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ebbtide.api import offload, refuse_second_offload
 from ebbtide.devices.process import watch_forks
 from ebbtide.errors import BudgetError, EbbtideError, PolicyError
-from ebbtide.handle import (
-    LastingFigures,
-    OffloadHandle,
-    is_in_step,
-    lasting_figures,
-    record_run,
-)
-from ebbtide.observe.inspection import inspect_engine
-from ebbtide.observe.recording import last_trace, trace_of
-from ebbtide.observe.run_record import RunRecord, complete_record
-from ebbtide.observe.trace import Trace
-from ebbtide.planning.budget import assumed_hardware, parse_budget_bytes
-from ebbtide.planning.budget_study import BudgetStudy
-from ebbtide.planning.contest import keep_all
-from ebbtide.planning.follow import layers_of, load_plan
+from ebbtide.handle import OffloadHandle, finished_steps, is_in_step, record_run
+from ebbtide.observe.run_record import RunRecord
+from ebbtide.planning.budget import parse_budget_bytes
+from ebbtide.planning.follow import load_plan
 from ebbtide.planning.planned_step import PlannedStep
-from ebbtide.planning.recorded import PassWatch, profile_recorded_step
 from ebbtide.policy import (
     DEFAULT_MIN_BYTES,
     ActivationPolicy,
@@ -50,7 +37,7 @@ from ebbtide.runtime.compiled import skip_in_compiler
 from ebbtide.runtime.handles import restore
 from ebbtide.runtime.layers import class_of, covering_layers
 from ebbtide.runtime.parameter_index import home_of
-from ebbtide.runtime.stats import Account, StepStats
+from ebbtide.runtime.stats import StepStats
 from ebbtide.runtime.torch_internals import (
     current_graph_task,
     hooks_are_enabled,
@@ -64,10 +51,6 @@ from ebbtide.stores.measured_memory import AbstractMemory, memory_of
 from ebbtide.units import format_size
 
 _LARGEST_BYTES = 2**60  # a share of it can be read before there is a device
-
-
-class WrongSettingError(PolicyError):
-    """What the user asked for fits no model of the script, so going on would hide a mistake."""
 
 
 @final
@@ -190,18 +173,6 @@ def _but_for_sizes(policy: ActivationPolicy) -> ActivationPolicy:
 # So the call of all modules, `nn.Module.__call__`, is replaced. Inside of an outermost call the
 # replacement only looks whether it is inside.
 
-Call = Callable[..., Any]
-
-NoteError = Callable[[Exception], None]
-"""Is told of an error that a call has raised."""
-
-BeginCall = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], NoteError | None]
-"""Is called before a module is called, unless that happens inside of a watched call.
-
-It returns what is told of the error if the call raises one, which also makes it a watched call;
-None if the calls inside of it are to be told of one by one.
-"""
-
 
 class _Thread(threading.local):
     """Whether the thread is inside of a watched call."""
@@ -209,36 +180,18 @@ class _Thread(threading.local):
     inside = False
 
 
-@final
-class ModuleCalls:
-    """Tells of the outermost calls of modules while autograd records.
+def watch_calls(finder: ModelFinder) -> Callable[[], None]:
+    """Tell of the outermost calls of modules while autograd records.
 
     See [Note: why no module hooks].
 
     Args:
-        begin: is told of them.
+        finder: is told of the calls, and of their errors.
+
+    Returns:
+        What ends it. If other code has replaced the call meanwhile, that stays.
     """
-
-    def __init__(self, begin: BeginCall) -> None:
-        self._begin = begin
-        self._before: Call | None = None
-        self._replacement: Call | None = None
-
-    def install(self) -> None:
-        """Watch the calls of all modules, until `remove`."""
-        self._before = nn.Module.__call__
-        self._replacement = _watched(self._before, self._begin)
-        nn.Module.__call__ = self._replacement  # type: ignore[method-assign]
-
-    def remove(self) -> None:
-        """Watch no longer. If other code has replaced the call since then, nothing is told of."""
-        if self._before is None or nn.Module.__call__ is not self._replacement:
-            return
-        nn.Module.__call__ = self._before  # type: ignore[method-assign]
-        self._before = self._replacement = None
-
-
-def _watched(call: Call, begin: BeginCall) -> Call:
+    call = nn.Module.__call__
     thread = _Thread()
     is_traced, records = torch.compiler.is_compiling, torch.is_grad_enabled
 
@@ -246,22 +199,26 @@ def _watched(call: Call, begin: BeginCall) -> Call:
     def call_module(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if is_traced() or thread.inside or not records():
             return call(self, *args, **kwargs)
-        thread.inside = True  # what `begin` calls is not of the script
+        thread.inside = True  # what the finder calls is not of the script
         try:
-            note_error = begin(self, args, kwargs)
-            if note_error is not None:
+            if finder.begin_call(self):
                 try:
                     return call(self, *args, **kwargs)
-                except Exception as error:
-                    note_error(error)
+                except BudgetError as error:
+                    finder.note_budget_error(self, error)
                     raise
         finally:
             thread.inside = False
         return call(self, *args, **kwargs)
 
+    def put_back() -> None:
+        if nn.Module.__call__ is call_module:
+            nn.Module.__call__ = call  # type: ignore[method-assign]
+
     # The compiler would trace from here, with the hooks of the module. It begins inside instead.
     skip_in_compiler(call_module, with_callees=False)
-    return call_module
+    nn.Module.__call__ = call_module  # type: ignore[method-assign]
+    return put_back
 
 
 # ---- Why a module that is called as a model would be is not offloaded ----
@@ -320,98 +277,6 @@ def share_modules(one: nn.Module, other: nn.Module) -> bool:
     return any(id(each) in inside for each in other.modules())
 
 
-# ---- Plans a model from its first step, in which nothing leaves, for `ebbtide run --dry` ----
-
-
-class DryPlan(NamedTuple):
-    """What would be done with a model.
-
-    Attributes:
-        layers: names of the modules whose calls are its layers.
-        saved_bytes: bytes of the saved tensors of a step that are large enough to leave.
-        planned: the plan; None without a budget.
-    """
-
-    layers: tuple[str, ...]
-    saved_bytes: int
-    planned: PlannedStep | None
-
-
-@final
-class DryStep:
-    """The first training step of a model, in which nothing leaves the device.
-
-    Args:
-        model: the model, whose first training forward is about to begin.
-        args: the positional arguments of the forward.
-        kwargs: its keyword arguments.
-        options: how the model would be offloaded.
-
-    Raises:
-        PolicyError: it could not be.
-        OSError: the file of the plan cannot be read.
-    """
-
-    def __init__(
-        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], options: RunOptions
-    ) -> None:
-        self._options = options
-        self._given = None if options.plan is None else load_plan(options.plan)
-        layers = options.layers or covering_layers(model)  # only what layers save is planned
-        if self._given is not None:
-            layers = layers_of(self._given, model)
-        policy = ActivationPolicy(num_layers=0, min_bytes=options.activations.min_bytes)
-        self._handle = offload(model, activations=policy, layers=layers, trace=True)
-        self._engine = self._handle._engine
-        self._memory = memory_of(self._engine.torch_device)
-        self._memory.return_at_once(True)
-        held = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
-        self._watch = PassWatch(self._memory, None, None, self._engine.find_record, held)
-        self._engine.passes = self._watch
-        self._begin_s = time.perf_counter()
-
-    def result(self) -> DryPlan | None:
-        """Return what would be done, and leave the model alone from now on.
-
-        Returns:
-            None while the step has not ended.
-
-        Raises:
-            PolicyError: the model cannot be planned.
-            BudgetError: no plan fits into the budget.
-        """
-        engine = self._engine
-        if engine.is_in_step() or not engine.num_steps or not engine.had_backward:
-            return None
-        step_s = time.perf_counter() - self._begin_s
-        self._watch.finish()
-        storages, trace = inspect_engine(engine).storages, trace_of(engine)
-        names = self._handle.layers
-        self.end()
-        saved_bytes = sum(each.size_bytes for each in storages)
-        if self._options.budget is None:
-            return DryPlan(names, saved_bytes, self._given)
-        hardware = assumed_hardware(engine.torch_device)
-        profile = profile_recorded_step(
-            storages,
-            self._watch.calls,
-            hardware,
-            min_bytes=engine.placement.min_bytes,
-            keeps_all=True,
-        )
-        budget_bytes = parse_budget_bytes(self._options.budget, self._memory.total_bytes)
-        begin_bytes = self._watch.begin_bytes
-        study = BudgetStudy(profile, hardware, budget_bytes, begin_bytes, keep_all(profile))
-        study.learn_record(self._watch, trace, step_s)
-        return DryPlan(names, saved_bytes, study.estimate())
-
-    def end(self) -> None:
-        """Put the model back as it was."""
-        self._engine.passes = None
-        self._memory.return_at_once(False)
-        self._handle.detach()
-
-
 # ---- A model that a script trains, and what was done about it ----
 
 
@@ -421,7 +286,6 @@ class FoundModel:
 
     Args:
         model: the model.
-        died: called when the model is gone.
 
     Attributes:
         model: the model; what it refers to is None once the model is gone.
@@ -429,94 +293,47 @@ class FoundModel:
         num_parameters: number of its weights.
         device: the device of its parameters.
         dtypes: names of their types.
-        layers: names of its layers, as the last forward called them.
-        left_alone: why it is not offloaded; None if it is.
+        handle: the handle of its last offload, which also tells of its last step when the model is
+            gone; None if it was never offloaded.
+        left_alone: why it is not offloaded now; None if it is.
         waits_for_turn: whether other models are planned first.
         notes: what else is to be known.
         budget_error: the last one that its calls have raised; None if none has.
-        dry_step: its first step with `--dry`, until that has ended.
-        dry: what `--dry` found that would be done.
         last_call: number of its last call among those of all models.
     """
 
-    def __init__(self, model: nn.Module, died: Callable[[object], None]) -> None:
-        self.model = weakref.ref(model, died)
+    def __init__(self, model: nn.Module) -> None:
+        self.model = weakref.ref(model)
         self.name = _name_of(model)
         parameters = [p for p in model.parameters() if not is_lazy(p)]
         self.num_parameters = sum(p.numel() for p in parameters)
         self.device = next((home_of(p) for p in parameters), torch.device("cpu"))
         self.dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in parameters})
-        self.layers: tuple[str, ...] = ()
+        self.handle: OffloadHandle | None = None
         self.left_alone: str | None = None
         self.waits_for_turn = False
         self.notes: list[str] = []
         self.budget_error: BudgetError | None = None
-        self.dry_step: DryStep | None = None
-        self.dry: DryPlan | None = None
         self.last_call = 0
-        self._handle: weakref.ref[OffloadHandle] | None = None
-        self._figures: LastingFigures | None = None
-        self._counts: StepStats | None = None
-        self._last_trace: Trace | None = None  # as of its last `freeze`, or of its end
-        self._last_plan: PlannedStep | None = None  # of a model that is gone
         self._steps_before_error = 0
-        self._earlier_steps = 0  # of accounts that others have followed
+        self._earlier_steps = 0  # of handles before this one
 
     @property
-    def handle(self) -> OffloadHandle | None:
-        """The handle of its offload; None if it is not offloaded, or gone."""
-        return None if self._handle is None else self._handle()
+    def is_offloaded(self) -> bool:
+        """Whether the model is alive, and offloaded by this command."""
+        offloaded = self.handle is not None and self.left_alone is None
+        return offloaded and self.model() is not None
 
     def attach(self, handle: OffloadHandle) -> None:
-        """Note that the model is offloaded from now on.
-
-        The forward that `ebbtide.offload` has put in place keeps the handle alive, and so lets it
-        die with the model.
-        """
-        model = self.model()
-        assert model is not None
-        model.__dict__["forward"].handle = handle
-        self._handle = weakref.ref(handle)
-        self.left_alone = None
-        self.layers = handle.layers
-        self.refresh()
+        """Note that the model is offloaded from now on."""
+        self._earlier_steps = self.num_steps
+        self.handle, self.left_alone = handle, None
 
     def detach(self, reason: str) -> None:
         """Put the model back as it was, and say why."""
-        handle = self.handle
-        if handle is not None:
-            self.refresh()
-            handle.detach()
-        self._handle = None
+        if self.handle is not None:
+            self.handle.detach()
         self.left_alone = reason
-
-    def refresh(self) -> None:
-        """Read what changes from call to call. It waits for nothing."""
-        handle = self.handle
-        if handle is None:
-            return
-        figures = lasting_figures(handle)
-        account = None if self._figures is None else self._figures.account
-        if account is not None and account is not figures.account:
-            self._end_account(account)
-        self._figures = figures
-
-    def freeze(self) -> None:
-        """Keep the figures as they are now. The device is waited for."""
-        handle = self.handle
-        if handle is not None:
-            self.layers = handle.layers
-            self._counts = handle.stats  # first: it ends a step that has been read
-            self.refresh()
-        if self._figures is not None:
-            self._note_counts(self._figures.account)
-
-    def note_death(self) -> None:
-        """Keep the figures of a model that is gone, and nothing that belonged to it."""
-        self._last_plan = self.plan
-        if self._figures is not None:
-            self._end_account(self._figures.account)
-        self._figures = self._handle = None
 
     def note_budget_error(self, error: BudgetError) -> None:
         """Note that a call found no plan within the budget."""
@@ -530,134 +347,38 @@ class FoundModel:
 
     @property
     def num_steps(self) -> int:
-        """Number of finished steps."""
-        account = None if self._figures is None else self._figures.account
-        return self._earlier_steps + (0 if account is None else account.num_steps)
+        """Number of finished steps, as far as it is known without waiting for the device."""
+        return self._earlier_steps + (0 if self.handle is None else finished_steps(self.handle))
 
     @property
-    def last_step(self) -> StepStats | None:
-        """The figures of its last step, as of the last `freeze`; None if it has finished none."""
-        return self._counts if self.num_steps else None
-
-    def record(self) -> RunRecord | None:
-        """Return the record of its last step; None if it has finished none.
-
-        Of a model that is gone there are statistics, the trace and the plan.
-        """
-        handle = self.handle
-        if handle is not None and handle.stats.num_saved:
-            return record_run(handle, self.name)
-        if self._counts is None or not self.num_steps:
-            return None
-        record = RunRecord(title=self.name, stats=self._counts, notes=tuple(self.notes))
-        return complete_record(record, self.device, trace=self._last_trace, planned=self.plan)
+    def layers(self) -> tuple[str, ...]:
+        """Names of its layers, as the last forward called them."""
+        return () if self.handle is None else self.handle.layers
 
     @property
     def plan(self) -> PlannedStep | None:
         """The plan of its last step."""
-        return self._last_plan if self._figures is None else self._figures.plan()
+        return None if self.handle is None else self.handle.plan
 
-    def _end_account(self, account: Account) -> None:
-        self._earlier_steps += account.num_steps
-        self._note_counts(account)
+    @property
+    def last_step(self) -> StepStats | None:
+        """The figures of its last step; None if it has finished none. The device is waited for."""
+        if self.handle is None:
+            return None
+        stats = self.handle.stats  # first: it ends a step that has been read
+        return stats if finished_steps(self.handle) else None
 
-    def _note_counts(self, account: Account) -> None:
-        if account.num_steps:
-            self._counts = account.stats
-            self._last_trace = last_trace(account)
+    def record(self) -> RunRecord | None:
+        """Return the record of its last step; None if it has finished none."""
+        if self.handle is None or not self.last_step:
+            return None
+        return record_run(self.handle, self.name)
 
 
 def _name_of(model: nn.Module) -> str:
     if isinstance(model, torch.jit.ScriptModule):
         return str(getattr(model, "original_name", type(model).__name__))
     return class_of(model).__name__
-
-
-# ---- Which modules have been met, and to which model each belongs ----
-
-
-class KnownModule(NamedTuple):
-    """A module that has been met.
-
-    Attributes:
-        module: the module.
-        model: the model that it is, or is a part of.
-        note_error: notes for the model what a call of the module has raised.
-    """
-
-    module: weakref.ref[nn.Module]
-    model: FoundModel
-    note_error: NoteError
-
-
-@final
-class KnownModules:
-    """The modules that have been called as models, and the parts of models that were."""
-
-    def __init__(self) -> None:
-        self._known: dict[int, KnownModule] = {}  # by identity: modules may define what is equal
-
-    def get(self, module: nn.Module) -> KnownModule | None:
-        """Return what is known of a module; None if it has not been met."""
-        known = self._known.get(id(module))
-        return None if known is None or known.module() is not module else known
-
-    def add(self, module: nn.Module, model: FoundModel) -> NoteError:
-        """Note to which model a module belongs. Returns what is told of errors in its calls."""
-
-        def note(error: Exception) -> None:
-            if isinstance(error, BudgetError):
-                model.note_budget_error(error)
-
-        key = id(module)
-        known = self._known
-        reference = weakref.ref(module, lambda _: known.pop(key, None) and None)
-        known[key] = KnownModule(reference, model, note)
-        return note
-
-    def forget(self, model: FoundModel) -> None:
-        """Treat the modules of a model as if they had not been met."""
-        for key in [key for key, known in self._known.items() if known.model is model]:
-            del self._known[key]
-
-    def find_model_around(self, module: nn.Module) -> FoundModel | None:
-        """Return the model that a module is a part of."""
-        for model in self._alive():
-            whole = model.model()
-            if whole is not None and any(each is module for each in whole.modules()):
-                return model
-        return None
-
-    def parts_of(self, module: nn.Module) -> list[FoundModel]:
-        """Return the offloaded models that are a module or parts of it."""
-        inside = {id(each) for each in module.modules()}
-        return [m for m in self._alive() if m.handle is not None and id(m.model()) in inside]
-
-    def find_common_owner(self, module: nn.Module, least: int) -> nn.Module | None:
-        """Return the smallest module that holds a module and some offloaded models.
-
-        Args:
-            module: the module.
-            least: how many offloaded models it must hold.
-        """
-        if sum(model.handle is not None for model in self._alive()) < least:
-            return None
-        owners = [
-            each
-            for each in _all_modules()
-            if any(inner is module for inner in each.modules())
-            and len(self.parts_of(each)) >= least
-        ]
-        return min(owners, key=lambda owner: sum(1 for _ in owner.modules()), default=None)
-
-    def _alive(self) -> Iterator[FoundModel]:
-        models = {id(known.model): known.model for known in list(self._known.values())}
-        return (model for model in models.values() if model.model() is not None)
-
-
-def _all_modules() -> Iterator[nn.Module]:
-    # Not isinstance: some objects pretend to have another class, and run code to do so.
-    return (each for each in gc.get_objects() if issubclass(type(each), nn.Module))
 
 
 # ---- Says which of several models may plan its steps now ----
@@ -683,7 +404,7 @@ def is_next(model: FoundModel, models: Sequence[FoundModel]) -> bool:
     for other in models:
         if other is model:
             return True  # those that were found later wait for this one
-        if other.handle is None or newest - other.last_call > _IDLE_CALLS:
+        if not other.is_offloaded or newest - other.last_call > _IDLE_CALLS:
             continue
         if other.waits_for_turn or not _is_settled(other):
             return False
@@ -715,8 +436,9 @@ class ModelFinder:
     Args:
         options: how to offload them.
         say: tells the user at once what must not wait until the end.
-        show: shows a model at once that was planned, as the script may run out of memory.
-        is_dry: whether models are only found and planned.
+        refuse: ends the process because of what the user asked for.
+        show: of a dry run, in which a model is put back as it was after its first step, or when its
+            plan has settled: shows the model.
 
     Attributes:
         found: all models, in the order in which they were found.
@@ -730,9 +452,8 @@ class ModelFinder:
         self,
         options: RunOptions,
         say: Callable[[str], None],
-        show: Callable[[FoundModel], None],
-        *,
-        is_dry: bool = False,
+        refuse: Callable[[Exception], NoReturn],
+        show: Callable[[FoundModel], None] | None = None,
     ) -> None:
         self.found: list[FoundModel] = []
         self.passing: dict[str, str] = {}
@@ -740,10 +461,12 @@ class ModelFinder:
         self.budget_bytes: int | None = None
         self._options = options
         self._say = say
+        self._refuse = refuse
         self._show = show
-        self._is_dry = is_dry
         self._lock = threading.RLock()
-        self._known = KnownModules()
+        # To which model each module belongs that was called as one, or as a part of one.
+        self._known: MutableMapping[nn.Module, FoundModel]
+        self._known = WeakIdKeyDictionary()
         self._num_calls = 0
         self._is_active = True
         self._is_attaching = False
@@ -755,89 +478,122 @@ class ModelFinder:
 
     # ---- calls of modules ---------------------------------------------------------------------
 
-    def begin_call(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> NoteError | None:
-        """Look at an outermost call, as `BeginCall` describes it.
+    def begin_call(self, module: nn.Module) -> bool:
+        """Look at an outermost call that begins now.
 
-        Raises:
-            WrongSettingError: what the user asked for fits no model.
+        Returns:
+            Whether it is that of a model, or of something that cannot be one. If not, the calls
+            inside of it are looked at one by one.
         """
         if not self._is_active:
-            return None
-        known = self._known.get(module)
-        if known is None:
-            return self._look_at(module, args, kwargs)
+            return False
+        model = self._known.get(module)
+        if model is None:
+            return self._look_at(module)
         if current_graph_task() == -1:
-            self._note_call(known.model)
-        return known.note_error
+            self._note_call(model)
+        return True
+
+    def note_budget_error(self, module: nn.Module, error: BudgetError) -> None:
+        """Note that the call of a module found no plan within the budget."""
+        model = self._known.get(module)
+        if model is not None:
+            model.note_budget_error(error)
 
     def _note_call(self, model: FoundModel) -> None:
         self._num_calls += 1
         model.last_call = self._num_calls
-        model.refresh()
-        if model.dry_step is not None:
-            self._end_dry(model)
+        is_known = _is_settled(model) if self._options.is_planned else model.num_steps > 0
+        if self._show is not None and model.is_offloaded and is_known:
+            model.detach("this is a dry run")
+            self._show(model)
         if model.waits_for_turn and is_next(model, self.found):
             self._plan_now(model)
 
-    def _look_at(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> NoteError | None:
+    def _look_at(self, module: nn.Module) -> bool:
         """Look at a module that has not been met yet."""
         if isinstance(module, DistributedDataParallel):
-            return None  # the model is inside
-        first = next(module.parameters(), None)
-        if first is None:
-            return None  # a loss, or a module that hides its modules
-        if current_graph_task() != -1 or not _is_trained(module):
-            return _ignore
+            return False  # the model is inside
+        if next(module.parameters(), None) is None:
+            return False  # a loss, or a module that hides its modules
+        if current_graph_task() != -1 or not any(p.requires_grad for p in module.parameters()):
+            return True
         reason = find_passing_reason()
         if reason is not None:
             self.passing[type(module).__name__] = reason
-            return _ignore
+            return True
         if any(is_lazy(parameter) for parameter in module.parameters()):
-            return _ignore  # this forward will make its parameters
+            return True  # this forward will make its parameters
         with self._lock:
-            model = self._known.find_model_around(module) or self._meet(module, args, kwargs)
+            model = self._find_model_around(module) or self._meet(module)
+            self._known[module] = model
         self._note_call(model)
-        return self._known.add(module, model)
+        return True
+
+    def _find_model_around(self, module: nn.Module) -> FoundModel | None:
+        """Return the model that a module is a part of."""
+        for model in dict.fromkeys(self._known.values()):
+            whole = model.model()
+            if whole is not None and any(each is module for each in whole.modules()):
+                return model
+        return None
+
+    def _parts_of(self, module: nn.Module) -> list[FoundModel]:
+        """Return the offloaded models that are a module or parts of it."""
+        inside = {id(each) for each in module.modules()}
+        return [each for each in self.found if each.is_offloaded and id(each.model()) in inside]
+
+    def _find_common_owner(self, module: nn.Module) -> nn.Module | None:
+        """Return the smallest module that holds a module and some offloaded models."""
+        if sum(model.is_offloaded for model in self.found) < _MOST_PARTS:
+            return None
+        # Not isinstance: some objects pretend to have another class, and run code to do so.
+        modules = (each for each in gc.get_objects() if issubclass(type(each), nn.Module))
+        owners = [
+            each
+            for each in modules
+            if any(inner is module for inner in each.modules())
+            and len(self._parts_of(each)) >= _MOST_PARTS
+        ]
+        return min(owners, key=lambda owner: sum(1 for _ in owner.modules()), default=None)
 
     # ---- what is done about a model -----------------------------------------------------------
 
-    def _meet(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FoundModel:
+    def _meet(self, module: nn.Module) -> FoundModel:
         """Decide about a module that is no part of a model that is known."""
         gc.collect()  # a model that the script has dropped may be in a cycle, and holds memory
-        owner = None
-        if not self._known.parts_of(module):
-            owner = self._known.find_common_owner(module, _MOST_PARTS)
+        owner = None if self._parts_of(module) else self._find_common_owner(module)
         chosen = module if owner is None else owner
-        for part in self._known.parts_of(chosen):
+        for part in self._parts_of(chosen):
             part.detach(f"it is now a part of {type(chosen).__name__}, which is trained as a whole")
-            self._known.forget(part)
-        model = FoundModel(chosen, self._note_death)
+            self._forget(part)
+        model = FoundModel(chosen)
+        others = [each.model() for each in self.found if each.is_offloaded]
+        model.left_alone = find_obstacle(chosen, [each for each in others if each is not None])
         self.found.append(model)
         if self.memory is None and (self._options.budget or model.device.type != "cpu"):
             self.memory = memory_of(model.device)
             self.budget_bytes = self._options.budget_bytes(model.device)
         if owner is not None:
             model.notes.append("its parts are called one by one")
-            self._known.add(owner, model)
-        others = [each.model() for each in self.found if each.handle is not None]
-        model.left_alone = find_obstacle(chosen, [each for each in others if each is not None])
-        if model.left_alone is None and self._is_dry:
-            self._begin_dry(model, chosen, args, kwargs)
-        elif model.left_alone is None:
+            self._known[owner] = model
+        if model.left_alone is None:
             self._attach(model, chosen, by_parts=owner is not None)
-        if self._is_dry:
-            if model.dry_step is None:
-                self._show(model)
-        elif model.left_alone is not None and model.left_alone != OWN_OFFLOAD:
+        if model.left_alone is not None and model.left_alone != OWN_OFFLOAD:
             self._say(f"{model.name} is left alone: {model.left_alone}")
         return model
 
+    def _forget(self, model: FoundModel) -> None:
+        """Treat the modules of a model as if they had not been met."""
+        for module in [each for each, known in self._known.items() if known is model]:
+            del self._known[module]
+
     def _attach(self, model: FoundModel, module: nn.Module, *, by_parts: bool = False) -> None:
-        """Offload a model, or note why that cannot be done."""
+        """Offload a model, or note why that cannot be done.
+
+        If it is because of what the user asked for, and no other model has been offloaded so, the
+        process ends.
+        """
         budgeted = self._options.budget is not None
         model.waits_for_turn = budgeted and not by_parts and not is_next(model, self.found)
         frugal = budgeted and (by_parts or model.waits_for_turn)
@@ -847,26 +603,15 @@ class ModelFinder:
             warnings.simplefilter("always")
             self._is_attaching = True
             try:
-                handle = offload(module, **self._options.arguments(module, frugal=frugal))
+                model.attach(offload(module, **self._options.arguments(module, frugal=frugal)))
             except (EbbtideError, OSError) as error:
-                self._leave_alone(model, error)
-                return
+                model.left_alone = str(error)
+                is_first = all(each.handle is None for each in self.found)
+                if is_first and self._options.asks_for_something:
+                    self._refuse(PolicyError(f"{model.name}: {error}"))
             finally:
                 self._is_attaching = False
         model.notes += [str(each.message) for each in caught]
-        model.attach(handle)
-
-    def _leave_alone(self, model: FoundModel, error: Exception) -> None:
-        """Note why a model cannot be offloaded.
-
-        Raises:
-            WrongSettingError: it is because of what the user asked for, and no other model has
-                been offloaded so.
-        """
-        model.left_alone = str(error)
-        is_first = all(each.handle is None and each.dry is None for each in self.found)
-        if is_first and self._options.asks_for_something:
-            raise WrongSettingError(f"{model.name}: {error}") from error
 
     def _plan_now(self, model: FoundModel) -> None:
         """Plan a model that has waited for its turn."""
@@ -876,40 +621,6 @@ class ModelFinder:
         elif not is_in_step(handle):
             model.detach("it could not be offloaded again")
             self._attach(model, module)
-
-    def _begin_dry(
-        self, model: FoundModel, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        """Record the training step of a model that begins now."""
-        self._is_attaching = True
-        try:
-            model.dry_step = DryStep(module, args, kwargs, self._options)
-        except (EbbtideError, OSError) as error:
-            self._leave_alone(model, error)
-        finally:
-            self._is_attaching = False
-
-    def _end_dry(self, model: FoundModel) -> None:
-        """Plan a model whose recorded step has ended, and say what would be done with it."""
-        step = model.dry_step
-        assert step is not None
-        try:
-            model.dry = step.result()
-            if model.dry is None:
-                return
-            model.layers = model.dry.layers
-        except BudgetError as error:
-            model.note_budget_error(error)
-        except (EbbtideError, OSError) as error:
-            model.left_alone = str(error)
-        model.dry_step = None
-        self._show(model)
-
-    def end_dry_steps(self) -> None:
-        """Plan the models whose recorded step was the last one of the script."""
-        for model in self.found:
-            if model.dry_step is not None:
-                self._end_dry(model)
 
     # ---- other code that wants a model as it was ----------------------------------------------
 
@@ -928,23 +639,8 @@ class ModelFinder:
         with self._lock:
             for model in self.found:
                 known = model.model()
-                if known is None or model.handle is None:
+                if known is None or not model.is_offloaded or not share_modules(known, module):
                     continue
-                if share_modules(known, module):
-                    reason = OWN_OFFLOAD if for_good else "torch.jit.script has compiled it"
-                    model.detach(reason)
-                    if not for_good:
-                        self._known.forget(model)
-
-    def _note_death(self, reference: object) -> None:
-        for model in self.found:
-            if model.model is reference:
-                model.note_death()
-
-
-def _is_trained(module: nn.Module) -> bool:
-    return any(parameter.requires_grad for parameter in module.parameters())
-
-
-def _ignore(_: Exception) -> None:
-    """Nothing is to be done about an error in a module that is no model."""
+                model.detach(OWN_OFFLOAD if for_good else "torch.jit.script has compiled it")
+                if not for_good:
+                    self._forget(model)

@@ -5,18 +5,16 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import importlib.machinery
-import io
+import importlib.util
 import json
 import os
-import pkgutil
-import runpy
 import sys
 import textwrap
 import types
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TextIO, final
+from typing import Any, Final, NoReturn, TextIO, final
 
 import torch
 from torch import nn
@@ -26,43 +24,22 @@ from ebbtide.errors import BudgetError, PolicyError
 from ebbtide.observe.page import render_page
 from ebbtide.observe.run_record import RUN_FORMAT, RUN_VERSION, RunRecord, as_document
 from ebbtide.planning.plan import Decision, LayerMode
+from ebbtide.planning.planned_step import PlannedStep
 from ebbtide.runtime.stats import StepStats
 from ebbtide.stores.measured_memory import resident_peak_bytes
 from ebbtide.tools.exit_codes import ExitCode
 from ebbtide.tools.found_models import (
     FoundModel,
     ModelFinder,
-    ModuleCalls,
-    NoteError,
     RunOptions,
-    WrongSettingError,
+    watch_calls,
 )
 from ebbtide.tools.layout import indented, labelled, render
 from ebbtide.units import count, few, format_size
 
-_RUNPY: Any = runpy  # pdb finds modules by the same function as ``python -m``, too
-
 
 class ScriptNotFoundError(PolicyError):
     """There is no such script, or it cannot be run."""
-
-
-class _Found(NamedTuple):
-    """Where the code of ``__main__`` is.
-
-    Attributes:
-        path: its file, which becomes ``__file__``.
-        read: returns its code.
-        spec: how it was imported; None for a file that was named.
-        search: what becomes the first entry of ``sys.path``.
-        shown: what becomes ``sys.argv[0]``.
-    """
-
-    path: str
-    read: Callable[[], types.CodeType]
-    spec: importlib.machinery.ModuleSpec | None
-    search: str
-    shown: str
 
 
 @final
@@ -94,14 +71,65 @@ class MainScript:
         before = sys.modules["__main__"]
         _set_search_path(os.getcwd() if self._is_module else "")  # first: it finds the module
         sys.argv[:] = ["-m" if self._is_module else self.name, *self.arguments]
-        found = _find_module(self.name) if self._is_module else _find_file(self.name)
-        _set_search_path(found.search)
-        sys.argv[0] = found.shown
-        module = _make_main(found)
+        path = os.path.abspath(self.name)
+        is_file = not self._is_module and os.path.isfile(path) and not zipfile.is_zipfile(path)
+        if self._is_module:
+            spec = _find_module(self.name)
+            sys.argv[0] = spec.origin or self.name
+            _set_search_path(os.getcwd())
+        elif is_file:
+            loader = importlib.machinery.SourceFileLoader("__main__", path)
+            spec = importlib.machinery.ModuleSpec("__main__", loader, origin=path)
+            spec.has_location = True
+            _set_search_path(os.path.dirname(os.path.realpath(path)))
+        else:
+            spec = _find_main_in(path)
+            _set_search_path(path)
+        module = importlib.util.module_from_spec(spec)
+        vars(module).update(__name__="__main__", __builtins__=sys.modules["builtins"])
+        if is_file:
+            module.__spec__ = module.__package__ = None
         sys.modules["__main__"] = module
-        code = found.read()
-        exec(code, module.__dict__)
+        exec(_read_code(spec, keep=not is_file), module.__dict__)
         del before  # until now, or its globals would have gone while its code runs
+
+
+def _read_code(spec: importlib.machinery.ModuleSpec, *, keep: bool) -> types.CodeType:
+    """Return the code of a module. If it is to keep it, Python writes what it compiles to a cache.
+
+    Raises:
+        ScriptNotFoundError: the module has no code that can be run.
+    """
+    loader: Any = spec.loader
+    if not keep:
+        # Not by the loader, whose frames would be in the traceback of a wrong syntax.
+        path = str(spec.origin)
+        return compile(loader.get_data(path), path, "exec", dont_inherit=True)
+    code: types.CodeType | None = loader.get_code(spec.name)
+    if code is None:
+        raise ScriptNotFoundError(f"{spec.name} is not written in Python, so it cannot be run")
+    return code
+
+
+def _find_main_in(path: str) -> importlib.machinery.ModuleSpec:
+    """Find the ``__main__.py`` of a directory or an archive."""
+    spec = importlib.machinery.PathFinder.find_spec("__main__", [path])
+    if spec is None:
+        raise ScriptNotFoundError(f"{path} has no __main__.py, so it cannot be run")
+    return spec
+
+
+def _find_module(name: str) -> importlib.machinery.ModuleSpec:
+    """Find a module, or the ``__main__`` of a package, as ``python -m`` does."""
+    try:
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = importlib.util.find_spec(f"{name}.__main__")
+    except ModuleNotFoundError as error:
+        raise ScriptNotFoundError(f"there is no module {name} ({error})") from None
+    if spec is None:
+        raise ScriptNotFoundError(f"there is no module {name}, or it has no __main__")
+    return spec
 
 
 def script_frames(error: BaseException) -> types.TracebackType | None:
@@ -136,78 +164,36 @@ def _set_search_path(first: str) -> None:
         sys.path[0] = first
 
 
-def _find_file(name: str) -> _Found:
-    path = os.path.abspath(name)
-    if os.path.isdir(name) or zipfile.is_zipfile(name):
-        spec = importlib.machinery.PathFinder.find_spec("__main__", [path])
-        if spec is None:
-            raise ScriptNotFoundError(f"{name} has no __main__.py, so it cannot be run")
-        loader: Any = spec.loader
-        return _Found(spec.origin or name, lambda: loader.get_code("__main__"), spec, path, name)
-    search = os.path.dirname(os.path.realpath(name))
-    return _Found(path, lambda: _read_file(path), None, search, name)
-
-
-def _find_module(name: str) -> _Found:
-    """Find a module, or the ``__main__`` of a package, as ``python -m`` does."""
-    _, spec, code = _RUNPY._get_module_details(name, ScriptNotFoundError)
-    path = spec.origin or name
-    return _Found(path, lambda: code, spec, os.getcwd(), path)
-
-
-def _read_file(path: str) -> types.CodeType:
-    with io.open_code(path) as file:
-        compiled = pkgutil.read_code(file)  # of a .pyc file
-    if compiled is not None:
-        return compiled  # type: ignore[no-any-return]
-    with io.open_code(path) as file:
-        return compile(file.read(), path, "exec", dont_inherit=True)
-
-
-def _make_main(found: _Found) -> types.ModuleType:
-    module = types.ModuleType("__main__")
-    spec = found.spec
-    module.__file__ = found.path
-    module.__spec__ = spec
-    module.__package__ = None if spec is None else spec.parent
-    module.__loader__ = importlib.machinery.SourceFileLoader("__main__", found.path)
-    if spec is not None:
-        module.__loader__ = spec.loader
-    vars(module).update(
-        __builtins__=sys.modules["builtins"],
-        __annotations__={},
-        __cached__=None if spec is None else spec.cached,
-    )
-    return module
-
-
 # ---- What `ebbtide run` prints at the end, and writes as JSON ----
 
 _LABEL_WIDTH: Final = 10
 
 
 @final
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class RunReport:
-    """Reports on all models that a script trained.
+    """Reports on all models that a script trained. The device is waited for.
 
     Args:
-        models: the models.
+        finder: has found the models.
         options: how they were offloaded.
-        passing: why calls of other modules were passed over, by class.
-        is_dry: whether they were only planned.
-        peak_bytes: the peak of memory since the first model was found; None if none was.
-        budget_bytes: the budget, in bytes; None without one.
-        hints: what may explain that no model was found.
+        is_dry: whether they were put back as they were after their first steps.
     """
 
-    models: Sequence[FoundModel]
+    finder: ModelFinder
     options: RunOptions
-    passing: dict[str, str]
     is_dry: bool
-    peak_bytes: int | None
-    budget_bytes: int | None
-    hints: Sequence[str] = ()
+
+    @property
+    def models(self) -> Sequence[FoundModel]:
+        """The models, in the order in which they were found."""
+        return self.finder.found
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """The peak of memory since the first model was found; None if it is not known."""
+        memory = self.finder.memory
+        return resident_peak_bytes() if memory is None else memory.reserved_peak_bytes()
 
     def document(self) -> dict[str, Any]:
         """Return all figures for JSON: bytes, and seconds."""
@@ -215,10 +201,10 @@ class RunReport:
             "format": RUN_FORMAT,
             "version": RUN_VERSION,
             "dry": self.is_dry,
-            "budget_bytes": self.budget_bytes,
+            "budget_bytes": self.finder.budget_bytes,
             "peak_bytes": self.peak_bytes,
             "models": [_model_entry(model) for model in self.models],
-            "passed_over": self.passing,
+            "passed_over": self.finder.passing,
             "records": [as_document(record) for record in self.records()],
         }
 
@@ -241,21 +227,29 @@ class RunReport:
         """Return the report, 80 columns wide. After `--dry`, models have been described before."""
         number = count(len(self.models), "model")
         if not self.models:
-            passed = (f"{name} was passed over: {why}" for name, why in self.passing.items())
-            reasons = map(indented, [*passed, *self.hints])
-            return render("ebbtide run: nothing trained: no model was found", *reasons)
+            passed = self.finder.passing.items()
+            reasons = [f"{name} was passed over: {why}" for name, why in passed]
+            reasons.append("Models are looked for in this process only, not in those it starts.")
+            if "torch._dynamo" in sys.modules:
+                reasons.append(
+                    "A function that torch.compile compiles as a whole is not looked into."
+                )
+            return render(
+                "ebbtide run: nothing trained: no model was found", *map(indented, reasons)
+            )
         if self.is_dry:
-            return f"ebbtide run: {number} found, and nothing was offloaded (--dry)"
+            return f"ebbtide run: {number} found, and offloaded in the first steps only (--dry)"
         memory = labelled([("memory", self._describe_memory())], _LABEL_WIDTH, indent=4)
         models = map(self.describe, self.models)
         return "\n".join([render(f"ebbtide run: {number} trained", memory), *models])
 
     def _describe_memory(self) -> str:
-        peak = "unknown" if self.peak_bytes is None else format_size(self.peak_bytes)
-        if self.budget_bytes is None:
+        peak_bytes, budget_bytes = self.peak_bytes, self.finder.budget_bytes
+        peak = "unknown" if peak_bytes is None else format_size(peak_bytes)
+        if budget_bytes is None:
             return f"peak {peak}, no budget"
-        words = f"peak {peak}, budget {format_size(self.budget_bytes)}"
-        over_bytes = (self.peak_bytes or 0) - self.budget_bytes
+        words = f"peak {peak}, budget {format_size(budget_bytes)}"
+        over_bytes = (peak_bytes or 0) - budget_bytes
         return words + (f": OVER by {format_size(over_bytes)}" if over_bytes > 0 else "")
 
     def describe(self, model: FoundModel) -> str:
@@ -266,35 +260,28 @@ class RunReport:
         )
         rows = [(label, words) for label, words in self._facts(model) if words is not None]
         parts = [render(indented(title), labelled(rows, _LABEL_WIDTH, indent=4))]
-        if model.dry is not None and model.dry.planned is not None:
-            # The state of the plan, which was never followed, is not worth a line.
-            table = str(model.dry.planned).partition("\n")[2]
+        if self.is_dry and model.plan is not None:
+            table = str(model.plan).partition("\n")[2]  # its state has been said
             parts.append(textwrap.indent(table, " " * 4))
         return "\n".join(part for part in parts if part)
 
     def _facts(self, model: FoundModel) -> Iterator[tuple[str, str | None]]:
-        yield "left alone", model.left_alone
+        yield "left alone", None if self.is_dry and model.last_step else model.left_alone
         if model.layers:
             yield "layers", f"{count(len(model.layers), 'module')}: {few(model.layers)}"
-        if model.dry is not None:
-            yield "saved", f"{format_size(model.dry.saved_bytes)} in a step"
-            planned = model.dry.planned is not None
-            yield ("plan", describe_plan(model)) if planned else self._policy
-        elif model.num_steps:
-            yield from self._describe_steps(model)
-        elif model.left_alone is None and not self.is_dry:
+        if model.last_step is not None:
+            yield from self._describe_steps(model, model.last_step)
+        elif model.left_alone is None:
             yield "steps", "none was finished"
         yield "error", None if model.budget_error is None else _in_options(model.budget_error)
         yield from (("note", note) for note in model.notes)
 
-    @property
-    def _policy(self) -> tuple[str, str]:
-        return "policy", self.options.describe()
-
-    def _describe_steps(self, model: FoundModel) -> Iterator[tuple[str, str | None]]:
+    def _describe_steps(
+        self, model: FoundModel, last: StepStats
+    ) -> Iterator[tuple[str, str | None]]:
         plan = model.plan
         if plan is not None:
-            yield "plan", describe_plan(model)
+            yield "plan", _describe_plan(plan)
             if plan.measured is not None:
                 size, seconds = format_size(plan.measured.peak_bytes), plan.measured.step_s
                 yield "measured", f"peak {size}, step {seconds:.3g} s with this plan"
@@ -302,9 +289,7 @@ class RunReport:
             none = "none until other models have theirs" if model.waits_for_turn else "none"
             yield "plan", f"{none}; all that can leave does"
         else:
-            yield self._policy
-        last = model.last_step
-        assert last is not None, "a step was finished"
+            yield "policy", self.options.describe()
         yield "last step", _describe_step(last)
         yield "why", _why_nothing_left(model, last)
         yield "steps", f"{model.num_steps:,}"
@@ -329,10 +314,8 @@ def _in_options(error: Exception) -> str:
     return text
 
 
-def describe_plan(model: FoundModel) -> str:
+def _describe_plan(plan: PlannedStep) -> str:
     """Say in a line what a plan does."""
-    plan = model.plan if model.dry is None else model.dry.planned
-    assert plan is not None, "there is a plan"
     layers = [
         chosen
         for layer, chosen in zip(plan.profile.layers, plan.plan.layers, strict=True)
@@ -346,8 +329,6 @@ def describe_plan(model: FoundModel) -> str:
     parts = [(leaving, "offload"), (again, "run again"), (kept, "stay")]
     done = ", ".join(f"{number} {what}" for number, what in parts if number)
     state = "settled" if plan.settled else "not settled"
-    if model.dry is not None:
-        state = "estimated"
     return f"of {count(len(layers), 'layer')} {done}; {state}"
 
 
@@ -381,8 +362,7 @@ def _why_nothing_left(model: FoundModel, step: StepStats) -> str | None:
 
 
 def _model_entry(model: FoundModel) -> dict[str, Any]:
-    plan = model.plan if model.dry is None else model.dry.planned
-    last = model.last_step
+    plan, last = model.plan, model.last_step
     measured = None if plan is None or plan.measured is None else plan.measured._asdict()
     return {
         "model": model.name,
@@ -394,7 +374,6 @@ def _model_entry(model: FoundModel) -> dict[str, Any]:
         "left_alone": model.left_alone,
         "budget_error": None if model.budget_error is None else str(model.budget_error),
         "notes": model.notes,
-        "saved_bytes": None if model.dry is None else model.dry.saved_bytes,
         "plan": None
         if plan is None
         else {
@@ -489,21 +468,22 @@ class RunSession:
         self._err = err or sys.__stderr__
         self._rank = _read_rank()
         self._process = os.getpid()
-        self.finder = ModelFinder(request.options, self._say, self._show, is_dry=request.dry)
-        self._calls = ModuleCalls(self._begin_call)
+        self.finder = ModelFinder(
+            request.options, self._say, self._refuse, self._show if request.dry else None
+        )
         self._compile = _JIT.create_script_module
 
     def begin(self) -> None:
         """Watch from now on."""
         atexit.register(self.report)
-        self._calls.install()
+        self._stop_watching = watch_calls(self.finder)
         ebbtide.api.before_offload.append(self.finder.give_way_for_good)
         _JIT.create_script_module = self._compile_plain
 
     def end(self) -> None:
         """Watch no longer, and report nothing. Models that are offloaded stay so."""
         atexit.unregister(self.report)
-        self._calls.remove()
+        self._stop_watching()
         ebbtide.api.before_offload.remove(self.finder.give_way_for_good)
         _JIT.create_script_module = self._compile
 
@@ -525,45 +505,26 @@ class RunSession:
                 self._print(f"ebbtide run: rank {self._rank}: {trouble}")
 
     def make_report(self) -> RunReport:
-        """Return the report on what was found until now. The device is waited for."""
-        finder = self.finder
-        finder.end_dry_steps()
-        for model in finder.found:
-            model.freeze()
-        memory = finder.memory
-        return RunReport(
-            models=finder.found,
-            options=self._request.options,
-            passing=finder.passing,
-            is_dry=self._request.dry,
-            peak_bytes=resident_peak_bytes() if memory is None else memory.reserved_peak_bytes(),
-            budget_bytes=finder.budget_bytes,
-            hints=_find_hints(),
-        )
+        """Return the report on what was found until now."""
+        return RunReport(self.finder, self._request.options, self._request.dry)
 
     def is_over_budget(self) -> bool:
         """Whether the last call of a model found no plan within the budget."""
-        self.finder.end_dry_steps()
         return any(
             model.budget_error is not None and not model.has_recovered
             for model in self.finder.found
         )
 
-    def _begin_call(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> NoteError | None:
-        """Look at a call, and end the process if what the user asked for cannot be right."""
-        try:
-            return self.finder.begin_call(module, args, kwargs)
-        except WrongSettingError as error:
-            atexit.unregister(self.report)  # it would say that nothing was trained
-            self._print(f"ebbtide run: {_in_options(error)}")
-            raise SystemExit(ExitCode.WRONG_USE) from None
-
     def _compile_plain(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Compile a module by torch.jit, which cannot compile an offloaded one."""
         self.finder.give_way(module, for_good=False)
         return self._compile(module, *args, **kwargs)
+
+    def _refuse(self, error: Exception) -> NoReturn:
+        """End the process, because what the user asked for cannot be right."""
+        atexit.unregister(self.report)  # it would say that nothing was trained
+        self._print(f"ebbtide run: {_in_options(error)}")
+        raise SystemExit(ExitCode.WRONG_USE)
 
     def _say(self, words: str) -> None:
         rank = f"rank {self._rank}: " if self._rank else ""
@@ -621,10 +582,3 @@ def _read_rank() -> int:
     """Return the rank of this process; 0 without a launcher."""
     rank = os.environ.get("RANK", "")
     return int(rank) if rank.isdecimal() else 0
-
-
-def _find_hints() -> list[str]:
-    hints = ["Models are looked for in this process only, not in processes that it starts."]
-    if "torch._dynamo" in sys.modules:
-        hints.append("A function that torch.compile compiles as a whole is not looked into.")
-    return hints

@@ -137,7 +137,7 @@ def run(
     weights: Weights = False,
     dry: Annotated[
         bool,
-        typer.Option("--dry", help="Offload nothing; say what would be done, from the first step."),
+        typer.Option("--dry", help="Say what is done, from the first steps, and train on without."),
     ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print no report; errors only.")] = False,
     json: Annotated[
@@ -185,7 +185,7 @@ def run(
                 raise PolicyError(f"{option} {file}: there is no such directory")
         if dry and report is not None:
             raise PolicyError(
-                "--dry offloads nothing, so there is no step to --report; leave out one of them"
+                "--dry trains on without ebbtide, so there is no step to --report; leave one out"
             )
         to_run = MainScript(script, arguments or (), is_module=as_module)
     raise ScriptRequest(
