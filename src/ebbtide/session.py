@@ -8,7 +8,6 @@ from typing import NoReturn, TypeVar, final
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from ebbtide.errors import PolicyError
 from ebbtide.observe.inspection import Inspection, inspect_engine
@@ -28,6 +27,7 @@ from ebbtide.policy import (
 from ebbtide.runtime.engine import Engine, OpenLayer
 from ebbtide.runtime.executor import ScheduleMode
 from ebbtide.runtime.stats import StepStats, fate_bar
+from ebbtide.runtime.torch_internals import tree_leaves
 from ebbtide.schedule import Action, Direction, Schedule, Unit, Verb, default, manual
 from ebbtide.units import brief, card, count, facts, labelled
 

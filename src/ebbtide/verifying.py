@@ -22,7 +22,6 @@ from typing import Any, Final, final
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from ebbtide.api import offload as offload_model
 from ebbtide.devices.device import AbstractDevice
@@ -33,6 +32,7 @@ from ebbtide.runtime.engine import devices_made_by, make_device
 from ebbtide.runtime.module_state import note_random_numbers
 from ebbtide.runtime.parameter_index import find_device
 from ebbtide.runtime.stats import StepStats
+from ebbtide.runtime.torch_internals import tree_leaves
 from ebbtide.units import count, few, format_size
 from ebbtide.version import __version__
 

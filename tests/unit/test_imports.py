@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 import ebbtide
 
@@ -120,6 +121,120 @@ def test_every_file_was_looked_at() -> None:
     assert {"devices", "stores", "errors"} <= set(
         imported_parts(text, {"devices", "stores", "errors"})
     )
+
+
+# ---- What torch does not document --------------------------------------------------------------
+
+INTERNALS = "runtime/torch_internals.py"
+
+ELSEWHERE = {
+    "runtime/compiled.py": {"torch._C._dynamo.eval_frame"},  # what it has there may be missing
+    "devices/device.py": {"torch._C._autograd._profiler_enabled"},  # devices are below that file
+    "devices/simulated.py": {"torch.UntypedStorage._new_with_weak_ptr"},  # likewise
+    "interop/pipelining.py": {"torch.distributed.pipelining.stage._PipelineStageBase"},  # heavy
+    "tools/run.py": {"torch.jit._recursive"},  # it is replaced there while a script runs
+}
+"""Private names of torch that other files may use."""
+
+ATTRIBUTES = {
+    "_base": "what a tensor is a view of",
+    "_version": "what autograd itself compares; documented in the notes on in-place operations",
+    "_cdata": "tells storages apart without making a Python object for each",
+    "_backward_hooks": "hooks move with a parameter that becomes another leaf",
+    "_post_accumulate_grad_hooks": "likewise",
+    "_parameters": "a module's own, in a loop, or while they are exchanged for a call",
+    "_buffers": "likewise",
+    "_modules": "likewise, and with those that are None",
+    "_forward_hooks": "their functions are looked through, because they run with the forward",
+    "_forward_pre_hooks": "likewise",
+    "_compiled_call_impl": "what `Module.compile` sets, and nothing else tells of",
+}
+"""Private attributes of tensors, storages and modules that are used, and why."""
+
+
+def private_names(source: str) -> Iterator[str]:
+    """Private names of torch that a file imports or reaches from what it imports of torch.
+
+    Names below `torch.ops` are those of operators, and the `_foreach` functions are documented.
+    """
+    tree = ast.parse(source)
+    origins: dict[str, str] = {}  # of the names that the file imports from torch
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.partition(".")[0] == "torch":
+                    origins[alias.asname or "torch"] = alias.name if alias.asname else "torch"
+                    yield from filter(is_private, [alias.name])
+        elif isinstance(node, ast.ImportFrom) and str(node.module).partition(".")[0] == "torch":
+            for alias in node.names:
+                origins[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+                yield from filter(is_private, [f"{node.module}.{alias.name}"])
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            base, names = node.value, [node.attr]
+            while isinstance(base, ast.Attribute):
+                base, names = base.value, [base.attr, *names]
+            if isinstance(base, ast.Name) and base.id in origins:
+                name = ".".join([origins[base.id], *names])
+                if is_private(name):
+                    yield name
+
+
+def is_private(name: str) -> bool:
+    parts = name.split(".")
+    if parts[1:2] == ["ops"] or any(part.startswith("_foreach_") for part in parts):
+        return False
+    return any(part.startswith("_") and not part.startswith("__") for part in parts)
+
+
+def private_attributes(source: str) -> Iterator[str]:
+    """Private attributes of torch's tensors, storages and modules that a file asks others for."""
+    kinds = torch.empty(0), torch.empty(0).untyped_storage(), torch.nn.Module()
+    known = {name for each in kinds for name in dir(each) if is_private(f"torch.{name}")}
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and node.attr in known:
+            of_self = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+            if not of_self:
+                yield node.attr
+
+
+def test_private_torch_is_in_one_file() -> None:
+    """So that a version that renames something costs a change in one place."""
+    found: dict[str, set[str]] = {}
+    attributes: set[str] = set()
+    for path in PACKAGE.rglob("*.py"):
+        file, source = path.relative_to(PACKAGE).as_posix(), path.read_text()
+        if file != INTERNALS:
+            names = set(private_names(source))
+            # A name that is a part of a longer one is no other use.
+            found[file] = {n for n in names if not any(o.startswith(f"{n}.") for o in names)}
+            attributes.update(private_attributes(source))
+    assert {file: names for file, names in found.items() if names} == ELSEWHERE
+    listed = {name.rpartition(".")[2] for names in ELSEWHERE.values() for name in names}
+    assert attributes - listed == ATTRIBUTES.keys()
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("from torch.utils._pytree import tree_leaves", "torch.utils._pytree.tree_leaves"),
+        ("def f():\n    import torch._dynamo", "torch._dynamo"),
+        (
+            "import torch\ntorch._C._len_torch_dispatch_stack()",
+            "torch._C._len_torch_dispatch_stack",
+        ),
+        ("from torch import nn\nnn.Module._call_impl", "torch.nn.Module._call_impl"),
+        ("import torch\ntorch.ops.aten._unsafe_view, torch._foreach_add_, torch.Tensor", None),
+    ],
+)
+def test_a_private_name_is_found(source: str, name: str | None) -> None:
+    assert name in {*private_names(source), None}
+    assert name is not None or not list(private_names(source))
+
+
+def test_a_private_attribute_is_found() -> None:
+    source = "def f(self, tensor, module):\n    return tensor._base, module._hook, self._version"
+    assert list(private_attributes(source)) == ["_base"]
 
 
 def fabricate(package: Path, files: dict[str, str]) -> Path:

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 from torch.distributed.pipelining.stage import _PipelineStageBase
-from torch.utils._pytree import tree_leaves, tree_map
 
 from ebbtide.api import refuse_second_offload
 from ebbtide.errors import PolicyError, ScheduleError
@@ -32,6 +31,7 @@ from ebbtide.policy import (
 from ebbtide.runtime.engine import Engine
 from ebbtide.runtime.executor import ScheduleMode
 from ebbtide.runtime.layers import LayerModules, find_layers
+from ebbtide.runtime.torch_internals import tree_leaves, tree_map
 from ebbtide.schedule import Direction, Schedule, Unit, from_pipeline
 from ebbtide.weights.hooks import WeightHooks
 

@@ -12,11 +12,10 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_leaves
 
 from ebbtide.devices.process import variables_of, visit_frames
 from ebbtide.runtime.events import Owner
-from ebbtide.runtime.torch_internals import parts_of
+from ebbtide.runtime.torch_internals import parts_of, tree_leaves
 
 # ---- Finds the variables through which a program holds tensors ----
 

@@ -13,7 +13,6 @@ from typing import Any, Final, Generic, NamedTuple, TypeVar, final
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves
 
 from ebbtide.errors import PolicyError, warn_user
 from ebbtide.observe.inspection import inspect_engine
@@ -27,7 +26,7 @@ from ebbtide.planning.recorded import PassTrim, PassWatch, profile_recorded_step
 from ebbtide.planning.relaxation import load_solver
 from ebbtide.runtime.engine import Engine
 from ebbtide.runtime.rebuild import PlannedLayers, mark_not_offload
-from ebbtide.runtime.torch_internals import current_graph_task
+from ebbtide.runtime.torch_internals import current_graph_task, tree_flatten, tree_leaves
 from ebbtide.stores.measured_memory import AbstractMemory, memory_of
 from ebbtide.units import format_size, parse_size_bytes
 

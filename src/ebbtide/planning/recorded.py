@@ -17,7 +17,6 @@ from typing import Any, Final, NamedTuple, Protocol, final
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from ebbtide.devices.device import Layer
 from ebbtide.errors import PolicyError
@@ -27,6 +26,7 @@ from ebbtide.planning.plan import Decision, LayerMode, Plan
 from ebbtide.planning.prediction import StorageUses
 from ebbtide.planning.profile import LayerProfile, SavedStorage, StepProfile, StorageId
 from ebbtide.runtime.events import TraceEvent
+from ebbtide.runtime.torch_internals import tree_leaves
 from ebbtide.stores.measured_memory import AbstractMemory
 
 _EngineName = tuple[int | None, int]

@@ -1,4 +1,9 @@
-"""Scopes, which tell the forward and the layer that a saved tensor belongs to."""
+"""Keeps a record of each storage that autograd saves, and brings its bytes back for backward.
+
+First come the scopes, which tell the forward and the layer that a saved tensor belongs to; then
+`Activations`, which makes, shares, reads and drops the records; last the windows, by which a plan
+bounds the bytes in flight pass by pass.
+"""
 
 from __future__ import annotations
 

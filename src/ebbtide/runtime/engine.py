@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, Protocol, final
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from ebbtide.devices.accelerator import AcceleratorDevice
 from ebbtide.devices.cpu import CpuDevice
@@ -41,6 +40,7 @@ from ebbtide.runtime.recompute import (
 from ebbtide.runtime.record import AccessOrder, ForwardLog
 from ebbtide.runtime.saved_tensors import SavedTensorHooks, hooks_are_wanted, let_others_disable
 from ebbtide.runtime.stats import StepStats, watch_nodes
+from ebbtide.runtime.torch_internals import tree_leaves
 from ebbtide.runtime.transfers import Transfers
 from ebbtide.runtime.verification import Verifications
 from ebbtide.schedule import Schedule, Unit

@@ -33,7 +33,7 @@ from ebbtide.runtime.layers import LayerModules, LayerTracker, is_script, regist
 from ebbtide.runtime.module_state import ForwardState
 from ebbtide.runtime.parameter_index import RestingWeights
 from ebbtide.runtime.saved_tensors import SavedTensorHooks, hooks_are_wanted
-from ebbtide.runtime.torch_internals import current_graph_task
+from ebbtide.runtime.torch_internals import MODULE_CALL, current_graph_task
 from ebbtide.units import brief
 
 _LATER = types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType
@@ -487,7 +487,7 @@ def _was_interrupted(here: _Here) -> bool:
 def _is_beginning(module: nn.Module) -> bool:
     """Whether the innermost call of a module on this thread's stack is that of a module's hook."""
     frame: types.FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code is not nn.Module._call_impl.__code__:
+    while frame is not None and frame.f_code is not MODULE_CALL:
         if frame.f_code is BypassHooks._begin_call.__code__:
             return frame.f_locals.get("module") is module
         frame = frame.f_back
@@ -500,7 +500,7 @@ def _count_calls(module: nn.Module) -> int:
     frame: types.FrameType | None = sys._getframe()
     while frame is not None:
         code = frame.f_code
-        if code is nn.Module._call_impl.__code__:
+        if code is MODULE_CALL:
             count += frame.f_locals["self"] is module
         elif code is CompiledCall.__call__.__code__:
             count += frame.f_locals["self"] is module._compiled_call_impl

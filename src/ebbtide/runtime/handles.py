@@ -1,7 +1,8 @@
-"""Packs tensors without loss before their offload: masks to bits, indices to a narrower type.
+"""Handles, which autograd's graph holds instead of saved tensors, and the records that they share.
 
-A packing is named by a type: `torch.bool` means that each byte of a mask becomes one bit, and an
-integer type is the narrower type that 8-byte integers are converted to.
+First comes packing, which makes masks and indices smaller before their offload. Then the handles,
+with the unpack hook and the holds by which their deaths are noted; then `StorageRecord`, the record
+of one storage.
 """
 
 from __future__ import annotations
@@ -33,9 +34,21 @@ from ebbtide.runtime.record import (
     in_force,
     kernel_settings,
 )
-from ebbtide.runtime.torch_internals import hooks_are_enabled, top_hooks
+from ebbtide.runtime.torch_internals import (
+    hooks_are_enabled,
+    identity_of,
+    neg_view,
+    release_identity,
+    storage_of_identity,
+    top_hooks,
+)
 from ebbtide.runtime.transfers import Transfers
 from ebbtide.schedule import Unit, Verb
+
+# ---- Packs tensors without loss before their offload: masks to bits, indices to a narrower type
+#
+# A packing is named by a type: `torch.bool` means that each byte of a mask becomes one bit, and an
+# integer type is the narrower type that 8-byte integers are converted to.
 
 PACKED = frozenset({torch.bool, torch.int64})
 """The types of tensors that can be packed."""
@@ -359,7 +372,7 @@ class AbstractAway(AbstractSaved):
         tensor.data = values
         if self._conj:
             tensor = tensor.conj()
-        return torch._neg_view(tensor) if self._neg else tensor
+        return neg_view(tensor) if self._neg else tensor
 
 
 def raise_modified(tensor: Tensor, version: int, shape: torch.Size) -> NoReturn:
@@ -545,7 +558,8 @@ class StorageRecord(Record):
     def find_storage(self) -> torch.UntypedStorage | None:
         if self.identity is None:
             return None
-        return torch.UntypedStorage._new_with_weak_ptr(self.identity)
+        found: torch.UntypedStorage | None = storage_of_identity(self.identity)
+        return found
 
     @property
     def is_on_device(self) -> bool:
@@ -554,12 +568,12 @@ class StorageRecord(Record):
 
     def pin_identity(self, storage: torch.UntypedStorage) -> None:
         """Keep the storage's address from being reused until `release_identity`."""
-        self.identity = storage._weak_ref()
+        self.identity = identity_of(storage)
 
     def release_identity(self) -> None:
         """Let the storage's address be reused; the record can no longer be looked up by it."""
         if self.identity is not None:
-            torch.UntypedStorage._free_weak_ref(self.identity)  # type: ignore[no-untyped-call]
+            release_identity(self.identity)
             self.identity = None
 
     def unpack(self, flat: Tensor) -> Tensor:

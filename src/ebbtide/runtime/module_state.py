@@ -1,10 +1,7 @@
-"""Copies of the caches that transformers pass to their layers, for a forward that runs again.
+"""What a forward depends on, noted so that it can run again: arguments, numbers, modules, settings.
 
-[Note: caches] Unless it is told `use_cache=False`, a model of Transformers fills a cache with keys
-and values in training, too: each layer is given the cache of the whole model and adds its part.
-When a layer's forward runs again, it must find its part empty, as the first forward did. It gets a
-copy of the cache in which the parts of other layers have their shape and no memory, because no
-layer reads the part of another.
+A recomputed layer needs a `ModuleState` and its `Arguments`, a forward that ran out of memory a
+`ForwardState`.
 """
 
 from __future__ import annotations
@@ -23,15 +20,30 @@ from typing import Any, Final, NamedTuple, final
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.nn.utils import parametrize
-from torch.utils._pytree import TreeSpec, tree_flatten
 
 from ebbtide.errors import SavedTensorModifiedError
 from ebbtide.runtime.compiled import ModuleHook
 from ebbtide.runtime.outside import GONE, Outside, Variable, find_outside, is_iterator
 from ebbtide.runtime.parameter_index import ExchangedParameter
-from ebbtide.runtime.torch_internals import addresses_of, modules_of, parts_of
+from ebbtide.runtime.torch_internals import (
+    KERNEL_SETTINGS,
+    TreeSpec,
+    addresses_of,
+    modules_of,
+    parametrization_cache,
+    parts_of,
+    set_parametrization_cache,
+    tree_flatten,
+)
 from ebbtide.units import format_size
+
+# ---- Copies of the caches that transformers pass to their layers, for a forward that runs again
+#
+# [Note: caches] Unless it is told `use_cache=False`, a model of Transformers fills a cache with
+# keys and values in training, too: each layer is given the cache of the whole model and adds its
+# part. When a layer's forward runs again, it must find its part empty, as the first forward did.
+# It gets a copy of the cache in which the parts of other layers have their shape and no memory,
+# because no layer reads the part of another.
 
 _MODULE = "transformers.cache_utils"
 
@@ -573,53 +585,6 @@ def _note_inner_state(value: Any) -> Callable[[], object] | None:
 # ---- settings of torch ------------------------------------------------------------------------
 
 
-def _settings() -> list[tuple[Callable[[], Any], Callable[[Any], Any]]]:
-    """The settings that kernels depend on: what reads each of them, and what sets it."""
-    found: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
-        (torch.get_default_dtype, torch.set_default_dtype),
-        (torch.get_num_threads, torch.set_num_threads),
-    ]
-    core: Any = torch._C
-    names = {
-        **{name: name for name in (
-            "mkldnn_enabled", "mkldnn_deterministic", "cudnn_enabled", "cudnn_benchmark",
-            "cudnn_deterministic", "nnpack_enabled", "sdp_priority_order",
-            "cublas_allow_fp16_accumulation", "cpu_allow_fp16_reduced_precision_reduction",
-            "math_sdp_allow_fp16_bf16_reduction",
-        )},
-        **{f"{name}_sdp_enabled": f"sdp_use_{name}" for name in (
-            "flash", "mem_efficient", "math", "cudnn", "overrideable", "fa3",
-        )},
-    }  # fmt: skip
-    for read, write in names.items():
-        if hasattr(core, f"_get_{read}") and hasattr(core, f"_set_{write}"):
-            found.append((getattr(core, f"_get_{read}"), getattr(core, f"_set_{write}")))
-    for name in ("bf16", "fp16"):
-        name = f"cublas_allow_{name}_reduced_precision_reduction"
-        found.append((getattr(core, f"_get_{name}"), _spread(getattr(core, f"_set_{name}"))))
-    for place in (("cuda", "matmul"), ("cuda", "conv"), ("mkldnn", "matmul")):
-        read_precision = functools.partial(core._get_fp32_precision_getter, *place)
-        found.append((read_precision, functools.partial(core._set_fp32_precision_setter, *place)))
-    found.append((_deterministic, _spread(_set_deterministic)))
-    return found
-
-
-def _spread(function: Callable[..., Any]) -> Callable[[Any], Any]:
-    return lambda value: function(*value) if isinstance(value, tuple) else function(value)
-
-
-def _deterministic() -> tuple[bool, bool]:
-    core: Any = torch._C
-    return core._get_deterministic_algorithms(), core._get_deterministic_algorithms_warn_only()
-
-
-def _set_deterministic(mode: bool, warn_only: bool) -> None:
-    torch.use_deterministic_algorithms(mode, warn_only=warn_only)
-
-
-_SETTINGS: Final = _settings()
-
-
 def note_settings(*, lasting: bool = False) -> Callable[[], None]:
     """Note the settings of torch that kernels depend on, and what parametrizations have cached.
 
@@ -629,19 +594,18 @@ def note_settings(*, lasting: bool = False) -> Callable[[], None]:
     Returns:
         What sets them as they were.
     """
-    values = [read() for read, _ in _SETTINGS]
-    enabled: int = parametrize._cache_enabled
-    cached = _content_of(parametrize._cache, lasting=lasting) if enabled else {}
+    values = [read() for read, _ in KERNEL_SETTINGS]
+    enabled, cache = parametrization_cache()
+    cached = _content_of(cache, lasting=lasting) if enabled else {}
 
     def put_back() -> None:
-        present = [read() for read, _ in _SETTINGS]
+        present = [read() for read, _ in KERNEL_SETTINGS]
         if present != values:
-            for (_, write), now, value in zip(_SETTINGS, present, values, strict=True):
+            for (_, write), now, value in zip(KERNEL_SETTINGS, present, values, strict=True):
                 if now != value:
                     write(value)
-        if enabled or parametrize._cache_enabled:
-            parametrize._cache_enabled = enabled
-            parametrize._cache = dict(cached)
+        if enabled or parametrization_cache()[0]:
+            set_parametrization_cache(enabled, dict(cached))
 
     return put_back
 

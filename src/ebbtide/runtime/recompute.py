@@ -1,4 +1,7 @@
-"""Counts what recomputed layers do not save, and what their recomputation holds in backward.
+"""Runs the forwards of recomputed layers under a checkpoint, and again in backward.
+
+`Recomputations` counts what the layers do not save and what backward holds of them, `_Call` and its
+two kinds are the calls of a layer, and `RecomputedForward` stands in the place of its forward.
 
 [Note: recomputed layers] A recomputed layer runs under torch's non-reentrant checkpoint, which
 saves the layer's inputs and none of what the operations inside it save. The inputs are saved under
@@ -21,7 +24,6 @@ from typing import Any, Final, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import CheckpointError, checkpoint
@@ -48,6 +50,7 @@ from ebbtide.runtime.saved_tensors import SavedTensorHooks
 from ebbtide.runtime.stats import Account
 from ebbtide.runtime.torch_internals import (
     current_graph_task,
+    has_tangents,
     sequence_number,
     top_hooks,
     transform_level,
@@ -279,7 +282,7 @@ def find_recomputing(
     them, such as a checkpoint around the layer. Nor is it inside a transform of `torch.func` or
     with tangents of forward-mode AD, of which a second forward would not know.
     """
-    if not hooks.are_on_top() or forward_ad._current_level >= 0:
+    if not hooks.are_on_top() or has_tangents():
         return None
     if transform_level() is not None:
         return None

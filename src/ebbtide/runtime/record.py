@@ -1,4 +1,8 @@
-"""Recipes, which recompute an operation's output from inputs that autograd saves anyway."""
+"""Records, which say where one piece of memory is, and the order in which a backward reads them.
+
+Before the records come the recipes, which compute the output of an operation again from inputs that
+autograd saves anyway, and the access order, which is learned in one step to predict the next one.
+"""
 
 from __future__ import annotations
 
@@ -279,18 +283,17 @@ class AccessLog:
 # keeps alive.
 #
 # | state       | on the device                  | in the store | why
-# | |-------------|--------------------------------|--------------|-------------------------------
-# -----| | KEPT        | the saved tensors' own memory  | nothing      | it was decided to keep it
-# | | PENDING     | the source                     | nothing yet  | a schedule will start its copy
-# | | RETAINED    | the source                     | copy started | a schedule will release the
-# source | | OFFLOADING  | the source until the copy ends | copy started | it is being offloaded
-# | | STUCK       | the source                     | not readable | its copy to the store failed
-# | | STORED      | nothing                        | the bytes    | its copy to the store is
-# complete  | | RELOADED    | a buffer, maybe being filled   | the bytes    | backward reads it,
-# or soon will    | | REBUILDABLE | nothing                        | nothing      | a recipe can
-# compute it again      | | REBUILT     | a buffer                       | nothing      | the
-# recipe was run                 | | DROPPED     | nothing, once its copy ended   | nothing      |
-# nothing can read it any more       |
+# | ----------- | ------------------------------ | ------------ | ----------------------------------
+# | KEPT        | the saved tensors' own memory  | nothing      | it was decided to keep it
+# | PENDING     | the source                     | nothing yet  | a schedule will start its copy
+# | RETAINED    | the source                     | copy started | a schedule will release the source
+# | OFFLOADING  | the source until the copy ends | copy started | it is being offloaded
+# | STUCK       | the source                     | not readable | its copy to the store failed
+# | STORED      | nothing                        | the bytes    | its copy to the store is complete
+# | RELOADED    | a buffer, maybe being filled   | the bytes    | backward reads it, or soon will
+# | REBUILDABLE | nothing                        | nothing      | a recipe can compute it again
+# | REBUILT     | a buffer                       | nothing      | the recipe was run
+# | DROPPED     | nothing, once its copy ended   | nothing      | nothing can read it any more
 
 
 class State(IntEnum):
@@ -356,7 +359,7 @@ TRANSITIONS = {
 
 
 class Record:
-    """Where one piece of memory is; the table at the top of this file defines the states.
+    """Where one piece of memory is; the table above `State` defines the states.
 
     Args:
         layer: the layer that it belongs to; None outside layers.

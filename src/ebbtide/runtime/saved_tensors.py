@@ -1,4 +1,9 @@
-"""Saves tensors of wrapper subclasses by saving each of their inner tensors."""
+"""The pack and unpack hooks: they pass through, keep, offload or leave out what autograd saves.
+
+Before `SavedTensorHooks`, which is called for every saved tensor, come the handles of tensors that
+consist of others, the advice after a first step without effect, and the places where ebbtide steps
+aside for other code's hooks.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +16,6 @@ from typing import Any, final
 
 import torch
 from torch import nn
-from torch.nested._internal.nested_tensor import NestedTensor
 
 from ebbtide.errors import PolicyError, warn_user
 from ebbtide.runtime.activations import Activations, Scope
@@ -34,7 +38,9 @@ from ebbtide.runtime.parameter_index import ParameterIndex
 from ebbtide.runtime.rebuild import Placement, RecordedTensor, can_restore
 from ebbtide.runtime.record import ForwardLog, kernel_settings
 from ebbtide.runtime.torch_internals import (
-    AUTOGRAD,
+    NestedTensor,
+    disable_hooks_by,
+    disabling_hooks,
     hooks_are_enabled,
     is_written_down,
     parts_of,
@@ -47,6 +53,8 @@ from ebbtide.runtime.torch_internals import (
     without_function_subclasses,
 )
 from ebbtide.units import format_size
+
+# ---- Saves tensors of wrapper subclasses by saving each of their inner tensors
 
 _VALUES = "_values"
 """The name of the elements among the inner tensors of a nested tensor in the jagged layout."""
@@ -273,9 +281,9 @@ def refuse_moving_weights() -> None:
 
 def let_others_disable() -> None:
     """See [Note: torch.func inside a forward]. Calling this again does nothing."""
-    disable = AUTOGRAD._saved_tensors_hooks_disable
+    disable = disabling_hooks()
     if not hasattr(disable, "__wrapped__"):
-        AUTOGRAD._saved_tensors_hooks_disable = _tolerating_ours(disable)
+        disable_hooks_by(_tolerating_ours(disable))
 
 
 def _tolerating_ours(disable: Callable[..., None]) -> Callable[..., None]:

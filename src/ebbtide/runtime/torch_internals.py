@@ -7,16 +7,27 @@ named. `devices` is below this file and asks torch itself whether the profiler r
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from types import CodeType
 from typing import Any, Final
 
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode as FakeTensorMode
+from torch.autograd import forward_ad
+from torch.nested._internal.nested_tensor import NestedTensor as NestedTensor
 from torch.nn.parameter import is_lazy
+from torch.nn.utils import parametrize
 from torch.utils._device import DeviceContext
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype, _has_foreach_support
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._pytree import TreeSpec as TreeSpec
+from torch.utils._pytree import tree_flatten as tree_flatten
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map as tree_map
+from torch.utils._pytree import tree_map_only as tree_map_only
 
-AUTOGRAD: Final[Any] = torch._C._autograd
+_AUTOGRAD: Final[Any] = torch._C._autograd
 
 # ---- Which backward runs
 
@@ -29,32 +40,63 @@ current_node: Final[Any] = torch._C._current_autograd_node
 call_after_backward: Final = torch.autograd.Variable._execution_engine.queue_callback
 """Calls a function when the running backward has ended. FSDP and DDP use it, too."""
 
-sequence_number: Final[Any] = AUTOGRAD._get_sequence_nr
+sequence_number: Final[Any] = _AUTOGRAD._get_sequence_nr
 """The number that the next node of the calling thread gets. Nodes are numbered in order."""
 
 # ---- Saved-tensor hooks. The public context manager cannot be left in another order.
 
-top_hooks: Final[Any] = functools.partial(AUTOGRAD._top_saved_tensors_default_hooks, True)
+top_hooks: Final[Any] = functools.partial(_AUTOGRAD._top_saved_tensors_default_hooks, True)
 """The pair of hooks that autograd calls now; None without one."""
 
-push_hooks: Final[Any] = AUTOGRAD._push_saved_tensors_default_hooks
-pop_hooks: Final[Any] = AUTOGRAD._pop_saved_tensors_default_hooks
+push_hooks: Final[Any] = _AUTOGRAD._push_saved_tensors_default_hooks
+pop_hooks: Final[Any] = _AUTOGRAD._pop_saved_tensors_default_hooks
 
-hooks_are_enabled: Final[Any] = AUTOGRAD._saved_tensors_hooks_is_enabled
+hooks_are_enabled: Final[Any] = _AUTOGRAD._saved_tensors_hooks_is_enabled
 """Whether autograd calls hooks at all. `torch.func.grad` disables them."""
+
+
+def disabling_hooks() -> Callable[..., None]:
+    """Return the function by which torch disables saved-tensor hooks."""
+    return _AUTOGRAD._saved_tensors_hooks_disable  # type: ignore[no-any-return]
+
+
+def disable_hooks_by(disable: Callable[..., None]) -> None:
+    """Have torch disable saved-tensor hooks by another function from now on."""
+    _AUTOGRAD._saved_tensors_hooks_disable = disable
+
 
 # ---- Tensors
 
 
 def set_version(tensor: torch.Tensor, version: int) -> None:
     """Set the number of in-place changes that a tensor has counted."""
-    AUTOGRAD._unsafe_set_version_counter((tensor,), (version,))
+    _AUTOGRAD._unsafe_set_version_counter((tensor,), (version,))
 
 
 def count_storage_users(tensor: torch.Tensor) -> int:
     """Return the reference count of a tensor's storage."""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
+
+def count_tensor_users(tensor: torch.Tensor) -> int:
+    """Return the reference count of the tensor under a Python object, which is one of them."""
+    return int(torch.Tensor._use_count(tensor))  # type: ignore[attr-defined]
+
+
+make_subclass: Final[Any] = torch.Tensor._make_subclass
+"""Makes a tensor of a class that shares the memory of another one, as `nn.Parameter` does."""
+
+neg_view: Final = torch._neg_view
+"""Sets a tensor's negative bit, as `conj` sets the conjugate one."""
+
+identity_of: Final[Any] = torch.UntypedStorage._weak_ref
+"""Makes a weak reference to a storage. While it exists, no other storage has the address.
+
+`StorageWeakRef` is public in fact if not by name, and a Python object more for each saved storage.
+"""
+
+release_identity: Final[Any] = torch.UntypedStorage._free_weak_ref
+storage_of_identity: Final[Any] = torch.UntypedStorage._new_with_weak_ptr
 
 exchange_tensors: Final[Any] = torch._C._swap_tensor_impl
 """Exchanges two tensors under their Python objects.
@@ -75,6 +117,11 @@ onednn_is_enabled: Final[Any] = torch._C._get_mkldnn_enabled
 """Whether oneDNN may compute. The public name reads a flag of the whole backend."""
 
 enable_onednn: Final[Any] = torch._C._set_mkldnn_enabled
+
+
+def has_tangents() -> bool:
+    """Whether forward-mode AD runs on the calling thread."""
+    return forward_ad._current_level >= 0
 
 
 def is_written_down() -> bool:
@@ -102,6 +149,71 @@ DefaultDevice: Final = DeviceContext
 group_by_device_and_dtype: Final[Any] = _group_tensors_by_device_and_dtype
 has_foreach_support: Final[Any] = _has_foreach_support
 """How `torch.nn.utils.get_total_norm` groups gradients, which decides the bits of the norm."""
+
+# ---- Settings of the process that kernels depend on
+
+
+def _kernel_settings() -> list[tuple[Callable[[], Any], Callable[[Any], Any]]]:
+    found: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
+        (torch.get_default_dtype, torch.set_default_dtype),
+        (torch.get_num_threads, torch.set_num_threads),
+    ]
+    core: Any = torch._C
+    names = {
+        **{name: name for name in (
+            "mkldnn_enabled", "mkldnn_deterministic", "cudnn_enabled", "cudnn_benchmark",
+            "cudnn_deterministic", "nnpack_enabled", "sdp_priority_order",
+            "cublas_allow_fp16_accumulation", "cpu_allow_fp16_reduced_precision_reduction",
+            "math_sdp_allow_fp16_bf16_reduction",
+        )},
+        **{f"{name}_sdp_enabled": f"sdp_use_{name}" for name in (
+            "flash", "mem_efficient", "math", "cudnn", "overrideable", "fa3",
+        )},
+    }  # fmt: skip
+    for read, write in names.items():
+        if hasattr(core, f"_get_{read}") and hasattr(core, f"_set_{write}"):
+            found.append((getattr(core, f"_get_{read}"), getattr(core, f"_set_{write}")))
+    for name in ("bf16", "fp16"):
+        name = f"cublas_allow_{name}_reduced_precision_reduction"
+        found.append((getattr(core, f"_get_{name}"), _spread(getattr(core, f"_set_{name}"))))
+    for place in (("cuda", "matmul"), ("cuda", "conv"), ("mkldnn", "matmul")):
+        read_precision = functools.partial(core._get_fp32_precision_getter, *place)
+        found.append((read_precision, functools.partial(core._set_fp32_precision_setter, *place)))
+    found.append((_deterministic, _spread(_set_deterministic)))
+    return found
+
+
+def _spread(function: Callable[..., Any]) -> Callable[[Any], Any]:
+    return lambda value: function(*value) if isinstance(value, tuple) else function(value)
+
+
+def _deterministic() -> tuple[bool, bool]:
+    core: Any = torch._C
+    return core._get_deterministic_algorithms(), core._get_deterministic_algorithms_warn_only()
+
+
+def _set_deterministic(mode: bool, warn_only: bool) -> None:
+    torch.use_deterministic_algorithms(mode, warn_only=warn_only)
+
+
+KERNEL_SETTINGS: Final = _kernel_settings()
+"""The settings that kernels depend on: what reads each of them, and what sets it."""
+
+
+def parametrization_cache() -> tuple[int, dict[Any, Any]]:
+    """Return how many `parametrize.cached` blocks are open, and what they have cached."""
+    return parametrize._cache_enabled, parametrize._cache
+
+
+def set_parametrization_cache(enabled: int, cache: dict[Any, Any]) -> None:
+    """Set what `parametrization_cache` returns."""
+    parametrize._cache_enabled, parametrize._cache = enabled, cache
+
+
+# ---- Modules
+
+MODULE_CALL: Final[CodeType] = nn.Module._call_impl.__code__
+"""The code that runs when a module is called, to find calls on a stack."""
 
 # ---- What holds the memory of tensors of any kind, and of modules
 

@@ -1,4 +1,8 @@
-"""The lock of one model's records."""
+"""Copies the bytes of one model between its device and a store, and delimits its steps.
+
+`Gate` is the lock of the model's records. `Offloads` holds device memory until a lower tier has its
+bytes, `Reloads` holds the buffers of what came back, and `Transfers` owns both and the account.
+"""
 
 from __future__ import annotations
 

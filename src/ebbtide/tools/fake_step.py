@@ -13,16 +13,21 @@ from typing import Any, Final, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensorMode
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ebbtide.errors import PolicyError
 from ebbtide.planning.hardware import Hardware
 from ebbtide.policy import refuse
 from ebbtide.runtime.module_state import note_random_numbers
-from ebbtide.runtime.torch_internals import current_graph_task, current_node, sequence_number
+from ebbtide.runtime.torch_internals import (
+    FakeTensorMode,
+    TorchDispatchMode,
+    current_graph_task,
+    current_node,
+    sequence_number,
+    tree_leaves,
+    tree_map_only,
+)
 
 
 class Part(NamedTuple):

@@ -110,9 +110,9 @@ def _verify_function(
 ) -> VerifyReport:
     """Verify the training step that a user's function returns."""
     import torch
-    from torch.utils._pytree import tree_map_only
 
     from ebbtide.policy import WeightPolicy
+    from ebbtide.runtime.torch_internals import tree_map_only
     from ebbtide.tools.models import find_function, read_task
     from ebbtide.verifying import verify
 

@@ -1,9 +1,7 @@
-"""Makes torch's `GradScaler` right for gradients on the host whose scale is on an accelerator.
+"""Copies the gradients of offloaded weights to the host as they are made.
 
-The scaler copies its scale, and a flag for infinite gradients, to the device of the gradients, with
-``non_blocking=True``, and uses the copies at once. A copy to the host comes later: the host would
-multiply the gradients by whatever was there, and the flag's first value would overwrite what the
-host has found.
+They are scaled there by torch's `GradScaler`, which the first part of this file makes wait for its
+scale.
 """
 
 from __future__ import annotations
@@ -25,6 +23,13 @@ from ebbtide.runtime.transfers import Transfers
 from ebbtide.stores.store import Landing, RestingSlot
 from ebbtide.weights.groups import GradientBuffers, WeightGroup
 from ebbtide.weights.parameters import DeviceParameter, OffloadedParameter
+
+# ---- Makes the scaler right for gradients on the host whose scale is on an accelerator
+#
+# The scaler copies its scale, and a flag for infinite gradients, to the device of the gradients,
+# with ``non_blocking=True``, and uses the copies at once. A copy to the host comes later: the
+# host would multiply the gradients by whatever was there, and the flag's first value would
+# overwrite what the host has found.
 
 _COPIES: Any = getattr(grad_scaler, "_MultiDeviceReplicator", None)
 _SCALES = ("grad_scale", "found_inf")  # what a scaler gives to a fused optimizer

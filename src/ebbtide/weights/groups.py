@@ -1,4 +1,4 @@
-"""Groups of weights that are copied together, and the host memory of their gradients."""
+"""Groups of weights that are copied together, memory of their gradients, and their interface."""
 
 from __future__ import annotations
 

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils._pytree import tree_leaves
 
 from ebbtide.devices.process import call_weakly, watch_forks
 from ebbtide.errors import ForkedProcessError, PolicyError, warn_user
@@ -21,7 +20,7 @@ from ebbtide.runtime.compiled import ModuleHook
 from ebbtide.runtime.layers import LayerModules, lists_by_index
 from ebbtide.runtime.parameter_index import find_sharded_parameters
 from ebbtide.runtime.saved_tensors import PackWeight, refuse_moving_weights
-from ebbtide.runtime.torch_internals import is_written_down
+from ebbtide.runtime.torch_internals import is_written_down, tree_leaves
 from ebbtide.runtime.transfers import Transfers
 from ebbtide.stores.store import AbstractStore
 from ebbtide.units import few

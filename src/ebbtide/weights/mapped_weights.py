@@ -1,4 +1,8 @@
-"""Keeps mapped files from filling RAM while code that ebbtide does not control goes over them."""
+"""The weights of a model on a CPU, and their optimizer's state, in mapped files.
+
+`MappedWeights` reads a layer's pages ahead and lets them go behind it, `MappedOptimizerState` moves
+what an optimizer makes to files, and `Pager` keeps its step from filling RAM with their pages.
+"""
 
 from __future__ import annotations
 

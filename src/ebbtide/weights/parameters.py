@@ -1,7 +1,8 @@
-"""Who else refers to the memory of a tensor: other tensors, NumPy arrays, other processes.
+"""One offloaded parameter: where its values are, and what replaces it while its module runs.
 
-Values may be moved to other memory only where nobody could notice. What else refers to the memory
-would not see later changes of the values any more, and its own changes would be lost.
+Before that come two things that moving a parameter needs: who else refers to the memory of a
+tensor, and how a parameter becomes another leaf of autograd's graphs. After it come the places
+where a model holds its parameters.
 """
 
 from __future__ import annotations
@@ -24,13 +25,21 @@ from ebbtide.devices.process import visit_frames
 from ebbtide.errors import PolicyError
 from ebbtide.runtime.parameter_index import ExchangedParameter
 from ebbtide.runtime.torch_internals import (
+    MODULE_CALL,
     count_storage_users,
+    count_tensor_users,
     exchange_tensors,
+    make_subclass,
     no_torch_function,
     parts_of,
     set_version,
     without_torch_function,
 )
+
+# ---- Who else refers to the memory of a tensor: other tensors, NumPy arrays, other processes
+#
+# Values may be moved to other memory only where nobody could notice. What else refers to the memory
+# would not see later changes of the values any more, and its own changes would be lost.
 
 ALONE = count_storage_users(torch.empty(1, device="cpu"))
 """What `count_storage_users` returns for a tensor that shares its memory with no other."""
@@ -92,7 +101,7 @@ def _count_references(objects: list[Any]) -> Iterator[tuple[torch.Tensor, int]]:
     """Yield the tensors in a list, and how often Python refers to each."""
     for each in objects:
         if issubclass(type(each), torch.Tensor):
-            yield each, sys.getrefcount(each) - (torch.Tensor._use_count(each) > 1)  # type: ignore[attr-defined]
+            yield each, sys.getrefcount(each) - (count_tensor_users(each) > 1)
 
 
 _UNREFERENCED = next(_count_references([torch.empty(0, device="cpu")]))[1]
@@ -159,7 +168,7 @@ def is_in_graph(leaf: torch.Tensor) -> bool:
     """Whether an autograd graph that is alive refers to the leaf."""
     # The Python object is one user. A node that accumulates its gradient is another, and so is
     # each node that has saved the leaf itself.
-    return int(leaf._use_count()) > 1  # type: ignore[attr-defined]
+    return count_tensor_users(leaf) > 1
 
 
 def become(parameter: torch.Tensor, leaf: torch.Tensor) -> None:
@@ -180,7 +189,7 @@ def become(parameter: torch.Tensor, leaf: torch.Tensor) -> None:
     exchange_tensors(parameter, leaf)
     _set_hooks(leaf, {}, {0: functools.partial(_pass_on, parameter)})
     _set_hooks(parameter, hooks, after)
-    if int(leaf._use_count()) <= 2:  # type: ignore[attr-defined]  # no node has saved it
+    if count_tensor_users(leaf) <= 2:  # no node has saved it
         leaf.data = leaf.new_empty(()).expand(leaf.shape)
 
 
@@ -260,7 +269,7 @@ class DeviceParameter(ExchangedParameter):
     @staticmethod
     def of(values: torch.Tensor) -> DeviceParameter:
         """Make a device parameter that shares the memory of the given values."""
-        made = torch.Tensor._make_subclass(DeviceParameter, values)
+        made = make_subclass(DeviceParameter, values)
         assert isinstance(made, DeviceParameter)
         return made
 
@@ -742,9 +751,6 @@ _ALONE = [_users(t) for t in _pop_each([DeviceParameter.of(torch.empty(0))])][0]
 """The reference count that such a loop sees for a tensor that nobody else refers to."""
 
 
-# ---- Finds the device that parameters are computed with on ----
-
-
 # ---- The places where a model holds its parameters, and the substitutes that code finds there ----
 
 Substitute = Callable[[torch.Tensor], torch.Tensor]
@@ -814,7 +820,7 @@ def running_modules() -> set[nn.Module]:
     found = set()
 
     def look(frame: FrameType) -> None:
-        if frame.f_code is nn.Module._call_impl.__code__:
+        if frame.f_code is MODULE_CALL:
             found.add(frame.f_locals["self"])
 
     visit_frames(look)
