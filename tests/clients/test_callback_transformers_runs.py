@@ -239,3 +239,49 @@ def test_steps_are_counted_once() -> None:
     assert once["ebbtide/offloaded_bytes"] == offload.handle.stats.offloaded_bytes
     offload.end()
     assert not offload.is_attached
+
+
+@pytest.mark.parametrize("max_grad_norm", [0.0, 0.1, 1.0, 100.0])
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_the_optimizer_steps_inside_backward(
+    max_grad_norm: float, accumulated: int, tmp_path: Path
+) -> None:
+    """With the Trainer's own optimizer, scheduler, clipping and log of the norm."""
+    options = {
+        "gradient_accumulation_steps": accumulated,
+        "max_grad_norm": max_grad_norm,
+        "optim": "adamw_torch",
+        "max_steps": 5,
+    }
+    plain = trainer_for(gpt2(), tmp_path, **options)
+    for _ in range(2):  # the second run begins anew, and trains the trained model
+        plain.train()
+    seen = []
+
+    class Look(TrainerCallback):
+        def on_step_end(self, *_: Any, **kwargs: Any) -> None:
+            seen.append(kwargs["optimizer"].optimizer.overlap)
+
+    callback = OffloadCallback(activations=SMALL, overlap=True)
+    trainer = trainer_for(gpt2(), tmp_path, [callback, Look()], **options)
+    for _ in range(2):
+        trainer.train()
+    assert results(trainer) == results(plain)
+    norms, expected = (
+        [log["grad_norm"] for log in each.state.log_history if "grad_norm" in log]
+        for each in (trainer, plain)
+    )
+    assert norms == expected
+    assert len(norms) == 5
+    clips = 0 < max_grad_norm < min(norms)
+    assert seen[-1].num_steps == 5
+    assert seen[-1].num_overlapped == (0 if clips else 4)
+    assert_is_plain(trainer.model)
+
+
+def test_what_changes_gradients_cannot_overlap(tmp_path: Path) -> None:
+    callback = OffloadCallback(overlap=True)
+    trainer = trainer_for(gpt2(), tmp_path, [callback], optim="adafactor")
+    with pytest.raises(ebbtide.PolicyError, match="Adafactor may need all gradients"):
+        trainer.train()
+    callback.detach()

@@ -134,12 +134,16 @@ class _Loop:
             return
         if event:
             self._EVENTS[event](self)
+        clips_first, changes_options = draw.random() < 0.3, draw.random() < 0.2
         if draw.random() < 0.1:
             self.optimizer.step(self._closure)
-        elif self.overlaps:
-            self.optimizer.step()
         else:
-            self._clip()
+            if not self.overlaps:
+                self._clip()
+            elif clips_first and self.max_norm is not None:
+                self.optimizer.clip_grad_norm_()
+            if changes_options:
+                self._change_options()
             self.optimizer.step()
         if self.overlaps and self.max_norm is not None:
             self.norms.append(self.optimizer.grad_norm)

@@ -80,10 +80,12 @@ def test_what_cannot_be_honoured_is_refused() -> None:
             handle.overlap(fused(model.parameters()), max_norm=max_norm)
     with pytest.raises(ebbtide.PolicyError, match="shadow_budget"):
         handle.overlap(fused(model.parameters()), shadow_budget="much")
-    scheduled = fused(model.parameters())
-    torch.optim.lr_scheduler.StepLR(scheduled, 1)
-    with pytest.raises(ebbtide.PolicyError, match="scheduler"):
-        handle.overlap(scheduled)
+    replaced = fused(model.parameters())
+    replaced.step = lambda: None
+    with pytest.raises(ebbtide.PolicyError, match="replaced"):
+        handle.overlap(replaced)
+    with pytest.raises(ebbtide.PolicyError, match="max_norm"):
+        handle.overlap(fused(model.parameters())).clip_grad_norm_()
     twice = handle.overlap(fused(model.parameters()))
     with pytest.raises(ebbtide.PolicyError, match="already"):
         handle.overlap(twice)
@@ -213,14 +215,20 @@ def test_with_a_gradient_scaler(kind: str, max_norm: float | None) -> None:
     assert optimizers[1].overlap.num_steps == (6 if kind == "fused" and max_norm is None else 5)
 
 
-def test_a_scheduler_a_closure_and_hooks_work_as_ever() -> None:
+@pytest.mark.parametrize("scheduled", ["after", "before"])
+def test_a_scheduler_a_closure_and_hooks_work_as_ever(
+    scheduled: str, recwarn: pytest.WarningsRecorder
+) -> None:
     results = []
+    make_scheduler = torch.optim.lr_scheduler.CosineAnnealingLR
     for overlaps in (False, True):
         model = make()
         optimizer = fused(model.parameters())
+        scheduler = make_scheduler(optimizer, 8) if scheduled == "before" else None
         if overlaps:
-            optimizer = ebbtide.offload(model).overlap(optimizer, max_norm=0.5)
-        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 8)
+            handle = ebbtide.offload(model)
+            optimizer = handle.overlap(optimizer, max_norm=0.5)
+        scheduler = scheduler or make_scheduler(optimizer, 8)
         called = []
         optimizer.register_step_pre_hook(lambda *_, called=called: called.append("before"))
         optimizer.register_step_post_hook(lambda *_, called=called: called.append("after"))
@@ -240,6 +248,86 @@ def test_a_scheduler_a_closure_and_hooks_work_as_ever() -> None:
         results.append([*model.parameters(), *losses])
         assert called == ["before", "after"] * 6
     assert all(torch.equal(mine, plain) for plain, mine in zip(*results, strict=True))
+    assert not any("lr_scheduler" in str(warning.message) for warning in recwarn)
+    assert optimizer.overlap.num_steps == 6
+    handle.detach()
+    assert ("step" in vars(optimizer)) == (scheduled == "before")  # as the scheduler left it
+    optimizer.step()
+    assert called == ["before", "after"] * 7
+
+
+@pytest.mark.parametrize("bound", [1e6, 1e-3])
+def test_the_program_may_clip_before_the_step(bound: float) -> None:
+    """As a `Trainer` does, which logs the norm."""
+    norms: list[list[Tensor]] = []
+    models, optimizers = [], []
+    for overlaps in (False, True):
+        model = make()
+        optimizer: Any = fused(model.parameters())
+        if overlaps:
+            optimizer = ebbtide.offload(model).overlap(optimizer, max_norm=bound)
+        norms.append([])
+        for x in batches(5):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            if overlaps:
+                norms[-1].append(optimizer.clip_grad_norm_())
+            else:
+                norms[-1].append(nn.utils.clip_grad_norm_(model.parameters(), bound))
+            optimizer.step()
+        models.append(model)
+        optimizers.append(optimizer)
+    assert all(torch.equal(mine, plain) for plain, mine in zip(*norms, strict=True))
+    assert_same(models[1], models[0], optimizers[1], optimizers[0])
+    stats = optimizers[1].overlap
+    assert (stats.num_clipped, stats.num_overlapped) == ((0, 4) if bound > 1 else (5, 0))
+
+
+def test_clipping_before_the_step_after_a_scaler_has_unscaled() -> None:
+    """Unscaling raises no version, so the norms that the worker has computed do not count."""
+    models = []
+    for overlaps in (False, True):
+        model = make()
+        optimizer: Any = fused(model.parameters())
+        if overlaps:
+            optimizer = ebbtide.offload(model).overlap(optimizer, max_norm=0.2)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1000.0)
+        for x in batches(4):
+            optimizer.zero_grad()
+            scaler.scale(model(x).square().mean()).backward()
+            scaler.unscale_(optimizer)
+            if overlaps:
+                optimizer.clip_grad_norm_()
+            else:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.2)
+            scaler.step(optimizer)
+            scaler.update()
+        models.append(model)
+    for mine, plain in zip(models[1].parameters(), models[0].parameters(), strict=True):
+        assert torch.equal(mine, plain)
+
+
+@pytest.mark.parametrize("what", ["weights", "gradients"])
+def test_memory_that_is_assigned_through_data_is_seen(what: str) -> None:
+    models = []
+    for overlaps in (False, True):
+        model = make()
+        optimizer: Any = fused(model.parameters())
+        if overlaps:
+            optimizer = ebbtide.offload(model).overlap(optimizer, max_norm=1e6)
+        for x in batches(4):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            for parameter in model[1].parameters():
+                changed = parameter if what == "weights" else parameter.grad
+                changed.data = changed.data * 0.5
+            if not overlaps:
+                nn.utils.clip_grad_norm_(model.parameters(), 1e6)
+            optimizer.step()
+        models.append(model)
+    for mine, plain in zip(models[1].parameters(), models[0].parameters(), strict=True):
+        assert torch.equal(mine, plain)
+    assert optimizer.overlap.num_overlapped == 3  # of the other layers
 
 
 def test_a_step_that_raises_commits_nothing() -> None:

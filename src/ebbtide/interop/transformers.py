@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from os import PathLike
 from types import TracebackType
 from typing import Any
@@ -42,11 +43,15 @@ class OffloadCallback(TrainerCallback):
     ``ebbtide/offloaded_bytes`` and ``ebbtide/stall_s``; see `ebbtide.StepStats`. The peak is the
     highest since the last log, the others are means over its optimizer steps.
 
-    All arguments are those of `ebbtide.offload`.
+    All other arguments are those of `ebbtide.offload`.
+
+    Args:
+        overlap: let the optimizer step inside backward, see `ebbtide.OffloadHandle.overlap`. The
+            gradients are clipped to the ``max_grad_norm`` of the `Trainer`.
 
     Raises:
         PolicyError: the arguments contradict each other; when training begins also, if they do not
-            fit the model.
+            fit the model or its optimizer.
     """
 
     def __init__(
@@ -61,6 +66,7 @@ class OffloadCallback(TrainerCallback):
         schedule: Schedule | None = None,
         budget: int | str | None = None,
         plan: PlannedStep | str | PathLike[str] | None = None,
+        overlap: bool = False,
     ) -> None:
         self._arguments = OffloadArguments(
             activations=activations,
@@ -73,6 +79,7 @@ class OffloadCallback(TrainerCallback):
             budget=budget,
             plan=plan,
         )
+        self._overlaps = overlap
         self._offload = TrainingOffload(self._arguments)
         self._num_updates = 0
         self._has_warned = False  # that all layers are recomputed anyway
@@ -99,10 +106,10 @@ class OffloadCallback(TrainerCallback):
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy of the callback offloads nothing yet."""
-        return {"_arguments": self._arguments}
+        return {"_arguments": self._arguments, "_overlaps": self._overlaps}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._arguments = state["_arguments"]
+        self._arguments, self._overlaps = state["_arguments"], state["_overlaps"]
         self._offload = TrainingOffload(self._arguments)
         self._num_updates = 0
         self._has_warned = False
@@ -127,7 +134,39 @@ class OffloadCallback(TrainerCallback):
             )
         self._num_updates = 0
         self._offload.begin(kwargs["model"], run=state)
-        _put_first(self)
+        handler = _handler_of(self)
+        if handler is not None:
+            # Trainers call the callbacks of TensorBoard, Weights & Biases and so on before their
+            # user's, and these would not see what a user's callback adds to a log. In place, and of
+            # the callbacks before it: the loop that runs over them skips none.
+            others = [each for each in handler.callbacks if each is not self]
+            handler.callbacks[:] = [self, *others]
+        if self._overlaps:
+            trainer = _caller(lambda each: getattr(each, "callback_handler", None) is handler)
+            self._overlap(args, kwargs["optimizer"], trainer)
+
+    def _overlap(self, args: Any, optimizer: Any, trainer: Any) -> None:
+        """Let the optimizer step inside backward, and clip where the Trainer does.
+
+        Raises:
+            PolicyError: it cannot.
+        """
+        if args.fp16 or args.world_size > 1 or trainer is None:
+            raise PolicyError(
+                "overlap=True needs a Trainer that alone has the gradients: train without fp16, "
+                "whose scaler changes them, and in one process, or leave overlap out"
+            )
+        while hasattr(optimizer, "optimizer"):  # Accelerate has wrapped it
+            optimizer = optimizer.optimizer
+        assert self.handle is not None
+        self.handle.overlap(optimizer, max_norm=args.max_grad_norm or math.inf)
+        clip = trainer.accelerator.clip_grad_norm_
+
+        def clip_grad_norm_(*values: Any, **others: Any) -> Any:
+            overlaps = getattr(optimizer, "clip_grad_norm_", None)  # until training ends
+            return clip(*values, **others) if overlaps is None else overlaps()
+
+        trainer.accelerator.clip_grad_norm_ = clip_grad_norm_
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Count the step of a microbatch."""
@@ -160,23 +199,21 @@ def _recomputes_all(args: Any) -> bool:
     return any(getattr(args, name, False) for name in names)
 
 
-def _put_first(callback: TrainerCallback) -> None:
-    """Put a callback before all others of its Trainer.
+def _handler_of(callback: TrainerCallback) -> Any:
+    """The handler that calls a callback now; a callback is given no reference to its Trainer."""
+    return _caller(
+        lambda each: (
+            isinstance(each, CallbackHandler) and any(known is callback for known in each.callbacks)
+        )
+    )
 
-    A Trainer calls those of TensorBoard, Weights & Biases and so on before its user's. So they
-    would not see what a user's callback adds to a log. A callback is given no reference to its
-    Trainer; the list of callbacks is that of the handler that is calling it now.
-    """
+
+def _caller(is_sought: Callable[[Any], bool]) -> Any:
+    """The innermost object of which a method is running; None if there is none."""
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
-        handler = variables_of(frame).get("self")
-        if isinstance(handler, CallbackHandler) and any(
-            each is callback for each in handler.callbacks
-        ):
-            # In place, and of the callbacks before it: the loop that runs over them skips none.
-            handler.callbacks[:] = [
-                callback,
-                *(each for each in handler.callbacks if each is not callback),
-            ]
-            return
+        found = variables_of(frame).get("self")
+        if is_sought(found):
+            return found
         frame = frame.f_back
+    return None

@@ -297,3 +297,14 @@ def may_change_unseen(storage: torch.UntypedStorage) -> bool:
     if not storage.resizable():
         return True
     return storage.is_shared() and storage.device.type == "cpu"  # the type takes longest
+
+
+# ---- Learning rate schedulers, which replace the step of their optimizer by one that notes a call
+
+SCHEDULED: Final = "_wrapped_by_lr_sched"
+"""The attribute of a step that notes its calls; a scheduler leaves such a step as it is."""
+
+
+def note_step(optimizer: torch.optim.Optimizer) -> None:
+    """Note that an optimizer steps, for a scheduler that warns if it is stepped first."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]

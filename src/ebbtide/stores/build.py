@@ -20,7 +20,7 @@ from ebbtide.devices.device import AbstractDevice, AbstractEvent
 from ebbtide.errors import PolicyError, StoreFullError
 from ebbtide.policy import refuse
 from ebbtide.stores.disk import DiskStore
-from ebbtide.stores.host_memory import HostLimit, refuse_other_systems
+from ebbtide.stores.host_memory import HostLimit, LeftoverUser, refuse_other_systems
 from ebbtide.stores.pinned import PinnedStore
 from ebbtide.stores.staged import LEAST_STAGING_BYTES, STAGING_BYTES, StagedDiskStore
 from ebbtide.stores.store import AbstractStore, Landing, RestingSlot, Slot, Target
@@ -54,6 +54,13 @@ class TieredStore(AbstractStore):
     @property
     def host_capacity_bytes(self) -> int:
         return self._host.host_capacity_bytes + self._disk.host_capacity_bytes
+
+    @property
+    def leftover_bytes(self) -> int:
+        return self._host.leftover_bytes
+
+    def use_leftover(self, user: LeftoverUser) -> None:
+        self._host.use_leftover(user)
 
     @property
     def used_bytes(self) -> int:

@@ -22,7 +22,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final, NamedTuple, final
+from typing import Any, Final, NamedTuple, Protocol, final
 
 import psutil
 import torch
@@ -594,6 +594,17 @@ _OTHERWISE = (
 _FREE_SHARE = 0.95  # of free RAM; the rest is a margin, because the OOM killer raises no error
 
 
+class LeftoverUser(Protocol):
+    """Uses host memory that nothing else needs."""
+
+    @property
+    def leftover_bytes(self) -> int:
+        """How much it uses now."""
+
+    def give_way(self) -> None:
+        """Free all of it, and use none from now on."""
+
+
 @final
 class HostBudget:
     """Counts the host memory of slabs, weights, gradients and chunks against one limit.
@@ -607,10 +618,13 @@ class HostBudget:
         taken_bytes: the memory that is allocated now.
         reserved_bytes: memory set aside for gradients. They are allocated last, when activations
             could otherwise have used up the budget.
+        leftover_users: use what is left. They free it as soon as it is needed (`make_room`), so it
+            does not count as taken.
     """
 
     def __init__(self, limit_bytes: int | None = None, origin: str = "") -> None:
         self.limit_bytes = limit_bytes
+        self.leftover_users: weakref.WeakSet[LeftoverUser] = weakref.WeakSet()
         self._origin = origin
         self.taken_bytes = 0
         self.reserved_bytes = 0
@@ -645,6 +659,18 @@ class HostBudget:
         free_bytes = min(free_ram_bytes() - margin_bytes, self._part_bytes - self.taken_bytes)
         spare_bytes = max(0, free_bytes - self.reserved_bytes)
         return spare_bytes - spare_bytes % mmap.PAGESIZE
+
+    @property
+    def leftover_bytes(self) -> int:
+        """How much more the users of what is left may use, within the limit and the free RAM."""
+        used_bytes = sum(user.leftover_bytes for user in self.leftover_users)
+        return max(0, min(self.left_bytes - used_bytes, self.spare_ram_bytes()))
+
+    def make_room(self, size_bytes: int) -> None:
+        """Have memory freed that is only used while nothing else needs it, if so much is needed."""
+        if self.leftover_users and size_bytes > self.leftover_bytes:
+            for user in self.leftover_users:
+                user.give_way()
 
     def take(self, size_bytes: int) -> None:
         """Count memory that was allocated, or freed if the size is negative."""

@@ -25,6 +25,7 @@ from ebbtide.errors import StoreFullError
 from ebbtide.stores.host_memory import (
     HostBudget,
     HostMemory,
+    LeftoverUser,
     allocate_by_torch,
     allocate_host_memory,
     free_ram_bytes,
@@ -160,6 +161,13 @@ class PinnedStore(AbstractStore):
         return self.budget.taken_bytes
 
     @property
+    def leftover_bytes(self) -> int:
+        return self.budget.leftover_bytes
+
+    def use_leftover(self, user: LeftoverUser) -> None:
+        self.budget.leftover_users.add(user)
+
+    @property
     def used_bytes(self) -> int:
         return self._used_bytes if self._slabs else 0
 
@@ -233,6 +241,7 @@ class PinnedStore(AbstractStore):
         whole_bytes = whole_pages(max(size_bytes, 1))
         if reserved:
             self.budget.reserve(-whole_bytes)
+        self.budget.make_room(whole_bytes)
         # Another process may have taken RAM that was set aside here.
         ram_bytes = free_ram_bytes() if reserved else self.budget.spare_ram_bytes()
         check = functools.partial(self._check_room, ram_bytes=ram_bytes)
@@ -285,6 +294,7 @@ class PinnedStore(AbstractStore):
         assert isinstance(other, PinnedStore)
         self.budget.take(sum(slot.extent.size_bytes for slot in resting))
         self.budget.reserve(other.budget.reserved_bytes)
+        self.budget.leftover_users |= other.budget.leftover_users
 
     def close(self) -> None:
         # Guard close-after-copies: the store waits for its copies before it gives host memory back.
@@ -352,6 +362,7 @@ class PinnedStore(AbstractStore):
     def _next_size(self, size_bytes: int) -> int:
         """Size of the next slab: room for several such tensors, or for one near the limits."""
         least_bytes = self._least(size_bytes)
+        self.budget.make_room(least_bytes)
         budget_bytes, ram_bytes = self.budget.left_bytes, self.budget.spare_ram_bytes()
         if least_bytes > budget_bytes:
             raise self.budget.over_limit(least_bytes)
@@ -370,6 +381,7 @@ class PinnedStore(AbstractStore):
         return whole_pages(size_bytes)
 
     def _take(self, size_bytes: int) -> HostMemory | None:
+        self.budget.make_room(size_bytes)
         try:
             if self._by_torch:
                 memory: HostMemory | None = allocate_by_torch(self._device, size_bytes)

@@ -11,7 +11,7 @@ from typing import NamedTuple, final
 import torch
 
 from ebbtide.devices.device import AbstractDevice, AbstractEvent, AbstractStream, HostMoment
-from ebbtide.stores.host_memory import HostMemory
+from ebbtide.stores.host_memory import HostMemory, LeftoverUser, free_ram_bytes
 
 
 @final
@@ -217,6 +217,14 @@ class AbstractStore(ABC):
     def host_capacity_bytes(self) -> int:
         """Host memory that the store has allocated, staging memory included."""
         return 0
+
+    @property
+    def leftover_bytes(self) -> int:
+        """Host memory that others may use until the store needs it; see `use_leftover`."""
+        return free_ram_bytes()
+
+    def use_leftover(self, user: LeftoverUser) -> None:  # noqa: B027
+        """Count what a user has of `leftover_bytes`, and tell it when the store needs that."""
 
     @abstractmethod
     def offload(self, source: torch.Tensor, ready: AbstractEvent) -> Slot:

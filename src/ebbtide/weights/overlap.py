@@ -18,12 +18,11 @@ from __future__ import annotations
 import functools
 import logging
 import mmap
-import os
 import threading
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, final
 
@@ -33,12 +32,13 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ebbtide.devices.device import AbstractEvent, AbstractLane
-from ebbtide.devices.process import call_weakly
+from ebbtide.devices.process import call_weakly, watch_forks
 from ebbtide.errors import PolicyError
 from ebbtide.policy import refuse
 from ebbtide.runtime.engine import Engine
 from ebbtide.runtime.events import Subject
 from ebbtide.runtime.torch_internals import (
+    SCHEDULED,
     DefaultDevice,
     call_after_backward,
     count_storage_users,
@@ -47,6 +47,7 @@ from ebbtide.runtime.torch_internals import (
     group_by_device_and_dtype,
     has_dispatch_modes,
     has_foreach_support,
+    note_step,
 )
 from ebbtide.stores.host_memory import free_ram_bytes, page_out
 from ebbtide.units import format_size, parse_size_bytes
@@ -140,20 +141,19 @@ def _marked(values: Mapping[str, Any]) -> dict[str, tuple[Any, _Mark | None]]:
     }
 
 
+def _is_same(now: Any, before: Any, mark: _Mark | None) -> bool:
+    if mark is not None:
+        return now is before and _mark(now) == mark
+    return now is before or (type(now) is type(before) and bool(now == before))
+
+
 def _is_as_marked(
     values: Mapping[str, Any], marked: Mapping[str, tuple[Any, _Mark | None]]
 ) -> bool:
     if len(values) - ("params" in values) != len(marked):
         return False
-    for name, (before, mark) in marked.items():
-        now = values.get(name, marked)  # `marked` itself is the value of no name
-        if now is not before and (mark is not None or type(now) is not type(before)):
-            return False
-        if mark is not None and _mark(now) != mark:
-            return False
-        if mark is None and now is not before and now != before:
-            return False
-    return True
+    # `marked` itself is the value of no name.
+    return all(_is_same(values.get(name, marked), *entry) for name, entry in marked.items())
 
 
 class _Arithmetic(NamedTuple):
@@ -208,25 +208,19 @@ class _Shadow:
 
     def __init__(self, values: torch.Tensor, buffers: dict[str, torch.Tensor]) -> None:
         self.values, self.buffers = values, buffers
+        self.size_bytes = sum(each.nbytes for each in (values, *buffers.values()))
         self.state: dict[str, Any] = {}
-
-    @property
-    def size_bytes(self) -> int:
-        return self.values.nbytes + sum(buffer.nbytes for buffer in self.buffers.values())
 
     def fits(self, state: Mapping[str, Any]) -> bool:
         """Whether it has memory for all tensors of a state."""
-        tensors = {name: each for name, each in state.items() if isinstance(each, torch.Tensor)}
-        return tensors.keys() == self.buffers.keys() and all(
-            _are_alike(each, self.buffers[name]) for name, each in tensors.items()
-        )
+        needed = {name: _layout(each) for name, each in _tensors_in(state).items()}
+        return needed == {name: _layout(each) for name, each in self.buffers.items()}
 
     def is_complete(self, state: Mapping[str, Any]) -> bool:
         """Whether a state consists of its tensors, as a step leaves it that has made none anew."""
         self.state = dict(state)
-        return all(state.get(name) is buffer for name, buffer in self.buffers.items()) and (
-            len(self.buffers) == sum(isinstance(each, torch.Tensor) for each in state.values())
-        )
+        made = {name: id(each) for name, each in _tensors_in(state).items()}
+        return made == {name: id(buffer) for name, buffer in self.buffers.items()}
 
     def fill(self, parameter: torch.Tensor, state: Mapping[str, Any]) -> None:
         """Copy the values and the state that the step begins with."""
@@ -236,13 +230,12 @@ class _Shadow:
             self.state[name] = buffer.copy_(state[name])
 
 
-def _are_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return (
-        one.shape == other.shape
-        and one.dtype == other.dtype
-        and one.device == other.device
-        and one.stride() == other.stride()
-    )
+def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.dtype, tensor.device, tensor.stride()
+
+
+def _tensors_in(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
 
 
 # ---- Parameters, layers, and what has landed
@@ -288,6 +281,21 @@ _Options = dict[str, tuple[Any, _Mark | None]]
 
 @final
 @dataclass(eq=False)
+class _Layer:
+    """Parameters that step ahead together.
+
+    Attributes:
+        waiting: the parameters whose gradients are still expected, by `id`.
+        landed: the parameters whose gradients have landed and that have not been given to the
+            worker yet.
+    """
+
+    waiting: set[int] = field(default_factory=set)
+    landed: dict[_Member, None] = field(default_factory=dict)
+
+
+@final
+@dataclass(eq=False)
 class _Member:
     """A parameter that can step ahead.
 
@@ -305,28 +313,13 @@ class _Member:
 
     parameter: torch.Tensor
     layer_name: str
-    layer: _Layer
+    layer: _Layer = field(default_factory=_Layer)
     group: int = 0
     landings: int = 0
     expected: int | None = None
     landed: _Landed | None = None
     shadow: _Shadow | None = None
     has_room: bool = True
-
-
-@final
-@dataclass(eq=False)
-class _Layer:
-    """Parameters that step ahead together.
-
-    Attributes:
-        waiting: the parameters whose gradients are still expected, by `id`.
-        landed: the parameters whose gradients have landed and that have not been given to the
-            worker yet.
-    """
-
-    waiting: set[int] = field(default_factory=set)
-    landed: list[_Member] = field(default_factory=list)
 
 
 @final
@@ -345,6 +338,8 @@ class StepOverlap:
         grad_norm: the norm of all gradients in the last step, before clipping; None without
             ``max_norm`` and before the first step.
         is_scaled: whether a scaler is about to step, which has changed gradients.
+        max_norm: as given.
+        stats: what has been done so far.
 
     Raises:
         PolicyError: see `_check_optimizer`, or an argument has no meaning.
@@ -369,39 +364,48 @@ class StepOverlap:
         _check_optimizer(optimizer)
         if max_norm is not None and (isinstance(max_norm, bool) or not float(max_norm) > 0):
             refuse("max_norm", "a positive number, or None for no clipping", max_norm)
-        self._budget_bytes: int | None = None
-        if shadow_budget is not None:
-            self._budget_bytes = parse_size_bytes(shadow_budget, name="shadow_budget")
+        self._budget_bytes = (
+            shadow_budget
+            if shadow_budget is None
+            else parse_size_bytes(shadow_budget, name="shadow_budget")
+        )
         self._optimizer = weakref.ref(optimizer)
         self._engine = engine
-        self._model = None if model is None else weakref.ref(model)
+        self._model = (lambda: None) if model is None else weakref.ref(model)
         self._layer_names = sorted(layers, key=len, reverse=True)
-        self._max_norm = None if max_norm is None else float(max_norm)
+        self.max_norm = None if max_norm is None else float(max_norm)
         self._lock = threading.RLock()
         self._worker = self._make_worker()
         self._members: dict[int, _Member] = {}
-        self._complete: list[_Layer] = []
         self._tasks: set[int] = set()  # ids of autograd's graph tasks that will call back
         self._pending: list[AbstractEvent] = []
-        self._pid = os.getpid()
-        self._arithmetic: _Arithmetic | None = None  # that of the running step
-        self._squares = 0.0  # the sum of the squared norms that have landed
-        self._again_bytes = 0  # of parameters that had landed in time, and landed once more
-        self._stats = OverlapStats()
+        self.stats = OverlapStats()
         self.grad_norm: torch.Tensor | None = None
-        self.is_scaled = False
         forget = register_optimizer_step_post_hook(call_weakly(self._forget_stepped))
         self._hooks: dict[int, Any] = {0: forget}
         weakref.finalize(self, _remove_hooks, self._hooks).atexit = False
-        self._find_members(optimizer)
+        self.forget(optimizer)
+        watch_forks(self)
+        engine.transfers.store.use_leftover(self)
+        self._wrapped = vars(optimizer).pop("step", None)  # by a learning rate scheduler
         vars(optimizer)[_NAME] = self
         derive: Any = _overlapping_class  # mypy takes the metaclass for unhashable
         optimizer.__class__ = derive(type(optimizer))
 
-    @property
-    def stats(self) -> OverlapStats:
-        """What has been done so far."""
-        return self._stats
+    def forget(self, optimizer: Optimizer) -> None:
+        """Forget what has landed, because a step has ended, or gradients start from zero."""
+        with self._lock:
+            self._complete: list[_Layer] = []
+            self._arithmetic: _Arithmetic | None = None  # that of the running step
+            self._squares = 0.0  # the sum of the squared norms that have landed
+            self._again_bytes = 0  # of parameters that had landed in time, and landed once more
+            self.is_scaled = self._is_clipped = False
+            self._tasks.clear()
+            for member in self._members.values():
+                member.landings, member.landed = 0, None
+                if not self.stats.steps_ahead:
+                    member.shadow = None
+            self._find_members(optimizer)
 
     # ---- which parameters ---------------------------------------------------------------------
 
@@ -418,28 +422,33 @@ class StepOverlap:
         ]
         own = _without_overlaps([(p, n) for p, n in grouped if _can_have_shadow(p)])
         before, self._members = self._members, {}
-        names = {}
-        if any(id(parameter) not in before for parameter, _ in own):
-            names = self._find_layers()
+        are_known = all(id(parameter) in before for parameter, _ in own)
+        names = {} if are_known else self._find_layers()
         layers: defaultdict[str, _Layer] = defaultdict(_Layer)
         for parameter, number in own:
             key = id(parameter)
-            name = before[key].layer_name if key in before else names.get(key, "")
-            member = before[key] if key in before else _Member(parameter, name, layers[name])
-            member.group, member.layer = number, layers[name]
+            member = before.get(key) or _Member(parameter, names.get(key, ""))
+            member.group, member.layer = number, layers[member.layer_name]
             self._members[key] = member
             if member.expected:
                 member.layer.waiting.add(key)
-            if key not in self._hooks and parameter.requires_grad:
+            if parameter.requires_grad and not self._comes_last(parameter):
+                if key in self._hooks:
+                    self._hooks.pop(key).remove()
                 land = call_weakly(self._land)
                 self._hooks[key] = parameter.register_post_accumulate_grad_hook(land)  # type: ignore[no-untyped-call]
+
+    def _comes_last(self, parameter: torch.Tensor) -> bool:
+        """Whether no other hook is called after `_land`, which could replace the gradient."""
+        own, hooks = self._hooks.get(id(parameter)), parameter._post_accumulate_grad_hooks or {}
+        return own is not None and own.id == next(reversed(hooks), None)
 
     def _find_layers(self) -> dict[int, str]:
         """The name of the layer of each parameter of the model, by `id`.
 
         Outside layers, each module counts as one.
         """
-        model = None if self._model is None else self._model()
+        model = self._model()
         found = {}
         for name, parameter in model.named_parameters() if model is not None else ():
             owners = (each for each in self._layer_names if name.startswith(f"{each}."))
@@ -454,21 +463,25 @@ class StepOverlap:
             member = self._members.get(id(parameter))
             if member is None:
                 return
-            self._call_back_at_the_end()
-            # Not the layer of this gradient: hooks that come after this one may replace it.
+            task = current_graph_task()
+            if task != -1 and task not in self._tasks:
+                self._tasks.add(task)
+                call_after_backward(functools.partial(call_weakly(self._end_backward), task))
             self._give_complete_layers()
             member.landings += 1
             if member.landed is not None:  # one backward more than in the step before
                 member.landed = None
                 self._again_bytes += parameter.nbytes
             layer = member.layer
-            if member in layer.landed:
-                layer.landed.remove(member)
+            layer.landed.pop(member, None)
             if member.landings == member.expected:
-                layer.landed.append(member)
+                layer.landed[member] = None
                 layer.waiting.discard(id(parameter))
                 if not layer.waiting:
                     self._complete.append(layer)
+            # Otherwise when the next gradient lands: this one may be replaced.
+            if self._comes_last(parameter):
+                self._give_complete_layers()
 
     def _forget_stepped(self, optimizer: Optimizer, *_: Any) -> None:
         """Forget what has landed of parameters that another optimizer has stepped.
@@ -483,13 +496,6 @@ class StepOverlap:
                 if member is not None:
                     member.landed = None
 
-    def _call_back_at_the_end(self) -> None:
-        task = current_graph_task()
-        if task != -1 and task not in self._tasks:
-            self._tasks.add(task)
-            end = call_weakly(self._end_backward)
-            call_after_backward(lambda: end(task))
-
     def _end_backward(self, task: int) -> None:
         with self._lock:
             self._tasks.discard(task)
@@ -500,15 +506,14 @@ class StepOverlap:
         """Let the worker step the layers whose gradients are complete."""
         while self._complete:
             layer = self._complete.pop()
-            members, layer.landed = layer.landed, []
+            members, layer.landed = layer.landed, {}
             optimizer = self._optimizer()
             if members and optimizer is not None and not _is_distributed():
                 self._give(optimizer, members)
 
-    def _give(self, optimizer: Optimizer, members: Sequence[_Member]) -> None:
+    def _give(self, optimizer: Optimizer, members: Iterable[_Member]) -> None:
         """Give parameters, whose gradients are complete, to the worker."""
-        if self._arithmetic is None:
-            self._arithmetic = _Arithmetic.now()
+        self._arithmetic = self._arithmetic or _Arithmetic.now()
         if self._arithmetic.flushes:
             return  # clipping would flush gradients, too
         options: dict[int, _Options] = {}
@@ -523,7 +528,7 @@ class StepOverlap:
             member.landed = _Landed(member, gradient, state, options[member.group])
             shadow = self._find_shadow(member, state) if self._goes_on() else None
             job.append(_Work(member.landed, gradient, dict(state), shadow))
-        if not job or (self._max_norm is None and not any(each.shadow for each in job)):
+        if not job or (self.max_norm is None and not any(each.shadow for each in job)):
             return
         run = functools.partial(self._run, optimizer, job, self._arithmetic)
         event = self._worker.submit(run)
@@ -535,29 +540,27 @@ class StepOverlap:
 
     def _goes_on(self) -> bool:
         """Whether stepping ahead pays, and clipping is not certain yet."""
-        within = self._max_norm is None or self._squares <= self._max_norm**2
-        return self._stats.steps_ahead and within
+        within = self.max_norm is None or self._squares <= self.max_norm**2
+        return self.stats.steps_ahead and within
 
     def _find_shadow(self, member: _Member, state: Mapping[str, Any]) -> _Shadow | None:
         """The parameter's shadow, which is made if the budget has room for it."""
         parameter = member.parameter
-        tensors = {name: each for name, each in state.items() if isinstance(each, torch.Tensor)}
+        tensors = _tensors_in(state)
         if any(each.device.type != "cpu" or each.requires_grad for each in tensors.values()):
             return None
         if member.shadow is not None and not member.shadow.fits(state):
             member.shadow, member.has_room = None, True
         if member.shadow is None and member.has_room:
             need_bytes = parameter.nbytes + sum(each.nbytes for each in tensors.values())
-            most_bytes = self._budget_bytes
-            if most_bytes is None:
-                member.has_room = need_bytes <= free_ram_bytes() // 2
-            else:
-                member.has_room = self._shadow_bytes() + need_bytes <= most_bytes
+            member.has_room = need_bytes <= self._room_bytes(parameter)
             if member.has_room:
                 made = {name: self._make(parameter, each) for name, each in tensors.items()}
                 shadow = _Shadow(self._make(parameter, parameter), made)
                 # Arithmetic in another layout may round otherwise.
-                member.has_room = shadow.fits(state) and _are_alike(shadow.values, parameter)
+                member.has_room = shadow.fits(state) and _layout(shadow.values) == _layout(
+                    parameter
+                )
                 member.shadow = shadow if member.has_room else None
         return member.shadow
 
@@ -569,9 +572,30 @@ class StepOverlap:
             resting.move_beside(parameter, made)
         return made
 
-    def _shadow_bytes(self) -> int:
-        shadows = (member.shadow for member in self._members.values())
+    def _room_bytes(self, parameter: torch.Tensor) -> int:
+        """How many bytes the shadow of a parameter may have."""
+        store = self._engine.transfers.store
+        room_bytes = free_ram_bytes() // 2
+        if self._budget_bytes is not None:
+            room_bytes = self._budget_bytes - self._shadow_bytes()
+        return room_bytes if store.maps(parameter) else min(room_bytes, store.leftover_bytes)
+
+    def _shadow_bytes(self, *, in_files: bool = True) -> int:
+        maps = self._engine.transfers.store.maps
+        shadows = (m.shadow for m in self._members.values() if in_files or not maps(m.parameter))
         return sum(shadow.size_bytes for shadow in shadows if shadow is not None)
+
+    @property
+    def leftover_bytes(self) -> int:
+        """Host memory of the shadows, for which `host_budget` has to have room."""
+        return self._shadow_bytes(in_files=False)
+
+    def give_way(self) -> None:
+        """Free the shadows, because the store needs their memory, and make no others."""
+        self._wait()  # the worker writes to them
+        with self._lock:
+            for member in self._members.values():
+                member.shadow, member.landed, member.has_room = None, None, False
 
     # ---- in the worker ------------------------------------------------------------------------
 
@@ -580,9 +604,9 @@ class StepOverlap:
         try:
             arithmetic.set()
             with torch.no_grad():
-                if self._max_norm is not None:
+                if self.max_norm is not None:
                     self._add_norms(job)
-                work = [each for each in job if each.shadow is not None]
+                work = [(each, each.shadow) for each in job if each.shadow is not None]
                 if work and self._goes_on():
                     self._step_shadows(optimizer, work)
         finally:
@@ -597,12 +621,11 @@ class StepOverlap:
         with self._lock:
             self._squares += squares
 
-    def _step_shadows(self, optimizer: Optimizer, work: Sequence[_Work]) -> None:
+    def _step_shadows(self, optimizer: Optimizer, work: Sequence[tuple[_Work, _Shadow]]) -> None:
         groups: dict[int, dict[str, Any]] = {}
         states: defaultdict[torch.Tensor, Any] = defaultdict(dict)
-        for each in work:
-            shadow, landed = each.shadow, each.landed
-            assert shadow is not None
+        for each, shadow in work:
+            landed = each.landed
             shadow.fill(landed.member.parameter, each.state)
             shadow.values.grad = self._as_clipping_leaves(each.gradient)
             if shadow.state:
@@ -615,29 +638,26 @@ class StepOverlap:
             # A scaler may give the optimizer its scale meanwhile, and the kernel would scale the
             # gradients, which are not copies.
             _step_over(optimizer, list(groups.values()), states, grad_scale=None, found_inf=None)
-            for each in work:
-                assert each.shadow is not None
-                if each.shadow.is_complete(states.get(each.shadow.values, {})):
-                    each.landed.shadow = each.shadow
+            for each, shadow in work:
+                if shadow.is_complete(states.get(shadow.values, {})):
+                    each.landed.shadow = shadow
         finally:
-            for each in work:
-                assert each.shadow is not None
-                each.shadow.values.grad = None
-                self._page_out(each)
+            for each, shadow in work:
+                shadow.values.grad = None
+                self._page_out(shadow.values, *shadow.state.values(), *each.state.values())
 
     def _as_clipping_leaves(self, gradient: torch.Tensor) -> torch.Tensor:
         """The gradient as clipping leaves it if it does not bite: multiplied by 1.
 
         That changes nothing but the signs of zeros of complex numbers.
         """
-        if self._max_norm is None or not gradient.is_complex():
+        if self.max_norm is None or not gradient.is_complex():
             return gradient
         return gradient * torch.ones((), device=gradient.device)
 
-    def _page_out(self, work: _Work) -> None:
+    def _page_out(self, *values: Any) -> None:
         store = self._engine.transfers.store
-        assert work.shadow is not None
-        for each in (work.shadow.values, *work.shadow.state.values(), *work.state.values()):
+        for each in values:
             if isinstance(each, torch.Tensor) and each.dim() and store.maps(each):
                 begin = each.data_ptr() - each.data_ptr() % mmap.PAGESIZE
                 page_out(begin, each.data_ptr() + each.nbytes - begin)
@@ -661,14 +681,25 @@ class StepOverlap:
         try:
             self._step(optimizer)
         finally:
-            with self._lock:
-                self._begin_anew(optimizer)
+            for member in self._members.values():
+                member.expected = member.landings  # as often as in this step
+            self.forget(optimizer)
+            self._set(shadow_bytes=self._shadow_bytes())
         return loss
 
+    def clip(self, optimizer: Optimizer) -> torch.Tensor | None:
+        """Clip the gradients now, so that `step` will not; return their norm before that."""
+        if self.max_norm is None:
+            raise PolicyError("there is no norm to clip to; call handle.overlap with max_norm")
+        self._is_clipped = True
+        self._clip(optimizer, self._find_current(optimizer, self._landed()))
+        return self.grad_norm
+
     def _step(self, optimizer: Optimizer) -> None:
-        landed = self._take_landed()
+        landed = self._landed()
         current = self._find_current(optimizer, landed)
-        clips = self._max_norm is not None and self._clip(optimizer, current)
+        clips = self.max_norm is not None and not self._is_clipped
+        clips = clips and self._clip(optimizer, current)
         ahead = [] if clips else [each for each in current if each.shadow is not None]
         if not ahead:
             _step_over(optimizer, optimizer.param_groups, optimizer.state)
@@ -685,27 +716,28 @@ class StepOverlap:
         num_stepped = sum(each.shadow is not None for each in landed)
         self._count(
             num_steps=1,
-            num_clipped=int(clips),
             num_overlapped=int(bool(ahead)),
             num_redone=int(num_stepped > len(ahead) or self._again_bytes > 0),
         )
         self._learn(landed, [] if clips else current)
 
-    def _take_landed(self) -> list[_Landed]:
-        """Wait for the worker, and return what has landed."""
+    def _wait(self) -> None:
+        """Wait for the worker."""
         with self._lock:
             pending, self._pending = self._pending, []
         begin_s = time.perf_counter()
-        is_alive = self._pid == os.getpid()  # a forked child has no worker
-        for event in pending if is_alive else ():
+        for event in pending:
             try:
                 event.synchronize()
             except Exception as error:  # the step will raise it, if it fails from the originals too
                 _LOG.info("stepping ahead failed: %r", error)
         self._count(waited_s=time.perf_counter() - begin_s)
-        with self._lock:
-            landed = [member.landed for member in self._members.values()]
-        return [each for each in landed if each is not None] if is_alive else []
+
+    def _landed(self) -> list[_Landed]:
+        """What has landed, after waiting for the worker."""
+        self._wait()
+        members = self._members.values()
+        return [member.landed for member in members if member.landed is not None]
 
     def _find_current(self, optimizer: Optimizer, landed: Sequence[_Landed]) -> list[_Landed]:
         """Find what has landed and is still what a step taken now would begin with."""
@@ -734,23 +766,24 @@ class StepOverlap:
 
         Sets `grad_norm`.
         """
-        assert self._max_norm is not None
-        model = None if self._model is None else self._model()
-        if model is not None:
-            parameters = list(model.parameters())
-        else:
-            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        assert self.max_norm is not None
+        model = self._model()
+        own = (p for group in optimizer.param_groups for p in group["params"])
+        parameters = list(own if model is None else model.parameters())
         gradients = [p.grad for p in parameters if p.grad is not None]
-        norms = {id(each.member.parameter.grad): each.norm for each in current}
+        # Before `step`, a scaler may have unscaled the gradients, which raises no version.
+        known = [] if self._is_clipped else current
+        norms = {id(n.member.parameter.grad): n.norm for n in known if n.norm is not None}
         self.grad_norm = _total_norm(gradients, norms)
-        factor = torch.clamp(self._max_norm / (self.grad_norm + 1e-6), max=1.0)
+        factor = torch.clamp(self.max_norm / (self.grad_norm + 1e-6), max=1.0)
         # Guard unclipped-only: what was stepped ahead with gradients as they landed is committed
         # only if clipping multiplies by 1. NaN is not 1.
         bites = factor.item() != 1.0
         if current and not bites:
             # Others do not change, for nothing has landed where small numbers are flushed to zero.
             parameters = [p for p in parameters if p.is_complex()]
-        torch.nn.utils.clip_grads_with_norm_(parameters, self._max_norm, self.grad_norm)
+        torch.nn.utils.clip_grads_with_norm_(parameters, self.max_norm, self.grad_norm)
+        self._count(num_clipped=int(bites))
         return bites
 
     def _commit(self, optimizer: Optimizer, ahead: Sequence[_Landed]) -> None:
@@ -791,51 +824,36 @@ class StepOverlap:
         num_bytes = self._again_bytes + sum(each.member.parameter.nbytes for each in landed)
         if num_bytes:
             good_bytes = sum(each.member.parameter.nbytes for each in current)
-            share = self._stats.twice_share
+            share = self.stats.twice_share
             share += _NEWEST * (1 - good_bytes / num_bytes - share)
             self._set(twice_share=share, steps_ahead=share < _TOO_MUCH)
 
-    def _begin_anew(self, optimizer: Optimizer) -> None:
-        """Expect the next step's gradients to land as often as those of this one."""
+    def note_fork(self) -> None:
+        """Forget what was stepped ahead, in a forked child, which does not have the worker."""
+        self._lock, self._pending, self._worker = threading.RLock(), [], self._make_worker()
         for member in self._members.values():
-            member.expected = member.landings
-        self.forget(optimizer)
-        self._set(shadow_bytes=self._shadow_bytes())
-
-    def forget(self, optimizer: Optimizer) -> None:
-        """Forget what has landed, because a step has ended, or gradients start from zero."""
-        with self._lock:
-            self._complete, self._squares, self._arithmetic = [], 0.0, None
-            self._again_bytes = 0
-            self.is_scaled = False
-            self._tasks.clear()
-            if self._pid != os.getpid():
-                self._pid, self._worker = os.getpid(), self._make_worker()
-            for member in self._members.values():
-                member.landings, member.landed = 0, None
-                if not self._stats.steps_ahead:
-                    member.shadow = None
-            self._find_members(optimizer)
+            member.landed = None
 
     def _make_worker(self) -> AbstractLane:
         return self._engine.transfers.device.lane("ebbtide-optimizer", "cpu_optimizer")
 
     def _count(self, **more: float) -> None:
-        self._set(**{name: getattr(self._stats, name) + value for name, value in more.items()})
+        self._set(**{name: getattr(self.stats, name) + value for name, value in more.items()})
 
     def _set(self, **values: Any) -> None:
         with self._lock:
-            self._stats = OverlapStats(**{**vars(self._stats), **values})
+            self.stats = OverlapStats(**{**vars(self.stats), **values})
 
     def close(self) -> None:
         """Let the optimizer be as it was before. What was stepped ahead is forgotten."""
         _remove_hooks(self._hooks)
-        if self._pid == os.getpid():
-            self._worker.close()  # which finishes what it works at: it reads what rests on the host
+        self._worker.close()  # which finishes what it works at: it reads what rests on the host
         optimizer = self._optimizer()
         if optimizer is not None and vars(optimizer).get(_NAME) is self:
             optimizer.__class__ = _plain_class(optimizer)
             del vars(optimizer)[_NAME]
+            if self._wrapped is not None:
+                vars(optimizer)["step"] = self._wrapped
         self._members.clear()
 
 
@@ -887,7 +905,7 @@ def _without_overlaps(own: list[tuple[torch.Tensor, int]]) -> list[tuple[torch.T
 
 
 def _total_norm(
-    gradients: Sequence[torch.Tensor], known: Mapping[int, torch.Tensor | None]
+    gradients: Sequence[torch.Tensor], known: Mapping[int, torch.Tensor]
 ) -> torch.Tensor:
     """The norm of all gradients, by the operations of `torch.nn.utils.get_total_norm`.
 
@@ -895,24 +913,21 @@ def _total_norm(
         gradients: in the order in which torch would be given them.
         known: the norms of some of them, by `id`.
     """
-    if not any(known.get(id(gradient)) is not None for gradient in gradients):
+    if not known:
         return torch.nn.utils.get_total_norm(gradients)
     grouped: Any = group_by_device_and_dtype([list(gradients)])
     norms = []
     with torch.no_grad():
         for (device, _), ((tensors, *_), _) in grouped.items():
-            found = {id(each): known.get(id(each)) for each in tensors}
-            missing = [each for each in tensors if found[id(each)] is None]
+            missing = [each for each in tensors if id(each) not in known]
             if missing and has_foreach_support(missing, device):
                 computed = list(torch._foreach_norm(missing, 2.0))
             else:
                 computed = [torch.linalg.vector_norm(each, 2.0) for each in missing]
-            found |= {id(each): norm for each, norm in zip(missing, computed, strict=True)}
-            norms += [found[id(each)] for each in tensors]
+            new = iter(computed)
+            norms += [known[id(each)] if id(each) in known else next(new) for each in tensors]
         home = gradients[0].device
-        total: torch.Tensor = torch.linalg.vector_norm(
-            torch.stack([norm.to(home) for norm in norms if norm is not None])
-        )
+        total: torch.Tensor = torch.linalg.vector_norm(torch.stack([n.to(home) for n in norms]))
         return total
 
 
@@ -928,15 +943,6 @@ _NAME: Final = "_ebbtide_overlap"
 
 def _plain_class(optimizer: Optimizer) -> type[Optimizer]:
     return next(each for each in type(optimizer).__mro__ if each in _STEPS_EACH_ALONE)
-
-
-def _overlap_of(optimizer: Any) -> StepOverlap:
-    overlap: StepOverlap = vars(optimizer)[_NAME]
-    return overlap
-
-
-def _make_anew(plain: type[Optimizer]) -> Optimizer:
-    return plain.__new__(plain)
 
 
 def _step_over(
@@ -957,7 +963,7 @@ def _step_over(
     step = plain.step
     if getattr(step, "hooked", False):
         step = step.__wrapped__  # type: ignore[attr-defined]
-    twin = _make_anew(plain)
+    twin = plain.__new__(plain)
     vars(twin).update(vars(optimizer), param_groups=groups, state=state, **others)
     step(twin)
 
@@ -967,42 +973,49 @@ def _overlapping_class(plain: type[Optimizer]) -> type[Optimizer]:
     """Derive the class of an overlapping optimizer from its own class."""
 
     class Overlapping(plain):  # type: ignore[misc, valid-type]
+        _ebbtide_overlap: StepOverlap
+
         @property
         def grad_norm(self) -> torch.Tensor | None:
             """The norm of all gradients in the last step, before clipping."""
-            return _overlap_of(self).grad_norm
+            return self._ebbtide_overlap.grad_norm
 
         @property
         def overlap(self) -> OverlapStats:
             """What stepping ahead has done so far."""
-            return _overlap_of(self).stats
+            return self._ebbtide_overlap.stats
+
+        def clip_grad_norm_(self) -> torch.Tensor | None:
+            """Clip the gradients before `step`, which then does not; return their norm."""
+            return self._ebbtide_overlap.clip(self)
 
         @property
         def _step_supports_amp_scaling(self) -> bool:
             # A scaler asks this before a step, and has unscaled the gradients, which raises no
             # version; or it would have the kernel unscale them, after they were clipped.
-            overlap = _overlap_of(self)
-            overlap.is_scaled = True
+            self._ebbtide_overlap.is_scaled = True
             supports = vars(self).get("_step_supports_amp_scaling", False)
-            return overlap._max_norm is None and bool(supports)
+            return self._ebbtide_overlap.max_norm is None and bool(supports)
 
         def step(self, closure: Callable[[], Any] | None = None) -> Any:
-            return _overlap_of(self).step(self, closure)
+            note_step(self)
+            return self._ebbtide_overlap.step(self, closure)
 
         def zero_grad(self, set_to_none: bool = True) -> None:
             super().zero_grad(set_to_none)
-            _overlap_of(self).forget(self)
+            self._ebbtide_overlap.forget(self)
 
         def __repr__(self) -> str:
             return f"{super().__repr__()}\n{self.overlap}"
 
         def __reduce_ex__(self, protocol: Any) -> Any:
-            return _make_anew, (plain,), self.__getstate__()
+            return object.__new__, (plain,), self.__getstate__()
 
     Overlapping.__name__ = Overlapping.__qualname__ = plain.__name__
     Overlapping.__doc__ = plain.__doc__
     step: Any = Optimizer.profile_hook_step(Overlapping.step)  # calls the hooks around a step
     step.hooked = True
+    setattr(step, SCHEDULED, True)
     Overlapping.step = step  # type: ignore[method-assign]
     return Overlapping
 
@@ -1024,10 +1037,9 @@ def _check_optimizer(optimizer: object) -> None:
             f"{name} may need all gradients at once, so its step cannot begin inside backward; use "
             f"one of {known}, or leave overlap out"
         )
-    if "step" in vars(optimizer):
+    if "step" in vars(optimizer) and not hasattr(optimizer.step, SCHEDULED):
         raise PolicyError(
-            f"the step of this {name} was replaced, as a learning rate scheduler does; call "
-            f"handle.overlap first, and make the scheduler with what it returns"
+            f"the step of this {name} was replaced by other code; call handle.overlap before that"
         )
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise PolicyError(f"{name}(differentiable=True) steps inside a graph; leave overlap out")
