@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ebbtide.stores.measured_memory import ProcessMemory
+from ebbtide.stores import ProcessMemory
 
 READY = "_note_that_the_model_is_ready"
 OWN_CHECKPOINTS = "OWN_CHECKPOINTS"

@@ -18,7 +18,7 @@ from torch._subclasses import FakeTensor
 import ebbtide
 from ebbtide import ActivationPolicy
 from ebbtide.runtime import module_state as forward_state
-from ebbtide.stores.measured_memory import DeviceMemory
+from ebbtide.stores import DeviceMemory
 from gpu_bench import batch, mean_square, needs_accelerator, orders, tower
 from zoo import Snapshot, assert_bitwise_equal
 

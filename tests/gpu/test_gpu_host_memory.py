@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import ebbtide
-from ebbtide.stores.pinned import PinnedStore
+from ebbtide.stores import PinnedStore
 from gpu_bench import (
     INFLIGHT,
     OFFLOADED_BYTES,

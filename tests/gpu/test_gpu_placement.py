@@ -175,7 +175,7 @@ def test_state_follows_its_weights(device: torch.device) -> None:
 def test_a_model_that_has_no_room_stays_where_it_was(device: torch.device) -> None:
     model = build()
     expected = values(model)
-    with pytest.raises(ebbtide.PolicyError, match="on the CPU or on meta"):
+    with pytest.raises(ebbtide.PolicyError):
         ebbtide.offload(build().to(device), device="cpu")
     with pytest.raises(ebbtide.StoreFullError):
         ebbtide.offload(

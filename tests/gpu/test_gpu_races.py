@@ -18,9 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import ebbtide
-from ebbtide.devices import accelerator
-from ebbtide.devices.accelerator import AcceleratorDevice
-from ebbtide.devices.lanes import LaneEvent, WorkLane
+from ebbtide.devices import AcceleratorDevice, LaneEvent, WorkLane, accelerator
 from gpu_bench import (
     DRY_RUN,
     KIB,

@@ -4,11 +4,11 @@ import warnings
 
 import pytest
 import torch
+from ebbtide.compat.transformer_engine import get_cpu_offload_context
 from torch import Tensor
 
 import ebbtide
 from ebbtide import schedule
-from ebbtide.interop.transformer_engine import get_cpu_offload_context
 from gpu_bench import (
     SIZE_BYTES,
     STORES,

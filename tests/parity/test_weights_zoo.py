@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ebbtide
 from ebbtide import ActivationPolicy, OffloadHandle, WeightPolicy
-from ebbtide.devices.simulated import SimulatedDevice
-from ebbtide.stores.pinned import PinnedStore
+from ebbtide.devices import SimulatedDevice
+from ebbtide.stores import PinnedStore
 from loops import on_device
 from zoo import ENTRIES, Entry, Snapshot, assert_bitwise_equal, deterministic
 

@@ -84,7 +84,7 @@ def test_a_fault_is_found_and_minimised(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_an_error_that_plain_training_should_not_raise_is_a_fault_of_the_generator() -> None:
     program = Program(0, (Statement("missing()"),), frozenset(), False, False, False)
-    with pytest.raises(InvalidProgramError, match="missing"):
+    with pytest.raises(InvalidProgramError):
         check_valid(program, run_program(program, "cpu", offloaded=False))
 
 

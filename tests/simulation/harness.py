@@ -8,6 +8,7 @@ import itertools
 import os
 import random
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,8 +18,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ebbtide.devices.device import AbstractDevice, AbstractEvent, Layer
-from ebbtide.devices.simulated import SimulatedDevice
+from ebbtide.devices import AbstractDevice, AbstractEvent, Layer, SimulatedDevice
 from ebbtide.policy import ActivationPolicy
 from ebbtide.runtime import rebuild, saved_tensors
 from ebbtide.runtime.activations import Activations
@@ -33,16 +33,24 @@ from ebbtide.runtime.recompute import (
 from ebbtide.runtime.saved_tensors import SavedTensorHooks
 from ebbtide.runtime.transfers import Transfers
 from ebbtide.runtime.verification import Verifications, Verified
-from ebbtide.stores import disk_file
-from ebbtide.stores.build import TieredStore
-from ebbtide.stores.pinned import PinnedStore
-from ebbtide.stores.staged import StagedDiskStore
-from ebbtide.stores.store import AbstractStore, Slot
+from ebbtide.stores import AbstractStore, PinnedStore, Slot, StagedDiskStore, TieredStore
 from programs import WIDTH, Outcome, Program, Run, Source
 
 KIB = 1024
 SAVED_BY_ONE_KERNEL = 3
 """Most reloaded tensors that backward holds after the session has let go: `hypot` saves three."""
+
+
+def poll_weakly(transfers: Transfers) -> Callable[[], None]:
+    """What a store calls when a write has ended. A store must not keep its engine alive."""
+    known = weakref.ref(transfers)
+
+    def poll() -> None:
+        alive = known()
+        if alive is not None:
+            alive.poll()
+
+    return poll
 
 
 @dataclass(frozen=True)
@@ -456,7 +464,7 @@ def simulate(source: Source, knobs: Knobs | None = None) -> tuple[Outcome, Outco
         changes=changes,
     )
     failed: set[int] = set()
-    faulty = mock.patch.object(disk_file, "os", FaultyOs(simulation.knobs))
+    faulty = mock.patch("ebbtide.stores.disk_file.os", FaultyOs(simulation.knobs))
     with faulty, simulation.on_mixed_streams(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "the system refused to page-lock", RuntimeWarning)
         offloaded = program.run(_noting_failures(simulation.forward, failed), watch.after_step)
@@ -515,7 +523,7 @@ def check_failed_reads(
         return y.sum()
 
     expected = torch.autograd.grad(chain(), x)[0]
-    with mock.patch.object(disk_file, "os", faulty), warnings.catch_warnings():
+    with mock.patch("ebbtide.stores.disk_file.os", faulty), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "the system refused to page-lock", RuntimeWarning)
         loss = simulation.forward(chain)
         faulty.failing_reads = 0.1

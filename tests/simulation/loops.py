@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 import ebbtide
-from ebbtide.devices.device import AbstractDevice
-from ebbtide.devices.simulated import SimulatedDevice
+from ebbtide.devices import AbstractDevice, SimulatedDevice
 from ebbtide.runtime.transfers import Transfers
-from ebbtide.stores.store import AbstractStore
+from ebbtide.stores import AbstractStore
 
 SIZE_BYTES = 64 * 1024  # what one layer saves
 FORWARD_S = 1e-3

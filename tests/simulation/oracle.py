@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.cuda import _sanitizer
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ebbtide.devices.simulated import SimulatedDevice
+from ebbtide.devices import SimulatedDevice
 
 BLOCK_BYTES = 512
 """The alignment of what stores give out."""

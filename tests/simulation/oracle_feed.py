@@ -18,8 +18,7 @@ import harness
 import schedule_programs
 import weight_programs
 import weight_statements
-from ebbtide.devices import simulated
-from ebbtide.devices.simulated import SimulatedDevice
+from ebbtide.devices import SimulatedDevice, simulated
 from ebbtide.stores import disk_file
 from oracle import DOWN, UP, Oracle, point_of
 

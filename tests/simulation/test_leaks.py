@@ -13,20 +13,14 @@ import psutil
 import pytest
 
 from ebbtide import ActivationPolicy
-from ebbtide.devices.cpu import CpuDevice
-from ebbtide.devices.device import AbstractDevice
-from ebbtide.devices.process import call_weakly
+from ebbtide.devices import AbstractDevice, CpuDevice
 from ebbtide.runtime.handles import SmallTensors, StorageRecord
 from ebbtide.runtime.rebuild import RecordedTensor
 from ebbtide.runtime.record import ForwardLog
 from ebbtide.runtime.transfers import Transfers
-from ebbtide.stores.build import TieredStore
-from ebbtide.stores.disk import DiskStore
-from ebbtide.stores.pinned import PinnedStore
-from ebbtide.stores.staged import StagedDiskStore
-from ebbtide.stores.store import AbstractStore, Slot
+from ebbtide.stores import AbstractStore, DiskStore, PinnedStore, Slot, StagedDiskStore, TieredStore
 from engine_bench import EngineBench
-from harness import KIB, Simulation, drain_autograd, without_collector
+from harness import KIB, Simulation, drain_autograd, poll_weakly, without_collector
 from programs import Program
 
 pytestmark = pytest.mark.slow
@@ -98,7 +92,7 @@ class DiskBench(ThreadBench):
     def __init__(self, seed: int) -> None:
         store = DiskStore()
         super().__init__(seed, CpuDevice(), store)
-        store.on_progress = call_weakly(self.transfers.poll)
+        store.on_progress = poll_weakly(self.transfers)
 
 
 class TieredBench(ThreadBench):

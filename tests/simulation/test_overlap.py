@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import ebbtide
-from ebbtide.devices.device import AbstractEvent, AbstractLane, Origin, Span
-from ebbtide.devices.simulated import SimulatedDevice
+from ebbtide.devices import AbstractEvent, AbstractLane, Origin, SimulatedDevice, Span
+from ebbtide.stores import PinnedStore
 from ebbtide.stores.host_memory import HostBudget
-from ebbtide.stores.pinned import PinnedStore
 from loops import BACKWARD_S, FORWARD_S, on_device
 from overlap_programs import check_loops, check_overlap
 

@@ -8,9 +8,9 @@ import torch
 
 import ebbtide
 from ebbtide import Trace, schedule
-from ebbtide.devices.simulated import SimulatedDevice
+from ebbtide.devices import SimulatedDevice
 from ebbtide.schedule import Schedule, Verb
-from ebbtide.stores.pinned import PinnedStore
+from ebbtide.stores import PinnedStore
 from loops import BACKWARD_S, FORWARD_S, SIZE_BYTES, Work, on_device, run_layers, run_microbatches
 from schedule_orders import PIPELINE_ORDER, TABLE
 from schedule_programs import Tally, check_schedule

@@ -6,9 +6,8 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from ebbtide import ActivationPolicy, StepStats
-from ebbtide.devices.device import Layer
-from ebbtide.devices.simulated import SimulatedDevice
-from ebbtide.stores.pinned import PinnedStore
+from ebbtide.devices import Layer, SimulatedDevice
+from ebbtide.stores import PinnedStore
 from engine_bench import EngineBench
 from loops import BACKWARD_S, FORWARD_S, SIZE_BYTES, Work
 

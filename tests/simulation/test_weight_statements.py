@@ -10,8 +10,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ebbtide
-from ebbtide.devices.simulated import SimulatedDevice
-from ebbtide.stores.pinned import PinnedStore
+from ebbtide.devices import SimulatedDevice
+from ebbtide.stores import PinnedStore
 from loops import on_device
 from weight_statements import STATEMENTS, check_statements
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 import ebbtide
-from ebbtide.devices.simulated import SimulatedDevice
-from ebbtide.stores.pinned import PinnedStore
+from ebbtide.devices import SimulatedDevice
+from ebbtide.stores import PinnedStore
 from loops import on_device
 from weight_programs import Tally, check_weights
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import ebbtide
-from ebbtide.devices.simulated import SimulatedDevice
+from ebbtide.devices import SimulatedDevice
 from ebbtide.weights.hooks import WeightHooks
 from harness import drain_autograd, make_store, without_collector
 from loops import on_device

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import ebbtide
-from ebbtide.devices.simulated import SimulatedDevice
+from ebbtide.devices import SimulatedDevice
 from harness import drain_autograd, make_store, without_collector
 from loops import on_device
 from programs import InterruptedStepError

@@ -24,9 +24,7 @@ import torch
 from torch import Tensor
 
 import softdevice
-from ebbtide.devices.accelerator import AcceleratorDevice
-from ebbtide.devices.process import call_weakly
-from ebbtide.stores import disk_file
+from ebbtide.devices import AcceleratorDevice
 from harness import (
     FaultyOs,
     Knobs,
@@ -37,6 +35,7 @@ from harness import (
     _noting_failures,
     check_failed_reads,
     drain_autograd,
+    poll_weakly,
     without_collector,
 )
 from programs import WIDTH, Outcome, Program
@@ -162,7 +161,7 @@ class SoftBench(Simulation):
         self._stream_choices = random.Random(seed)
         self._beside = torch.Stream(device="softdevice")
         super().__init__(seed, knobs)
-        self.store.on_progress = call_weakly(self.transfers.poll)
+        self.store.on_progress = poll_weakly(self.transfers)
 
     def make_device(self) -> Any:
         return make_device(self.knobs.device_seed, self.knobs.refusals)
@@ -265,7 +264,7 @@ def _run_offloaded(seed: int, bench: SoftBench) -> tuple[Outcome, set[int]]:
         after_error=bench.after_error,
     )
     failed: set[int] = set()
-    with mock.patch.object(disk_file, "os", FaultyOs(bench.knobs)):
+    with mock.patch("ebbtide.stores.disk_file.os", FaultyOs(bench.knobs)):
         return program.run(_noting_failures(bench.forward, failed), bench.after_step), failed
 
 

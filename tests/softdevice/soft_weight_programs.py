@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 import ebbtide
-from ebbtide.devices.process import call_weakly
-from harness import drain_autograd, make_store
+from harness import drain_autograd, make_store, poll_weakly
 from loops import on_device
 from programs import InterruptedStepError
 from soft_programs import Leftovers, make_device, running
@@ -90,7 +89,7 @@ def _offload(mine: Net, device: Any, draw: random.Random, kind: str) -> ebbtide.
     policy = ebbtide.WeightPolicy(num_layers=draw.choice((None, None, 2)))
     with on_device(device, lambda: make_store(device, kind), draw.choice((0, 2**18))) as built:
         handle = ebbtide.offload(mine, activations=activations, weights=policy)
-    built[0].store.on_progress = call_weakly(built[0].poll)
+    built[0].store.on_progress = poll_weakly(built[0])
     weights = handle._engine.weights
     assert weights is not None
     for module, _ in weights._used:

@@ -6,8 +6,7 @@ import random
 from collections import Counter
 
 import ebbtide
-from ebbtide.devices.process import call_weakly
-from harness import drain_autograd, make_store
+from harness import drain_autograd, make_store, poll_weakly
 from loops import on_device
 from soft_programs import Leftovers, make_device, running
 from weight_programs import Net
@@ -30,7 +29,7 @@ def check_statements(seed: int, order: str = "threads", kind: str = "host") -> C
             bound_bytes = draw.choice((0, 2**18))
             with on_device(device, lambda: make_store(device, kind), bound_bytes) as built:
                 handle = offload_weights(net, draw)
-            built[0].store.on_progress = call_weakly(built[0].poll)
+            built[0].store.on_progress = poll_weakly(built[0])
             return handle
 
         plain, mine = Loop(seed, None), Loop(seed, offload)

@@ -93,7 +93,7 @@ def test_out_of_memory_raises_and_all_recovers(device: torch.device) -> None:
     del cached
     # Fits only if the cached block goes.
     large = torch.ones(500 * KIB, dtype=torch.uint8, device=device)
-    with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate 102400 bytes"):
+    with pytest.raises(torch.OutOfMemoryError):
         torch.empty(100 * KIB, dtype=torch.uint8, device=device)
     del large
     small = torch.ones(100 * KIB, dtype=torch.uint8, device=device)

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ebbtide.devices.accelerator import AcceleratorDevice
-from ebbtide.devices.device import AbstractEvent
+from ebbtide.devices import AbstractEvent, AcceleratorDevice
 from soft_programs import check_activations, check_schedules, order_of
 from soft_weight_programs import check_weights
 from soft_weight_statements import check_statements

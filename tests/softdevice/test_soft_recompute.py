@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import ebbtide
 from ebbtide import ActivationPolicy, SavedTensorModifiedError, WeightPolicy
+from saying import warned
 
 WIDTH = 64
 SETTING = {"shift": 1.0}
@@ -101,9 +102,9 @@ def test_what_differs_later_is_said(device: torch.device) -> None:
         torch.accelerator.synchronize()
         model(x).sum().backward()  # begins to ask
         torch.accelerator.synchronize()
-        with pytest.raises(SavedTensorModifiedError, match="has given other values"):
+        with pytest.raises(SavedTensorModifiedError):
             model(x)
-        with pytest.warns(RuntimeWarning, match="gives other values.*not-recomputed"):
+        with warned("not-recomputed"):
             model(x).sum().backward()
 
 
@@ -119,7 +120,7 @@ def test_a_weight_that_is_replaced_before_backward(device: torch.device) -> None
         loss = model(x).sum()
         weight = model.layers[1].linear.weight
         weight.data = weight.data * 1.01
-        with pytest.raises(SavedTensorModifiedError, match="other memory"):
+        with pytest.raises(SavedTensorModifiedError):
             loss.backward()
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ebbtide.devices.lanes import LaneEvent
+from ebbtide.devices import LaneEvent
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from typing import Any
 
 import ebbtide
 from ebbtide import ActivationPolicy, Inspection
-from ebbtide.devices.device import AbstractDevice
+from ebbtide.devices import AbstractDevice
 from ebbtide.observe.inspection import InFlight, inspect
 from ebbtide.observe.recording import Recording
 from ebbtide.runtime.activations import Activations
@@ -15,7 +15,7 @@ from ebbtide.runtime.parameter_index import ParameterIndex
 from ebbtide.runtime.rebuild import Placement, Plan
 from ebbtide.runtime.saved_tensors import SavedTensorHooks
 from ebbtide.runtime.transfers import Transfers
-from ebbtide.stores.store import AbstractStore
+from ebbtide.stores import AbstractStore
 
 
 class EngineBench:

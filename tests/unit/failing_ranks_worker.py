@@ -28,7 +28,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import ebbtide
-from ebbtide.devices.cpu import CpuDevice
+from ebbtide.devices import CpuDevice
 from open_files import num_open
 from page_locks import PageLocks
 

@@ -28,9 +28,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ebbtide
 from ebbtide import ActivationPolicy
-from ebbtide.devices.cpu import CpuDevice
+from ebbtide.devices import CpuDevice
 from ebbtide.errors import StoreFullError
-from ebbtide.stores.pinned import PinnedStore
+from ebbtide.stores import PinnedStore
 from page_locks import PageLocks
 from store_bench import now
 

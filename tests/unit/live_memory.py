@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ebbtide.stores.measured_memory import AbstractMemory
+from ebbtide.stores import AbstractMemory
 
 
 class LiveMemory(AbstractMemory):

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from ebbtide.devices.device import AbstractDevice
-from ebbtide.stores.pinned import PinnedStore
+from ebbtide.devices import AbstractDevice
+from ebbtide.stores import PinnedStore
 from store_bench import offload, random_bytes, reload
 from waiting import wait_until
 

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 import ebbtide
 from ebbtide import ActivationPolicy, OffloadHandle, WeightPolicy
-from ebbtide.devices.simulated import SimulatedDevice
-from ebbtide.stores.pinned import PinnedStore
+from ebbtide.devices import SimulatedDevice
+from ebbtide.stores import PinnedStore
 from loops import on_device
 
 WIDTH = 16

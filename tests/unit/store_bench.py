@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ebbtide.devices.device import AbstractEvent
-from ebbtide.devices.lanes import LaneEvent
-from ebbtide.stores.store import AbstractStore, Slot
+from ebbtide.devices import AbstractEvent, LaneEvent
+from ebbtide.stores import AbstractStore, Slot
 
 WAIT_S = 10.0  # far more than anything here takes; reached only when a test fails
 

@@ -10,10 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ebbtide.devices import accelerator
-from ebbtide.devices.accelerator import AcceleratorDevice
-from ebbtide.devices.device import Span
-from ebbtide.stores.pinned import PinnedStore
+from ebbtide.devices import AcceleratorDevice, Span, accelerator
+from ebbtide.stores import PinnedStore
 from engine_bench import EngineBench
 
 KIB = 2**10

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 import ebbtide
 from ebbtide import ActivationPolicy, BudgetError, OffloadHandle, PolicyError
 from ebbtide.planning import PlannedStep
-from ebbtide.planning import budget as budget_controller
-from ebbtide.stores.measured_memory import FreedMemory, ProcessMemory, are_large_blocks_mapped
+from ebbtide.stores import ProcessMemory
+from ebbtide.stores.measured_memory import FreedMemory, are_large_blocks_mapped
 from live_memory import LiveMemory
+from saying import warned
 
 SMALL = ActivationPolicy(min_bytes=1)
 WIDTH, BATCH = 64, 2048
@@ -48,7 +49,7 @@ class Model(nn.Module):
 def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveMemory]:
     """What the budget bounds: all bytes that torch has allocated, instead of the process's RSS."""
     live = LiveMemory()
-    monkeypatch.setattr(budget_controller, "memory_of", lambda _: live)
+    monkeypatch.setattr("ebbtide.planning.budget.memory_of", lambda _: live)
     with live:
         yield live
 
@@ -122,7 +123,6 @@ def test_a_budget_with_room_keeps_everything(memory: LiveMemory) -> None:
     handle = settle(Model(), 2**30, memory)
     assert handle.plan is not None
     assert modes(handle.plan) == {"as is", "keep"}
-    assert "there is room" in str(handle.plan)
     train(Model(), 1)
     assert handle.stats.offloaded_bytes == 0
     handle.detach()
@@ -169,7 +169,7 @@ def test_training_under_a_budget_gives_the_same_bits(memory: LiveMemory) -> None
 def test_a_budget_that_nothing_fits_into_names_the_smallest(memory: LiveMemory) -> None:
     model = Model()
     handle = ebbtide.offload(model, budget="64KiB", activations=SMALL)
-    with pytest.raises(BudgetError, match="the smallest that a plan was found for") as caught:
+    with pytest.raises(BudgetError) as caught:
         train(model, 4)
     with pytest.raises(BudgetError):
         train(model, 1)
@@ -190,7 +190,7 @@ def test_a_budget_found_too_small_by_measuring_names_a_price(memory: LiveMemory)
         (output + waste.sum()).backward()
 
     step()
-    with pytest.raises(BudgetError, match="longer than one that keeps all") as caught:
+    with pytest.raises(BudgetError) as caught:
         repeat(step, 7)
     assert caught.value.smallest_bytes > 40 * SHEET
     assert caught.value.price is not None
@@ -216,9 +216,9 @@ def test_the_most_frugal_plan_is_followed_where_no_other_fits() -> None:
             waste.append(torch.zeros(SHEET // 2))  # many times as much as there is room for
         model(batch).square().mean().backward()
 
-    with pytest.warns(UserWarning, match="over-budget") as warned:  # of which step, is chance
+    with warned("over-budget") as said:  # of which step, is chance
         list(map(step, range(29)))
-    assert len(warned) == 1
+    assert len(said) == 1
     assert handle.plan is not None and handle.plan.settled
     assert modes(handle.plan) != {"as is", "keep"}
     handle.detach()
@@ -316,7 +316,6 @@ def test_a_model_whose_code_looks_at_values_is_planned_from_its_first_step(
         memory.reset_peak()
         peaks += train(model, 1, memory)
     assert_kept(budget, peaks)
-    assert any("after layers.5" in line for line in str(handle.plan).splitlines())
     handle.detach()
 
 
@@ -340,7 +339,7 @@ def test_a_step_that_failed_is_not_what_a_model_is_planned_from() -> None:
         model.failed = True
         model.eval()(torch.randn(3, WIDTH)).sum().backward()  # a kind of step of its own
         model.train().failed = False
-        with pytest.raises(RuntimeError, match="no luck"):
+        with pytest.raises(RuntimeError):
             train(model, 1)
         train(model, 2)
         assert handle.plan is not None
@@ -388,7 +387,7 @@ def test_a_model_that_calls_no_layer_is_offloaded_as_a_whole() -> None:
     model = NothingInLayers()
     with ebbtide.offload(model, budget="1GiB", activations=SMALL) as handle:
         train(model, 1)
-        with pytest.warns(UserWarning, match="cannot be planned, so everything is offloaded"):
+        with warned("budget-not-planned"):
             train(model, 1)
         train(model, 1)
         assert handle.plan is None
@@ -449,18 +448,18 @@ def test_what_a_budget_decides_is_not_said_twice(arguments: dict[str, object]) -
 
 
 def test_a_model_without_layers_is_told_what_to_name() -> None:
-    with pytest.raises(PolicyError, match="put what it computes into modules"):
+    with pytest.raises(PolicyError):
         ebbtide.offload(nn.Linear(2, 2), budget="1GiB")
 
 
 def test_a_plan_for_another_model_is_refused(memory: LiveMemory) -> None:
     handle = settle(Model(), 2**30, memory)
     handle.detach()
-    with pytest.raises(PolicyError, match=r"no layers.4, layers.5; plan again with budget"):
+    with pytest.raises(PolicyError, match=r"layers\.4, layers\.5"):
         ebbtide.offload(Model(depth=4), plan=handle.plan)
-    with pytest.raises(PolicyError, match="leave layers out"):
+    with pytest.raises(PolicyError):
         ebbtide.offload(Model(), plan=handle.plan, layers=["layers.*"])
-    with pytest.raises(PolicyError, match="save one with handle"):
+    with pytest.raises(PolicyError):
         ebbtide.offload(Model(), plan=3)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ebbtide import Trace
-from ebbtide.devices.device import Layer
+from ebbtide.devices import Layer
 from ebbtide.planning import (
     Plan,
     StepProfile,
@@ -14,7 +14,7 @@ from ebbtide.planning import (
 )
 from ebbtide.planning.budget_study import BudgetStudy, Corrections, Phase, Stage
 from ebbtide.planning.recorded import PassWatch, copied_bytes
-from ebbtide.stores.measured_memory import AbstractMemory
+from ebbtide.stores import AbstractMemory
 from plan_cases import MB, make_layer, make_link, make_profile
 
 LINK = make_link(1000.0, computes_on_host=True, copy_cost_s_per_mb=1e-4)

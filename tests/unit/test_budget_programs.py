@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import gc
 import itertools
+import pkgutil
 import random
 import threading
 import warnings
@@ -21,7 +22,6 @@ from torch._subclasses import FakeTensor
 import ebbtide
 from ebbtide import ActivationPolicy
 from ebbtide.planning import Plan, PlanBudget, Prediction, StepTiming, search
-from ebbtide.planning import budget as budget_controller
 from live_memory import LiveMemory
 from plan_cases import MB, make_layer, make_link, make_profile
 
@@ -174,13 +174,14 @@ def test_threads_that_run_models_under_budgets(shared: bool) -> None:
 def num_recorded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many steps were recorded, so that kinds of steps have plans."""
     recorded: list[int] = []
-    record = budget_controller.BudgetController._record
+    place = "ebbtide.planning.budget.BudgetController._record"
+    record = pkgutil.resolve_name(place)
 
     def counted(self: object, kind: object, args: object, kwargs: object) -> None:
         recorded.append(1)
         record(self, kind, args, kwargs)
 
-    monkeypatch.setattr(budget_controller.BudgetController, "_record", counted)
+    monkeypatch.setattr(place, counted)
     return recorded
 
 
@@ -321,9 +322,9 @@ def test_what_a_tight_budget_recomputes_is_the_same_forward(
     """Link so slow that recomputation is what a plan chooses, memory so tight that it must."""
     global COUNTER
     live = LiveMemory()
-    monkeypatch.setattr(budget_controller, "memory_of", lambda _: live)
+    monkeypatch.setattr("ebbtide.planning.budget.memory_of", lambda _: live)
     slow = make_link(1.0, computes_on_host=True)
-    monkeypatch.setattr(budget_controller, "assumed_hardware", lambda _: slow)
+    monkeypatch.setattr("ebbtide.planning.budget.assumed_hardware", lambda _: slow)
     results, peak = [], 0
     with live, warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import ebbtide
 from ebbtide import ActivationPolicy, WeightPolicy
-from ebbtide.devices.simulated import SimulatedDevice
-from ebbtide.stores.pinned import PinnedStore
+from ebbtide.devices import SimulatedDevice
+from ebbtide.stores import PinnedStore
 from loops import on_device
 
 POLICY = ActivationPolicy(min_bytes=1, rebuild=False)

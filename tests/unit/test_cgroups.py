@@ -9,9 +9,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from ebbtide.stores import host_memory as budget
-from ebbtide.stores import host_memory as cgroups
-from ebbtide.stores.host_memory import MemoryLimit, cpu_limit, memory_limit
+from ebbtide.stores import host_memory
 
 GIB = 2**30
 V2_MOUNT = "30 23 0:26 {inside} /sys/fs/cgroup rw,nosuid - cgroup2 cgroup rw,nsdelegate\n"
@@ -21,7 +19,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux has contr
 
 
 def fabricate(root: Path, groups: str, mounts: str, files: dict[str, object]) -> Path:
-    cgroups._directories.cache_clear()
+    host_memory._directories.cache_clear()
     entries = {"proc/self/cgroup": groups, "proc/self/mountinfo": mounts}
     for name, text in {**entries, **{f"sys/fs/cgroup/{n}": t for n, t in files.items()}}.items():
         path = root / name
@@ -44,9 +42,9 @@ def test_a_container_of_version_2(tmp_path: Path) -> None:
         "cpu.max": "250000 100000",
     }
     root = fabricate(tmp_path, "0::/\n", V2_MOUNT.format(inside="/"), files)
-    assert memory_limit(root) == MemoryLimit(8 * GIB, 3 * GIB)
-    assert memory_limit(root).free_bytes == 5 * GIB
-    assert cpu_limit(root) == 2.5
+    assert host_memory.memory_limit(root) == host_memory.MemoryLimit(8 * GIB, 3 * GIB)
+    assert host_memory.memory_limit(root).free_bytes == 5 * GIB
+    assert host_memory.cpu_limit(root) == 2.5
 
 
 def test_the_tightest_group_above_counts(tmp_path: Path) -> None:
@@ -63,8 +61,8 @@ def test_the_tightest_group_above_counts(tmp_path: Path) -> None:
         "slurm/cpu.max": "1600000 100000",
     }
     root = fabricate(tmp_path, "0::/slurm/job/step\n", V2_MOUNT.format(inside="/"), files)
-    assert memory_limit(root) == MemoryLimit(64 * GIB, 62 * GIB)
-    assert cpu_limit(root) == 16
+    assert host_memory.memory_limit(root) == host_memory.MemoryLimit(64 * GIB, 62 * GIB)
+    assert host_memory.cpu_limit(root) == 16
 
 
 def test_docker_with_version_1(tmp_path: Path) -> None:
@@ -78,10 +76,10 @@ def test_docker_with_version_1(tmp_path: Path) -> None:
     }
     mounts = "".join(V1_MOUNT.format(inside="/docker/abc", name=name) for name in ("memory", "cpu"))
     root = fabricate(tmp_path, "4:memory:/docker/abc\n3:cpu,cpuacct:/docker/abc\n", mounts, files)
-    assert memory_limit(root) == MemoryLimit(2 * GIB, GIB // 2)
-    assert cpu_limit(root) is None
+    assert host_memory.memory_limit(root) == host_memory.MemoryLimit(2 * GIB, GIB // 2)
+    assert host_memory.cpu_limit(root) is None
     (root / "sys/fs/cgroup/cpu/cpu.cfs_quota_us").write_text("50000\n")
-    assert cpu_limit(root) == 0.5
+    assert host_memory.cpu_limit(root) == 0.5
 
 
 @pytest.mark.parametrize(
@@ -95,23 +93,23 @@ def test_docker_with_version_1(tmp_path: Path) -> None:
 )
 def test_what_cannot_be_read_is_no_limit(tmp_path: Path, groups: str, mounts: str) -> None:
     root = fabricate(tmp_path, groups, mounts, {"memory.max": "?", "cpu.max": "0 0"})
-    assert memory_limit(root) is None
-    assert cpu_limit(root) is None
+    assert host_memory.memory_limit(root) is None
+    assert host_memory.cpu_limit(root) is None
 
 
 @pytest.mark.parametrize(
     ("limit", "free_bytes"),
     [
         (None, 10 * GIB),
-        (MemoryLimit(8 * GIB, 4 * GIB), 4 * GIB),
-        (MemoryLimit(99 * GIB, 0), 10 * GIB),
+        (host_memory.MemoryLimit(8 * GIB, 4 * GIB), 4 * GIB),
+        (host_memory.MemoryLimit(99 * GIB, 0), 10 * GIB),
     ],
 )
 def test_free_ram_ends_at_the_limit(
-    monkeypatch: pytest.MonkeyPatch, limit: MemoryLimit | None, free_bytes: int
+    monkeypatch: pytest.MonkeyPatch, limit: host_memory.MemoryLimit | None, free_bytes: int
 ) -> None:
     """The host store asks this before it grows: past the limit the kernel kills the program."""
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=10 * GIB))
-    monkeypatch.setattr(budget, "memory_limit", lambda: limit)
+    monkeypatch.setattr(host_memory, "memory_limit", lambda: limit)
     expected = int(free_bytes * 0.95)
-    assert budget.free_ram_bytes() == expected - expected % 4096
+    assert host_memory.free_ram_bytes() == expected - expected % 4096

@@ -22,6 +22,7 @@ from ebbtide.tools.darcy import (
     load_darcy_flow_small,
     solve_elliptic,
 )
+from saying import warned
 
 SPEC = DarcySpec(16)
 
@@ -224,7 +225,7 @@ def test_a_damaged_cache_file_is_made_again(
 ) -> None:
     expected = load_darcy(SPEC, 2, cache_dir=tmp_path)
     damage(next(tmp_path.iterdir()))
-    with pytest.warns(RuntimeWarning, match="will be made again"):
+    with warned("cache-damaged"):
         assert same_bits(load_darcy(SPEC, 2, cache_dir=tmp_path), expected)
     assert same_bits(load_darcy(SPEC, 2, cache_dir=tmp_path), expected)
     assert generated == [(0, 2), (0, 2)]
@@ -368,6 +369,5 @@ def test_published_file_that_is_missing_or_wrong(
         path.write_bytes(content)
     else:
         torch.save(content, path)
-    with pytest.raises(error, match=message) as raised:
+    with pytest.raises(error, match=message):
         load_darcy_flow_small(**SMALL, data_root=published)
-    assert "darcy_train_16.pt" in str(raised.value)

@@ -8,6 +8,7 @@ from torch import nn
 
 import ebbtide
 from ebbtide import ActivationPolicy
+from saying import warned
 
 POLICY = ActivationPolicy(min_bytes=1, rebuild=False)
 ROWS = 256
@@ -60,7 +61,7 @@ def test_what_a_second_backward_needs_is_kept_from_the_next_step_on() -> None:
 
 def test_it_says_so_once() -> None:
     model = build()
-    said_once = pytest.warns(RuntimeWarning, match="create_graph=True .* stay on the device")
+    said_once = warned("double-backward")
     with ebbtide.offload(model, activations=POLICY) as handle, said_once as said:
         train(model, 4, handle)
     assert len(said) == 1

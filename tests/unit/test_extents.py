@@ -7,7 +7,8 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ebbtide.stores.store import Extent, ExtentAllocator
+from ebbtide.stores import Extent
+from ebbtide.stores.store import ExtentAllocator
 
 ALIGNMENTS = st.sampled_from([1, 8, 512, 4096])
 # Positive: so many bytes to allocate. Zero or less: which of the live extents to free.

@@ -53,7 +53,7 @@ def test_a_fork_between_forward_and_backward(model: nn.Module) -> None:
     loss = model(batch(1)).square().sum()
 
     def backward() -> list[Tensor]:
-        with pytest.raises(ebbtide.ForkedProcessError, match="in the same process"):
+        with pytest.raises(ebbtide.ForkedProcessError):
             loss.backward()
         return train(model, 10)
 

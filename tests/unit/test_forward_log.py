@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import ebbtide
-from ebbtide.devices.cpu import CpuDevice
+from ebbtide.devices import CpuDevice
 from ebbtide.runtime.record import AccessOrder, ForwardLog
-from ebbtide.stores.pinned import PinnedStore
+from ebbtide.stores import PinnedStore
 from engine_bench import EngineBench
 
 

@@ -10,10 +10,9 @@ import torch
 from torch import nn
 
 import ebbtide
-from ebbtide.devices.simulated import SimulatedDevice
-from ebbtide.stores import disk
+from ebbtide.devices import SimulatedDevice
+from ebbtide.stores import DiskStore, build_store
 from ebbtide.stores import measured_memory as freed_memory
-from ebbtide.stores.build import build_store
 from ebbtide.stores.measured_memory import LEAST_BYTES, FreedMemory
 from waiting import await_copies
 
@@ -156,7 +155,7 @@ def test_an_offload_to_another_tier_never_returns_memory(trims: list[int]) -> No
     device = SimulatedDevice(seed=0)
     for kind in ("auto", "disk", "tiered"):
         store = build_store(device, kind, None, None)
-        assert not isinstance(store, disk.DiskStore)
+        assert not isinstance(store, DiskStore)
         store.close()
     assert not trims
 

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ebbtide.devices.cpu import CpuDevice
+from ebbtide.devices import CpuDevice
 from ebbtide.stores import host_memory
 from ebbtide.stores.host_memory import HostMemory, allocate_by_torch, map_exactly
 from page_locks import PageLocks, is_mapped, kernel_flags, wait_until_unmapped

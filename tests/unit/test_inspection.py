@@ -8,10 +8,10 @@ from torch import nn
 
 import ebbtide
 from ebbtide import ActivationPolicy, WeightPolicy
-from ebbtide.devices.simulated import SimulatedDevice
+from ebbtide.devices import SimulatedDevice
 from ebbtide.runtime.handles import Decision, StorageRecord
 from ebbtide.runtime.record import ForwardLog, State
-from ebbtide.stores.pinned import PinnedStore
+from ebbtide.stores import PinnedStore
 from loops import on_device
 
 ROWS, WIDTH = 256, 64
@@ -91,7 +91,6 @@ def test_a_tensor_that_two_layers_save() -> None:
         step(model)
         (only,) = handle.inspect().storages
         assert (only.layer, only.saves, only.shared_by) == (0, 3, (1, 2))
-        assert "1, 2" in str(handle.inspect())
 
 
 def test_what_cannot_be_rebuilt_counts_for_nobody() -> None:

@@ -23,21 +23,14 @@ from torch.utils.checkpoint import checkpoint
 
 import ebbtide
 from ebbtide import ActivationPolicy, WeightPolicy
-from ebbtide.devices import simulated
-from ebbtide.devices.cpu import CpuDevice
-from ebbtide.devices.device import AbstractLane
-from ebbtide.devices.lanes import WorkLane
-from ebbtide.devices.simulated import SimulatedDevice
-from ebbtide.runtime.handles import Deaths, Hold
-from ebbtide.runtime.rebuild import RecordedTensor
-from ebbtide.runtime.transfers import Gate
-from ebbtide.stores.pinned import PinnedStore
+from ebbtide.devices import AbstractLane, CpuDevice, SimulatedDevice, WorkLane
+from ebbtide.stores import PinnedStore
 from loops import on_device
 from waiting import PATIENCE_S, wait_until
 
 SOURCE, TORCH = (str(Path(each.__file__).parent) for each in (ebbtide, nn))
 LEAST_LINES = {SOURCE: 1000, TORCH: 100}
-NOT_OURS = str(Path(simulated.__file__))
+NOT_OURS = sys.modules[SimulatedDevice.__module__].__file__
 """It stands for hardware, which no interrupt stops halfway."""
 STRIDE = int(os.environ.get("EBBTIDE_INTERRUPT_STRIDE", "23"))
 """Lines from one interrupt to the next; `make soak` takes every line."""
@@ -272,21 +265,6 @@ def test_a_saved_tensor_dies_without_running_python_code() -> None:
     assert not [name for name, event in called if event == "call"]
 
 
-def test_what_died_before_its_hold_was_awaited_can_be_noted() -> None:
-    """An interrupt can come between the two."""
-
-    class Owner:
-        pass
-
-    deaths = Deaths()
-    owner = Owner()
-    hold = Hold(owner, deaths.queue.append)
-    del owner
-    (died,) = deaths.queue
-    assert died is hold
-    deaths.awaited.discard(died)  # a weak reference has the hash of its object, if it has one
-
-
 def test_a_graph_that_outlives_an_interrupt_can_be_used() -> None:
     x = torch.randn(8, 16)
     expected = gradients(build(), x)
@@ -309,12 +287,6 @@ def test_a_graph_that_outlives_an_interrupt_can_be_used() -> None:
         handle.detach()
 
 
-def test_the_lock_is_taken_and_released_by_the_interpreter() -> None:
-    """Python code around the lock could be interrupted when it is taken and not yet guarded."""
-    assert not isinstance(Gate.__enter__, types.FunctionType)
-    assert not isinstance(Gate.__exit__, types.FunctionType)
-
-
 def test_a_saved_tensor_that_dies_in_a_cycle_is_noted() -> None:
     """The frames of an exception refer to each other, and to the saved tensor of a hook."""
     model = build()
@@ -322,7 +294,7 @@ def test_a_saved_tensor_that_dies_in_a_cycle_is_noted() -> None:
         loss = model(torch.randn(8, 16)).square().sum()
         cycle: list[Any] = [loss.grad_fn, *_nodes_below(loss.grad_fn)]
         cycle.append(cycle)
-        saved = [each for each in gc.get_objects() if isinstance(each, RecordedTensor)]
+        saved = [each for each in gc.get_objects() if type(each).__name__ == "RecordedTensor"]
         assert saved
         cycle += saved
         del loss, saved, cycle

@@ -14,9 +14,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from ebbtide.devices import lanes
-from ebbtide.devices.cpu import CpuDevice
-from ebbtide.devices.lanes import LaneEvent, WorkLane
+from ebbtide.devices import CpuDevice, LaneEvent, WorkLane, lanes
 from store_bench import wait_for
 
 WAIT_S = 5.0  # far more than anything here takes; reached only when a test fails

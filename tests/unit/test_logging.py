@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import ebbtide
-from ebbtide.devices.cpu import CpuDevice
+from ebbtide.devices import CpuDevice
 from ebbtide.errors import warn_user
 from ebbtide.stores.host_memory import warn_of_pageable
 

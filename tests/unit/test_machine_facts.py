@@ -11,7 +11,6 @@ import psutil
 import pytest
 import torch
 
-from ebbtide.stores import host_memory as cgroups
 from ebbtide.tools import machine as machine_facts
 from ebbtide.tools.machine import (
     OtherPrograms,
@@ -49,7 +48,7 @@ def test_the_facts_of_this_machine(tmp_path: Path) -> None:
 
 
 def test_a_container_has_what_it_may_use(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    limit = cgroups.MemoryLimit(GIB, GIB - 2**20)
+    limit = SimpleNamespace(limit_bytes=GIB, free_bytes=2**20)
     monkeypatch.setattr(machine_facts, "memory_limit", lambda _: limit)
     facts = read_machine(CPU, tmp_path)
     assert facts.total_ram_bytes == GIB

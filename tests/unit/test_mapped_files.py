@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 import ebbtide
-from ebbtide.devices.simulated import SimulatedDevice
-from ebbtide.stores import mapped_memory
-from ebbtide.stores.staged import StagedDiskStore
+from ebbtide.devices import SimulatedDevice
+from ebbtide.stores import StagedDiskStore, mapped_memory
 from open_files import DESCRIPTORS, taken_bytes
 from waiting import wait_until
 

@@ -218,7 +218,7 @@ def test_a_full_disk_is_said_and_nothing_is_lost(monkeypatch: pytest.MonkeyPatch
 
     addresses = {p.data_ptr() for p in model[2:].parameters()}
     monkeypatch.setattr(os, "posix_fallocate", refuse)
-    with pytest.raises(ebbtide.StoreFullError, match="weights, gradients or optimizer state"):
+    with pytest.raises(ebbtide.StoreFullError):
         ebbtide.offload(model, weights=ebbtide.WeightPolicy())
     monkeypatch.undo()
     assert {p.data_ptr() for p in model[2:].parameters()} == addresses, "these never moved"

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import ebbtide
 from ebbtide import PolicyError, ScheduleError, schedule
+from saying import warned
 
 POLICY = ebbtide.ActivationPolicy(min_bytes=1024)
 
@@ -132,7 +133,7 @@ def test_a_departure_is_said_once() -> None:
                 h = loop.sync(h)
             h.square().mean().backward()
 
-        with pytest.warns(RuntimeWarning, match=r"departs from its schedule: F0 came where F1"):
+        with warned("schedule-departed"):
             run_numbered(0, 0, 2, 3)
         assert_same(gradients(layers), expected)
         run_numbered(0, 0, 2, 3)  # not a word more
@@ -175,23 +176,23 @@ def test_by_hand() -> None:
 def test_by_hand_in_a_wrong_order() -> None:
     layers = blocks(3)
     with session(model_layers=3, schedule="manual") as loop:
-        with pytest.raises(ScheduleError, match="has had no forward"):
+        with pytest.raises(ScheduleError):
             loop.start_offload(0)
         with loop.layer():
             h = layers[0](torch.randn(64, 32))
-        with pytest.raises(ScheduleError, match="offload 0 must come before it"):
+        with pytest.raises(ScheduleError):
             loop.release(0)
-        with pytest.raises(ScheduleError, match="release 0 must come before it"):
+        with pytest.raises(ScheduleError):
             loop.start_reload(0)
         loop.start_offload(0)
-        with pytest.raises(ScheduleError, match="done already"):
+        with pytest.raises(ScheduleError):
             loop.start_offload(0)
-        with pytest.raises(ScheduleError, match="release 0 must come before it"):
+        with pytest.raises(ScheduleError):
             loop.start_reload(0)
         loop.release(0)
         loop.start_reload(0)
         h.sum().backward()
-    with session(1, 3) as loop, pytest.raises(PolicyError, match='schedule="manual"'):
+    with session(1, 3) as loop, pytest.raises(PolicyError):
         loop.start_offload(0)
 
 
@@ -215,19 +216,19 @@ def test_arguments(args: tuple[object, ...], kwargs: dict[str, object], words: s
 
 
 def test_policy_counts_no_layers_here() -> None:
-    with pytest.raises(PolicyError, match="num_layers and keep_last"):
+    with pytest.raises(PolicyError):
         ebbtide.OffloadSession(1, 4, activations=ebbtide.ActivationPolicy(keep_last=1))
 
 
 def test_blocks_are_not_nested_and_sync_comes_after() -> None:
     layers = blocks(2)
     with session(1, 2) as loop:
-        with pytest.raises(PolicyError, match="open still"), loop.layer(), loop.layer():
+        with pytest.raises(PolicyError), loop.layer(), loop.layer():
             pass
-        with pytest.raises(PolicyError, match="not inside"), loop.layer():
+        with pytest.raises(PolicyError), loop.layer():
             loop.sync(layers[0](torch.randn(64, 32)))
         run(loop, layers, torch.randn(64, 32)).backward()
-        with pytest.raises(PolicyError, match="with its microbatch"), loop.layer(microbatch=1):
+        with pytest.raises(PolicyError), loop.layer(microbatch=1):
             pass
 
 
@@ -311,7 +312,7 @@ def test_a_forward_with_fewer_layers_departs() -> None:
     model, x = Model(4), torch.randn(64, 32)
     plan = schedule.default(2, 4)
     with ebbtide.offload(model, activations=POLICY, schedule=plan) as handle:
-        with pytest.warns(RuntimeWarning, match="the forward ended without F3"):
+        with warned("schedule-departed"):
             model(x, 3).backward()
         got = gradients(model.blocks)
         model(x).backward()
@@ -324,7 +325,7 @@ def test_a_forward_with_fewer_layers_departs() -> None:
 def test_an_interrupted_forward_of_a_model() -> None:
     model, x = Model(4), torch.randn(64, 32)
     with ebbtide.offload(model, activations=POLICY, schedule=schedule.default(2, 4)) as handle:
-        with pytest.raises(RuntimeError, match="shape"):
+        with pytest.raises(RuntimeError):
             model(torch.randn(64, 31))
         model(x).backward()
         assert handle.stats.num_offloaded > 0
@@ -361,7 +362,7 @@ def test_no_schedule_is_none() -> None:
 
 
 def test_no_layers_no_schedule() -> None:
-    with pytest.raises(PolicyError, match="no repeated blocks"):
+    with pytest.raises(PolicyError):
         ebbtide.offload(nn.Linear(3, 3), schedule=schedule.default(1, 2))
 
 

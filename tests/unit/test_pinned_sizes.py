@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from ebbtide.devices.cpu import CpuDevice
-from ebbtide.devices.simulated import SimulatedDevice
+from ebbtide.devices import CpuDevice, SimulatedDevice
 from ebbtide.errors import StoreFullError
-from ebbtide.stores.pinned import PinnedStore
+from ebbtide.stores import PinnedStore
 from page_locks import PageLocks, is_mapped, step
 from store_bench import WAIT_S, now, offload, random_bytes, reload
 

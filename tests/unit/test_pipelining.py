@@ -29,10 +29,11 @@ from torch.distributed.pipelining import (
 import ebbtide
 import loopback
 from ebbtide import ActivationPolicy, PolicyError, ScheduleError
-from ebbtide.devices.simulated import SimulatedDevice
+from ebbtide.devices import SimulatedDevice
 from ebbtide.interop.pipelining import offload_stages
-from ebbtide.stores.pinned import PinnedStore
+from ebbtide.stores import PinnedStore
 from loops import on_device
+from saying import warned
 
 ROWS, WIDTH, WIDE = 32, 16, 128
 UNIT_BYTES = 2 * ROWS * WIDE * 4  # the GELU's input and its output
@@ -258,7 +259,7 @@ def test_another_number_of_microbatches(count: int) -> None:
     step(pipeline, 0)
     other = ScheduleGPipe(pipeline._stage, count, loss_fn=F.mse_loss)
     plain_other = ScheduleGPipe(plain._stage, count, loss_fn=F.mse_loss)
-    with pytest.warns(RuntimeWarning, match="departs from its schedule"):
+    with warned("schedule-departed"):
         found = step(other, 1, count)
     assert_same(found, step(plain_other, 1, count))
     # Steps are whole again; their figures are those of a step. (torch lets a stage go back to a
@@ -281,17 +282,17 @@ def test_after_an_exception(where: str, kind: Any, num_stages: int) -> None:
     stage = stages_of(pipeline)[0]
     if where == "forward":
         stage.submod.fails = 3
-        with pytest.raises(RuntimeError, match="failed to run forward"):
+        with pytest.raises(RuntimeError):
             step(pipeline, 1)
     else:
         hook = stage.submod.up.bias.register_hook(fail)
-        with pytest.raises(RuntimeError, match="Failed to run stage backward"):
+        with pytest.raises(RuntimeError):
             step(pipeline, 1)
         hook.remove()
     pipeline._internal_losses.clear()  # torch leaves those of the failed step there
     if num_stages > 1 and TORCH >= (2, 15):
         # Stages that receive cannot go on; torch asks for new ones. The first handle has to go.
-        with pytest.raises(RuntimeError, match="reconstruct the stages"):
+        with pytest.raises(RuntimeError):
             step(pipeline, 1)
         handle.detach()
         pipeline = build_again(pipeline)
@@ -379,14 +380,14 @@ def test_two_attaches_are_refused() -> None:
     pipeline = build(ScheduleLoopedBFS, 2)
     before = [dict(vars(stage)) for stage in stages_of(pipeline)]
     with offload_stages(pipeline, resident=2):
-        with pytest.raises(PolicyError, match="stage 0 is offloaded already; call detach"):
+        with pytest.raises(PolicyError):
             offload_stages(pipeline, resident=2)
         single = ScheduleGPipe(stages_of(pipeline)[0], COUNT, loss_fn=F.mse_loss)
-        with pytest.raises(PolicyError, match="stage 0 is offloaded already"):
+        with pytest.raises(PolicyError):
             offload_stages(single, resident=2)
     with (
         ebbtide.offload(stages_of(pipeline)[1].submod),
-        pytest.raises(PolicyError, match="is offloaded already"),
+        pytest.raises(PolicyError),
     ):
         offload_stages(pipeline, resident=2)
     assert [dict(vars(stage)) for stage in stages_of(pipeline)] == before
@@ -421,11 +422,11 @@ def test_wrong_arguments(arguments: Any, error: type[Exception], message: str) -
 
 
 def test_what_is_no_schedule_or_tells_no_order() -> None:
-    with pytest.raises(PolicyError, match="got Block"):
+    with pytest.raises(PolicyError):
         offload_stages(Block(), resident=2)
     pipeline = build(ScheduleGPipe, 1)
     pipeline.pipeline_order = None
-    with pytest.raises(PolicyError, match="does not tell its order"):
+    with pytest.raises(PolicyError):
         offload_stages(pipeline, resident=2)
     ready = ebbtide.schedule.from_pipeline("0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3", resident=2)
     with offload_stages(pipeline, schedule=ready, activations=POLICY) as handle:

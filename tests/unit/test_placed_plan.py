@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import ebbtide
 from ebbtide import ActivationPolicy
-from ebbtide.devices.simulated import SimulatedDevice
+from ebbtide.devices import SimulatedDevice
 from ebbtide.planning import (
     Decision,
     Hardware,
@@ -26,7 +26,7 @@ from ebbtide.planning import (
     keep_all,
     place,
 )
-from ebbtide.stores.pinned import PinnedStore
+from ebbtide.stores import PinnedStore
 from loops import on_device
 from plan_cases import engine_name_of, fake_profile
 from test_planning_profiling_bytes import CASES

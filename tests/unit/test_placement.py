@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from ebbtide import ActivationPolicy
-from ebbtide.devices.cpu import CpuDevice
-from ebbtide.devices.device import Layer
+from ebbtide.devices import CpuDevice, Layer
 from ebbtide.runtime.handles import Decision
 from ebbtide.runtime.rebuild import Plan
-from ebbtide.stores.disk import DiskStore
+from ebbtide.stores import DiskStore
 from engine_bench import EngineBench
 
 KEEP, OFFLOAD, REBUILD = Decision.KEEP, Decision.OFFLOAD, Decision.REBUILD

@@ -65,7 +65,7 @@ def test_the_summary_is_narrow_and_merges_equal_layers() -> None:
 def test_what_is_not_known_is_refused(key: str, value: object) -> None:
     content = json.loads(make_plan().to_json())
     content["plan"]["layers"][0][key] = value
-    with pytest.raises(PolicyError, match="the plan cannot be read"):
+    with pytest.raises(PolicyError):
         Plan.from_json(json.dumps(content))
 
 

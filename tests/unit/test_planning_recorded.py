@@ -6,14 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from ebbtide.compat.transformer_engine import mark_not_offload
 from torch import Tensor, nn
 
 import ebbtide
 from ebbtide import ActivationPolicy, OffloadHandle
 from ebbtide.planning import Decision, Hardware, LayerPlan, Plan, StepProfile, StorageId, place
 from ebbtide.planning.recorded import RecordedCall, profile_recorded_step
-from ebbtide.runtime import handles as records
-from ebbtide.runtime.rebuild import mark_not_offload
 from plan_cases import fake_profile
 
 WIDTH, ROWS = 16, 32
@@ -120,7 +119,7 @@ def test_a_plan_for_either_profile_is_followed_alike(kind: type[Branches]) -> No
             )
             placed.append(place(profile, plan))
         assert placed[0] == placed[1]
-        assert records.OFFLOAD in placed[0].decisions.values()
+        assert "offload" in {each.value for each in placed[0].decisions.values()}
 
 
 def test_what_layers_share_is_known_of_the_later_one() -> None:

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import ebbtide
-from ebbtide.devices.cpu import CpuDevice
+from ebbtide.devices import CpuDevice
 from ebbtide.runtime.record import RECIPES
-from ebbtide.stores.pinned import PinnedStore
+from ebbtide.stores import PinnedStore
 from engine_bench import EngineBench
 
 SIZE = (64, 32)
@@ -209,6 +209,27 @@ def test_an_input_that_was_changed_is_not_used(bench: Bench, change: bool) -> No
     assert bench.stats.rebuilt_bytes == (0 if change else BYTES // 2)
 
 
+def test_a_small_input_that_was_changed_is_not_used(bench: Bench) -> None:
+    """It stays where it is, and the first step has proven the recipe. Autograd reads y alone."""
+
+    def function(x: Tensor, w: Tensor, scale: Tensor, low: Tensor, change: bool) -> Tensor:
+        y = (x @ w) * scale
+        if change:
+            scale.detach().mul_(0.5)
+        return y @ low
+
+    def gradient(run: Callable[..., Tensor], change: bool) -> Tensor:
+        torch.manual_seed(0)
+        x, scale = torch.randn(SIZE), torch.randn(W[1], requires_grad=True)
+        w, low = (torch.randn(W, requires_grad=True) for _ in range(2))
+        return torch.autograd.grad(run(function, x, w, scale, low, change).sum(), low)[0]
+
+    for change in (False, True):
+        plain = gradient(lambda function, *inputs: function(*inputs), change)
+        assert torch.equal(gradient(bench.run, change), plain)
+        assert bench.stats.rebuilt_bytes == (0 if change else BYTES)
+
+
 def test_a_rebuild_is_shared_at_the_same_version_only(bench: Bench) -> None:
     """Y is saved, changed in place, and saved again: the second one has other bytes."""
 
@@ -365,7 +386,7 @@ def test_a_users_recipe_is_used(monkeypatch: pytest.MonkeyPatch, bench: Bench) -
 
 
 def test_a_recipe_without_inputs_is_refused() -> None:
-    with pytest.raises(ebbtide.PolicyError, match="at least one input"):
+    with pytest.raises(ebbtide.PolicyError):
         ebbtide.RebuildRecipe("SinBackward0", (), lambda inputs, *_: inputs[0])
 
 

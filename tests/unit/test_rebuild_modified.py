@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import ebbtide
-from ebbtide.devices.cpu import CpuDevice
-from ebbtide.stores.pinned import PinnedStore
+from ebbtide.devices import CpuDevice
+from ebbtide.stores import PinnedStore
 from engine_bench import EngineBench
 
 SIZE, W = (64, 32), (32, 32)
@@ -63,7 +63,7 @@ def test_where_autograd_does_not_need_the_input_the_error_says_what_to_do() -> N
     bench = _bench(rebuild=True)
     plain = gradient(lambda function, *inputs: function(*inputs), modify=True)
     assert torch.equal(gradient(bench.run, modify=False), plain)
-    with pytest.raises(ebbtide.SavedTensorModifiedError, match=r"Gelu .*rebuild=False"):
+    with pytest.raises(ebbtide.SavedTensorModifiedError, match="rebuild=False"):
         gradient(bench.run, modify=True)
     gc.collect()  # the error's traceback
     bench.close()

@@ -14,9 +14,9 @@ from torch._dynamo.utils import counters
 
 import ebbtide
 from ebbtide import PolicyError, WeightPolicy
-from ebbtide.devices.simulated import SimulatedDevice
+from ebbtide.devices import SimulatedDevice
 from ebbtide.runtime.recompute import RecomputedForward
-from ebbtide.stores.pinned import PinnedStore
+from ebbtide.stores import PinnedStore
 from loops import on_device
 from recompute_bench import (
     MODES,
@@ -34,6 +34,7 @@ from recompute_bench import (
     step,
     train,
 )
+from saying import warned
 
 each_mode = pytest.mark.parametrize("mode", MODES)
 
@@ -96,18 +97,18 @@ def test_a_forward_compiled_after_offload_is_said() -> None:
     model = stack(2)
     with ebbtide.offload(model, activations=policy("recompute"), layers=["layers.?"]) as handle:
         each_forward(model)
-        with pytest.warns(RuntimeWarning, match=r"layers.0, layers.1\. .* has replaced or comp"):
+        with warned("forward-replaced"):
             stats = step(handle, model)
     assert stats.recomputed_bytes == 0
 
 
 def test_a_model_compiled_as_one_region() -> None:
-    with pytest.raises(PolicyError, match=r"compile its layers one by one"):
+    with pytest.raises(PolicyError):
         ebbtide.offload(torch.compile(stack(3)), activations=policy("recompute"))
     model = stack(3)
     with ebbtide.offload(model, activations=policy("recompute")):
         whole = torch.compile(model, backend="aot_eager", fullgraph=True)
-        with pytest.warns(RuntimeWarning, match=r"one region, in which no layer is recomputed"):
+        with warned("compiled-whole"):
             whole(*draw())
 
 
@@ -134,7 +135,6 @@ def test_what_is_reported() -> None:
         for number in range(2)
     ]
     assert "1 layers.1.m1" in str(inspection)
-    assert "recomputed layer" in str(inspection)
     again = [each for each in trace.events if each.what == "recompute"]
     assert sorted((each.layer, each.microbatch) for each in again) == [
         (0, 0),
@@ -151,7 +151,6 @@ def test_what_is_reported() -> None:
             and (other.layer, other.microbatch) == (each.layer, each.microbatch)
         ]
         assert around[0].begin_s <= each.begin_s <= each.end_s <= around[0].end_s
-    assert "recompute" in str(trace)
 
 
 def test_figures_are_those_of_offloading_but_for_what_is_recomputed() -> None:

@@ -42,6 +42,7 @@ from recompute_bench import (
     stack,
     step,
 )
+from saying import warned
 from waiting import wait_until
 
 LAYERS = ["layers.*"]
@@ -63,9 +64,9 @@ def refused(
     make: Callable[[], nn.Module], why: str, mode: str = "recompute", **options: Any
 ) -> None:
     """The layers train as plainly, and are not recomputed, of which one warning tells."""
-    with pytest.warns(RuntimeWarning, match=why) as caught:
+    with pytest.warns(RuntimeWarning, match=f"{why}.*not-recomputed") as said:
         stats = compare(make, policy(mode), draw, 3, layers=LAYERS, **options)
-    assert len([each for each in caught if "not-recomputed" in str(each.message)]) == 1
+    assert len(said) == 1
     assert stats.recomputed_bytes == 0
     assert stats.offloaded_bytes > 0
 
@@ -723,7 +724,7 @@ def test_what_a_budget_is_told() -> None:
         loss.backward()
         del loss
         assert engine.num_verifying == 3
-        with pytest.warns(RuntimeWarning, match="not-recomputed"):
+        with warned("not-recomputed"):
             assert engine.refused_layers == {"layers.1"}
         for _ in range(2):
             step(handle, model)
@@ -777,10 +778,10 @@ def test_a_recomputation_that_gives_something_else_raises(make: Any, later: floa
 
 
 CHANGES = {
-    "weight": (Placed, weights_change, "layers.[01] finds weights"),
-    "weight replaced": (Placed, weights_are_replaced, "layers.[01] finds weights"),
-    "input": (Shifted, inputs_change, "layers.0 finds weights, buffers or inputs"),
-    "global": (OfGlobal, global_changes, "layers.[01] gives other values"),
+    "weight": (Placed, weights_change),
+    "weight replaced": (Placed, weights_are_replaced),
+    "input": (Shifted, inputs_change),
+    "global": (OfGlobal, global_changes),
 }
 
 
@@ -806,14 +807,14 @@ def num_errors(model: nn.Module, plain: nn.Module, backward: Any, num_steps: int
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_layer_that_could_not_run_again_is_not_recomputed_any_more(name: str, mode: str) -> None:
     """It was verified, and torch trains with what the program does later: one step raises."""
-    make, backward, why = CHANGES[name]
+    make, backward = CHANGES[name]
     model = build(make)()
     plain = copy.deepcopy(model)
     with ebbtide.offload(model, activations=policy(mode), layers=LAYERS) as handle:
         for _ in range(2):
             step(handle, model)
         assert handle.stats.recomputed_bytes > 0
-        with pytest.warns(RuntimeWarning, match=f"{why}.*not-recomputed"):
+        with warned("not-recomputed"):
             errors = num_errors(model, plain, backward, 4)
         assert errors == (2 if name == "global" else 1), "both layers read the global"
 
@@ -848,7 +849,7 @@ def test_an_activation_changed_in_place_is_refused_as_torch_does() -> None:
             step(handle, model)
         for layer in model.layers:
             layer.refuses = True
-        with pytest.raises(SavedTensorModifiedError, match="is at version"):
+        with pytest.raises(SavedTensorModifiedError):
             step(handle, model)
 
 

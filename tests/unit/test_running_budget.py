@@ -46,7 +46,6 @@ def test_a_model_without_layers_and_one_called_by_parts_have_no_plan() -> None:
     lone, model = nn.Linear(32, 32), make(6)
     with watching(budget="90%") as watched:
         step(lone)
-        assert "no modules with parameters" in str(watched.left_alone[0])
 
         def by_hand(x: torch.Tensor) -> torch.Tensor:
             for block in model.blocks:

@@ -55,8 +55,8 @@ def test_gradients_are_the_same(model: nn.Module, arguments: dict[str, Any]) -> 
 
 
 def test_a_script_module_is_refused_and_left_as_it_was(model: nn.Module) -> None:
-    with pytest.raises(PolicyError, match="offload the module before you script or trace it"):
+    with pytest.raises(PolicyError):
         ebbtide.offload(model[1])
-    with pytest.raises(PolicyError, match="name the module that calls it"):
+    with pytest.raises(PolicyError):
         ebbtide.offload(model, layers=[model[1]])
     ebbtide.offload(model, activations=SMALL).detach()  # nothing was left behind

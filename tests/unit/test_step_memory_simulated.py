@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 import ebbtide
-from ebbtide.devices.simulated import SimulatedDevice
+from ebbtide.devices import SimulatedDevice
 from ebbtide.observe.memory import Layer, MemoryLog
 from ebbtide.runtime.events import Owner
-from ebbtide.stores.pinned import PinnedStore
+from ebbtide.stores import PinnedStore
 from loops import on_device
 
 SAVED = {
