@@ -112,7 +112,7 @@ class OpenLayer(NamedTuple):
     """The open layer of a hand-written training loop."""
 
     layer: Layer
-    microbatch: int
+    log: ForwardLog
     unit: UnitRecords
 
 
@@ -458,8 +458,7 @@ class Engine:
         if self.is_traced or any(each is not None for each in (unit, self.passes, self._windows)):
             leaves = tree_leaves(output)
             outputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-            self._watch_outputs(layer, log.number, unit, outputs)
-            self._watch_windows(layer.index, log, outputs)
+            self._watch_outputs(layer, log, unit, outputs)
 
     def _begin_layer(self, layer: Layer, unit: UnitRecords, log: ForwardLog) -> None:
         self.activations.scopes.begin_layer(layer, offloads=unit.leaves, unit=unit, forward=log)
@@ -467,24 +466,25 @@ class Engine:
     def _watch_outputs(
         self,
         layer: Layer,
-        microbatch: int,
+        log: ForwardLog,
         unit: UnitRecords | None,
         outputs: Sequence[torch.Tensor],
     ) -> None:
-        """Watch for the begin of a layer's backward, which is the backward of its outputs."""
+        """Watch for the begin of a layer's backward, which is the backward of its outputs.
+
+        The window of the backward opens last, after what measures the backward.
+        """
         executor, recorder, passes = self.executor, self.transfers.account.recorder, self.passes
+        windows, activations = self._windows, self.activations
         if unit is not None and executor is not None:
             watch_nodes(outputs, lambda _: executor.begin_backward(unit))
         if passes is not None:
             watch_nodes(outputs, lambda _: passes.begin_backward_of(layer.index))
         if recorder is not None:
-            self.transfers.account.watch_backward(Subject(layer, microbatch), outputs)
-
-    def _watch_windows(self, call: int, log: ForwardLog, outputs: Sequence[torch.Tensor]) -> None:
-        """Watch for it to open the window of the backward; after what measures the backward."""
-        windows, activations = self._windows, self.activations
+            self.transfers.account.watch_backward(Subject(layer, log.number), outputs)
         if windows is not None:
-            watch_nodes(outputs, lambda _: windows.begin_backward_of(call, activations, log))
+            begin = functools.partial(windows.begin_backward_of, layer.index, activations, log)
+            watch_nodes(outputs, lambda _: begin())
 
     # ---- called by hand-written training loops ------------------------------------------------
 
@@ -507,7 +507,7 @@ class Engine:
             raise
         layer = Layer(records.unit.layer, "")
         self._begin_layer(layer, records, log)
-        return OpenLayer(layer, log.number, records)
+        return OpenLayer(layer, log, records)
 
     def close_layer(self, *, interrupted: bool) -> None:
         """Note that the block has ended, normally or by an exception."""
@@ -518,7 +518,7 @@ class Engine:
 
     def note_outputs(self, layer: OpenLayer, outputs: Sequence[torch.Tensor]) -> None:
         """Note the tensors that a layer returned."""
-        self._watch_outputs(layer.layer, layer.microbatch, layer.unit, outputs)
+        self._watch_outputs(*layer, outputs)
 
     def mend(self) -> None:
         """Put right what an interrupt may have left half done."""
