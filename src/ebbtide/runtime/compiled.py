@@ -25,6 +25,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from ebbtide.errors import PolicyError
+
 is_traced = torch.compiler.is_compiling
 """Whether the compiler traces this call. The compiler takes the answer for a constant."""
 
@@ -254,20 +256,8 @@ def hold_forward(forward: Callable[..., Any]) -> Callable[[], Callable[..., Any]
     return bind
 
 
-def pass_for(stand_in: Any, forward: Callable[..., Any]) -> None:
-    """Give an object the name, the documentation and the attributes of the forward it stands for.
-
-    It is what `functools.update_wrapper` does, without a reference to the forward.
-    """
-    for name in functools.WRAPPER_ASSIGNMENTS:
-        if hasattr(forward, name):
-            setattr(stand_in, name, getattr(forward, name))
-    vars(stand_in).update(getattr(forward, "__dict__", {}))
-    vars(stand_in).pop("__wrapped__", None)
-
-
 @final
-class WrappedForward:
+class _WrappedForward:
     """The attribute ``__wrapped__`` of an object that stands for a forward; its class has none."""
 
     def __get__(self, stand_in: Any, kind: type) -> Callable[..., Any]:
@@ -276,9 +266,61 @@ class WrappedForward:
         return stand_in._forward  # type: ignore[no-any-return]
 
 
-def plain_forward(module: nn.Module) -> Callable[..., Any]:
-    """Return the forward of a module's class; what a pickled replacement of it becomes."""
-    return types.MethodType(type(module).forward, module)
+class ForwardReplacement:
+    """What is called in the place of a forward, whose name, documentation and attributes it has.
+
+    A copy of this object (`copy.deepcopy` of the model, an EMA, a pickle) is the plain forward of
+    the copied module.
+
+    Args:
+        forward: the forward that is replaced. If it is a module's, the module is not kept alive.
+    """
+
+    __wrapped__ = _WrappedForward()
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        # As `functools.update_wrapper`, which would refer to the forward.
+        for name in functools.WRAPPER_ASSIGNMENTS:
+            if hasattr(forward, name):
+                setattr(self, name, getattr(forward, name))
+        vars(self).update(getattr(forward, "__dict__", {}))
+        vars(self).pop("__wrapped__", None)
+        self._find_forward = hold_forward(forward)
+
+    @property
+    def _forward(self) -> Callable[..., Any]:
+        """The forward that is replaced.
+
+        Raises:
+            PolicyError: its module is gone.
+        """
+        forward = self._find_forward()
+        if forward is None:
+            raise PolicyError(
+                "the model of this offloaded forward is gone: keep a reference to the model, and "
+                "not only to its forward"
+            )
+        return forward
+
+    @property
+    def _function(self) -> Any:
+        return getattr(self._forward, "__func__", self._forward)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
+        copied = memo.get(id(getattr(self._forward, "__self__", None)))
+        if isinstance(copied, nn.Module):
+            # Not that of its class: other code may have bound a function of its own to the module.
+            return types.MethodType(self._function, copied)
+        return self._forward
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        owner = getattr(self._forward, "__self__", None)
+        if isinstance(owner, nn.Module):
+            return getattr, (owner, "forward")  # its class's own, which needs no ebbtide to read
+        return itself, (self._forward,)
+
+
+skip_in_compiler(vars(ForwardReplacement)["_forward"].fget)
 
 
 def itself(forward: Callable[..., Any]) -> Callable[..., Any]:

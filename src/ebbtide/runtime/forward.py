@@ -19,12 +19,9 @@ from ebbtide.devices.process import call_weakly
 from ebbtide.errors import PolicyError, warn_user
 from ebbtide.runtime.compiled import (
     CompiledCall,
+    ForwardReplacement,
     HookedLayer,
     ModuleHook,
-    WrappedForward,
-    hold_forward,
-    itself,
-    pass_for,
     skip_in_compiler,
 )
 from ebbtide.runtime.engine import Engine
@@ -62,11 +59,10 @@ class _Here(threading.local):
 
 
 @final
-class OffloadedForward:
+class OffloadedForward(ForwardReplacement):
     """Calls `forward` with the saved-tensor hooks active, and removes them however the call ends.
 
-    `inspect.signature` shows the signature of the wrapped forward. A copy of this object
-    (`copy.deepcopy` of the model, an EMA, a pickle) is the plain forward of the copied module.
+    `inspect.signature` shows the signature of the wrapped forward.
 
     Args:
         forward: the callable to wrap.
@@ -92,7 +88,6 @@ class OffloadedForward:
     # Long: it must pass for a bound method, to Python, to torch, and to other code that wraps it.
 
     handle: Any
-    __wrapped__ = WrappedForward()
 
     def __init__(
         self,
@@ -100,8 +95,7 @@ class OffloadedForward:
         engine: Engine,
         tracker: LayerTracker | None,
     ) -> None:
-        pass_for(self, forward)
-        self._find_forward = hold_forward(forward)
+        super().__init__(forward)
         self.kept: Callable[..., Any] | None = None
         self.replaced: Any = None
         self._engine = engine
@@ -114,21 +108,6 @@ class OffloadedForward:
         self._state: ForwardState | None = None
         self.num_unrecorded = 0
         self._has_warned = False
-
-    @property
-    def _forward(self) -> Callable[..., Any]:
-        """The wrapped forward.
-
-        Raises:
-            PolicyError: its module is gone.
-        """
-        forward = self._find_forward()
-        if forward is None:
-            raise PolicyError(
-                "the model of this offloaded forward is gone: keep a reference to the model, and "
-                "not only to its forward"
-            )
-        return forward
 
     @property
     def _owner(self) -> Any:
@@ -179,10 +158,6 @@ class OffloadedForward:
                 "offload's handle first, or use torch.compile or torch.export"
             )
         return self._function.__globals__  # type: ignore[no-any-return]
-
-    @property
-    def _function(self) -> Any:
-        return getattr(self._forward, "__func__", self._forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         owner = self._owner
@@ -342,23 +317,9 @@ class OffloadedForward:
         name = getattr(self._forward, "__qualname__", None) or type(self._forward).__name__
         return brief("OffloadedForward", [name, "active" if self._active else "detached"])
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
-        copied = memo.get(id(getattr(self._forward, "__self__", None)))
-        if isinstance(copied, nn.Module):
-            # Not that of its class: other code may have bound a function of its own to the model.
-            return types.MethodType(self._function, copied)
-        return self._forward
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        owner = getattr(self._forward, "__self__", None)
-        if isinstance(owner, nn.Module):
-            return getattr, (owner, "forward")  # its class's own, which needs no ebbtide to read
-        return itself, (self._forward,)
-
 
 # The compiler would break the graph at the hooks. It skips them, and compiles `forward` as a whole.
-for _name in ("_forward", "_owner"):
-    skip_in_compiler(vars(OffloadedForward)[_name].fget)
+skip_in_compiler(vars(OffloadedForward)["_owner"].fget)
 skip_in_compiler(OffloadedForward.__call__, with_callees=False)
 skip_in_compiler(OffloadedForward._call, with_callees=False)
 skip_in_compiler(OffloadedForward._mend)

@@ -32,12 +32,8 @@ from ebbtide.devices.device import AbstractEvent, Layer, in_range
 from ebbtide.errors import PolicyError, SavedTensorModifiedError
 from ebbtide.runtime.activations import Activations
 from ebbtide.runtime.compiled import (
-    WrappedForward,
-    hold_forward,
+    ForwardReplacement,
     is_traced,
-    itself,
-    pass_for,
-    plain_forward,
     skip_in_compiler,
 )
 from ebbtide.runtime.events import Owner, Subject
@@ -813,10 +809,8 @@ for _hook in (
 
 
 @final
-class RecomputedForward:
+class RecomputedForward(ForwardReplacement):
     """Calls a layer's forward under a checkpoint where the policy says so; else as it is.
-
-    A copy of this object, with the model or alone, is the plain forward of the copied module.
 
     Args:
         find: says whether the call that begins now is recomputed.
@@ -824,28 +818,19 @@ class RecomputedForward:
         forward: the forward to call.
     """
 
-    __wrapped__ = WrappedForward()
-
     def __init__(
         self,
         find: Callable[[], Recomputing | None],
         module: nn.Module,
         forward: Callable[..., Any],
     ) -> None:
-        pass_for(self, forward)
+        super().__init__(forward)
         self._find = find
         self._known = weakref.ref(module)  # see [Note: what a model owns]
-        self._find_forward = hold_forward(forward)
 
     @property
     def _module(self) -> nn.Module | None:
         return self._known()
-
-    @property
-    def _forward(self) -> Callable[..., Any]:
-        forward = self._find_forward()
-        assert forward is not None, "the module of this forward is gone"
-        return forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward, module = self._forward, self._module
@@ -867,17 +852,6 @@ class RecomputedForward:
         if module.forward != self._forward:
             module.__dict__["forward"] = self._forward
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
-        copied = memo.get(id(getattr(self._forward, "__self__", None)))
-        return plain_forward(copied) if isinstance(copied, nn.Module) else self._forward
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        owner = getattr(self._forward, "__self__", None)
-        if isinstance(owner, nn.Module):
-            return getattr, (owner, "forward")  # see `OffloadedForward`
-        return itself, (self._forward,)
-
 
 skip_in_compiler(RecomputedForward.__call__, with_callees=False)
-for _name in ("_forward", "_module"):
-    skip_in_compiler(vars(RecomputedForward)[_name].fget)
+skip_in_compiler(vars(RecomputedForward)["_module"].fget)
