@@ -14,7 +14,7 @@ from benchmarks.record import RESULTS, warning_of
 from benchmarks.tables import CASES, tables_of
 from ebbtide.units import format_size
 
-_MOST_ROWS = 30  # longer tables are linked, so that the page can be read
+_MOST_ROWS = 6  # longer tables are linked, so that the page can be read
 PAGE = RESULTS.parents[1] / "docs" / "benchmarks.md"
 
 _INTRODUCTION = """\
@@ -119,8 +119,8 @@ def _shortened(table: str, file: Path) -> str:
     beside = file.with_suffix(".md")
     if len(lines) - 2 <= _MOST_ROWS or not beside.exists():
         return table
-    link = f"[{beside.name}](../benchmarks/results/{beside.name})"
-    return f"The first of {len(lines) - 2} rows; all are in {link}.\n\n" + "\n".join(lines[:8])
+    head = "\n".join(lines[: _MOST_ROWS + 2])
+    return f"The first of {len(lines) - 2} rows of `benchmarks/results/{beside.name}`.\n\n{head}"
 
 
 def _table_beside(_: dict[str, Any], file: Path) -> str:

@@ -21,19 +21,13 @@ PAGE = HERE.parents[1] / "docs" / "guides" / "clients.md"
 INTRODUCTION = """\
 # With the framework you train with
 
-Each row of the table is a short program of a framework. Each is a recipe that you can copy, and
-each makes its own data. Offloading adds two lines to it: `import ebbtide`, and
-`handle = ebbtide.offload(model)` after the model has been built.
+Each row is a short program of a framework, which you can copy. Offloading adds two lines to it:
+`import ebbtide`, and `handle = ebbtide.offload(model)` after the model has been built.
 
-Each program ran twice, in processes of its own: as it stands, and less the two lines. Losses and
-weights after training are the same to the bit, except where a row says that the client does not
-work yet. The peak is the resident memory (RSS) of a process from the moment when the model is
-ready, and it includes the interpreter, the libraries and the weights. The programs are small, so
-that the tests run quickly, and this base is large beside what they train. *Above idle* leaves it
-out: the column shows by how much the peak exceeds the memory when the model is ready.
-
-`make clients` compares all clients on your machine, in an environment of its own
-(`.venv-clients`). `make clients-page` does so and writes this page. `make test-slow` compares some.
+Each program ran with the two lines and without. Losses and weights are the same to the bit, except
+where a row says otherwise. The peak is the resident memory (RSS) of the process; *above idle* leaves
+out what was there when the model was ready. `make clients` compares them on your machine, and
+`make clients-page` writes this page.
 """
 
 HEADER = """\
