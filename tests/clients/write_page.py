@@ -25,7 +25,7 @@ Each row is a short program of a framework, which you can copy. Offloading adds 
 `import ebbtide`, and `handle = ebbtide.offload(model)` after the model has been built.
 
 Each program ran with the two lines and without. Losses and weights are the same to the bit, except
-where a row says otherwise. The peak is the resident memory (RSS) of the process; *above idle* leaves
+where a row says otherwise. The peak is the process's resident memory (RSS); *above idle* leaves
 out what was there when the model was ready. `make clients` compares them on your machine, and
 `make clients-page` writes this page.
 """
