@@ -653,6 +653,8 @@ class DeviceWeights(AbstractWeights):
                 made.append((member, DeviceParameter.of(member.view_of(buffer))))
             elif reuse and member.reused is not None:
                 member.reused.refer_to(member.view_of(buffer))
+                if member.reused.is_viewed:
+                    member.reused = self._gradients.link_again(member.reused)
                 made.append((member, member.reused))
             else:
                 fresh.append(member)

@@ -175,6 +175,20 @@ class _MoveToDevice(torch.autograd.Function):
         return gradient, None, None, None
 
 
+class _MoveAgain(torch.autograd.Function):
+    """The identity on the device: a device parameter with a version counter of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, moved: torch.Tensor, move: _Move) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.move = move
+        return DeviceParameter.of(move.member.view_of(moved))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # noqa: ARG004
+        return gradients[0], None
+
+
 @final
 class Gradients:
     """The gradients of all offloaded weights of a model on an accelerator.
@@ -206,6 +220,19 @@ class Gradients:
         leaves = [each.leaf_on(buffer.device) for each in members]
         arguments = zip(resting, leaves, moves, strict=True)
         return [_MoveToDevice.apply(there, buffer, leaf, each) for there, leaf, each in arguments]  # type: ignore[no-untyped-call]
+
+    def link_again(self, moved: DeviceParameter) -> DeviceParameter:
+        """Take a device parameter's memory for another, with a version counter of its own.
+
+        Its gradient is added to that of `moved`, not to the parameter's: so autograd adds the
+        gradients of all uses of the weight in the order in which it adds them without an offload,
+        which decides about the last bit.
+        """
+        node: Any = moved.grad_fn
+        with torch.enable_grad():
+            again: DeviceParameter = _MoveAgain.apply(moved, node.move)  # type: ignore[no-untyped-call]
+        moved.let_go()
+        return again
 
     def send(self, move: _Move, gradient: torch.Tensor) -> torch.Tensor:
         """Start to copy a gradient to the host.
@@ -317,9 +344,12 @@ def cast_parameter(tensor: torch.Tensor) -> OffloadedParameter | None:
         return None
     source: Any = node.next_functions[0][0]
     move: _Move | None = getattr(source, "move", None)
-    if type(source) is not _MoveToDevice._backward_cls or move is None:
+    if type(source) not in _MOVES or move is None:
         return None
     member = move.member
     if tensor.shape != member.shape or tensor._version:
         return None
     return member if tensor.stride() == member.stride else None
+
+
+_MOVES = frozenset({_MoveToDevice._backward_cls, _MoveAgain._backward_cls})

@@ -120,7 +120,7 @@ def move(model: nn.Module, device: torch.device, but: Container[nn.Parameter] = 
         device: the device.
         but: the parameters that stay where they are.
     """
-    buffers: dict[int, Tensor] = {}
+    moved: dict[Tensor, Tensor] = {}
     for module in model.modules():
         for parameter in module._parameters.values():
             if parameter is None or parameter in but or parameter.device == device:
@@ -129,8 +129,10 @@ def move(model: nn.Module, device: torch.device, but: Container[nn.Parameter] = 
             parameter.data = parameter.data.to(device)
             parameter.grad = None if gradient is None else gradient.to(device)
         for name, buffer in module._buffers.items():
-            if buffer is not None:  # one that two modules share is still shared afterwards
-                module._buffers[name] = buffers.setdefault(id(buffer), buffer.to(device))
+            if buffer is not None and buffer.device != device and not buffer.is_meta:
+                if buffer not in moved:  # one that two modules share is still shared afterwards
+                    moved[buffer] = buffer.to(device)
+                module._buffers[name] = moved[buffer]
 
 
 def check_can_move(model: nn.Module, device: torch.device) -> None:

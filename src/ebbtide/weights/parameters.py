@@ -256,6 +256,7 @@ class DeviceParameter(ExchangedParameter):
 
     Attributes:
         exposed: whether `data` was read; no version counter sees changes made through `data`.
+        is_viewed: whether views of memory that it had before may share its version counter.
         known: the tensor's version when its values last equalled those on the host.
         read: for each tensor that `data` gave, one that shares its version counter and no memory,
             and its version at that time.
@@ -263,6 +264,7 @@ class DeviceParameter(ExchangedParameter):
 
     __torch_function__ = no_torch_function
     exposed = False
+    is_viewed = False
     known = 0
     read: tuple[tuple[torch.Tensor, int], ...] = ()
 
@@ -660,7 +662,7 @@ class OffloadedParameter:
         """
         reused = self.reused
         check_views(self.name, self.watched)
-        if reused is not None and self._has_no_memory(reused):
+        if reused is not None and self._is_alone(reused):
             check_views(self.name, [reused])
 
     def stop_watching(self, *, viewed: bool) -> list[DeviceParameter]:
@@ -674,14 +676,14 @@ class OffloadedParameter:
         """
         counters, self.watched = self.watched, []
         reused = self.reused
-        if reused is not None and self._has_no_memory(reused):
+        if reused is not None and self._is_alone(reused):
             counters.append(reused.counter())
-            if viewed:  # its version would count changes in two buffers
-                self.reused = None
+            reused.is_viewed = viewed
         return [each for each in counters if viewed or each.is_changed()]
 
-    def _has_no_memory(self, tensor: DeviceParameter) -> bool:
-        return bool(self.size_bytes) and not tensor.numel()
+    def _is_alone(self, tensor: DeviceParameter) -> bool:
+        """Whether it has no memory, and only views of the present buffer share its version."""
+        return bool(self.size_bytes) and not tensor.numel() and not tensor.is_viewed
 
     def _exchange(self, present: torch.Tensor, following: torch.Tensor) -> None:
         for _, container, key in self._containers():
