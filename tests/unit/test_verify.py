@@ -283,6 +283,18 @@ def test_a_script_is_verified_as_it_is(script: str) -> None:
     assert all(each["moved_bytes"] for each in document["runs"])
 
 
+def test_a_loss_of_a_script_is_compared(script: str) -> None:
+    """It alone differs: what is added to it has no gradient."""
+    loss = "(model(x).square().mean() + bool(layers[0]._forward_pre_hooks)).backward()"
+    Path(script).write_text(SCRIPT.replace("model(x).square().mean().backward()", loss))
+    command = [sys.executable, "-m", "ebbtide", "verify", "--json", "--orders", "0", "--steps", "2"]
+    run = subprocess.run([*command, script, "1"], capture_output=True, text=True)
+    assert run.returncode == 1, run.stdout + run.stderr
+    (offloaded,) = json.loads(run.stdout)["runs"]
+    assert offloaded["difference"]["name"] == "step 1: loss 1"
+    assert offloaded["difference"]["num_different"] == 2
+
+
 def test_a_script_that_offloads_by_itself_cannot_be_run_plainly(script: str) -> None:
     source = SCRIPT.replace("optimizer = ", "import ebbtide; ebbtide.offload(model); optimizer = ")
     Path(script).write_text(source)

@@ -86,7 +86,7 @@ def verify_script(
         run,
         seeds,
         steps=steps,
-        kinds="gradients, parameters, buffers, random states",
+        kinds="losses, gradients, parameters, buffers, random states",
         disk_may_be_full=False,
     )
 
@@ -126,13 +126,26 @@ class _EnoughError(BaseException):
 
 @final
 class _Recorder:
-    """Copies what the optimizers of a script step with, and ends it after some steps."""
+    """Copies what the optimizers of a script step with, and ends it after some steps.
+
+    A loss is a number of which the script calls `backward`. It stays on the device until the step:
+    to copy it at once, the host would wait between forward and backward, and hide races.
+    """
 
     def __init__(self, steps: int) -> None:
         self.outcome = Outcome()
         self._steps = steps
         self._step = 0
+        self._losses: list[torch.Tensor] = []
         self._names: dict[int, str] = {}
+        backward = torch.Tensor.backward
+
+        def note_backward(loss: torch.Tensor, *args: Any, **others: Any) -> None:
+            if loss.numel() == 1:
+                self._losses.append(loss.detach().clone())
+            backward(loss, *args, **others)  # type: ignore[no-untyped-call]
+
+        torch.Tensor.backward = note_backward  # type: ignore[method-assign, assignment]
         optimizers.register_optimizer_step_pre_hook(self._before)
         optimizers.register_optimizer_step_post_hook(self._after)
 
@@ -140,6 +153,9 @@ class _Recorder:
         self._step += 1
         if not self._names:
             self._find_names()
+        losses, self._losses = self._losses, []
+        for number, loss in enumerate(losses, start=1):
+            self.outcome.values[f"step {self._step}: loss {number}"] = copy_of(loss)
         for name, parameter in reversed(self._parameters_of(optimizer)):
             whole_name = f"step {self._step}: gradient of {name}"
             self.outcome.values[whole_name] = copy_of(parameter.grad)
