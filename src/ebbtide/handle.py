@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from ebbtide.devices.process import call_weakly
 from ebbtide.errors import PolicyError
-from ebbtide.observe.explain import Explanation, collect_evidence, explain
+from ebbtide.observe.explain import Explanation, collect_evidence, describe, explain
 from ebbtide.observe.inspection import Inspection, inspect_engine
 from ebbtide.observe.recording import trace_of
 from ebbtide.observe.trace import Trace
@@ -65,6 +65,7 @@ class OffloadHandle:
         self._layers = layers
         self._engine = engine
         self._undo = list(undo)
+        self._overlaps: weakref.WeakSet[StepOverlap] = weakref.WeakSet()
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -112,9 +113,10 @@ class OffloadHandle:
     def notes(self) -> tuple[str, ...]:
         """Sentences about what the offload does on this machine beyond moving bytes.
 
-        On a CPU, the first says how freed memory is returned to the system.
+        On a CPU, the first says how freed memory is returned to the system. If an optimizer steps
+        inside backward, the last says how much of that was hidden, and how much was done twice.
         """
-        return self._engine.notes
+        return (*self._engine.notes, *(describe(each.stats) for each in self._overlaps))
 
     def inspect(self) -> Inspection:
         """Report each storage's fate in the last step, and what is in flight now.
@@ -163,8 +165,8 @@ class OffloadHandle:
         """
         plan = self.plan
         forward = None if self._find_forward is None else self._find_forward()
-        evidence = collect_evidence(self._engine, forward, self.layers, plan)
-        return explain(evidence)
+        overlaps = [each.stats for each in self._overlaps]
+        return explain(collect_evidence(self._engine, forward, self.layers, plan, overlaps))
 
     def overlap(
         self,
@@ -210,6 +212,7 @@ class OffloadHandle:
             max_norm=max_norm,
             shadow_budget=shadow_budget,
         )
+        self._overlaps.add(overlap)
         self._undo.append(call_weakly(overlap.close))
         return optimizer
 

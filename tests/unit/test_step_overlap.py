@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -501,3 +502,31 @@ def test_clipping_by_one_changes_the_signs_of_complex_zeros() -> None:
         assert not overlaps or optimizer.overlap.num_overlapped == 2
     assert torch.equal(results[0].signbit(), results[1].signbit())
     assert torch.equal(*results)
+
+
+def test_reports_tell_of_the_step_inside_backward(tmp_path: Path) -> None:
+    model, optimizer, handle = overlapped(max_norm=1e-3, trace=True)
+    assert "0 of 0 steps" in handle.notes[-1]
+    for x in batches(6):
+        step(model, optimizer, x, by=100.0)
+    stats = optimizer.overlap
+    assert not stats.steps_ahead
+    said = str(handle.explain())
+    assert "stepped again, so nothing is stepped ahead now" in " ".join(said.split())
+    assert "clipped in 6 of 6 steps" in " ".join(said.split())
+    for x in batches(6):
+        step(model, optimizer, x, by=1e-6)
+    # Two of these pass until it pays again, and then each step commits what was stepped ahead.
+    ahead = optimizer.overlap.num_overlapped
+    assert ahead > 0
+    causes = [finding.cause for finding in handle.explain().findings]
+    assert "stepped twice" not in causes
+    hidden = optimizer.overlap.hidden_share
+    assert ("step not hidden" in causes) == (hidden < 0.5)
+    assert f"inside backward in {ahead} of 12 steps: {hidden:.0%} of" in handle.notes[-1]
+    handle.report(tmp_path / "run.html")
+    assert handle.notes[-1] in (tmp_path / "run.html").read_text()
+    handle.save_run(tmp_path / "run.json")
+    assert '"cpu_optimizer"' in (tmp_path / "run.json").read_text()
+    assert "cpu_optimizer" in handle.trace.timeline()
+    handle.detach()

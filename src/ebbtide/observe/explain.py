@@ -22,6 +22,7 @@ from ebbtide.runtime.forward import OffloadedForward
 from ebbtide.runtime.stats import StepStats
 from ebbtide.stores.measured_memory import LEAST_BYTES, memory_of
 from ebbtide.units import card, count, facts, folded, format_size, note
+from ebbtide.weights.overlap import OverlapStats
 
 
 @final
@@ -75,6 +76,7 @@ class Evidence:
         offloads_weights: whether weights rest elsewhere.
         plan_keeps_all: whether there is a plan, and it keeps everything.
         plan_peak_bytes: the peak that the plan predicts, if there is one.
+        overlaps: what each optimizer that steps inside backward has done so far.
     """
 
     stats: StepStats
@@ -93,6 +95,7 @@ class Evidence:
     offloads_weights: bool = False
     plan_keeps_all: bool = False
     plan_peak_bytes: int | None = None
+    overlaps: tuple[OverlapStats, ...] = ()
 
     @property
     def peak(self) -> MemorySample | None:
@@ -176,6 +179,7 @@ def find_limit(evidence: Evidence) -> tuple[int, str] | None:
 _SHARE: Final = 0.1  # of the peak: less than this does not explain it
 _RELOADED: Final = 0.25  # of the peak: what came back explains it
 _MOST: Final = 0.4  # of the peak: more than this dominates it
+_HIDDEN: Final = 0.5  # of an optimizer's step inside backward: less than this saves no time
 _LISTED: Final = 3
 
 
@@ -504,6 +508,38 @@ def it_fits(evidence: Evidence) -> Iterator[Finding]:
         )
 
 
+def step_in_backward(evidence: Evidence) -> Iterator[Finding]:
+    """An optimizer that steps inside backward saves no time."""
+    for stats in evidence.overlaps:
+        if not stats.steps_ahead:
+            yield Finding(
+                "stepped twice",
+                "Most of what the optimizer stepped inside backward had to be stepped again, so "
+                "nothing is stepped ahead now.",
+                f"{describe(stats)[:-1]}; gradients were clipped in {stats.num_clipped} of "
+                f"{count(stats.num_steps, 'step')}",
+                "raise max_norm if clipping bites in most steps, change gradients, weights and "
+                "options after the step and not before it, or leave handle.overlap out",
+            )
+        elif stats.worker_s and stats.hidden_share < _HIDDEN:
+            yield Finding(
+                "step not hidden",
+                "Most of the optimizer's step inside backward is waited for, because backward is "
+                "too short, or needs the same cores.",
+                describe(stats)[:-1],
+                "a larger batch makes backward longer; a fused optimizer (fused=True) steps faster",
+            )
+
+
+def describe(stats: OverlapStats) -> str:
+    """Say in a sentence what an optimizer that steps inside backward has done so far."""
+    return (
+        f"The optimizer stepped inside backward in {stats.num_overlapped} of "
+        f"{count(stats.num_steps, 'step')}: {stats.hidden_share:.0%} of {stats.worker_s:.3f} s ran "
+        f"beside backward, and {count(stats.num_redone, 'step')} had something done twice."
+    )
+
+
 _FIRST: Final = (nothing_saved, compiled_as_one, double_backward)
 _BY_SIZE: Final = (
     *(graph_held, held_by_program, small_tensors, kept_by_choice),
@@ -610,7 +646,7 @@ def explain(evidence: Evidence) -> Explanation:
     limit = find_limit(evidence)
     return Explanation(
         verdict=_verdict(evidence, findings, limit),
-        findings=findings,
+        findings=(*findings, *step_in_backward(evidence)),
         memory=evidence.memory,
         limit_bytes=None if limit is None else limit[0],
         limit_why="" if limit is None else _why(evidence, *limit),
@@ -662,6 +698,7 @@ def collect_evidence(
     forward: OffloadedForward | None,
     layers: Sequence[str],
     planned: PlannedStep | None,
+    overlaps: Sequence[OverlapStats] = (),
 ) -> Evidence:
     """Collect what is known of the last finished step.
 
@@ -670,6 +707,7 @@ def collect_evidence(
         forward: the offloaded forward.
         layers: names of the layers.
         planned: the plan that is followed, if there is one.
+        overlaps: what each optimizer that steps inside backward has done.
     """
     stats = engine.stats
     memory = trace_of(engine).memory if engine.is_traced else None
@@ -696,6 +734,7 @@ def collect_evidence(
         offloads_weights=engine.weights is not None,
         plan_keeps_all=planned is not None and not moved,
         plan_peak_bytes=None if planned is None else planned.plan.peak_bytes,
+        overlaps=tuple(overlaps),
     )
 
 
