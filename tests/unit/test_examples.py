@@ -53,6 +53,26 @@ def test_a_model_larger_than_memory_trains() -> None:
     assert "the same, to the bit" in done.stdout
 
 
+def test_a_clipped_step_inside_backward_fits() -> None:
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / "clipped_step_in_backward.py", "--steps", "4"],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        timeout=400,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    # 160 MiB: 15 layers of two linear maps of 1024 x 1024 and biases, of 8 MiB each. State is twice
+    # the weights, and a shadow is a weight with its state.
+    assert re.search(r"optimizer state +240\.2 MiB", done.stdout)
+    assert re.search(r"shadows, in files +360\.4 MiB", done.stdout)
+    assert re.search(r"as it is .* does not fit", done.stdout)
+    assert re.search(r"inside backward .* fits", done.stdout)
+    assert re.search(r"clipped +1\n", done.stdout)
+    assert re.search(r"stepped ahead +2\n", done.stdout)  # not in the first step, nor the clipped
+    assert "the same, to the bit" in done.stdout
+
+
 def test_pipeline_keeps_less_on_every_rank() -> None:
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     # The launcher looks for a free port itself.
