@@ -20,7 +20,6 @@ from ebbtide.policy import (
     ActivationPolicy,
     WeightPolicy,
     check_activations,
-    check_budget_unit,
     check_budgeted,
     check_model,
     check_trace,
@@ -43,6 +42,7 @@ from ebbtide.runtime.layers import (
     match_layers,
 )
 from ebbtide.schedule import Schedule
+from ebbtide.units import parse_budget_bytes
 from ebbtide.version import TESTED_TORCH
 from ebbtide.weights.model_weights import Materialize, ModelWeights, check_can_move
 from ebbtide.weights.model_weights import materialize as give_values
@@ -187,7 +187,8 @@ def offload(
     check_activations(activations)
     check_weights(weights)
     check_trace(trace)
-    check_budget_unit(budget)
+    if budget is not None:
+        parse_budget_bytes(budget)
     policy, planned = activations, None
     if budget is not None or plan is not None:
         given_twice = budget is not None and plan is not None

@@ -253,21 +253,6 @@ def check_budgeted(
     return ActivationPolicy(mode="recompute+offload", rebuild=False, min_bytes=given.min_bytes)
 
 
-def check_budget_unit(budget: object, *, name: str = "budget=") -> None:
-    """Check that a budget in text has a unit: "24" would be 24 bytes, which nobody means.
-
-    Args:
-        budget: what the user gave.
-        name: what stands before it in the message.
-
-    Raises:
-        PolicyError: it is a number without a unit.
-    """
-    if isinstance(budget, str) and budget.strip().replace(".", "", 1).isdecimal():
-        number = budget.strip()
-        raise PolicyError(f"{name}{budget!r} has no unit; write {number}GiB, or 90% for a share")
-
-
 def check_switch(name: str, value: object, advice: str = "") -> None:
     """Check that an argument is True or False.
 

@@ -10,48 +10,74 @@ from typing import Final, NamedTuple, final
 
 from ebbtide.errors import PolicyError
 
-_UNITS = {
-    "": 1,
+_UNITS: Final = {
     "b": 1,
-    "kib": 2**10,
-    "mib": 2**20,
-    "gib": 2**30,
-    "tib": 2**40,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "tb": 10**12,
+    **{
+        f"{letter}{rest}": 2 ** (10 * power)
+        for power, letter in enumerate("kmgt", 1)
+        for rest in ("ib", "")
+    },
+    **{f"{letter}b": 10 ** (3 * power) for power, letter in enumerate("kmgt", 1)},
 }
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
+_SIZE: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z%]*)\s*", re.IGNORECASE)
 
 
-def parse_size_bytes(size: int | str, *, name: str = "size") -> int:
-    """Parse a byte count.
+def parse_size_bytes(size: int | str, *, name: str = "size", whole_bytes: int | None = None) -> int:
+    """Parse a byte count, as users give it in Python and on the command line.
 
     Args:
-        size: number of bytes as an int, or text such as ``"24GiB"`` or ``"1.5 GB"``; a fraction of
-            a byte is cut off.
+        size: number of bytes as an int, or text such as ``"24GiB"``, ``"24G"``, which is the same,
+            or ``"1.5 GB"``; a fraction of a byte is cut off. Text without a unit is refused, as
+            "24" would be 24 bytes, which nobody means.
         name: name of the number in error messages.
+        whole_bytes: of what ``"90%"`` is a share. None: shares are refused.
 
     Returns:
         The size in bytes.
 
     Raises:
-        PolicyError: ``size`` is negative or cannot be read.
+        PolicyError: ``size`` is negative, a share above 100%, or cannot be read.
     """
+    examples = '"24GiB"' if whole_bytes is None else '"24GiB" or "90%"'
     if isinstance(size, bool) or not isinstance(size, int | str):
-        raise PolicyError(f'{name} must be a number of bytes or text like "24GiB", got {size!r}')
+        raise PolicyError(f"{name} must be a number of bytes or text like {examples}, got {size!r}")
     if isinstance(size, int):
         if size < 0:
             raise PolicyError(f"{name} must not be negative, got {size}")
         return size
     match = _SIZE.fullmatch(size)
-    if match is None or match[2].lower() not in _UNITS:
+    unit = None if match is None else match[2].lower()
+    if match is None or (unit not in _UNITS and (unit != "%" or whole_bytes is None)):
+        if match is not None and not unit:
+            raise PolicyError(f"{name}={size!r} has no unit; write {match[1]}GiB, for example")
         raise PolicyError(
-            f"{name}={size!r} cannot be read as bytes; write a number and one of "
-            f'B, KiB, MiB, GiB, TiB, KB, MB, GB, TB, such as "24GiB"'
+            f"{name}={size!r} cannot be read; write a number and one of "
+            f"B, KiB, MiB, GiB, TiB, KB, MB, GB, TB, such as {examples}"
         )
-    return int(Fraction(match[1]) * _UNITS[match[2].lower()])
+    if unit != "%":
+        return int(Fraction(match[1]) * _UNITS[match[2].lower()])
+    assert whole_bytes is not None
+    share = Fraction(match[1]) / 100
+    if share > 1:
+        raise PolicyError(f"{name}={size!r} is more than there is; write at most 100%")
+    return int(share * whole_bytes)
+
+
+def parse_budget_bytes(budget: int | str, whole_bytes: int = 2**63, *, name: str = "budget") -> int:
+    """Parse a budget, such as ``"24GiB"`` or ``"90%"``.
+
+    Args:
+        budget: see `parse_size_bytes`.
+        whole_bytes: of what ``"90%"`` is a share. The default is for a check before that is known.
+        name: name of the budget in error messages.
+
+    Raises:
+        PolicyError: it cannot be read, or is 0.
+    """
+    size_bytes = parse_size_bytes(budget, name=name, whole_bytes=whole_bytes)
+    if not size_bytes:
+        raise PolicyError(f"{name} must be more than 0 bytes; write a size such as 24GiB")
+    return size_bytes
 
 
 def format_size(size_bytes: int) -> str:

@@ -417,8 +417,8 @@ def test_a_plan_is_saved_and_loaded(memory: LiveMemory, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("budget", "message"),
     [
-        ("0%", "1% to 100%"),
-        ("120%", "1% to 100%"),
+        ("0%", "more than 0"),
+        ("120%", "100%"),
         ("much", "cannot be read"),
         (0, "more than 0"),
         (-5, "not be negative"),

@@ -39,7 +39,7 @@ def test_a_budget_of_a_host_is_divided(text: str, monkeypatch: pytest.MonkeyPatc
 def test_parts_are_never_more_than_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """1000 bytes for 3 ranks: 333 each."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
-    assert parse_host_budget("1000/node").size_bytes == 333
+    assert parse_host_budget("1000B/node").size_bytes == 333
 
 
 @pytest.mark.parametrize("budget", [24 * GIB, "24GiB"])

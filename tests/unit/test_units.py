@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbtide.errors import PolicyError
-from ebbtide.units import format_size, parse_size_bytes
+from ebbtide.units import format_size, parse_budget_bytes, parse_size_bytes
 
 UNITS = {
     "B": 1,
@@ -26,13 +26,13 @@ SIZES = st.integers(0, 2**60)
 @given(SIZES)
 def test_whole_bytes_are_read_as_they_are(size_bytes: int) -> None:
     assert parse_size_bytes(size_bytes) == size_bytes
-    assert parse_size_bytes(str(size_bytes)) == size_bytes
     assert parse_size_bytes(f"{size_bytes}B") == size_bytes
 
 
 @given(st.integers(0, 10**9), st.sampled_from(sorted(UNITS)), st.sampled_from(["", " ", "  "]))
 def test_units_multiply(count: int, unit: str, space: str) -> None:
-    for spelling in (unit, unit.lower(), unit.upper()):
+    short = unit[0] if unit.endswith("iB") else unit  # 24G is 24GiB
+    for spelling in (unit, unit.lower(), unit.upper(), short, short.lower()):
         assert parse_size_bytes(f"{space}{count}{space}{spelling}") == count * UNITS[unit]
 
 
@@ -51,8 +51,8 @@ def test_decimal_fractions_are_exact(size_bytes: int, unit: tuple[str, int]) -> 
         ("1.5 KiB", 1024 + 512),
         ("0.1KiB", 102),  # 102.4: bytes are whole, the rest is cut off
         ("1.001KB", 1001),
-        ("0", 0),
-        (" 7 ", 7),
+        ("0B", 0),
+        ("24000M", 24000 * 1024**2),
     ],
 )
 def test_examples(text: str, size_bytes: int) -> None:
@@ -61,11 +61,19 @@ def test_examples(text: str, size_bytes: int) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", " ", "GiB", "24 gigs", "-1", "-1KiB", "+1", "1e9", "1.KiB", ".5KiB", "1 2", "1_000"],
+    ["", " ", "GiB", "7", " 1.5 ", "90%", "24 gigs", "-1", "-1KiB", "+1", "1e9", "1.KiB", ".5KiB", "1 2", "1_000"],
 )
 def test_other_text_is_refused_with_what_can_be_read(text: str) -> None:
-    with pytest.raises(PolicyError, match=r"^cap=.*24GiB"):
+    with pytest.raises(PolicyError, match=r"^cap=.*GiB"):
         parse_size_bytes(text, name="cap")
+
+
+def test_a_share_is_one_of_what_there_is() -> None:
+    assert parse_size_bytes("90%", whole_bytes=1000) == 900
+    assert parse_budget_bytes(" 12.5 % ", 1000) == 125
+    for text in ("100.1%", "0%", "0B", "-5%"):
+        with pytest.raises(PolicyError):
+            parse_budget_bytes(text, 1000)
 
 
 @pytest.mark.parametrize("value", [True, False, 1.5, None, b"1KiB", [1]])

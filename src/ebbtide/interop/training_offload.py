@@ -12,7 +12,6 @@ from torch import nn
 from ebbtide.api import offload
 from ebbtide.errors import PolicyError
 from ebbtide.handle import OffloadHandle
-from ebbtide.planning.budget import parse_budget_bytes
 from ebbtide.planning.planned_step import PlannedStep
 from ebbtide.policy import (
     ActivationPolicy,
@@ -24,9 +23,9 @@ from ebbtide.policy import (
 )
 from ebbtide.runtime.stats import StepStats
 from ebbtide.schedule import Schedule
+from ebbtide.units import parse_budget_bytes
 
 _ATTRIBUTE: Final = "_ebbtide_training"
-_ANY_TOTAL_BYTES: Final = 2**60  # a share is read as well as a size; of how much does not matter
 
 
 @final
@@ -56,7 +55,7 @@ class OffloadArguments:
             twice = self.budget is not None and self.plan is not None
             check_budgeted(self.activations, self.schedule, given_twice=twice)
         if self.budget is not None:
-            parse_budget_bytes(self.budget, _ANY_TOTAL_BYTES)
+            parse_budget_bytes(self.budget)
 
     def attach_to(self, model: nn.Module) -> OffloadHandle:
         """Offload a model with these arguments."""

@@ -23,14 +23,12 @@ from ebbtide.devices.process import watch_forks
 from ebbtide.errors import BudgetError, EbbtideError, PolicyError
 from ebbtide.handle import OffloadHandle, finished_steps, is_in_step, record_run
 from ebbtide.observe.run_record import RunRecord
-from ebbtide.planning.budget import parse_budget_bytes
 from ebbtide.planning.follow import load_plan
 from ebbtide.planning.planned_step import PlannedStep
 from ebbtide.policy import (
     DEFAULT_MIN_BYTES,
     ActivationPolicy,
     WeightPolicy,
-    check_budget_unit,
     check_budgeted,
 )
 from ebbtide.runtime.compiled import skip_in_compiler
@@ -48,9 +46,7 @@ from ebbtide.runtime.torch_internals import (
 from ebbtide.stores.build import parse_store
 from ebbtide.stores.host_memory import parse_host_budget
 from ebbtide.stores.measured_memory import AbstractMemory, memory_of
-from ebbtide.units import format_size
-
-_LARGEST_BYTES = 2**60  # a share of it can be read before there is a device
+from ebbtide.units import format_size, parse_budget_bytes
 
 
 @final
@@ -94,8 +90,7 @@ class RunOptions:
         if self.host_budget is not None:
             parse_host_budget(self.host_budget, name="--host-budget")
         if self.budget is not None:
-            check_budget_unit(self.budget, name="--budget ")
-            parse_budget_bytes(self.budget, _LARGEST_BYTES)
+            parse_budget_bytes(self.budget, name="--budget")
         if self.plan is not None:
             load_plan(self.plan)
             if self.layers:

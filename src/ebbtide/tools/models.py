@@ -8,7 +8,6 @@ import functools
 import importlib
 import inspect
 import io
-import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 
 from ebbtide.errors import PolicyError
 from ebbtide.planning.hardware import Hardware
-from ebbtide.units import parse_size_bytes
+from ebbtide.units import parse_budget_bytes
 
 
 class Task(NamedTuple):
@@ -636,8 +635,6 @@ def read_task(address: str, made: Any) -> Task:
 
 # ---- Reads what a user says to `ebbtide plan`: the model, the machine and the budget ----
 
-_PERCENT: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
-
 
 def read_model(name: str, options: ModelOptions) -> TaskFamily:
     """Return the training step of a built-in model or of ``module:function``.
@@ -687,20 +684,10 @@ def read_budget_bytes(text: str, hardware: Hardware) -> int:
         PolicyError: it cannot be read, or is more than the device has.
     """
     device_bytes = hardware.device_memory_bytes
-    match = _PERCENT.fullmatch(text)
-    if match is not None:
-        share = float(match[1]) / 100
-        if not 0 < share <= 1:
-            raise PolicyError(f"--budget {text} must be more than 0% and no more than 100%")
-        return int(share * device_bytes)
-    if re.fullmatch(r"\s*\d+(\.\d+)?\s*", text):
-        raise PolicyError(f"--budget {text} has no unit; write {text.strip()}GiB or 90%")
-    size_bytes = parse_size_bytes(text, name="--budget")
-    if not size_bytes:
-        raise PolicyError("--budget must be more than 0; write a size such as 24GiB")
+    size_bytes = parse_budget_bytes(text, device_bytes, name="--budget")
     if size_bytes > device_bytes:
         raise PolicyError(
-            f"--budget {text} is more than {hardware.name} has ({device_bytes / 1e9:g} GB, "
+            f"--budget={text!r} is more than {hardware.name} has ({device_bytes / 1e9:g} GB, "
             f"{device_bytes / 2**30:.1f} GiB); give less, or other --hardware"
         )
     return size_bytes
