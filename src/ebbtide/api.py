@@ -244,17 +244,24 @@ def offload(
         record=record_model,
     )
     origin = None if home is None else next(model.parameters()).device
-    placed = ModelWeights(model, engine, origin)
-    if weights is not None or home is not None:
-        owners = match_layers(model, resting_names) if resting_names else found
-        placed.place(None if weights is None else owners, weights or WeightPolicy())
+    owners = match_layers(model, resting_names) if resting_names else found
+    placed = ModelWeights(model, owners, weights or WeightPolicy(), engine, origin)
+    is_planned = budget is not None and weights is None and engine.torch_device.type != "cpu"
+    if not is_planned and (weights is not None or home is not None):
+        try:
+            placed.place(None if weights is not None else ())
+        except BaseException:
+            placed.detach()
+            raise
     engine.placement.num_calls = found.num_calls
     planner: BudgetController | FixedPlan | None = None
     if budget is not None:
         # Here, because it needs SciPy, which takes long to import.
         from ebbtide.planning.budget import BudgetController
 
-        planner = BudgetController(model, engine, budget, engine.placement.min_bytes)
+        planned_weights = placed if is_planned else None
+        min_bytes = engine.placement.min_bytes
+        planner = BudgetController(model, engine, budget, min_bytes, weights=planned_weights)
     elif planned is not None:
         planner = FixedPlan(engine, planned)
     tracker = LayerTracker(found, engine)

@@ -267,6 +267,6 @@ def test_a_forward_is_not_repeated_where_that_would_not_be_the_same_step(
     with short_of_memory(failing, 2 * plain_bytes):
         with pytest.raises(torch.OutOfMemoryError):
             take(failing, x)
-        assert len(failures) == (8 if why == "no other plan" else 0)
+        assert len(failures) == (7 if why == "no other plan" else 0)  # the weights may leave, too
         failures.clear()
         take(failing, x)

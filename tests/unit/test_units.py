@@ -61,7 +61,23 @@ def test_examples(text: str, size_bytes: int) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", " ", "GiB", "7", " 1.5 ", "90%", "24 gigs", "-1", "-1KiB", "+1", "1e9", "1.KiB", ".5KiB", "1 2", "1_000"],
+    [
+        "",
+        " ",
+        "GiB",
+        "7",
+        " 1.5 ",
+        "90%",
+        "24 gigs",
+        "-1",
+        "-1KiB",
+        "+1",
+        "1e9",
+        "1.KiB",
+        ".5KiB",
+        "1 2",
+        "1_000",
+    ],
 )
 def test_other_text_is_refused_with_what_can_be_read(text: str) -> None:
     with pytest.raises(PolicyError, match=r"^cap=.*GiB"):

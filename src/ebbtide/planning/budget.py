@@ -1,4 +1,4 @@
-"""Reads a budget, which is a number of bytes or a share of all memory."""
+"""Keeps a model's training within a budget: records, plans and follows each kind of step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, Final, Generic, NamedTuple, TypeVar, final
 import torch
 from torch import Tensor, nn
 
-from ebbtide.errors import PolicyError, warn_user
+from ebbtide.errors import BudgetError, PolicyError, warn_user
 from ebbtide.observe.inspection import inspect_engine
 from ebbtide.observe.recording import trace_of
 from ebbtide.planning.budget_study import BudgetStudy, Phase, Stage, is_same
@@ -21,13 +21,19 @@ from ebbtide.planning.follow import place
 from ebbtide.planning.hardware import Hardware
 from ebbtide.planning.plan import Plan
 from ebbtide.planning.planned_step import PlannedStep, describe_briefly
-from ebbtide.planning.recorded import PassTrim, PassWatch, profile_recorded_step
+from ebbtide.planning.recorded import (
+    PassTrim,
+    PassWatch,
+    profile_recorded_step,
+    with_weight_bytes,
+)
 from ebbtide.planning.relaxation import load_solver
-from ebbtide.runtime.engine import Engine
+from ebbtide.runtime.engine import INFLIGHT_BYTES, Engine
 from ebbtide.runtime.rebuild import PlannedLayers, mark_not_offload
 from ebbtide.runtime.torch_internals import current_graph_task, tree_flatten, tree_leaves
 from ebbtide.stores.measured_memory import AbstractMemory, memory_of
 from ebbtide.units import format_size, parse_budget_bytes
+from ebbtide.weights.model_weights import ModelWeights
 
 # ---- Tells steps apart that need plans of their own, and remembers the plans of a few of them ----
 #
@@ -155,6 +161,15 @@ class StudiesByKind(Generic[Study]):
 
 _LOG = logging.getLogger(__name__)
 
+# [Note: weights under a budget] If the parameters, their gradients and the two states of an Adam
+# could need more than the budget, all weights rest on the host from the beginning; otherwise, as
+# soon as no plan fits with them on the device, or a first step runs out of memory. A plan for a
+# step with all weights at rest says which of them pay to be on the device, with their gradients and
+# their state. Plans of other kinds of steps take the weights as they are. If none of theirs fits,
+# all weights rest again, for good.
+
+_MOST_RESTED: Final = 2
+_PART_IN_FLIGHT: Final = 20  # of the budget may be in flight in a step that has no plan
 _MOST_VERIFYING: Final = 4  # steps in a row that verify what a plan recomputes
 _ALIKE: Final = 0.05  # difference of what two steps save that is none, as recomputed layers count
 
@@ -207,6 +222,8 @@ class BudgetController:
         budget: bytes, text such as ``"24GiB"``, or a share of all memory such as ``"90%"``.
         min_bytes: smaller storages stay where they are.
         memory: what is measured; None means the process on a CPU, else the device.
+        weights: places the model's weights, which the budget then decides about, too. See
+            [Note: weights under a budget]. None: the weights stay where they are.
 
     Raises:
         PolicyError: the budget cannot be read.
@@ -221,7 +238,12 @@ class BudgetController:
         budget: int | str,
         min_bytes: int,
         memory: AbstractMemory | None = None,
+        weights: ModelWeights | None = None,
     ) -> None:
+        self._weights = weights
+        self._resting: frozenset[str] = frozenset()  # layers whose weights rest
+        self._num_rested = 0  # times that all weights were told to rest
+        self._placing: BudgetStudy | None = None  # the study that decides about the weights
         self._model = weakref.ref(model)
         self._lock = threading.Lock()  # several threads may run the model
         self._engine = engine
@@ -241,6 +263,13 @@ class BudgetController:
         self._was_refused = False  # whether the user knows of a step that could not be planned
         self._memory = memory or memory_of(engine.torch_device)
         self._begin_on(engine.torch_device)
+        if weights is not None:
+            # What is in use has the weights of a model that is on the device already.
+            needed_bytes = self._memory.now_bytes() + _most_weight_bytes(model, self._device)
+            if needed_bytes > self._budget_bytes:
+                self._rest_all()
+            if not self._resting:
+                weights.place(())
         weakref.finalize(self, self._memory.return_at_once, False)
         load_solver()
 
@@ -310,6 +339,8 @@ class BudgetController:
         self._several = False
         self._last.study = None if found is None else found[1]
         if found is None:
+            if self._is_short and self._rest_all():
+                self._is_short = False  # a step with all weights on the host needs less
             _LOG.info("a new kind of step is recorded, with everything offloaded")
             self._record(kind, args, kwargs)
             return
@@ -317,6 +348,26 @@ class BudgetController:
         if study is None:
             self._offload_all()
             return
+        try:
+            self._follow(kind, known, study)
+        except (BudgetError, torch.OutOfMemoryError):
+            if not self._rest_all():
+                raise
+            _LOG.info("no plan fits with weights on the device: all of them rest on the host now")
+            self._last.study = None
+            self._record(kind, args, kwargs)
+
+    def _follow(self, kind: Kind, known: Kind, study: BudgetStudy) -> None:
+        """Follow the plan of a study in the step that begins now.
+
+        Args:
+            kind: the kind of the step.
+            known: the kind that the study is of, with larger tensors perhaps.
+            study: the study.
+
+        Raises:
+            BudgetError: no plan fits into the budget.
+        """
         # Smaller tensors than those that were planned for say nothing of the plan.
         is_own = known == self._studies.key_of(kind)
         stage = study.stage if is_own and study.phase is not Phase.SETTLED else None
@@ -327,6 +378,7 @@ class BudgetController:
             self._warn_of_excess(study.exceeded_bytes)
         followed, self._followed = self._followed, (study, plan)
         if followed is None or followed[0] is not study or not is_same(plan, followed[1]):
+            self._place_weights(study, plan)
             self._memory.return_cached()  # blocks in sizes that another plan's step needed
             self._engine.follow(place(study.profile, plan), plan.max_inflight_bytes)
             if _LOG.isEnabledFor(logging.INFO):
@@ -341,6 +393,44 @@ class BudgetController:
         self._engine.passes = PassTrim(self._memory) if trims else watch
         self._engine.record_steps(traced=self._traced or stage is Stage.SECONDS)
         self._running = self._begun(kind, study, watch, stage)._replace(is_own=is_own)
+
+    def _rest_all(self) -> bool:
+        """Let all weights rest on the host; return whether that is new.
+
+        See [Note: weights under a budget].
+        """
+        if self._weights is None or not self._can_rest_more():
+            return False
+        self._placing = None
+        self._studies.clear()
+        self._resting, self._num_rested = self._weights.names, self._num_rested + 1
+        try:
+            self._weights.place()
+        except PolicyError as error:
+            _LOG.info("the weights stay on the device: %s", error)
+            self._weights.place(())
+            self._resting, self._num_rested = frozenset(), _MOST_RESTED
+        self._memory.return_cached()
+        return bool(self._resting)
+
+    def _can_rest_more(self) -> bool:
+        """Whether weights that are on the device may rest."""
+        if self._weights is None or self._num_rested == _MOST_RESTED:
+            return False
+        return self._resting != self._weights.names
+
+    def _place_weights(self, study: BudgetStudy, plan: Plan) -> None:
+        """Have the weights where a plan has them, if it says so."""
+        if self._weights is None or study is not self._placing:
+            return
+        owners = study.profile.weight_owners()
+        resting = self._weights.names - {
+            name for name, calls in owners.items() if not plan.layers[calls[0]].weights_on_host
+        }
+        if resting != self._resting:
+            _LOG.info("the weights of %d layers rest on the host now", len(resting))
+            self._resting = resting
+            self._weights.place(resting)
 
     def _begun(
         self, kind: Kind, study: BudgetStudy | None, watch: PassWatch | None, stage: Stage | None
@@ -365,6 +455,8 @@ class BudgetController:
         """Offload all that can leave in the step that begins now."""
         nothing: frozenset[int] = frozenset()
         bound_bytes = 0 if self._is_short else None
+        if bound_bytes is None and self._device.type != "cpu":
+            bound_bytes = min(INFLIGHT_BYTES, self._budget_bytes // _PART_IN_FLIGHT)
         self._engine.follow(PlannedLayers({}, nothing, nothing, rebuilds=True), bound_bytes)
         self._engine.record_steps(traced=self._traced)
         self._followed = None
@@ -396,7 +488,13 @@ class BudgetController:
                 )
             self._was_refused = True
             return None
+        # The first kind of step decides about the weights, as two would have them move for ever.
+        weights = None if self._placing else self._weights
+        if weights is not None and self._resting and self._num_rested < _MOST_RESTED:
+            profile = with_weight_bytes(profile, weights.sizes(), self._hardware)
         study = BudgetStudy(profile, self._hardware, self._budget_bytes, watch.begin_bytes)
+        self._placing = self._placing or (study if study.places_weights else None)
+        study.weights_can_leave = self._can_rest_more() and not study.places_weights
         study.refuse(self._engine.refused_layers)
         study.saved_bytes = self._engine.transfers.account.last_counts.unique_bytes
         if not self._several:
@@ -495,6 +593,14 @@ class BudgetController:
                 f"this",
                 UserWarning,
             )
+
+
+def _most_weight_bytes(model: nn.Module, device: torch.device) -> int:
+    """Return what a model adds to a device: weights, gradients and, at most, an Adam's states."""
+    return sum(
+        each.nbytes * ((each.device != device) + 3 * each.requires_grad)
+        for each in model.parameters()
+    )
 
 
 def _needs_gradients(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple, final
 
 from ebbtide.errors import BudgetError
 from ebbtide.observe.trace import Trace
-from ebbtide.planning.contest import keep_all, offload_first
+from ebbtide.planning.contest import keep_all, offload_first, with_weights
 from ebbtide.planning.hardware import Hardware
 from ebbtide.planning.plan import Decision, LayerMode, LayerPlan, Plan
 from ebbtide.planning.planned_step import PlannedStep, StepCost, describe_briefly
@@ -24,6 +24,7 @@ from ebbtide.planning.recorded import (
     measured_profile,
     with_copy_cost,
 )
+from ebbtide.planning.relaxation import everywhere
 from ebbtide.planning.search import find_frugal, search
 from ebbtide.units import format_size
 
@@ -267,14 +268,18 @@ class BudgetStudy:
     """The plan of one kind of step. See [Note: settling].
 
     Args:
-        profile: the record of a step that offloaded everything, without its parameters: they count
-            as in use when the step begins.
+        profile: the record of a step that offloaded everything. Parameters that it does not have
+            count as in use when the step begins.
         hardware: the bandwidths, until copies have been measured.
         budget_bytes: the budget.
         begin_bytes: memory that was in use when the step began.
-        plan: the plan that the step followed; None: everything was offloaded.
+        plan: the plan that the step followed; None: everything was offloaded, and the weights that
+            the profile has rested on the host.
 
     Attributes:
+        places_weights: whether plans say which weights rest on the host.
+        weights_can_leave: whether all weights can rest if no plan fits, so that none that is only
+            near the budget is tried.
         phase: how far the planning is.
         stage: what the next step is for, if the plan has not settled.
         plan: the plan of the next step.
@@ -300,7 +305,7 @@ class BudgetStudy:
         self._hardware = hardware
         self.budget_bytes = self._asked_bytes = budget_bytes
         self._corrections = Corrections()
-        self._begin_bytes = begin_bytes
+        self._begin_bytes = begin_bytes  # without the weights that the profile has
         self._slack_bytes = 0  # what an allocator holds beside what is in use
         self._over_bytes = 0  # how far plans were over the budget that should not have been
         self._frugal: list[_Frugal] = []  # the plans that were measured first
@@ -316,7 +321,10 @@ class BudgetStudy:
         self._seen: Set[int] = frozenset()  # the positions that the last watched step had
         self._num_timed = 0  # steps that have measured the seconds of the plan
         self.exceeded_bytes = self.saved_bytes = 0
-        self.plan = plan or offload_first(profile, len(profile.layers))
+        rests = everywhere(profile)
+        self.places_weights = any(rests)
+        self.weights_can_leave = False
+        self.plan = plan or with_weights(offload_first(profile, len(profile.layers)), rests)
         self.plan = predicted_now(self.plan, self._predict(begin_bytes), 0)
 
     @property
@@ -351,9 +359,16 @@ class BudgetStudy:
             BudgetError: no plan fits into the budget.
         """
         if self._searches:
-            self._begin_bytes = begin_bytes  # a process holds more than when it was last measured
+            # A process holds more than when it was last measured.
+            self._begin_bytes = self._without_weights(begin_bytes)
             self._search()
         return self.plan
+
+    def _without_weights(self, begin_bytes: int) -> int:
+        """Return what was in use without the weights that the plan has on the device."""
+        pairs = zip(self._profile.layers, self.plan.layers, strict=True)
+        there = sum(each.parameter_bytes for each, plan in pairs if not plan.weights_on_host)
+        return max(0, begin_bytes - there)
 
     def has_all_passes(self, watch: PassWatch) -> bool:
         """Whether a step had all passes of the profile, or the same ones as the step before.
@@ -427,11 +442,12 @@ class BudgetStudy:
         if warm_up and not frugal and peak_bytes <= self.budget_bytes:
             self.stage = Stage.MEMORY
             return
-        before = self._predict(watch.begin_bytes)
-        watched = self._predict_watched(watch.begin_bytes, before)
+        begin_bytes = self._without_weights(watch.begin_bytes)
+        before = self._predict(begin_bytes)
+        watched = self._predict_watched(begin_bytes, before)
         self._corrections.learn(watch, self.plan, watched)
         self._slack_bytes = max(0, peak_bytes - max(watch.peaks.values()))
-        self._begin_bytes, self._is_watched = watch.begin_bytes, True
+        self._begin_bytes, self._is_watched = begin_bytes, True
         self._measured = StepCost(peak_bytes, step_s)
         self.plan = predicted_now(self.plan, before, self._slack_bytes)
         self._note_had(peak_bytes)
@@ -601,7 +617,7 @@ class BudgetStudy:
     def _find_frugal(self, enough_bytes: int) -> Plan:
         profile = self._corrected(self._begin_bytes)
         timing = CautiousTiming(profile, self._hardware, self._slower)
-        return find_frugal(profile, self._hardware, timing, enough_bytes)
+        return find_frugal(profile, self._hardware, timing, enough_bytes, everywhere(profile))
 
     def _try_another_frugal(self) -> bool:
         """Try another plan that may need less than those that were measured, if there is one."""
@@ -623,7 +639,7 @@ class BudgetStudy:
                 self._follow_what_fits()
                 return
             is_near = error.smallest_bytes <= _SURE * self.budget_bytes
-            if is_near and self._try_another_frugal():
+            if is_near and not self.weights_can_leave and self._try_another_frugal():
                 return
             measured_bytes = self._frugal[0].peak_bytes if self._frugal else error.smallest_bytes
             smallest_bytes = min(error.smallest_bytes, measured_bytes) + free_bytes
@@ -659,7 +675,14 @@ class BudgetStudy:
         def find(*, cautious: bool) -> Plan:
             profile = self._corrected(self._begin_bytes, cautious=cautious)
             timing = CautiousTiming(profile, self._hardware, self._slower)
-            return search(profile, self._hardware, budget, timing, limit_s=self._limit_s)
+            return search(
+                profile,
+                self._hardware,
+                budget,
+                timing,
+                weights=self.places_weights,
+                limit_s=self._limit_s,
+            )
 
         try:
             return find(cautious=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple, final
@@ -170,6 +171,13 @@ def offload_first(profile: StepProfile, count: int) -> Plan:
         for index in range(len(profile.layers))
     ]
     return Plan(layers=tuple(layers))
+
+
+def with_weights(plan: Plan, resting: Resting) -> Plan:
+    """Return a plan that has the weights of these layers on the host."""
+    pairs = zip(plan.layers, resting, strict=True)
+    layers = (dataclasses.replace(layer, weights_on_host=rests) for layer, rests in pairs)
+    return dataclasses.replace(plan, layers=tuple(layers))
 
 
 def rule_plans(profile: StepProfile) -> Iterator[tuple[str, Plan]]:

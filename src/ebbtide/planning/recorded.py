@@ -28,6 +28,7 @@ from ebbtide.planning.profile import LayerProfile, SavedStorage, StepProfile, St
 from ebbtide.runtime.events import TraceEvent
 from ebbtide.runtime.torch_internals import tree_leaves
 from ebbtide.stores.measured_memory import AbstractMemory
+from ebbtide.weights.model_weights import WeightBytes
 
 _EngineName = tuple[int | None, int]
 """Number of the layer's call, None outside layers, and of the storage in it."""
@@ -230,6 +231,29 @@ class _Seconds(NamedTuple):
     rebuilding_s: float
 
 
+def with_weight_bytes(
+    profile: StepProfile, sizes: Mapping[str, WeightBytes], hardware: Hardware
+) -> StepProfile:
+    """Return a profile that has the weights of its layers, which may rest on the host or not.
+
+    Args:
+        profile: the step.
+        sizes: what the weights occupy, by the name of the first layer that has them.
+        hardware: the machine, for an estimate of how long the host takes to update them.
+    """
+    left, layers = dict(sizes), []
+    for layer in profile.layers:
+        own = None if layer.between else left.pop(layer.name, None)
+        if own is not None:
+            # An update reads the gradients, and reads and writes the weights and their state.
+            trained_bytes, state_bytes = own.gradient_bytes, own.optimizer_bytes
+            update_bytes = trained_bytes and trained_bytes + 2 * (trained_bytes + state_bytes)
+            update_s = update_bytes / hardware.d2h_bytes_per_s
+            layer = dataclasses.replace(layer, **own._asdict(), host_update_s=update_s)
+        layers.append(layer)
+    return dataclasses.replace(profile, layers=tuple(layers))
+
+
 def measured_profile(
     profile: StepProfile, plan: Plan, trace: Trace, step_s: float, copy_cost_s: float
 ) -> StepProfile:
@@ -266,7 +290,9 @@ def measured_profile(
     passes_s = busy_s
     busy_s += seconds.rebuilding_s
     waited_s = sum(each.duration_s for each in trace.events if each.what == "wait")
-    rest_s = max(0.0, step_s - busy_s - waited_s)
+    pairs = zip(layers, plan.layers, strict=True)
+    host_update_s = sum(each.host_update_s for each, chosen in pairs if chosen.weights_on_host)
+    rest_s = max(0.0, step_s - busy_s - waited_s - host_update_s)
     share = max(_LEAST_SHARE, 1 - copy_cost_s / passes_s) if passes_s else 1.0
     layers = [_scaled(each, share) for each in layers]
     return dataclasses.replace(

@@ -25,6 +25,7 @@ from ebbtide.planning.contest import (
     rounded,
     rule_plans,
     spare,
+    with_weights,
 )
 from ebbtide.planning.hardware import Hardware
 from ebbtide.planning.plan import Decision, LayerMode, LayerPlan, Plan
@@ -382,7 +383,11 @@ def _relax(contest: Contest, hardware: Hardware, resting: Resting | None) -> Rel
 
 
 def find_frugal(
-    profile: StepProfile, hardware: Hardware, predictor: Predictor, enough_bytes: int = 0
+    profile: StepProfile,
+    hardware: Hardware,
+    predictor: Predictor,
+    enough_bytes: int = 0,
+    resting: Resting = (),
 ) -> Plan:
     """Return a plan that needs little device memory.
 
@@ -392,13 +397,15 @@ def find_frugal(
         predictor: predicts plans.
         enough_bytes: how much it may need. If that is enough to offload everything, this is the
             plan; otherwise the one that needs the least of those that are looked at.
+        resting: whose weights rest on the host; empty: nobody's.
     """
-    plan = offload_first(profile, len(profile.layers))
+    plan = with_weights(offload_first(profile, len(profile.layers)), resting or nowhere(profile))
     prediction = predictor.predict(plan)
     if prediction.peak_bytes <= enough_bytes:
         return dataclasses.replace(plan, step_s=prediction.step_s, peak_bytes=prediction.peak_bytes)
     by_pass = _has_windows(profile, hardware)
-    found = _most_frugal(Contest(profile, predictor, PlanBudget(device_bytes=0), by_pass=by_pass))
+    nothing = PlanBudget(device_bytes=0)
+    found = _most_frugal(Contest(profile, predictor, nothing, resting, by_pass=by_pass))
     step_s, peak_bytes = found.prediction.step_s, found.prediction.peak_bytes
     return dataclasses.replace(found.plan, step_s=step_s, peak_bytes=peak_bytes)
 

@@ -51,7 +51,7 @@ from ebbtide.units import count, format_size
 
 _META = torch.device("meta")
 _WITHOUT_STREAMS = frozenset({"mps"})  # devices on which copies cannot run beside compute
-_INFLIGHT_BYTES = 256 * 2**20
+INFLIGHT_BYTES = 256 * 2**20
 _CPU_INFLIGHT_BYTES = 64 * 2**20
 _CLOSING_S = 0.05  # between two looks at an engine that graphs still need after `detach`
 
@@ -636,7 +636,7 @@ def build_transfers(
             f'weights can be offloaded to disk: model.to("cpu")'
         )
     on_cpu = torch_device.type == "cpu"
-    bound_bytes = _CPU_INFLIGHT_BYTES if on_cpu else _INFLIGHT_BYTES
+    bound_bytes = _CPU_INFLIGHT_BYTES if on_cpu else INFLIGHT_BYTES
     if policy.max_inflight_bytes is not None:
         bound_bytes = int(policy.max_inflight_bytes)
     kind, directory = parse_store(store)

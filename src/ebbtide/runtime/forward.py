@@ -196,12 +196,14 @@ class OffloadedForward(ForwardReplacement):
         depth, completed = 0, False
         try:
             here.depth = around + 1
+            found = self._find_hooks()
+            if found is not None:
+                self._prepare(args, kwargs)  # first: it may place weights elsewhere
             weights = self._begin_weights()
-            hooks = self._find_hooks()
+            hooks = found
             if hooks is None:
                 self.num_unrecorded += 1
             else:
-                self._prepare(args, kwargs)
                 depth = len(hooks.running)
                 self._begin(hooks)
                 hooks.note_values(Owner.INPUTS, (args, kwargs))

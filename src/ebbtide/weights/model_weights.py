@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, Final, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from ebbtide.devices.process import call_weakly
 from ebbtide.errors import PolicyError
 from ebbtide.policy import WeightPolicy
 from ebbtide.runtime.engine import Engine
-from ebbtide.runtime.layers import LayerModules
+from ebbtide.runtime.layers import LayerModules, match_layers
 from ebbtide.runtime.parameter_index import find_sharded_parameters
 from ebbtide.runtime.torch_internals import exchange_tensors
 from ebbtide.units import few
@@ -36,36 +36,71 @@ Materialize = Callable[[nn.Module], object] | str | os.PathLike[str]
 """Gives a module's own parameters their values, or is a folder of safetensors that has them."""
 
 
+class WeightBytes(NamedTuple):
+    """Sizes of weights, of the gradients of those that are trained, and of their state."""
+
+    weight_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+
+    def plus(self, parameter: nn.Parameter, state_bytes: int) -> WeightBytes:
+        """Return the sizes with one more parameter."""
+        size_bytes = parameter.nbytes
+        return WeightBytes(
+            self.weight_bytes + size_bytes,
+            self.gradient_bytes + size_bytes * parameter.requires_grad,
+            self.optimizer_bytes + state_bytes,
+        )
+
+
 @final
 class ModelWeights:
     """Places the weights of one model. See [Note: weights move between steps].
 
     Args:
         model: the model. It is not kept alive.
+        layers: the layers whose weights may rest.
+        policy: which of them do.
         engine: the engine of the model, which computes on its device.
         origin: the device that the model was brought from, and goes back to; None: it was and stays
             on the device that it computes on.
     """
 
-    def __init__(self, model: nn.Module, engine: Engine, origin: torch.device | None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: LayerModules,
+        policy: WeightPolicy,
+        engine: Engine,
+        origin: torch.device | None,
+    ) -> None:
         self._model = weakref.ref(model)
+        self._names = layers.names
+        self._policy = policy
         self._engine = engine
         self._origin = origin
         self._hooks: WeightHooks | None = None
+        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._watch: Any = None
 
-    def place(self, layers: LayerModules | None, policy: WeightPolicy) -> None:
+    @property
+    def names(self) -> frozenset[str]:
+        """The names of the layers whose weights may rest."""
+        return frozenset(self._names)
+
+    def place(self, names: Collection[str] | None = None) -> None:
         """Let the weights of some layers rest on the host, and have all others on the device.
 
-        To be called when no graph of the model is alive. The buffers go to the device, too.
+        To be called when no graph of the model is alive. The buffers of a model that was brought
+        from elsewhere go to the device, too.
 
         Args:
-            layers: the layers whose weights may rest; None: no weights rest.
-            policy: which of them do.
+            names: the names of the layers; None: all of those that were given.
 
         Raises:
-            PolicyError: a parameter cannot rest. All weights are where the model came from.
+            PolicyError: a parameter cannot rest. No weights rest then.
             StoreFullError: the store has no room for the weights; the same.
+            torch.OutOfMemoryError: the device has no room for the others.
         """
         model = self._model()
         if model is None:
@@ -74,16 +109,34 @@ class ModelWeights:
             # torch registers it globally, for all optimizers: it must not keep the model alive.
             self._watch = register_optimizer_step_pre_hook(call_weakly(self._bring_state))
             weakref.finalize(self, self._watch.remove).atexit = False
+        transfers, origin = self._engine.transfers, self._origin
+        chosen = self._names if names is None else [each for each in self._names if each in names]
         self._end_resting(CPU)
-        try:
-            if layers is not None:
-                transfers = self._engine.transfers
-                self._hooks = WeightHooks(model, layers, policy, transfers, self._origin)
-                self._engine.rest(self._hooks)
-            move(model, self._engine.torch_device, but=self._resting)
-        except BaseException:
-            self.detach()
-            raise
+        if chosen:
+            layers = match_layers(model, chosen)
+            self._hooks = WeightHooks(model, layers, self._policy, transfers, origin)
+            self._engine.rest(self._hooks)
+        home, brings = transfers.device.torch_device, origin is not None
+        move(model, home, but=self._resting, buffers=brings)
+
+    def sizes(self) -> dict[str, WeightBytes]:
+        """Return what the weights at rest occupy, by the name of the first layer that has them."""
+        sizes: dict[str, WeightBytes] = {}
+        model, seen = self._model(), set[nn.Parameter]()
+        modules = {} if model is None else dict(model.named_modules())
+        for name in self._names:
+            total = WeightBytes(0, 0, 0)
+            for parameter in modules[name].parameters() if name in modules else ():
+                if parameter in self._resting and parameter not in seen:
+                    seen.add(parameter)
+                    total = total.plus(parameter, self._state_bytes(parameter))
+            sizes[name] = total
+        return sizes
+
+    def _state_bytes(self, parameter: nn.Parameter) -> int:
+        states = (each.state.get(parameter, {}).values() for each in self._optimizers)
+        tensors = (each for state in states for each in state if isinstance(each, Tensor))
+        return sum(each.nbytes for each in tensors)
 
     def detach(self) -> None:
         """Move all weights to where the model was brought from, or to the device it computes on."""
@@ -107,18 +160,26 @@ class ModelWeights:
     def _bring_state(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Bring the state of the weights on the device; `WeightHooks` brings that of the others."""
         model = self._model()
+        self._optimizers.add(optimizer)
         if model is not None and optimizer.state:
             there = {each for each in model.parameters() if each not in self._resting}
             bring_state(optimizer, there)
 
 
-def move(model: nn.Module, device: torch.device, but: Container[nn.Parameter] = ()) -> None:
+def move(
+    model: nn.Module,
+    device: torch.device,
+    but: Container[nn.Parameter] = (),
+    *,
+    buffers: bool = True,
+) -> None:
     """Move a model's parameters, their gradients, and its buffers to a device.
 
     Args:
         model: the model.
         device: the device.
         but: the parameters that stay where they are.
+        buffers: whether its buffers move, too.
     """
     moved: dict[Tensor, Tensor] = {}
     for module in model.modules():
@@ -128,7 +189,7 @@ def move(model: nn.Module, device: torch.device, but: Container[nn.Parameter] = 
             gradient, parameter.grad = parameter.grad, None
             parameter.data = parameter.data.to(device)
             parameter.grad = None if gradient is None else gradient.to(device)
-        for name, buffer in module._buffers.items():
+        for name, buffer in module._buffers.items() if buffers else ():
             if buffer is not None and buffer.device != device and not buffer.is_meta:
                 if buffer not in moved:  # one that two modules share is still shared afterwards
                     moved[buffer] = buffer.to(device)

@@ -1,0 +1,209 @@
+"""Models that are larger than the device train from the CPU with one number."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import ebbtide
+import softdevice
+from zoo import assert_bitwise_equal
+
+ENOUGH_BYTES = 2**33
+STEPS = 6  # recorded, frugal twice, planned; the optimizer's state is there from the second one on
+SMALL = ebbtide.ActivationPolicy(min_bytes=4096)
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        self.into, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        parts = self.into(self.norms[0](x)).view(batch, length, 3, 4, width // 4)
+        q, k, v = parts.permute(2, 0, 3, 1, 4)
+        weights = (q @ k.transpose(-2, -1) / (width // 4) ** 0.5).softmax(-1)
+        x = x + self.out((weights @ v).transpose(1, 2).reshape(batch, length, width))
+        return x + self.down(functional.gelu(self.up(self.norms[1](x))))
+
+
+class GPT(nn.Module):
+    def __init__(self, width: int = 64, depth: int = 7) -> None:
+        super().__init__()
+        self.words = nn.Embedding(64, width)
+        self.blocks = nn.ModuleList(Attention(width) for _ in range(depth))
+        self.head = nn.Linear(width, 64, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.words(words)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Spectral(nn.Module):
+    def __init__(self, width: int, modes: int) -> None:
+        super().__init__()
+        self.modes = modes
+        values = torch.randn(width, width, modes, modes, dtype=torch.complex64) / width
+        self.weight = nn.Parameter(values)
+        self.skip = nn.Conv2d(width, width, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        spectrum = torch.fft.rfft2(x)
+        m = self.modes
+        low = torch.einsum("bixy,ioxy->boxy", spectrum[..., :m, :m], self.weight)
+        full = torch.zeros_like(spectrum)
+        full[..., :m, :m] = low
+        return functional.gelu(torch.fft.irfft2(full, s=x.shape[-2:]) + self.skip(x))
+
+
+class FNO(nn.Module):
+    def __init__(self, width: int = 16, depth: int = 7, modes: int = 12) -> None:
+        super().__init__()
+        self.lift = nn.Conv2d(1, width, 1)
+        self.blocks = nn.ModuleList(Spectral(width, modes) for _ in range(depth))
+        self.project = nn.Conv2d(width, 1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.lift(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.project(x)
+
+
+def words() -> Tensor:
+    return torch.arange(16).view(1, 16) * 7 % 64
+
+
+def field() -> Tensor:
+    grid = torch.linspace(0, 6.28, 24)
+    return torch.sin(grid)[:, None].mul(torch.cos(2 * grid)).expand(1, 1, 24, 24).contiguous()
+
+
+def build(make: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return make()
+
+
+def train(model: nn.Module, x: Tensor) -> Iterator[tuple[Tensor, int]]:
+    """Yield the loss of each step, and the most memory that it has reserved."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(STEPS):
+        torch.accelerator.reset_peak_memory_stats()
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        yield loss.detach().cpu(), torch.accelerator.max_memory_reserved()
+
+
+def values(model: nn.Module) -> dict[str, Tensor]:
+    return {name: each.detach().cpu().clone() for name, each in model.state_dict().items()}
+
+
+@pytest.fixture(autouse=True)
+def _enough_afterwards() -> Iterator[None]:
+    yield
+    gc.collect()
+    softdevice.set_capacity(ENOUGH_BYTES)
+
+
+@pytest.mark.parametrize("share", [4 / 3, 1 / 1.5], ids=["states", "weights"])
+@pytest.mark.parametrize(("make", "given"), [(GPT, words), (FNO, field)], ids=["gpt", "fno"])
+def test_a_model_larger_than_the_device_trains(
+    make: Callable[[], nn.Module],
+    given: Callable[[], Tensor],
+    share: float,
+    device: torch.device,
+) -> None:
+    """The budget is a third of weights, gradients and states, or two thirds of the weights."""
+    plain, x = build(make).to(device), given().to(device)
+    expected = [loss for loss, _ in train(plain, x)]
+    expected_values = values(plain)
+    budget_bytes = int(share * sum(each.nbytes for each in plain.parameters()))
+    del plain
+    gc.collect()
+    torch.accelerator.empty_cache()
+    held_bytes = torch.accelerator.memory_reserved()
+    softdevice.set_capacity(held_bytes + budget_bytes)
+    model = build(make)
+    with ebbtide.offload(
+        model, budget=held_bytes + budget_bytes, device=device, activations=SMALL
+    ) as handle:
+        for number, (loss, peak_bytes) in enumerate(train(model, x)):
+            assert peak_bytes <= held_bytes + budget_bytes, f"step {number}"
+            assert torch.equal(loss, expected[number]), f"step {number}"
+        assert_bitwise_equal(values(model), expected_values)
+        assert handle.plan is not None
+        assert handle.plan.plan.has_weights_on_host
+    assert {each.device.type for each in model.state_dict().values()} == {"cpu"}
+
+
+def wide(batch: int) -> Tensor:
+    return torch.arange(16 * batch).view(batch, 16) * 7 % 64
+
+
+def test_weights_for_which_there_is_room_come_back(device: torch.device) -> None:
+    """Weights, gradients and states need four times the weights; half of that stays."""
+    plain = build(GPT).to(device)
+    expected = [loss for loss, _ in train(plain, words().to(device))]
+    held_bytes = 2 * sum(each.nbytes for each in plain.parameters())
+    del plain
+    gc.collect()
+    torch.accelerator.empty_cache()
+    model = build(GPT)
+    budget_bytes = torch.accelerator.memory_reserved() + held_bytes
+    with ebbtide.offload(model, budget=budget_bytes, device=device, activations=SMALL) as handle:
+        resting = []
+        for number, (loss, peak_bytes) in enumerate(train(model, words().to(device))):
+            assert torch.equal(loss, expected[number])
+            assert peak_bytes <= budget_bytes
+            resting.append(sum(each.device.type == "cpu" for each in model.parameters()))
+        assert resting[-1] < resting[0]
+        assert handle.plan is not None
+        assert handle.plan.plan.has_weights_on_host
+
+
+def test_weights_leave_if_nothing_fits_with_them(device: torch.device) -> None:
+    """A plan for a larger batch does not fit beside weights that came back, or never left."""
+    plain = build(GPT).to(device)
+    batches = [words(), words(), words(), words(), *[wide(32)] * 4]
+    optimizer = torch.optim.SGD(plain.parameters(), lr=1e-3)
+    expected = []
+    for batch in batches:
+        optimizer.zero_grad()
+        loss = plain(batch.to(device)).square().mean()
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.detach().cpu())
+    weight_bytes = sum(each.nbytes for each in plain.parameters())
+    del plain, loss, optimizer
+    gc.collect()
+    torch.accelerator.empty_cache()
+    model = build(GPT)
+    budget_bytes = torch.accelerator.memory_reserved() + int(4.1 * weight_bytes)
+    with ebbtide.offload(model, budget=budget_bytes, device=device, activations=SMALL):
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        resting, peaks = [], []
+        for number, batch in enumerate(batches):
+            torch.accelerator.reset_peak_memory_stats()
+            optimizer.zero_grad()
+            loss = model(batch.to(device)).square().mean()
+            loss.backward()
+            optimizer.step()
+            assert torch.equal(loss.detach().cpu(), expected[number])
+            resting.append(sum(each.device.type == "cpu" for each in model.parameters()))
+            peaks.append(torch.accelerator.max_memory_reserved())
+        assert not resting[0]
+        assert resting[-1]
+        assert peaks[-1] <= budget_bytes
