@@ -877,9 +877,13 @@ def _can_have_shadow(parameter: torch.Tensor) -> bool:
 
 
 def _can_step(parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
-    """Whether a gradient is a plain one, which the program has not made part of a graph."""
+    """Whether a parameter is still on the host, and its gradient no part of a graph.
+
+    The worker waits for no stream: it must not read what kernels of a device are still writing.
+    """
     return (
-        type(gradient) is torch.Tensor
+        _can_have_shadow(parameter)
+        and type(gradient) is torch.Tensor
         and gradient.layout is torch.strided
         and gradient.device == parameter.device
         and not gradient.requires_grad
