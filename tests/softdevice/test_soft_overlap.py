@@ -37,11 +37,11 @@ class _WhereItsWeightsAre(nn.Module):
 
 class _Late(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weight: Tensor) -> Tensor:
+    def forward(_ctx: Any, weight: Tensor) -> Tensor:
         return weight.view_as(weight)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+    def backward(_ctx: Any, gradient: Tensor) -> Tensor:
         if gradient.device.type != "cpu":
             softdevice.sleep(LONG // 10)
         return gradient * 2
