@@ -12,16 +12,14 @@ import pytest
 from ebbtide.stores import host_memory
 
 GIB = 2**30
-V2_MOUNT = "30 23 0:26 {inside} /sys/fs/cgroup rw,nosuid - cgroup2 cgroup rw,nsdelegate\n"
-V1_MOUNT = "35 31 0:32 {inside} /sys/fs/cgroup/{name} rw - cgroup cgroup rw,{name}\n"
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux has control groups")
 
 
-def fabricate(root: Path, groups: str, mounts: str, files: dict[str, object]) -> Path:
+def fabricate(root: Path, groups: str, files: dict[str, object]) -> Path:
     host_memory._directories.cache_clear()
-    entries = {"proc/self/cgroup": groups, "proc/self/mountinfo": mounts}
-    for name, text in {**entries, **{f"sys/fs/cgroup/{n}": t for n, t in files.items()}}.items():
+    limits = {f"sys/fs/cgroup/{name}": text for name, text in files.items()}
+    for name, text in {"proc/self/cgroup": groups, **limits}.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(str(text))
@@ -41,7 +39,7 @@ def test_a_container_of_version_2(tmp_path: Path) -> None:
         "memory.stat": stat(anon=3 * GIB, inactive_file=GIB, active_file=GIB, shmem=0),
         "cpu.max": "250000 100000",
     }
-    root = fabricate(tmp_path, "0::/\n", V2_MOUNT.format(inside="/"), files)
+    root = fabricate(tmp_path, "0::/\n", files)
     assert host_memory.memory_limit(root) == host_memory.MemoryLimit(8 * GIB, 3 * GIB)
     assert host_memory.memory_limit(root).free_bytes == 5 * GIB
     assert host_memory.cpu_limit(root) == 2.5
@@ -60,7 +58,7 @@ def test_the_tightest_group_above_counts(tmp_path: Path) -> None:
         "slurm/job/cpu.max": "max 100000",
         "slurm/cpu.max": "1600000 100000",
     }
-    root = fabricate(tmp_path, "0::/slurm/job/step\n", V2_MOUNT.format(inside="/"), files)
+    root = fabricate(tmp_path, "0::/slurm/job/step\n", files)
     assert host_memory.memory_limit(root) == host_memory.MemoryLimit(64 * GIB, 62 * GIB)
     assert host_memory.cpu_limit(root) == 16
 
@@ -74,25 +72,24 @@ def test_docker_with_version_1(tmp_path: Path) -> None:
         "cpu/cpu.cfs_quota_us": -1,
         "cpu/cpu.cfs_period_us": 100000,
     }
-    mounts = "".join(V1_MOUNT.format(inside="/docker/abc", name=name) for name in ("memory", "cpu"))
-    root = fabricate(tmp_path, "4:memory:/docker/abc\n3:cpu,cpuacct:/docker/abc\n", mounts, files)
+    root = fabricate(tmp_path, "4:memory:/docker/abc\n3:cpu,cpuacct:/docker/abc\n", files)
     assert host_memory.memory_limit(root) == host_memory.MemoryLimit(2 * GIB, GIB // 2)
     assert host_memory.cpu_limit(root) is None
     (root / "sys/fs/cgroup/cpu/cpu.cfs_quota_us").write_text("50000\n")
     assert host_memory.cpu_limit(root) == 0.5
 
 
-@pytest.mark.parametrize(
-    ("groups", "mounts"),
-    [
-        ("", ""),
-        ("0::/\n", ""),
-        ("0::/gone\n", V2_MOUNT.format(inside="/elsewhere")),
-        ("rubbish\n", "rubbish - \n - cgroup2\n"),
-    ],
-)
-def test_what_cannot_be_read_is_no_limit(tmp_path: Path, groups: str, mounts: str) -> None:
-    root = fabricate(tmp_path, groups, mounts, {"memory.max": "?", "cpu.max": "0 0"})
+def test_a_group_below_that_of_a_container(tmp_path: Path) -> None:
+    """The mount begins at the container's group, so the path to it is not there."""
+    files = {"memory.max": 8 * GIB, "memory.current": GIB, "job/memory.max": 2 * GIB}
+    files |= {"job/memory.current": GIB}
+    root = fabricate(tmp_path, "0::/docker/abc/job\n", files)
+    assert host_memory.memory_limit(root) == host_memory.MemoryLimit(2 * GIB, GIB)
+
+
+@pytest.mark.parametrize("groups", ["", "0::/\n", "0::/gone\n", "rubbish\n"])
+def test_what_cannot_be_read_is_no_limit(tmp_path: Path, groups: str) -> None:
+    root = fabricate(tmp_path, groups, {"memory.max": "?", "cpu.max": "0 0"})
     assert host_memory.memory_limit(root) is None
     assert host_memory.cpu_limit(root) is None
 

@@ -379,6 +379,7 @@ _SYSCALL = _find_function("syscall")
 #
 # Source: Linux, Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst.
 
+_MOUNT: Final = "sys/fs/cgroup"  # where all distributions and container runtimes mount them
 _NO_LIMIT_BYTES: Final = 2**60  # version 1 has no word for "no limit", only a very large number
 _MEMORY: Final = {  # by version: files with the limits, with the use, and keys of memory.stat
     1: (
@@ -467,43 +468,24 @@ def _directories(controller: str, root: Path) -> tuple[tuple[int, Path], ...]:
 
     They are found once, because groups change rarely and free memory is asked for often.
     """
-    groups = {}
-    for line in _read(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = (*line.split(":", 2), "", "")[:3]
-        if controllers == "":
-            groups[2] = path
-        elif controller in controllers.split(","):
-            groups[1] = path
     found: list[tuple[int, Path]] = []
-    for version, group in groups.items():
-        mounted = _mounted(version, controller, root)
-        if mounted is not None:
-            inside, mount = mounted
-            # A container may see its own group as the root of what is mounted.
-            below = group.removeprefix(inside.rstrip("/")).strip("/")
-            directory = mount / below if group.startswith(inside) else mount
-            found.append((version, directory))
-            while directory != mount:
-                directory = directory.parent
-                found.append((version, directory))
-    return tuple(found)
-
-
-def _mounted(version: int, controller: str, root: Path) -> tuple[str, Path] | None:
-    """Return which group a hierarchy is mounted from, and where."""
-    for line in _read(root / "proc/self/mountinfo").splitlines():
-        before, dash, after = line.partition(" - ")
-        fields, kinds = before.split(), after.split()
-        if not dash or len(fields) < 5 or not kinds:
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controllers, group = (*line.split(":", 2), "", "")[:3]
+        if controllers == "":
+            version, mount = 2, root / _MOUNT
+        elif controller in controllers.split(","):
+            version, mount = 1, root / _MOUNT / controller
+        else:
             continue
-        options = kinds[-1].split(",")
-        if (
-            kinds[0] == "cgroup2"
-            if version == 2
-            else kinds[0] == "cgroup" and controller in options
-        ):
-            return fields[3], root / fields[4].lstrip("/")
-    return None
+        # A container may see its own group, or one above it, as the root of what is mounted.
+        names = group.strip("/").split("/")
+        below = (mount.joinpath(*names[number:]) for number in range(len(names)))
+        directory = next((each for each in below if each.is_dir()), mount)
+        found.append((version, directory))
+        while directory != mount:
+            directory = directory.parent
+            found.append((version, directory))
+    return tuple(found)
 
 
 # ---- The user's ``host_budget``: of one process, or of a host whose ranks divide it ----
