@@ -92,6 +92,17 @@ def format_size(size_bytes: int) -> str:
     return f"{size:.2f} GiB"
 
 
+def format_seconds(duration_s: float) -> str:
+    """Format a duration for people with three digits, such as 0.0123 as ``"12.3 ms"``."""
+    value, unit = duration_s, "s"
+    for smaller in ("ms", "us"):
+        if value >= 1 or not value:
+            break
+        value, unit = value * 1e3, smaller
+    digits = 2 if value < 10 else 1 if value < 100 else 0
+    return f"{value:,.{digits}f} {unit}" if value else "0 s"
+
+
 # ---- Short texts for objects that a console shows; `ebbtide.units` has the HTML ----
 
 _LONGEST = 4

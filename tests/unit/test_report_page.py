@@ -105,7 +105,7 @@ def test_runs_are_compared_with_the_first() -> None:
     assert rows["Offloaded"] == [("0 B", ""), ("384.0 MiB", "")]
     assert rows["Rebuilt"] == [("64.0 MiB", ""), ("64.0 MiB", "")]
     assert "Recomputed" not in rows and "Budget" not in rows
-    assert rows["Compute waited"] == [("0 s", ""), ("4 ms", "")]
+    assert rows["Compute waited"] == [("0 s", ""), ("4.00 ms", "")]
     lost = dataclasses.replace(after, memory=None)
     rows = figures_of([before, lost])
     assert rows["Peak of memory"][1] == ("\u2013", "")

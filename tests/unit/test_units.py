@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ebbtide.errors import PolicyError
-from ebbtide.units import format_size, parse_budget_bytes, parse_size_bytes
+from ebbtide.units import format_seconds, format_size, parse_budget_bytes, parse_size_bytes
 
 UNITS = {
     "B": 1,
@@ -129,3 +129,19 @@ def test_what_is_formatted_reads_back_within_its_last_digit(size_bytes: int) -> 
 )
 def test_formatted_examples(size_bytes: int, text: str) -> None:
     assert format_size(size_bytes) == text
+
+
+@pytest.mark.parametrize(
+    ("duration_s", "text"),
+    [
+        (0.0, "0 s"),
+        (2e-9, "0.00 us"),
+        (5.23e-5, "52.3 us"),
+        (0.0123, "12.3 ms"),
+        (0.143, "143 ms"),
+        (1.0, "1.00 s"),
+        (4321.0, "4,321 s"),
+    ],
+)
+def test_durations_have_three_digits(duration_s: float, text: str) -> None:
+    assert format_seconds(duration_s) == text

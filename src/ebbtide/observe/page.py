@@ -20,7 +20,7 @@ from ebbtide.errors import PolicyError
 from ebbtide.observe.plots import HATCHED_OWNERS, OWNER_COLOURS
 from ebbtide.observe.run_record import RunRecord, as_document
 from ebbtide.runtime.events import LANES, Owner
-from ebbtide.units import COLOURS, format_size
+from ebbtide.units import COLOURS, format_seconds, format_size
 
 # ---- A run in a sentence and in figures ----
 
@@ -43,16 +43,8 @@ def verdict_of(record: RunRecord) -> str:
         kept, whole = format_size(stats.kept_bytes), format_size(stats.unique_bytes)
         return f"Of {whole} that autograd saved, {kept} stayed on the device."
     if record.step_s is not None:
-        return f"The step took {write_seconds(record.step_s)}."
+        return f"The step took {format_seconds(record.step_s)}."
     return "No step has been recorded yet."
-
-
-def write_seconds(seconds: float) -> str:
-    """Format seconds for people, such as 0.0123 as ``"12.3 ms"``."""
-    for unit, per_s in (("s", 1.0), ("ms", 1e3)):
-        if seconds * per_s >= 1:
-            return f"{seconds * per_s:.3g} {unit}"
-    return f"{seconds * 1e6:.3g} us" if seconds else "0 s"
 
 
 _Number = int | float | None
@@ -67,8 +59,8 @@ _FIGURES: Final[tuple[tuple[str, Callable[[RunRecord], _Number], Callable[[Any],
     ("Peak of memory", lambda record: record.peak_bytes, format_size),
     ("No offloader gets below", lambda record: record.limit_bytes, format_size),
     ("Budget", lambda record: record.budget_bytes, format_size),
-    ("Step", lambda record: record.step_s, write_seconds),
-    ("Compute waited", _of_stats("stall_s"), write_seconds),
+    ("Step", lambda record: record.step_s, format_seconds),
+    ("Compute waited", _of_stats("stall_s"), format_seconds),
     ("Saved by autograd", _of_stats("unique_bytes"), format_size),
     ("Offloaded", _of_stats("offloaded_bytes"), format_size),
     ("Kept", _of_stats("kept_bytes"), format_size),
@@ -88,7 +80,7 @@ def figures_of(records: Sequence[RunRecord]) -> dict[str, list[tuple[str, str]]]
     for label, value_of, write in _FIGURES:
         values = [value_of(record) for record in records]
         # No bytes of a kind need no line. That compute did not wait is worth one.
-        if any(values) or (write is write_seconds and set(values) != {None}):
+        if any(values) or (write is format_seconds and set(values) != {None}):
             figures[label] = [
                 ("\u2013" if value is None else write(value), _change(value, values[0]))
                 for value in values
@@ -196,5 +188,5 @@ def _template() -> Any:
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters.update(size=format_size, seconds=write_seconds)
+    environment.filters.update(size=format_size, seconds=format_seconds)
     return environment.from_string(_asset("report.html.jinja"))

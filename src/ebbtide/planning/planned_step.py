@@ -15,7 +15,7 @@ from ebbtide.errors import PolicyError
 from ebbtide.planning.hardware import Hardware
 from ebbtide.planning.plan import Decision, LayerMode, LayerPlan, Plan
 from ebbtide.planning.profile import LayerProfile, StepProfile, read_document
-from ebbtide.units import Share, bar, card, format_size, note, table
+from ebbtide.units import Share, bar, card, format_seconds, format_size, note, table
 
 FORMAT: Final = "ebbtide-planned-step"
 VERSION: Final = 1
@@ -255,6 +255,4 @@ def _size(size_bytes: int | None) -> str:
 
 
 def _seconds(seconds: float | None) -> str:
-    if seconds is None:
-        return "unknown"
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+    return "unknown" if seconds is None else format_seconds(seconds)

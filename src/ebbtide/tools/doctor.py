@@ -16,7 +16,7 @@ from ebbtide.stores import measured_memory as freed_memory
 from ebbtide.tools.examination import Examination
 from ebbtide.tools.layout import columns, indented, labelled, render
 from ebbtide.tools.machine import Sample
-from ebbtide.units import count, format_size
+from ebbtide.units import count, format_seconds, format_size
 
 _NEARLY_FULL = 0.85  # of a control group's memory
 _FEW_CORES = 4
@@ -208,15 +208,16 @@ def summarize(found: Examination) -> Iterator[str]:
         return
     down, up, both = found.rates
     yield (
-        f"1 GiB of activations leaves in {_seconds(_GIB / down)} and comes back in "
-        f"{_seconds(_GIB / up)}; 1 GiB each way at once takes {_seconds(2 * _GIB / both)}."
+        f"1 GiB of activations leaves in {format_seconds(_GIB / down)} and comes back in "
+        f"{format_seconds(_GIB / up)}; 1 GiB each way at once takes "
+        f"{format_seconds(2 * _GIB / both)}."
     )
     if found.on_cpu and found.disk is not None and not found.facts.store.in_ram:
         known = "" if found.disk.cache_was_emptied else ", or less fast"
         yield (
             f"That is so while the page cache has room. Beyond it the disk decides: 1 GiB then "
-            f"leaves in {_seconds(_GIB / found.disk.write_bytes_per_s)} and comes back in "
-            f"{_seconds(_GIB / found.disk.read_bytes_per_s)}{known}."
+            f"leaves in {format_seconds(_GIB / found.disk.write_bytes_per_s)} and comes back in "
+            f"{format_seconds(_GIB / found.disk.read_bytes_per_s)}{known}."
         )
     meanwhile = [
         f"{_number(entry.best_per_s / down)} FLOP of {_WORDS[name]}"
@@ -244,7 +245,7 @@ def _capacity(found: Examination) -> str:
     room = f"Up to {format_size(facts.free_ram_bytes)} of host memory can hold what is offloaded"
     if found.pinning is None or found.pinning.refusal is not None:
         return f"{room}, in pageable memory."
-    seconds = _seconds(found.pinning.seconds_per_gib)
+    seconds = format_seconds(found.pinning.seconds_per_gib)
     return f"{room}. The first step page-locks it, at {seconds} for each GiB."
 
 
@@ -278,7 +279,7 @@ def _locked(found: Examination) -> str:
     size = format_size(found.pinning.size_bytes)
     if found.pinning.refusal is not None:
         return f"{limit}; {size} were refused"
-    seconds = _seconds(found.pinning.seconds_per_gib)
+    seconds = format_seconds(found.pinning.seconds_per_gib)
     over = ""
     if memlock is not None and memlock < found.pinning.size_bytes:
         over = ", so the driver is not bound by it"
@@ -318,7 +319,7 @@ def _links(found: Examination) -> Iterator[RenderableType]:
         rows.append((f"copies of {format_size(size)}", _rate(down.median_per_s, "B/s"), back))
     rows += [
         ("both at once, in sum", _rate(rates.both, "B/s")),
-        ("each copy besides", _seconds(links.latency_s)),
+        ("each copy besides", format_seconds(links.latency_s)),
     ]
     where = "files in the page cache" if found.on_cpu else "host memory"
     yield ""
@@ -353,14 +354,6 @@ def _rate(per_s: float, unit: str) -> str:
         if per_s >= size:
             return f"{_number(per_s / size)} {prefix}{unit}"
     return f"{per_s:.3g} {unit}"
-
-
-def _seconds(duration_s: float) -> str:
-    if duration_s >= 0.1:
-        return f"{_number(duration_s)} s"
-    if duration_s >= 1e-3:
-        return f"{_number(duration_s * 1e3)} ms"
-    return f"{duration_s * 1e6:.0f} us"
 
 
 def _number(value: float) -> str:

@@ -29,10 +29,9 @@ from ebbtide.tools.plan_tables import (
     count_choices,
     find_limits,
     find_rows,
-    format_seconds,
     origin,
 )
-from ebbtide.units import format_size
+from ebbtide.units import format_seconds, format_size
 
 FORMAT: Final = "ebbtide-plan-study"
 VERSION: Final = 1

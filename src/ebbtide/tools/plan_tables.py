@@ -25,7 +25,7 @@ from ebbtide.runtime.layers import covering_layers, match_layers, parts_of
 from ebbtide.tools.fake_profile import profile_with_fake_tensors
 from ebbtide.tools.layout import columns, indented, labelled, render
 from ebbtide.tools.models import Size, Task, TaskFamily
-from ebbtide.units import format_size
+from ebbtide.units import format_seconds, format_size
 
 
 def stretch(profile: StepProfile, index: int, count: int, hardware: Hardware) -> StepProfile:
@@ -722,13 +722,6 @@ def build_report(found: Findings) -> str:
     if found.limits:
         parts += ["", *_largest(found)]
     return render(*parts, "", origin(found.study.hardware))
-
-
-def format_seconds(seconds: float) -> str:
-    """Format a duration with three digits, such as ``"143 ms"``."""
-    value, unit = (seconds, "s") if seconds >= 1 else (seconds * 1e3, "ms")
-    digits = 2 if value < 10 else 1 if value < 100 else 0
-    return f"{value:.{digits}f} {unit}"
 
 
 def _facts(found: Findings) -> Iterator[tuple[str, str]]:
