@@ -176,6 +176,25 @@ HEAVY = f"{Path(__file__).stem}:heavy"
 
 
 @pytest.mark.slow
+def test_a_plan_says_what_a_step_inside_backward_takes() -> None:
+    sizes = ("--batch", "16384", "--budget", "400MiB")
+    found = run(HEAVY, *sizes, "--quick", "--weights")
+    said = re.search(
+        r"step on the host takes ([\d.]+) ms more\. With handle\.overlap it runs beside backward, "
+        r"the whole step takes ([\d.]+) ms, and ([\d.]+) MiB more are on the host",
+        " ".join(found.output.split()),
+    )
+    assert said is not None, found.output
+    more_ms, overlapped_ms, shadows_mib = map(float, said.groups())
+    step = re.search(r"The plan within .*: step ([\d.]+) ms", found.output)
+    assert step is not None
+    assert float(step[1]) - more_ms < overlapped_ms < float(step[1])
+    # Gradients and two states of 4 MiB each for every block that rests there, of 16 MiB in all.
+    assert shadows_mib % 12 == 0
+    assert f"with {shadows_mib / 12 * 16:.1f} MiB of weights" in found.output
+
+
+@pytest.mark.slow
 def test_weights_may_rest_on_the_host(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "ebbtide")
     without = run(HEAVY, "--budget", "60MiB", "--quick")

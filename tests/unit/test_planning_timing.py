@@ -280,6 +280,31 @@ def test_weights_on_the_host() -> None:
     assert got.host_peak_bytes == 3 * 35 * MB
 
 
+def test_weights_on_the_host_that_are_updated_inside_backward() -> None:
+    layer = make_layer(
+        weight_bytes=10 * MB, gradient_bytes=5 * MB, optimizer_bytes=20 * MB, host_update_s=0.1
+    )
+    profile = make_profile(layer, layer, layer)
+    layers = (LayerPlan(weights_on_host=True),) * 3
+    plan = Plan(layers=layers, max_inflight_bytes=5 * MB)
+    # As above: the last gradients are there after 10.5 s. 0.1 s of an update read or write 55 MB. A
+    # shadow of 25 MB is read and written first, and 5 MB of each layer's weights at the end.
+    update_s, commit_s = 0.1 * (55 + 2 * 25) / 55, 3 * 0.1 * 2 * 5 / 55
+    for on_host, beside in ((False, 1), (True, 3)):
+        link = dataclasses.replace(make_link(10), computes_on_host=on_host)
+        got = StepTiming(profile, link, steps_in_backward=True).predict(plan)
+        assert got.step_s == pytest.approx(10.5 + beside * update_s + commit_s)
+
+
+def test_updates_wait_for_those_before_them() -> None:
+    layer = make_layer(weight_bytes=MB, gradient_bytes=MB, host_update_s=6.0)
+    plan = Plan(layers=(LayerPlan(weights_on_host=True),) * 3, max_inflight_bytes=MB)
+    timing = StepTiming(make_profile(layer, layer, layer), make_link(1e6), steps_in_backward=True)
+    # Three forwards of 1 s and a backward of 2 s, then three updates: 6 s for 3 MB, and 4 s for a
+    # copy of 1 MB, read and written. The copies back take as long.
+    assert timing.predict(plan).step_s == pytest.approx(3 + 2 + 3 * (6 + 4) + 3 * 4, abs=1e-4)
+
+
 # ---- plans of other profiles ---------------------------------------------------------------------
 
 

@@ -461,6 +461,8 @@ class StepTiming:
     Args:
         profile: the step.
         hardware: the link, and whether the tier below is page-locked.
+        steps_in_backward: whether the host updates the weights that rest there while backward still
+            runs, as `ebbtide.OffloadHandle.overlap` lets it.
 
     Not modelled: kernels that are slower while copies use the memory, a host that queues work late,
     a host that runs ahead and so sees copies complete late, copies of the step before that are
@@ -468,9 +470,12 @@ class StepTiming:
     page-locked memory, storages that are reloaded twice, weights that several layers share.
     """
 
-    def __init__(self, profile: StepProfile, hardware: Hardware) -> None:
+    def __init__(
+        self, profile: StepProfile, hardware: Hardware, *, steps_in_backward: bool = False
+    ) -> None:
         self._profile = profile
         self._hardware = hardware
+        self._steps_in_backward = steps_in_backward
         self._uses = StorageUses(profile)
 
     def predict(self, plan: Plan) -> Prediction:
@@ -495,7 +500,7 @@ class StepTiming:
         run = _Run(self._profile, self._hardware, self._uses, plan, record)
         run.forward()
         run.backward()
-        return run.prediction()
+        return run.prediction(steps_in_backward=self._steps_in_backward)
 
 
 class _Source(NamedTuple):
@@ -535,6 +540,7 @@ class _Run:
         self._stored_bytes = 0  # in all; at the end of forward everything rests there at once
         self._there: set[int] = set()  # pieces in memory
         self._queue: deque[_Source] = deque()  # on their way down
+        self._gradients: list[tuple[LayerProfile, Copy]] = []  # of layers, on their way or there
         self._queued_bytes = 0
         self._copying: set[int] = set()  # pieces in the queue
         self._in_use: set[int] = set()  # brought back, or never gone, for backward
@@ -696,6 +702,7 @@ class _Run:
                 self._end(piece)
             if self._plan.layers[index].weights_on_host and layer.gradient_bytes:
                 self._offload(layer.gradient_bytes, None)
+                self._gradients.append((layer, self._queue[-1].copy))
 
     def _use_source(self, index: int) -> None:
         """Note that backward reads what the layer saved last, before anything is let go of."""
@@ -814,14 +821,41 @@ class _Run:
 
     # ---- the end ------------------------------------------------------------------------------
 
-    def prediction(self) -> Prediction:
-        """End the step: wait for the gradients, and update the weights."""
+    def _update_beside_backward(self) -> None:
+        """Update the weights on the host, each layer's as soon as its gradients are there.
+
+        An update first copies the weights and their state, and leaves the originals as they are. At
+        the end, the new weights are copied back; the state only changes places. All this is as fast
+        as the host's memory.
+        """
+        end_s = busy_s = commit_s = 0.0
+        for layer, copy in self._gradients:
+            # Reads the gradients, and reads and writes the weights and their state.
+            update_bytes = 3 * layer.gradient_bytes + 2 * layer.optimizer_bytes
+            copy_s = layer.host_update_s * 2 / update_bytes  # of one byte
+            update_s = layer.host_update_s + copy_s * layer.shadow_bytes
+            end_s = max(end_s, copy.end_s) + update_s
+            busy_s += update_s
+            commit_s += copy_s * layer.gradient_bytes
+        # On a CPU, updates need the cores that backward needs.
+        ends_s = self._now_s + busy_s if self._hardware.computes_on_host else end_s
+        self._now_s = max(self._now_s, ends_s) + commit_s
+
+    def prediction(self, *, steps_in_backward: bool) -> Prediction:
+        """End the step: wait for the gradients, and update the weights.
+
+        Args:
+            steps_in_backward: whether the host updates while backward still runs.
+        """
         gradients = [source for source in self._queue if source.piece is None]
         if gradients:
             self._wait(gradients[-1].copy)
         self._retire()
-        layers = zip(self._profile.layers, self._plan.layers, strict=True)
-        self._now_s += sum(layer.host_update_s for layer, on in layers if on.weights_on_host)
+        if steps_in_backward:
+            self._update_beside_backward()
+        else:
+            layers = zip(self._profile.layers, self._plan.layers, strict=True)
+            self._now_s += sum(layer.host_update_s for layer, on in layers if on.weights_on_host)
         self._now_s += self._profile.after_s
         end_peak_bytes = self._resident_bytes + self._profile.after_working_bytes
         pinned_bytes = 0 if self._hardware.computes_on_host else self._stored_bytes

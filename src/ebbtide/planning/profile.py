@@ -125,6 +125,11 @@ class LayerProfile:
         """Bytes of weights, gradients and optimizer state."""
         return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes
 
+    @property
+    def shadow_bytes(self) -> int:
+        """Bytes of what is trained and of its state, of which an update inside backward has two."""
+        return self.gradient_bytes + self.optimizer_bytes
+
 
 @final
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,13 @@ from ebbtide.errors import BudgetError, PolicyError
 from ebbtide.planning.contest import inflight_choices, rule_plans
 from ebbtide.planning.hardware import Hardware, Kind
 from ebbtide.planning.plan import Decision, LayerMode, LayerPlan, Plan
-from ebbtide.planning.prediction import CautiousTiming, PlanBudget, Prediction, Predictor
+from ebbtide.planning.prediction import (
+    CautiousTiming,
+    PlanBudget,
+    Prediction,
+    Predictor,
+    StepTiming,
+)
 from ebbtide.planning.profile import LayerProfile, StepProfile, StorageId
 from ebbtide.planning.search import find_frugal, search
 from ebbtide.runtime.layers import covering_layers, match_layers, parts_of
@@ -276,6 +282,11 @@ class Study:
         budget = self.budget(device_bytes)
         plan = search(profile, self.hardware, budget, timing, weights=self.weights)
         return Outcome(plan, timing.predict(plan))
+
+    def overlapped_s(self, plan: Plan) -> float:
+        """Return the seconds of a step under a plan if the optimizer steps inside backward."""
+        timing = StepTiming(self.profile, self.hardware, steps_in_backward=True)
+        return timing.predict(plan).step_s
 
     def _at(self, size: Size | None) -> tuple[StepProfile, Predictor]:
         """Return the step of a size, and what predicts it.
@@ -854,6 +865,14 @@ def _describe_copies(found: Findings, pairs: Sequence[Pair]) -> str:
             f". At most two layers' weights are on the device at once, and the optimizer's step on "
             f"the host takes {format_seconds(update_s)} more"
         )
+        overlapped_s = found.study.overlapped_s(plan)
+        if overlapped_s < prediction.step_s:
+            shadow_bytes = sum(layer.shadow_bytes for layer in resting)
+            rest += (
+                f". With handle.overlap it runs beside backward, the whole step takes "
+                f"{format_seconds(overlapped_s)}, and {format_size(shadow_bytes)} more are on the "
+                f"host"
+            )
     waits = "never waits"
     if prediction.exposed_copy_s:
         waits = f"waits {format_seconds(prediction.exposed_copy_s)}"
