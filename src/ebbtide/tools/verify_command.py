@@ -49,7 +49,7 @@ def verify(
     store: Store = "auto",
     layers: Layers = None,
     mode: Mode = "offload",
-    min_bytes: MinBytes = "1",
+    min_bytes: MinBytes = "1B",
     weights: Weights = False,
     steps: Annotated[int, typer.Option(metavar="N", help="Training steps in each run.")] = 3,
     orders: Annotated[int, typer.Option(metavar="N", help="How many provocations are tried.")] = 7,
