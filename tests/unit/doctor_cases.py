@@ -5,10 +5,20 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from ebbtide.tools.examination import DiskFigures, Examination, LinkFigures, Pinning
+from ebbtide.tools.examination import QUICK, DiskFigures, Examination, LinkFigures, Pinning
 from ebbtide.tools.machine import Accelerator, Directory, MachineFacts, Sample
 
 MIB, GIB = 2**20, 2**30
+
+SHORT = QUICK._replace(
+    compute_s=0.02,
+    links_s=0.1,
+    disk_s=0.1,
+    sizes_bytes=(64 * 2**10, MIB),
+    room_bytes=64 * MIB,
+    disk_bytes=8 * MIB,
+)
+"""Measures for a moment, with little memory."""
 
 HEALTHY_STORE = Directory("/scratch", "ext4", 800 * GIB)
 HEALTHY = MachineFacts(

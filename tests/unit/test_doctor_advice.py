@@ -4,23 +4,31 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from doctor_cases import GIB, GPU, HEALTHY_STORE, MIB, links, on_cpu, on_gpu
+from doctor_cases import (
+    GIB,
+    GPU,
+    HEALTHY_STORE,
+    MIB,
+    Examination,
+    Pinning,
+    links,
+    on_cpu,
+    on_gpu,
+)
 from ebbtide.planning import Hardware, Kind
-from ebbtide.stores.host_memory import MemoryLimit
-from ebbtide.tools import doctor as recommendations
 from ebbtide.tools.doctor import advise, build_report
-from ebbtide.tools.examination import Examination, Pinning
 
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sixteen cores, and memory that glibc returns."""
-    monkeypatch.setattr(recommendations.os, "cpu_count", lambda: 16)
-    monkeypatch.setattr(recommendations.freed_memory, "_refusal", lambda: None)
+    monkeypatch.setattr("ebbtide.tools.doctor.os.cpu_count", lambda: 16)
+    monkeypatch.setattr("ebbtide.stores.measured_memory._refusal", lambda: None)
 
 
 def store(**changed: Any) -> dict[str, Any]:
@@ -61,7 +69,7 @@ CASES = {
         "Both ways at once the link moves 26.0 GB/s, of 50.0",
     ),
     "a full container": (
-        on_cpu(group=MemoryLimit(16 * GIB, 15 * GIB)),
+        on_cpu(group=SimpleNamespace(limit_bytes=16 * GIB, used_bytes=15 * GIB, free_bytes=GIB)),
         "uses 15.00 GiB of 16.00 GiB. Past the limit the kernel kills",
     ),
     "few cores": (

@@ -11,7 +11,6 @@ import psutil
 import pytest
 import torch
 
-from ebbtide.tools import machine as machine_facts
 from ebbtide.tools.machine import (
     OtherPrograms,
     read_directory,
@@ -49,7 +48,7 @@ def test_the_facts_of_this_machine(tmp_path: Path) -> None:
 
 def test_a_container_has_what_it_may_use(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     limit = SimpleNamespace(limit_bytes=GIB, free_bytes=2**20)
-    monkeypatch.setattr(machine_facts, "memory_limit", lambda _: limit)
+    monkeypatch.setattr("ebbtide.tools.machine.memory_limit", lambda _: limit)
     facts = read_machine(CPU, tmp_path)
     assert facts.total_ram_bytes == GIB
     assert facts.free_ram_bytes == 2**20
@@ -119,7 +118,7 @@ def test_an_accelerator(tmp_path: Path) -> None:
 def test_the_time_of_other_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 4 cores 75% were busy, that is 3, and this program kept one of them busy."""
     process = SimpleNamespace(cpu_percent=lambda: 100.0)
-    monkeypatch.setattr(machine_facts.os, "cpu_count", lambda: 4)
+    monkeypatch.setattr("ebbtide.tools.machine.os.cpu_count", lambda: 4)
     monkeypatch.setattr(psutil, "cpu_percent", lambda: 75.0)
     monkeypatch.setattr(psutil, "Process", lambda: process)
     assert OtherPrograms().cores() == 2.0
