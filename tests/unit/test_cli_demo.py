@@ -3,10 +3,8 @@
 import base64
 import gzip
 import json
-import multiprocessing
 import os
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,9 +14,6 @@ import pytest
 import torch
 
 from commands import call
-from ebbtide.tools import demo_worker as worker
-from ebbtide.tools.demo import Team, WorkerError
-from ebbtide.tools.demo_config import DemoConfig, Mode
 
 # 4 samples x 32 channels x 64 x 64 nodes x 4 B = 2 MiB: the smallest size that is offloaded.
 TINY = ["--resolution", "64", "--batch-size", "4", "--steps", "3", "--warm-steps", "2"]
@@ -163,34 +158,3 @@ def test_a_difference_is_exit_code_1(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("ebbtide.tools.demo.run_demo", lambda _config, _outputs: False)
     done = call("demo", "--out", str(tmp_path), "--device", "cpu")
     assert done.exit_code == 1
-
-
-@pytest.mark.slow
-def test_dead_and_failing_workers_are_reported() -> None:
-    pytest.importorskip("neuralop")
-    config = DemoConfig(64, 4, modes=(Mode.NONE, Mode.EBBTIDE))
-    with Team(config) as team:
-        team.start()
-        os.kill(team.ask(Mode.NONE, os.getpid), signal.SIGKILL)
-        with pytest.raises(WorkerError):
-            team.ask(Mode.NONE, worker.prepare, {})
-        with pytest.raises(WorkerError) as failed:
-            team.ask(Mode.EBBTIDE, worker.prepare, {})  # there are no such weights
-        assert "in prepare" in failed.value.trace
-
-
-def test_workers_end_when_an_error_ends_the_demo() -> None:
-    pytest.importorskip("neuralop")
-    team = Team(DemoConfig(64, 4, modes=(Mode.NONE,)))
-
-    def interrupt() -> None:
-        with team:
-            team.start()
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupt()
-    assert not multiprocessing.active_children()
-
-
-# The command itself

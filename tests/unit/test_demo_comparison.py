@@ -1,14 +1,20 @@
-"""The demo's comparison, its table and its sentences, on figures that are made up."""
+"""The demo's comparison and table, on figures that are made up, and its processes."""
 
 import dataclasses
 import io
+import multiprocessing
+import os
+import signal
 
+import pytest
 import torch
 from rich.console import Console
 
 from ebbtide import StepStats
 from ebbtide.tools import demo_worker as worker
 from ebbtide.tools.demo import (
+    Team,
+    WorkerError,
     build_table,
     compare,
     limits,
@@ -124,3 +130,34 @@ def test_the_limit_is_said_in_figures() -> None:
         assert f"ebbtide's peak is {place}" in text
     rebuilt = result(Mode.REBUILD, [step(peak=1.75, stats=stats)] * 3)
     assert "Limit" not in render(DemoConfig(), [plain, rebuilt])
+
+
+# ---- processes -----------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_dead_and_failing_workers_are_reported() -> None:
+    pytest.importorskip("neuralop")
+    config = DemoConfig(64, 4, modes=(Mode.NONE, Mode.EBBTIDE))
+    with Team(config) as team:
+        team.start()
+        os.kill(team.ask(Mode.NONE, os.getpid), signal.SIGKILL)
+        with pytest.raises(WorkerError):
+            team.ask(Mode.NONE, worker.prepare, {})
+        with pytest.raises(WorkerError) as failed:
+            team.ask(Mode.EBBTIDE, worker.prepare, {})  # there are no such weights
+        assert "in prepare" in failed.value.trace
+
+
+def test_workers_end_when_an_error_ends_the_demo() -> None:
+    pytest.importorskip("neuralop")
+    team = Team(DemoConfig(64, 4, modes=(Mode.NONE,)))
+
+    def interrupt() -> None:
+        with team:
+            team.start()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupt()
+    assert not multiprocessing.active_children()
