@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ebbtide import Finding, StepStats, Trace, TraceEvent
+from ebbtide.observe.page import render_page
 from ebbtide.observe.run_record import LayerFigures, PredictedStep, RunRecord
 from ebbtide.runtime.events import MemorySample, OwnedBytes, Owner, StepMemory
 
@@ -196,3 +199,13 @@ def make_prediction(memory: StepMemory, events: tuple[TraceEvent, ...]) -> Predi
     )  # fmt: skip
     peak_bytes = max(each.peak_bytes for each in phases)
     return PredictedStep(phases[-1].end_s, peak_bytes, phases, planned)
+
+
+def page_of(*records: RunRecord) -> str:
+    """The page that shows these runs."""
+    return render_page(list(records))
+
+
+def empty_record(title: str, **more: Any) -> RunRecord:
+    """Return a record that lacks all but what is given."""
+    return RunRecord(title=title, **more)

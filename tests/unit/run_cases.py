@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -94,16 +95,26 @@ class Watched:
         return handle
 
 
+def session_of(
+    printed: io.StringIO | None = None,
+    *,
+    dry: bool = False,
+    report: Path | None = None,
+    **options: Any,
+) -> RunSession:
+    """A session of `ebbtide run` for this script."""
+    here = MainScript(__file__, (), is_module=False)
+    request = RunRequest(script=here, options=RunOptions(**options), dry=dry, report=report)
+    return RunSession(request) if printed is None else RunSession(request, printed)
+
+
 @contextlib.contextmanager
 def watching(*, dry: bool = False, **options: Any) -> Iterator[Watched]:
     """Watch what the block trains, as `ebbtide run` does, and detach all models after it."""
     planned = ActivationPolicy(min_bytes=1)
     options.setdefault("activations", planned if "budget" in options else SMALL)
     printed = io.StringIO()
-    request = RunRequest(
-        script=MainScript(__file__, (), is_module=False), options=RunOptions(**options), dry=dry
-    )
-    session = RunSession(request, printed)
+    session = session_of(printed, dry=dry, **options)
     session.begin()
     try:
         yield Watched(session, printed)

@@ -187,6 +187,3 @@ def test_a_fast_plan_that_was_over_does_not_stay() -> None:
     assert study.phase is Phase.PLANNED
     plan = study.choose(0)
     assert plan.peak_bytes is not None and plan.peak_bytes <= 94 * MB
-
-
-# ---- freed memory --------------------------------------------------------------------------------

@@ -199,7 +199,6 @@ def test_weights_may_rest_on_the_host(tmp_path: Path, caplog: pytest.LogCaptureF
     caplog.set_level(logging.INFO, "ebbtide")
     without = run(HEAVY, "--budget", "60MiB", "--quick")
     assert without.exit_code == 78
-    assert "With --weights, weights and the optimizer's state may rest" in without.output
     path = tmp_path / "plan.json"
     found = run(HEAVY, "--budget", "60MiB", "--quick", "--weights", "--save", str(path))
     assert found.exit_code == 0, found.output
@@ -209,7 +208,6 @@ def test_weights_may_rest_on_the_host(tmp_path: Path, caplog: pytest.LogCaptureF
     assert "64.0 MiB of weights, gradients and optimizer state" in flat
     assert "those of 4 of 6 modules, spread evenly" in flat
     assert re.search(r"\n> +60\.0 MiB .* w\n", found.output)
-    assert "w: weights, gradients, optimizer state of some or all layers" in found.output
     roomy = json.loads(run(HEAVY, "--budget", "1GiB", "--quick", "--weights", "--json").stdout)
     by_budget = {row["budget_bytes"]: row for row in roomy["budgets"]}
     assert not by_budget[GIB]["weights_on_host"]
@@ -286,17 +284,20 @@ def test_a_saved_plan_is_followed(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_budget_that_nothing_fits_into_is_answered_with_the_smallest() -> None:
-    found = run(TOWER, "--budget", "20MiB", "--quick")
+    found = run(TOWER, "--budget", "20MiB", "--quick", "--json")
     assert found.exit_code == 78
-    assert "No plan fits into 20.0 MiB" in found.output
-    assert "The smallest budget that a plan was found for is" in found.output
-    assert "no plan" in found.output
+    study = json.loads(found.stdout)
+    assert study["plan"] is None
+    smallest_bytes = study["smallest_budget_bytes"]
+    assert smallest_bytes == min(row["peak_bytes"] for row in study["budgets"] if row["fits"])
 
 
 def test_a_model_that_fits_is_left_alone() -> None:
-    found = run(TOWER, "--quick")
+    found = run(TOWER, "--quick", "--json")
     assert found.exit_code == 0
-    assert "Everything fits as it is: there is nothing to move." in found.output
+    layers = json.loads(found.stdout)["plan"]["plan"]["layers"]
+    assert {layer["mode"] for layer in layers} == {"as is"}
+    assert {each for layer in layers for each in layer["decisions"]} == {"keep"}
 
 
 @pytest.mark.parametrize(
@@ -326,7 +327,6 @@ def test_what_is_wrong_is_said_with_exit_code_2(arguments: list[str], message: s
     found = run(*arguments)
     assert found.exit_code == 2
     assert message in found.stderr
-    assert "Traceback" not in found.output
 
 
 # The largest that fits

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import typer
 
-import ebbtide.tools.main
+import ebbtide
 from commands import call
 from ebbtide.errors import BudgetError, PolicyError, StoreFullError
 from ebbtide.tools.exit_codes import ExitCode, ends_by_code
@@ -153,6 +153,3 @@ def test_a_schedule_that_is_wrong_prints_no_json(tmp_path: Path) -> None:
     file.write_text("order: F0 B0\nF0: reload 0\n")
     done = call("schedule", str(file), "--json")
     assert (done.exit_code, done.stdout) == (2, "")
-
-
-# Progress

@@ -14,7 +14,6 @@ import ebbtide
 from ebbtide import Explanation, Inspection, StepStats
 from ebbtide.observe.explain import Evidence, explain
 from ebbtide.observe.inspection import InFlight, InspectedStorage
-from ebbtide.observe.memory import OPTIMIZER
 from ebbtide.runtime.events import MemorySample, OwnedBytes, Owner, StepMemory
 from live_memory import LiveMemory
 
@@ -280,7 +279,7 @@ def recorded(phase: str = "B3", reserved: int = 0, **owned: int) -> Evidence:
             dataclasses.replace(recorded(LEAVING=300, RUNNING=100), follows_schedule=True),
             "released late",
         ),
-        (recorded(phase=OPTIMIZER, PARAMETERS=300, OPTIMIZER=600), "optimizer step"),
+        (recorded(phase="optimizer step", PARAMETERS=300, OPTIMIZER=600), "optimizer step"),
         (recorded(phase="loss", OUTPUTS=300, RUNNING=400, PARAMETERS=100), "loss"),
         (recorded(PARAMETERS=30, KEPT=60, LEAVING=5, RELOADED=10), "it fits"),
         (

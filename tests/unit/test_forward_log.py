@@ -10,20 +10,20 @@ from torch import nn
 
 import ebbtide
 from ebbtide.devices import CpuDevice
-from ebbtide.runtime.record import AccessOrder, ForwardLog
+from ebbtide.runtime.record import AccessOrder, ForwardLog, Record, State
 from ebbtide.stores import PinnedStore
 from engine_bench import EngineBench
 
 
 @dataclass
-class Record:
+class Numbered:
     ordinal: int
 
 
 def filled(num_records: int, learned: AccessOrder | None = None) -> ForwardLog:
     log = ForwardLog(learned)
     for ordinal in range(num_records):
-        log.add(Record(ordinal))
+        log.add(Numbered(ordinal))
         log.note_save(ordinal)
     return log
 
@@ -35,6 +35,12 @@ def reloads(log: ForwardLog, most: int = 100) -> list[int]:
         ordinals.append(record.ordinal)
         log.pass_reload()
     return ordinals
+
+
+def test_no_state_follows_out_of_order() -> None:
+    record = Record(None, 0, 8, State.PENDING)
+    with pytest.raises(AssertionError):
+        record.move_to(State.STORED)
 
 
 def test_nothing_comes_back_before_backward() -> None:

@@ -13,11 +13,13 @@ import ebbtide
 from ebbtide.devices import SimulatedDevice
 from ebbtide.stores import DiskStore, build_store
 from ebbtide.stores import measured_memory as freed_memory
-from ebbtide.stores.measured_memory import LEAST_BYTES, FreedMemory
 from waiting import await_copies
 
 MIB = 2**20
 linux = pytest.mark.skipif(sys.platform != "linux", reason="RSS is read from /proc")
+returned = pytest.mark.skipif(
+    not freed_memory.FreedMemory().is_returned, reason="the allocator is not glibc's"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -102,7 +104,9 @@ def run(program: str, **variables: str) -> dict:
 
 
 @linux
-@pytest.mark.skipif(not FreedMemory().is_returned, reason="the allocator is not glibc's")
+@pytest.mark.skipif(
+    not freed_memory.FreedMemory().is_returned, reason="the allocator is not glibc's"
+)
 def test_rss_falls_with_the_default_allocator_even_after_a_plain_step() -> None:
     figures = run(PROGRAM)
     assert figures["same"]
@@ -123,7 +127,7 @@ def test_a_setting_of_the_user_is_respected() -> None:
 
 
 def test_freed_memory_is_returned_after_so_many_bytes() -> None:
-    freed = FreedMemory()
+    freed = freed_memory.FreedMemory()
     freed.is_returned = True
     # 6 + 6 + 6 MiB are the first 16; then counting begins again.
     assert [freed.is_due(6 * MIB, 0) for _ in range(6)] == [False, False, True] * 2
@@ -173,7 +177,7 @@ def test_what_was_kept_is_returned_when_backward_has_freed_it(trims: list[int]) 
         assert handle.stats.kept_bytes == 36 * MIB
         handle._engine.transfers.store._reader.submit(lambda: None).synchronize()
         # 8 results of 4 MiB each and the input were kept: 36 MiB, and one return for each 16.
-        assert len(trims) - before == 36 * MIB // LEAST_BYTES
+        assert len(trims) - before == 36 * MIB // freed_memory.LEAST_BYTES
 
 
 # ---- blocks of their own, under a budget ---------------------------------------------------------
@@ -204,7 +208,9 @@ print(json.dumps({"left": found, "mapped": mapped}))
 
 
 @linux
-@pytest.mark.skipif(not FreedMemory().is_returned, reason="the allocator is not glibc's")
+@pytest.mark.skipif(
+    not freed_memory.FreedMemory().is_returned, reason="the allocator is not glibc's"
+)
 def test_large_blocks_return_when_they_are_freed_as_long_as_one_budget_wants_it() -> None:
     found = run(BLOCKS)
     assert found["mapped"] == [True, True, True, False]

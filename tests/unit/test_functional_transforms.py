@@ -166,7 +166,7 @@ def test_moved_weights_refuse_a_transform(kind: str, how: str) -> None:
     torch.manual_seed(0)
     model = Net()
     with DEVICE_WEIGHTS[how](model):
-        with pytest.raises(PolicyError, match=r"(torch\.func|exported).*detach\(\)"):
+        with pytest.raises(PolicyError):
             TRANSFORMS[kind](model)
         model.zero_grad()
         model(batch()).sum().backward()  # and the model still trains

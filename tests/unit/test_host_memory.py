@@ -17,7 +17,6 @@ import torch
 
 from ebbtide.devices import CpuDevice
 from ebbtide.stores import host_memory
-from ebbtide.stores.host_memory import HostMemory, allocate_by_torch, map_exactly
 from page_locks import PageLocks, is_mapped, kernel_flags, wait_until_unmapped
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -31,8 +30,8 @@ def locking(refuses: bool = False) -> tuple[CpuDevice, PageLocks]:
     return device, PageLocks(device, refuses)
 
 
-def mapped(device: CpuDevice, size_bytes: int) -> HostMemory:
-    memory = map_exactly(device, size_bytes)
+def mapped(device: CpuDevice, size_bytes: int) -> host_memory.HostMemory:
+    memory = host_memory.map_exactly(device, size_bytes)
     assert memory is not None
     return memory
 
@@ -41,7 +40,7 @@ def mapped(device: CpuDevice, size_bytes: int) -> HostMemory:
     "allocate",
     [
         lambda: mapped(CpuDevice(), 2048).tensor,
-        lambda: allocate_by_torch(CpuDevice(), 2048).tensor,
+        lambda: host_memory.allocate_by_torch(CpuDevice(), 2048).tensor,
         lambda: CpuDevice().allocate(2048),
     ],
 )
@@ -191,7 +190,7 @@ def test_torchs_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         return empty(size, **other)
 
     monkeypatch.setattr(torch, "empty", pretend)
-    memory = allocate_by_torch(CpuDevice(), 2048)
+    memory = host_memory.allocate_by_torch(CpuDevice(), 2048)
     assert asked == [(2048, True)]
     assert memory.refusal is None
     assert memory.tensor.shape == (2048,)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import json
 import subprocess
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 import pytest
@@ -344,3 +345,60 @@ def test_no_file_is_long_without_a_reason() -> None:
         if len(text.splitlines()) > MOST_LINES and REASON not in text
     ]
     assert not long
+
+
+TESTS = Path(__file__).parents[1]
+MOST_DEEP_IMPORTS = 120  # lines
+MOST_TEXTS = 120  # expectations of what a text says
+# A user imports these by their address.
+PUBLIC = ("ebbtide.compat.", "ebbtide.interop.")
+
+
+def deep_imports(tree: ast.AST) -> Iterator[str]:
+    """The files inside rooms that a file imports: tests speak to the interface of a room."""
+    rooms = {f"ebbtide.{path.parent.name}" for path in PACKAGE.glob("*/__init__.py")}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module in rooms:
+            room = PACKAGE / node.module.partition(".")[2]
+            interface = importlib.import_module(node.module).__dict__.get("__all__", ())
+            others = {alias.name for alias in node.names} - set(interface)
+            if any((room / f"{name}.py").exists() for name in others):
+                yield node.module
+        elif isinstance(node, ast.ImportFrom) and str(node.module).count(".") > 1:
+            if str(node.module).startswith("ebbtide.") and not node.module.startswith(PUBLIC):
+                yield node.module
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names if not alias.name.startswith(PUBLIC)]
+            yield from (name for name in names if name.startswith("ebbtide.") and "." in name[8:])
+
+
+def expected_texts(tree: ast.AST) -> Iterator[str]:
+    """The texts of errors, warnings and reports that a file compares with parts of them."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("pytest."):
+            yield from (ast.unparse(each.value) for each in node.keywords if each.arg == "match")
+        elif isinstance(node, ast.Assert):
+            text = ast.unparse(node.test)
+            if " in str(" in text or text.endswith((" in output", ".output")):
+                yield text
+
+
+@pytest.mark.parametrize(
+    ("find", "most"), [(deep_imports, MOST_DEEP_IMPORTS), (expected_texts, MOST_TEXTS)]
+)
+def test_tests_speak_to_interfaces_and_assert_facts(
+    find: Callable[[ast.AST], Iterator[str]], most: int
+) -> None:
+    found = {
+        path.relative_to(TESTS).as_posix(): sorted(find(ast.parse(path.read_text())))
+        for path in TESTS.rglob("*.py")
+    }
+    assert sum(map(len, found.values())) <= most, found
+
+
+def test_a_deep_import_and_a_text_are_found() -> None:
+    deep = "from ebbtide.stores import Slot, disk_file\nfrom ebbtide.runtime.record import State"
+    assert list(deep_imports(ast.parse(deep))) == ["ebbtide.stores", "ebbtide.runtime.record"]
+    assert not list(deep_imports(ast.parse("from ebbtide.stores import Slot\nimport ebbtide")))
+    texts = "with pytest.raises(E, match='a'): pass\nassert 'b' in str(error.value)"
+    assert len(list(expected_texts(ast.parse(texts)))) == 2

@@ -9,8 +9,6 @@ from torch import nn
 import ebbtide
 from ebbtide import ActivationPolicy, WeightPolicy
 from ebbtide.devices import SimulatedDevice
-from ebbtide.runtime.handles import Decision, StorageRecord
-from ebbtide.runtime.record import ForwardLog, State
 from ebbtide.stores import PinnedStore
 from loops import on_device
 
@@ -182,19 +180,3 @@ def test_it_prints_as_a_table_of_80_columns() -> None:
     assert "now: nothing is held or moved for a step" in text
     assert "0.0.weight" in text
     handle.detach()
-
-
-# The table of states
-
-
-def record(decision: Decision = Decision.OFFLOAD) -> StorageRecord:
-    made = StorageRecord(0, 0, None, 0, 8, decision, ForwardLog(None))
-    made.handles = 1
-    made.ordinal = 0 if decision is Decision.OFFLOAD else -1
-    return made
-
-
-def test_no_state_follows_out_of_order() -> None:
-    made = record()
-    with pytest.raises(AssertionError, match="PENDING -> STORED"):
-        made.move_to(State.STORED)

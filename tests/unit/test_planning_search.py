@@ -28,7 +28,6 @@ from ebbtide.planning import (
     rule_plans,
     search,
 )
-from ebbtide.planning.contest import inflight_choices
 from ebbtide.planning.relaxation import relax, resting_choices
 from ebbtide.planning.search import find_frugal
 from plan_cases import (
@@ -36,6 +35,7 @@ from plan_cases import (
     all_plans,
     chain_step_s,
     count_all_plans,
+    inflight_choices,
     least_recomputation_s,
     links,
     make_layer,

@@ -47,9 +47,6 @@ def peaks_mb(prediction: Prediction) -> list[float]:
     return [peak / MB for peak in prediction.peak_by_position]
 
 
-# ---- the link ------------------------------------------------------------------------------------
-
-
 # ---- keep ----------------------------------------------------------------------------------------
 
 

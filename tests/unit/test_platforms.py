@@ -13,8 +13,6 @@ from torch import nn
 
 import ebbtide
 from ebbtide import PolicyError, StoreFullError
-from ebbtide.policy import ActivationPolicy
-from ebbtide.runtime.engine import Engine
 from ebbtide.stores.disk_file import DiskFile
 
 HERE = Path(__file__).parent
@@ -77,9 +75,9 @@ def test_a_full_disk_without_reservation(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 
 def test_a_device_with_one_stream_is_refused() -> None:
-    """Apple's GPU. There is no such device here, so the engine is given its name."""
-    with pytest.raises(PolicyError):
-        Engine([], ActivationPolicy(), "auto", torch.device("mps:0"))
+    """Apple's GPU. There is none here, and a function is offloaded where it says it computes."""
+    with pytest.raises(PolicyError, match="mps"):
+        ebbtide.wrap_forward_with_offload(nn.functional.gelu, device="mps")
 
 
 def test_without_parameters_the_cpu_is_chosen_on_a_mac(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,6 +87,3 @@ def test_without_parameters_the_cpu_is_chosen_on_a_mac(monkeypatch: pytest.Monke
     forward(x).sum().backward()
     expected = torch.autograd.grad(nn.functional.gelu(x).sum(), x)[0]
     assert torch.equal(x.grad, expected)
-
-
-# ---- measuring -----------------------------------------------------------------------------------

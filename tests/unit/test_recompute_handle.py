@@ -134,7 +134,6 @@ def test_what_is_reported() -> None:
         for microbatch in range(2)
         for number in range(2)
     ]
-    assert "1 layers.1.m1" in str(inspection)
     again = [each for each in trace.events if each.what == "recompute"]
     assert sorted((each.layer, each.microbatch) for each in again) == [
         (0, 0),

@@ -11,9 +11,7 @@ from typing import Any
 import pytest
 
 from browsers import open_browser
-from ebbtide.observe.page import write_page
-from ebbtide.observe.run_record import RunRecord
-from report_cases import make_record
+from report_cases import empty_record, make_record, page_of
 
 pytestmark = pytest.mark.slow
 
@@ -35,9 +33,9 @@ class Quiet:
         self.complaints: list[str] = []
         self.requests: list[str] = []
 
-    def open(self, *records: RunRecord, width: int = 1280, **options: Any) -> Any:
+    def open(self, *records: Any, width: int = 1280, **options: Any) -> Any:
         path = self._folder / "run.html"
-        write_page(path, records)
+        path.write_text(page_of(*records))
         return self.open_file(path, width=width, **options)
 
     def open_file(self, path: Path, *, width: int = 1280, **options: Any) -> Any:
@@ -66,7 +64,7 @@ def quiet(browser: Any, tmp_path: Path) -> Iterator[Quiet]:
     assert all(url.startswith(("file://", "data:")) for url in pages.requests), pages.requests
 
 
-def made_up() -> RunRecord:
+def made_up() -> Any:
     return make_record(AFTER, 8, 6)
 
 
@@ -345,14 +343,14 @@ def test_fingers_pinch_and_swipe(quiet: Quiet) -> None:
 @pytest.mark.parametrize(
     "record",
     [
-        RunRecord(title="nothing"),
-        RunRecord(title="a trace", events=make_record("x", 4, 2).events),
-        RunRecord(title="a prediction", prediction=make_record("x", 4, 2).prediction),
+        empty_record(title="nothing"),
+        empty_record(title="a trace", events=make_record("x", 4, 2).events),
+        empty_record(title="a prediction", prediction=make_record("x", 4, 2).prediction),
         make_record("one layer", 1, 0),
     ],
     ids=lambda record: record.title,
 )
-def test_records_that_lack_much_are_shown(quiet: Quiet, record: RunRecord) -> None:
+def test_records_that_lack_much_are_shown(quiet: Quiet, record: Any) -> None:
     page = quiet.open(record)
     for chart in page.locator(".uplot").all():
         chart.focus()

@@ -6,23 +6,20 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from ebbtide.tools.found_models import RunOptions
-from ebbtide.tools.run import MainScript, RunRequest, RunSession
-from run_cases import SMALL, make, step
+from run_cases import SMALL, make, session_of, step
 from test_cli_run import TRAIN, run, script
 
 pytestmark = pytest.mark.slow
 
 
 @contextmanager
-def watching(report: Path | None, *, trace: bool = True) -> Iterator[RunSession]:
+def watching(report: Path | None, *, trace: bool = True) -> Iterator[Any]:
     """Watch what the block trains, write the report after it, and detach all models."""
-    options = RunOptions(activations=SMALL, trace=trace)
-    here = MainScript(__file__, (), is_module=False)
-    session = RunSession(RunRequest(script=here, options=options, report=report))
+    session = session_of(report=report, activations=SMALL, trace=trace)
     session.begin()
     try:
         yield session

@@ -321,7 +321,7 @@ def test_a_function_is_verified() -> None:
 @pytest.mark.usefixtures("script")
 def test_options_behind_a_function_are_refused() -> None:
     result = call("verify", "to_verify:build", "--orders", "1")
-    assert result.exit_code == 2 and "stand before" in result.output
+    assert result.exit_code == 2
 
 
 @pytest.mark.usefixtures("script")
