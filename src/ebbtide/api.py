@@ -113,7 +113,8 @@ def offload(
         model: any module with its parameters on one device. Or a callable, such as
             ``model.forward``, which is wrapped as `wrap_forward_with_offload` wraps it; it has no
             layers, so ``weights``, ``layers``, ``schedule``, ``budget`` and ``plan`` are refused.
-        activations: what to offload. None means every tensor that is large enough, or nothing if
+        activations: what to offload; ``ActivationPolicy()`` is every tensor that is large enough.
+            None means the same on a CPU, what ``budget`` decides on an accelerator, and nothing if
             ``weights`` is given.
         weights: which weights stay in host memory between uses. None means none, or those that
             ``plan`` has there.
@@ -140,7 +141,9 @@ def offload(
             what was chosen and why. On an accelerator the budget bounds what torch's allocator
             reserves at its peak, on a CPU the peak of the process's resident memory. The first
             steps run the most frugal plan and are measured. Of ``activations``, only ``min_bytes``
-            may be given.
+            may be given. None, on an accelerator and with neither ``activations``, ``weights``,
+            ``schedule`` nor ``plan``: 90% of the memory that the device has for this process, so
+            that what fits stays where it is.
         plan: instead of a budget, a plan that one led to before: ``handle.plan``, or the path of
             the file that ``handle.plan.save(path)`` wrote. It is followed from the first step on,
             and nothing is measured.
@@ -162,7 +165,8 @@ def offload(
             the layers, the policy or the store do not fit it. The model is unchanged.
         ScheduleError: the schedule cannot be run. The model is unchanged.
         OSError: the plan's file cannot be read. The model is unchanged.
-        BudgetError: raised by the forward, if no plan fits into the budget.
+        BudgetError: raised by the forward, if no plan fits into the budget, unless steps have been
+            within it before.
     """
     _warn_of_untested_torch()
     if callable(model) and not isinstance(model, nn.Module | type):
@@ -190,6 +194,7 @@ def offload(
     if budget is not None:
         parse_budget_bytes(budget)
     policy, planned = activations, None
+    given = (activations, weights, schedule, budget, plan)
     if budget is not None or plan is not None:
         given_twice = budget is not None and plan is not None
         policy = check_budgeted(policy, schedule, given_twice=given_twice)
@@ -226,8 +231,10 @@ def offload(
         if weights is None:
             resting_names = resting_layers_of(planned)
             weights = WeightPolicy() if resting_names else None
-    elif budget is not None and layers is None:
-        layers = covering_layers(model)
+    budgeted = budget is not None or (given == (None,) * 5 and _plans_by_default(model, home))
+    if budgeted:
+        policy = check_budgeted(activations, None, given_twice=False)
+        layers = covering_layers(model) if layers is None else layers
     found = find_layers(model) if layers is None else match_layers(model, layers)
     check_layer_counts(policy, found)
     _check_schedule(schedule, policy, found)
@@ -246,8 +253,8 @@ def offload(
     origin = None if home is None else next(model.parameters()).device
     owners = match_layers(model, resting_names) if resting_names else found
     placed = ModelWeights(model, owners, weights or WeightPolicy(), engine, origin)
-    is_planned = budget is not None and weights is None and engine.torch_device.type != "cpu"
-    if not is_planned and (weights is not None or home is not None):
+    plans_weights = budgeted and weights is None and engine.torch_device.type != "cpu"
+    if not plans_weights and (weights is not None or home is not None):
         try:
             placed.place(None if weights is not None else ())
         except BaseException:
@@ -255,11 +262,11 @@ def offload(
             raise
     engine.placement.num_calls = found.num_calls
     planner: BudgetController | FixedPlan | None = None
-    if budget is not None:
+    if budgeted:
         # Here, because it needs SciPy, which takes long to import.
         from ebbtide.planning.budget import BudgetController
 
-        planned_weights = placed if is_planned else None
+        planned_weights = placed if plans_weights else None
         min_bytes = engine.placement.min_bytes
         planner = BudgetController(model, engine, budget, min_bytes, weights=planned_weights)
     elif planned is not None:
@@ -382,6 +389,17 @@ def _find_home(device: torch.device | str | None) -> torch.device | None:
         if known is not None and known.type == home.type:
             return torch.device(home.type, torch.accelerator.current_device_index())
     return home
+
+
+def _plans_by_default(model: nn.Module, home: torch.device | None) -> bool:
+    """Whether a model that is offloaded without settings has a budget: on accelerators.
+
+    What fits there is best left where it is. On a CPU, whose memory the model shares with the
+    program and others, all that can go to disk goes.
+    """
+    device = next(model.parameters()).device if home is None else home
+    is_accelerator = device.type not in ("cpu", "meta")
+    return is_accelerator and hasattr(torch.get_device_module(device), "mem_get_info")
 
 
 def refuse_second_offload(model: nn.Module) -> None:

@@ -248,6 +248,8 @@ class OffloadHandle:
     def __repr__(self) -> str:
         about = self._engine.describe()
         layers = [count(len(self.layers), "layer")] if self.layers else []
+        if self.plan is not None:
+            about["plan"] = self.plan.summary
         return brief("OffloadHandle", [self._state, about.pop("model"), *layers, *labelled(about)])
 
     def _repr_html_(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -207,3 +208,104 @@ def test_weights_leave_if_nothing_fits_with_them(device: torch.device) -> None:
         assert not resting[0]
         assert resting[-1]
         assert peaks[-1] <= budget_bytes
+
+
+# ---- Without settings, with little host memory, and where nothing fits ----
+
+
+class Tower(nn.Sequential):
+    """At a batch of 4096, the input of each layer has 4 MiB."""
+
+    def __init__(self, width: int = 256, depth: int = 8) -> None:
+        super().__init__(*[nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(depth)])
+
+
+def steps(model: nn.Module, counts: list[int], device: torch.device) -> list[Tensor]:
+    """Train with batches of so many rows; return the losses."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    losses = []
+    for count in counts:
+        optimizer.zero_grad()
+        batch = torch.linspace(-1, 1, count * 256, device=device).view(count, 256)
+        loss = model(batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach().cpu())
+        del batch, loss
+    return losses
+
+
+def plainly(counts: list[int], device: torch.device) -> tuple[list[Tensor], int, int]:
+    """Return the losses of plain steps, what they reserve, and what is held without them."""
+    gc.collect()
+    torch.accelerator.empty_cache()
+    torch.accelerator.reset_peak_memory_stats()
+    held_bytes = torch.accelerator.memory_reserved()
+    losses = steps(build(Tower).to(device), counts, device)
+    peak_bytes = torch.accelerator.max_memory_reserved() - held_bytes
+    gc.collect()
+    torch.accelerator.empty_cache()
+    torch.accelerator.reset_peak_memory_stats()
+    return losses, peak_bytes, torch.accelerator.memory_reserved()
+
+
+@pytest.mark.parametrize("share", [8.0, 0.6, 0.4])
+def test_without_settings_a_model_is_left_alone_as_far_as_it_fits(
+    share: float, device: torch.device
+) -> None:
+    counts = [4096] * 9
+    expected, plain_bytes, held_bytes = plainly(counts, device)
+    capacity_bytes = held_bytes + int(share * plain_bytes)
+    softdevice.set_capacity(capacity_bytes)
+    model = build(Tower).to(device)
+    with ebbtide.offload(model) as handle:
+        assert steps(model, counts, device) == expected
+        assert torch.accelerator.max_memory_reserved() <= capacity_bytes
+        stats, plan = handle.stats, handle.plan
+        moved = stats.offloaded_bytes + stats.rebuilt_bytes + stats.recomputed_bytes
+        assert (moved == 0) is (share > 1)
+        assert ("nothing moves" in repr(handle)) is (share > 1)
+        assert plan is not None
+        assert plan.budget_bytes <= 0.9 * capacity_bytes
+
+
+@pytest.mark.filterwarnings("ignore:.*over-budget")  # nobody knows before what a step saves
+@pytest.mark.parametrize("host_budget", ["12MiB", "1MiB"])
+def test_what_the_host_has_no_room_for_is_computed_again(
+    host_budget: str, device: torch.device
+) -> None:
+    counts = [4096] * 12
+    expected, plain_bytes, held_bytes = plainly(counts, device)
+    budget_bytes = held_bytes + int(0.7 * plain_bytes)
+    model = build(Tower).to(device)
+    with ebbtide.offload(model, budget=budget_bytes, host_budget=host_budget) as handle:
+        losses = steps(model, counts[:9], device)
+        torch.accelerator.reset_peak_memory_stats()
+        assert losses + steps(model, counts[9:], device) == expected
+        assert torch.accelerator.max_memory_reserved() <= budget_bytes
+        stats = handle.stats
+        assert stats.host_capacity_bytes <= int(host_budget[:-3]) * 2**20
+        assert stats.recomputed_bytes + stats.rebuilt_bytes
+
+
+def test_training_goes_on_with_a_batch_for_which_no_plan_fits(device: torch.device) -> None:
+    counts = [1024] * 8 + [8192] * 6 + [1024]
+    expected, _, held_bytes = plainly(counts, device)
+    model = build(Tower).to(device)
+    with (
+        warnings.catch_warnings(record=True) as given,
+        ebbtide.offload(model, budget=held_bytes + 16 * 2**20),
+    ):
+        warnings.simplefilter("always")
+        assert steps(model, counts, device) == expected
+    assert [str(each.message).endswith("[ebbtide: over-budget]") for each in given] == [True]
+
+
+def test_training_that_has_not_begun_ends_where_no_plan_fits(device: torch.device) -> None:
+    held_bytes = plainly([], device)[-1]
+    model = build(Tower).to(device)
+    with (
+        ebbtide.offload(model, budget=held_bytes + 8 * 2**20),
+        pytest.raises(ebbtide.BudgetError),
+    ):
+        steps(model, [8192] * 8, device)

@@ -13,14 +13,14 @@ from typing import Any, Final, Generic, NamedTuple, TypeVar, final
 import torch
 from torch import Tensor, nn
 
-from ebbtide.errors import BudgetError, PolicyError, warn_user
+from ebbtide.errors import BudgetError, PolicyError, StoreFullError, warn_user
 from ebbtide.observe.inspection import inspect_engine
 from ebbtide.observe.recording import trace_of
 from ebbtide.planning.budget_study import BudgetStudy, Phase, Stage, is_same
 from ebbtide.planning.follow import place
 from ebbtide.planning.hardware import Hardware
 from ebbtide.planning.plan import Plan
-from ebbtide.planning.planned_step import PlannedStep, describe_briefly
+from ebbtide.planning.planned_step import PlannedStep
 from ebbtide.planning.recorded import (
     PassTrim,
     PassWatch,
@@ -168,6 +168,7 @@ _LOG = logging.getLogger(__name__)
 # their state. Plans of other kinds of steps take the weights as they are. If none of theirs fits,
 # all weights rest again, for good.
 
+_SHARE: Final = 0.9  # of a device's memory is the budget if none is given
 _MOST_RESTED: Final = 2
 _PART_IN_FLIGHT: Final = 20  # of the budget may be in flight in a step that has no plan
 _MOST_VERIFYING: Final = 4  # steps in a row that verify what a plan recomputes
@@ -185,6 +186,7 @@ class _Running(NamedTuple):
         begin_s: when it began.
         number: number of steps that had finished by then.
         failures: how often memory had been short by then.
+        num_refused: how often the store had been full by then.
         is_own: whether the study is of this kind, and not of one with larger tensors.
     """
 
@@ -195,6 +197,7 @@ class _Running(NamedTuple):
     begin_s: float
     number: int
     failures: int
+    num_refused: int
     is_own: bool = True
 
 
@@ -219,7 +222,8 @@ class BudgetController:
     Args:
         model: the model. It is not kept alive.
         engine: the engine of the model.
-        budget: bytes, text such as ``"24GiB"``, or a share of all memory such as ``"90%"``.
+        budget: bytes, text such as ``"24GiB"``, or a share of all memory such as ``"90%"``. None:
+            most of what the device has for this process. Then no error is raised.
         min_bytes: smaller storages stay where they are.
         memory: what is measured; None means the process on a CPU, else the device.
         weights: places the model's weights, which the budget then decides about, too. See
@@ -235,7 +239,7 @@ class BudgetController:
         self,
         model: nn.Module,
         engine: Engine,
-        budget: int | str,
+        budget: int | str | None,
         min_bytes: int,
         memory: AbstractMemory | None = None,
         weights: ModelWeights | None = None,
@@ -258,6 +262,7 @@ class BudgetController:
         self._num_verifying = 0  # steps in a row that have verified layers
         self._followed: tuple[BudgetStudy, Plan] | None = None  # what the engine follows
         self._several = False  # whether the step has had more than one forward
+        self._has_fitted = False  # whether a step was within the budget
         self._was_exceeded = False  # whether the user knows of a step that was over the budget
         self._was_short = False  # whether the user knows of a step that ran out of memory
         self._was_refused = False  # whether the user knows of a step that could not be planned
@@ -330,7 +335,10 @@ class BudgetController:
         self._memory = self._given or memory_of(device)
         self._memory.return_at_once(True)
         self._hardware = assumed_hardware(device)
-        self._budget_bytes = parse_budget_bytes(self._budget, self._memory.total_bytes)
+        if self._budget is None:
+            self._budget_bytes = int(_SHARE * self._memory.available_bytes)
+        else:
+            self._budget_bytes = parse_budget_bytes(self._budget, self._memory.total_bytes)
         self._studies.clear()
         self._running = None
 
@@ -350,12 +358,18 @@ class BudgetController:
             return
         try:
             self._follow(kind, known, study)
-        except (BudgetError, torch.OutOfMemoryError):
-            if not self._rest_all():
+        except (BudgetError, torch.OutOfMemoryError) as error:
+            if self._rest_all():
+                _LOG.info("no plan fits beside the weights: all of them rest on the host now")
+                self._last.study = None
+                self._record(kind, args, kwargs)
+                return
+            goes_on = self._has_fitted or self._budget is None
+            if not goes_on or not isinstance(error, BudgetError):
                 raise
-            _LOG.info("no plan fits with weights on the device: all of them rest on the host now")
-            self._last.study = None
-            self._record(kind, args, kwargs)
+            _LOG.info("no plan fits, so the one that needs least is followed: %s", error)
+            study.follow_least()
+            self._follow(kind, known, study)
 
     def _follow(self, kind: Kind, known: Kind, study: BudgetStudy) -> None:
         """Follow the plan of a study in the step that begins now.
@@ -366,7 +380,7 @@ class BudgetController:
             study: the study.
 
         Raises:
-            BudgetError: no plan fits into the budget.
+            BudgetError: no plan fits into the budget, and no step has been within it.
         """
         # Smaller tensors than those that were planned for say nothing of the plan.
         is_own = known == self._studies.key_of(kind)
@@ -380,9 +394,10 @@ class BudgetController:
         if followed is None or followed[0] is not study or not is_same(plan, followed[1]):
             self._place_weights(study, plan)
             self._memory.return_cached()  # blocks in sizes that another plan's step needed
-            self._engine.follow(place(study.profile, plan), plan.max_inflight_bytes)
+            planned = place(study.profile, plan)._replace(keeps_if_full=True)
+            self._engine.follow(planned, plan.max_inflight_bytes)
             if _LOG.isEnabledFor(logging.INFO):
-                _LOG.info("the next step follows another plan: %s", describe_briefly(study.step))
+                _LOG.info("the next step follows another plan: %s", study.step.summary)
         stage = None if study.phase is Phase.SETTLED or not is_own else study.stage
         watch = None
         if stage is Stage.WARM_UP or stage is Stage.MEMORY:
@@ -401,17 +416,18 @@ class BudgetController:
         """
         if self._weights is None or not self._can_rest_more():
             return False
-        self._placing = None
-        self._studies.clear()
-        self._resting, self._num_rested = self._weights.names, self._num_rested + 1
         try:
             self._weights.place()
-        except PolicyError as error:
+        except (PolicyError, StoreFullError) as error:
             _LOG.info("the weights stay on the device: %s", error)
-            self._weights.place(())
-            self._resting, self._num_rested = frozenset(), _MOST_RESTED
+            self._num_rested = _MOST_RESTED
+            self._weights.place(self._resting)
+            return False
+        self._resting, self._num_rested = self._weights.names, self._num_rested + 1
+        self._placing = None
+        self._studies.clear()
         self._memory.return_cached()
-        return bool(self._resting)
+        return True
 
     def _can_rest_more(self) -> bool:
         """Whether weights that are on the device may rest."""
@@ -437,7 +453,9 @@ class BudgetController:
     ) -> _Running:
         """Return what there is to know of a step that begins now."""
         number, failures = self._engine.num_steps, self._memory.num_failures()
-        return _Running(kind, study, watch, stage, time.perf_counter(), number, failures)
+        num_refused = self._engine.transfers.offloads.num_refused
+        begin_s = time.perf_counter()
+        return _Running(kind, study, watch, stage, begin_s, number, failures, num_refused)
 
     def _record(self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record the step that begins now, which offloads all that can leave."""
@@ -457,7 +475,8 @@ class BudgetController:
         bound_bytes = 0 if self._is_short else None
         if bound_bytes is None and self._device.type != "cpu":
             bound_bytes = min(INFLIGHT_BYTES, self._budget_bytes // _PART_IN_FLIGHT)
-        self._engine.follow(PlannedLayers({}, nothing, nothing, rebuilds=True), bound_bytes)
+        planned = PlannedLayers({}, nothing, nothing, rebuilds=True, keeps_if_full=True)
+        self._engine.follow(planned, bound_bytes)
         self._engine.record_steps(traced=self._traced)
         self._followed = None
 
@@ -470,7 +489,9 @@ class BudgetController:
             self._engine.transfers.device.finish_copies()
             self._engine.transfers.poll()
 
-    def _study_recorded(self, watch: PassWatch, step_s: float) -> BudgetStudy | None:
+    def _study_recorded(
+        self, watch: PassWatch, step_s: float, *, was_full: bool
+    ) -> BudgetStudy | None:
         """Return the study of the step that was recorded last; None if it cannot be planned."""
         try:
             profile = profile_recorded_step(
@@ -480,7 +501,7 @@ class BudgetController:
                 min_bytes=self._min_bytes,
             )
         except PolicyError as error:
-            if not self._was_refused:
+            if not self._was_refused and self._budget is not None:
                 warn_user(
                     "budget-not-planned",
                     f"the budget cannot be planned, so everything is offloaded: {error}",
@@ -492,13 +513,20 @@ class BudgetController:
         weights = None if self._placing else self._weights
         if weights is not None and self._resting and self._num_rested < _MOST_RESTED:
             profile = with_weight_bytes(profile, weights.sizes(), self._hardware)
-        study = BudgetStudy(profile, self._hardware, self._budget_bytes, watch.begin_bytes)
+        resting_bytes = sum(each.parameter_bytes for each in profile.layers)
+        study = BudgetStudy(
+            profile,
+            self._hardware,
+            self._budget_bytes,
+            watch.begin_bytes,
+            host_bytes=self._engine.transfers.store.room_bytes + resting_bytes,
+        )
         self._placing = self._placing or (study if study.places_weights else None)
         study.weights_can_leave = self._can_rest_more() and not study.places_weights
         study.refuse(self._engine.refused_layers)
         study.saved_bytes = self._engine.transfers.account.last_counts.unique_bytes
         if not self._several:
-            study.learn_record(watch, trace_of(self._engine), step_s)
+            study.learn_record(watch, trace_of(self._engine), step_s, was_full=was_full)
         return study
 
     def _learn(self) -> None:
@@ -513,6 +541,7 @@ class BudgetController:
         peak_bytes = self._memory.reserved_peak_bytes()
         if watch is not None:
             peak_bytes = watch.reserved_peak_bytes
+        was_full = self._engine.transfers.offloads.num_refused > running.num_refused
         if study is None:
             ended = self._engine.num_steps > running.number and self._engine.had_backward
             if self._memory.num_failures() > running.failures:
@@ -522,20 +551,29 @@ class BudgetController:
             elif watch is not None and ended:
                 if peak_bytes > self._budget_bytes:
                     self._warn_of_excess(peak_bytes)
-                self._studies.add(running.kind, self._study_recorded(watch, step_s))
+                self._has_fitted |= peak_bytes <= self._budget_bytes
+                found = self._study_recorded(watch, step_s, was_full=was_full)
+                self._studies.add(running.kind, found)
             return
         if self._memory.num_failures() > running.failures:
             self._learn_shortage(study)
             return
         if self._engine.num_steps == running.number:
             return
+        self._has_fitted |= peak_bytes <= self._budget_bytes
         study.refuse(self._engine.refused_layers)
         if self._engine.num_verifying:
             self._num_verifying += 1
             if self._num_verifying <= _MOST_VERIFYING:
-                return  # what the plan recomputes was offloaded: the step says nothing of the plan
+                # What the plan recomputes was offloaded: the step says nothing of the plan.
+                self._memory.return_cached()
+                self._memory.reset_peak()
+                return
         else:
             self._num_verifying = 0
+        if was_full:
+            study.learn_full_store()
+            return
         self._check_numbers(running, study)
         if watch is not None:
             if study.has_all_passes(watch) and not self._several:
@@ -558,7 +596,7 @@ class BudgetController:
 
     def _warn_of_excess(self, peak_bytes: int) -> None:
         """Warn once of a step that was over the budget."""
-        if self._was_exceeded:
+        if self._was_exceeded or self._budget is None:
             return
         self._was_exceeded = True
         warn_user(

@@ -13,7 +13,7 @@ from ebbtide.observe.trace import Trace
 from ebbtide.planning.contest import keep_all, offload_first, with_weights
 from ebbtide.planning.hardware import Hardware
 from ebbtide.planning.plan import Decision, LayerMode, LayerPlan, Plan
-from ebbtide.planning.planned_step import PlannedStep, StepCost, describe_briefly
+from ebbtide.planning.planned_step import PlannedStep, StepCost
 from ebbtide.planning.prediction import CautiousTiming, PlanBudget, Prediction, predict_awaited
 from ebbtide.planning.profile import LayerProfile, StepProfile
 from ebbtide.planning.recorded import (
@@ -170,13 +170,17 @@ def predicted_now(plan: Plan, prediction: Prediction, slack_bytes: int) -> Plan:
     )
 
 
-def too_small(budget_bytes: int, smallest_bytes: int, price: float | None) -> BudgetError:
+def too_small(
+    budget_bytes: int, smallest_bytes: int, price: float | None, *, on_host: bool
+) -> BudgetError:
+    weights = ""
+    if on_host:
+        weights = ", or weights=ebbtide.WeightPolicy() for weights and optimizer state in files"
     cost = "" if price is None else f", with a step {price:.0%} longer than one that keeps all"
     return BudgetError(
         f"budget={format_size(budget_bytes)} is too small for this step: the smallest that a plan "
         f"was found for is {format_size(smallest_bytes)} ({smallest_bytes} bytes){cost}. Give that "
-        f"budget, a smaller batch, or weights=ebbtide.WeightPolicy(), which keeps weights and "
-        f"optimizer state in host memory",
+        f"budget or a smaller batch{weights}",
         smallest_bytes=smallest_bytes,
         price=price,
     )
@@ -275,6 +279,8 @@ class BudgetStudy:
         begin_bytes: memory that was in use when the step began.
         plan: the plan that the step followed; None: everything was offloaded, and the weights that
             the profile has rested on the host.
+        host_bytes: how much the store has room for, with the weights that the profile has; None:
+            for any number of bytes.
 
     Attributes:
         places_weights: whether plans say which weights rest on the host.
@@ -298,7 +304,9 @@ class BudgetStudy:
         budget_bytes: int,
         begin_bytes: int = 0,
         plan: Plan | None = None,
+        host_bytes: int | None = None,
     ) -> None:
+        self._host_bytes = host_bytes
         self.phase = Phase.FRUGAL
         self.stage = Stage.WARM_UP
         self._profile = profile
@@ -378,18 +386,23 @@ class BudgetStudy:
         seen, self._seen = self._seen, frozenset(watch.peaks)
         return watch.is_whole or seen == self._seen
 
-    def learn_record(self, watch: PassWatch, trace: Trace, step_s: float) -> None:
+    def learn_record(
+        self, watch: PassWatch, trace: Trace, step_s: float, *, was_full: bool = False
+    ) -> None:
         """Learn from the step that was recorded: its memory, and roughly its seconds.
 
         Args:
             watch: its memory.
             trace: its seconds, with those that measuring memory took.
             step_s: seconds from its begin to the begin of the next step.
+            was_full: whether the store had not enough room, so that it kept more than its plan.
         """
         self._profile = measured_profile(self._profile, self.plan, trace, step_s, 0.0)
         self._hardware = measured_hardware(self._hardware, trace)
         watch.bind(self._profile)
-        if self.has_all_passes(watch):
+        if was_full:
+            self._begin(self._find_frugal(0))
+        elif self.has_all_passes(watch):
             self.learn_memory(watch, step_s)
 
     def refuse(self, names: Set[str]) -> None:
@@ -424,7 +437,7 @@ class BudgetStudy:
             plan = self._find(free_bytes)
         except BudgetError as error:
             smallest_bytes = error.smallest_bytes + free_bytes
-            raise too_small(self.budget_bytes, smallest_bytes, error.price) from None
+            raise self._too_small(smallest_bytes, error.price) from None
         profile = self._corrected(self._begin_bytes)
         return PlannedStep(
             plan=plan, profile=profile, hardware=self._hardware, budget_bytes=self.budget_bytes
@@ -530,6 +543,29 @@ class BudgetStudy:
         self._failed.append(failed)
         self._try_another_frugal()
 
+    def learn_full_store(self) -> None:
+        """Learn that the store had less room than was expected, so that the step kept more."""
+        had_bytes = self._predict(self._begin_bytes).host_peak_bytes
+        self._host_bytes = int(_LESS * min(had_bytes, self._host_bytes or had_bytes))
+        self._tried = [each for each in self._tried if not is_same(each.plan, self.plan)]
+        self._frugal = [each for each in self._frugal if not is_same(each.plan, self.plan)]
+        self._searches, self._num_plans = True, 0
+        if self.phase is Phase.SETTLED:
+            self.phase = Phase.PLANNED
+
+    def follow_least(self) -> Plan:
+        """Follow the plan that needs least from now on, although it is over the budget."""
+        if self._frugal:
+            needed_bytes = self._frugal[0].peak_bytes
+            self._begin(self._frugal[0].plan, self._frugal[0].at_first)
+        else:
+            self._begin(self._find_frugal(0))
+            needed_bytes = self.plan.peak_bytes or 0
+        self.exceeded_bytes = needed_bytes
+        self.budget_bytes = self._asked_bytes = max(self.budget_bytes, int(_SURE * needed_bytes))
+        self._end_search()
+        return self.plan
+
     def _note_had(self, peak_bytes: int) -> None:
         """Note how much memory the device has had for a step."""
         self.budget_bytes = max(self.budget_bytes, min(peak_bytes, self._asked_bytes))
@@ -573,7 +609,7 @@ class BudgetStudy:
             slack_bytes = min(slack_bytes, self.budget_bytes - prediction.peak_bytes)
         self.plan = predicted_now(self.plan, prediction, slack_bytes)
         if _LOG.isEnabledFor(logging.INFO):
-            _LOG.info("the plan has settled: %s", describe_briefly(self.step))
+            _LOG.info("the plan has settled: %s", self.step.summary)
 
     def _fastest(self) -> _Tried | None:
         """Return the fastest of the plans that were measured to fit."""
@@ -585,6 +621,10 @@ class BudgetStudy:
         self._begin(tried.plan, tried.at_first)
         self._measured, self._is_watched = tried.measured, True
         self._profile, self._hardware = tried.learned
+
+    def _too_small(self, smallest_bytes: int, price: float | None) -> BudgetError:
+        on_host = self._hardware.computes_on_host
+        return too_small(self.budget_bytes, smallest_bytes, price, on_host=on_host)
 
     def _begin(self, plan: Plan, at_first: StepCost | None = None) -> None:
         """Follow another plan from now on.
@@ -617,7 +657,8 @@ class BudgetStudy:
     def _find_frugal(self, enough_bytes: int) -> Plan:
         profile = self._corrected(self._begin_bytes)
         timing = CautiousTiming(profile, self._hardware, self._slower)
-        return find_frugal(profile, self._hardware, timing, enough_bytes, everywhere(profile))
+        rests, host_bytes = everywhere(profile), self._host_bytes
+        return find_frugal(profile, self._hardware, timing, enough_bytes, rests, host_bytes)
 
     def _try_another_frugal(self) -> bool:
         """Try another plan that may need less than those that were measured, if there is one."""
@@ -643,7 +684,7 @@ class BudgetStudy:
                 return
             measured_bytes = self._frugal[0].peak_bytes if self._frugal else error.smallest_bytes
             smallest_bytes = min(error.smallest_bytes, measured_bytes) + free_bytes
-            raise too_small(self.budget_bytes, smallest_bytes, error.price) from None
+            raise self._too_small(smallest_bytes, error.price) from None
         self._searches = False
         if any(is_same(plan, each.plan) for each in self._tried):
             self._settle()
@@ -670,7 +711,8 @@ class BudgetStudy:
         Raises:
             BudgetError: no plan was found.
         """
-        budget = PlanBudget(device_bytes=max(0, self.budget_bytes - free_bytes))
+        device_bytes = max(0, self.budget_bytes - free_bytes)
+        budget = PlanBudget(device_bytes=device_bytes, host_bytes=self._host_bytes)
 
         def find(*, cautious: bool) -> Plan:
             profile = self._corrected(self._begin_bytes, cautious=cautious)

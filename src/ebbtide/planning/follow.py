@@ -17,7 +17,7 @@ from torch import nn
 
 from ebbtide.errors import PolicyError
 from ebbtide.planning.plan import Decision, LayerMode, Plan
-from ebbtide.planning.planned_step import PlannedStep, describe_briefly
+from ebbtide.planning.planned_step import PlannedStep
 from ebbtide.planning.prediction import StorageUses
 from ebbtide.planning.profile import StepProfile, StorageId
 from ebbtide.planning.windows import backward_groups
@@ -224,7 +224,7 @@ class FixedPlan:
         self.plan = plan
         self._engine = engine
         engine.follow(place(plan.profile, plan.plan), plan.plan.max_inflight_bytes)
-        _LOG.info("a plan made before is followed: %s", describe_briefly(plan))
+        _LOG.info("a plan made before is followed: %s", plan.summary)
 
     def detach(self) -> None:
         """Let the policy decide again."""

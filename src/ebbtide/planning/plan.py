@@ -124,6 +124,14 @@ class Plan:
         """Whether the weights of any layer rest on the host."""
         return any(layer.weights_on_host for layer in self.layers)
 
+    @property
+    def changes_nothing(self) -> bool:
+        """Whether all that autograd saves stays, and nothing is computed again."""
+        return not self.has_weights_on_host and all(
+            layer.mode is LayerMode.AS_IS and set(layer.decisions) <= {Decision.KEEP}
+            for layer in self.layers
+        )
+
     def _lines(self) -> Iterator[str]:
         step = "not predicted" if self.step_s is None else f"{self.step_s * 1e3:.2f} ms"
         peak = "not predicted" if self.peak_bytes is None else format_size(self.peak_bytes)

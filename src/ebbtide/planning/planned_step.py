@@ -102,6 +102,21 @@ class PlannedStep:
             budget_bytes=budget_bytes,
         )
 
+    @property
+    def summary(self) -> str:
+        """What the plan is predicted to cost, and what it was measured to cost, in a line."""
+        plan, measured = self.plan, self.measured
+        peak_bytes = plan.peak_bytes if measured is None else measured.peak_bytes
+        budget = format_size(self.budget_bytes)
+        if plan.changes_nothing and peak_bytes is not None and peak_bytes <= self.budget_bytes:
+            free = format_size(self.budget_bytes - peak_bytes)
+            return f"fits: nothing moves; {free} of a budget of {budget} are free at the peak"
+        words = f"predicted peak {_size(plan.peak_bytes)}, step {_seconds(plan.step_s)}"
+        if measured is not None:
+            size, seconds = format_size(measured.peak_bytes), _seconds(measured.step_s)
+            words += f"; last measured peak {size}, step {seconds}"
+        return f"budget {budget}, {words}"
+
     def __str__(self) -> str:
         return "\n".join(self._lines())
 
@@ -216,16 +231,6 @@ class PlannedStep:
         elif moved_bytes and layer.may_recompute:
             costs.append(again)
         return ", ".join(costs) or "there is room"
-
-
-def describe_briefly(step: PlannedStep) -> str:
-    """Say in a line what a plan is predicted to cost, and what it was measured to cost."""
-    plan, measured = step.plan, step.measured
-    words = f"predicted peak {_size(plan.peak_bytes)}, step {_seconds(plan.step_s)}"
-    if measured is not None:
-        size, seconds = format_size(measured.peak_bytes), _seconds(measured.step_s)
-        words += f"; last measured peak {size}, step {seconds}"
-    return f"budget {format_size(step.budget_bytes)}, {words}"
 
 
 def _sizes(layer: LayerProfile, chosen: LayerPlan) -> Counter[Decision]:

@@ -388,6 +388,7 @@ def find_frugal(
     predictor: Predictor,
     enough_bytes: int = 0,
     resting: Resting = (),
+    host_bytes: int | None = None,
 ) -> Plan:
     """Return a plan that needs little device memory.
 
@@ -398,13 +399,15 @@ def find_frugal(
         enough_bytes: how much it may need. If that is enough to offload everything, this is the
             plan; otherwise the one that needs the least of those that are looked at.
         resting: whose weights rest on the host; empty: nobody's.
+        host_bytes: how much may be in the tier below; None: any number of bytes.
     """
     plan = with_weights(offload_first(profile, len(profile.layers)), resting or nowhere(profile))
     prediction = predictor.predict(plan)
-    if prediction.peak_bytes <= enough_bytes:
+    fits_below = host_bytes is None or prediction.host_peak_bytes <= host_bytes
+    if prediction.peak_bytes <= enough_bytes and fits_below:
         return dataclasses.replace(plan, step_s=prediction.step_s, peak_bytes=prediction.peak_bytes)
     by_pass = _has_windows(profile, hardware)
-    nothing = PlanBudget(device_bytes=0)
+    nothing = PlanBudget(device_bytes=0, host_bytes=host_bytes)
     found = _most_frugal(Contest(profile, predictor, nothing, resting, by_pass=by_pass))
     step_s, peak_bytes = found.prediction.step_s, found.prediction.peak_bytes
     return dataclasses.replace(found.plan, step_s=step_s, peak_bytes=peak_bytes)

@@ -184,6 +184,7 @@ class Engine:
         self.passes: PassListener | None = None
         self._bound_bytes: int | None = None
         self._windows: PassWindows | None = None
+        self._keeps_if_full = False
         self._make_device, made = _device_maker.get() or (make_device, [])
         made.append(self)
         self._verifications = Verifications()
@@ -236,11 +237,13 @@ class Engine:
         """
         self.placement.follow(layers)
         self._windows = None if layers is None else layers.windows
+        self._keeps_if_full = layers is not None and layers.keeps_if_full
         if bound_bytes is not None:
             self._bound_bytes = bound_bytes
         self._bound_transfers()
 
     def _bound_transfers(self) -> None:
+        self.transfers.offloads.keeps_if_full = self._keeps_if_full
         if self._bound_bytes is not None:
             self.transfers.bound(self._bound_bytes, self._windows)
 

@@ -261,7 +261,10 @@ class RebuildFinder:
         layout = output.shape, output.stride(), output.dtype, output.device
         key = (call.recipe, constants, shapes, layout, call.settings)
         if key not in self._proven:
-            again = call.run([peek(saved) for saved in inputs])
+            try:
+                again = call.run([peek(saved) for saved in inputs])
+            except torch.OutOfMemoryError:
+                return False  # another time there may be memory for it
             self._proven[key] = same = _same_bits(again, output)
             if not same:
                 _LOG.info(
@@ -400,6 +403,7 @@ class PlannedLayers(NamedTuple):
         keeps_outside: whether what is saved outside layers stays unless a decision names it.
         windows: what may be in flight in each pass; None: the bound on bytes in flight says.
         rebuilds: whether storages that no decision names are rebuilt where they can be.
+        keeps_if_full: whether what the store has no room for stays on the device.
     """
 
     decisions: Plan
@@ -408,6 +412,7 @@ class PlannedLayers(NamedTuple):
     keeps_outside: bool = False
     windows: PassWindows | None = None
     rebuilds: bool = False
+    keeps_if_full: bool = False
 
 
 @final

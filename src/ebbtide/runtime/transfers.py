@@ -26,7 +26,7 @@ from ebbtide.devices.device import (
     raise_again,
 )
 from ebbtide.devices.process import call_weakly, watch_forks
-from ebbtide.errors import EbbtideError, ForkedProcessError
+from ebbtide.errors import EbbtideError, ForkedProcessError, StoreFullError
 from ebbtide.runtime.events import Owner
 from ebbtide.runtime.record import (
     ACTIVATION,
@@ -147,6 +147,8 @@ class Offloads:
 
     Attributes:
         bound_bytes: as given.
+        keeps_if_full: whether what the store has no room for stays on the device.
+        num_refused: how often that was so.
         queue: records whose copies are under way, oldest first.
         queued_bytes: size of the sources in the queue.
         retained_bytes: size of the sources that a schedule retains.
@@ -158,6 +160,8 @@ class Offloads:
         self._store = store
         self._account = account
         self.bound_bytes = bound_bytes
+        self.keeps_if_full = False
+        self.num_refused = 0
         self.queue: deque[Record] = deque()
         self.queued_bytes = 0
         self.retained_bytes = 0
@@ -185,7 +189,14 @@ class Offloads:
         else:
             if self.queued_bytes + record.size_bytes > self.bound_bytes:
                 self.make_room(record.size_bytes)
-            self._copy_down(record, OFFLOADING)
+            try:
+                self._copy_down(record, OFFLOADING)
+            except StoreFullError:
+                if not self.keeps_if_full:
+                    raise
+                self.num_refused += 1
+                self.pend(record)
+                return
             self.enqueue(record)
 
     def pend(self, record: Record) -> None:

@@ -52,6 +52,10 @@ class TieredStore(AbstractStore):
         return self._host.capacity_bytes + self._disk.capacity_bytes
 
     @property
+    def room_bytes(self) -> int:
+        return self._host.room_bytes + self._disk.room_bytes
+
+    @property
     def host_capacity_bytes(self) -> int:
         return self._host.host_capacity_bytes + self._disk.host_capacity_bytes
 

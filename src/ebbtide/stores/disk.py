@@ -73,6 +73,10 @@ class DiskStore(AbstractStore):
         return self._file.capacity_bytes
 
     @property
+    def room_bytes(self) -> int:
+        return self._file.room_bytes
+
+    @property
     def used_bytes(self) -> int:
         self._collect()
         return self._file.used_bytes

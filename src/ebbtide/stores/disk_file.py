@@ -139,6 +139,11 @@ class DiskFile:
         return self._extents.capacity_bytes
 
     @property
+    def room_bytes(self) -> int:
+        disk = os.fstatvfs(self.open.fd)
+        return self.capacity_bytes + disk.f_bavail * disk.f_frsize
+
+    @property
     def used_bytes(self) -> int:
         return self._extents.used_bytes
 

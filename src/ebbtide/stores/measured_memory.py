@@ -203,6 +203,11 @@ class AbstractMemory(abc.ABC):
     def total_bytes(self) -> int:
         """All the memory that there is, or that this process may use."""
 
+    @property
+    def available_bytes(self) -> int:
+        """The part of it that other processes do not use."""
+        return self.total_bytes
+
     @abc.abstractmethod
     def reset_peak(self) -> None:
         """Restart the peak at the present level."""
@@ -362,6 +367,11 @@ class DeviceMemory(AbstractMemory):
     @property
     def total_bytes(self) -> int:
         return int(torch.get_device_module(self._device).mem_get_info(self._device)[1])
+
+    @property
+    def available_bytes(self) -> int:
+        free_bytes = torch.get_device_module(self._device).mem_get_info(self._device)[0]
+        return int(free_bytes) + torch.accelerator.memory_reserved(self._device)
 
     def reset_peak(self) -> None:
         self._peak.prepare_reset()

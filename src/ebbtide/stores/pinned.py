@@ -157,6 +157,11 @@ class PinnedStore(AbstractStore):
         return sum(slab.capacity_bytes for slab in self._slabs)
 
     @property
+    def room_bytes(self) -> int:
+        more_bytes = min(self.budget.left_bytes, self.budget.spare_ram_bytes())
+        return self.capacity_bytes + max(0, more_bytes)
+
+    @property
     def host_capacity_bytes(self) -> int:
         return self.budget.taken_bytes
 

@@ -189,6 +189,10 @@ class StagedDiskStore(AbstractStore):
         return self._file.capacity_bytes
 
     @property
+    def room_bytes(self) -> int:
+        return self._file.room_bytes
+
+    @property
     def host_capacity_bytes(self) -> int:
         return 0 if self._staging is None else self._staging.tensor.numel()
 

@@ -214,6 +214,11 @@ class AbstractStore(ABC):
         """Bytes in use now, including dropped slots that are still being read."""
 
     @property
+    @abstractmethod
+    def room_bytes(self) -> int:
+        """The most bytes that the store can have at once, with the memory that is free now."""
+
+    @property
     def host_capacity_bytes(self) -> int:
         """Host memory that the store has allocated, staging memory included."""
         return 0
