@@ -14,7 +14,7 @@ from benchmarks.record import RESULTS, warning_of
 from benchmarks.tables import CASES, tables_of
 from ebbtide.units import format_size
 
-_MOST_ROWS = 6  # longer tables are linked, so that the page can be read
+_MOST_ROWS = 4  # longer tables are linked, so that the page can be read
 PAGE = RESULTS.parents[1] / "docs" / "benchmarks.md"
 
 _INTRODUCTION = """\
@@ -46,6 +46,9 @@ _TITLES = {
     "plan-largest-fno-h100": "On paper for an H100: the largest FNO, predicted and not measured",
     "plan-beside-save-on-cpu": "On paper for an H100: a planned step beside save_on_cpu, predicted",
     "plan-links": "On paper: plans beside rules over links from 2 to 900 GB/s, predicted",
+    "plan-ablation": "What each stage of the search is worth: steps of plans without it, predicted",
+    "overlap": "The optimizer's step inside backward, on a CPU",
+    "overlap-in-turns-40": "The same for 40 steps, the two loops in turns",
     "pinned": "Page-locked memory that the host store takes",
     "overhead": "Host time per saved tensor",
     "link": "The link between host and accelerator",
