@@ -32,8 +32,8 @@ from ebbtide.runtime.saved_tensors import SavedTensorHooks
 from ebbtide.runtime.transfers import Transfers
 from ebbtide.stores.pinned import PinnedStore
 from ebbtide.stores.store import AbstractStore, Landing, RestingSlot, Slot, Target
-from ebbtide.tools.darcy_fno import build_model
 from ebbtide.tools.demo_config import DemoConfig
+from ebbtide.tools.demo_worker import build_model
 from ebbtide.units import format_size
 
 _BOUND_BYTES = 64 * 2**20

@@ -8,13 +8,15 @@ They go to docs/images. Each function's name is the name of its picture.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import re
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,6 @@ import ebbtide
 from ebbtide.planning.hardware import Hardware
 from ebbtide.stores.measured_memory import ProcessMemory
 from ebbtide.tools.demo import ENVIRONMENT
-from ebbtide.tools.demo_worker import sampled
 from ebbtide.units import format_size
 
 ROOT = Path(__file__).parents[2]
@@ -55,6 +56,30 @@ def picture(draw: Draw) -> Draw:
     """Register a function that draws a picture into a file."""
     PICTURES[draw.__name__.replace("_", "-")] = draw
     return draw
+
+
+@contextlib.contextmanager
+def sampled(memory: ProcessMemory) -> Iterator[list[tuple[float, int]]]:
+    """Sample memory from a thread while the block runs.
+
+    Yields:
+        Pairs of seconds since the block began and bytes in use, one every 5 ms; the list grows.
+    """
+    samples: list[tuple[float, int]] = []
+    over = threading.Event()
+    begin_s = time.perf_counter()
+
+    def sample() -> None:
+        while not over.wait(0.005):
+            samples.append((time.perf_counter() - begin_s, memory.now_bytes()))
+
+    thread = threading.Thread(target=sample, daemon=True)
+    thread.start()
+    try:
+        yield samples
+    finally:
+        over.set()
+        thread.join()
 
 
 def new_figure(height_inches: float, width_inches: float = 9.0) -> tuple[Figure, Any]:

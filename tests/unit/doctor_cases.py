@@ -49,7 +49,6 @@ def on_cpu(found: dict[str, Any] | None = None, **facts: Any) -> Examination:
         "fft": rate(50e9),
         "links": links(down=8e9, up=500e9, both=20e9),
         "disk": DiskFigures(GIB, 2e9, 4e9, cache_was_emptied=True),
-        "others_cores": 0.0,
     }
     return Examination(dataclasses.replace(HEALTHY, **facts), **(entries | (found or {})))
 

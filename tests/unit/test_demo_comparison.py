@@ -42,12 +42,11 @@ def step(
         train_h1=0.25,
         gradients_sha256="a",
         stats=stats,
-        timeline=[(0.0, GIB), (1.0, 2 * GIB)],
     )
 
 
 def result(mode: Mode, steps: list[StepResult]) -> ModeResult:
-    final = FinalResult(0.1, 0.2, "p", GIB + 128 * 2**20, 256 * 2**20, ())
+    final = FinalResult(0.1, 0.2, "p")
     return ModeResult(mode, GIB, steps, final)
 
 
@@ -66,7 +65,7 @@ def test_a_changed_bit_is_found_and_named() -> None:
     other = dataclasses.replace(step(), loss=1.5 + 2**-52)
     assert first_difference(reference, result(Mode.EBBTIDE, [other, *steps[1:]])) == "loss, step 1"
     changed = result(Mode.EBBTIDE, steps)
-    changed.final = FinalResult(0.1, 0.2, "q", GIB, GIB, ())
+    changed.final = FinalResult(0.1, 0.2, "q")
     assert first_difference(reference, changed) == "final parameters"
     assert first_difference(reference, result(Mode.EBBTIDE, steps[:2])) == "number of steps"
 
@@ -111,25 +110,6 @@ def test_a_difference_shows_in_the_table() -> None:
     results[1].steps = [*steps[:2], dataclasses.replace(step(), gradients_sha256="b")]
     assert compare(results) == {Mode.EBBTIDE: "gradients, step 3"}
     assert "differ:" in render(DemoConfig(), results)
-
-
-def test_the_limit_is_said_in_figures() -> None:
-    """Idle is 1 GiB. 128 MiB stay between steps, a forward needs 256: 384 MiB. The peak is 768."""
-    stats = StepStats(offloaded_bytes=GIB)
-    plain = result(Mode.NONE, [step()] * 3)
-    other = result(Mode.EBBTIDE, [step(peak=1.75, stats=stats)] * 3)
-    for results in ([plain, other], [other]):
-        text = " ".join(render(DemoConfig(), results).split())
-        assert "it needs 256.0 MiB for this batch" in text
-        assert "With the 128.0 MiB of gradients and optimizer state" in text
-        assert "384.0 MiB above idle is about what no offloader can go below" in text
-        assert "ebbtide's peak is 2.00 times that" in text
-    for peak, place in ((1.37, "just there"), (1.25, "below it, because it also returns")):
-        lower = result(Mode.EBBTIDE, [step(peak=peak, stats=stats)] * 3)
-        text = " ".join(render(DemoConfig(), [plain, lower]).split())
-        assert f"ebbtide's peak is {place}" in text
-    rebuilt = result(Mode.REBUILD, [step(peak=1.75, stats=stats)] * 3)
-    assert "Limit" not in render(DemoConfig(), [plain, rebuilt])
 
 
 # ---- processes -----------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from ebbtide.tools.machine import (
-    OtherPrograms,
     read_directory,
     read_machine,
 )
@@ -110,15 +109,3 @@ def test_an_accelerator(tmp_path: Path) -> None:
     found = read_machine(CUDA, tmp_path, tmp_path).accelerator
     assert (found.name, found.count) == ("Test GPU", 2)
     assert (found.total_bytes, found.free_bytes) == (80 * GIB, 79 * GIB)
-
-
-# ---- other programs ------------------------------------------------------------------------------
-
-
-def test_the_time_of_other_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 4 cores 75% were busy, that is 3, and this program kept one of them busy."""
-    process = SimpleNamespace(cpu_percent=lambda: 100.0)
-    monkeypatch.setattr("ebbtide.tools.machine.os.cpu_count", lambda: 4)
-    monkeypatch.setattr(psutil, "cpu_percent", lambda: 75.0)
-    monkeypatch.setattr(psutil, "Process", lambda: process)
-    assert OtherPrograms().cores() == 2.0

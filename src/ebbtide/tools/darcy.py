@@ -24,7 +24,6 @@ import json
 import math
 import operator
 import os
-import pickle
 import sys
 import tempfile
 import zipfile
@@ -329,7 +328,6 @@ def generate_darcy(
     *,
     first: int = 0,
     workers: int | None = None,
-    progress: bool | None = None,
 ) -> DarcySamples:
     """Draw coefficients and solve for the pressure, without touching the cache.
 
@@ -341,7 +339,6 @@ def generate_darcy(
         n_samples: Number of samples.
         first: Index of the first sample.
         workers: Number of threads. None means torch's number of threads, or one on small grids.
-        progress: Whether to draw a progress bar on stderr. None means only if stderr is a terminal.
 
     Returns:
         Samples ``first`` to ``first + n_samples - 1``.
@@ -358,13 +355,12 @@ def generate_darcy(
     shape = (n_samples, spec.resolution, spec.resolution)
     samples = DarcySamples(torch.empty(shape), torch.empty(shape))
     label = f"Darcy flow {spec.resolution}x{spec.resolution}, {spec.split.name.lower()}"
-    is_shown = sys.stderr.isatty() if progress is None else progress
     pairs = track(
         _solve_all(spec, range(first, first + n_samples), workers),
         label,
         n_samples,
         console=Console(stderr=True),
-        disable=not is_shown,
+        disable=not sys.stderr.isatty(),
     )
     for i, (a, u) in enumerate(pairs):
         samples.a[i] = torch.from_numpy(a)
@@ -378,7 +374,6 @@ def load_darcy(
     *,
     cache_dir: str | os.PathLike[str] | None = None,
     workers: int | None = None,
-    progress: bool | None = None,
 ) -> DarcySamples:
     """Return the first ``n_samples`` samples, reading from the cache those that it has.
 
@@ -391,7 +386,6 @@ def load_darcy(
         cache_dir: Directory of the cache. None means ``$EBBTIDE_CACHE``, else ``ebbtide`` in the
             user's cache directory.
         workers: As for ``generate_darcy``.
-        progress: As for ``generate_darcy``.
 
     Raises:
         ValueError: A count is out of range.
@@ -405,9 +399,7 @@ def load_darcy(
     n_cached = len(samples.a)
     if n_cached < n_samples:
         with _replacing(path) as file:
-            missing = generate_darcy(
-                spec, n_samples - n_cached, first=n_cached, workers=workers, progress=progress
-            )
+            missing = generate_darcy(spec, n_samples - n_cached, first=n_cached, workers=workers)
             samples = DarcySamples(*map(torch.cat, zip(samples, missing, strict=True)))
             np.savez(file, key=spec.key(), a=samples.a.numpy(), u=samples.u.numpy())
     return DarcySamples(samples.a[:n_samples], samples.u[:n_samples])
@@ -513,36 +505,6 @@ UNIT_SQUARE = ((0, 1), (0, 1))
 
 
 # It has this many parameters because neuraloperator's function has them.
-def read_published(root: Path, split: Split, resolution: int, n_samples: int) -> DarcySamples:
-    """Read the first ``n_samples`` samples of a published file.
-
-    Raises:
-        ValueError: The file has fewer samples or does not hold a dict of ``x`` and ``y``.
-        OSError: The file is missing or cannot be read.
-    """
-    path = root / f"darcy_{split.name.lower()}_{resolution}.pt"
-    try:
-        data = torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError as error:
-        advice = "get it from Zenodo record 12784353, or leave out data_root to generate the data"
-        raise FileNotFoundError(error.errno, advice, str(path)) from error
-    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise OSError(f"{path} is damaged or was not written by torch.save: {error}") from error
-    if not isinstance(data, dict) or not all(torch.is_tensor(data.get(name)) for name in "xy"):
-        raise ValueError(f"{path} must hold a dict with the tensors 'x' and 'y'")
-    if len(data["x"]) < n_samples:
-        raise ValueError(f"{path} has {len(data['x'])} samples, not {n_samples}; ask for fewer")
-    return DarcySamples(*(_without_channel(data[name][:n_samples], path) for name in "xy"))
-
-
-def _without_channel(data: torch.Tensor, path: Path) -> torch.Tensor:
-    if data.ndim == 4 and data.shape[1] == 1:
-        data = data.squeeze(1)
-    if data.ndim != 3:
-        raise ValueError(f"{path} must hold one channel on a 2-D grid, got shape {data.shape}")
-    return data.to(torch.float32)
-
-
 def load_darcy_flow_small(
     n_train: int,
     n_tests: Sequence[int],
@@ -559,9 +521,7 @@ def load_darcy_flow_small(
     num_workers: int = 0,
     seed: int = 0,
     refinement: int = 1,
-    data_root: str | os.PathLike[str] | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
-    progress: bool | None = None,
 ) -> Loaders:
     """Load Darcy flow data for neuraloperator, in the place of its function of the same name.
 
@@ -587,12 +547,7 @@ def load_darcy_flow_small(
         num_workers: Worker processes per loader.
         seed: Random seed of the samples.
         refinement: As in ``DarcySpec``.
-        data_root: Directory of the published files (Zenodo record 12784353):
-            ``darcy_train_{resolution}.pt`` and ``darcy_test_{resolution}.pt``, each a dict of ``x``
-            and ``y``. The first samples of each are read, as float32, without rescaling. None:
-            samples are generated.
         cache_dir: As for ``load_darcy``.
-        progress: As for ``generate_darcy``.
 
     Returns:
         ``(train_loader, test_loaders, data_processor)``: a loader, a dict from resolution to
@@ -600,7 +555,7 @@ def load_darcy_flow_small(
 
     Raises:
         ValueError: A count, resolution or choice is out of range, or the lists differ in length.
-        OSError: The cache directory cannot be written to, or a published file is missing.
+        OSError: The cache directory cannot be written to.
         ImportError: neuraloperator is not installed.
 
     Shape:
@@ -645,11 +600,7 @@ def load_darcy_flow_small(
         raise ImportError(INSTALL_NEURALOP) from error
 
     def dataset(split: Split, resolution: int, n_samples: int) -> TensorDataset:
-        if data_root is not None:
-            samples = read_published(Path(data_root), split, resolution, n_samples)
-        else:
-            spec = specs[split, resolution]
-            samples = load_darcy(spec, n_samples, cache_dir=cache_dir, progress=progress)
+        samples = load_darcy(specs[split, resolution], n_samples, cache_dir=cache_dir)
         return TensorDataset(*(field.unsqueeze(channel_dim) for field in samples))
 
     def loader(data: TensorDataset, size: int) -> Batches:

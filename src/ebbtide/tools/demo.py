@@ -13,19 +13,17 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TypeVar, final
+from typing import Any, Final, TypeVar, final
 
 import torch
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from ebbtide.errors import PolicyError
 from ebbtide.observe.page import write_page
-from ebbtide.observe.plots import new_figure, save_figure
 from ebbtide.runtime.stats import StepStats
-from ebbtide.tools import darcy_fno
 from ebbtide.tools import demo_worker as worker
 from ebbtide.tools.demo_config import (
     STEPS_PER_TURN,
@@ -33,7 +31,6 @@ from ebbtide.tools.demo_config import (
     Mode,
     ModeResult,
     StepResult,
-    UsageError,
     check_neuralop,
     check_writable,
     first_difference,
@@ -43,7 +40,6 @@ from ebbtide.units import format_size
 from ebbtide.version import __version__
 
 _ABSENT = "-"
-_JUST_THERE = 0.95  # two measurements of the RSS of two processes differ by less
 _NOISY = 1.5  # times vary too much above this ratio of a mode's slowest to its fastest step
 
 
@@ -126,8 +122,6 @@ def limits(config: DemoConfig, results: list[ModeResult]) -> Iterator[str]:
     for result in results:
         if result.stats is not None and result.mode is Mode.EBBTIDE:
             yield from _limits_of(config, result, result.stats)
-            if result.stats.offloaded_bytes:
-                yield from _floor(_reference(results) or result, result)
     if any(slowest_s > _NOISY * fastest_s for fastest_s, slowest_s in map(_extremes_s, results)):
         yield (
             "Times vary too much to compare: other programs run on this machine, or the steps are "
@@ -154,27 +148,6 @@ def _limits_of(config: DemoConfig, result: ModeResult, stats: StepStats) -> Iter
         yield "The kernel caches the file in otherwise unused RAM, which RSS does not count."
 
 
-def _floor(reference: ModeResult, result: ModeResult) -> Iterator[str]:
-    """Say what remains of the peak, and that no way of offloading can remove it."""
-    final = reference.final
-    assert final is not None
-    lasting_bytes = max(0, final.lasting_bytes - reference.idle_bytes)
-    floor_bytes = lasting_bytes + final.forward_bytes
-    if not floor_bytes:
-        return
-    ratio = _above_idle(result) / floor_bytes
-    place = f"{ratio:.2f} times that" if ratio > 1 else "just there"
-    if ratio < _JUST_THERE:
-        place = "below it, because it also returns what is freed in the middle of an operation"
-    yield (
-        f"Limit: a forward without autograd saves nothing at all, and it needs "
-        f"{format_size(final.forward_bytes)} for this batch: the working memory of its largest "
-        f"operation. With the {format_size(lasting_bytes)} of gradients and optimizer state that "
-        f"stay between steps, {format_size(floor_bytes)} above idle is about what no offloader can "
-        f"go below; ebbtide's peak is {place}. A smaller batch or resolution lowers it."
-    )
-
-
 def _reference(results: list[ModeResult]) -> ModeResult | None:
     return next((result for result in results if result.mode is Mode.NONE), None)
 
@@ -199,15 +172,12 @@ def _extremes_s(result: ModeResult) -> tuple[float, float]:
 
 # ---- Shows how far the demo is. Progress goes to standard error ----
 
-Note = Callable[[Mode, StepResult], None]
+Note = Callable[[Mode, int, StepResult], None]
 
 
 @contextlib.contextmanager
 def training(console: Console, modes: Sequence[Mode], steps: int) -> Iterator[Note]:
     """Show a bar for each mode on a terminal, and one for all; elsewhere a line for each step.
-
-    The modes take turns, so what is left is said for all of them: the steps that each mode still
-    has to train, at the mean of its own steps.
 
     Yields:
         A function to call with each step as soon as it is done.
@@ -217,119 +187,24 @@ def training(console: Console, modes: Sequence[Mode], steps: int) -> Iterator[No
         BarColumn(16),
         MofNCompleteColumn(),
         TextColumn("{task.fields[last]}"),
+        TimeRemainingColumn(),
     )
     with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
         tasks = {mode: bars.add_task(mode.title, total=steps, last="") for mode in modes}
         overall = bars.add_task("all", total=steps * len(modes), last="")
-        taken_s: dict[Mode, list[float]] = {mode: [] for mode in modes}
 
-        def note(mode: Mode, step: StepResult) -> None:
-            taken_s[mode].append(step.duration_s)
+        def note(mode: Mode, number: int, step: StepResult) -> None:
             words = f"{step.duration_s:5.2f} s, peak {format_size(step.peak_bytes)}"
             bars.update(tasks[mode], advance=1, last=words)
-            left_s = seconds_left(list(taken_s.values()), steps)
-            bars.update(overall, advance=1, last=f"about {left_s:.0f} s left")
+            bars.update(overall, advance=1)
             if not console.is_terminal:
-                place = f"{mode.title}: step {len(taken_s[mode])} of {steps}"
-                _say(console, f"{place:<27} {words}")
+                _say(console, f"{f'{mode.title}: step {number} of {steps}':<27} {words}")
 
         yield note
 
 
-def seconds_left(taken_s: Sequence[Sequence[float]], steps: int) -> float:
-    """Estimate what is left of training.
-
-    Args:
-        taken_s: for each mode the seconds of each step that it has trained.
-        steps: how many steps each mode trains. A mode without a step yet is taken to be as fast as
-            the others.
-    """
-    means_s = [sum(each) / len(each) for each in taken_s if each]
-    usual_s = sum(means_s) / len(means_s)
-    return sum(
-        (steps - len(each)) * (sum(each) / len(each) if each else usual_s) for each in taken_s
-    )
-
-
 def _say(console: Console, words: str) -> None:
     console.print(words, highlight=False, markup=False)
-
-
-# ---- Draw the demo's picture: memory over one step, and a prediction of the trained model ----
-
-# The palette of Okabe and Ito, whose colours colour-blind readers can tell apart.
-_COLOURS = {
-    Mode.NONE: "#D55E00",
-    Mode.SAVE_ON_CPU: "#E69F00",
-    Mode.REBUILD: "#009E73",
-    Mode.EBBTIDE: "#0072B2",
-}
-_SIZE_INCHES = (8.0, 3.0)
-
-
-def draw(config: DemoConfig, results: list[ModeResult], path: Path) -> bool:
-    """Write the picture, 1600 x 600 pixels.
-
-    Returns:
-        False if there is no picture because matplotlib is not installed, else True.
-    """
-    try:
-        figure = new_figure(_SIZE_INCHES[1])
-    except ImportError:
-        return False
-    figure.set_size_inches(*_SIZE_INCHES)
-    halves: Any = figure.subfigures(1, 2, width_ratios=(1.0, 1.55))
-    memory, fields = halves
-    _draw_memory(memory.subplots(), config, results)
-    _draw_sample(fields, config, results[-1])
-    save_figure(figure, path)
-    return True
-
-
-def _draw_memory(axes: Any, config: DemoConfig, results: list[ModeResult]) -> None:
-    for result in results:
-        times_s, sizes = zip(*result.typical.timeline, strict=True)
-        above_gib = [(size - result.idle_bytes) / 2**30 for size in sizes]
-        colour = _COLOURS[result.mode]
-        label = f"{result.mode.title}: peak {max(above_gib):.2f} GiB"
-        axes.plot(times_s, above_gib, color=colour, linewidth=1.2, label=label)
-        axes.fill_between(times_s, above_gib, color=colour, alpha=0.12, linewidth=0)
-    what = "Process" if config.device.type == "cpu" else "Device"
-    axes.set_title(f"{what} memory in a training step", fontsize=10, loc="left")
-    axes.set_xlabel("time since the step began (s)", fontsize=9)
-    axes.set_ylabel("above idle (GiB)", fontsize=9)
-    axes.set_xlim(left=0)
-    axes.set_ylim(bottom=0)
-    axes.set_ylim(top=axes.get_ylim()[1] * 1.25)  # room for the legend
-    axes.tick_params(labelsize=8)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(fontsize=9, frameon=False, loc="upper left", handlelength=1.2)
-
-
-def _draw_sample(figure: Any, config: DemoConfig, result: ModeResult) -> None:
-    assert result.final is not None
-    coefficient, true, predicted = result.final.sample
-    axes = figure.subplots(1, 3)
-    axes[0].imshow(
-        coefficient.T, origin="lower", cmap="Greys", vmin=0, vmax=1.6 * coefficient.max()
-    )
-    scale = {"vmin": 0, "vmax": 1e3 * max(true.max(), predicted.max())}
-    for axis, pressure in zip(axes[1:], (true, predicted), strict=True):
-        image = axis.imshow(1e3 * pressure.T, origin="lower", cmap="viridis", **scale)
-    titles = (
-        f"permeability\n{config.resolution} x {config.resolution} nodes",
-        "pressure\nfinite differences",
-        f"predicted pressure\ntest error {result.final.test_l2:.1%}",
-    )
-    for axis, title in zip(axes, titles, strict=True):
-        axis.set_title(title, fontsize=9)
-        axis.set_xticks([])
-        axis.set_yticks([])
-    bar = figure.colorbar(
-        image, ax=axes, location="bottom", shrink=0.66, anchor=(1.0, 1.0), aspect=30, pad=0.04
-    )
-    bar.set_label("pressure (10$^{-3}$)", fontsize=8)
-    bar.ax.tick_params(labelsize=8)
 
 
 # ---- The worker processes: start them, give them turns, notice when one dies ----
@@ -425,35 +300,25 @@ VERSION: Final = 1
 _WIDTH: Final = 80
 
 
-class Outputs(NamedTuple):
-    """Where the demo prints.
-
-    Attributes:
-        progress: what is under way, and what should be known besides.
-        report: the table and the sentences, or the JSON.
-        as_json: whether JSON is printed instead of the table.
-    """
-
-    progress: Console
-    report: Console
-    as_json: bool = False
-
-
-def run_demo(config: DemoConfig, outputs: Outputs) -> bool:
+def run_demo(config: DemoConfig, progress: Console, *, as_json: bool = False) -> bool:
     """Train, measure, compare and report.
+
+    Args:
+        config: the run.
+        progress: where to say what is under way, and what should be known besides.
+        as_json: whether JSON is printed instead of the table.
 
     Returns:
         Whether ebbtide's run was bitwise the same as the run without offload; True also if one of
         the two did not run.
 
     Raises:
-        UsageError: the configuration asks for something that cannot be done on this machine.
+        PolicyError: the configuration asks for something that cannot be done on this machine.
         WorkerError: a mode failed.
     """
     check_neuralop()
     check_writable(config.out)
     begin_s = time.perf_counter()
-    progress = outputs.progress
     _announce(config, progress)
     _say(progress, "1/4  Starting a process for each mode")
     with Team(config) as team:
@@ -462,12 +327,12 @@ def run_demo(config: DemoConfig, outputs: Outputs) -> bool:
         results, peak_is_per_step = _begin(team, config, weights)
         _say(progress, "4/4  Training")
         _train(team, config, results, progress)
-        _say(progress, "     Test errors, and a forward without autograd")
+        _say(progress, "     Test errors")
         for mode in config.modes:
             results[mode].final = team.ask(mode, worker.finish)
     if config.device.type == "cpu" and not peak_is_per_step:
         progress.print("This kernel cannot reset the peak RSS: peaks are since the process began.")
-    _report(config, list(results.values()), outputs)
+    _report(config, list(results.values()), as_json=as_json)
     progress.print(f"{time.perf_counter() - begin_s:.0f} s in all", highlight=False)
     differences = compare(list(results.values()))
     return differences.get(Mode.EBBTIDE) is None
@@ -483,46 +348,37 @@ def _announce(config: DemoConfig, console: Console) -> None:
     _say(console, f"Modes: {names}. Each trains {config.steps} steps, in turns.")
 
 
-def _prepare(config: DemoConfig, console: Console) -> darcy_fno.Weights:
+def _prepare(config: DemoConfig, console: Console) -> worker.Weights:
     """Generate the data and train the weights that all modes begin with, while the modes wait."""
-    number = config.steps * config.batch_size + darcy_fno.N_TEST
+    number = config.steps * config.batch_size + worker.N_TEST
     what = f"2/4  Data: {number} samples, generated unless a run before has left them here"
     _say(console, what)
     try:
-        darcy_fno.load_problem(config)
-        coarse = darcy_fno.load_coarse_problem(config)
+        worker.load_problem(config)
+        coarse = worker.load_coarse_problem(config)
     except (OSError, ValueError) as error:
-        raise UsageError(f"--data: {error}") from error
+        raise PolicyError(f"--data: {error}") from error
     _say(console, f"3/4  Warm start: {config.warm_steps} steps on a coarse grid")
-    with one_thread():
-        return darcy_fno.warm_start(config, coarse)
-
-
-@contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """Compute with one thread inside of the block.
-
-    On the coarse grid, threads save little and wait for one another most of the time. On two cores
-    that other programs used as well, the warm start took eight times as long with two threads as
-    with one: what [Note: a fair baseline] sets for the workers comes too late for this process.
-    """
-    before = torch.get_num_threads()
+    # On the coarse grid, threads save little and wait for one another most of the time. On two
+    # cores that other programs used as well, the warm start took eight times as long with two
+    # threads as with one: what [Note: a fair baseline] sets for the workers comes too late here.
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        yield
+        return worker.warm_start(config, coarse)
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(threads)
 
 
 def _begin(
-    team: Team, config: DemoConfig, weights: darcy_fno.Weights
+    team: Team, config: DemoConfig, weights: worker.Weights
 ) -> tuple[dict[Mode, ModeResult], bool]:
     results = {}
     peak_is_per_step = True
     for mode in config.modes:
-        prepared = team.ask(mode, worker.prepare, weights)
-        results[mode] = ModeResult(mode, prepared.idle_bytes)
-        peak_is_per_step &= prepared.peak_is_per_step
+        idle_bytes, can_reset = team.ask(mode, worker.prepare, weights)
+        results[mode] = ModeResult(mode, idle_bytes)
+        peak_is_per_step &= can_reset
     return results, peak_is_per_step
 
 
@@ -536,18 +392,17 @@ def _train(
                 for _ in range(first, min(first + STEPS_PER_TURN, config.steps)):
                     step = team.ask(mode, worker.step)
                     results[mode].steps.append(step)
-                    note(mode, step)
+                    note(mode, len(results[mode].steps), step)
 
 
-def _report(config: DemoConfig, results: list[ModeResult], outputs: Outputs) -> None:
+def _report(config: DemoConfig, results: list[ModeResult], *, as_json: bool) -> None:
     """Print the table, or JSON, and name the files that are written."""
     document = json.dumps(_as_json(config, results), indent=2)
     written = _write_files(config, results, document)
-    if outputs.as_json:
-        # As it is: a console would wrap it.
-        print(document, file=outputs.report.file)
+    if as_json:
+        print(document)
         return
-    report = outputs.report
+    report = Console()
     width = min(report.width, _WIDTH)
     report.print()
     report.print(build_table(config, results), width=width)
@@ -562,11 +417,8 @@ def _write_files(
     config: DemoConfig, results: list[ModeResult], document: str
 ) -> dict[str, Path | str]:
     """Write what remains of a run. Returns what each file has, and where it is."""
-    figures = config.out / "demo.json"
+    figures, page = config.out / "demo.json", config.out / "demo.html"
     figures.write_text(f"{document}\n")
-    picture = config.out / "demo.png"
-    is_drawn = draw(config, results, picture)
-    page = config.out / "demo.html"
     finals = [result.final for result in results if result.final is not None]
     records = [final.record for final in finals if final.record is not None]
     if records:
@@ -574,7 +426,6 @@ def _write_files(
     return {
         "Report": page if records else "not written: no mode can be recorded",
         "Figures": figures,
-        "Picture": picture if is_drawn else 'not drawn; pip install "ebbtide[plots]" allows it',
     }
 
 
@@ -595,11 +446,9 @@ def _as_json(config: DemoConfig, results: list[ModeResult]) -> dict[str, Any]:
             "test_l2": result.final.test_l2,
             "test_h1": result.final.test_h1,
             "parameters_sha256": result.final.parameters_sha256,
-            "lasting_bytes": result.final.lasting_bytes,
-            "forward_bytes": result.final.forward_bytes,
             "first_difference": differences.get(result.mode),
             "compared": result.mode in differences,
-            "steps": [_step_as_json(step) for step in result.steps],
+            "steps": [dataclasses.asdict(step) for step in result.steps],
         }
     return {
         "format": FORMAT,
@@ -608,12 +457,6 @@ def _as_json(config: DemoConfig, results: list[ModeResult]) -> dict[str, Any]:
         "configuration": settings,
         "modes": modes,
     }
-
-
-def _step_as_json(step: StepResult) -> dict[str, Any]:
-    figures = dataclasses.asdict(step)
-    del figures["timeline"]  # hundreds of numbers, which the picture shows
-    return figures
 
 
 def _environment(config: DemoConfig) -> dict[str, Any]:

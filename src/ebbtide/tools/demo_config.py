@@ -10,9 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import final
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from ebbtide.errors import PolicyError
 from ebbtide.observe.run_record import RunRecord
@@ -20,10 +18,6 @@ from ebbtide.runtime.stats import StepStats
 
 WARM_RESOLUTION = 32
 QUICK = {"resolution": 128, "steps": 6, "warm_steps": 40}  # of a quick look
-
-
-class UsageError(PolicyError):
-    """An option of the command line cannot be honoured; the message, one line, says how."""
 
 
 class Mode(enum.Enum):
@@ -36,7 +30,7 @@ class Mode(enum.Enum):
 
     @property
     def title(self) -> str:
-        """The name in the progress, the table, the sentences and the picture."""
+        """The name in the progress, the table and the sentences."""
         return "no offload" if self is Mode.NONE else self.value
 
 
@@ -51,8 +45,7 @@ class DemoConfig:
         modes: modes to run, in the order of the table.
         device: device on which the models compute.
         store: where ebbtide stores offloaded bytes, as for `ebbtide.offload`.
-        data: directory that has the published files or receives the generated ones; None means the
-            user's cache.
+        data: directory for the generated samples; None means the user's cache.
         out: directory for the results.
         seed: random seed of the samples and of the model's weights.
         threads: number of torch threads in each mode's process; None leaves the choice to torch.
@@ -60,7 +53,7 @@ class DemoConfig:
             share.
 
     Raises:
-        UsageError: a number is out of range, or there is no mode.
+        PolicyError: a number is out of range, or there is no mode.
     """
 
     resolution: int = 256
@@ -81,9 +74,9 @@ class DemoConfig:
         for name, bound in least.items():
             if getattr(self, name) < bound:
                 option = name.replace("_", "-")
-                raise UsageError(f"--{option} must be {bound} or more, got {getattr(self, name)}")
+                raise PolicyError(f"--{option} must be {bound} or more, got {getattr(self, name)}")
         if not self.modes:
-            raise UsageError(
+            raise PolicyError(
                 "--modes names no mode that can run on this device; try --modes none,ebbtide"
             )
 
@@ -92,13 +85,13 @@ def parse_modes(text: str, device: torch.device) -> tuple[Mode, ...]:
     """Parse names of modes such as ``"none,ebbtide"``; leave out `save_on_cpu` on a CPU.
 
     Raises:
-        UsageError: a name is not that of a mode.
+        PolicyError: a name is not that of a mode.
     """
     known = {mode.value: mode for mode in Mode}
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
         if name not in known:
-            raise UsageError(f"--modes: {name!r} is not one of {', '.join(known)}")
+            raise PolicyError(f"--modes: {name!r} is not one of {', '.join(known)}")
     modes = dict.fromkeys(known[name] for name in names)
     if device.type == "cpu":
         modes.pop(Mode.SAVE_ON_CPU, None)
@@ -109,7 +102,7 @@ def parse_device(name: str) -> torch.device:
     """Parse the name of a device; ``"auto"`` means the accelerator if there is one, else the CPU.
 
     Raises:
-        UsageError: this machine has no such device.
+        PolicyError: this machine has no such device.
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if name == "auto":
@@ -117,14 +110,14 @@ def parse_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise UsageError(f"--device: {name!r} is not a torch device; try auto or cpu") from None
+        raise PolicyError(f"--device: {name!r} is not a torch device; try auto or cpu") from None
     if device.type == "cpu":
         return torch.device("cpu")
     if accelerator is None or device.type != accelerator.type:
         seen = "no accelerator" if accelerator is None else f"an accelerator of type {accelerator}"
-        raise UsageError(f"--device {name}: torch sees {seen} on this machine; try auto or cpu")
+        raise PolicyError(f"--device {name}: torch sees {seen} on this machine; try auto or cpu")
     if device.index is not None and device.index >= torch.accelerator.device_count():
-        raise UsageError(
+        raise PolicyError(
             f"--device {name}: this machine has {torch.accelerator.device_count()} such devices, "
             f"numbered from 0"
         )
@@ -137,25 +130,25 @@ def check_writable(out: Path) -> None:
     The check comes first, so that a wrong path shows at once and not after minutes of training.
 
     Raises:
-        UsageError: the directory cannot be written to.
+        PolicyError: the directory cannot be written to.
     """
     try:
         out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=out):
             pass
     except OSError as error:
-        raise UsageError(f"--out {out} cannot be written to: {error.strerror}") from error
+        raise PolicyError(f"--out {out} cannot be written to: {error.strerror}") from error
 
 
 def check_neuralop() -> None:
     """Check that neuraloperator is installed, without importing it.
 
     Raises:
-        UsageError: neuraloperator is not installed.
+        PolicyError: neuraloperator is not installed.
     """
     if importlib.util.find_spec("neuralop") is None:
-        raise UsageError(
-            'the demo needs neuraloperator: pip install "ebbtide[neuralop,plots]" installs it'
+        raise PolicyError(
+            'the demo needs neuraloperator: pip install "ebbtide[neuralop]" installs it'
         )
 
 
@@ -185,7 +178,6 @@ class StepResult:
         train_h1: error in the H1 norm.
         gradients_sha256: hash of the bytes of all parameters' gradients.
         stats: ebbtide's statistics of the step; None for modes without ebbtide.
-        timeline: pairs of seconds since the step began and bytes in use, one every 5 ms.
     """
 
     duration_s: float
@@ -195,7 +187,6 @@ class StepResult:
     train_h1: float
     gradients_sha256: str
     stats: StepStats | None
-    timeline: list[tuple[float, int]]
 
 
 @final
@@ -207,19 +198,12 @@ class FinalResult:
         test_l2: relative error in the L2 norm, mean over the test samples.
         test_h1: relative error in the H1 norm, mean over the test samples.
         parameters_sha256: hash of the bytes of all parameters.
-        lasting_bytes: number of bytes in use between steps: weights, gradients, optimizer state.
-        forward_bytes: number of bytes that a forward without autograd, which saves nothing, needs
-            beside these for a training batch.
-        sample: permeability, pressure and predicted pressure of the first test sample.
         record: what a page can show of one more step, which was recorded; None where it cannot be.
     """
 
     test_l2: float
     test_h1: float
     parameters_sha256: str
-    lasting_bytes: int
-    forward_bytes: int
-    sample: tuple[NDArray[np.float32], ...]
     record: RunRecord | None = None
 
 
@@ -256,11 +240,6 @@ class ModeResult:
     def median_s(self) -> float:
         """Median duration of the timed steps, in seconds."""
         return statistics.median(step.duration_s for step in self.timed)
-
-    @property
-    def typical(self) -> StepResult:
-        """The timed step with the median duration, or the next faster one."""
-        return sorted(self.timed, key=lambda step: step.duration_s)[(len(self.timed) - 1) // 2]
 
     @property
     def stats(self) -> StepStats | None:

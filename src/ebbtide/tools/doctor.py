@@ -5,7 +5,6 @@ Each piece of advice names the evidence that it rests on.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Final
@@ -21,7 +20,6 @@ from ebbtide.units import count, format_seconds, format_size
 _NEARLY_FULL = 0.85  # of a control group's memory
 _FEW_CORES = 4
 _SLOW_LINK = 0.55  # of the slower direction; both at once below this are no faster than in turn
-_IDLE = 0.75  # of the cores that this process may use
 _SLOW_PIN_S_PER_GIB = 1.0
 
 
@@ -34,7 +32,6 @@ def advise(found: Examination) -> list[str]:
         *_on_the_link(found),
         *_on_memory(found),
         *_on_cores(found),
-        *_on_other_programs(found),
     ]
 
 
@@ -153,16 +150,6 @@ def _on_cores(found: Examination) -> Iterator[str]:
             f"With {cores:.3g} cores, the threads that write and read files take time from the "
             f"model's own kernels; offload what matters most (ActivationPolicy(num_layers=...))."
         )
-
-
-def _on_other_programs(found: Examination) -> Iterator[str]:
-    cores = os.cpu_count() or 1
-    if found.others_cores is None or cores - found.others_cores > _IDLE * found.facts.cores:
-        return
-    yield (
-        f"Other programs kept {found.others_cores:.1f} of {count(cores, 'core')} busy meanwhile, "
-        f"so this machine can do more than the figures above say. Measure again when it is idle."
-    )
 
 
 # ---- The report of an examination ----

@@ -26,7 +26,7 @@ from ebbtide.stores.build import build_store
 from ebbtide.stores.disk_file import OpenFile, default_directory
 from ebbtide.stores.host_memory import allocate_by_torch, map_exactly
 from ebbtide.stores.store import AbstractStore, Extent, Slot
-from ebbtide.tools.machine import MachineFacts, OtherPrograms, Sample, read_machine, sample
+from ebbtide.tools.machine import MachineFacts, Sample, read_machine, sample
 from ebbtide.units import format_size
 
 _LONG_ENOUGH_S = 0.03  # of one repetition: then the start of a kernel does not count
@@ -445,7 +445,6 @@ class Examination:
         links: offloads and reloads.
         disk: the disk behind the store's directory.
         problems: why a measurement failed, by its name.
-        others_cores: cores that other programs kept busy meanwhile; None: not known.
         duration_s: how long it all took.
     """
 
@@ -457,7 +456,6 @@ class Examination:
     links: LinkFigures | None = None
     disk: DiskFigures | None = None
     problems: dict[str, str] = field(default_factory=dict)
-    others_cores: float | None = None
     duration_s: float = 0.0
 
     @property
@@ -554,7 +552,7 @@ def examine_device(
     say: Callable[[str], None] = lambda _: None,
 ) -> Examination:
     """Run the measurements one after the other; `examine` describes the arguments."""
-    begin_s, others = time.perf_counter(), OtherPrograms()
+    begin_s = time.perf_counter()
     found = Examination(read_machine(device.torch_device, directory))
     room = _Room.of(found.facts, effort)
 
@@ -585,7 +583,6 @@ def examine_device(
         found.pinning = measure("pinning", measure_pinning, device, pinned_bytes)
     found.links = measure("links", _measure_store, device, directory, effort, room)
     found.disk = measure("disk", measure_disk, directory, effort.disk_s, room.disk_bytes)
-    found.others_cores = others.cores()
     found.duration_s = time.perf_counter() - begin_s
     return found
 

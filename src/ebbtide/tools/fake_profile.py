@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
+import warnings
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Set
 from typing import Any, Final, NamedTuple, TypeVar, final
 
@@ -24,6 +25,7 @@ from ebbtide.planning.prediction import StepTiming
 from ebbtide.planning.profile import LayerProfile, SavedStorage, StepProfile, StorageId
 from ebbtide.policy import DEFAULT_MIN_BYTES, check_model, check_modules, parse_number, refuse
 from ebbtide.runtime.module_state import Arguments
+from ebbtide.runtime.parameter_index import ParameterIndex
 from ebbtide.runtime.record import MOST_STEPS, RECIPES
 from ebbtide.tools.fake_step import (
     START,
@@ -133,45 +135,14 @@ class FakeRecipes:
 
 # ---- Notes which storages autograd saves in which part of a forward ----
 
-_AUTOCAST_TYPES: Final = frozenset({torch.bfloat16, torch.float16})
-
-# Nodes whose output has the values of their input. The engine keeps copies of parameters that only
-# these have made on the device, like the parameters themselves.
-_COPYING: Final = frozenset(
-    f"{name}Backward0"
-    for name in (
-        "ToCopy",
-        "Clone",
-        "T",
-        "Transpose",
-        "Permute",
-        "View",
-        "UnsafeView",
-        "ReshapeAlias",
-        "Alias",
-        "Expand",
-        "Select",
-        "Slice",
-        "Unsqueeze",
-        "Squeeze",
-        "Unbind",
-        "Split",
-        "AsStrided",
-        "ViewAsReal",
-        "ViewAsComplex",
-        "Conj",
-    )
-) | {"SqueezeBackward1"}
-
 
 @final
 class SavedStorages:
     """Notes the storages that autograd saves in a forward, through its pack hook.
 
     Args:
-        ledger: gives storages their keys.
-        device: the device of the model; what is elsewhere does not count.
-        parameters: keys of the storages of parameters and buffers, which do not count.
+        step: the step; storages of its parameters and buffers, and what is on another device, do
+            not count.
         min_bytes: smaller storages do not count.
 
     Attributes:
@@ -181,28 +152,19 @@ class SavedStorages:
         min_bytes: as given, and at least 1.
     """
 
-    def __init__(
-        self, ledger: StorageLedger, device: torch.device, parameters: Set[int], min_bytes: int
-    ) -> None:
+    def __init__(self, step: FakeStep, min_bytes: int) -> None:
         self._part = START
         self.firsts: dict[int, Part] = {}
         self.saves: dict[Part, dict[int, None]] = {}
-        self._ledger = ledger
-        self._device = device
-        self._parameters = parameters
+        self._ledger = step.ledger
+        self._device = step.device
+        self._state = step.state
+        self._parameters = ParameterIndex([step.model])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of addresses, which fake tensors do not have
+            self._parameters.refresh()
         self.min_bytes = max(min_bytes, 1)
-        self._frozen_shapes: set[torch.Size] = set()
-        self.recipes = FakeRecipes(ledger, unpack)
-
-    def know_frozen(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Note the shapes of frozen parameters, by which autocast's copies of them are recognised.
-
-        Args:
-            parameters: parameters, frozen or not.
-        """
-        for each in parameters:
-            if not each.requires_grad and each.dtype not in _AUTOCAST_TYPES:
-                self._frozen_shapes |= {each.shape, each.shape[::-1]}
+        self.recipes = FakeRecipes(step.ledger, unpack)
 
     def enter(self, part: Part) -> None:
         """Note which part of the forward runs from now on."""
@@ -226,20 +188,9 @@ class SavedStorages:
         whole = tensor if tensor._base is None else tensor._base
         if max(tensor.nbytes, whole.nbytes) < self.min_bytes or not tensor.nbytes:
             return False
-        return not self._is_parameter(tensor)
-
-    def _is_parameter(self, tensor: Tensor) -> bool:
-        if self._ledger.known_key_of(tensor) in self._parameters:
-            return True
-        node: Any = tensor.grad_fn
-        if node is None:
-            return tensor.dtype in _AUTOCAST_TYPES and tensor.shape in self._frozen_shapes
-        if node.name() not in _COPYING:
+        if self._ledger.known_key_of(tensor) in self._state:
             return False
-        while node is not None and node.name() in _COPYING:
-            node = node.next_functions[0][0]
-        leaf = getattr(node, "variable", None)
-        return leaf is not None and self._ledger.known_key_of(leaf) in self._parameters
+        return not self._parameters.owns(tensor, 0)  # a fake tensor has no address
 
     def _note(self, key: int) -> None:
         self.firsts.setdefault(key, self._part)
@@ -330,60 +281,6 @@ class StepPositions:
         count = len(self.parts)
         yield from (Position(False, index) for index in range(count + 1))
         yield from (Position(True, index) for index in reversed(range(count)))
-
-
-# ---- Adds to a profile what the passes of recomputed layers need, from a step that recomputed them
-
-
-class RecomputedPasses(NamedTuple):
-    """A step in which all layers that may be recomputed were, and kept their inputs.
-
-    Attributes:
-        peak_by_position: the most bytes on the device in the passes F0, F1, ..., the loss, ..., B1,
-            B0.
-        recompute_s: seconds of the second forward of each layer.
-    """
-
-    peak_by_position: tuple[int, ...]
-    recompute_s: tuple[float, ...]
-
-
-def with_recomputation(
-    profile: StepProfile, hardware: Hardware, passes: RecomputedPasses
-) -> StepProfile:
-    """Return a profile whose prediction for the step that recomputed its layers is what it needed.
-
-    Args:
-        profile: the step in which everything was kept.
-        hardware: the machine.
-        passes: the step that recomputed.
-    """
-    plan = dict(rule_plans(profile))["recompute all"]
-    predicted = StepTiming(profile, hardware).predict(plan).peak_by_position
-    more_bytes = [
-        found - expected for found, expected in zip(passes.peak_by_position, predicted, strict=True)
-    ]
-
-    def recomputed(index: int, layer: LayerProfile) -> LayerProfile:
-        if not layer.may_recompute:
-            return layer
-        unsaved_bytes = profile.inside_bytes(index) + layer.forward_working_bytes
-        second_bytes = layer.second_working_bytes + more_bytes[-1 - index]
-        return dataclasses.replace(
-            layer,
-            recompute_s=passes.recompute_s[index],
-            unsaved_forward_bytes=max(0, unsaved_bytes + more_bytes[index]),
-            recompute_working_bytes=max(0, second_bytes),
-        )
-
-    layers = tuple(recomputed(index, layer) for index, layer in enumerate(profile.layers))
-    return dataclasses.replace(profile, layers=layers)
-
-
-def without_recomputation(profile: StepProfile) -> StepProfile:
-    """Return the profile of a step whose layers cannot run again."""
-    layers = tuple(dataclasses.replace(each, may_recompute=False) for each in profile.layers)
-    return dataclasses.replace(profile, layers=layers)
 
 
 # ---- Layer calls that run again in the backward of a step with fake tensors ----
@@ -527,25 +424,40 @@ class StepAssembly:
         """Indices of the calls that backward may run again."""
         return set(range(len(self._calls))) - self._changing
 
-    def recomputed_passes(
-        self, peaks: Mapping[Part, int], seconds: Mapping[Part, float]
-    ) -> RecomputedPasses:
-        """Return what a step needed that recomputed its layers.
+    def with_recomputation(self, profile: StepProfile, again: FakeStep) -> StepProfile:
+        """Return a profile that predicts what a step needed that recomputed its layers.
 
         Args:
-            peaks: the most bytes that were alive in each part of it, but for gradients.
-            seconds: seconds of each part of it.
+            profile: the step in which everything was kept.
+            again: a step in which all layers that may be recomputed were, and kept their inputs.
         """
-        peaks_at = self._positions.gather(peaks, max)
-        seconds_at = self._positions.gather(seconds, operator.add)
         # Gradients and optimizer state are there throughout.
         added_bytes = sum(each.gradient_bytes + each.optimizer_bytes for each in self._parameters)
-        backwards = [Position(True, index) for index in range(self._count)]
-        again_s = [seconds_at.get(each, 0.0) - self._seconds.get(each, 0.0) for each in backwards]
-        return RecomputedPasses(
-            tuple(peaks_at.get(each, 0) + added_bytes for each in self._positions.passes()),
-            tuple(max(0.0, each_s) for each_s in again_s),
-        )
+        peaks = self._positions.gather(again.peaks(), max)
+        seconds = self._positions.gather(again.watch.seconds, operator.add)
+        plan = dict(rule_plans(profile))["recompute all"]
+        predicted = StepTiming(profile, self._hardware).predict(plan).peak_by_position
+        more_bytes = [
+            peaks.get(each, 0) + added_bytes - expected
+            for each, expected in zip(self._positions.passes(), predicted, strict=True)
+        ]
+
+        def recomputed(index: int, layer: LayerProfile) -> LayerProfile:
+            if not layer.may_recompute:
+                return layer
+            backward = Position(True, index)
+            again_s = seconds.get(backward, 0.0) - self._seconds.get(backward, 0.0)
+            unsaved_bytes = profile.inside_bytes(index) + layer.forward_working_bytes
+            second_bytes = layer.second_working_bytes + more_bytes[-1 - index]
+            return dataclasses.replace(
+                layer,
+                recompute_s=max(0.0, again_s),
+                unsaved_forward_bytes=max(0, unsaved_bytes + more_bytes[index]),
+                recompute_working_bytes=max(0, second_bytes),
+            )
+
+        layers = tuple(recomputed(index, layer) for index, layer in enumerate(profile.layers))
+        return dataclasses.replace(profile, layers=layers)
 
     def profile(self) -> StepProfile:
         """Return the profile of the step as it ran."""
@@ -722,10 +634,7 @@ def profile_with_fake_tensors(
     names = _layer_names(model, hardware, layers)
     optimizer_states = parse_number("optimizer_states", optimizer_states)
     step = FakeStep(model, batch, hardware)
-    saved = SavedStorages(
-        step.ledger, step.device, step.state, parse_number("min_bytes", min_bytes)
-    )
-    saved.know_frozen(step.model.parameters())
+    saved = SavedStorages(step, parse_number("min_bytes", min_bytes))
     step.calls.listener = saved.enter
     step.calls.hook(step.model, names)
     step.run(loss, saved.pack, unpack)
@@ -739,9 +648,9 @@ def profile_with_fake_tensors(
     try:
         again.run(loss, without_graph, unpack)
     except PolicyError:  # what cannot run again here is not planned to
-        return without_recomputation(profile)
-    passes = assembly.recomputed_passes(again.peaks(), again.watch.seconds)
-    return with_recomputation(profile, hardware, passes)
+        layers_once = (dataclasses.replace(each, may_recompute=False) for each in profile.layers)
+        return dataclasses.replace(profile, layers=tuple(layers_once))
+    return assembly.with_recomputation(profile, again)
 
 
 def _layer_names(model: nn.Module, hardware: Hardware, layers: Iterable[nn.Module]) -> list[str]:

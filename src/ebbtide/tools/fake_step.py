@@ -14,6 +14,7 @@ from typing import Any, Final, NamedTuple, final
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.utils.flop_counter import flop_registry
 
 from ebbtide.errors import PolicyError
 from ebbtide.planning.hardware import Hardware
@@ -123,7 +124,8 @@ class StorageLedger:
 # convolution, attention nor an FFT is taken to be free. An FFT in several dimensions passes
 # through memory once for each of them.
 #
-# torch's own counter of FLOPs counts none for FFTs, and a quarter for products of complex matrices.
+# torch's own counter of FLOPs, which is asked about attention, counts none for FFTs, and a quarter
+# for products of complex matrices.
 #
 # Not modelled: the time to launch a kernel, shapes that kernels are slow at, caches, rates of FFTs
 # and convolutions that differ by type, scattered access to memory.
@@ -144,22 +146,12 @@ _PRODUCTS: Final = {
     aten.baddbmm: (1, 2),
     aten.addbmm: (1, 2),
 }
-_ATTENTION: Final = frozenset(
-    {
-        aten._scaled_dot_product_flash_attention,
-        aten._scaled_dot_product_flash_attention_for_cpu,
-        aten._scaled_dot_product_efficient_attention,
-        aten._scaled_dot_product_cudnn_attention,
-    }
-)
-_ATTENTION_BACKWARD: Final = frozenset(
-    {
-        aten._scaled_dot_product_flash_attention_backward,
-        aten._scaled_dot_product_flash_attention_for_cpu_backward,
-        aten._scaled_dot_product_efficient_attention_backward,
-        aten._scaled_dot_product_cudnn_attention_backward,
-    }
-)
+_CPU_ATTENTION: Final = {  # of which torch's counter of FLOPs does not know
+    aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        aten._scaled_dot_product_flash_attention_backward
+    ),
+}
 _CONVOLUTIONS: Final = frozenset({aten.convolution, aten._convolution})
 _FFTS: Final = frozenset({aten._fft_r2c, aten._fft_c2r, aten._fft_c2c})
 _ALLOCATES: Final = frozenset(
@@ -211,11 +203,10 @@ def count_flops(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], o
     if packet in _PRODUCTS:
         first, second = (args[place] for place in _PRODUCTS[packet])
         return Work(_product_flops(first, second))
-    if packet in _ATTENTION:
-        return Work(_attention_flops(operator, args, kwargs, args[:3], (1, 1)))
-    if packet in _ATTENTION_BACKWARD:
-        # Five products: the scores again, the gradients of them and of the three inputs.
-        return Work(_attention_flops(operator, args, kwargs, args[1:4], (3, 2)))
+    known = _CPU_ATTENTION.get(packet, packet)
+    if "_scaled_dot_product" in str(known) and known in flop_registry:
+        flops = flop_registry[known](*args, **kwargs, out_val=output)
+        return Work(flops * _attended(operator, args, kwargs))
     if packet in _CONVOLUTIONS:
         return Work(_convolution_flops(args[0], args[1], output, transposed=args[6]))
     if packet is aten.convolution_backward:
@@ -245,31 +236,11 @@ def _convolution_flops(x: Tensor, weight: Tensor, y: Tensor, *, transposed: bool
     return 2.0 * applied.numel() * math.prod(weight.shape[1:])
 
 
-def _attention_flops(
-    operator: Any,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    inputs: Sequence[Tensor],
-    products: tuple[int, int],
-) -> float:
-    """FLOPs of attention. Causal attention over equal lengths computes half of its scores.
-
-    Args:
-        operator: the operator.
-        args: its positional arguments.
-        kwargs: its other arguments.
-        inputs: query, key and value.
-        products: how many products have the width of the query, and of the value.
-
-    Shape:
-        inputs: (batch, heads, length, width).
-    """
-    query, key, value = inputs
-    scores: float = math.prod(query.shape[:-1]) * key.shape[-2]
-    if query.shape[-2] == key.shape[-2] and _argument(operator, args, kwargs, "is_causal"):
-        scores /= 2
-    width = products[0] * query.shape[-1] + products[1] * value.shape[-1]
-    return 2 * scores * width
+def _attended(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
+    """Return the share of the scores that attention computes: half if it is causal."""
+    query, key = args[1:3] if "backward" in str(operator) else args[:2]
+    is_causal = _argument(operator, args, kwargs, "is_causal")
+    return 0.5 if is_causal and query.shape[-2] == key.shape[-2] else 1.0
 
 
 def _argument(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> Any:

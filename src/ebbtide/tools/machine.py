@@ -153,24 +153,6 @@ def read_directory(path: Path) -> Directory:
     return Directory(str(path), _filesystem(path), free_bytes)
 
 
-@final
-class OtherPrograms:
-    """Counts the processor time that other programs take, from its construction on."""
-
-    def __init__(self) -> None:
-        self._own = psutil.Process()
-        self.cores()  # psutil measures from one call to the next
-
-    def cores(self) -> float | None:
-        """The cores that they kept busy since the last call; None if the system does not say."""
-        try:
-            all_percent, own_percent = psutil.cpu_percent(), self._own.cpu_percent()
-        except (OSError, RuntimeError, psutil.Error):
-            return None
-        others_percent = all_percent * (os.cpu_count() or 1) - own_percent
-        return float(max(0.0, others_percent)) / 100
-
-
 def usable_cores() -> int:
     """The cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):

@@ -1,20 +1,15 @@
-"""``ebbtide``: the entry point of the command line. Each command has a file of its own."""
+"""``ebbtide``: the entry point of the command line, and its small commands."""
 
 from __future__ import annotations
 
+from json import dumps
+from pathlib import Path
 from typing import Annotated, Final
 
 import typer
 
-from ebbtide.tools import (
-    demo_command,
-    doctor_command,
-    plan_command,
-    report_command,
-    run_command,
-    schedule_command,
-    verify_command,
-)
+from ebbtide.tools import plan_command, run_command, schedule_command, verify_command
+from ebbtide.tools.exit_codes import ExitCode, describe_codes, end, ends_by_code, show_status
 from ebbtide.tools.run_command import SETTINGS, CommandLine
 from ebbtide.version import __version__
 
@@ -36,13 +31,6 @@ app = CommandLine(
     context_settings=_HELP,
     epilog=_EPILOG,
 )
-app.command(epilog=demo_command.EPILOG)(demo_command.demo)
-app.command(epilog=doctor_command.EPILOG)(doctor_command.doctor)
-app.command(epilog=plan_command.EPILOG)(plan_command.plan)
-app.command(epilog=report_command.EPILOG)(report_command.report)
-app.command(context_settings=SETTINGS, epilog=run_command.EPILOG)(run_command.run)
-app.command(epilog=schedule_command.EPILOG)(schedule_command.schedule)
-app.command(context_settings=SETTINGS, epilog=verify_command.EPILOG)(verify_command.verify)
 
 
 def _print_version(wanted: bool) -> None:
@@ -61,6 +49,206 @@ def main(
     ] = False,
 ) -> None:
     """Train with less accelerator memory and bitwise the same results."""
+
+
+# There are many parameters because typer makes an option of each.
+@app.command(epilog=describe_codes({ExitCode.FAILED: "the results differ, or a mode failed"}))
+def demo(
+    quick: Annotated[
+        bool,
+        typer.Option("--quick", help="A quick look: 128 x 128 nodes and 6 steps, a minute or two."),
+    ] = False,
+    resolution: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Nodes along each side of the grid, 32 or more; 256, or 128 with --quick.",
+        ),
+    ] = None,
+    batch_size: Annotated[int, typer.Option(metavar="N", help="Samples in a training step.")] = 8,
+    steps: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Training steps of each mode, 3 or more, of which three in five are timed; 15, "
+            "or 6 with --quick.",
+        ),
+    ] = None,
+    modes: Annotated[
+        str,
+        typer.Option(
+            metavar="NAMES",
+            help="What to compare: none (no offload), save_on_cpu (PyTorch's own, on an "
+            "accelerator), rebuild (ebbtide without moving anything), ebbtide.",
+        ),
+    ] = "none,save_on_cpu,ebbtide",
+    device: Annotated[
+        str, typer.Option(metavar="DEVICE", help="Where to train: auto, cpu, cuda, cuda:1, xpu ...")
+    ] = "auto",
+    store: Annotated[
+        str,
+        typer.Option(
+            metavar="STORE", help="Where activations go: auto, host, disk[:/some/dir] or tiered."
+        ),
+    ] = "auto",
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Directory for generated samples; without it the user's cache.",
+        ),
+    ] = None,
+    out: Annotated[
+        Path, typer.Option(metavar="DIR", help="Directory for the figures and the page.")
+    ] = Path("runs/demo"),
+    seed: Annotated[int, typer.Option(metavar="N", help="Random seed of samples and weights.")] = 0,
+    threads: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Threads of each process; without it torch's choice."),
+    ] = None,
+    warm_steps: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Training steps on a coarse grid that come first, for all modes; 100, or 40 with "
+            "--quick.",
+        ),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print all figures as JSON instead of the table.")
+    ] = False,
+) -> None:
+    """Train a neural operator with and without offload, and compare.
+
+    Generates Darcy flow data, trains a Fourier neural operator on it without and with ebbtide, and
+    shows memory, time, and whether all results are the same to the bit. Needs no accelerator, and
+    takes some minutes on two cores, and one or two with --quick.
+    """
+    with ends_by_code("demo"):
+        from rich.console import Console
+
+        from ebbtide.tools.demo import WorkerError, run_demo
+        from ebbtide.tools.demo_config import QUICK, DemoConfig, parse_device, parse_modes
+
+        torch_device = parse_device(device)
+        chosen = parse_modes(modes, torch_device)
+        sizes = dict(QUICK) if quick else {}
+        asked = {"resolution": resolution, "steps": steps, "warm_steps": warm_steps}
+        sizes |= {name: number for name, number in asked.items() if number is not None}
+        config = DemoConfig(
+            batch_size=batch_size, modes=chosen, device=torch_device, store=store, data=data,
+            out=out, seed=seed, threads=threads, **sizes,
+        )  # fmt: skip
+        progress = Console(stderr=True)
+        if torch_device.type == "cpu" and "save_on_cpu" in modes:
+            progress.print(
+                "save_on_cpu is left out: on a CPU, activations are on the host anyway.",
+                highlight=False,
+            )
+        try:
+            same = run_demo(config, progress, as_json=as_json)
+        except WorkerError as error:
+            typer.echo(error.trace, err=True, nl=False)
+            end("demo", str(error), ExitCode.FAILED)
+        if not same:
+            raise typer.Exit(ExitCode.FAILED)
+
+
+@app.command(
+    epilog=describe_codes({ExitCode.FAILED: "a figure that a plan needs could not be measured"})
+)
+def doctor(
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Measure for about 2 seconds instead of 12.")
+    ] = False,
+    as_json: Annotated[
+        bool,
+        typer.Option("--json", help="Print the figures as JSON, for `ebbtide plan --hardware`."),
+    ] = False,
+    device: Annotated[
+        str,
+        typer.Option(metavar="DEVICE", help="What to examine: auto, cpu, cuda, cuda:1, xpu ..."),
+    ] = "auto",
+    store: Annotated[
+        str,
+        typer.Option(
+            metavar="STORE", help="Where files of activations would go: auto or disk:/some/dir."
+        ),
+    ] = "auto",
+) -> None:
+    """Measure what this machine can do, and say what slows ebbtide.
+
+    Measures compute, memory, the link between the accelerator and the host, and the disk. Says what
+    to change, and how much can be offloaded here at what cost. Trains nothing, changes nothing.
+    """
+    with ends_by_code("doctor", "interrupted; nothing was left behind"):
+        from ebbtide.planning.hardware import document
+        from ebbtide.stores.build import parse_store
+        from ebbtide.tools.demo_config import parse_device
+        from ebbtide.tools.doctor import advise, build_report
+        from ebbtide.tools.examination import FULL, QUICK, examine
+
+        torch_device = parse_device(device)
+        if device == "auto" and torch_device.type == "mps":
+            torch_device = parse_device("cpu")  # ebbtide refuses models on Apple's GPU
+        _, directory = parse_store(store)
+        try:
+            found = examine(
+                torch_device,
+                directory,
+                QUICK if quick else FULL,
+                lambda what: show_status(f"measuring: {what}"),
+            )
+        finally:
+            show_status("")
+        advice, hardware = advise(found), found.hardware()
+        if as_json:
+            figures = {**found.figures(), "advice": advice}
+            typer.echo(dumps(document(hardware, figures), indent=2))
+        else:
+            typer.echo(build_report(found, advice))
+        if hardware is None:
+            what = "problems in the JSON" if as_json else '"Not measured" in the report'
+            end("doctor", f"the figures are incomplete; see {what}", ExitCode.FAILED)
+
+
+@app.command(epilog=describe_codes())
+def report(
+    files: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="RUN.JSON...",
+            help="Files of handle.save_run, handle.trace.save or ebbtide run --json; the first "
+            "run is what others are compared with.",
+        ),
+    ],
+    out: Annotated[
+        Path, typer.Option("--out", "-o", metavar="PAGE.HTML", help="The page to write.")
+    ] = Path("run.html"),
+    json: Annotated[
+        bool, typer.Option("--json", help="Say as JSON on standard output what was written.")
+    ] = False,
+) -> None:
+    """Make a page from the files of runs.
+
+    It shows memory by owner, what each lane did, and a table of the layers. It is one file that
+    loads nothing from the network.
+    """
+    from ebbtide.observe.page import write_page
+    from ebbtide.observe.run_record import load_records
+
+    with ends_by_code("report"):
+        write_page(out, [record for file in files for record in load_records(file)])
+    if json:
+        typer.echo(dumps({"page": str(out), "runs": [str(file) for file in files]}, indent=2))
+    else:
+        typer.echo(f"Page: {out}")
+
+
+app.command(epilog=plan_command.EPILOG)(plan_command.plan)
+app.command(context_settings=SETTINGS, epilog=run_command.EPILOG)(run_command.run)
+app.command(epilog=schedule_command.EPILOG)(schedule_command.schedule)
+app.command(context_settings=SETTINGS, epilog=verify_command.EPILOG)(verify_command.verify)
 
 
 if __name__ == "__main__":

@@ -113,28 +113,29 @@ def plan(
     """
     with ends_by_code("plan"):
         from ebbtide.tools.models import ModelOptions
-        from ebbtide.tools.plan_study import Request, as_document, run_plan
+        from ebbtide.tools.plan_study import as_document, run_plan
         from ebbtide.tools.plan_tables import build_report
 
         options = ModelOptions(
             resolution=resolution, seq=seq, batch=batch, width=width, modes=modes, layers=depth,
             channels=channels, size=size, precision=precision,
         )  # fmt: skip
-        request = Request(
-            model, options, hardware, budget, tuple(planned or ()), optimizer_states, not quick,
-            weights, picture, save,
-        )  # fmt: skip
+        files = {"--save": save, "--picture": picture}
         try:
             with other_output_on_stderr():
-                found = run_plan(request, show_status)
+                found = run_plan(
+                    model, options, hardware, budget, layers=planned or (),
+                    optimizer_states=optimizer_states, weights=weights, limits=not quick,
+                    files=files, say=show_status,
+                )  # fmt: skip
                 text = as_document(found) if as_json else build_report(found)
         finally:
             show_status("")
         typer.echo(text)
         if found.chosen is None:
             raise typer.Exit(ExitCode.DOES_NOT_FIT)
-        files = {"Plan": save, "Picture": picture}
-        notes = [f"{what}: {file}" for what, file in files.items() if file is not None]
+        written = {"Plan": save, "Picture": picture}
+        notes = [f"{what}: {file}" for what, file in written.items() if file is not None]
         if notes and not as_json:
             typer.echo("\n" + "\n".join(notes))
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from ebbtide.errors import PolicyError
 from ebbtide.observe.plots import (
@@ -39,39 +39,31 @@ VERSION: Final = 1
 Say = Callable[[str], None]
 
 
-class Request(NamedTuple):
-    """What a user asked for; texts are as they were typed.
-
-    Attributes:
-        model: name of the model.
-        options: what was said about it.
-        hardware: the machine.
-        budget: the budget of device memory.
-        layers: patterns of the modules to plan for.
-        optimizer_states: tensors that the optimizer keeps for each weight.
-        limits: whether the largest sizes that fit are looked for.
-        weights: whether weights may rest on the host.
-        picture: file for the picture.
-        save: file for the plan.
-    """
-
-    model: str
-    options: ModelOptions
-    hardware: str
-    budget: str
-    layers: tuple[str, ...] = ()
-    optimizer_states: int = 2
-    limits: bool = True
-    weights: bool = False
-    picture: Path | None = None
-    save: Path | None = None
-
-
-def run_plan(request: Request, say: Say = lambda _: None) -> Findings:
+def run_plan(
+    model: str,
+    options: ModelOptions,
+    hardware_name: str,
+    budget: str,
+    *,
+    layers: Sequence[str] = (),
+    optimizer_states: int = 2,
+    weights: bool = False,
+    limits: bool = True,
+    files: Mapping[str, Path | None] | None = None,
+    say: Say = lambda _: None,
+) -> Findings:
     """Study a training step, and write the files that were asked for.
 
     Args:
-        request: what to study.
+        model: name of the model, as it was typed.
+        options: what was said about it.
+        hardware_name: the machine, as it was typed.
+        budget: the budget of device memory, as it was typed.
+        layers: patterns of the modules to plan for.
+        optimizer_states: tensors that the optimizer keeps for each weight.
+        weights: whether weights may rest on the host.
+        limits: whether the largest sizes that fit are looked for.
+        files: files for the picture and for the plan, by the options ``--picture`` and ``--save``.
         say: is told what is being looked for, and "" when nothing is any more.
 
     Raises:
@@ -79,15 +71,16 @@ def run_plan(request: Request, say: Say = lambda _: None) -> Findings:
         ImportError: a package is missing.
         OSError: a file cannot be written.
     """
-    hardware = read_hardware(request.hardware)
-    budget_bytes = read_budget_bytes(request.budget, hardware)
-    states = parse_number("--optimizer-states", request.optimizer_states)
-    _check_files(request)
+    paths = {name: path for name, path in (files or {}).items() if path is not None}
+    hardware = read_hardware(hardware_name)
+    budget_bytes = read_budget_bytes(budget, hardware)
+    states = parse_number("--optimizer-states", optimizer_states)
+    _check_files(paths)
     say("reading the model")
-    family = read_model(request.model, request.options)
-    study = Study(family, hardware, request.layers, states, weights=request.weights)
+    family = read_model(model, options)
+    study = Study(family, hardware, layers, states, weights=weights)
     studies = Granularities(study)
-    limits = find_limits(studies, budget_bytes, say) if request.limits else []
+    largest = find_limits(studies, budget_bytes, say) if limits else []
     blocks_bytes = None
     for finer in studies:
         if finer is not study:
@@ -99,28 +92,28 @@ def run_plan(request: Request, say: Say = lambda _: None) -> Findings:
     rows = find_rows(study, budget_bytes, say, blocks_bytes)
     chosen = next(row.outcome for row in rows if row.budget_bytes == budget_bytes)
     say("")
-    found = Findings(study, budget_bytes, rows, chosen, limits, blocks_bytes)
-    if chosen is not None and request.save is not None:
+    found = Findings(study, budget_bytes, rows, chosen, largest, blocks_bytes)
+    if chosen is not None and "--save" in paths:
         PlannedStep(
             plan=chosen.plan, profile=study.profile, hardware=hardware, budget_bytes=budget_bytes
-        ).save(request.save)
-    if chosen is not None and request.picture is not None:
-        draw_plan(found, request.picture)
+        ).save(paths["--save"])
+    if chosen is not None and "--picture" in paths:
+        draw_plan(found, paths["--picture"])
     return found
 
 
-def _check_files(request: Request) -> None:
+def _check_files(paths: Mapping[str, Path]) -> None:
     """Check that files can be written, before the study that they are about.
 
     Raises:
         PolicyError: a file has the wrong suffix, or its directory does not exist.
         ImportError: matplotlib is not installed.
     """
-    if request.picture is not None:
-        check_suffix(request.picture)
+    if "--picture" in paths:
+        check_suffix(paths["--picture"])
         new_figure(1.0)  # says what to install if matplotlib is missing
-    for name, path in (("--picture", request.picture), ("--save", request.save)):
-        if path is not None and not path.absolute().parent.is_dir():
+    for name, path in paths.items():
+        if not path.absolute().parent.is_dir():
             raise PolicyError(f"{name} {path}: there is no directory {path.absolute().parent}")
 
 
@@ -162,7 +155,7 @@ def _outcome_entry(study: Study, outcome: Outcome | None) -> dict[str, Any]:
     return {
         "fits": True,
         **figures,
-        **count_choices(study, outcome.plan)._asdict(),
+        **count_choices(study, outcome.plan),
         "gap": outcome.plan.gap,
         "weights_on_host": outcome.plan.has_weights_on_host,
     }

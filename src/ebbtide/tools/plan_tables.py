@@ -419,32 +419,22 @@ def layer_sizes(layer: LayerProfile, chosen: LayerPlan) -> LayerSizes:
     return LayerSizes(sizes[Decision.KEEP], sizes[Decision.REBUILD], sizes[Decision.OFFLOAD])
 
 
-class PlanCounts(NamedTuple):
-    """What a plan does, counted.
+def count_choices(study: Study, plan: Plan) -> dict[str, int]:
+    """Count what a plan for the size that was asked for does.
 
-    Attributes:
-        recomputed: layers that run their forward again.
-        layers: layers in all.
-        offloaded_bytes: what is offloaded, inputs of recomputed layers included.
-        rebuilt_bytes: what is computed again from other saved tensors.
+    Returns:
+        ``recomputed``: layers that run their forward again, of all ``layers``; ``offloaded_bytes``:
+        what is offloaded, inputs of recomputed layers included; ``rebuilt_bytes``: what is computed
+        again from other saved tensors.
     """
-
-    recomputed: int
-    layers: int
-    offloaded_bytes: int
-    rebuilt_bytes: int
-
-
-def count_choices(study: Study, plan: Plan) -> PlanCounts:
-    """Count what a plan for the size that was asked for does."""
     layers = study.profile.layers
     sizes = [layer_sizes(*pair) for pair in zip(layers, plan.layers, strict=True)]
-    return PlanCounts(
-        recomputed=sum(chosen.mode is not LayerMode.AS_IS for chosen in plan.layers),
-        layers=len(layers),
-        offloaded_bytes=sum(each.leaves for each in sizes),
-        rebuilt_bytes=sum(each.rebuilt for each in sizes),
-    )
+    return {
+        "recomputed": sum(chosen.mode is not LayerMode.AS_IS for chosen in plan.layers),
+        "layers": len(layers),
+        "offloaded_bytes": sum(each.leaves for each in sizes),
+        "rebuilt_bytes": sum(each.rebuilt for each in sizes),
+    }
 
 
 class BudgetRow(NamedTuple):
@@ -554,17 +544,6 @@ class Limit(NamedTuple):
     batch_step_s: float | None = None
 
 
-class _Line(NamedTuple):
-    """A straight line through peaks: bytes by number of points."""
-
-    points: int
-    peak_bytes: int
-    bytes_per_point: float
-
-    def bytes_at(self, points: int) -> float:
-        return self.peak_bytes + (points - self.points) * self.bytes_per_point
-
-
 def find_limits(
     studies: Granularities, device_bytes: int, say: Callable[[str], None] = lambda _: None
 ) -> list[Limit]:
@@ -575,130 +554,100 @@ def find_limits(
         device_bytes: the budget.
         say: is told what is being looked for.
     """
-    limits = _Limits(studies, device_bytes)
-    study = next(iter(studies))
-    size = study.family.size
-    named = {"length": study.family.length_name, "batch": "batch"}
+    family = next(iter(studies)).family
     found = []
     for method in METHODS:
         values: dict[str, Any] = {}
-        for what, name in named.items():
-            if getattr(size, what) is None:
+        for what, name in (("length", family.length_name), ("batch", "batch")):
+            if getattr(family.size, what) is None:
                 continue
             say(f"largest {name}, {method}")
-            largest = limits.largest(method, what)
-            if largest is not None:
-                values[what] = getattr(largest, what)
-                values[f"{what}_step_s"] = limits.step_s(method, largest)
+            size = _largest_size(studies, method, what, device_bytes)
+            if size is not None:
+                values[what] = getattr(size, what)
+                values[f"{what}_step_s"] = _step_s(studies, method, size, device_bytes)
         found.append(Limit(method, **values))
     return found
 
 
-@final
-class _Limits:
-    """Looks for the largest sizes. Peaks that are known guide it to those that are not."""
+def _largest_size(studies: Granularities, method: str, what: str, device_bytes: int) -> Size | None:
+    """Return the largest size that fits; None if none does.
 
-    def __init__(self, studies: Granularities, device_bytes: int) -> None:
-        self._studies = studies
-        self._study = next(iter(studies))
-        self._device_bytes = device_bytes
-        self._peaks: dict[tuple[str, Size], int | None] = {}
+    Peaks grow about linearly with the number of points, or of samples, so the line through the two
+    known peaks nearest to the budget tells where to look next.
 
-    def largest(self, method: str, what: str) -> Size | None:
-        """Return the largest size that fits; None if none does.
+    Args:
+        studies: the training step.
+        method: one of `METHODS`.
+        what: ``"length"`` or ``"batch"``: the number that may grow.
+        device_bytes: the budget.
+    """
+    family = next(iter(studies)).family
+    step, power = 1, 1
+    if what == "length":
+        step, power = family.length_step, max(1, family.dimensions)
+    known: list[tuple[int, int]] = []  # numbers of points, and their peaks
+    line: Callable[[float], float] | None = None
+    low, high = 0, _MOST_UNITS + 1  # what fits, and what does not, in steps
+    units = max(1, getattr(family.size, what) // step)
+    while high - low > 1:
+        units = min(max(units, low + 1), high - 1)
+        points, next_points = ((each * step) ** power for each in (units, units + 1))
+        peak_bytes = _smallest_peak_bytes(
+            studies, method, family.size._replace(**{what: units * step})
+        )
+        if peak_bytes is None or peak_bytes > device_bytes:
+            high = units
+        else:
+            low = units
+            # A line that was drawn before this peak was known, and has met it, is believed further.
+            is_met = line is not None and abs(line(points) - peak_bytes) <= _SURE * peak_bytes
+            if line is not None and is_met and line(next_points) > device_bytes * (1 + 2 * _SURE):
+                break
+        if peak_bytes is not None:
+            known.append((points, peak_bytes))
+        line = _line_through(known, device_bytes)
+        if line is None or line(1) <= line(0):
+            units = low * 2 if low else high // 2
+        else:
+            most_points = (device_bytes - line(0)) / (line(1) - line(0))
+            units = int(max(0.0, most_points) ** (1 / power) / step)
+    return family.size._replace(**{what: low * step}) if low else None
 
-        Args:
-            method: one of `METHODS`.
-            what: ``"length"`` or ``"batch"``: the number that may grow.
-        """
-        step = self._study.family.length_step if what == "length" else 1
-        start = getattr(self._study.family.size, what)
-        power = max(1, self._study.family.dimensions) if what == "length" else 1
 
-        def size_of(units: int) -> Size:
-            return self._study.family.size._replace(**{what: units * step})
+def _line_through(
+    known: Sequence[tuple[int, int]], size_bytes: int
+) -> Callable[[float], float] | None:
+    """Return the line through the two known peaks nearest to a size; None if there are no two."""
+    if len(known) < 2:
+        return None
+    nearest = sorted(known, key=lambda each: abs(each[1] - size_bytes))[:2]
+    (first, first_bytes), (second, second_bytes) = nearest
+    per_point = (second_bytes - first_bytes) / (second - first)
+    return lambda points: first_bytes + (points - first) * per_point
 
-        def fits(units: int) -> bool:
-            peak_bytes = self._peak_bytes(method, size_of(units))
-            return peak_bytes is not None and peak_bytes <= self._device_bytes
 
-        low, high = 0, _MOST_UNITS + 1  # what fits, and what does not
-        units = max(1, start // step)
-        while high - low > 1:
-            units = min(max(units, low + 1), high - 1)
-            line = self._line(method, what, power)
-            if fits(units):
-                low = units
-                if line is not None and self._is_sure(line, method, size_of(units), (what, power)):
-                    next_points = ((units + 1) * step) ** power
-                    if line.bytes_at(next_points) > self._device_bytes * (1 + 2 * _SURE):
-                        break
-            else:
-                high = units
-            units = self._guess(self._line(method, what, power), (low, high), step, power)
-        return size_of(low) if low else None
-
-    def _is_sure(self, line: _Line, method: str, size: Size, axis: tuple[str, int]) -> bool:
-        """Whether a line that was drawn before a peak was known has met it."""
-        what, power = axis
-        peak_bytes = self._peaks[method, size]
-        assert peak_bytes is not None
-        expected_bytes = line.bytes_at(getattr(size, what) ** power)
-        return abs(expected_bytes - peak_bytes) <= _SURE * peak_bytes
-
-    def _guess(self, line: _Line | None, bracket: tuple[int, int], step: int, power: int) -> int:
-        """Return where the peak should be just within the budget, in units."""
-        low, high = bracket
-        if line is None or line.bytes_per_point <= 0:
-            return low * 2 if low else high // 2
-        points = line.points + (self._device_bytes - line.peak_bytes) / line.bytes_per_point
-        return int(max(points, 0.0) ** (1 / power) / step)
-
-    def _line(self, method: str, what: str, power: int) -> _Line | None:
-        """Return the line through the two known peaks nearest to the budget.
-
-        Peaks grow about linearly with the number of points, or of samples.
-        """
-        base = self._study.family.size
-        known = [
-            (getattr(size, what) ** power, peak_bytes)
-            for (of, size), peak_bytes in self._peaks.items()
-            if of == method
-            and peak_bytes is not None
-            and size == base._replace(**{what: getattr(size, what)})
-        ]
-        if len(known) < 2:
-            return None
-        nearest = sorted(known, key=lambda each: abs(each[1] - self._device_bytes))[:2]
-        (first, first_bytes), (second, second_bytes) = nearest
-        return _Line(first, first_bytes, (second_bytes - first_bytes) / (second - first))
-
-    def _peak_bytes(self, method: str, size: Size) -> int | None:
-        """Return the peak of a size; None if it cannot be built, or the host is too small."""
-        key = method, size
-        if key not in self._peaks:
-            try:
-                self._peaks[key] = self._smallest_peak_bytes(method, size)
-            except PolicyError:
-                self._peaks[key] = None
-        return self._peaks[key]
-
-    def _smallest_peak_bytes(self, method: str, size: Size) -> int | None:
+def _smallest_peak_bytes(studies: Granularities, method: str, size: Size) -> int | None:
+    """Return the peak of a size; None if it cannot be built, or the host is too small."""
+    study = next(iter(studies))
+    try:
         if method == PLANNED:
-            return self._studies.smallest_bytes(size)
-        outcome = self._study.rule(METHODS[method], 0, size)
-        budget = self._study.budget(outcome.prediction.peak_bytes)
-        too_much = budget.excess_bytes(outcome.prediction)  # on the host
-        return None if too_much else outcome.prediction.peak_bytes
+            return studies.smallest_bytes(size)
+        prediction = study.rule(METHODS[method], 0, size).prediction
+    except PolicyError:
+        return None
+    too_much = study.budget(prediction.peak_bytes).excess_bytes(prediction)  # on the host
+    return None if too_much else prediction.peak_bytes
 
-    def step_s(self, method: str, size: Size) -> float | None:
-        """Return the seconds of the fastest step of a size that fits; None if none is found."""
-        if method != PLANNED:
-            return self._study.rule(METHODS[method], self._device_bytes, size).prediction.step_s
-        try:
-            return self._studies.find(self._device_bytes, size).prediction.step_s
-        except BudgetError:
-            return None
+
+def _step_s(studies: Granularities, method: str, size: Size, device_bytes: int) -> float | None:
+    """Return the seconds of the fastest step of a size that fits; None if none is found."""
+    try:
+        if method == PLANNED:
+            return studies.find(device_bytes, size).prediction.step_s
+        return next(iter(studies)).rule(METHODS[method], device_bytes, size).prediction.step_s
+    except BudgetError:
+        return None
 
 
 # ---- What `ebbtide plan` prints ----
@@ -786,9 +735,9 @@ def _budgets(found: Findings) -> Iterator[RenderableType]:
                 format_seconds(prediction.step_s),
                 f"{prediction.step_s / base_s:.3f}",
                 _waiting(prediction),
-                f"{counts.recomputed} of {counts.layers}" if counts.recomputed else "-",
-                _size_or_dash(counts.rebuilt_bytes),
-                _size_or_dash(counts.offloaded_bytes),
+                f"{counts['recomputed']} of {counts['layers']}" if counts["recomputed"] else "-",
+                _size_or_dash(counts["rebuilt_bytes"]),
+                _size_or_dash(counts["offloaded_bytes"]),
                 "w" if plan.has_weights_on_host else "",
             )
         )
