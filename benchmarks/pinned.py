@@ -32,8 +32,7 @@ from ebbtide.runtime.saved_tensors import SavedTensorHooks
 from ebbtide.runtime.transfers import Transfers
 from ebbtide.stores.pinned import PinnedStore
 from ebbtide.stores.store import AbstractStore, Landing, RestingSlot, Slot, Target
-from ebbtide.tools.demo_config import DemoConfig
-from ebbtide.tools.demo_worker import build_model
+from ebbtide.tools.demo import build_model
 from ebbtide.units import format_size
 
 _BOUND_BYTES = 64 * 2**20
@@ -145,7 +144,7 @@ def _arguments() -> argparse.Namespace:
 
 def _fno(arguments: argparse.Namespace) -> tuple[nn.Module, Tensor]:
     x = torch.rand(arguments.batch_size, 1, arguments.resolution, arguments.resolution)
-    return build_model(DemoConfig()), x
+    return build_model(torch.device("cpu")), x
 
 
 def _transformer(arguments: argparse.Namespace) -> tuple[nn.Module, Tensor]:

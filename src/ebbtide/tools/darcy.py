@@ -19,9 +19,6 @@ import contextlib
 import dataclasses
 import enum
 import functools
-import hashlib
-import json
-import math
 import operator
 import os
 import sys
@@ -247,8 +244,10 @@ def check_integer(name: str, value: int, *, least: int) -> None:
 
 Array32 = NDArray[np.float32]
 
-# Part of every cache key. Increase it whenever a change makes the same spec give other numbers.
-FORMAT_VERSION = 1
+# Part of the name of every cache file. Increase it whenever a change makes the same spec give other
+# numbers.
+FORMAT_VERSION = 2
+LOW, HIGH = 3.0, 12.0  # the coefficient where the Gaussian field is negative, and elsewhere
 # Below this resolution a sample takes a few ms of short NumPy calls, which threads cannot speed up
 # because they only wait for one another.
 THREADED_RESOLUTION = 96
@@ -271,14 +270,6 @@ class DarcySpec:
         resolution: Nodes along each side, boundary included; at least 4.
         split: ``Split.TRAIN`` or ``Split.TEST``.
         seed: Random seed, 0 or more.
-        low: Coefficient where the Gaussian field is negative.
-        high: Coefficient elsewhere.
-        forcing: Right-hand side, constant over the square.
-        alpha: Smoothness of the Gaussian field (``fields.gaussian_field``).
-        tau: Inverse correlation length of the Gaussian field, in units of 1 / side of the square.
-        refinement: The problem is drawn and solved on a grid this many times finer, and every
-            ``refinement``-th node is kept. With 1, each pair satisfies the discrete equation on its
-            own grid.
 
     Raises:
         ValueError: A value is outside its range.
@@ -287,28 +278,15 @@ class DarcySpec:
     resolution: int
     split: Split = Split.TRAIN
     seed: int = 0
-    low: float = 3.0
-    high: float = 12.0
-    forcing: float = 1.0
-    alpha: float = 2.0
-    tau: float = 3.0
-    refinement: int = 1
 
     def __post_init__(self) -> None:
         check_integer("resolution", self.resolution, least=MIN_RESOLUTION)
         check_integer("seed", self.seed, least=0)
-        check_integer("refinement", self.refinement, least=1)
-        if not 0 < self.low < self.high < math.inf:
-            raise ValueError(f"need 0 < low < high, got low={self.low} and high={self.high}")
-        if not (self.alpha > 1 and self.tau > 0 and math.isfinite(self.alpha + self.tau)):
-            raise ValueError(f"need alpha > 1 and tau > 0, got {self.alpha} and {self.tau}")
-        if not math.isfinite(self.forcing):
-            raise ValueError(f"forcing must be finite, got {self.forcing}")
 
-    def key(self) -> str:
-        """Return the cache key of the spec: every parameter and the format version, as JSON."""
-        fields = dataclasses.asdict(self) | {"split": self.split.name, "format": FORMAT_VERSION}
-        return json.dumps(fields, sort_keys=True, default=operator.index)
+    def file_name(self) -> str:
+        """Return the name of the file of these samples in a cache."""
+        split = self.split.name.lower()
+        return f"darcy-{self.resolution}-{split}-seed{self.seed}-v{FORMAT_VERSION}.npz"
 
 
 class DarcySamples(NamedTuple):
@@ -350,7 +328,7 @@ def generate_darcy(
     check_integer("n_samples", n_samples, least=1)
     check_integer("first", first, least=0)
     if workers is None:
-        workers = torch.get_num_threads() if _solved_on(spec) >= THREADED_RESOLUTION else 1
+        workers = torch.get_num_threads() if spec.resolution >= THREADED_RESOLUTION else 1
     check_integer("workers", workers, least=1)
     shape = (n_samples, spec.resolution, spec.resolution)
     samples = DarcySamples(torch.empty(shape), torch.empty(shape))
@@ -373,7 +351,6 @@ def load_darcy(
     n_samples: int,
     *,
     cache_dir: str | os.PathLike[str] | None = None,
-    workers: int | None = None,
 ) -> DarcySamples:
     """Return the first ``n_samples`` samples, reading from the cache those that it has.
 
@@ -385,23 +362,20 @@ def load_darcy(
         n_samples: Number of samples.
         cache_dir: Directory of the cache. None means ``$EBBTIDE_CACHE``, else ``ebbtide`` in the
             user's cache directory.
-        workers: As for ``generate_darcy``.
 
     Raises:
         ValueError: A count is out of range.
         OSError: Samples have to be computed and the cache directory cannot be written to.
     """
     check_integer("n_samples", n_samples, least=1)
-    digest = hashlib.sha256(spec.key().encode()).hexdigest()[:16]
-    name = f"darcy-{spec.resolution}-{spec.split.name.lower()}-{digest}.npz"
-    path = cache_directory(cache_dir) / name
+    path = cache_directory(cache_dir) / spec.file_name()
     samples = _read_cached(path, spec)
     n_cached = len(samples.a)
     if n_cached < n_samples:
         with _replacing(path) as file:
-            missing = generate_darcy(spec, n_samples - n_cached, first=n_cached, workers=workers)
+            missing = generate_darcy(spec, n_samples - n_cached, first=n_cached)
             samples = DarcySamples(*map(torch.cat, zip(samples, missing, strict=True)))
-            np.savez(file, key=spec.key(), a=samples.a.numpy(), u=samples.u.numpy())
+            np.savez(file, a=samples.a.numpy(), u=samples.u.numpy())
     return DarcySamples(samples.a[:n_samples], samples.u[:n_samples])
 
 
@@ -420,7 +394,7 @@ _DAMAGE = (zipfile.BadZipFile, ValueError, TypeError, LookupError, EOFError, Run
 def _read_cached(path: Path, spec: DarcySpec) -> DarcySamples:
     """Read a cache file; return zero samples if there is none, or none that can be used.
 
-    A warning reports a file that is damaged (zip members carry checksums) or has another key.
+    A warning reports a file that is damaged: zip members carry checksums.
 
     Raises:
         OSError: The file exists but cannot be opened.
@@ -428,8 +402,6 @@ def _read_cached(path: Path, spec: DarcySpec) -> DarcySamples:
     with contextlib.suppress(FileNotFoundError, NotADirectoryError), path.open("rb") as file:
         try:
             with np.load(file, allow_pickle=False) as stored:
-                if str(stored["key"]) != spec.key():
-                    raise ValueError("it was made with other parameters")
                 return DarcySamples(*(torch.from_numpy(stored[name]) for name in "au"))
         except _DAMAGE as error:
             warn_user(
@@ -468,19 +440,11 @@ def _replacing(path: Path) -> Iterator[IO[bytes]]:
         Path(file.name).unlink(missing_ok=True)
 
 
-def _solved_on(spec: DarcySpec) -> int:
-    """Return the nodes along each side of the grid on which the samples are solved."""
-    return (spec.resolution - 1) * spec.refinement + 1
-
-
 def _sample(spec: DarcySpec, index: int) -> tuple[Array32, Array32]:
     stream = np.random.SeedSequence(spec.seed, spawn_key=(spec.split.value, index))
     rng = np.random.Generator(np.random.PCG64(stream))
-    field = gaussian_field(_solved_on(spec), rng, alpha=spec.alpha, tau=spec.tau)
-    a = np.where(field >= 0, spec.high, spec.low)
-    u = solve_elliptic(a, spec.forcing)
-    nodes = slice(None, None, spec.refinement)
-    return a[nodes, nodes].astype(np.float32), u[nodes, nodes].astype(np.float32)
+    a = np.where(gaussian_field(spec.resolution, rng) >= 0, HIGH, LOW)
+    return a.astype(np.float32), solve_elliptic(a).astype(np.float32)
 
 
 def _solve_all(
@@ -499,9 +463,7 @@ def _solve_all(
 Batches = DataLoader[dict[str, torch.Tensor]]
 Loaders = tuple[Batches, dict[int, Batches], "DefaultDataProcessor"]
 
-ENCODINGS = ("channel-wise", "pixel-wise")
 INSTALL_NEURALOP = 'the Darcy loaders need neuraloperator: pip install "ebbtide[neuralop]"'
-UNIT_SQUARE = ((0, 1), (0, 1))
 
 
 # It has this many parameters because neuraloperator's function has them.
@@ -513,14 +475,10 @@ def load_darcy_flow_small(
     *,
     train_resolution: int = 16,
     test_resolutions: Sequence[int] = (16, 32),
-    grid_boundaries: Sequence[Sequence[float]] = UNIT_SQUARE,
     encode_input: bool = False,
     encode_output: bool = True,
-    encoding: str = "channel-wise",
-    channel_dim: int = 1,
     num_workers: int = 0,
     seed: int = 0,
-    refinement: int = 1,
     cache_dir: str | os.PathLike[str] | None = None,
 ) -> Loaders:
     """Load Darcy flow data for neuraloperator, in the place of its function of the same name.
@@ -537,16 +495,11 @@ def load_darcy_flow_small(
         test_batch_sizes: Test batch size, per test resolution.
         train_resolution: Nodes along each side of the training grid, boundary included.
         test_resolutions: Nodes along each side of each test grid, boundary included.
-        grid_boundaries: Must be the unit square, on which the problem is posed.
         encode_input: Whether to fit a normalizer to the training inputs; ``data_processor``
             applies it.
         encode_output: The same for the outputs.
-        encoding: ``"channel-wise"``, or ``"pixel-wise"`` (a mean and deviation per node, so
-            every test resolution has to be the training resolution).
-        channel_dim: Position of the channel dimension in a batch.
         num_workers: Worker processes per loader.
         seed: Random seed of the samples.
-        refinement: As in ``DarcySpec``.
         cache_dir: As for ``load_darcy``.
 
     Returns:
@@ -561,11 +514,6 @@ def load_darcy_flow_small(
     Shape:
         batch["x"], batch["y"]: (batch, 1, resolution, resolution), float32.
     """
-    if [list(side) for side in grid_boundaries] != [list(side) for side in UNIT_SQUARE]:
-        raise ValueError(
-            f"the problem is posed on the unit square; leave grid_boundaries at its default "
-            f"(got {grid_boundaries}) and scale the model's positional embedding instead"
-        )
     counts = {"n_train": [n_train], "n_tests": n_tests}
     counts |= {"batch_size": [batch_size], "test_batch_sizes": test_batch_sizes}
     for name, values in counts.items():
@@ -577,16 +525,8 @@ def load_darcy_flow_small(
             f"test_resolutions, n_tests and test_batch_sizes need one entry per test set each, got "
             f"{lengths}"
         )
-    if encoding not in ENCODINGS:
-        raise ValueError(f"encoding must be one of {ENCODINGS}, got {encoding!r}")
-    pixel_wise = encoding == "pixel-wise"
-    if pixel_wise and (encode_input or encode_output) and {*test_resolutions} != {train_resolution}:
-        raise ValueError(
-            f"a pixel-wise encoding is valid at one resolution only; test at {train_resolution} "
-            f"alone, or use encoding='channel-wise'"
-        )
     specs = {
-        (split, resolution): DarcySpec(resolution, split=split, seed=seed, refinement=refinement)
+        (split, resolution): DarcySpec(resolution, split=split, seed=seed)
         for split, resolution in [
             (Split.TRAIN, train_resolution),
             *((Split.TEST, resolution) for resolution in test_resolutions),
@@ -601,15 +541,14 @@ def load_darcy_flow_small(
 
     def dataset(split: Split, resolution: int, n_samples: int) -> TensorDataset:
         samples = load_darcy(specs[split, resolution], n_samples, cache_dir=cache_dir)
-        return TensorDataset(*(field.unsqueeze(channel_dim) for field in samples))
+        return TensorDataset(*(field.unsqueeze(1) for field in samples))
 
     def loader(data: TensorDataset, size: int) -> Batches:
         pin_memory = torch.accelerator.is_available()
         return DataLoader(data, batch_size=size, num_workers=num_workers, pin_memory=pin_memory)
 
     def normalizer(data: torch.Tensor) -> UnitGaussianNormalizer:
-        reduced = set(range(data.ndim)) - {channel_dim % data.ndim}
-        fitted = UnitGaussianNormalizer(dim=[0] if pixel_wise else sorted(reduced))
+        fitted = UnitGaussianNormalizer(dim=[0, 2, 3])
         fitted.fit(data)
         return fitted
 

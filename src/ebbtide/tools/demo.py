@@ -1,213 +1,425 @@
-"""The demo: trains the same FNO on Darcy flow in every mode, and compares and reports."""
+"""The demo: trains the same FNO on Darcy flow in every mode, and compares and reports.
+
+Each mode has a process of its own, so that its memory can be measured, and the modes take turns.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import enum
+import hashlib
 import json
 import multiprocessing
 import os
 import platform
+import signal
+import statistics
+import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, TypeVar, final
 
 import torch
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import track
 from rich.table import Table
+from torch import nn
 
-from ebbtide.errors import PolicyError
+import ebbtide
+from ebbtide.errors import EbbtideError, PolicyError
+from ebbtide.handle import record_run
 from ebbtide.observe.page import write_page
+from ebbtide.observe.run_record import RunRecord
 from ebbtide.runtime.stats import StepStats
-from ebbtide.tools import demo_worker as worker
-from ebbtide.tools.demo_config import (
-    STEPS_PER_TURN,
-    DemoConfig,
-    Mode,
-    ModeResult,
-    StepResult,
-    check_neuralop,
-    check_writable,
-    first_difference,
-)
+from ebbtide.stores.measured_memory import memory_of
+from ebbtide.tools.darcy import load_darcy_flow_small
 from ebbtide.tools.machine import cpu_name
 from ebbtide.units import format_size
 from ebbtide.version import __version__
 
-_ABSENT = "-"
-_NOISY = 1.5  # times vary too much above this ratio of a mode's slowest to its fastest step
+FORMAT: Final = "ebbtide-demo"
+VERSION: Final = 2
+QUICK: Final = {"resolution": 128, "steps": 6}  # of a quick look
+
+_LEAST_RESOLUTION: Final = 32  # that has the modes of the model
+_SEED: Final = 0
+_LEARNING_RATE: Final = 0.02  # with which the error halves in 15 steps
+_WIDTH: Final = 80
+_ABSENT: Final = "-"
+_NOISY: Final = 1.5  # times vary too much above this ratio of a mode's slowest to its fastest step
 
 
-def compare(results: list[ModeResult]) -> dict[Mode, str | None]:
-    """Compare each other mode with the one without offload, if that ran.
+class Mode(enum.Enum):
+    """How a run treats saved activations. The values are the names on the command line."""
+
+    NONE = "none"
+    SAVE_ON_CPU = "save_on_cpu"
+    REBUILD = "rebuild"  # ebbtide with rebuilding but without offload
+    EBBTIDE = "ebbtide"
+
+    @property
+    def title(self) -> str:
+        """The name in the table and the sentences."""
+        return "no offload" if self is Mode.NONE else self.value
+
+
+@dataclass(frozen=True)
+class DemoConfig:
+    """The configuration of one run of the demo.
+
+    Args:
+        resolution: nodes along each side of the grid.
+        batch_size: number of samples in a training step.
+        steps: number of training steps of each mode; three of every five are timed.
+        modes: modes to run, in the order of the table.
+        device: device on which the models compute.
+        store: where ebbtide stores offloaded bytes, as for `ebbtide.offload`.
+        out: directory for the results.
+
+    Raises:
+        PolicyError: a number is out of range, or a mode needs another device.
+    """
+
+    resolution: int = 256
+    batch_size: int = 8
+    steps: int = 15
+    modes: tuple[Mode, ...] = (Mode.NONE, Mode.EBBTIDE)
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    store: str = "auto"
+    out: Path = Path("runs/demo")
+
+    def __post_init__(self) -> None:
+        least = {"resolution": _LEAST_RESOLUTION, "batch_size": 1, "steps": 3}
+        for name, bound in least.items():
+            if getattr(self, name) < bound:
+                option = name.replace("_", "-")
+                raise PolicyError(f"--{option} must be {bound} or more, got {getattr(self, name)}")
+        if self.device.type == "cpu" and Mode.SAVE_ON_CPU in self.modes:
+            raise PolicyError(
+                "--modes save_on_cpu needs an accelerator: on a CPU, activations are on the host "
+                "anyway; try --modes none,ebbtide"
+            )
+
+
+def parse_modes(text: str | None, device: torch.device) -> tuple[Mode, ...]:
+    """Parse names of modes such as ``"none,ebbtide"``; None: all that are compared by default.
+
+    Raises:
+        PolicyError: a name is not that of a mode.
+    """
+    if text is None:
+        by_torch = () if device.type == "cpu" else (Mode.SAVE_ON_CPU,)
+        return (Mode.NONE, *by_torch, Mode.EBBTIDE)
+    known = {mode.value: mode for mode in Mode}
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        if name not in known:
+            raise PolicyError(f"--modes: {name!r} is not one of {', '.join(known)}")
+    return tuple(dict.fromkeys(known[name] for name in names))
+
+
+# ---- The results of each mode, and the bitwise comparison of two modes ----
+
+# [Note: turns] The modes take turns, so that a temporary disturbance of the machine affects all of
+# them. A turn is several steps, of which the first are not timed. By the time the other modes have
+# had their turn, the memory that a mode freed in its last step has gone back to the kernel, and in
+# a virtual machine even to the host. Getting it again made the first step of a turn of `none` take
+# twice as long as the later ones.
+STEPS_PER_TURN = 5
+UNTIMED_PER_TURN = 2
+
+
+@final
+@dataclass(frozen=True)
+class StepResult:
+    """The result of one training step.
+
+    Attributes:
+        duration_s: seconds for forward, backward and optimizer.
+        peak_bytes: largest number of bytes in use during the step.
+        loss: the loss, which backward differentiates: the mean relative error in the L2 norm.
+        gradients_sha256: hash of the bytes of all parameters' gradients.
+        stats: ebbtide's statistics of the step; None for modes without ebbtide.
+    """
+
+    duration_s: float
+    peak_bytes: int
+    loss: float
+    gradients_sha256: str
+    stats: StepStats | None = None
+
+
+@final
+@dataclass
+class ModeResult:
+    """All results of one mode.
+
+    Attributes:
+        mode: the mode.
+        idle_bytes: number of bytes in use just before the first training step.
+        steps: results of the steps so far, in order.
+        parameters_sha256: hash of the bytes of all parameters after the last step.
+        record: what a page can show of one more step; None where it cannot be recorded.
+    """
+
+    mode: Mode
+    idle_bytes: int
+    steps: list[StepResult] = field(default_factory=list)
+    parameters_sha256: str = ""
+    record: RunRecord | None = None
+
+    @property
+    def peak_bytes(self) -> int:
+        """Largest number of bytes in use during any step."""
+        return max(step.peak_bytes for step in self.steps)
+
+    @property
+    def timed_s(self) -> list[float]:
+        """Durations of the steps that count: all but the first of each turn, see [Note: turns]."""
+        return [
+            step.duration_s
+            for at, step in enumerate(self.steps)
+            if at % STEPS_PER_TURN >= UNTIMED_PER_TURN
+        ]
+
+    @property
+    def median_s(self) -> float:
+        """Median duration of the timed steps, in seconds."""
+        return statistics.median(self.timed_s)
+
+    @property
+    def stats(self) -> StepStats | None:
+        """Ebbtide's statistics of the last step; None for modes without ebbtide."""
+        return self.steps[-1].stats
+
+
+def first_difference(reference: ModeResult, other: ModeResult) -> str | None:
+    """Compare losses and gradients of every step and the final parameters, bit by bit.
 
     Returns:
-        For each other mode the result of `first_difference`.
+        None if all are the same, else the first difference, such as ``"gradients, step 2"``.
     """
-    reference = _reference(results)
+    pairs = zip(reference.steps, other.steps, strict=True)
+    for number, (expected, step) in enumerate(pairs, start=1):
+        if expected.loss.hex() != step.loss.hex():
+            return f"loss, step {number}"
+        if expected.gradients_sha256 != step.gradients_sha256:
+            return f"gradients, step {number}"
+    same = reference.parameters_sha256 == other.parameters_sha256
+    return None if same else "final parameters"
+
+
+def compare(results: Mapping[Mode, ModeResult]) -> dict[Mode, str | None]:
+    """Return the `first_difference` of each other mode from the one without offload, if it ran."""
+    reference = results.get(Mode.NONE)
     if reference is None:
         return {}
-    return {
-        result.mode: first_difference(reference, result)
-        for result in results
-        if result is not reference
-    }
+    others = (result for result in results.values() if result is not reference)
+    return {result.mode: first_difference(reference, result) for result in others}
 
 
-def build_table(config: DemoConfig, results: list[ModeResult]) -> Table:
-    """Build the table of results, with one column per mode."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column(
-        f"FNO, Darcy {config.resolution} x {config.resolution}, batch {config.batch_size}"
+# ---- The model and its training, as in neuraloperator's example on Darcy flow ----
+
+
+def build_model(device: torch.device) -> nn.Module:
+    """Build the FNO. Its weights are the same each time."""
+    from neuralop.models import FNO
+
+    torch.manual_seed(_SEED)
+    model: nn.Module = FNO(
+        n_modes=(16, 16),
+        in_channels=1,
+        out_channels=1,
+        hidden_channels=32,
+        projection_channel_ratio=2,
     )
-    for result in results:
-        table.add_column(
-            result.mode.title, justify="right", style="bold" if result.mode is Mode.EBBTIDE else ""
-        )
-    reference, differences = _reference(results), compare(results)
-    columns = [_cells(config, result, reference, differences) for result in results]
-    for labelled in zip(*columns, strict=True):
-        cells = [cell for _, cell in labelled]
-        if any(cell != _ABSENT for cell in cells):
-            table.add_row(labelled[0][0], *cells)
-    return table
+    return model.to(device)
 
 
-def _cells(
-    config: DemoConfig,
-    result: ModeResult,
-    reference: ModeResult | None,
-    differences: dict[Mode, str | None],
-) -> list[tuple[str, str]]:
-    """Return what the rows of the table say of a mode, each with the label of its row."""
-    assert result.final is not None
-    peak_ratio = step_ratio = same = _ABSENT
-    if reference is not None:
-        peak_ratio = _ratio(_above_idle(result), _above_idle(reference))
-        step_ratio = _ratio(result.median_s, reference.median_s)
-    if result.mode in differences:
-        difference = differences[result.mode]
-        same = "[green]same bits[/]" if difference is None else f"[red]differ: {difference}[/]"
-    stats, last, final = result.stats, result.steps[-1], result.final
-    sizes = [_ABSENT] * 4
-    if stats is not None:
-        saved = (stats.saved_bytes, stats.unique_bytes, stats.rebuilt_bytes, stats.offloaded_bytes)
-        sizes = [format_size(size) for size in saved]
-    what = "RSS" if config.device.type == "cpu" else "device memory"
-    fastest_s, slowest_s = _extremes_s(result)
-    return [
-        (f"Peak {what} of a step", format_size(result.peak_bytes)),
-        ("  above idle", format_size(_above_idle(result))),
-        ("  relative to no offload", peak_ratio),
-        (f"Step, median of {len(result.timed)}", f"{_digits(result.median_s)} s"),
-        ("  relative to no offload", step_ratio),
-        ("  fastest - slowest", f"{_digits(fastest_s)} - {_digits(slowest_s)} s"),
-        ("Saved by autograd in a step", sizes[0]),
-        ("  without repeats and weights", sizes[1]),
-        ("  rebuilt in backward", sizes[2]),
-        ("  offloaded", sizes[3]),
-        ("Train error, L2 / H1", f"{last.train_l2:.3f} / {last.train_h1:.3f}"),
-        ("Test error, L2 / H1", f"{final.test_l2:.3f} / {final.test_h1:.3f}"),
-        ("Losses, gradients, weights", same),
-    ]
+def load_data(config: DemoConfig) -> tuple[Iterable[dict[str, torch.Tensor]], Any]:
+    """Return a batch for every step and two more, and neuraloperator's processor of batches.
 
-
-def limits(config: DemoConfig, results: list[ModeResult]) -> Iterator[str]:
-    """Yield sentences that say what limits ebbtide's figures, and how far to trust them."""
-    for result in results:
-        if result.stats is not None and result.mode is Mode.EBBTIDE:
-            yield from _limits_of(config, result, result.stats)
-    if any(slowest_s > _NOISY * fastest_s for fastest_s, slowest_s in map(_extremes_s, results)):
-        yield (
-            "Times vary too much to compare: other programs run on this machine, or the steps are "
-            "too short."
-        )
-
-
-def _limits_of(config: DemoConfig, result: ModeResult, stats: StepStats) -> Iterator[str]:
-    if not stats.offloaded_bytes:
-        yield "Nothing was offloaded: no saved tensor was large enough. Increase --resolution."
-        return
-    where = "disk" if stats.peak_disk_bytes else "host memory"
-    rate = format_size(int(stats.offloaded_bytes / result.median_s))
-    yield (
-        f"Time: in each step {format_size(stats.offloaded_bytes)} go to {where} and come back "
-        f"while the model computes, which needs {rate}/s each way. In the last step the model "
-        f"waited {stats.stall_s:.2f} s for copies ({stats.late_reloads} reloads were late)."
-    )
-    yield (
-        f"Memory: saved tensors took at most {format_size(stats.peak_device_bytes)} at once, of a "
-        f"peak of {format_size(_above_idle(result))} above idle."
-    )
-    if config.device.type == "cpu":
-        yield "The kernel caches the file in otherwise unused RAM, which RSS does not count."
-
-
-def _reference(results: list[ModeResult]) -> ModeResult | None:
-    return next((result for result in results if result.mode is Mode.NONE), None)
-
-
-def _above_idle(result: ModeResult) -> int:
-    return result.peak_bytes - result.idle_bytes
-
-
-def _ratio(value: float, base: float) -> str:
-    return f"{value / base:.2f}x" if base else _ABSENT
-
-
-def _digits(value: float) -> str:
-    """Format with three significant digits, such as ``3.10``."""
-    return f"{value:#.3g}".rstrip(".")
-
-
-def _extremes_s(result: ModeResult) -> tuple[float, float]:
-    durations_s = [step.duration_s for step in result.timed]
-    return min(durations_s), max(durations_s)
-
-
-# ---- Shows how far the demo is. Progress goes to standard error ----
-
-Note = Callable[[Mode, int, StepResult], None]
-
-
-@contextlib.contextmanager
-def training(console: Console, modes: Sequence[Mode], steps: int) -> Iterator[Note]:
-    """Show a bar for each mode on a terminal, and one for all; elsewhere a line for each step.
-
-    Yields:
-        A function to call with each step as soon as it is done.
+    Samples that no run before has left in the cache are generated.
     """
-    columns = (
-        TextColumn("{task.description:>11}"),
-        BarColumn(16),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[last]}"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
-        tasks = {mode: bars.add_task(mode.title, total=steps, last="") for mode in modes}
-        overall = bars.add_task("all", total=steps * len(modes), last="")
-
-        def note(mode: Mode, number: int, step: StepResult) -> None:
-            words = f"{step.duration_s:5.2f} s, peak {format_size(step.peak_bytes)}"
-            bars.update(tasks[mode], advance=1, last=words)
-            bars.update(overall, advance=1)
-            if not console.is_terminal:
-                _say(console, f"{f'{mode.title}: step {number} of {steps}':<27} {words}")
-
-        yield note
+    count = (config.steps + 2) * config.batch_size
+    loader, _, processor = load_darcy_flow_small(
+        count, [], config.batch_size, [], train_resolution=config.resolution, test_resolutions=[],
+        encode_input=True, seed=_SEED,
+    )  # fmt: skip
+    processor.eval()  # in training mode it would leave predictions normalized
+    processor.to(config.device)
+    return loader, processor
 
 
-def _say(console: Console, words: str) -> None:
-    console.print(words, highlight=False, markup=False)
+# ---- The process of one mode ----
+
+_trainer: ModeTrainer  # of this process, since `start`
 
 
-# ---- The worker processes: start them, give them turns, notice when one dies ----
+def start(config: DemoConfig, mode: Mode) -> int:
+    """Make the trainer of this process. Returns the bytes in use before the first step."""
+    global _trainer
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    _trainer = ModeTrainer(config, mode)
+    return _trainer.begin()
+
+
+def step() -> StepResult:
+    """Call `ModeTrainer.step` in this process."""
+    return _trainer.step()
+
+
+def finish() -> tuple[str, RunRecord | None]:
+    """Call `ModeTrainer.finish` in this process."""
+    return _trainer.finish()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+@final
+class ModeTrainer:
+    """Trains the model of one mode and measures it."""
+
+    def __init__(self, config: DemoConfig, mode: Mode) -> None:
+        from neuralop import LpLoss
+        from neuralop.training import AdamW
+
+        if config.device.type != "cpu":
+            _compute_reproducibly(config.device)
+        warnings.filterwarnings("ignore", message=".*_skip", category=UserWarning)
+        self._config = config
+        self._mode = mode
+        self._model = build_model(config.device)
+        self._handle = _offload(self._model, mode, config)
+        self._loss = LpLoss(d=2, p=2)
+        self._optimizer = AdamW(self._model.parameters(), lr=_LEARNING_RATE, weight_decay=1e-4)
+        batches, self._processor = load_data(config)
+        self._batches = iter(batches)
+        self._memory = memory_of(config.device)
+
+    def begin(self) -> int:
+        """Run forward and backward once on a tiny grid, and return the bytes in use then.
+
+        The run creates thread pools, FFT plans and code pages, so that they count as idle memory
+        in every mode.
+        """
+        size = _LEAST_RESOLUTION
+        tiny = torch.ones(1, 1, size, size, device=self._config.device)
+        self._model(tiny).sum().backward()
+        self._synchronize()
+        return self._memory.now_bytes()
+
+    def step(self) -> StepResult:
+        """Run and measure one training step."""
+        batch = next(self._batches)
+        self._memory.reset_peak()
+        self._synchronize()
+        begin_s = time.perf_counter()
+        loss = self._train(batch)
+        self._synchronize()
+        duration_s = time.perf_counter() - begin_s
+        peak_bytes = self._memory.peak_bytes()
+        gradients = ((name, value.grad) for name, value in self._model.named_parameters())
+        return StepResult(
+            duration_s,
+            peak_bytes,
+            loss.item() / self._config.batch_size,
+            digest(gradients),
+            None if self._handle is None else self._handle.stats,
+        )
+
+    def _train(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Run forward, backward and optimizer step."""
+        self._optimizer.zero_grad()
+        batch = self._processor.preprocess(batch)
+        prediction, batch = self._processor.postprocess(self._model(batch["x"]), batch)
+        loss: torch.Tensor = self._loss(prediction, batch["y"])
+        loss.backward()  # type: ignore[no-untyped-call]
+        self._optimizer.step()
+        return loss.detach()
+
+    def finish(self) -> tuple[str, RunRecord | None]:
+        """Hash the final parameters, and train two more steps, of which the second is recorded."""
+        parameters = digest(self._model.named_parameters())
+        if self._mode is Mode.SAVE_ON_CPU:
+            return parameters, None
+        if self._handle is not None:
+            self._handle.detach()
+        self._memory.return_freed()
+        handle = _offload(self._model, self._mode, self._config, trace=True)
+        assert handle is not None
+        with handle:
+            for batch in self._batches:
+                self._train(batch)
+            return parameters, record_run(handle, self._mode.title)
+
+    def _synchronize(self) -> None:
+        if self._config.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+
+def _offload(
+    model: nn.Module, mode: Mode, config: DemoConfig, *, trace: bool = False
+) -> ebbtide.OffloadHandle | None:
+    """Offload as the mode says; None if it does not use ebbtide, unless a step is to be recorded.
+
+    Args:
+        model: the model.
+        mode: the mode.
+        config: the run.
+        trace: whether to record steps. A mode without offload then keeps everything.
+    """
+    if mode is Mode.EBBTIDE:
+        return ebbtide.offload(model, store=config.store, trace=trace)
+    if mode is Mode.REBUILD or (mode is Mode.NONE and trace):
+        kept = ebbtide.ActivationPolicy(num_layers=0, rebuild=mode is Mode.REBUILD)
+        return ebbtide.offload(model, activations=kept, store=config.store, trace=trace)
+    if mode is Mode.SAVE_ON_CPU:
+        forward = model.forward
+
+        def offloaded(*args: Any, **kwargs: Any) -> Any:
+            with torch.autograd.graph.save_on_cpu(pin_memory=True):
+                return forward(*args, **kwargs)
+
+        model.forward = offloaded
+    return None
+
+
+def _compute_reproducibly(device: torch.device) -> None:
+    """Choose deterministic kernels; without them two runs of a mode may differ in the last bits."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    if device.index is not None:
+        torch.accelerator.set_device_index(device.index)
+
+
+def digest(tensors: Iterable[tuple[str, torch.Tensor | None]]) -> str:
+    """Return the SHA-256 over the names, types, shapes and bytes of tensors."""
+    hashed = hashlib.sha256()
+    for name, tensor in tensors:
+        if tensor is None:
+            hashed.update(f"{name}: none".encode())
+            continue
+        hashed.update(f"{name}: {tensor.dtype} {tuple(tensor.shape)}".encode())
+        plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        hashed.update(plain.reshape(-1).view(torch.uint8).numpy().data)
+    return hashed.hexdigest()
+
+
+# ---- All processes: start them, give them turns, notice when one dies ----
 
 Result = TypeVar("Result")
 
@@ -218,68 +430,46 @@ Result = TypeVar("Result")
 ENVIRONMENT = {"THP_MEM_ALLOC_ENABLE": "1", "OMP_WAIT_POLICY": "passive"}
 
 
-class WorkerError(Exception):
-    """A mode's process failed or died.
-
-    Attributes:
-        trace: the traceback of the process, empty if it left none.
-    """
-
-    def __init__(self, message: str, trace: str = "") -> None:
-        super().__init__(message)
-        self.trace = trace
+class DeadModeError(EbbtideError, RuntimeError):
+    """The process of a mode has died."""
 
 
 @final
 class Team:
-    """One worker process per mode. All live at the same time and work in turns."""
+    """One process per mode. All live at the same time and work in turns."""
 
     def __init__(self, config: DemoConfig) -> None:
         for name, value in ENVIRONMENT.items():
-            os.environ.setdefault(name, value)  # workers inherit the environment
+            os.environ.setdefault(name, value)  # the processes inherit the environment
         # A forked child would inherit the parent's memory, and a state of torch in which the
         # parent's threads seem to run but do not exist.
         context = multiprocessing.get_context("spawn")
         self._pools = {mode: ProcessPoolExecutor(1, context) for mode in config.modes}
         self._config = config
 
-    def start(self) -> None:
-        """Start all processes at once, and wait until their models are built.
+    def start(self) -> dict[Mode, ModeResult]:
+        """Start all processes at once, and return the results of each mode, without steps yet.
 
         Raises:
             PolicyError: a mode cannot do what the user asked for.
-            WorkerError: a mode failed.
+            DeadModeError: a process has died.
         """
         started = {
-            mode: pool.submit(worker.start, self._config, mode)
-            for mode, pool in self._pools.items()
+            mode: self._pools[mode].submit(start, self._config, mode) for mode in self._pools
         }
-        for mode, future in started.items():
-            self._wait(mode, future)
+        return {mode: ModeResult(mode, _wait(mode, idle)) for mode, idle in started.items()}
 
-    def ask(self, mode: Mode, work: Callable[..., Result], *arguments: Any) -> Result:
-        """Give a mode its turn and wait for the result; raise as `start` does.
+    def ask(self, mode: Mode, work: Callable[[], Result]) -> Result:
+        """Give a mode its turn and wait for the result.
 
         Args:
             mode: the mode.
-            work: a function of `demo_worker`, or another that a process can import.
-            arguments: its arguments.
-        """
-        return self._wait(mode, self._pools[mode].submit(work, *arguments))
+            work: a function that its process can import.
 
-    def _wait(self, mode: Mode, future: Future[Result]) -> Result:
-        try:
-            return future.result()
-        except BrokenProcessPool:
-            raise WorkerError(
-                f"the process of mode {mode.title} has died; if memory ran out, try a smaller "
-                f"--batch-size or --resolution"
-            ) from None
-        except PolicyError:
-            raise
-        except Exception as error:
-            message = f"mode {mode.title} failed: {type(error).__name__}: {error}"
-            raise WorkerError(message, str(error.__cause__ or "")) from None
+        Raises:
+            DeadModeError: its process has died.
+        """
+        return _wait(mode, self._pools[mode].submit(work))
 
     def __enter__(self) -> Team:
         return self
@@ -292,12 +482,14 @@ class Team:
             pool.shutdown(cancel_futures=True)
 
 
-# ---- Run the demo: train the same FNO on Darcy flow in every mode; the modes take turns ----
-
-FORMAT: Final = "ebbtide-demo"
-VERSION: Final = 1
-
-_WIDTH: Final = 80
+def _wait(mode: Mode, future: Future[Result]) -> Result:
+    try:
+        return future.result()
+    except BrokenProcessPool:
+        raise DeadModeError(
+            f"the process of mode {mode.title} has died; if memory ran out, try a smaller "
+            f"--batch-size or --resolution"
+        ) from None
 
 
 def run_demo(config: DemoConfig, progress: Console, *, as_json: bool = False) -> bool:
@@ -305,7 +497,7 @@ def run_demo(config: DemoConfig, progress: Console, *, as_json: bool = False) ->
 
     Args:
         config: the run.
-        progress: where to say what is under way, and what should be known besides.
+        progress: where to say what is under way.
         as_json: whether JSON is printed instead of the table.
 
     Returns:
@@ -314,91 +506,65 @@ def run_demo(config: DemoConfig, progress: Console, *, as_json: bool = False) ->
 
     Raises:
         PolicyError: the configuration asks for something that cannot be done on this machine.
-        WorkerError: a mode failed.
+        ImportError: neuraloperator is not installed.
+        DeadModeError: the process of a mode has died.
     """
-    check_neuralop()
-    check_writable(config.out)
+    _check_writable(config.out)
     begin_s = time.perf_counter()
-    _announce(config, progress)
-    _say(progress, "1/4  Starting a process for each mode")
-    with Team(config) as team:
-        team.start()
-        weights = _prepare(config, progress)
-        results, peak_is_per_step = _begin(team, config, weights)
-        _say(progress, "4/4  Training")
-        _train(team, config, results, progress)
-        _say(progress, "     Test errors")
-        for mode in config.modes:
-            results[mode].final = team.ask(mode, worker.finish)
-    if config.device.type == "cpu" and not peak_is_per_step:
-        progress.print("This kernel cannot reset the peak RSS: peaks are since the process began.")
-    _report(config, list(results.values()), as_json=as_json)
-    progress.print(f"{time.perf_counter() - begin_s:.0f} s in all", highlight=False)
-    differences = compare(list(results.values()))
-    return differences.get(Mode.EBBTIDE) is None
-
-
-def _announce(config: DemoConfig, console: Console) -> None:
-    """Say what is about to be done."""
-    grid = f"{config.resolution} x {config.resolution}"
     where = "the CPU" if config.device.type == "cpu" else str(config.device)
     names = ", ".join(mode.title for mode in config.modes)
-    size = f"{grid} on {where}, batch {config.batch_size}"
-    _say(console, f"A Fourier neural operator learns Darcy flow at {size}.")
-    _say(console, f"Modes: {names}. Each trains {config.steps} steps, in turns.")
+    for line in (
+        f"A Fourier neural operator learns Darcy flow at {config.resolution} x "
+        f"{config.resolution} on {where}, batch {config.batch_size}.",
+        f"Modes: {names}. Each trains {config.steps} steps, in turns.",
+        "The data are generated, unless a run before has left them here.",
+    ):
+        progress.print(line, highlight=False)
+    load_data(config)
+    with Team(config) as team:
+        results = team.start()
+        turns = list(_turns(config))
+        for mode in track(turns, "Training", console=progress, disable=not progress.is_terminal):
+            results[mode].steps.append(team.ask(mode, step))
+        for mode, result in results.items():
+            result.parameters_sha256, result.record = team.ask(mode, finish)
+    _report(config, results, as_json=as_json)
+    progress.print(f"{time.perf_counter() - begin_s:.0f} s in all", highlight=False)
+    return compare(results).get(Mode.EBBTIDE) is None
 
 
-def _prepare(config: DemoConfig, console: Console) -> worker.Weights:
-    """Generate the data and train the weights that all modes begin with, while the modes wait."""
-    number = config.steps * config.batch_size + worker.N_TEST
-    what = f"2/4  Data: {number} samples, generated unless a run before has left them here"
-    _say(console, what)
+def _check_writable(out: Path) -> None:
+    """Check that results can be written, before minutes of training.
+
+    Raises:
+        PolicyError: the directory cannot be written to.
+    """
     try:
-        worker.load_problem(config)
-        coarse = worker.load_coarse_problem(config)
-    except (OSError, ValueError) as error:
-        raise PolicyError(f"--data: {error}") from error
-    _say(console, f"3/4  Warm start: {config.warm_steps} steps on a coarse grid")
-    # On the coarse grid, threads save little and wait for one another most of the time. On two
-    # cores that other programs used as well, the warm start took eight times as long with two
-    # threads as with one: what [Note: a fair baseline] sets for the workers comes too late here.
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        return worker.warm_start(config, coarse)
-    finally:
-        torch.set_num_threads(threads)
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise PolicyError(f"--out {out} cannot be written to: {error.strerror}") from error
 
 
-def _begin(
-    team: Team, config: DemoConfig, weights: worker.Weights
-) -> tuple[dict[Mode, ModeResult], bool]:
-    results = {}
-    peak_is_per_step = True
-    for mode in config.modes:
-        idle_bytes, can_reset = team.ask(mode, worker.prepare, weights)
-        results[mode] = ModeResult(mode, idle_bytes)
-        peak_is_per_step &= can_reset
-    return results, peak_is_per_step
+def _turns(config: DemoConfig) -> Iterator[Mode]:
+    """Yield whose step is next; see [Note: turns]."""
+    for first in range(0, config.steps, STEPS_PER_TURN):
+        for mode in config.modes:
+            yield from [mode] * min(STEPS_PER_TURN, config.steps - first)
 
 
-def _train(
-    team: Team, config: DemoConfig, results: dict[Mode, ModeResult], console: Console
-) -> None:
-    """Run all steps of all modes, in turns."""
-    with training(console, config.modes, config.steps) as note:
-        for first in range(0, config.steps, STEPS_PER_TURN):
-            for mode in config.modes:
-                for _ in range(first, min(first + STEPS_PER_TURN, config.steps)):
-                    step = team.ask(mode, worker.step)
-                    results[mode].steps.append(step)
-                    note(mode, len(results[mode].steps), step)
+# ---- The report ----
 
 
-def _report(config: DemoConfig, results: list[ModeResult], *, as_json: bool) -> None:
-    """Print the table, or JSON, and name the files that are written."""
-    document = json.dumps(_as_json(config, results), indent=2)
-    written = _write_files(config, results, document)
+def _report(config: DemoConfig, results: Mapping[Mode, ModeResult], *, as_json: bool) -> None:
+    """Write the files, and print the table, or JSON."""
+    document = json.dumps(_as_document(config, results), indent=2)
+    figures, page = config.out / "demo.json", config.out / "demo.html"
+    figures.write_text(f"{document}\n")
+    records = [result.record for result in results.values() if result.record is not None]
+    if records:
+        write_page(page, records)
     if as_json:
         print(document)
         return
@@ -406,71 +572,131 @@ def _report(config: DemoConfig, results: list[ModeResult], *, as_json: bool) -> 
     width = min(report.width, _WIDTH)
     report.print()
     report.print(build_table(config, results), width=width)
-    for line in limits(config, results):
+    for line in limits(results):
         report.print(line, width=width, highlight=False)
-    report.print()
-    for what, path in written.items():
-        report.print(f"{what}: {path}", soft_wrap=True, markup=False, highlight=False)
+    written = [f"Report: {page}"] if records else []
+    for line in ("", *written, f"Figures: {figures}"):
+        report.print(line, soft_wrap=True, markup=False, highlight=False)
 
 
-def _write_files(
-    config: DemoConfig, results: list[ModeResult], document: str
-) -> dict[str, Path | str]:
-    """Write what remains of a run. Returns what each file has, and where it is."""
-    figures, page = config.out / "demo.json", config.out / "demo.html"
-    figures.write_text(f"{document}\n")
-    finals = [result.final for result in results if result.final is not None]
-    records = [final.record for final in finals if final.record is not None]
-    if records:
-        write_page(page, records)
-    return {
-        "Report": page if records else "not written: no mode can be recorded",
-        "Figures": figures,
-    }
-
-
-def _as_json(config: DemoConfig, results: list[ModeResult]) -> dict[str, Any]:
+def build_table(config: DemoConfig, results: Mapping[Mode, ModeResult]) -> Table:
+    """Build the table of results, with one column per mode."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column(
+        f"FNO, Darcy {config.resolution} x {config.resolution}, batch {config.batch_size}"
+    )
+    for mode in results:
+        style = "bold" if mode is Mode.EBBTIDE else ""
+        table.add_column(mode.title, justify="right", style=style)
+    what = "RSS" if config.device.type == "cpu" else "device memory"
     differences = compare(results)
-    settings = {
-        name: str(value) if isinstance(value, (Path, torch.device)) else value
-        for name, value in dataclasses.asdict(config).items()
-    }
+    columns = [_cells(result, what, results, differences) for result in results.values()]
+    for row in zip(*columns, strict=True):
+        cells = [cell for _, cell in row]
+        if any(cell != _ABSENT for cell in cells):
+            table.add_row(row[0][0], *cells)
+    return table
+
+
+def _cells(
+    result: ModeResult,
+    what: str,
+    results: Mapping[Mode, ModeResult],
+    differences: Mapping[Mode, str | None],
+) -> list[tuple[str, str]]:
+    """Return what the rows of the table say of a mode, each with the label of its row."""
+    reference = results.get(Mode.NONE)
+    above_idle = result.peak_bytes - result.idle_bytes
+    peak_ratio = step_ratio = same = _ABSENT
+    if reference is not None:
+        peak_ratio = _ratio(above_idle, reference.peak_bytes - reference.idle_bytes)
+        step_ratio = _ratio(result.median_s, reference.median_s)
+    if result.mode in differences:
+        difference = differences[result.mode]
+        same = "[green]same bits[/]" if difference is None else f"[red]differ: {difference}[/]"
+    sizes = [_ABSENT] * 4
+    if result.stats is not None:
+        stats = result.stats
+        saved = (stats.saved_bytes, stats.unique_bytes, stats.rebuilt_bytes, stats.offloaded_bytes)
+        sizes = [format_size(size) for size in saved]
+    timed = result.timed_s
+    return [
+        (f"Peak {what} of a step", format_size(result.peak_bytes)),
+        ("  above idle", format_size(above_idle)),
+        ("  relative to no offload", peak_ratio),
+        (f"Step, median of {len(timed)}", f"{_digits(result.median_s)} s"),
+        ("  relative to no offload", step_ratio),
+        ("  fastest - slowest", f"{_digits(min(timed))} - {_digits(max(timed))} s"),
+        ("Saved by autograd in a step", sizes[0]),
+        ("  without repeats and weights", sizes[1]),
+        ("  rebuilt in backward", sizes[2]),
+        ("  offloaded", sizes[3]),
+        ("Error, first - last step", f"{result.steps[0].loss:.3f} - {result.steps[-1].loss:.3f}"),
+        ("Losses, gradients, weights", same),
+    ]
+
+
+def limits(results: Mapping[Mode, ModeResult]) -> Iterator[str]:
+    """Yield sentences that say what limits ebbtide's figures, and how far to trust them."""
+    result = results.get(Mode.EBBTIDE)
+    if result is not None and result.stats is not None:
+        stats = result.stats
+        where = "disk" if stats.peak_disk_bytes else "host memory"
+        rate = format_size(int(stats.offloaded_bytes / result.median_s))
+        yield (
+            f"In each step {format_size(stats.offloaded_bytes)} go to {where} and come back while "
+            f"the model computes, which needs {rate}/s each way. In the last step the model waited "
+            f"{stats.stall_s:.2f} s for copies ({stats.late_reloads} reloads were late)."
+        )
+    if any(max(each.timed_s) > _NOISY * min(each.timed_s) for each in results.values()):
+        yield (
+            "Times vary too much to compare: other programs run on this machine, or the steps are "
+            "too short."
+        )
+
+
+def _ratio(value: float, base: float) -> str:
+    return f"{value / base:.2f}x" if base else _ABSENT
+
+
+def _digits(value: float) -> str:
+    """Format with three significant digits, such as ``3.10``."""
+    return f"{value:#.3g}".rstrip(".")
+
+
+def _as_document(config: DemoConfig, results: Mapping[Mode, ModeResult]) -> dict[str, Any]:
+    """Return all figures for a JSON file."""
+    differences = compare(results)
+    settings = dataclasses.asdict(config)
+    settings |= {name: str(settings[name]) for name in ("device", "out")}
     settings["modes"] = [mode.value for mode in config.modes]
-    modes = {}
-    for result in results:
-        assert result.final is not None
-        modes[result.mode.value] = {
-            "idle_bytes": result.idle_bytes,
-            "peak_bytes": result.peak_bytes,
-            "median_s": result.median_s,
-            "test_l2": result.final.test_l2,
-            "test_h1": result.final.test_h1,
-            "parameters_sha256": result.final.parameters_sha256,
-            "first_difference": differences.get(result.mode),
-            "compared": result.mode in differences,
-            "steps": [dataclasses.asdict(step) for step in result.steps],
-        }
+    on_cuda = config.device.type == "cuda"
     return {
         "format": FORMAT,
         "version": VERSION,
-        "environment": _environment(config),
+        "environment": {
+            "ebbtide": __version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "system": f"{platform.system()} {platform.release()}",
+            "cpu": cpu_name(),
+            "cores": os.cpu_count(),
+            "torch_threads": torch.get_num_threads(),
+            "variables": {name: os.environ.get(name) for name in ENVIRONMENT},
+            "device": str(config.device),
+            "accelerator": torch.cuda.get_device_name(config.device) if on_cuda else None,
+        },
         "configuration": settings,
-        "modes": modes,
-    }
-
-
-def _environment(config: DemoConfig) -> dict[str, Any]:
-    return {
-        "ebbtide": __version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "system": f"{platform.system()} {platform.release()}",
-        "cpu": cpu_name(),
-        "cores": os.cpu_count(),
-        "torch_threads": config.threads or torch.get_num_threads(),
-        "variables": {name: os.environ.get(name) for name in ENVIRONMENT},
-        "device": str(config.device),
-        "accelerator": torch.cuda.get_device_name(config.device)
-        if config.device.type == "cuda"
-        else None,
+        "modes": {
+            mode.value: {
+                "idle_bytes": result.idle_bytes,
+                "peak_bytes": result.peak_bytes,
+                "median_s": result.median_s,
+                "parameters_sha256": result.parameters_sha256,
+                "first_difference": differences.get(mode),
+                "compared": mode in differences,
+                "steps": [dataclasses.asdict(each) for each in result.steps],
+            }
+            for mode, result in results.items()
+        },
     }

@@ -17,6 +17,7 @@ from typing import Any, final
 import psutil
 import torch
 
+from ebbtide.errors import PolicyError
 from ebbtide.stores.host_memory import MemoryLimit, cpu_limit, memory_limit
 
 _IN_RAM = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
@@ -109,6 +110,32 @@ class MachineFacts:
         """Return the facts for a JSON file."""
         group = None if self.group is None else self.group._asdict()
         return {**dataclasses.asdict(self), "group": group}
+
+
+def parse_device(name: str) -> torch.device:
+    """Parse the name of a device; ``"auto"`` means the accelerator if there is one, else the CPU.
+
+    Raises:
+        PolicyError: this machine has no such device.
+    """
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if name == "auto":
+        return torch.device("cpu") if accelerator is None else accelerator
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise PolicyError(f"--device: {name!r} is not a torch device; try auto or cpu") from None
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if accelerator is None or device.type != accelerator.type:
+        seen = "no accelerator" if accelerator is None else f"an accelerator of type {accelerator}"
+        raise PolicyError(f"--device {name}: torch sees {seen} on this machine; try auto or cpu")
+    if device.index is not None and device.index >= torch.accelerator.device_count():
+        raise PolicyError(
+            f"--device {name}: this machine has {torch.accelerator.device_count()} such devices, "
+            f"numbered from 0"
+        )
+    return device
 
 
 def read_machine(

@@ -75,13 +75,14 @@ def demo(
         ),
     ] = None,
     modes: Annotated[
-        str,
+        str | None,
         typer.Option(
             metavar="NAMES",
             help="What to compare: none (no offload), save_on_cpu (PyTorch's own, on an "
-            "accelerator), rebuild (ebbtide without moving anything), ebbtide.",
+            "accelerator), rebuild (ebbtide without moving anything), ebbtide. Without it all but "
+            "rebuild.",
         ),
-    ] = "none,save_on_cpu,ebbtide",
+    ] = None,
     device: Annotated[
         str, typer.Option(metavar="DEVICE", help="Where to train: auto, cpu, cuda, cuda:1, xpu ...")
     ] = "auto",
@@ -91,29 +92,9 @@ def demo(
             metavar="STORE", help="Where activations go: auto, host, disk[:/some/dir] or tiered."
         ),
     ] = "auto",
-    data: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="Directory for generated samples; without it the user's cache.",
-        ),
-    ] = None,
     out: Annotated[
         Path, typer.Option(metavar="DIR", help="Directory for the figures and the page.")
     ] = Path("runs/demo"),
-    seed: Annotated[int, typer.Option(metavar="N", help="Random seed of samples and weights.")] = 0,
-    threads: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="Threads of each process; without it torch's choice."),
-    ] = None,
-    warm_steps: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            help="Training steps on a coarse grid that come first, for all modes; 100, or 40 with "
-            "--quick.",
-        ),
-    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print all figures as JSON instead of the table.")
     ] = False,
@@ -127,28 +108,20 @@ def demo(
     with ends_by_code("demo"):
         from rich.console import Console
 
-        from ebbtide.tools.demo import WorkerError, run_demo
-        from ebbtide.tools.demo_config import QUICK, DemoConfig, parse_device, parse_modes
+        from ebbtide.tools.demo import QUICK, DeadModeError, DemoConfig, parse_modes, run_demo
+        from ebbtide.tools.machine import parse_device
 
         torch_device = parse_device(device)
-        chosen = parse_modes(modes, torch_device)
         sizes = dict(QUICK) if quick else {}
-        asked = {"resolution": resolution, "steps": steps, "warm_steps": warm_steps}
+        asked = {"resolution": resolution, "steps": steps}
         sizes |= {name: number for name, number in asked.items() if number is not None}
         config = DemoConfig(
-            batch_size=batch_size, modes=chosen, device=torch_device, store=store, data=data,
-            out=out, seed=seed, threads=threads, **sizes,
+            batch_size=batch_size, modes=parse_modes(modes, torch_device), device=torch_device,
+            store=store, out=out, **sizes,
         )  # fmt: skip
-        progress = Console(stderr=True)
-        if torch_device.type == "cpu" and "save_on_cpu" in modes:
-            progress.print(
-                "save_on_cpu is left out: on a CPU, activations are on the host anyway.",
-                highlight=False,
-            )
         try:
-            same = run_demo(config, progress, as_json=as_json)
-        except WorkerError as error:
-            typer.echo(error.trace, err=True, nl=False)
+            same = run_demo(config, Console(stderr=True), as_json=as_json)
+        except DeadModeError as error:
             end("demo", str(error), ExitCode.FAILED)
         if not same:
             raise typer.Exit(ExitCode.FAILED)
@@ -184,9 +157,9 @@ def doctor(
     with ends_by_code("doctor", "interrupted; nothing was left behind"):
         from ebbtide.planning.hardware import document
         from ebbtide.stores.build import parse_store
-        from ebbtide.tools.demo_config import parse_device
         from ebbtide.tools.doctor import advise, build_report
         from ebbtide.tools.examination import FULL, QUICK, examine
+        from ebbtide.tools.machine import parse_device
 
         torch_device = parse_device(device)
         if device == "auto" and torch_device.type == "mps":
