@@ -28,8 +28,11 @@ from torch import Tensor, nn
 
 import ebbtide
 from ebbtide.planning.hardware import Hardware
+from ebbtide.planning.prediction import StepTiming
 from ebbtide.stores.measured_memory import ProcessMemory
 from ebbtide.tools.demo import ENVIRONMENT
+from ebbtide.tools.models import ModelOptions
+from ebbtide.tools.plan_study import run_plan
 from ebbtide.units import format_size
 
 ROOT = Path(__file__).parents[2]
@@ -298,9 +301,34 @@ def link_fewer(path: Path) -> None:
 @picture
 def working_set(path: Path) -> None:
     """An FNO's step within a small budget, as `ebbtide plan` predicts it."""
-    options = ["--resolution", "512", "--budget", "2.4GiB", "--quick", "--picture", str(path)]
-    command = [sys.executable, "-m", "ebbtide", "plan", "fno2d", *options]
-    subprocess.run(command, check=True, cwd=ROOT)
+    found = run_plan("fno2d", ModelOptions(resolution=512), "h100", "2.4GiB", limits=False)
+    assert found.chosen is not None
+    record = StepTiming(found.study.profile, found.study.hardware).record(found.chosen.plan)
+    edges_s = [*(each.begin_s for each in record.passes), record.passes[-1].end_s]
+    memory = [each.memory for each in record.passes]
+    areas = {
+        ("weights, gradients, optimizer", GREY): [each.parameters_bytes for each in memory],
+        ("fixed", "#BDBDBD"): [each.fixed_bytes for each in memory],
+        ("saved, stays", BLUE): [
+            each.saved_bytes - each.leaving_bytes - each.returning_bytes for each in memory
+        ],
+        ("saved, leaving", ORANGE): [each.leaving_bytes for each in memory],
+        ("saved, back again", GREEN): [each.returning_bytes for each in memory],
+        ("working memory of the pass", "#CFE8F7"): [each.working_bytes for each in memory],
+    }
+    figure, axes = new_figure(4.5)
+    below = [0.0] * len(edges_s)
+    for (name, colour), sizes in areas.items():
+        pairs = zip(below, [*sizes, sizes[-1]], strict=True)  # one edge more than there are values
+        above = [low + size / 2**30 for low, size in pairs]
+        axes.fill_between(edges_s, below, above, step="post", color=colour, label=name, linewidth=0)
+        below = above
+    budget = found.budget_bytes / 2**30
+    axes.axhline(budget, color=RED, linestyle="--", label=f"budget of {budget:.1f} GiB")
+    axes.set(ylim=(0, budget * 1.35), xlabel="time (s)", ylabel="device memory (GiB)")
+    axes.set_title(f"{found.study.family.title}, 512 x 512: predicted", loc="left", fontsize=10)
+    axes.legend(loc="upper left", ncols=3, frameon=False, fontsize=8.5)
+    figure.savefig(path)
 
 
 # ---- examples -------------------------------------------------------------------------------

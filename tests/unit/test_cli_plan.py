@@ -317,7 +317,6 @@ def test_a_model_that_fits_is_left_alone() -> None:
         ([TOWER, "--hardware", "h101"], "there is no hardware named 'h101'; the names are"),
         ([TOWER, "--hardware", "absent.json"], "`ebbtide doctor --json > absent.json` writes"),
         ([TOWER, "--hardware", __file__], "this is not the JSON of a Hardware"),
-        ([TOWER, "--picture", "step.gif"], "must end in .png, .svg, .pdf, got 'step.gif'"),
         ([TOWER, "--save", "/absent/plan.json"], "there is no directory /absent"),
         ([TOWER, "--plan-layers", "heads.*"], "no module is called 'heads.*'"),
         ([TOWER, "--optimizer-states", "-1"], "--optimizer-states must be a whole number"),

@@ -275,13 +275,3 @@ def test_the_command_refuses_wrong_files(name: str, tmp_path: Path) -> None:
     assert result.exit_code == 2
     assert "ebbtide report: " in result.output and name in result.output
     assert not page.exists()
-
-
-# Pictures
-
-
-def test_memory_that_was_not_recorded_cannot_be_drawn(tmp_path: Path) -> None:
-    with pytest.raises(PolicyError):
-        Trace(make_record("x").events).plot(tmp_path / "memory.png", show="memory")
-    with pytest.raises(PolicyError):
-        Trace().plot(tmp_path / "memory.png", show="peak")

@@ -1,4 +1,4 @@
-"""Draws a trace: as text for a terminal, and as a picture of its lanes or of its memory.
+"""Draws a trace: as text for a terminal, and as a picture of its lanes.
 
 Text and picture have the same rows: the lanes from top to bottom, and below compute its waits and
 releases. The colours are those of Okabe and Ito, whose colours colour-blind readers can tell apart,
@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from ebbtide.errors import PolicyError
-from ebbtide.runtime.events import LANES, MemorySample, Owner, StepMemory, TraceEvent
-from ebbtide.units import COLOURS, format_size
+from ebbtide.runtime.events import LANES, Owner, TraceEvent
+from ebbtide.units import COLOURS
 
 # A colour means the same in every chart: bytes that an event moves or makes have its colour, and no
 # other owner has the colour of an event.
@@ -65,8 +65,8 @@ class TimeUnit(NamedTuple):
     end_s: float
 
     @classmethod
-    def of(cls, spans: Sequence[TraceEvent | MemorySample]) -> TimeUnit:
-        """Return the largest unit of which events or phases last one or more.
+    def of(cls, spans: Sequence[TraceEvent]) -> TimeUnit:
+        """Return the largest unit of which all events together last one or more.
 
         There must be at least one.
         """
@@ -375,37 +375,6 @@ _PIXELS_PER_INCH: Final = 200
 _INK: Final = "#222222"
 
 
-def new_figure(height_inches: float) -> Any:
-    """Return an empty figure, 12 inches wide and this high.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        message = 'a plot needs matplotlib: pip install "ebbtide[plots]"'
-        raise ImportError(message) from error
-
-    size = (_WIDTH_INCHES, height_inches)
-    figure = Figure(figsize=size, dpi=_PIXELS_PER_INCH, layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
-
-
-def check_suffix(path: str | PathLike[str]) -> str:
-    """Return the suffix of a picture's path.
-
-    Raises:
-        PolicyError: it is not one of `SUFFIXES`.
-    """
-    suffix = Path(path).suffix.lower()
-    if suffix not in SUFFIXES:
-        raise PolicyError(f"path must end in {', '.join(SUFFIXES)}, got {str(path)!r}")
-    return suffix
-
-
 def save_figure(figure: Any, path: str | PathLike[str]) -> None:
     """Write a figure in the format that the suffix of the path names.
 
@@ -413,7 +382,10 @@ def save_figure(figure: Any, path: str | PathLike[str]) -> None:
         PolicyError: the suffix is not one of `SUFFIXES`.
         OSError: the file cannot be written.
     """
-    figure.savefig(path, format=check_suffix(path)[1:])
+    suffix = Path(path).suffix.lower()
+    if suffix not in SUFFIXES:
+        raise PolicyError(f"path must end in {', '.join(SUFFIXES)}, got {str(path)!r}")
+    figure.savefig(path, format=suffix[1:])
 
 
 # ---- A picture of the lanes: time from left to right, a colour for each kind of event ----
@@ -436,20 +408,19 @@ def draw_lanes_figure(events: Sequence[TraceEvent]) -> Any:
     Raises:
         ImportError: matplotlib is not installed.
     """
-    figure = new_figure(max(1, len(_seen_rows(events))) * _ROW_INCHES + _AROUND_INCHES)
-    draw_lanes(figure, figure.subplots(), events)
-    return figure
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        message = 'a plot needs matplotlib: pip install "ebbtide[plots]"'
+        raise ImportError(message) from error
 
-
-def draw_lanes(figure: Any, axes: Any, events: Sequence[TraceEvent]) -> None:
-    """Draw the lanes into a figure that may have other pictures, too.
-
-    Args:
-        figure: a figure of matplotlib; what is outside of ``axes`` must have been drawn.
-        axes: where to draw the lanes.
-        events: the events in the order in which they began.
-    """
-    rows = _seen_rows(events)
+    # Rows without events that take no time, but for releases, which are marked.
+    rows = _rows([event for event in events if event.duration_s or event.what == "release"])
+    size = (_WIDTH_INCHES, max(1, len(rows)) * _ROW_INCHES + _AROUND_INCHES)
+    figure = Figure(figsize=size, dpi=_PIXELS_PER_INCH, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes: Any = figure.subplots()
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.set_ylim(max(1, len(rows)) - 0.5, -0.5)
     axes.set_yticks(range(len(rows)), rows)
@@ -459,11 +430,12 @@ def draw_lanes(figure: Any, axes: Any, events: Sequence[TraceEvent]) -> None:
     axes.set_axisbelow(True)
     if not events:
         axes.set_title("An empty trace", loc="left", fontsize=11)
-        return
+        return figure
     unit = TimeUnit.of(events)
     margin_s = (unit.end_s - unit.begin_s) * 0.003 or 0.5
     axes.set_xlim(unit.begin_s - margin_s, unit.end_s + margin_s)
-    label_time(axes, unit)
+    axes.set_xlabel(f"time since the step began ({unit.name})", fontsize=10)
+    axes.xaxis.set_major_formatter(lambda time_s, _: f"{time_s * unit.per_s:.10g}")
     title = f"Timeline: {', '.join(write_durations(events, unit))}"
     axes.set_title(title, loc="left", fontsize=11)
     _draw_kinds(figure, {event.what for here in rows.values() for event in here})
@@ -485,17 +457,7 @@ def draw_lanes(figure: Any, axes: Any, events: Sequence[TraceEvent]) -> None:
             ]
             top = place - _BAR / 2 + track * height
             _draw_blocks(axes, (top, height), blocks, points_per_s)
-
-
-def label_time(axes: Any, unit: TimeUnit) -> None:
-    """Name the axis of time, which is in seconds, and write its ticks in the unit."""
-    axes.set_xlabel(f"time since the step began ({unit.name})", fontsize=10)
-    axes.xaxis.set_major_formatter(lambda time_s, _: f"{time_s * unit.per_s:.10g}")
-
-
-def _seen_rows(events: Sequence[TraceEvent]) -> dict[str, list[TraceEvent]]:
-    """Return the rows without events that take no time, but for releases, which are marked."""
-    return _rows([event for event in events if event.duration_s or event.what == "release"])
+    return figure
 
 
 def _draw_kinds(figure: Any, kinds: set[str]) -> None:
@@ -567,78 +529,3 @@ def _draw_releases(
         text = ", ".join(labels[begin_s])
         if _width_points(text) + 8 <= (next_s - begin_s) * points_per_s:
             _write(axes, (begin_s + 4 / points_per_s, place), text, color=_INK)
-
-
-# ---- A picture of what memory held in a step: areas stacked by owner, and the peak ----
-
-_MEMORY_INCHES: Final = 4.6
-_UNITS: Final = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("bytes", 1))
-_HEADROOM: Final = 1.16  # of the axis above the peak, for the label
-
-
-def draw_memory_figure(memory: StepMemory) -> Any:
-    """Return a figure of memory over the step, 12 inches wide.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
-    figure = new_figure(_MEMORY_INCHES)
-    axes = figure.subplots()
-    unit, unit_bytes = next(each for each in _UNITS if memory.peak_bytes >= each[1] or each[1] == 1)
-    edges_s = [*(sample.begin_s for sample in memory.samples), memory.samples[-1].end_s]
-    layers = []
-    for owner, colour in OWNER_COLOURS.items():
-        style = {"facecolor": colour, "edgecolor": "white"}
-        style |= {"hatch": "////"} if owner in HATCHED_OWNERS else {}
-        sizes = [sample.owned.get(owner, 0) / unit_bytes for sample in memory.samples]
-        layers.append((owner.value, sizes, style))
-    stack_areas(axes, edges_s, layers)
-    _mark_peak(axes, memory, unit_bytes)
-    axes.set_xlim(edges_s[0], edges_s[-1])
-    axes.set_ylim(0, memory.peak_bytes / unit_bytes * _HEADROOM or 1)
-    label_time(axes, TimeUnit.of(memory.samples))
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.set_ylabel(unit, fontsize=10)
-    axes.set_title(f"Memory by owner: {memory.counted}", loc="left", fontsize=11)
-    handles, labels = axes.get_legend_handles_labels()
-    figure.legend(  # in the order in which the areas are stacked
-        handles[::-1], labels[::-1], loc="outside right upper", fontsize=9, frameon=False
-    )
-    return figure
-
-
-def stack_areas(
-    axes: Any, edges: Sequence[float], layers: Iterable[tuple[str, Sequence[float], dict[str, Any]]]
-) -> list[float]:
-    """Draw areas upon each other, each constant between two edges, and return their upper edge.
-
-    Args:
-        axes: where to draw.
-        edges: where values begin, and where the last one ends.
-        layers: the label, values and style of each area; those of nothing but zeros are left out.
-    """
-    below = [0.0] * len(edges)
-    for label, values, style in layers:
-        if any(values):
-            # The last value is given twice, because there is one more edge than there are values.
-            pairs = zip(below, [*values, values[-1]], strict=True)
-            above = [low + value for low, value in pairs]
-            axes.fill_between(edges, below, above, step="post", linewidth=0, label=label, **style)
-            below = above
-    return below
-
-
-def _mark_peak(axes: Any, memory: StepMemory, unit_bytes: int) -> None:
-    sample = memory.samples[memory.peak]
-    middle_s = (sample.begin_s + sample.end_s) / 2
-    right_half = middle_s > (memory.samples[0].begin_s + memory.samples[-1].end_s) / 2
-    axes.annotate(
-        f"peak {format_size(memory.peak_bytes)} in {memory.peak_phase}",
-        (middle_s, memory.peak_bytes / unit_bytes),
-        xytext=(-10 if right_half else 10, 14),
-        textcoords="offset points",
-        ha="right" if right_half else "left",
-        fontsize=10,
-        color=_INK,
-        arrowprops={"arrowstyle": "-|>", "color": _INK, "shrinkB": 0},
-    )

@@ -10,10 +10,8 @@ from collections.abc import Iterable, Mapping
 from os import PathLike
 from typing import Any, Final, final
 
-from ebbtide.errors import PolicyError
 from ebbtide.observe.plots import (
     draw_lanes_figure,
-    draw_memory_figure,
     place_side_by_side,
     render_timeline,
     save_figure,
@@ -173,31 +171,20 @@ class Trace:
         """
         return render_timeline(self.events, width)
 
-    def plot(self, path: str | PathLike[str], *, show: str = "lanes") -> None:
-        """Draw the lanes, or memory, over time as a picture, 12 inches wide.
+    def plot(self, path: str | PathLike[str]) -> None:
+        """Draw what each lane did when as a picture, 12 inches wide.
+
+        What memory held meanwhile is on the page that `OffloadHandle.report` writes.
 
         Args:
             path: path of the file, such as ``"step.png"``; ``.svg`` and ``.pdf`` work too.
-            show: ``"lanes"`` for what each lane did when, ``"memory"`` for what memory held.
 
         Raises:
-            PolicyError: the path has another suffix, ``show`` is neither, or the trace has no
-                memory.
+            PolicyError: the path has another suffix.
             ImportError: matplotlib is not installed; ``pip install "ebbtide[plots]"`` installs it.
             OSError: the file cannot be written.
         """
-        if show not in ("lanes", "memory"):
-            raise PolicyError(f'show must be "lanes" or "memory", got {show!r}')
-        if show == "lanes":
-            figure = draw_lanes_figure(self.events)
-        elif self.memory is None:
-            raise PolicyError(
-                "the trace has no memory to draw, because it was not recorded; offload the model "
-                'with trace=True and run a step, or draw the lanes: show="lanes"'
-            )
-        else:
-            figure = draw_memory_figure(self.memory)
-        save_figure(figure, path)
+        save_figure(draw_lanes_figure(self.events), path)
 
     def __repr__(self) -> str:
         return brief("Trace", [count(len(self.events), "event"), f"{self.duration_s:.4f} s"])

@@ -94,10 +94,6 @@ def plan(
         bool,
         typer.Option("--quick", help="Leave out the search for the largest batch and resolution."),
     ] = False,
-    picture: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="File for a picture of the step: .png, .svg or .pdf."),
-    ] = None,
     save: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="File for the plan; `ebbtide run --plan` follows it."),
@@ -120,13 +116,12 @@ def plan(
             resolution=resolution, seq=seq, batch=batch, width=width, modes=modes, layers=depth,
             channels=channels, size=size, precision=precision,
         )  # fmt: skip
-        files = {"--save": save, "--picture": picture}
         try:
             with other_output_on_stderr():
                 found = run_plan(
                     model, options, hardware, budget, layers=planned or (),
                     optimizer_states=optimizer_states, weights=weights, limits=not quick,
-                    files=files, say=show_status,
+                    save=save, say=show_status,
                 )  # fmt: skip
                 text = as_document(found) if as_json else build_report(found)
         finally:
@@ -134,10 +129,8 @@ def plan(
         typer.echo(text)
         if found.chosen is None:
             raise typer.Exit(ExitCode.DOES_NOT_FIT)
-        written = {"Plan": save, "Picture": picture}
-        notes = [f"{what}: {file}" for what, file in written.items() if file is not None]
-        if notes and not as_json:
-            typer.echo("\n" + "\n".join(notes))
+        if save is not None and not as_json:
+            typer.echo(f"\nPlan: {save}")
 
 
 @contextlib.contextmanager

@@ -1,24 +1,15 @@
-"""What `ebbtide plan` does: one study, its report, and the files that were asked for."""
+"""What `ebbtide plan` does: one study, and the files that were asked for."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from ebbtide.errors import PolicyError
-from ebbtide.observe.plots import (
-    check_suffix,
-    draw_lanes,
-    new_figure,
-    save_figure,
-    stack_areas,
-)
 from ebbtide.planning.planned_step import PlannedStep
-from ebbtide.planning.prediction import MemoryParts, StepRecord, StepTiming
 from ebbtide.policy import parse_number
-from ebbtide.runtime.events import TraceEvent
 from ebbtide.tools.models import ModelOptions, read_budget_bytes, read_hardware, read_model
 from ebbtide.tools.plan_tables import (
     RULES,
@@ -31,7 +22,6 @@ from ebbtide.tools.plan_tables import (
     find_rows,
     origin,
 )
-from ebbtide.units import format_seconds, format_size
 
 FORMAT: Final = "ebbtide-plan-study"
 VERSION: Final = 1
@@ -49,10 +39,10 @@ def run_plan(
     optimizer_states: int = 2,
     weights: bool = False,
     limits: bool = True,
-    files: Mapping[str, Path | None] | None = None,
+    save: Path | None = None,
     say: Say = lambda _: None,
 ) -> Findings:
-    """Study a training step, and write the files that were asked for.
+    """Study a training step, and write the plan if that was asked for.
 
     Args:
         model: name of the model, as it was typed.
@@ -63,19 +53,19 @@ def run_plan(
         optimizer_states: tensors that the optimizer keeps for each weight.
         weights: whether weights may rest on the host.
         limits: whether the largest sizes that fit are looked for.
-        files: files for the picture and for the plan, by the options ``--picture`` and ``--save``.
+        save: file for the plan; None: none.
         say: is told what is being looked for, and "" when nothing is any more.
 
     Raises:
         PolicyError: something that was asked for is wrong.
         ImportError: a package is missing.
-        OSError: a file cannot be written.
+        OSError: the file cannot be written.
     """
-    paths = {name: path for name, path in (files or {}).items() if path is not None}
+    if save is not None and not save.absolute().parent.is_dir():
+        raise PolicyError(f"--save {save}: there is no directory {save.absolute().parent}")
     hardware = read_hardware(hardware_name)
     budget_bytes = read_budget_bytes(budget, hardware)
     states = parse_number("--optimizer-states", optimizer_states)
-    _check_files(paths)
     say("reading the model")
     family = read_model(model, options)
     study = Study(family, hardware, layers, states, weights=weights)
@@ -93,28 +83,11 @@ def run_plan(
     chosen = next(row.outcome for row in rows if row.budget_bytes == budget_bytes)
     say("")
     found = Findings(study, budget_bytes, rows, chosen, largest, blocks_bytes)
-    if chosen is not None and "--save" in paths:
+    if chosen is not None and save is not None:
         PlannedStep(
             plan=chosen.plan, profile=study.profile, hardware=hardware, budget_bytes=budget_bytes
-        ).save(paths["--save"])
-    if chosen is not None and "--picture" in paths:
-        draw_plan(found, paths["--picture"])
+        ).save(save)
     return found
-
-
-def _check_files(paths: Mapping[str, Path]) -> None:
-    """Check that files can be written, before the study that they are about.
-
-    Raises:
-        PolicyError: a file has the wrong suffix, or its directory does not exist.
-        ImportError: matplotlib is not installed.
-    """
-    if "--picture" in paths:
-        check_suffix(paths["--picture"])
-        new_figure(1.0)  # says what to install if matplotlib is missing
-    for name, path in paths.items():
-        if not path.absolute().parent.is_dir():
-            raise PolicyError(f"{name} {path}: there is no directory {path.absolute().parent}")
 
 
 def as_document(found: Findings) -> str:
@@ -159,96 +132,3 @@ def _outcome_entry(study: Study, outcome: Outcome | None) -> dict[str, Any]:
         "gap": outcome.plan.gap,
         "weights_on_host": outcome.plan.has_weights_on_host,
     }
-
-
-# ---- The picture of a planned step: memory over the step by what it is, and the lanes ----
-
-# From the palette of Okabe and Ito; the lanes below have the same colour for the same thing.
-_LAYERS: Final = (
-    ("weights, gradients, optimizer", "#7F7F7F"),
-    ("fixed", "#BDBDBD"),
-    ("saved, stays", "#0072B2"),
-    ("saved, leaving", "#E69F00"),
-    ("saved, back again", "#009E73"),
-    ("working memory of the pass", "#CFE8F7"),
-)
-_INK: Final = "#222222"
-_GIB: Final = 2**30
-_HEIGHT_INCHES: Final = 7.2
-
-
-def draw_plan(found: Findings, path: Path) -> None:
-    """Write the picture of the plan within the budget.
-
-    Args:
-        found: the findings, with a plan.
-        path: path of the file; its suffix selects the format.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    assert found.chosen is not None
-    study = found.study
-    record = StepTiming(study.profile, study.hardware).record(found.chosen.plan)
-    events = sorted(record.events(), key=lambda event: (event.begin_s, event.end_s))
-    end_s, step_s = record.passes[-1].end_s, found.chosen.prediction.step_s
-    if step_s > end_s:
-        events.append(TraceEvent("update", "compute", end_s, step_s))
-    figure = new_figure(_HEIGHT_INCHES)
-    above, below = figure.subplots(2, 1, sharex=True, height_ratios=[5, 2])
-    _draw_memory(above, found, record)
-    draw_lanes(figure, below, events)
-    below.set_title("", loc="left")
-    save_figure(figure, path)
-
-
-def _draw_memory(axes: Any, found: Findings, record: StepRecord) -> None:
-    assert found.chosen is not None
-    edges_s = [*(each.begin_s for each in record.passes), record.passes[-1].end_s]
-    stacks = [_stack(each.memory) for each in record.passes]
-    layers = [
-        (name, [stack[number] / _GIB for stack in stacks], {"color": colour})
-        for number, (name, colour) in enumerate(_LAYERS)
-    ]
-    upper = stack_areas(axes, edges_s, layers)
-    axes.step(edges_s, upper, where="post", color=_INK, linewidth=0.8)
-    budget = found.budget_bytes / _GIB
-    axes.axhline(budget, color="#D55E00", linewidth=1.2, linestyle="--")
-    axes.set_ylim(0, max(budget, max(upper)) * 1.18)
-    axes.annotate(
-        f"budget {format_size(found.budget_bytes)}",
-        (1, budget),
-        xycoords=("axes fraction", "data"),
-        xytext=(0, 3),
-        textcoords="offset points",
-        ha="right",
-        va="bottom",
-        fontsize=9,
-        color="#D55E00",
-    )
-    family, prediction = found.study.family, found.chosen.prediction
-    size = family.describe(family.size)
-    axes.set_title(
-        f"{family.title}{size and ', '}{size}, on {found.study.hardware.name}\n"
-        f"predicted, not measured: step {format_seconds(prediction.step_s)}, peak "
-        f"{format_size(prediction.peak_bytes)}",
-        loc="left",
-        fontsize=11,
-    )
-    axes.set_ylabel("device memory (GiB)", fontsize=10)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(axis="both", labelsize=9)
-    axes.tick_params(axis="x", labelbottom=False)
-    axes.legend(loc="upper left", fontsize=8.5, ncols=3, frameon=False)
-
-
-def _stack(memory: MemoryParts) -> tuple[int, ...]:
-    moving = memory.leaving_bytes + memory.returning_bytes
-    return (
-        memory.parameters_bytes,
-        memory.fixed_bytes,
-        memory.saved_bytes - moving,
-        memory.leaving_bytes,
-        memory.returning_bytes,
-        memory.working_bytes,
-    )
