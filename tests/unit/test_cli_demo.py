@@ -137,7 +137,9 @@ def test_wrong_option_is_one_line(options: list[str], says: str, tmp_path: Path)
 
 
 def test_neuraloperator_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "neuralop", None)
+    loaded = [name for name in sys.modules if name.startswith("neuralop.")]
+    for name in ("neuralop", *loaded):
+        monkeypatch.setitem(sys.modules, name, None)
     assert 'pip install "ebbtide[neuralop]"' in refused([], tmp_path)
 
 
