@@ -249,8 +249,22 @@ def plainly(counts: list[int], device: torch.device) -> tuple[list[Tensor], int,
     return losses, peak_bytes, torch.accelerator.memory_reserved()
 
 
+def test_without_settings_weights_leave_if_they_may_not_fit(device: torch.device) -> None:
+    expected, _, held_bytes = plainly([256] * 6, device)
+    model = build(Tower).to(device)
+    weight_bytes = sum(each.nbytes for each in model.parameters())
+    softdevice.set_capacity(held_bytes + int(1.4 * weight_bytes) + 4 * 2**20)  # 2 with gradients
+    with (
+        warnings.catch_warnings(record=True) as given,
+        ebbtide.offload(model),
+    ):
+        warnings.simplefilter("always")
+        assert steps(model, [256] * 6, device) == expected
+    assert [str(each.message).rsplit("[ebbtide: ")[-1] for each in given] == ["weights-rest]"]
+
+
 @pytest.mark.parametrize("share", [8.0, 0.6, 0.4])
-def test_without_settings_a_model_is_left_alone_as_far_as_it_fits(
+def test_without_settings_a_a_model_is_left_alone_as_far_as_it_fits(
     share: float, device: torch.device
 ) -> None:
     counts = [4096] * 9

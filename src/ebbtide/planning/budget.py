@@ -423,6 +423,15 @@ class BudgetController:
             self._num_rested = _MOST_RESTED
             self._weights.place(self._resting)
             return False
+        if self._budget is None and not self._num_rested:
+            warn_user(
+                "weights-rest",
+                "this model may not fit on its device with gradients and optimizer state, so these "
+                "and its weights rest on the host, but for those that a plan brings back: they are "
+                "tensors of the host outside of its forward. To leave them on the device, give "
+                "activations=ebbtide.ActivationPolicy()",
+                UserWarning,
+            )
         self._resting, self._num_rested = self._weights.names, self._num_rested + 1
         self._placing = None
         self._studies.clear()
