@@ -134,8 +134,8 @@ def count(number: int, what: str) -> str:
 # A card takes its colours from the page around it, so it is right on light and on dark pages. It
 # loads nothing, runs no script, and scrolls its own tables on narrow screens.
 
-# The palette of Okabe and Ito, whose colours colour-blind readers can tell apart, and a violet.
-# What becomes of a storage has the colour of the event that does it.
+# The palette of Okabe and Ito, whose colours colour-blind readers can tell apart, a violet and a
+# slate. What becomes of a storage has the colour of the event that does it.
 COLOURS: Final = {
     "forward": "#56B4E9",
     "backward": "#0072B2",
@@ -145,6 +145,7 @@ COLOURS: Final = {
     "offload": "#E69F00",
     "reload": "#009E73",
     "keep": "#7B5EA7",
+    "step": "#1F2937",
     "other": "#999999",
 }
 

@@ -135,4 +135,5 @@ def test_a_colour_means_the_same_for_owners_and_events() -> None:
         Owner.RELOADED: COLOURS["reload"],
         Owner.REBUILT: COLOURS["rebuild"],
         Owner.RECOMPUTED: COLOURS["recompute"],
+        Owner.OPTIMIZER: COLOURS["step"],
     }

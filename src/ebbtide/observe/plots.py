@@ -26,7 +26,7 @@ OWNER_COLOURS: Final = {
     Owner.OTHER: COLOURS["other"],
     Owner.MAPPED: "#B9B9B9",
     Owner.PARAMETERS: "#44546A",
-    Owner.OPTIMIZER: "#1F2937",
+    Owner.OPTIMIZER: COLOURS["step"],
     Owner.GRADIENTS: "#8497B0",
     Owner.WEIGHTS: "#C9D3E0",
     Owner.INPUTS: "#D4D4D4",
@@ -390,7 +390,8 @@ def save_figure(figure: Any, path: str | PathLike[str]) -> None:
 
 # ---- A picture of the lanes: time from left to right, a colour for each kind of event ----
 
-_DARK: Final = ("backward", "reload", "wait")  # kinds whose colour is so dark that labels are white
+# Kinds whose colour is so dark that labels are white.
+_DARK: Final = ("backward", "reload", "step", "wait")
 _ROW_INCHES: Final = 0.42
 _AROUND_INCHES: Final = 1.25  # height of title, axis and legend
 _BAR: Final = 0.8  # of the height of a row

@@ -1,6 +1,6 @@
 // The lanes of a trace: one row for each, and below them those of the prediction.
 
-const DARK = ["backward", "reload", "wait"]; // kinds whose labels are white
+const DARK = ["backward", "reload", "step", "wait"]; // kinds whose labels are white
 const HEIGHTS = { compute: 38, release: 16 };
 const TRACK = 15; // height of one of the tracks that a lane has where its events overlap
 const TRACKS = 6; // of one lane; more events than that at once are drawn over each other
