@@ -13,7 +13,7 @@ import typer
 import ebbtide
 from commands import call
 from ebbtide.errors import BudgetError, PolicyError, StoreFullError
-from ebbtide.tools.exit_codes import ExitCode, ends_by_code
+from ebbtide.tools.exit_codes import ExitCode, ends_by_code, in_options
 
 ROOT = Path(__file__).parents[2]
 GUIDES = ROOT / "docs" / "guides"
@@ -119,6 +119,28 @@ def test_ctrl_c_is_130_in_every_command(
     done = call(*line)
     assert done.exit_code == 130
     assert f"ebbtide {line[0]}: interrupted" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("doctor --store disk:/no/such", "--store disk:/no/such: there is no such directory"),
+        ("demo --store disk:/no/such", "--store disk:/no/such: there is no such directory"),
+        ("schedule --layers 2/4 --bandwidth 0", "--bandwidth must be more than 0"),
+        ("schedule --layers 2/4 --forward-ms -1", "--forward-ms must be more than 0, got -1"),
+    ],
+)
+def test_mistakes_are_refused_at_once_and_named_as_they_were_typed(line: str, words: str) -> None:
+    done = call(*line.split())
+    assert done.exit_code == 2 and words in done.stderr
+    assert done.stdout == ""
+
+
+def test_arguments_of_python_are_said_as_options() -> None:
+    error = PolicyError("num_layers=9 is out of range; name them, layers=['0', '1']")
+    assert in_options(error) == (
+        "--num-layers 9 is out of range; name them, --layers '0' --layers '1'"
+    )
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -40,7 +40,7 @@ from ebbtide.observe.run_record import RunRecord
 from ebbtide.runtime.stats import StepStats
 from ebbtide.stores.measured_memory import memory_of
 from ebbtide.tools.darcy import load_darcy_flow_small
-from ebbtide.tools.machine import cpu_name
+from ebbtide.tools.machine import cpu_name, find_directory
 from ebbtide.units import format_size
 from ebbtide.version import __version__
 
@@ -84,7 +84,8 @@ class DemoConfig:
         out: directory for the results.
 
     Raises:
-        PolicyError: a number is out of range, or a mode needs another device.
+        PolicyError: a number is out of range, there is no such store, or a mode needs another
+            device.
     """
 
     resolution: int = 256
@@ -101,6 +102,7 @@ class DemoConfig:
             if getattr(self, name) < bound:
                 option = name.replace("_", "-")
                 raise PolicyError(f"--{option} must be {bound} or more, got {getattr(self, name)}")
+        find_directory(self.store)
         if self.device.type == "cpu" and Mode.SAVE_ON_CPU in self.modes:
             raise PolicyError(
                 "--modes save_on_cpu needs an accelerator: on a CPU, activations are on the host "

@@ -142,8 +142,8 @@ def _on_cores(found: Examination) -> Iterator[str]:
             )
     if found.on_cpu and facts.torch_threads <= cores / 2:
         yield (
-            f"torch runs {facts.torch_threads} threads on {cores:.3g} cores (OMP_NUM_THREADS?), so "
-            f"the figures above are those of {facts.torch_threads}."
+            f"torch runs {count(facts.torch_threads, 'thread')} on {cores:.3g} cores "
+            f"(OMP_NUM_THREADS?), so the figures above are those of {facts.torch_threads}."
         )
     elif found.on_cpu and cores < _FEW_CORES:
         yield (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import os
+import re
 import sys
 from collections.abc import Iterator
 from typing import Final, NoReturn
@@ -68,7 +69,9 @@ def ends_by_code(command: str, interrupted: str = "interrupted") -> Iterator[Non
     except FileNotFoundError as error:
         what = error if error.filename is None else f"there is no file {error.filename}"
         end(command, str(what), ExitCode.WRONG_USE)
-    except (EbbtideError, ImportError, OSError) as error:
+    except EbbtideError as error:
+        end(command, in_options(error), ExitCode.WRONG_USE)
+    except (ImportError, OSError) as error:
         end(command, str(error), ExitCode.WRONG_USE)
 
 
@@ -80,6 +83,37 @@ def end(command: str, message: str, code: ExitCode) -> NoReturn:
     """
     typer.echo(f"ebbtide {command}: {message}", err=True)
     raise typer.Exit(code) from None
+
+
+# ---- Messages are about arguments in Python; on the command line these are options ----
+
+_OPTIONS: Final = {
+    "weights=ebbtide.WeightPolicy()": "--weights",
+    "name its layers, such as layers=[model.encoder, model.decoder]": "name some by --layers",
+    'store="disk:/some/dir"': "--store disk:/some/dir",
+    "num_layers=": "--num-layers ",
+    "keep_last=": "--keep-last ",
+    "layers=": "--layers ",
+    "layers: ": "--layers: ",
+}
+
+
+def in_options(error: Exception) -> str:
+    """Say what is wrong and what to change in the words of the command line."""
+    text = str(error)
+    for argument, option in _OPTIONS.items():
+        text = text.replace(argument, option)
+    text = re.sub(r"^(mode|store)\b", r"--\1", text)
+    text = re.sub(r"\b(num_layers|keep_last|min_bytes|host_budget)\b", _as_option, text)
+    return re.sub(r"--layers \[([^\]]*)\]", _repeat_layers, text)
+
+
+def _as_option(argument: re.Match[str]) -> str:
+    return f"--{argument[0].replace('_', '-')}"
+
+
+def _repeat_layers(names: re.Match[str]) -> str:
+    return " ".join(f"--layers {name}" for name in names[1].split(", "))
 
 
 # ---- One line on standard error that says what is under way, and is written over by the next ----

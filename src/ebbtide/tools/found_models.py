@@ -43,9 +43,9 @@ from ebbtide.runtime.torch_internals import (
     top_hooks,
     transform_level,
 )
-from ebbtide.stores.build import parse_store
 from ebbtide.stores.host_memory import parse_host_budget
 from ebbtide.stores.measured_memory import AbstractMemory, memory_of
+from ebbtide.tools.machine import find_directory
 from ebbtide.units import format_size, parse_budget_bytes
 
 
@@ -82,9 +82,7 @@ class RunOptions:
     def __post_init__(self) -> None:
         if self.budget is not None and self.plan is not None:
             raise PolicyError("--budget makes a plan and --plan follows one; leave one of them out")
-        _, directory = parse_store(self.store)
-        if directory is not None and not directory.is_dir():
-            raise PolicyError(f"--store {self.store}: there is no such directory")
+        find_directory(self.store)
         if self.plan is not None and not self.plan.is_file():
             raise PolicyError(f"--plan {self.plan}: there is no such file")
         if self.host_budget is not None:
@@ -92,7 +90,10 @@ class RunOptions:
         if self.budget is not None:
             parse_budget_bytes(self.budget, name="--budget")
         if self.plan is not None:
-            load_plan(self.plan)
+            try:
+                load_plan(self.plan)
+            except PolicyError as error:
+                raise PolicyError(f"--plan {self.plan}: {error}") from None
             if self.layers:
                 raise PolicyError(
                     "a plan names the layers that it was made for; leave out --layers"

@@ -18,6 +18,7 @@ import psutil
 import torch
 
 from ebbtide.errors import PolicyError
+from ebbtide.stores.build import parse_store
 from ebbtide.stores.host_memory import MemoryLimit, cpu_limit, memory_limit
 
 _IN_RAM = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
@@ -136,6 +137,18 @@ def parse_device(name: str) -> torch.device:
             f"numbered from 0"
         )
     return device
+
+
+def find_directory(store: str) -> Path | None:
+    """Return the directory that a store is given; None: it is given none.
+
+    Raises:
+        PolicyError: there is no such store, or no such directory.
+    """
+    _, directory = parse_store(store)
+    if directory is not None and not directory.is_dir():
+        raise PolicyError(f"--store {store}: there is no such directory")
+    return directory
 
 
 def read_machine(

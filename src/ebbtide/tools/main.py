@@ -156,19 +156,17 @@ def doctor(
     """
     with ends_by_code("doctor", "interrupted; nothing was left behind"):
         from ebbtide.planning.hardware import document
-        from ebbtide.stores.build import parse_store
         from ebbtide.tools.doctor import advise, build_report
         from ebbtide.tools.examination import FULL, QUICK, examine
-        from ebbtide.tools.machine import parse_device
+        from ebbtide.tools.machine import find_directory, parse_device
 
         torch_device = parse_device(device)
         if device == "auto" and torch_device.type == "mps":
             torch_device = parse_device("cpu")  # ebbtide refuses models on Apple's GPU
-        _, directory = parse_store(store)
         try:
             found = examine(
                 torch_device,
-                directory,
+                find_directory(store),
                 QUICK if quick else FULL,
                 lambda what: show_status(f"measuring: {what}"),
             )

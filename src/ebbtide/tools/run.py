@@ -27,7 +27,7 @@ from ebbtide.planning.plan import Decision, LayerMode
 from ebbtide.planning.planned_step import PlannedStep
 from ebbtide.runtime.stats import StepStats
 from ebbtide.stores.measured_memory import resident_peak_bytes
-from ebbtide.tools.exit_codes import ExitCode
+from ebbtide.tools.exit_codes import ExitCode, in_options
 from ebbtide.tools.found_models import (
     FoundModel,
     ModelFinder,
@@ -220,7 +220,7 @@ class RunReport:
             for model in self.models
             if model.left_alone is not None and not model.num_steps
         ]
-        found += [_in_options(model.budget_error) for model in self.models if model.budget_error]
+        found += [in_options(model.budget_error) for model in self.models if model.budget_error]
         return found
 
     def text(self) -> str:
@@ -273,7 +273,7 @@ class RunReport:
             yield from self._describe_steps(model, model.last_step)
         elif model.left_alone is None:
             yield "steps", "none was finished"
-        yield "error", None if model.budget_error is None else _in_options(model.budget_error)
+        yield "error", None if model.budget_error is None else in_options(model.budget_error)
         yield from (("note", note) for note in model.notes)
 
     def _describe_steps(
@@ -293,25 +293,6 @@ class RunReport:
         yield "last step", _describe_step(last)
         yield "why", _why_nothing_left(model, last)
         yield "steps", f"{model.num_steps:,}"
-
-
-_OPTIONS: Final = {
-    "weights=ebbtide.WeightPolicy()": "--weights",
-    "name its layers, such as layers=[model.encoder, model.decoder]": "name some by --layers",
-    'store="disk:/some/dir"': "--store disk:/some/dir",
-    "num_layers=": "--num-layers ",
-    "keep_last=": "--keep-last ",
-    "layers=": "--layers ",
-    "layers: ": "--layers: ",
-}
-
-
-def _in_options(error: Exception) -> str:
-    """Say what to change in the words of the command line."""
-    text = str(error)
-    for argument, option in _OPTIONS.items():
-        text = text.replace(argument, option)
-    return text
 
 
 def _describe_plan(plan: PlannedStep) -> str:
@@ -523,7 +504,7 @@ class RunSession:
     def _refuse(self, error: Exception) -> NoReturn:
         """End the process, because what the user asked for cannot be right."""
         atexit.unregister(self.report)  # it would say that nothing was trained
-        self._print(f"ebbtide run: {_in_options(error)}")
+        self._print(f"ebbtide run: {in_options(error)}")
         raise SystemExit(ExitCode.WRONG_USE)
 
     def _say(self, words: str) -> None:

@@ -77,6 +77,9 @@ def schedule(
     shows when each copy runs, where compute waits, and how much memory is in use at the peak.
     """
     with ends_by_code("schedule"):
+        for option, value in (("--forward-ms", forward_ms), ("--bandwidth", bandwidth)):
+            if not value > 0:
+                raise PolicyError(f"{option} must be more than 0, got {value:g}")
         plan = _read(file, layers, pipeline, resident)
         layer_bytes = parse_size_bytes(layer_size, name="--layer-size")
         bytes_per_s = bandwidth * 1e9
