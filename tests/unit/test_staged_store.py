@@ -201,17 +201,27 @@ def test_a_disk_that_takes_nothing_raises_instead_of_waiting(
     assert torch.equal(up(store, kept), random_bytes(CHUNK, seed=1))
 
 
+def test_a_reload_from_disk_ends_with_its_last_copy(store: StagedDiskStore) -> None:
+    slot = down(store, random_bytes(2 * CHUNK))
+    push_out(store)
+    origin = CpuDevice().origin()
+    _, reloaded = store.reload(slot)
+    assert reloaded.since(origin) == reloaded.settled().since(origin) > 0
+
+
 def test_a_failed_read_fails_whoever_waits_for_it(
     store: StagedDiskStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slot = down(store, random_bytes(2 * CHUNK))
     push_out(store)
+    origin = CpuDevice().origin()
     with monkeypatch.context() as broken:
         broken.setattr("ebbtide.stores.disk_file.os.preadv", lambda *_: 0)
         _, reloaded = store.reload(slot)
         with pytest.raises(OSError, match="ended early"):
             reloaded.settled()
     assert reloaded.query()
+    assert reloaded.since(origin) >= 0, "it took until the read failed"
     assert isinstance(reloaded.failure, OSError)
     assert torch.equal(up(store, slot), random_bytes(2 * CHUNK))
 
