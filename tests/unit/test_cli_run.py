@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -204,7 +203,6 @@ def test_a_signal_ends_it_as_it_ends_python(tmp_path: Path, name: str) -> None:
     assert process.stdout is not None
     for _ in range(2):
         assert process.stdout.readline()
-    time.sleep(0.1)
     process.send_signal(getattr(signal, name))
     _, err = process.communicate(timeout=100)
     assert process.returncode == -getattr(signal, name)

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator
 
@@ -47,15 +46,18 @@ def ends(threads: list[threading.Thread]) -> bool:
 
 def test_jobs_run_in_the_order_of_their_submission(lane: WorkLane) -> None:
     ran: list[int] = []
+    all_are_queued = threading.Event()
 
     def job(number: int) -> Callable[[], None]:
         def work() -> None:
-            time.sleep(0.002 if number % 3 == 0 else 0)  # the slow ones could be overtaken
+            if number == 0:  # the others could overtake it
+                assert all_are_queued.wait(WAIT_S)
             ran.append(number)
 
         return work
 
     events = [lane.submit(job(number)) for number in range(50)]
+    all_are_queued.set()
     wait_for(events[-1])
     assert ran == list(range(50))
     assert all(event.query() for event in events)
@@ -245,12 +247,20 @@ def test_the_cpu_devices_lanes_end_with_it() -> None:
     assert ends(threads)
 
 
-def test_a_copy_waits_for_its_events_and_passes_their_failure_on() -> None:
+def test_a_copy_waits_for_its_events_and_passes_their_failure_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     device = CpuDevice()
     source, target = torch.ones(8), torch.zeros(8)
-    ready = LaneEvent()
+    ready, is_waited_for = LaneEvent(), threading.Event()
+
+    def synchronize() -> None:
+        is_waited_for.set()
+        LaneEvent.synchronize(ready)
+
+    monkeypatch.setattr(ready, "synchronize", synchronize)
     copied = device.copy_down(target, source, ready)
-    time.sleep(0.02)
+    assert is_waited_for.wait(WAIT_S)
     assert not copied.query()
     assert not target.any()
     ready.finish()
