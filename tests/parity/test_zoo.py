@@ -53,17 +53,13 @@ def test_names_are_unique() -> None:
 
 
 @each_entry
-def test_same_seed_gives_the_same_bits(entry: Entry) -> None:
+def test_only_the_same_seed_gives_the_same_bits(entry: Entry) -> None:
     # All are built before any runs: a dropout mask must not depend on what was drawn in between.
-    built = [entry.build() for _ in range(3)]
-    first, *others = [snapshot(entry, model, inputs) for model, inputs in built]
-    for other in others:
-        assert_bitwise_equal(other, first)
-
-
-@each_entry
-def test_another_seed_gives_another_loss(entry: Entry) -> None:
-    assert built_snapshot(entry, seed=1)["loss"] != built_snapshot(entry, seed=0)["loss"]
+    built = [entry.build() for _ in range(2)]
+    first, other = [snapshot(entry, model, inputs) for model, inputs in built]
+    assert_bitwise_equal(other, first)
+    model, inputs = entry.build(seed=1)
+    assert not torch.equal(entry.loss(model, inputs), first["loss"])
 
 
 @each_entry

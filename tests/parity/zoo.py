@@ -221,7 +221,7 @@ def _neuralop_entries() -> list[Entry]:
             "neuralop.models",
             frozen=("lifting.*", "fno_blocks.convs.1.*"),
         ),
-        Entry("fno_2d_bf16", zoo_neuralop.fno_2d, "neuralop.models", autocast=torch.bfloat16),
+        Entry("fno_2d_bf16", zoo_neuralop.fno_2d_small, "neuralop.models", autocast=torch.bfloat16),
     ]
 
 
