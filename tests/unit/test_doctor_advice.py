@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -63,19 +62,6 @@ CASES = {
         on_gpu({"pinning": Pinning(256 * MIB, 2.0, None)}),
         "takes 2.0 s for each GiB",
     ),
-    "half duplex": (
-        on_gpu({"links": links(25e9, 25e9, 26e9)}),
-        "Both ways at once the link moves 26.0 GB/s, of 50.0",
-    ),
-    "a full container": (
-        on_cpu(group=SimpleNamespace(limit_bytes=16 * GIB, used_bytes=15 * GIB, free_bytes=GIB)),
-        "uses 15.00 GiB of 16.00 GiB. Past the limit the kernel kills",
-    ),
-    "few cores": (
-        on_cpu(cores=2, torch_threads=2),
-        "With 2 cores, the threads that write and read",
-    ),
-    "one thread": (on_cpu(torch_threads=1), "torch runs 1 threads? on 16 cores"),
     "quota": (
         on_cpu(quota_cores=2.5),
         "allows the time of 2.5 cores, and torch runs 16 threads.*Set OMP_NUM_THREADS=2",
@@ -89,7 +75,7 @@ def test_each_illness_has_one_advice(name: str) -> None:
     advice = advise(found)
     matching = [text for text in advice if re.search(expected, text)]
     assert len(matching) == 1, advice
-    assert len(advice) == (2 if name == "quota" else 1), advice  # it has few cores, too
+    assert len(advice) == 1, advice
 
 
 @pytest.mark.parametrize("found", [on_cpu(), on_gpu()])

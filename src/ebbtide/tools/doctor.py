@@ -17,9 +17,6 @@ from ebbtide.tools.layout import columns, indented, labelled, render
 from ebbtide.tools.machine import Sample
 from ebbtide.units import count, format_seconds, format_size
 
-_NEARLY_FULL = 0.85  # of a control group's memory
-_FEW_CORES = 4
-_SLOW_LINK = 0.55  # of the slower direction; both at once below this are no faster than in turn
 _SLOW_PIN_S_PER_GIB = 1.0
 
 
@@ -29,9 +26,7 @@ def advise(found: Examination) -> list[str]:
         *_on_the_store(found),
         *_on_the_device(found),
         *_on_pinning(found),
-        *_on_the_link(found),
-        *_on_memory(found),
-        *_on_cores(found),
+        *_on_the_host(found),
     ]
 
 
@@ -105,50 +100,15 @@ def _on_pinning(found: Examination) -> Iterator[str]:
         )
 
 
-def _on_the_link(found: Examination) -> Iterator[str]:
-    if found.rates is None or found.on_cpu:
-        return
-    down, up, both = found.rates
-    if both < _SLOW_LINK * (down + up):
-        yield (
-            f"Both ways at once the link moves {both / 1e9:.1f} GB/s, of {(down + up) / 1e9:.1f} "
-            f"that its directions have alone. Steps that offload and reload at the same time (a "
-            f"pipeline's) wait longer than the one-way figures say."
-        )
-
-
-def _on_memory(found: Examination) -> Iterator[str]:
+def _on_the_host(found: Examination) -> Iterator[str]:
     facts = found.facts
-    if facts.group is not None and facts.group.used_bytes > _NEARLY_FULL * facts.group.limit_bytes:
-        yield (
-            f"The control group of this process (a container or a batch job) uses "
-            f"{format_size(facts.group.used_bytes)} of {format_size(facts.group.limit_bytes)}. "
-            f"Past the limit the kernel kills the program. Ask for more memory, or set host_budget."
-        )
     if found.on_cpu and sys.platform == "linux" and not freed_memory.FreedMemory().is_returned:
         yield freed_memory.describe()
-
-
-def _on_cores(found: Examination) -> Iterator[str]:
-    facts = found.facts
-    cores = float(facts.cores)
-    if facts.quota_cores is not None and facts.quota_cores < cores:
-        cores = facts.quota_cores
-        if facts.torch_threads > cores:
-            yield (
-                f"The control group allows the time of {cores:.3g} cores, and torch runs "
-                f"{facts.torch_threads} threads, which then wait for each other. Set "
-                f"OMP_NUM_THREADS={max(1, int(cores))}."
-            )
-    if found.on_cpu and facts.torch_threads <= cores / 2:
+    if facts.quota_cores is not None and facts.torch_threads > facts.quota_cores:
         yield (
-            f"torch runs {count(facts.torch_threads, 'thread')} on {cores:.3g} cores "
-            f"(OMP_NUM_THREADS?), so the figures above are those of {facts.torch_threads}."
-        )
-    elif found.on_cpu and cores < _FEW_CORES:
-        yield (
-            f"With {cores:.3g} cores, the threads that write and read files take time from the "
-            f"model's own kernels; offload what matters most (ActivationPolicy(num_layers=...))."
+            f"The control group allows the time of {facts.quota_cores:.3g} cores, and torch runs "
+            f"{count(facts.torch_threads, 'thread')}, which then wait for each other. Set "
+            f"OMP_NUM_THREADS={max(1, int(facts.quota_cores))}."
         )
 
 
