@@ -67,6 +67,10 @@ class NotingStore(AbstractStore):
         return self._store.capacity_bytes
 
     @property
+    def room_bytes(self) -> int:
+        return self._store.room_bytes
+
+    @property
     def used_bytes(self) -> int:
         return self._store.used_bytes
 
