@@ -178,7 +178,7 @@ def check_tiered(machine: Machine) -> dict[str, Any]:
     got, stats = train(
         machine,
         lambda net: ebbtide.offload(
-            net, activations=EVERYTHING, store="tiered", host_budget=f"{BUDGET_BYTES}/node"
+            net, activations=EVERYTHING, store="tiered", host_budget=f"{BUDGET_BYTES}B/node"
         ),
     )
     return {
@@ -195,7 +195,7 @@ def check_host(machine: Machine) -> dict[str, Any]:
         train(
             machine,
             lambda net: ebbtide.offload(
-                net, activations=EVERYTHING, store="host", host_budget=f"{MIB}/node"
+                net, activations=EVERYTHING, store="host", host_budget=f"{MIB}B/node"
             ),
         )
     except StoreFullError as error:
