@@ -17,6 +17,8 @@ from ebbtide.runtime.record import RECIPES
 from ebbtide.stores import PinnedStore
 from engine_bench import EngineBench
 
+pytestmark = pytest.mark.usefixtures("frozen_imports")
+
 SIZE = (64, 32)
 BYTES = 64 * 32 * 4
 

@@ -17,6 +17,8 @@ from ebbtide.stores import DiskStore, PinnedStore
 from engine_bench import EngineBench
 from waiting import wait_until
 
+pytestmark = pytest.mark.usefixtures("frozen_imports")
+
 MIB = 2**20
 
 
