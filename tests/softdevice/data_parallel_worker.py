@@ -20,7 +20,7 @@ from softdevice import process_group
 
 WORLD, WIDTH, ROWS, STEPS = 2, 64, 32, 3
 BUDGET_BYTES = 2**19  # of host memory, for all ranks
-TIERED = {"store": "tiered", "host_budget": f"{BUDGET_BYTES}/node"}
+TIERED = {"store": "tiered", "host_budget": f"{BUDGET_BYTES}B/node"}
 EVERYTHING = ebbtide.ActivationPolicy(min_bytes=1, rebuild=False)
 
 
