@@ -214,6 +214,7 @@ _TIMED: Final = 3  # steps that measure the seconds of a plan before another one
 _FASTER: Final = 0.02  # by how much a plan must be faster to be followed instead of the last one
 _SEARCH_STEPS: Final = 2.0  # that a search may take, as it is repeated up to five times,
 _QUICK_S: Final = 2.0  # or this long,
+_WITH_WEIGHTS: Final = 3  # times as long where weights may rest anywhere,
 _LONG: Final = 256  # in steps of more layers than this
 _SURE: Final = 1.5  # how far over the budget a first step, or a prediction, leaves nothing to try
 _APART: Final = 0.1  # how different steps must be to tell what copies cost
@@ -700,10 +701,11 @@ class BudgetStudy:
     @property
     def _limit_s(self) -> float | None:
         """How long a search may take, so that all together take about ten steps; None: any time."""
-        if len(self._profile.layers) <= _LONG:
+        if len(self._profile.layers) <= _LONG and not self.places_weights:
             return None  # it is quick, and the same step always has the same plan
         step_s = 0.0 if self._measured is None else self._measured.step_s
-        return max(_QUICK_S, _SEARCH_STEPS * step_s)
+        quick_s = _WITH_WEIGHTS * _QUICK_S if self.places_weights else _QUICK_S
+        return max(quick_s, _SEARCH_STEPS * step_s)
 
     def _find(self, free_bytes: int) -> Plan:
         """Search for a plan that leaves this much of the budget free.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
+import time
 from typing import Final, NamedTuple
 
 from ebbtide.errors import BudgetError
@@ -276,9 +277,8 @@ def search(
         budget: the device, host and pinned memory that the plan may use.
         predictor: predicts plans.
         weights: whether weights may rest on the host if that is faster, or if nothing else fits.
-        limit_s: about how long the search may take, for plans without weights on the host. What is
-            found by then is taken, and if the programme takes longer, the plans made by hand. None:
-            as long as it takes.
+        limit_s: about how long the search may take. What is found by then is taken, and if the
+            programme takes longer, the plans made by hand. None: as long as it takes.
 
     Returns:
         The plan, with its prediction and the bound.
@@ -288,7 +288,7 @@ def search(
         PolicyError: the profile or the budget is wrong.
     """
     if weights:
-        return _search_placements(profile, hardware, budget, predictor)
+        return _search_placements(profile, hardware, budget, predictor, limit_s)
     by_pass = _has_windows(profile, hardware)
     contest = Contest(profile, predictor, budget, by_pass=by_pass, limit_s=limit_s)
     try:
@@ -320,25 +320,39 @@ def _search_by_hand(contest: Contest, hardware: Hardware) -> Plan:
 
 
 def _search_placements(
-    profile: StepProfile, hardware: Hardware, budget: PlanBudget, predictor: Predictor
+    profile: StepProfile,
+    hardware: Hardware,
+    budget: PlanBudget,
+    predictor: Predictor,
+    limit_s: float | None,
 ) -> Plan:
     """Find the fastest plan, wherever weights rest.
 
     Raises:
         BudgetError: no plan was found within the budget.
     """
-    by_pass = _has_windows(profile, hardware)
-    ends = [
-        Contest(profile, predictor, budget, each(profile), by_pass=by_pass)
-        for each in (nowhere, everywhere)
-    ]
-    relaxation = _relax(ends[0], hardware, None)
+    by_pass, begin_s = _has_windows(profile, hardware), time.monotonic()
+
+    def contest_of(resting: Resting, *, by_pass: bool = False) -> Contest:
+        left_s = None if limit_s is None else max(0.0, begin_s + limit_s - time.monotonic())
+        return Contest(profile, predictor, budget, resting, by_pass=by_pass, limit_s=left_s)
+
+    ends = [contest_of(each(profile), by_pass=by_pass) for each in (nowhere, everywhere)]
+    try:
+        relaxation = _relax(ends[0], hardware, None)
+    except TimeoutError:
+        return _search_by_hand(ends[1], hardware)
     if relaxation is None:
         raise _over(ends)
     tried = resting_choices(profile, relaxation.resting_bytes)
     best, best_s, bound_s = ends[0], float("inf"), 0.0
-    for contest in [*(Contest(profile, predictor, budget, each) for each in tried), *ends]:
-        bounded = _relax(contest, hardware, contest.resting)
+    for contest in [*(contest_of(each) for each in tried), *ends]:
+        if contest.is_late:
+            break
+        try:
+            bounded = _relax(contest, hardware, contest.resting)
+        except TimeoutError:
+            break
         # A plan is about as far from its bound as the best one is. Half of that is no hope.
         if bounded is None or (best.has_fitting and bounded.bound_s >= (bound_s + best_s) / 2):
             continue
@@ -346,6 +360,8 @@ def _search_placements(
         if contest.fitting_s < best_s:
             best, best_s, bound_s = contest, contest.fitting_s, bounded.bound_s
     if not best.has_fitting:
+        if ends[1].is_late:
+            return _search_by_hand(ends[1], hardware)
         raise _over(ends)
     _improve(best, bound_s)
     return _finished(best, relaxation.bound_s)
