@@ -80,7 +80,7 @@ def test_a_budget_logs_each_plan_and_that_it_settled(caplog: pytest.LogCaptureFi
     assert texts[0] == "a new kind of step is recorded, with everything offloaded"
     assert texts.count("the plan has settled") == 1
     assert "the next step follows another plan" in texts
-    assert "budget 16.00 GiB, predicted peak" in caplog.records[-1].getMessage()
+    assert "of a budget of 16.00 GiB are free" in caplog.records[-1].getMessage()
 
 
 def test_a_program_without_logging_prints_nothing() -> None:

@@ -6,15 +6,18 @@ import gc
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.optim.optimizer import _global_optimizer_pre_hooks
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import ebbtide
+from ebbtide.devices.process import OPTIMIZER_WATCHES
 from ebbtide.runtime.events import Owner, StepMemory
 from live_memory import LiveMemory
+from waiting import wait_until
 
 KIB = 1024
 WIDTH, ROWS = 64, 256
@@ -161,14 +164,33 @@ def test_without_a_trace_nothing_is_recorded(memory: LiveMemory) -> None:
     assert next(resets) == before + 1, "nobody has reset the peak"
 
 
+@pytest.mark.parametrize("how", [{"trace": True}, {"weights": ebbtide.WeightPolicy()}], ids=list)
+def test_models_come_and_go_while_an_optimizer_steps(how: dict[str, Any]) -> None:
+    """In another thread, say. torch's global hooks must not change meanwhile."""
+
+    def meanwhile(*_: object) -> None:
+        other = chain(2)
+        with ebbtide.offload(other, **how):
+            other(torch.randn(ROWS, WIDTH)).sum().backward()
+
+    model = chain(2)
+    hooks = [register_optimizer_step_pre_hook(each) for each in (meanwhile, lambda *_: None)]
+    try:
+        model(torch.randn(ROWS, WIDTH)).sum().backward()
+        torch.optim.SGD(model.parameters()).step()
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 def test_a_recording_that_is_gone_leaves_no_hook_on_optimizers() -> None:
     gc.collect()
-    before = len(_global_optimizer_pre_hooks)
+    before = len(OPTIMIZER_WATCHES)
     model = chain(2)
     handle = ebbtide.offload(model, trace=True)
     model(torch.randn(4, WIDTH)).sum().backward()
     assert handle.trace.memory is not None
-    assert len(_global_optimizer_pre_hooks) == before + 1
+    assert len(OPTIMIZER_WATCHES) == before + 1
     del model, handle
     gc.collect()
-    assert len(_global_optimizer_pre_hooks) == before
+    wait_until(lambda: len(OPTIMIZER_WATCHES) == before, "the recording is still told of steps")

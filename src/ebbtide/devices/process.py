@@ -6,13 +6,20 @@ Windows has no fork; there nothing is ever told.
 
 from __future__ import annotations
 
+import functools
 import inspect
+import itertools
 import os
 import sys
 import weakref
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import Any, final
+
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 _WATCHED: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -87,3 +94,50 @@ def call_weakly(method: Callable[..., Any]) -> Callable[..., Any]:
         return None if alive is None else alive(*args)
 
     return call
+
+
+# ---- Tells objects of the steps of all optimizers ----
+#
+# [Note: hooks of all optimizers] An optimizer goes through torch's global hooks while it steps. If
+# another thread registers or removes one at that moment, the step raises an error. So torch has two
+# of them for as long as the process lives, from the import of this file on, and who watches comes
+# and goes here. A dict's values become a tuple in one step of the interpreter.
+
+_Told = Callable[..., None] | None
+OPTIMIZER_WATCHES: dict[int, tuple[_Told, _Told]] = {}
+"""What is called before and after each optimizer's step. See [Note: hooks of all optimizers]."""
+
+_NUMBERS = itertools.count()
+
+
+@final
+class OptimizerWatch:
+    """Tells an object of each step of any optimizer, as long as the object lives.
+
+    Args:
+        before: a method of the object, called with the optimizer and the arguments of its step.
+        after: the same, called after the step, unless that has raised an error.
+    """
+
+    def __init__(self, before: _Told = None, after: _Told = None) -> None:
+        number = next(_NUMBERS)
+        owner = (before or after).__self__  # type: ignore[union-attr]
+        told = [None if each is None else call_weakly(each) for each in (before, after)]
+        self._end = weakref.finalize(owner, OPTIMIZER_WATCHES.pop, number, None)
+        self._end.atexit = False
+        OPTIMIZER_WATCHES[number] = told[0], told[1]
+
+    def remove(self) -> None:
+        """Tell the object no more."""
+        self._end()
+
+
+def _tell(when: int, *step: Any) -> None:
+    for told in tuple(OPTIMIZER_WATCHES.values()):
+        tell = told[when]
+        if tell is not None:
+            tell(*step)
+
+
+register_optimizer_step_pre_hook(functools.partial(_tell, 0))
+register_optimizer_step_post_hook(functools.partial(_tell, 1))

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple, final
 
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
 from ebbtide.devices.device import AbstractDevice, AbstractEvent, Origin, Span
-from ebbtide.devices.process import call_weakly
+from ebbtide.devices.process import OptimizerWatch, call_weakly
 from ebbtide.errors import PolicyError
 from ebbtide.observe.memory import BEGIN, BETWEEN, OPTIMIZER, MemoryLog
 from ebbtide.observe.owners import TensorOwners
@@ -179,7 +174,7 @@ class Recording:
         before = {}
         if self._log is None:
             self._memory = None if self._make_memory is None else self._make_memory()
-            self._listen_to_optimizers()
+            OptimizerWatch(self._begin_optimizer_step, self._end_optimizer_step)
         else:
             self._log.close()
             before = self._log.saved_after()
@@ -216,14 +211,6 @@ class Recording:
                 counted = "saved tensors" if self._memory is None else self._memory.name
                 self._trace = Trace(self._trace.events, log.freeze(origin, counted))
         return self._trace
-
-    def _listen_to_optimizers(self) -> None:
-        """Be told of each optimizer's steps, as long as this object lives."""
-        for register, tell in (
-            (register_optimizer_step_pre_hook, self._begin_optimizer_step),
-            (register_optimizer_step_post_hook, self._end_optimizer_step),
-        ):
-            weakref.finalize(self, register(call_weakly(tell)).remove).atexit = False
 
     def _begin_optimizer_step(self, optimizer: Optimizer, *_: Any) -> None:
         owners, log = self.owners, self._log

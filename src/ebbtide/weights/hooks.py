@@ -11,9 +11,8 @@ from typing import Any, final
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ebbtide.devices.process import call_weakly, watch_forks
+from ebbtide.devices.process import OptimizerWatch, call_weakly, watch_forks
 from ebbtide.errors import ForkedProcessError, PolicyError, warn_user
 from ebbtide.policy import WeightPolicy, is_in_share
 from ebbtide.runtime.compiled import ModuleHook
@@ -310,10 +309,7 @@ class WeightHooks:
             self._state = MappedOptimizerState(store, self.parameters, most_bytes)
         if not device.computes_on_host:
             wait_for_scales()
-        # torch registers this hook globally, for all optimizers: it must not keep the model alive.
-        watch = register_optimizer_step_pre_hook(call_weakly(self.before_step))
-        self._hooks: list[Any] = [watch]
-        weakref.finalize(self, self._hooks[0].remove).atexit = False
+        self._hooks: list[Any] = [OptimizerWatch(before=self.before_step)]
         for used_module, needed in self._used:
             self._hook(used_module, needed)
         if not device.computes_on_host:

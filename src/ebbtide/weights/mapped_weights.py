@@ -17,14 +17,10 @@ from types import FrameType
 from typing import Any, final
 
 import torch
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ebbtide.devices.lanes import watch
-from ebbtide.devices.process import call_weakly
+from ebbtide.devices.process import OptimizerWatch, call_weakly
 from ebbtide.errors import StoreFullError, warn_user
 from ebbtide.runtime.events import Subject
 from ebbtide.runtime.torch_internals import count_storage_users, current_graph_task
@@ -140,13 +136,7 @@ class MappedOptimizerState:
         self._freed = FreedMemory()
         self._pager: Pager | None = None
         self._stepping: weakref.ref[torch.optim.Optimizer] | None = None
-        # These hooks are global to all optimizers, so they must not keep the model alive.
-        self._handles: list[Any] = [
-            register_optimizer_step_pre_hook(call_weakly(self.before_step)),
-            register_optimizer_step_post_hook(call_weakly(self.after_step)),
-        ]
-        for handle in self._handles:
-            weakref.finalize(self, handle.remove).atexit = False
+        self._watch = OptimizerWatch(before=self.before_step, after=self.after_step)
 
     def before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Start the pager, and have the state that the optimizer makes moved to files."""
@@ -199,10 +189,9 @@ class MappedOptimizerState:
         self._store = store
 
     def close(self) -> None:
-        """Remove the hooks. Each part of a file is given back when no tensor refers to it."""
+        """Watch no optimizer. Each part of a file is given back when no tensor refers to it."""
         self._end_step()
-        while self._handles:
-            self._handles.pop().remove()
+        self._watch.remove()
 
     def _copy_to_file(self, value: torch.Tensor) -> torch.Tensor:
         slot = self._store.allocate_resting_on_disk(value.nbytes)

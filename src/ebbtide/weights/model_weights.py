@@ -18,9 +18,8 @@ from typing import Any, Final, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ebbtide.devices.process import call_weakly
+from ebbtide.devices.process import OptimizerWatch
 from ebbtide.errors import PolicyError
 from ebbtide.policy import WeightPolicy
 from ebbtide.runtime.engine import Engine
@@ -81,7 +80,7 @@ class ModelWeights:
         self._origin = origin
         self._hooks: WeightHooks | None = None
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self._watch: Any = None
+        self._watch: OptimizerWatch | None = None
 
     @property
     def names(self) -> frozenset[str]:
@@ -106,9 +105,7 @@ class ModelWeights:
         if model is None:
             return
         if self._watch is None:
-            # torch registers it globally, for all optimizers: it must not keep the model alive.
-            self._watch = register_optimizer_step_pre_hook(call_weakly(self._bring_state))
-            weakref.finalize(self, self._watch.remove).atexit = False
+            self._watch = OptimizerWatch(before=self._bring_state)
         transfers, origin = self._engine.transfers, self._origin
         chosen = self._names if names is None else [each for each in self._names if each in names]
         self._end_resting(CPU)

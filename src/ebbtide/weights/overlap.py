@@ -29,10 +29,9 @@ from typing import Any, Final, NamedTuple, final
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ebbtide.devices.device import AbstractEvent, AbstractLane
-from ebbtide.devices.process import call_weakly, watch_forks
+from ebbtide.devices.process import OptimizerWatch, call_weakly, watch_forks
 from ebbtide.errors import PolicyError
 from ebbtide.policy import refuse
 from ebbtide.runtime.engine import Engine
@@ -381,8 +380,7 @@ class StepOverlap:
         self._pending: list[AbstractEvent] = []
         self.stats = OverlapStats()
         self.grad_norm: torch.Tensor | None = None
-        forget = register_optimizer_step_post_hook(call_weakly(self._forget_stepped))
-        self._hooks: dict[int, Any] = {0: forget}
+        self._hooks: dict[int, Any] = {0: OptimizerWatch(after=self._forget_stepped)}
         weakref.finalize(self, _remove_hooks, self._hooks).atexit = False
         self.forget(optimizer)
         watch_forks(self)
