@@ -423,7 +423,11 @@ class BudgetController:
             self._num_rested = _MOST_RESTED
             self._weights.place(self._resting)
             return False
-        if self._budget is None and not self._num_rested:
+        self._resting, self._num_rested = self._weights.names, self._num_rested + 1
+        self._placing = None
+        self._studies.clear()
+        self._memory.return_cached()
+        if self._budget is None and self._num_rested == 1:
             warn_user(
                 "weights-rest",
                 "this model may not fit on its device with gradients and optimizer state, so these "
@@ -432,10 +436,6 @@ class BudgetController:
                 "activations=ebbtide.ActivationPolicy()",
                 UserWarning,
             )
-        self._resting, self._num_rested = self._weights.names, self._num_rested + 1
-        self._placing = None
-        self._studies.clear()
-        self._memory.return_cached()
         return True
 
     def _can_rest_more(self) -> bool:
