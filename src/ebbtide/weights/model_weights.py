@@ -291,14 +291,14 @@ def _open_folder(files: ExitStack, folder: object) -> Mapping[str, Callable[[str
             f"materialize must be a function of a module or a folder of safetensors files, got "
             f"{folder!r}"
         )
+    paths = sorted(Path(folder).glob("*.safetensors"))
+    if not paths:
+        raise FileNotFoundError(f"there are no *.safetensors files in {str(folder)!r}")
     try:
         from safetensors import safe_open
     except ImportError:
         raise PolicyError(
             "materialize with a folder reads safetensors files: pip install safetensors"
         ) from None
-    paths = sorted(Path(folder).glob("*.safetensors"))
-    if not paths:
-        raise FileNotFoundError(f"there are no *.safetensors files in {str(folder)!r}")
     readers = [files.enter_context(safe_open(path, framework="pt")) for path in paths]
     return {name: reader.get_tensor for reader in readers for name in reader.keys()}  # noqa: SIM118
