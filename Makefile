@@ -184,8 +184,8 @@ $(VENV)/.dist: $(VENV)/.torch
 	touch $@
 
 $(VENV)/.demo: $(VENV)/.torch pyproject.toml
-	$(SAY) 'installing ebbtide, neuraloperator and matplotlib into $(VENV); this takes a while, too'
-	@$(PIP) --editable ".[neuralop,plots]"
+	$(SAY) 'installing ebbtide and neuraloperator into $(VENV); this takes a while, too'
+	@$(PIP) --editable ".[neuralop]"
 	@touch $@
 
 $(VENV)/.site: $(VENV)/.torch pyproject.toml

@@ -248,8 +248,9 @@ class OffloadHandle:
     def __repr__(self) -> str:
         about = self._engine.describe()
         layers = [count(len(self.layers), "layer")] if self.layers else []
-        if self.plan is not None:
-            about["plan"] = self.plan.summary
+        plan = self.plan
+        if plan is not None:
+            about["plan"] = plan.summary
         return brief("OffloadHandle", [self._state, about.pop("model"), *layers, *labelled(about)])
 
     def _repr_html_(self) -> str:

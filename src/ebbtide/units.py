@@ -12,12 +12,18 @@ from ebbtide.errors import PolicyError
 
 _UNITS: Final = {
     "b": 1,
-    **{
-        f"{letter}{rest}": 2 ** (10 * power)
-        for power, letter in enumerate("kmgt", 1)
-        for rest in ("ib", "")
-    },
-    **{f"{letter}b": 10 ** (3 * power) for power, letter in enumerate("kmgt", 1)},
+    "k": 2**10,
+    "m": 2**20,
+    "g": 2**30,
+    "t": 2**40,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
 }
 _SIZE: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z%]*)\s*", re.IGNORECASE)
 
@@ -46,21 +52,20 @@ def parse_size_bytes(size: int | str, *, name: str = "size", whole_bytes: int | 
             raise PolicyError(f"{name} must not be negative, got {size}")
         return size
     match = _SIZE.fullmatch(size)
-    unit = None if match is None else match[2].lower()
-    if match is None or (unit not in _UNITS and (unit != "%" or whole_bytes is None)):
-        if match is not None and not unit:
-            raise PolicyError(f"{name}={size!r} has no unit; write {match[1]}GiB, for example")
-        raise PolicyError(
-            f"{name}={size!r} cannot be read; write a number and one of "
-            f"B, KiB, MiB, GiB, TiB, KB, MB, GB, TB, such as {examples}"
-        )
-    if unit != "%":
-        return int(Fraction(match[1]) * _UNITS[match[2].lower()])
-    assert whole_bytes is not None
-    share = Fraction(match[1]) / 100
-    if share > 1:
-        raise PolicyError(f"{name}={size!r} is more than there is; write at most 100%")
-    return int(share * whole_bytes)
+    number, unit = ("", size) if match is None else (match[1], match[2].lower())
+    if number and unit in _UNITS:
+        return int(Fraction(number) * _UNITS[unit])
+    if number and unit == "%" and whole_bytes is not None:
+        share = Fraction(number) / 100
+        if share > 1:
+            raise PolicyError(f"{name}={size!r} is more than there is; write at most 100%")
+        return int(share * whole_bytes)
+    if number and not unit:
+        raise PolicyError(f"{name}={size!r} has no unit; write {number}GiB, for example")
+    raise PolicyError(
+        f"{name}={size!r} cannot be read; write a number and one of "
+        f"B, KiB, MiB, GiB, TiB, KB, MB, GB, TB, such as {examples}"
+    )
 
 
 def parse_budget_bytes(budget: int | str, whole_bytes: int = 2**63, *, name: str = "budget") -> int:

@@ -170,22 +170,6 @@ def predicted_now(plan: Plan, prediction: Prediction, slack_bytes: int) -> Plan:
     )
 
 
-def too_small(
-    budget_bytes: int, smallest_bytes: int, price: float | None, *, on_host: bool
-) -> BudgetError:
-    weights = ""
-    if on_host:
-        weights = ", or weights=ebbtide.WeightPolicy() for weights and optimizer state in files"
-    cost = "" if price is None else f", with a step {price:.0%} longer than one that keeps all"
-    return BudgetError(
-        f"budget={format_size(budget_bytes)} is too small for this step: the smallest that a plan "
-        f"was found for is {format_size(smallest_bytes)} ({smallest_bytes} bytes){cost}. Give that "
-        f"budget or a smaller batch{weights}",
-        smallest_bytes=smallest_bytes,
-        price=price,
-    )
-
-
 # ---- Plans one kind of step to a budget, and corrects the plan by what was measured ----
 #
 # [Note: settling] The first steps offload everything, so that no budget is broken to find out.
@@ -546,8 +530,10 @@ class BudgetStudy:
 
     def learn_full_store(self) -> None:
         """Learn that the store had less room than was expected, so that the step kept more."""
-        had_bytes = self._predict(self._begin_bytes).host_peak_bytes
-        self._host_bytes = int(_LESS * min(had_bytes, self._host_bytes or had_bytes))
+        room_bytes = self._predict(self._begin_bytes).host_peak_bytes
+        if self._host_bytes is not None:
+            room_bytes = min(room_bytes, self._host_bytes)
+        self._host_bytes = int(_LESS * room_bytes)
         self._tried = [each for each in self._tried if not is_same(each.plan, self.plan)]
         self._frugal = [each for each in self._frugal if not is_same(each.plan, self.plan)]
         self._searches, self._num_plans = True, 0
@@ -624,8 +610,17 @@ class BudgetStudy:
         self._profile, self._hardware = tried.learned
 
     def _too_small(self, smallest_bytes: int, price: float | None) -> BudgetError:
-        on_host = self._hardware.computes_on_host
-        return too_small(self.budget_bytes, smallest_bytes, price, on_host=on_host)
+        weights = ""
+        if self._hardware.computes_on_host:
+            weights = ", or weights=ebbtide.WeightPolicy() for weights and optimizer state in files"
+        cost = "" if price is None else f", with a step {price:.0%} longer than one that keeps all"
+        return BudgetError(
+            f"budget={format_size(self.budget_bytes)} is too small for this step: the smallest "
+            f"that a plan was found for is {format_size(smallest_bytes)} ({smallest_bytes} bytes)"
+            f"{cost}. Give that budget or a smaller batch{weights}",
+            smallest_bytes=smallest_bytes,
+            price=price,
+        )
 
     def _begin(self, plan: Plan, at_first: StepCost | None = None) -> None:
         """Follow another plan from now on.

@@ -830,9 +830,7 @@ class _Run:
         """
         end_s = busy_s = commit_s = 0.0
         for layer, copy in self._gradients:
-            # Reads the gradients, and reads and writes the weights and their state.
-            update_bytes = 3 * layer.gradient_bytes + 2 * layer.optimizer_bytes
-            copy_s = layer.host_update_s * 2 / update_bytes  # of one byte
+            copy_s = layer.host_update_s * 2 / layer.update_bytes  # of one byte
             update_s = layer.host_update_s + copy_s * layer.shadow_bytes
             end_s = max(end_s, copy.end_s) + update_s
             busy_s += update_s

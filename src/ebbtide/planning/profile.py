@@ -126,6 +126,11 @@ class LayerProfile:
         return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes
 
     @property
+    def update_bytes(self) -> int:
+        """Bytes that an update reads and writes: gradients once, weights and their state twice."""
+        return 3 * self.gradient_bytes + 2 * self.optimizer_bytes
+
+    @property
     def shadow_bytes(self) -> int:
         """Bytes of what is trained and of its state, of which an update inside backward has two."""
         return self.gradient_bytes + self.optimizer_bytes

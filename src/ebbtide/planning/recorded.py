@@ -245,11 +245,9 @@ def with_weight_bytes(
     for layer in profile.layers:
         own = None if layer.between else left.pop(layer.name, None)
         if own is not None:
-            # An update reads the gradients, and reads and writes the weights and their state.
-            trained_bytes, state_bytes = own.gradient_bytes, own.optimizer_bytes
-            update_bytes = trained_bytes and trained_bytes + 2 * (trained_bytes + state_bytes)
-            update_s = update_bytes / hardware.d2h_bytes_per_s
-            layer = dataclasses.replace(layer, **own._asdict(), host_update_s=update_s)
+            layer = dataclasses.replace(layer, **own._asdict())
+            update_s = layer.update_bytes / hardware.d2h_bytes_per_s
+            layer = dataclasses.replace(layer, host_update_s=update_s)
         layers.append(layer)
     return dataclasses.replace(profile, layers=tuple(layers))
 

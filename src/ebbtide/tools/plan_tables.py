@@ -49,7 +49,6 @@ def stretch(profile: StepProfile, index: int, count: int, hardware: Hardware) ->
     """
     before, layer = profile.layers[index - 1], profile.layers[index]
     more = count - 1
-    update_bytes = 3 * layer.gradient_bytes + 2 * layer.optimizer_bytes
     added_bytes = max(0, layer.forward_working_bytes - before.forward_working_bytes)
     again_bytes = max(0, (layer.unsaved_forward_bytes or 0) - (before.unsaved_forward_bytes or 0))
     begin, _, number = layer.name.rpartition(".")
@@ -74,7 +73,7 @@ def stretch(profile: StepProfile, index: int, count: int, hardware: Hardware) ->
         profile,
         layers=profile.layers[:index] + copies + rest,
         loss_working_bytes=profile.loss_working_bytes + more * added_bytes,
-        after_s=profile.after_s + more * update_bytes / hardware.device_memory_bytes_per_s,
+        after_s=profile.after_s + more * layer.update_bytes / hardware.device_memory_bytes_per_s,
     )
 
 

@@ -79,7 +79,11 @@ class ModelWeights:
         self._engine = engine
         self._origin = origin
         self._hooks: WeightHooks | None = None
-        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._num_placed = 0
+        # Each optimizer that has stepped, and how often weights had been placed when it did.
+        self._optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = (
+            weakref.WeakKeyDictionary()
+        )
         self._watch: OptimizerWatch | None = None
 
     @property
@@ -106,6 +110,7 @@ class ModelWeights:
             return
         if self._watch is None:
             self._watch = OptimizerWatch(before=self._bring_state)
+        self._num_placed += 1
         transfers, origin = self._engine.transfers, self._origin
         chosen = self._names if names is None else [each for each in self._names if each in names]
         self._end_resting(CPU)
@@ -157,8 +162,10 @@ class ModelWeights:
     def _bring_state(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Bring the state of the weights on the device; `WeightHooks` brings that of the others."""
         model = self._model()
-        self._optimizers.add(optimizer)
-        if model is not None and optimizer.state:
+        if model is None or self._optimizers.get(optimizer) == self._num_placed:
+            return
+        self._optimizers[optimizer] = self._num_placed
+        if optimizer.state:
             there = {each for each in model.parameters() if each not in self._resting}
             bring_state(optimizer, there)
 
