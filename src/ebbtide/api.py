@@ -194,7 +194,7 @@ def offload(
     if budget is not None:
         parse_budget_bytes(budget)
     policy, planned = activations, None
-    given = (activations, weights, schedule, budget, plan)
+    is_default = all(each is None for each in (activations, weights, schedule, budget, plan))
     if budget is not None or plan is not None:
         given_twice = budget is not None and plan is not None
         policy = check_budgeted(policy, schedule, given_twice=given_twice)
@@ -231,7 +231,7 @@ def offload(
         if weights is None:
             resting_names = resting_layers_of(planned)
             weights = WeightPolicy() if resting_names else None
-    budgeted = budget is not None or (given == (None,) * 5 and _plans_by_default(model, home))
+    budgeted = budget is not None or (is_default and _plans_by_default(model, home))
     if budgeted:
         policy = check_budgeted(activations, None, given_twice=False)
         layers = covering_layers(model) if layers is None else layers
@@ -254,23 +254,23 @@ def offload(
     owners = match_layers(model, resting_names) if resting_names else found
     placed = ModelWeights(model, owners, weights or WeightPolicy(), engine, origin)
     plans_weights = budgeted and weights is None and engine.torch_device.type != "cpu"
-    if not plans_weights and (weights is not None or home is not None):
-        try:
-            placed.place(None if weights is not None else ())
-        except BaseException:
-            placed.detach()
-            raise
     engine.placement.num_calls = found.num_calls
     planner: BudgetController | FixedPlan | None = None
-    if budgeted:
-        # Here, because it needs SciPy, which takes long to import.
-        from ebbtide.planning.budget import BudgetController
+    try:
+        if not plans_weights and (weights is not None or home is not None):
+            placed.place(None if weights is not None else ())
+        if budgeted:
+            # Here, because it needs SciPy, which takes long to import.
+            from ebbtide.planning.budget import BudgetController
 
-        planned_weights = placed if plans_weights else None
-        min_bytes = engine.placement.min_bytes
-        planner = BudgetController(model, engine, budget, min_bytes, weights=planned_weights)
-    elif planned is not None:
-        planner = FixedPlan(engine, planned)
+            planned_weights = placed if plans_weights else None
+            min_bytes = engine.placement.min_bytes
+            planner = BudgetController(model, engine, budget, min_bytes, weights=planned_weights)
+        elif planned is not None:
+            planner = FixedPlan(engine, planned)
+    except BaseException:
+        placed.detach()
+        raise
     tracker = LayerTracker(found, engine)
     wrapped = OffloadedForward(model.forward, engine, tracker)
     wrapped.prepare = getattr(planner, "prepare", None)

@@ -283,6 +283,27 @@ def test_without_settings_a_a_model_is_left_alone_as_far_as_it_fits(
         assert plan.budget_bytes <= 0.9 * capacity_bytes
 
 
+def test_a_model_rests_where_others_fill_the_device(device: torch.device) -> None:
+    model = build(Tower)
+    weight_bytes = sum(each.nbytes for each in model.parameters())
+    held_bytes = plainly([], device)[-1]
+    others = torch.empty(8 * 2**20, dtype=torch.uint8, device=device)
+    softdevice.set_capacity(held_bytes + others.nbytes + weight_bytes // 2 + 2**20)
+    with ebbtide.offload(model, budget=held_bytes + 64 * 2**20, device=device):
+        assert {each.device.type for each in model.parameters()} == {"cpu"}
+        steps(model, [64] * 3, device)
+
+
+def test_a_model_for_which_there_is_no_room_at_all_is_unchanged(device: torch.device) -> None:
+    model = build(Tower)
+    weight_bytes = sum(each.nbytes for each in model.parameters())
+    softdevice.set_capacity(plainly([], device)[-1] + weight_bytes // 2)
+    with pytest.raises(ebbtide.StoreFullError):
+        ebbtide.offload(model, budget="90%", device=device, host_budget="64KiB")
+    assert {each.device.type for each in model.parameters()} == {"cpu"}
+    assert "forward" not in vars(model)
+
+
 @pytest.mark.filterwarnings("ignore:.*over-budget")  # nobody knows before what a step saves
 @pytest.mark.parametrize("host_budget", ["12MiB", "1MiB"])
 def test_what_the_host_has_no_room_for_is_computed_again(

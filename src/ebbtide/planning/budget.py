@@ -274,7 +274,11 @@ class BudgetController:
             if needed_bytes > self._budget_bytes:
                 self._rest_all()
             if not self._resting:
-                weights.place(())
+                try:
+                    weights.place(())
+                except torch.OutOfMemoryError:  # other programs use the device, too
+                    if not self._rest_all():
+                        raise
         weakref.finalize(self, self._memory.return_at_once, False)
         load_solver()
 
@@ -421,7 +425,10 @@ class BudgetController:
         except (PolicyError, StoreFullError) as error:
             _LOG.info("the weights stay on the device: %s", error)
             self._num_rested = _MOST_RESTED
-            self._weights.place(self._resting)
+            try:
+                self._weights.place(self._resting)
+            except torch.OutOfMemoryError:
+                raise error from None  # it says what to change
             return False
         self._resting, self._num_rested = self._weights.names, self._num_rested + 1
         self._placing = None
