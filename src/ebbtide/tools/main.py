@@ -61,14 +61,18 @@ def demo(
     resolution: Annotated[
         int | None,
         typer.Option(
+            "--resolution",
             metavar="N",
             help="Nodes along each side of the grid, 32 or more; 256, or 128 with --quick.",
         ),
     ] = None,
-    batch_size: Annotated[int, typer.Option(metavar="N", help="Samples in a training step.")] = 8,
+    batch_size: Annotated[
+        int, typer.Option("--batch-size", metavar="N", help="Samples in a training step.")
+    ] = 8,
     steps: Annotated[
         int | None,
         typer.Option(
+            "--steps",
             metavar="N",
             help="Training steps of each mode, 3 or more, of which three in five are timed; 15, "
             "or 6 with --quick.",
@@ -77,6 +81,7 @@ def demo(
     modes: Annotated[
         str | None,
         typer.Option(
+            "--modes",
             metavar="NAMES",
             help="What to compare: none (no offload), save_on_cpu (PyTorch's own, on an "
             "accelerator), rebuild (ebbtide without moving anything), ebbtide. Without it all but "
@@ -84,16 +89,21 @@ def demo(
         ),
     ] = None,
     device: Annotated[
-        str, typer.Option(metavar="DEVICE", help="Where to train: auto, cpu, cuda, cuda:1, xpu ...")
+        str,
+        typer.Option(
+            "--device", metavar="DEVICE", help="Where to train: auto, cpu, cuda, cuda:1, xpu ..."
+        ),
     ] = "auto",
     store: Annotated[
         str,
         typer.Option(
-            metavar="STORE", help="Where activations go: auto, host, disk[:/some/dir] or tiered."
+            "--store",
+            metavar="STORE",
+            help="Where activations go: auto, host, disk[:/some/dir] or tiered.",
         ),
     ] = "auto",
     out: Annotated[
-        Path, typer.Option(metavar="DIR", help="Directory for the figures and the page.")
+        Path, typer.Option("--out", metavar="DIR", help="Directory for the figures and the page.")
     ] = Path("runs/demo"),
     as_json: Annotated[
         bool, typer.Option("--json", help="Print all figures as JSON instead of the table.")
@@ -140,12 +150,16 @@ def doctor(
     ] = False,
     device: Annotated[
         str,
-        typer.Option(metavar="DEVICE", help="What to examine: auto, cpu, cuda, cuda:1, xpu ..."),
+        typer.Option(
+            "--device", metavar="DEVICE", help="What to examine: auto, cpu, cuda, cuda:1, xpu ..."
+        ),
     ] = "auto",
     store: Annotated[
         str,
         typer.Option(
-            metavar="STORE", help="Where files of activations would go: auto or disk:/some/dir."
+            "--store",
+            metavar="STORE",
+            help="Where files of activations would go: auto or disk:/some/dir.",
         ),
     ] = "auto",
 ) -> None:

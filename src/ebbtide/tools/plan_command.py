@@ -29,15 +29,20 @@ def plan(
     ],
     resolution: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Points along each side of a neural operator's grid."),
+        typer.Option(
+            "--resolution", metavar="N", help="Points along each side of a neural operator's grid."
+        ),
     ] = None,
     seq: Annotated[
-        int | None, typer.Option(metavar="N", help="Tokens in a sequence of gpt or llama.")
+        int | None, typer.Option("--seq", metavar="N", help="Tokens in a sequence of gpt or llama.")
     ] = None,
-    batch: Annotated[int | None, typer.Option(metavar="N", help="Samples in a step.")] = None,
+    batch: Annotated[
+        int | None, typer.Option("--batch", metavar="N", help="Samples in a step.")
+    ] = None,
     hardware: Annotated[
         str,
         typer.Option(
+            "--hardware",
             metavar="MACHINE",
             help="The machine: a name such as h100 or rtx4090, or a file that "
             "`ebbtide doctor --json` printed on yours.",
@@ -46,27 +51,31 @@ def plan(
     budget: Annotated[
         str,
         typer.Option(
+            "--budget",
             metavar="SIZE",
             help="Memory that training may take: 24GiB, or 90% of what the device has.",
         ),
     ] = "90%",
     size: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Size of gpt or llama, such as 7b.")
+        str | None, typer.Option("--size", metavar="NAME", help="Size of gpt or llama, such as 7b.")
     ] = None,
     precision: Annotated[
-        str | None, typer.Option(metavar="TYPE", help="Numbers of gpt and llama: bf16 or fp32.")
+        str | None,
+        typer.Option("--precision", metavar="TYPE", help="Numbers of gpt and llama: bf16 or fp32."),
     ] = None,
     width: Annotated[
-        int | None, typer.Option(metavar="N", help="Hidden channels of a neural operator.")
+        int | None,
+        typer.Option("--width", metavar="N", help="Hidden channels of a neural operator."),
     ] = None,
     modes: Annotated[
-        int | None, typer.Option(metavar="N", help="Fourier modes in each direction.")
+        int | None, typer.Option("--modes", metavar="N", help="Fourier modes in each direction.")
     ] = None,
     depth: Annotated[
         int | None, typer.Option("--layers", metavar="N", help="Layers of a neural operator.")
     ] = None,
     channels: Annotated[
-        int | None, typer.Option(metavar="N", help="Channels of the input and output fields.")
+        int | None,
+        typer.Option("--channels", metavar="N", help="Channels of the input and output fields."),
     ] = None,
     planned: Annotated[
         list[str] | None,
@@ -79,7 +88,9 @@ def plan(
     optimizer_states: Annotated[
         int,
         typer.Option(
-            metavar="N", help="Tensors that the optimizer keeps for each weight; Adam has 2."
+            "--optimizer-states",
+            metavar="N",
+            help="Tensors that the optimizer keeps for each weight; Adam has 2.",
         ),
     ] = 2,
     weights: Annotated[
@@ -96,7 +107,9 @@ def plan(
     ] = False,
     save: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="File for the plan; `ebbtide run --plan` follows it."),
+        typer.Option(
+            "--save", metavar="FILE", help="File for the plan; `ebbtide run --plan` follows it."
+        ),
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print all figures as JSON instead of the report.")

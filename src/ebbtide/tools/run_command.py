@@ -111,25 +111,33 @@ def run(
     plan: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="Instead of a budget: a plan that `ebbtide plan --save` wrote."
+            "--plan",
+            metavar="FILE",
+            help="Instead of a budget: a plan that `ebbtide plan --save` wrote.",
         ),
     ] = None,
     store: Store = "auto",
     host_budget: Annotated[
         str | None,
         typer.Option(
+            "--host-budget",
             metavar="SIZE",
             help="Most host memory to take, such as 24GiB, or 96GiB/node for all ranks of a host.",
         ),
     ] = None,
     layers: Layers = None,
     num_layers: Annotated[
-        int | None, typer.Option(metavar="N", help="Without a budget: offload this many layers.")
+        int | None,
+        typer.Option(
+            "--num-layers", metavar="N", help="Without a budget: offload this many layers."
+        ),
     ] = None,
     keep_last: Annotated[
         int,
         typer.Option(
-            metavar="N", help="Without a budget: keep this many last layers on the device."
+            "--keep-last",
+            metavar="N",
+            help="Without a budget: keep this many last layers on the device.",
         ),
     ] = 0,
     mode: Mode = "offload",
@@ -143,6 +151,7 @@ def run(
     json: Annotated[
         Path | None,
         typer.Option(
+            "--json",
             metavar="FILE",
             help="Write all figures as JSON to this file; - is standard output, after what the "
             "script prints.",
@@ -151,6 +160,7 @@ def run(
     report: Annotated[
         Path | None,
         typer.Option(
+            "--report",
             metavar="PAGE.HTML",
             help="Write a page on the last step of each model: memory by owner, lanes, layers.",
         ),

@@ -35,12 +35,15 @@ def schedule(
     layers: Annotated[
         str | None,
         typer.Option(
-            metavar="K/N", help="Instead of a file: offload the first k of N layers, such as 4/20."
+            "--layers",
+            metavar="K/N",
+            help="Instead of a file: offload the first k of N layers, such as 4/20.",
         ),
     ] = None,
     pipeline: Annotated[
         str | None,
         typer.Option(
+            "--pipeline",
             metavar="PASSES",
             help="Instead of a file: the passes of a pipeline rank in order, such as "
             '"0F0 0F1 0B0 0B1" (stage, forward or backward, microbatch).',
@@ -49,23 +52,29 @@ def schedule(
     resident: Annotated[
         int,
         typer.Option(
-            metavar="N", help="With --pipeline: microbatches of a stage that stay on the device."
+            "--resident",
+            metavar="N",
+            help="With --pipeline: microbatches of a stage that stay on the device.",
         ),
     ] = 1,
     layer_size: Annotated[
-        str, typer.Option(metavar="SIZE", help="Bytes that each layer saves.")
+        str, typer.Option("--layer-size", metavar="SIZE", help="Bytes that each layer saves.")
     ] = "64MiB",
     forward_ms: Annotated[
         float,
         typer.Option(
-            metavar="MS", help="Milliseconds of a layer's forward; backward takes twice that."
+            "--forward-ms",
+            metavar="MS",
+            help="Milliseconds of a layer's forward; backward takes twice that.",
         ),
     ] = 10.0,
     bandwidth: Annotated[
-        float, typer.Option(metavar="GB/S", help="GB/s of the link, in each direction.")
+        float,
+        typer.Option("--bandwidth", metavar="GB/S", help="GB/s of the link, in each direction."),
     ] = 25.0,
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="File for a picture: .png, .svg or .pdf.")
+        Path | None,
+        typer.Option("--out", metavar="FILE", help="File for a picture: .png, .svg or .pdf."),
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print all figures as JSON instead of the timeline.")

@@ -51,14 +51,25 @@ def verify(
     mode: Mode = "offload",
     min_bytes: MinBytes = "1B",
     weights: Weights = False,
-    steps: Annotated[int, typer.Option(metavar="N", help="Training steps in each run.")] = 3,
-    orders: Annotated[int, typer.Option(metavar="N", help="How many provocations are tried.")] = 7,
+    steps: Annotated[
+        int, typer.Option("--steps", metavar="N", help="Training steps in each run.")
+    ] = 3,
+    orders: Annotated[
+        int, typer.Option("--orders", metavar="N", help="How many provocations are tried.")
+    ] = 7,
     seed: Annotated[
-        int, typer.Option(metavar="N", help="Seed of the first; the others have the next ones.")
+        int,
+        typer.Option(
+            "--seed", metavar="N", help="Seed of the first; the others have the next ones."
+        ),
     ] = 0,
     device: Annotated[
         str | None,
-        typer.Option(metavar="DEVICE", help="module:function only: where it trains, such as cuda."),
+        typer.Option(
+            "--device",
+            metavar="DEVICE",
+            help="module:function only: where it trains, such as cuda.",
+        ),
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print all figures as JSON instead of the report.")
