@@ -263,3 +263,42 @@ def test_model_goes_on_after_detach(device: torch.device) -> None:
     expected = take_step(model, batch(device, seed=5))
     assert_parity(model, batch(device))
     assert_bitwise_equal(take_step(model, batch(device, seed=5)), expected)
+
+
+# ---- attention ----------------------------------------------------------------------------------
+
+
+class _Attention(nn.Module):
+    """A layer whose attention's kernel saves memory that it has not filled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(256, 3 * 256)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).view(1, len(x), 3, 8, 32).permute(2, 0, 3, 1, 4)
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v)
+        return x + mixed.transpose(1, 2).reshape(x.shape)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kernel", ["FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION"])
+def test_attention_is_recomputed(kernel: str, dtype: torch.dtype, device: torch.device) -> None:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*(_Attention() for _ in range(8))).to(device, dtype)
+    x = batch(device, rows=500).to(dtype)  # some kernels pad it to a multiple of 32
+    with (
+        deterministic(warn_only=False),
+        sdpa_kernel([getattr(SDPBackend, kernel), SDPBackend.MATH]),
+    ):
+        expected = take_step(model, x)
+        policy = replace(TIGHT, mode="recompute")
+        with warnings.catch_warnings(), ebbtide.offload(model, activations=policy) as handle:
+            warnings.filterwarnings("error", ".*not-recomputed")
+            for number in range(4):
+                # Freed memory has other garbage each time.
+                torch.full((2**22,), number, dtype=torch.float32, device=device)
+                assert_bitwise_equal(take_step(model, x), expected)
+            assert handle.stats.recomputed_bytes > 0

@@ -114,19 +114,21 @@ def _mean_square(output: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def deterministic() -> Iterator[None]:
+def deterministic(*, warn_only: bool = True) -> Iterator[None]:
     """Within the block torch takes its deterministic kernels, where it has them.
+
+    With `warn_only`, attention on CUDA takes others; without it, what has none raises.
 
     On a CPU only gino and fnogno need it: with several threads, the gradient of an indexed
     tensor (their coordinates) is otherwise summed in the order in which the threads arrive.
     """
     enabled = torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    warned_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=warn_only)
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+        torch.use_deterministic_algorithms(enabled, warn_only=warned_only)
 
 
 def snapshot(entry: Entry, model: nn.Module, inputs: Inputs, seed: int = 0) -> Snapshot:

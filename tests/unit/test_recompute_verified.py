@@ -442,6 +442,55 @@ def test_layers_of_torch(last: Any, mode: str) -> None:
         recomputed(make, mode)
 
 
+class FlashAttnFunc(torch.autograd.Function):
+    """Saves, as attention's kernels do without dropout, memory that nobody has filled."""
+
+    unfilled = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        garbage = FlashAttnFunc.unfilled = FlashAttnFunc.unfilled + 1
+        out = x.view(ROWS, 2, -1).sin()
+        sums = torch.full((ROWS, 2), float(garbage))
+        random_state = torch.full((2,), garbage, dtype=torch.uint64)
+        ctx.save_for_backward(x.view(ROWS, 2, -1), out, sums, random_state, torch.tensor(garbage))
+        return out.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        x = ctx.saved_tensors[0]
+        return gradient * x.cos().view_as(gradient)
+
+
+class Attention(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return FlashAttnFunc.apply(self.linear(x)) + x
+
+
+class LastAttention(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return FlashAttnFunc.apply(self.linear(x))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("make", [Attention, LastAttention])
+def test_state_that_an_attention_leaves_unfilled(make: Any, mode: str) -> None:
+    recomputed(build(make), mode)
+
+
+class OtherFunc(FlashAttnFunc):
+    """Not an attention: what it saves counts."""
+
+
+class Other(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return OtherFunc.apply(self.linear(x)) + x
+
+
+def test_state_of_other_functions_is_compared() -> None:
+    refused(build(Other), "gives other values when it runs again")
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_noise_that_is_saved_before_it_is_drawn(mode: str) -> None:
     """Nothing here reaches 1 MiB. The noise is the last tensor saved, and its kernel must run."""

@@ -334,7 +334,7 @@ def recompute_later(
         hooks_of_first = verifying.hooks
     else:
         state.copy_unsaved(verified.unsaved)
-        call = _RecomputedCall(verified.sampled, *parts)
+        call = _RecomputedCall(verified.sampled, verified.unfilled, *parts)
     device = hooks.device
     if device.type != "cpu" and not any(tensor.device == device for tensor in tensors):
         # The checkpoint restores the random numbers of the devices that it finds tensors on.
@@ -459,20 +459,23 @@ class _RecomputedCall(_Call):
 
     Args:
         sampled: the place, among all tensors, of the one that a sample is taken of.
+        unfilled: the places of those that are not compared.
         call: see the base class.
 
     Attributes:
         layer: the layer.
         account: the recomputed layers of the model.
         sampled: as given.
+        unfilled: as given.
         numbers: the 0-dim tensors on the host that the first forward has saved, by their place.
         sample: the sample, once the first forward has saved the tensor.
     """
 
-    def __init__(self, sampled: int, *call: Any) -> None:
+    def __init__(self, sampled: int, unfilled: frozenset[int], *call: Any) -> None:
         super().__init__(*call)
         self.layer, self.account = self._recomputing.layer, self._recomputing.account
         self.sampled = sampled
+        self.unfilled = unfilled
         self.numbers: dict[int, Any] = {}
         self.sample: Tensor | None = None
         self._hold: RecomputedHold | None = None
@@ -554,7 +557,8 @@ class _SavedCounter:
         self.num_saved += 1
         if place == call.sampled:
             call.sample = sample(tensor)
-        if not tensor.dim() and tensor.device.type == "cpu" and type(tensor) is Tensor:
+        on_host = tensor.device.type == "cpu" and type(tensor) is Tensor
+        if not tensor.dim() and on_host and place not in call.unfilled:
             call.numbers[place] = tensor.item()
         for storage, record in self._hooks.look_at(tensor):
             address = storage._cdata
@@ -695,8 +699,10 @@ class _VerifiedCall(_Call):
                 self._untouched(tensors, again),
                 saved_tensors_hooks(note, _same),
             ):
-                self._forward(*args, **kwargs)
+                result = self._forward(*args, **kwargs)
             again.finish()
+            again.find_unfilled(result)
+            del result
         except torch.OutOfMemoryError:
             return  # the next call is verified
         except SavedTensorModifiedError:

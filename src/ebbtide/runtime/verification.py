@@ -14,15 +14,16 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Hashable
-from typing import Final, NamedTuple, NoReturn, final
+import re
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, Final, NamedTuple, NoReturn, final
 
 import torch
 from torch import Tensor
 
 from ebbtide.devices.device import AbstractDevice, AbstractEvent, Layer
 from ebbtide.errors import SavedTensorModifiedError, warn_user
-from ebbtide.runtime.torch_internals import addresses_of, parts_of, sequence_number
+from ebbtide.runtime.torch_internals import addresses_of, parts_of, sequence_number, tree_leaves
 from ebbtide.units import few
 
 _ROW: Final = 2**9  # words in a row, and rows in a piece, which is digested at once
@@ -42,11 +43,13 @@ class Verified(NamedTuple):
             operation may save a tensor before its kernel fills it, as `nn.RReLU` does.
         sampled: number of a saved tensor that each recomputation compares a sample of; -1: none.
         unsaved: the parameters that the forward does not save; see `ModuleState.copy_unsaved`.
+        unfilled: numbers of the saved tensors that are not compared; see `find_unfilled`.
     """
 
     stops_early: bool
     sampled: int
     unsaved: frozenset[int] = frozenset()
+    unfilled: frozenset[int] = frozenset()
 
 
 def digest(tensor: Tensor) -> list[Digest]:
@@ -115,6 +118,7 @@ class SavedDigests:
         memory: digests of parameters, large buffers and inputs, which a forward must not change.
         weights: addresses of the storages of the parameters among what is saved.
         unsaved: the parameters that are not among that; see `ModuleState.copy_unsaved`.
+        unfilled: numbers of the saved tensors that are not compared; see `find_unfilled`.
     """
 
     def __init__(self, *, first: bool) -> None:
@@ -126,7 +130,9 @@ class SavedDigests:
         self.memory: list[Digest] = []
         self.weights: set[int] = set()
         self.unsaved: frozenset[int] = frozenset()
+        self.unfilled: frozenset[int] = frozenset()
         self._is_first = first
+        self._dims: list[int] = []
         self._pending: list[tuple[int, Tensor]] = []
         self._operation = -1
 
@@ -144,9 +150,10 @@ class SavedDigests:
         strided = tensor.layout is torch.strided
         stride = tensor.stride() if strided and not tensor.is_nested else None
         self.forms.append((tensor.shape, stride, tensor.dtype, tensor.device))
+        self.operations.append(operation)
+        self._dims.append(tensor.dim())
         if self._is_first:
             self.at_once.append(digest(tensor))
-            self.operations.append(operation)
             self.can_be_sampled.append(not is_weight and sample(tensor) is not None)
             if is_weight:
                 self.weights.update(addresses_of(tensor))
@@ -158,6 +165,45 @@ class SavedDigests:
         for number, tensor in self._pending:
             self.digests[number] = digest(tensor)
         self._pending.clear()
+
+    def find_unfilled(self, result: object) -> None:
+        """Find what an attention saves beside its inputs and its output.
+
+        Without dropout its kernels leave the seed and the offset of the random numbers unfilled,
+        and one of them pads the sums of its softmax. They follow from what is compared: the inputs,
+        the output, and the random numbers at the begin of the forward.
+
+        Args:
+            result: what the forward has returned, with its graph.
+        """
+        # torch numbers a node before the node saves its first tensor.
+        attentions = {node._sequence_nr() + 1 for node in _attentions(result)}
+        most: dict[int, int] = {}
+        for operation, dims in zip(self.operations, self._dims, strict=True):
+            most[operation] = max(dims, most.get(operation, 0))
+        self.unfilled = frozenset(
+            number
+            for number, operation in enumerate(self.operations)
+            if operation in attentions and self._dims[number] < most[operation]
+        )
+
+
+_ATTENTION: Final = re.compile(r"(ScaledDotProduct|Flash|Efficient|Cudnn)(Attention|Attn|Fused)")
+
+
+def _attentions(result: object) -> Iterator[Any]:
+    """Return the nodes of attentions in a graph, torch's and those of flash-attn."""
+    tensors = (leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
+    left = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+    known: set[Any] = set(left)
+    while left:
+        node: Any = left.pop()
+        if _ATTENTION.search(node.name()):
+            yield node
+        for following, _ in node.next_functions:
+            if following is not None and following not in known:
+                known.add(following)
+                left.append(following)
 
 
 def sample(tensor: Tensor) -> Tensor | None:
@@ -192,6 +238,8 @@ def _compare(first: SavedDigests, second: SavedDigests) -> Callable[[], Verified
         return lambda: "saves other tensors when it runs again"
     pairs = []  # the number of a saved tensor, whether one digest was taken at once, and both
     for number, one in enumerate(first.digests):
+        if number in second.unfilled:
+            continue
         for others, late in ((second.digests[number], False), (first.at_once[number], True)):
             pairs += [(number, late, *both) for both in zip(one, others, strict=True)]
     pairs += [(-1, False, *both) for both in zip(first.memory, second.memory, strict=True)]
@@ -219,8 +267,9 @@ def _compare(first: SavedDigests, second: SavedDigests) -> Callable[[], Verified
         late = {number for number, _ in found}
         last = first.operations[-1] if first.operations else 0
         stops_early = not any(first.operations[number] == last for number in late)
-        sampled = [n for n, can in enumerate(first.can_be_sampled) if can and n not in late]
-        return Verified(stops_early, sampled[-1] if sampled else -1, first.unsaved)
+        no_samples = late | second.unfilled
+        sampled = [n for n, can in enumerate(first.can_be_sampled) if can and n not in no_samples]
+        return Verified(stops_early, sampled[-1] if sampled else -1, first.unsaved, second.unfilled)
 
     return resolve
 
