@@ -263,6 +263,7 @@ class BudgetController:
         self._followed: tuple[BudgetStudy, Plan] | None = None  # what the engine follows
         self._several = False  # whether the step has had more than one forward
         self._has_fitted = False  # whether a step was within the budget
+        self._has_returned = False  # whether this plan's steps began anew with an empty cache
         self._was_exceeded = False  # whether the user knows of a step that was over the budget
         self._was_short = False  # whether the user knows of a step that ran out of memory
         self._was_refused = False  # whether the user knows of a step that could not be planned
@@ -397,6 +398,7 @@ class BudgetController:
         followed, self._followed = self._followed, (study, plan)
         if followed is None or followed[0] is not study or not is_same(plan, followed[1]):
             self._place_weights(study, plan)
+            self._has_returned = False
             self._memory.return_cached()  # blocks in sizes that another plan's step needed
             planned = place(study.profile, plan)._replace(keeps_if_full=True)
             self._engine.follow(planned, plan.max_inflight_bytes)
@@ -591,6 +593,13 @@ class BudgetController:
             study.learn_full_store()
             return
         self._check_numbers(running, study)
+        is_over = watch is None and peak_bytes > self._budget_bytes
+        if is_over and self._memory.peak_bytes() <= self._budget_bytes and not self._has_returned:
+            # What was in use was within the budget: blocks were cached in sizes that no longer fit.
+            self._has_returned = True
+            self._memory.return_cached()
+            self._memory.reset_peak()
+            return
         if watch is not None:
             if study.has_all_passes(watch) and not self._several:
                 study.learn_memory(watch, step_s)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import logging
+import time
 from collections.abc import Sequence, Set
 from typing import Any, Final, NamedTuple, final
 
@@ -197,9 +198,7 @@ _ANY_BYTES: Final = 2**62
 _TIMED: Final = 3  # steps that measure the seconds of a plan before another one is preferred
 _FASTER: Final = 0.02  # by how much a plan must be faster to be followed instead of the last one
 _SEARCH_STEPS: Final = 2.0  # that a search may take, as it is repeated up to five times,
-_QUICK_S: Final = 2.0  # or this long,
-_WITH_WEIGHTS: Final = 3  # times as long where weights may rest anywhere,
-_LONG: Final = 256  # in steps of more layers than this
+_QUICK_S: Final = 2.0  # or this long: more time found nothing better for GPTs of 20 layers
 _SURE: Final = 1.5  # how far over the budget a first step, or a prediction, leaves nothing to try
 _APART: Final = 0.1  # how different steps must be to tell what copies cost
 _MOST_COST_S: Final = 1e-8  # that a copied byte can cost; more is something else
@@ -471,7 +470,10 @@ class BudgetStudy:
         self._learn_copy_cost(trace, step_s)
         per_byte_s = self._hardware.copy_cost_s_per_byte or 0.0
         cost_s = copied_bytes(self._profile, self.plan) * per_byte_s
-        self._profile = measured_profile(self._profile, self.plan, trace, step_s, cost_s)
+        lowest = not self._hardware.computes_on_host
+        self._profile = measured_profile(
+            self._profile, self.plan, trace, step_s, cost_s, lowest=lowest
+        )
         self._hardware = measured_hardware(self._hardware, trace)
         self._num_timed += 1
         if self._measured is not None:
@@ -694,13 +696,10 @@ class BudgetStudy:
         self.stage = Stage.WARM_UP
 
     @property
-    def _limit_s(self) -> float | None:
-        """How long a search may take, so that all together take about ten steps; None: any time."""
-        if len(self._profile.layers) <= _LONG and not self.places_weights:
-            return None  # it is quick, and the same step always has the same plan
+    def _limit_s(self) -> float:
+        """How long a search may take, so that all together take about ten steps."""
         step_s = 0.0 if self._measured is None else self._measured.step_s
-        quick_s = _WITH_WEIGHTS * _QUICK_S if self.places_weights else _QUICK_S
-        return max(quick_s, _SEARCH_STEPS * step_s)
+        return max(_QUICK_S, _SEARCH_STEPS * step_s)
 
     def _find(self, free_bytes: int) -> Plan:
         """Search for a plan that leaves this much of the budget free.
@@ -710,6 +709,7 @@ class BudgetStudy:
         """
         device_bytes = max(0, self.budget_bytes - free_bytes)
         budget = PlanBudget(device_bytes=device_bytes, host_bytes=self._host_bytes)
+        end_s = time.monotonic() + self._limit_s
 
         def find(*, cautious: bool) -> Plan:
             profile = self._corrected(self._begin_bytes, cautious=cautious)
@@ -720,7 +720,7 @@ class BudgetStudy:
                 budget,
                 timing,
                 weights=self.places_weights,
-                limit_s=self._limit_s,
+                limit_s=max(_QUICK_S / 4, end_s - time.monotonic()),
             )
 
         try:

@@ -253,7 +253,13 @@ def with_weight_bytes(
 
 
 def measured_profile(
-    profile: StepProfile, plan: Plan, trace: Trace, step_s: float, copy_cost_s: float
+    profile: StepProfile,
+    plan: Plan,
+    trace: Trace,
+    step_s: float,
+    copy_cost_s: float,
+    *,
+    lowest: bool = False,
 ) -> StepProfile:
     """Return a profile with the seconds of a measured step.
 
@@ -264,6 +270,9 @@ def measured_profile(
         trace: what was measured.
         step_s: seconds from the begin of the step to the begin of the next.
         copy_cost_s: seconds by which copies made the passes longer, all together.
+        lowest: whether the profile's seconds were measured too, and what is lower counts. On an
+            accelerator work takes as long each time, but a pass that waits for the host seems to
+            take longer, and the host has more to do in a step that is measured.
     """
     seconds = _seconds(trace)
     calls = [index for index, each in enumerate(profile.layers) if not each.between]
@@ -293,8 +302,29 @@ def measured_profile(
     rest_s = max(0.0, step_s - busy_s - waited_s - host_update_s)
     share = max(_LEAST_SHARE, 1 - copy_cost_s / passes_s) if passes_s else 1.0
     layers = [_scaled(each, share) for each in layers]
+    if lowest:
+        layers = [_lowest(*pair) for pair in zip(layers, profile.layers, strict=True)]
+        rest_s = min(rest_s, profile.after_s)
     return dataclasses.replace(
         profile, layers=tuple(layers), before_s=0.0, loss_s=0.0, after_s=rest_s
+    )
+
+
+def _lowest(layer: LayerProfile, before: LayerProfile) -> LayerProfile:
+    """Return a layer with the lower of two measurements each."""
+    recomputed = [s for s in (layer.recompute_s, before.recompute_s) if s is not None]
+    pairs = zip(layer.storages, before.storages, strict=True)
+    return dataclasses.replace(
+        layer,
+        forward_s=min(layer.forward_s, before.forward_s),
+        backward_s=min(layer.backward_s, before.backward_s),
+        recompute_s=min(recomputed, default=None),
+        storages=tuple(
+            one
+            if one.rebuild_s is None or other.rebuild_s is None
+            else dataclasses.replace(one, rebuild_s=min(one.rebuild_s, other.rebuild_s))
+            for one, other in pairs
+        ),
     )
 
 
