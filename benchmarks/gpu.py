@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import fnmatch
 import functools
 import importlib
+import importlib.util
 import json
 import os
 import signal
@@ -19,7 +21,6 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ def main() -> None:
     device = _find_device(arguments.device)
     record.refuse_to_commit(device, arguments.out)
     chosen = _choose(tiny_jobs() if arguments.tiny else jobs(), arguments.only)
+    chosen = [_in_modes(job, arguments.modes) for job in chosen]
     if arguments.list:
         print("\n".join(job.name for job in chosen))
         return
@@ -68,6 +70,11 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--limit-s", type=float, default=540.0, help="time limit in seconds")
     parser.add_argument(
         "--only", default="*", help="names or patterns of jobs, separated by commas"
+    )
+    parser.add_argument(
+        "--modes",
+        default="*",
+        help="names or patterns of modes; `none`, to compare with, is always run",
     )
     parser.add_argument("--device", default="auto", help="auto, cuda, xpu ...; cpu makes a dry run")
     parser.add_argument(
@@ -124,6 +131,12 @@ def _choose(all_jobs: Sequence[Job], only: str) -> list[Job]:
     return chosen
 
 
+def _in_modes(job: Job, only: str) -> Job:
+    patterns = ["none", *(pattern.strip() for pattern in only.split(","))]
+    modes = (mode for mode in job.modes if any(fnmatch.fnmatch(mode, p) for p in patterns))
+    return dataclasses.replace(job, modes=tuple(modes))
+
+
 class Suite:
     """Runs jobs until the deadline and writes their results.
 
@@ -152,7 +165,8 @@ class Suite:
     def run_tests(self, limit_s: float) -> None:
         """Run `tests/gpu`, which include the parity suite, in a process of their own."""
         first = [] if self._load is None else ["-p", self._load]
-        command = [sys.executable, "-m", "pytest", "-q", "--no-header", *first, "tests/gpu"]
+        command = [sys.executable, "-m", "pytest", "-q", "--no-header", *_in_parallel(), *first]
+        command.append("tests/gpu")
         on = {} if self._device.type != "cpu" else {"EBBTIDE_GPU_TESTS_ON": "cpu"}
         output, code = _run(command, limit_s, on)
         lines = output.strip().splitlines()
@@ -185,14 +199,18 @@ class Suite:
             for mode in job.modes
             if mode not in known or "failed" in known[mode] or known[mode] == _TOO_LATE
         ]
+        # The plain step comes first, because budgets are shares of its peak.
+        for modes in (due[:1], due[1:]):
+            for mode, answer in zip(modes, self._ask_all(job, modes), strict=True):
+                self._note(job, mode, answer)
+
+    def _ask_all(self, job: Job, modes: Sequence[str]) -> Iterable[dict[str, Any]]:
         ask = functools.partial(self._ask_in_time, job)
-        answers: Iterable[dict[str, Any]] = map(ask, due)
         if self._device.type == "cpu" or record.is_software(self._device):
             # Such a run measures nothing, so trials may run in parallel.
             with ThreadPoolExecutor(os.cpu_count()) as pool:
-                answers = list(pool.map(ask, due))
-        for mode, answer in zip(due, answers, strict=True):
-            self._note(job, mode, answer)
+                return list(pool.map(ask, modes))
+        return map(ask, modes)
 
     def _ask_in_time(self, job: Job, mode: str) -> dict[str, Any]:
         left_s = self._deadline_s - time.monotonic()
@@ -201,7 +219,10 @@ class Suite:
 
     def _ask(self, job: Job, mode: str, limit_s: float) -> dict[str, Any]:
         first = {} if self._load is None else {"import": self._load}
-        text = request(job.task, mode, str(self._device), job.shape, **first, **job.more)
+        plain = self._results.get(job.case, {}).get(job.name, {}).get("modes", {}).get("none", {})
+        peak_bytes = plain.get("reserved_peak_bytes")
+        peak = {} if peak_bytes is None else {"plain_peak_bytes": peak_bytes}
+        text = request(job.task, mode, str(self._device), job.shape, **first, **peak, **job.more)
         begin_s = time.monotonic()
         output, code = _run([sys.executable, "-m", "benchmarks.trial", text], limit_s, {})
         took_s = time.monotonic() - begin_s
@@ -221,7 +242,7 @@ class Suite:
             short = f"{answer['step_s'] * 1e3:.1f} ms"
         print(f"{job.name:<28} {mode:<24} {short[:100]}", flush=True)
         case = self._results.setdefault(job.case, {})
-        entry = case.setdefault(job.name, {"job": asdict(job), "modes": {}})
+        entry = case.setdefault(job.name, {"job": dataclasses.asdict(job), "modes": {}})
         entry["modes"][mode] = answer
         self._save(job.case)
 
@@ -240,6 +261,14 @@ class Suite:
             results = {"link": self._results.get("link", {}).get("link"), **self._results[case]}
             print(f"\n## {case}\n\n{warning}{tables_of(case, results)}")
         print(f"\ntests: {self._tests}")
+
+
+def _in_parallel() -> list[str]:
+    """Return pytest's arguments for several processes, where pytest-xdist is installed."""
+    if importlib.util.find_spec("xdist") is None:
+        return []
+    processes = max(1, min(8, (os.cpu_count() or 1) // 2))
+    return ["--numprocesses", str(processes), "--dist", "worksteal", "--max-worker-restart", "0"]
 
 
 def _kill(process: subprocess.Popen[str]) -> None:

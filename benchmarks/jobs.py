@@ -13,12 +13,14 @@ from benchmarks.trial import Shape
 
 GIB = 2**30
 
+PLANNED = ("ebbtide-default", "ebbtide-80%", "ebbtide-60%", "ebbtide-40%")
 EVERY = (
     "none",
     "save_on_cpu",
     "ebbtide",
-    "ebbtide-keep-1",
     "checkpoint",
+    *PLANNED,
+    "ebbtide-keep-1",
     "checkpoint+save_on_cpu",
     "checkpoint+ebbtide",
     "torchtune",

@@ -44,9 +44,18 @@ class AbstractMode(ABC):
     def attach(self, model: Stack) -> Context:
         """Change the model and return a factory of the context in which every forward must run."""
 
+    @property
+    def settling_steps(self) -> int:
+        """How many steps more than others the mode takes before its steps are alike."""
+        return 0
+
     def figures(self) -> dict[str, Any]:
         """Return the mode's own figures of its last step."""
         return {}
+
+    def fit_below(self, plain_peak_bytes: int) -> None:  # noqa: ARG002
+        """Take the peak of a step without offload, of which budgets are shares."""
+        return
 
     def move_from(self, min_bytes: int) -> None:  # noqa: ARG002
         """Set the size from which ebbtide moves tensors; other libraries keep their own."""
@@ -187,7 +196,7 @@ class Ebbtide(AbstractMode):
         self,
         name: str,
         note: str,
-        policy: ebbtide.ActivationPolicy | None = None,
+        policy: ebbtide.ActivationPolicy,
         accelerator_store: str = "auto",
         host_budget: str | None = None,
         weights: ebbtide.WeightPolicy | None = None,
@@ -222,11 +231,58 @@ class Ebbtide(AbstractMode):
 
 
 def _with_min_bytes(
-    policy: ebbtide.ActivationPolicy | None, min_bytes: int | None
-) -> ebbtide.ActivationPolicy | None:
-    if min_bytes is None:
-        return policy
-    return dataclasses.replace(policy or ebbtide.ActivationPolicy(), min_bytes=min_bytes)
+    policy: ebbtide.ActivationPolicy, min_bytes: int | None
+) -> ebbtide.ActivationPolicy:
+    return policy if min_bytes is None else dataclasses.replace(policy, min_bytes=min_bytes)
+
+
+@final
+class Planned(AbstractMode):
+    """ebbtide with a budget, which decides about activations, weights and optimizer state.
+
+    Args:
+        percent: the budget in percent of the peak of a step without offload; None: what
+            `ebbtide.offload` does by itself.
+    """
+
+    def __init__(self, name: str, note: str, percent: int | None = None) -> None:
+        super().__init__(name, note)
+        self._percent = percent
+        self._plain_peak_bytes: int | None = None
+        self._handle: ebbtide.api.OffloadHandle | None = None
+
+    def missing(self, device: torch.device) -> str | None:
+        if device.type == "cpu":
+            return "needs an accelerator"
+        if self._percent is not None and self._plain_peak_bytes is None:
+            return "the peak without offload, of which the budget is a share, is not known"
+        return None
+
+    @property
+    def settling_steps(self) -> int:
+        return 12
+
+    def fit_below(self, plain_peak_bytes: int) -> None:
+        self._plain_peak_bytes = plain_peak_bytes
+
+    def attach(self, model: Stack) -> Context:
+        self._handle = ebbtide.offload(model, budget=self.budget_bytes)
+        return contextlib.nullcontext
+
+    @property
+    def budget_bytes(self) -> int | None:
+        if self._percent is None or self._plain_peak_bytes is None:
+            return None
+        return self._percent * self._plain_peak_bytes // 100
+
+    def figures(self) -> dict[str, Any]:
+        assert self._handle is not None
+        stats = self._handle.stats
+        return {
+            "budget_bytes": self.budget_bytes,
+            "handle": repr(self._handle),
+            **{name: getattr(stats, name) for name in stats.__dataclass_fields__},
+        }
 
 
 def _cannot_import(module: str) -> str | None:
@@ -267,17 +323,30 @@ def all_modes() -> dict[str, AbstractMode]:
         ),
         MegatronFineGrained("megatron", "fine-grained activation offload"),
         Fsdp2Offload("fsdp2", "fully_shard on one rank with CPUOffloadPolicy"),
-        Ebbtide("ebbtide", "everything whose offload pays"),
+        Ebbtide("ebbtide", "everything whose offload pays", ebbtide.ActivationPolicy()),
         Ebbtide("ebbtide-keep-1", "all layers but the last", ebbtide.ActivationPolicy(keep_last=1)),
         Checkpoint(
-            "checkpoint+ebbtide", "checkpoint on every block, inputs offloaded", Ebbtide("", "")
+            "checkpoint+ebbtide",
+            "checkpoint on every block, inputs offloaded",
+            Ebbtide("", "", ebbtide.ActivationPolicy()),
         ),
-        Ebbtide("ebbtide-tiered", "host memory up to 4 GiB, disk below", None, "tiered", "4GiB"),
+        Ebbtide(
+            "ebbtide-tiered",
+            "host memory up to 4 GiB, disk below",
+            ebbtide.ActivationPolicy(),
+            "tiered",
+            "4GiB",
+        ),
         Ebbtide(
             "ebbtide-weights",
             "activations offloaded; weights, gradients and optimizer state on the host",
             ebbtide.ActivationPolicy(),
             weights=ebbtide.WeightPolicy(),
+        ),
+        Planned("ebbtide-default", "offload(model): what fits stays"),
+        *(
+            Planned(f"ebbtide-{percent}%", f"a budget of {percent}% of the peak of `none`", percent)
+            for percent in (80, 60, 40)
         ),
     )
     return {mode.name: mode for mode in modes}

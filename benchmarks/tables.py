@@ -49,7 +49,7 @@ def _table(header: list[str], rows: list[list[str]]) -> str:
 
 def _why_not(answer: Results) -> str | None:
     """Return why an answer has no figures; None if it has them."""
-    for key in ("skipped", "failed", "out_of_memory"):
+    for key in ("skipped", "failed", "out_of_memory", "refused"):
         if key in answer:
             return f"{key.replace('_', ' ')}: {answer[key]}".replace("|", "/")[:160]
     return None
@@ -120,7 +120,9 @@ def limit_of_step_s(answer: Results, plain: Results, link: Results) -> float | N
 
 
 def _same(losses: list[str], others: list[str]) -> str:
-    return "same bits" if losses == others else "differ"
+    """Return whether the losses of all steps that both took are the same."""
+    pairs = zip(losses, others, strict=False)
+    return "same bits" if all(loss == other for loss, other in pairs) else "differ"
 
 
 def _ratio(value: float, other: float | None) -> str:

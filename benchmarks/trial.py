@@ -56,12 +56,13 @@ class Shape:
 
     def build(self, device: torch.device) -> Stack:
         torch.manual_seed(0)
-        if self.model == "transformer":
-            model = transformer(self.num_layers, self.width, max(1, self.width // 128), 32_000)
-        else:
-            model = fno(self.width, self.modes, self.dimensions, self.num_layers)
-        dtype = torch.bfloat16 if self.precision == "bf16" else None
-        return model.to(device=device, dtype=dtype)
+        # Billions of weights are drawn in seconds on a CPU, and at once on an accelerator.
+        with device:
+            if self.model == "transformer":
+                model = transformer(self.num_layers, self.width, max(1, self.width // 128), 32_000)
+            else:
+                model = fno(self.width, self.modes, self.dimensions, self.num_layers)
+        return model.to(dtype=torch.bfloat16) if self.precision == "bf16" else model
 
     def draw(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return an input and its target, whose values do not affect the timing."""
@@ -137,6 +138,8 @@ def _mode(request: dict[str, Any]) -> AbstractMode:
     mode = all_modes()[request["mode"]]
     if "min_bytes" in request:
         mode.move_from(request["min_bytes"])
+    if "plain_peak_bytes" in request:
+        mode.fit_below(request["plain_peak_bytes"])
     return mode
 
 
@@ -147,15 +150,20 @@ def _run_steps(request: dict[str, Any], mode: AbstractMode, device: torch.device
     shape = Shape(**request["shape"])
     try:
         trainer = Trainer(shape, mode, device)
-        losses = [trainer.step() for _ in range(request["warmup"])]
-        seconds, peak_bytes = _time_steps(trainer, request["steps"], losses)
+        losses: list[Tensor] = []
+        first = _measure_steps(trainer, request["warmup"] + mode.settling_steps, losses)
+        measured = _measure_steps(trainer, request["steps"], losses)
         moved = moved_bytes(trainer.step, device)
     except torch.OutOfMemoryError as error:
         return {"out_of_memory": str(error).splitlines()[0]}
+    except ebbtide.BudgetError as error:
+        return {"refused": str(error).splitlines()[0]}
     return {
-        "step_s": statistics.median(seconds),
-        "samples_s": seconds,
-        "peak_bytes": peak_bytes,
+        "step_s": statistics.median(measured["samples_s"]),
+        "peak_bytes": max(measured["peaks_bytes"]),
+        "reserved_peak_bytes": max(measured["reserved_peaks_bytes"]),
+        **measured,
+        "first_steps": first,
         "host_peak_rss_bytes": _peak_rss_bytes(),
         "parameters": sum(p.numel() for p in trainer.model.parameters()),
         "losses": [float(loss).hex() for loss in losses],
@@ -164,29 +172,39 @@ def _run_steps(request: dict[str, Any], mode: AbstractMode, device: torch.device
     }
 
 
-def _time_steps(trainer: Trainer, steps: int, losses: list[Tensor]) -> tuple[list[float], int]:
-    """Return the seconds of each step, and the largest number of bytes in use at once.
+def _measure_steps(trainer: Trainer, steps: int, losses: list[Tensor]) -> dict[str, list[Any]]:
+    """Return the seconds of each step, and the most bytes in use and reserved at once in each.
 
-    On an accelerator, events on the device measure the time. On a CPU, the memory is the peak RSS
-    less the RSS of the process before the steps.
+    On an accelerator, events on the device measure the time, and a budget bounds what is reserved.
+    On a CPU, both kinds of bytes are the peak RSS so far less the RSS before the steps.
     """
-    seconds = []
+    seconds: list[float] = []
+    peaks_bytes: list[int] = []
+    reserved_bytes: list[int] = []
     if trainer.device.type == "cpu":
         before_bytes = psutil.Process().memory_info().rss
         for _ in range(steps):
             begin_s = time.perf_counter()
             losses.append(trainer.step())
             seconds.append(time.perf_counter() - begin_s)
-        return seconds, max(0, _peak_rss_bytes() - before_bytes)
-    torch.accelerator.reset_peak_memory_stats()
-    for _ in range(steps):
-        begin, end = (torch.Event(trainer.device, enable_timing=True) for _ in range(2))
-        begin.record()
-        losses.append(trainer.step())
-        end.record()
-        end.synchronize()
-        seconds.append(begin.elapsed_time(end) / 1e3)
-    return seconds, int(torch.accelerator.max_memory_allocated())
+            peaks_bytes.append(max(0, _peak_rss_bytes() - before_bytes))
+        reserved_bytes = peaks_bytes
+    else:
+        for _ in range(steps):
+            torch.accelerator.reset_peak_memory_stats()
+            begin, end = (torch.Event(trainer.device, enable_timing=True) for _ in range(2))
+            begin.record()
+            losses.append(trainer.step())
+            end.record()
+            end.synchronize()
+            seconds.append(begin.elapsed_time(end) / 1e3)
+            peaks_bytes.append(int(torch.accelerator.max_memory_allocated()))
+            reserved_bytes.append(int(torch.accelerator.max_memory_reserved()))
+    return {
+        "samples_s": seconds,
+        "peaks_bytes": peaks_bytes,
+        "reserved_peaks_bytes": reserved_bytes,
+    }
 
 
 def _peak_rss_bytes() -> int:
