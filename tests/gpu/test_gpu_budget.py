@@ -124,6 +124,26 @@ def test_memory_that_was_cached_before_does_not_count(
         assert not handle.stats.recomputed_bytes
 
 
+def test_blocks_in_sizes_that_fit_nowhere_change_no_plan(
+    model: nn.Module, x: Tensor, memory: DeviceMemory, device: torch.device
+) -> None:
+    expected, plain_bytes = plain_step(model, x, memory)
+    budget = int(0.8 * plain_bytes)
+    with ebbtide.offload(model, budget=budget, activations=EVERYTHING) as handle:
+        for _ in range(MOST_STEPS):
+            take(model, x)
+            if settled(handle.plan):
+                break
+        assert handle.plan is not None
+        followed = handle.plan.plan.layers
+        for _ in range(STEPS):
+            model.zero_grad()
+            torch.empty(budget // 2 + 1, dtype=torch.uint8, device=device)  # freed, and kept
+            assert_bitwise_equal(take(model, x), expected)
+            assert settled(handle.plan)
+            assert handle.plan.plan.layers == followed
+
+
 def test_a_device_with_less_than_the_budget_is_trained_on(
     model: nn.Module, x: Tensor, memory: DeviceMemory, device: torch.device
 ) -> None:

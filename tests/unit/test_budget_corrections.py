@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ebbtide import Trace
+from ebbtide import Trace, TraceEvent
 from ebbtide.devices import Layer
 from ebbtide.planning import (
     Plan,
@@ -13,7 +13,7 @@ from ebbtide.planning import (
     keep_all,
 )
 from ebbtide.planning.budget_study import BudgetStudy, Corrections, Phase, Stage
-from ebbtide.planning.recorded import PassWatch, copied_bytes
+from ebbtide.planning.recorded import PassWatch, copied_bytes, measured_profile
 from ebbtide.stores import AbstractMemory
 from plan_cases import MB, make_layer, make_link, make_profile
 
@@ -187,3 +187,50 @@ def test_a_fast_plan_that_was_over_does_not_stay() -> None:
     assert study.phase is Phase.PLANNED
     plan = study.choose(0)
     assert plan.peak_bytes is not None and plan.peak_bytes <= 94 * MB
+
+
+# ---- on an accelerator, whose host may be late ---------------------------------------------------
+
+ACCELERATOR = make_link(1000.0)
+
+
+def traced(profile: StepProfile, slower: float) -> Trace:
+    """A step whose passes seem to take longer, as they begin when the host gets to them."""
+    events, now_s = [], 0.0
+    passes = [("forward", index, each.forward_s) for index, each in enumerate(profile.layers)]
+    backward = [("backward", index, each.backward_s) for index, each in enumerate(profile.layers)]
+    for what, index, took_s in [*passes, *reversed(backward)]:
+        events.append(TraceEvent(what, "compute", now_s, now_s + slower * took_s, index))
+        now_s += slower * took_s
+    return Trace(events)
+
+
+def test_seconds_that_the_host_adds_are_not_the_layers() -> None:
+    profile = make_profile(make_layer(8, 4), make_layer(8, 4))
+    plan = keep_all(profile)
+    slow = measured_profile(profile, plan, traced(profile, 3.0), 18.0, 0.0, lowest=True)
+    assert slow.layers == profile.layers
+    quick = measured_profile(profile, plan, traced(profile, 0.5), 3.0, 0.0, lowest=True)
+    assert [each.forward_s for each in quick.layers] == [0.5, 0.5]
+    assert [each.backward_s for each in quick.layers] == [1.0, 1.0]
+
+
+def test_a_step_that_tracing_makes_longer_is_not_late() -> None:
+    profile = make_profile(*[make_layer(8, 4)] * 4)
+    study = BudgetStudy(profile, ACCELERATOR, 60 * MB)
+    for _ in range(12):
+        plan = study.choose(0)
+        assert plan.peak_bytes is not None
+        peak_mb = plan.peak_bytes // MB
+        if study.stage is Stage.SECONDS:
+            step_s = 2 * (plan.step_s or 0.0)
+            study.learn_seconds(traced(study.profile, 2.0), step_s, peak_mb * MB)
+            study.note_peak(peak_mb * MB)
+        else:
+            run(study, peak_mb, 12.0)
+        if study.phase is Phase.SETTLED:
+            break
+    assert study.phase is Phase.SETTLED
+    measured = study.step.measured
+    assert measured is not None
+    assert measured.step_s == pytest.approx(study.plan.step_s, rel=0.05)

@@ -172,6 +172,9 @@ _SHARE: Final = 0.9  # of a device's memory is the budget if none is given
 _MOST_RESTED: Final = 2
 _PART_IN_FLIGHT: Final = 20  # of the budget may be in flight in a step that has no plan
 _MOST_VERIFYING: Final = 4  # steps in a row that verify what a plan recomputes
+_PLANNED_AGAIN: Final = frozenset(4**n for n in range(1, 9))
+"""After how many steps that were over because of cached blocks less is planned for, more seldom
+each time: a plan for less may leave such blocks, too."""
 _ALIKE: Final = 0.05  # difference of what two steps save that is none, as recomputed layers count
 
 
@@ -263,7 +266,7 @@ class BudgetController:
         self._followed: tuple[BudgetStudy, Plan] | None = None  # what the engine follows
         self._several = False  # whether the step has had more than one forward
         self._has_fitted = False  # whether a step was within the budget
-        self._has_returned = False  # whether this plan's steps began anew with an empty cache
+        self._num_returned = 0  # steps whose cached blocks alone were over the budget
         self._was_exceeded = False  # whether the user knows of a step that was over the budget
         self._was_short = False  # whether the user knows of a step that ran out of memory
         self._was_refused = False  # whether the user knows of a step that could not be planned
@@ -398,7 +401,6 @@ class BudgetController:
         followed, self._followed = self._followed, (study, plan)
         if followed is None or followed[0] is not study or not is_same(plan, followed[1]):
             self._place_weights(study, plan)
-            self._has_returned = False
             self._memory.return_cached()  # blocks in sizes that another plan's step needed
             planned = place(study.profile, plan)._replace(keeps_if_full=True)
             self._engine.follow(planned, plan.max_inflight_bytes)
@@ -593,13 +595,13 @@ class BudgetController:
             study.learn_full_store()
             return
         self._check_numbers(running, study)
-        is_over = watch is None and peak_bytes > self._budget_bytes
-        if is_over and self._memory.peak_bytes() <= self._budget_bytes and not self._has_returned:
-            # What was in use was within the budget: blocks were cached in sizes that no longer fit.
-            self._has_returned = True
+        if watch is None and peak_bytes > self._budget_bytes >= self._memory.peak_bytes():
+            # What was in use was within the budget: the rest was cached in sizes that fit nowhere.
             self._memory.return_cached()
             self._memory.reset_peak()
-            return
+            self._num_returned += 1
+            if self._num_returned not in _PLANNED_AGAIN:
+                return
         if watch is not None:
             if study.has_all_passes(watch) and not self._several:
                 study.learn_memory(watch, step_s)

@@ -23,6 +23,7 @@ from ebbtide.planning.recorded import (
     copied_bytes,
     measured_hardware,
     measured_profile,
+    waited_s,
     with_copy_cost,
 )
 from ebbtide.planning.relaxation import everywhere
@@ -474,6 +475,10 @@ class BudgetStudy:
         self._profile = measured_profile(
             self._profile, self.plan, trace, step_s, cost_s, lowest=lowest
         )
+        if lowest and not any(each.weights_on_host for each in self.plan.layers):
+            # The host, which has more to do in a traced step, does not count.
+            learned = self._predict(self._begin_bytes)
+            step_s = min(step_s, learned.step_s - learned.exposed_copy_s + waited_s(trace))
         self._hardware = measured_hardware(self._hardware, trace)
         self._num_timed += 1
         if self._measured is not None:
@@ -484,8 +489,8 @@ class BudgetStudy:
         self._tried = [each for each in self._tried if not is_same(each.plan, self.plan)]
         self._measured = StepCost(peak_bytes, step_s)
         at_first = self._at_first or predicted_cost(self.plan)
-        learned = self._profile, self._hardware
-        self._tried.append(_Tried(self.plan, at_first, self._measured, learned))
+        figures = self._profile, self._hardware
+        self._tried.append(_Tried(self.plan, at_first, self._measured, figures))
         late = predicted_s and abs(step_s / predicted_s - 1) > _CLOSE_S
         if self.phase is Phase.FRUGAL or (late and self._num_plans < _MOST_LATE):
             self._searches = True

@@ -296,10 +296,9 @@ def measured_profile(
     )
     passes_s = busy_s
     busy_s += seconds.rebuilding_s
-    waited_s = sum(each.duration_s for each in trace.events if each.what == "wait")
     pairs = zip(layers, plan.layers, strict=True)
     host_update_s = sum(each.host_update_s for each, chosen in pairs if chosen.weights_on_host)
-    rest_s = max(0.0, step_s - busy_s - waited_s - host_update_s)
+    rest_s = max(0.0, step_s - busy_s - waited_s(trace) - host_update_s)
     share = max(_LEAST_SHARE, 1 - copy_cost_s / passes_s) if passes_s else 1.0
     layers = [_scaled(each, share) for each in layers]
     if lowest:
@@ -326,6 +325,11 @@ def _lowest(layer: LayerProfile, before: LayerProfile) -> LayerProfile:
             for one, other in pairs
         ),
     )
+
+
+def waited_s(trace: Trace) -> float:
+    """Return the seconds in which a step waited for copies."""
+    return sum(each.duration_s for each in trace.events if each.what == "wait")
 
 
 def computing_s(trace: Trace, step_s: float) -> float:

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import random
 import time
+from collections.abc import Iterable
 from typing import Final, NamedTuple
 
 from ebbtide.errors import BudgetError
@@ -298,9 +299,11 @@ def search(
     if relaxation is None:
         raise _over([contest])
     _enter_plans(contest, hardware, relaxation)
-    _improve(contest, relaxation.bound_s)
+    if not contest.has_fitting:
+        contest.enter(_most_frugal(contest).choices)
     if not contest.has_fitting:
         raise _over([contest])
+    _improve(contest, relaxation.bound_s)
     return _finished(contest, relaxation.bound_s)
 
 
@@ -310,7 +313,7 @@ def _search_by_hand(contest: Contest, hardware: Hardware) -> Plan:
     Raises:
         BudgetError: none of them is within the budget.
     """
-    contest.enter(choices_of(keep_all(contest.profile), contest.uses))
+    _enter_rules(contest, hardware)
     _enter_simple(contest, hardware)
     if not contest.has_fitting:
         contest.enter(_most_frugal(contest).choices)
@@ -332,6 +335,8 @@ def _search_placements(
         BudgetError: no plan was found within the budget.
     """
     by_pass, begin_s = _has_windows(profile, hardware), time.monotonic()
+    # The programme is solved once for each placement: in whole numbers that would take seconds.
+    whole = len(profile.layers) <= _FEW
 
     def contest_of(resting: Resting, *, by_pass: bool = False) -> Contest:
         left_s = None if limit_s is None else max(0.0, begin_s + limit_s - time.monotonic())
@@ -339,30 +344,38 @@ def _search_placements(
 
     ends = [contest_of(each(profile), by_pass=by_pass) for each in (nowhere, everywhere)]
     try:
-        relaxation = _relax(ends[0], hardware, None)
+        relaxation = _relax(ends[0], hardware, None, whole_layers=whole)
     except TimeoutError:
         return _search_by_hand(ends[1], hardware)
     if relaxation is None:
         raise _over(ends)
-    tried = resting_choices(profile, relaxation.resting_bytes)
-    best, best_s, bound_s = ends[0], float("inf"), 0.0
-    for contest in [*(contest_of(each) for each in tried), *ends]:
+    bounded: list[tuple[float, int, Contest, Relaxation]] = []
+    for resting in resting_choices(profile, relaxation.resting_bytes):
+        ends.insert(-2, contest_of(resting))
+    for contest in ends:
         if contest.is_late:
             break
         try:
-            bounded = _relax(contest, hardware, contest.resting)
+            found = _relax(contest, hardware, contest.resting, whole_layers=whole)
         except TimeoutError:
             break
+        if found is not None:
+            _enter_rules(contest, hardware)
+            bounded.append((found.bound_s, len(bounded), contest, found))
+    best, best_s, bound_s = ends[-2], float("inf"), 0.0
+    for low_s, _, contest, found in sorted(bounded, key=lambda each: each[:2]):
         # A plan is about as far from its bound as the best one is. Half of that is no hope.
-        if bounded is None or (best.has_fitting and bounded.bound_s >= (bound_s + best_s) / 2):
-            continue
-        _enter_plans(contest, hardware, bounded)
+        if best.has_fitting and low_s >= (bound_s + best_s) / 2:
+            break
+        if not contest.is_late:
+            _enter_plans(contest, hardware, found)
         if contest.fitting_s < best_s:
-            best, best_s, bound_s = contest, contest.fitting_s, bounded.bound_s
+            best, best_s, bound_s = contest, contest.fitting_s, low_s
     if not best.has_fitting:
-        if ends[1].is_late:
-            return _search_by_hand(ends[1], hardware)
-        raise _over(ends)
+        best = ends[-1]
+        best.enter(_most_frugal(best).choices)
+    if not best.has_fitting:
+        raise _over(ends[-2:])
     _improve(best, bound_s)
     return _finished(best, relaxation.bound_s)
 
@@ -385,14 +398,16 @@ def _finished(contest: Contest, bound_s: float) -> Plan:
     )
 
 
-def _relax(contest: Contest, hardware: Hardware, resting: Resting | None) -> Relaxation | None:
+def _relax(
+    contest: Contest, hardware: Hardware, resting: Resting | None, *, whole_layers: bool = True
+) -> Relaxation | None:
     """Solve the programme for a bound, from which a plan is rounded too if the step is long."""
     return relax(
         contest.profile,
         hardware,
         contest.budget,
         resting=resting,
-        whole_layers=_is_quick_in_whole_numbers(contest.profile),
+        whole_layers=whole_layers and _is_quick_in_whole_numbers(contest.profile),
         guides=_is_long(contest.profile),
         limit_s=contest.left_s,
     )
@@ -432,7 +447,7 @@ def find_frugal(
 def _enter_plans(contest: Contest, hardware: Hardware, relaxation: Relaxation) -> None:
     """Enter plans that are rounded, made by hand, or found layer by layer."""
     bound_s = relaxation.bound_s
-    contest.enter(choices_of(keep_all(contest.profile), contest.uses))
+    _enter_rules(contest, hardware)
     if _is_long(contest.profile) and not _is_close(contest, bound_s):
         # To solve the programme once more takes as long as many predictions.
         bound_bytes = _ordered_bounds(contest)[0]
@@ -445,8 +460,6 @@ def _enter_plans(contest: Contest, hardware: Hardware, relaxation: Relaxation) -
         _enter_simple(contest, hardware)
     if len(contest.profile.layers) <= _SHORT and not _is_close(contest, bound_s):
         _enter_chain(contest, hardware)
-    if not contest.has_fitting:
-        contest.enter(_most_frugal(contest).choices)
 
 
 def _improve(contest: Contest, bound_s: float) -> None:
@@ -557,14 +570,23 @@ def _guide(
 
 
 def _enter_simple(contest: Contest, hardware: Hardware) -> None:
-    """Enter the plans that people make by hand."""
-    copy_s_per_byte = 1 / hardware.d2h_bytes_per_s + 1 / hardware.h2d_bytes_per_s
-    profile = contest.profile
-    plans = [plan for _, plan in rule_plans(profile)]
-    count = len(profile.layers)
+    """Enter the plans that offload the first k layers."""
+    count = len(contest.profile.layers)
     stride = 1 if count <= _ALL_COUNTS else -(-count // _SOME_COUNTS)
-    plans += [offload_first(profile, k) for k in range(1, count, stride)]
-    for plan in dict.fromkeys(plans):
+    firsts = (offload_first(contest.profile, k) for k in range(1, count, stride))
+    _enter_by_hand(contest, hardware, firsts)
+
+
+def _enter_rules(contest: Contest, hardware: Hardware) -> None:
+    """Enter the plans that treat all layers alike. They are few, and a late search has one."""
+    contest.enter(choices_of(keep_all(contest.profile), contest.uses))
+    _enter_by_hand(contest, hardware, [plan for _, plan in rule_plans(contest.profile)])
+
+
+def _enter_by_hand(contest: Contest, hardware: Hardware, plans: Iterable[Plan]) -> None:
+    """Enter plans that people make by hand, until it is late."""
+    copy_s_per_byte = 1 / hardware.d2h_bytes_per_s + 1 / hardware.h2d_bytes_per_s
+    for plan in plans:
         if contest.is_late and contest.has_fitting:
             return
         choices, bounds = choices_of(plan, contest.uses), contest.bounds
