@@ -103,7 +103,9 @@ def _measured_on_accelerator(file: Path) -> bool:
 def _section(file: Path) -> str:
     document = json.loads(file.read_text())
     case = file.stem.split("_", 2)[2]
-    table = _shortened(_TABLES.get(case, _table_beside)(document, file), file)
+    table = _TABLES.get(case, _table_beside)(document, file)
+    if not _measured_on_accelerator(file):  # what was is what the page is for
+        table = _shortened(table, file)
     facts = document["environment"]
     keys = ("cpu", "device", "driver", "cores", "python", "torch", "cuda", "commit")
     known = [f"{key} {facts[key]}" for key in keys if facts.get(key) not in (None, "none")]
