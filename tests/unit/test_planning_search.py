@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 import itertools
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
@@ -426,3 +428,26 @@ def test_the_same_search_gives_the_same_plan() -> None:
     budget = PlanBudget(device_bytes=timing.predict(keep_all(profile)).peak_bytes // 3)
     plans = [search(profile, hardware, budget, timing) for _ in range(2)]
     assert plans[0] == plans[1]
+
+
+def test_a_programme_that_takes_too_long_in_whole_numbers_is_solved_in_fractions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    profile, link = uneven_chain(3, 24), make_link(4.0)
+    timing = StepTiming(profile, link)
+    most_bytes = timing.predict(keep_all(profile)).peak_bytes
+    budget = PlanBudget(device_bytes=most_bytes // 2)
+    best = search(profile, link, budget, timing)
+
+    def solve(*args: Any, whole_layers: bool, limit_s: float | None = None, **more: Any) -> Any:
+        if whole_layers:
+            assert limit_s is not None
+            raise TimeoutError
+        return relax(*args, whole_layers=False, **more)
+
+    module = importlib.import_module("ebbtide.planning.search")
+    monkeypatch.setattr(module, "relax", solve)
+    found = search(profile, link, budget, timing, limit_s=60.0)
+    assert found.bound_s is not None and best.step_s is not None and found.step_s is not None
+    assert sum(each.forward_s + each.backward_s for each in profile.layers) < found.bound_s
+    assert found.step_s <= 1.05 * best.step_s

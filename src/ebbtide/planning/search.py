@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import random
@@ -401,16 +402,30 @@ def _finished(contest: Contest, bound_s: float) -> Plan:
 def _relax(
     contest: Contest, hardware: Hardware, resting: Resting | None, *, whole_layers: bool = True
 ) -> Relaxation | None:
-    """Solve the programme for a bound, from which a plan is rounded too if the step is long."""
-    return relax(
-        contest.profile,
-        hardware,
-        contest.budget,
-        resting=resting,
-        whole_layers=whole_layers and _is_quick_in_whole_numbers(contest.profile),
-        guides=_is_long(contest.profile),
-        limit_s=contest.left_s,
-    )
+    """Solve the programme for a bound, from which a plan is rounded too if the step is long.
+
+    In whole numbers it may take half of the time that is left; in fractions it takes little.
+
+    Raises:
+        TimeoutError: it took longer than there is time.
+    """
+
+    def solve(*, whole: bool, limit_s: float | None) -> Relaxation | None:
+        return relax(
+            contest.profile,
+            hardware,
+            contest.budget,
+            resting=resting,
+            whole_layers=whole,
+            guides=_is_long(contest.profile),
+            limit_s=limit_s,
+        )
+
+    if whole_layers and _is_quick_in_whole_numbers(contest.profile):
+        left_s = contest.left_s
+        with contextlib.suppress(TimeoutError):
+            return solve(whole=True, limit_s=None if left_s is None else left_s / 2)
+    return solve(whole=False, limit_s=contest.left_s)
 
 
 def find_frugal(
