@@ -6,7 +6,7 @@ import gc
 import io
 import itertools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import ebbtide
@@ -66,6 +65,14 @@ def batch(number: int) -> Tensor:
     return torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(number))
 
 
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+
+
 class OnDevice(TorchFunctionMode):
     """While a model works, nothing computes with a weight that rests on the host."""
 
@@ -74,11 +81,12 @@ class OnDevice(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        if func.__name__ in ("__get__", "detach") or not isinstance(result, Tensor):
+            return result
         looked_at = torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
-        computed = func.__name__ not in ("__get__", "detach") and isinstance(result, Tensor)
-        if self.hooks.weights.is_working() and computed and not looked_at:
-            for leaf in tree_leaves((args, kwargs)):
-                assert leaf not in self.hooks.parameters, f"{func} has a weight of the host"
+        if not looked_at and self.hooks.weights.is_working():
+            for tensor in _tensors((*args, *(kwargs or {}).values())):
+                assert tensor not in self.hooks.parameters, f"{func} has a weight of the host"
         return result
 
 
@@ -185,7 +193,8 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers(name: str) -> None:
-    check(Net, lambda model: steps(model, OPTIMIZERS[name](model.parameters()), count=10))
+    # RAdam divides by the second moment from its sixth step on.
+    check(Net, lambda model: steps(model, OPTIMIZERS[name](model.parameters()), count=6))
 
 
 def test_lbfgs() -> None:
@@ -206,9 +215,9 @@ def test_lbfgs() -> None:
 def test_schedulers_accumulation_and_clipping() -> None:
     def run(model: nn.Module) -> list[Tensor | None]:
         optimizer = torch.optim.AdamW(model.parameters())
-        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=6)
         norms: list[Tensor | None] = []
-        for number in range(10):
+        for number in range(6):
             optimizer.zero_grad(set_to_none=number % 2 == 0)
             for microbatch in range(3):
                 model(batch(10 * number + microbatch)).backward()
@@ -497,7 +506,7 @@ def test_models(name: str, how: str) -> None:
         return steps(
             model,
             torch.optim.AdamW(model.parameters(), lr=0.01),
-            count=10,
+            count=6,  # `Sometimes` has been through its branches
             loss=lambda model, x: model(x.to(dtype)).square().mean(),
         )
 
@@ -543,7 +552,7 @@ def test_autocast() -> None:
             with torch.autocast("cpu", torch.bfloat16):
                 return model(x)
 
-        return steps(model, count=10, loss=loss)
+        return steps(model, count=5, loss=loss)
 
     check(Net, run)
 
@@ -562,7 +571,7 @@ def test_autocast_without_its_cache_and_a_layer_that_repeats() -> None:
             with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
                 return model(x)
 
-        return steps(model, count=10, loss=loss)
+        return steps(model, count=5, loss=loss)
 
     check(make, run)
 
@@ -602,7 +611,7 @@ def test_casts_of_frozen_weights_leave_with_the_activations() -> None:
         losses: list[Tensor | None] = []
         for number in range(3):
             loss = _autocast(model, number)
-            held = _casts(model)
+            held = _casts(model) if number == 2 else []
             loss.backward()
             losses.append(loss.detach().clone())
         found.append(bool([t for t in held if t.shape != model.head.weight.t().shape]))
