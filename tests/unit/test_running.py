@@ -19,6 +19,8 @@ from forked import Child
 from run_cases import SMALL, WIDTH, Net, batch, is_offloaded, make, step, watching
 from waiting import wait_until
 
+pytestmark = pytest.mark.usefixtures("frozen_imports")
+
 
 def test_a_model_is_offloaded_in_its_first_training_forward() -> None:
     expected_model, model, teacher, frozen = make(), make(), make(), make()

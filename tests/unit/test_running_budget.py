@@ -9,6 +9,8 @@ from torch import nn
 import ebbtide
 from run_cases import is_offloaded, make, step, watching
 
+pytestmark = pytest.mark.usefixtures("frozen_imports")
+
 
 def test_models_are_planned_one_after_the_other() -> None:
     first, second = make(), make(2)

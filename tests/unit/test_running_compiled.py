@@ -13,6 +13,8 @@ from torch._dynamo.utils import counters
 
 from run_cases import Net, batch, is_offloaded, make, step, watching
 
+pytestmark = pytest.mark.usefixtures("frozen_imports")
+
 BACKEND = {"backend": "aot_eager", "fullgraph": True}
 
 

@@ -19,6 +19,8 @@ from ebbtide.runtime.events import Owner, StepMemory
 from live_memory import LiveMemory
 from waiting import wait_until
 
+pytestmark = pytest.mark.usefixtures("frozen_imports")
+
 KIB = 1024
 WIDTH, ROWS = 64, 256
 WEIGHT = WIDTH * WIDTH * 4
