@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,6 +47,7 @@ def fixed_parts(text: ast.expr) -> list[str]:
     return [part.strip() for part in constants if isinstance(part, str)]
 
 
+@functools.cache
 def find_warnings(folder: Path = SOURCE) -> list[Message]:
     found = []
     for path in sorted(folder.rglob("*.py")):

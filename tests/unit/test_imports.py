@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import pytest
@@ -153,12 +154,17 @@ ATTRIBUTES = {
 """Private attributes of tensors, storages and modules that are used, and why."""
 
 
+@functools.lru_cache(maxsize=1)  # two questions about one file come in a row
+def parse(source: str) -> ast.Module:
+    return ast.parse(source)
+
+
 def private_names(source: str) -> Iterator[str]:
     """Private names of torch that a file imports or reaches from what it imports of torch.
 
     Names below `torch.ops` are those of operators, and the `_foreach` functions are documented.
     """
-    tree = ast.parse(source)
+    tree = parse(source)
     origins: dict[str, str] = {}  # of the names that the file imports from torch
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -188,11 +194,16 @@ def is_private(name: str) -> bool:
     return any(part.startswith("_") and not part.startswith("__") for part in parts)
 
 
+@functools.cache
+def attributes_of_torch() -> frozenset[str]:
+    kinds = torch.empty(0), torch.empty(0).untyped_storage(), torch.nn.Module()
+    return frozenset(name for each in kinds for name in dir(each) if is_private(f"torch.{name}"))
+
+
 def private_attributes(source: str) -> Iterator[str]:
     """Private attributes of torch's tensors, storages and modules that a file asks others for."""
-    kinds = torch.empty(0), torch.empty(0).untyped_storage(), torch.nn.Module()
-    known = {name for each in kinds for name in dir(each) if is_private(f"torch.{name}")}
-    for node in ast.walk(ast.parse(source)):
+    known = attributes_of_torch()
+    for node in ast.walk(parse(source)):
         if isinstance(node, ast.Attribute) and node.attr in known:
             of_self = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
             if not of_self:
@@ -383,17 +394,13 @@ def expected_texts(tree: ast.AST) -> Iterator[str]:
                 yield text
 
 
-@pytest.mark.parametrize(
-    ("find", "most"), [(deep_imports, MOST_DEEP_IMPORTS), (expected_texts, MOST_TEXTS)]
-)
-def test_tests_speak_to_interfaces_and_assert_facts(
-    find: Callable[[ast.AST], Iterator[str]], most: int
-) -> None:
-    found = {
-        path.relative_to(TESTS).as_posix(): sorted(find(ast.parse(path.read_text())))
-        for path in TESTS.rglob("*.py")
-    }
-    assert sum(map(len, found.values())) <= most, found
+def test_tests_speak_to_interfaces_and_assert_facts() -> None:
+    deep, texts = {}, {}
+    for path in TESTS.rglob("*.py"):
+        file, tree = path.relative_to(TESTS).as_posix(), ast.parse(path.read_text())
+        deep[file], texts[file] = sorted(deep_imports(tree)), sorted(expected_texts(tree))
+    assert sum(map(len, deep.values())) <= MOST_DEEP_IMPORTS, deep
+    assert sum(map(len, texts.values())) <= MOST_TEXTS, texts
 
 
 def test_a_deep_import_and_a_text_are_found() -> None:
