@@ -36,8 +36,9 @@ TEST_SEEDS ?= 300
 test-slow: $(VENV)/.dev  ## the slow tests
 	EBBTIDE_PART=$(PART) $(BIN)/python -m pytest $(IN_PARALLEL) -m slow
 
-test-seeds: $(VENV)/.dev  ## the random tests of the simulated device, with TEST_SEEDS of each kind
-	EBBTIDE_SIMULATION_SEEDS=$(TEST_SEEDS) $(BIN)/python -m pytest $(IN_PARALLEL) -m "not slow" tests/simulation
+test-seeds: $(VENV)/.dev  ## the random tests with TEST_SEEDS of each kind, and more interrupts
+	EBBTIDE_SIMULATION_SEEDS=$(TEST_SEEDS) EBBTIDE_INTERRUPT_STRIDE=7 $(BIN)/python -m pytest \
+		$(IN_PARALLEL) -m "not slow" tests/simulation tests/unit/test_interrupts.py
 
 test-all: test test-slow test-seeds soft site dist versions clients  ## all of it, before a release
 

@@ -18,7 +18,7 @@ from ebbtide.stores.host_memory import HostBudget
 from loops import BACKWARD_S, FORWARD_S, on_device
 from overlap_programs import check_loops, check_overlap
 
-SEEDS = int(os.environ.get("EBBTIDE_SIMULATION_SEEDS", "100")) // 6
+SEEDS = int(os.environ.get("EBBTIDE_SIMULATION_SEEDS", "60")) // 6
 
 
 def test_random_programs_on_the_simulated_device() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from harness import KIB, Knobs, Watch, check, check_outcome
 from programs import Outcome, one_forward_one_backward
 
-SEEDS = int(os.environ.get("EBBTIDE_SIMULATION_SEEDS", "150"))
+SEEDS = int(os.environ.get("EBBTIDE_SIMULATION_SEEDS", "100"))
 """`make soak` runs many more."""
 
 CHUNK = 50

@@ -15,17 +15,17 @@ from ebbtide.stores import PinnedStore
 from loops import on_device
 from weight_statements import STATEMENTS, check_statements
 
-SEEDS = int(os.environ.get("EBBTIDE_SIMULATION_SEEDS", "50"))
+SEEDS = int(os.environ.get("EBBTIDE_SIMULATION_SEEDS", "30"))
 WIDTH = 16
 
 
-@pytest.mark.parametrize("first", range(0, SEEDS, 50))
+@pytest.mark.parametrize("first", range(0, SEEDS, 30))
 def test_random_statements(first: int) -> None:
     content: Counter[str] = Counter()
-    for seed in range(first, first + 50):
+    for seed in range(first, first + 30):
         content += check_statements(seed)
     assert content.keys() == STATEMENTS.keys() | {"interrupted", "said so"}
-    assert min(content.values()) > 4
+    assert min(content.values()) > 2
 
 
 @pytest.mark.parametrize("kind", ["disk", "tiered"])

@@ -12,7 +12,7 @@ from ebbtide.stores import PinnedStore
 from loops import on_device
 from weight_programs import Tally, check_weights
 
-SEEDS = int(os.environ.get("EBBTIDE_SIMULATION_SEEDS", "100"))
+SEEDS = int(os.environ.get("EBBTIDE_SIMULATION_SEEDS", "50"))
 CONTENT = {
     "another order",
     "asked for",
@@ -28,13 +28,13 @@ CONTENT = {
 }
 
 
-@pytest.mark.parametrize("first", range(0, SEEDS, 100))
+@pytest.mark.parametrize("first", range(0, SEEDS, 50))
 def test_random_training(first: int) -> None:
     tally = Tally()
-    for seed in range(first, first + 100):
+    for seed in range(first, first + 50):
         check_weights(seed, tally)
     assert set(tally.content) == CONTENT
-    assert min(tally.content.values()) > 10
+    assert min(tally.content.values()) > 5
 
 
 def equal_layers(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -32,6 +33,12 @@ from plan_cases import engine_name_of, fake_profile
 from test_planning_profiling_bytes import CASES
 
 CPU = Hardware.named("cpu")
+
+
+def seeds(count: int, slow_count: int) -> list[Any]:
+    """The first seeds, and more that only ``make test-all`` runs."""
+    slow = [pytest.param(seed, marks=pytest.mark.slow) for seed in range(count, slow_count)]
+    return [*range(count), *slow]
 
 
 def random_plan(profile: StepProfile, seed: int) -> Plan:
@@ -89,7 +96,7 @@ def planned_case(
     return model, batch, step, expected
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", seeds(6, 12))
 @pytest.mark.parametrize("name", CASES)
 def test_any_plan_is_followed_and_changes_no_bit(name: str, seed: int) -> None:
     model, batch, step, expected = planned_case(name, seed, seed)
@@ -127,7 +134,7 @@ def test_any_plan_is_followed_and_changes_no_bit(name: str, seed: int) -> None:
             assert sizes[engine_name] == profile.storage(first).size_bytes
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", seeds(3, 6))
 @pytest.mark.parametrize("name", ["gpt", "fno", "unet"])
 def test_any_plan_is_followed_on_a_device_that_is_behind(name: str, seed: int) -> None:
     """Copies run late and in adversarial orders; a wait that is missing would change bits."""

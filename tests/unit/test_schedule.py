@@ -67,7 +67,7 @@ def test_a_schedule_reads_as_a_table() -> None:
     ]
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(st.lists(PASSES, min_size=1, max_size=30), st.lists(st.tuples(PASSES, ACTIONS), max_size=20))
 def test_any_schedule_round_trips(order: list[Pass], actions: list[tuple[Pass, Action]]) -> None:
     """Those too that cannot be run, with passes that come twice and anchors that never come."""
@@ -190,7 +190,7 @@ def test_the_default_has_the_two_lines_of_the_design() -> None:
     assert schedule.offloaded == {Unit(0), Unit(1), Unit(2), Unit(3)}
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(COUNTS)
 def test_the_default_keeps_all_but_k(counts: tuple[int, int]) -> None:
     k, n = counts
@@ -253,7 +253,7 @@ def test_a_table_of_eight_microbatches_on_the_first_of_four_stages() -> None:
     ]
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(st.data())
 def test_random_tables_of_random_orders_can_be_run(data: st.DataObject) -> None:
     order = data.draw(orders())

@@ -100,7 +100,7 @@ def check_offload(schedule: Schedule, order: tuple[Pass, ...], resident: int, le
 
 
 @pytest.mark.parametrize("name", EVERY_CLASS)
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=12)
 @given(data=st.data())
 def test_any_order_of_torch_within_any_number_of_residents(name: str, data: st.DataObject) -> None:
     shape = data.draw(shapes(name))
@@ -116,7 +116,7 @@ def test_any_order_of_torch_within_any_number_of_residents(name: str, data: st.D
 
 
 @pytest.mark.parametrize("name", EVERY_CLASS)
-@settings(deadline=None, max_examples=10)
+@settings(deadline=None, max_examples=6)
 @given(data=st.data())
 def test_too_few_residents_are_refused_with_the_number_that_does(
     name: str, data: st.DataObject
