@@ -1,5 +1,7 @@
 """Whatever the model: with its weights at rest on the host, training ends in the same bits."""
 
+import bisect
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
@@ -13,7 +15,7 @@ from ebbtide import ActivationPolicy, OffloadHandle, WeightPolicy
 from ebbtide.devices import SimulatedDevice
 from ebbtide.stores import PinnedStore
 from loops import on_device
-from zoo import ENTRIES, Entry, Snapshot, assert_bitwise_equal, deterministic
+from zoo import ENTRIES, Entry, Snapshot, assert_bitwise_equal, deterministic, tensors_in
 
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.01, momentum=0.9),
@@ -93,15 +95,22 @@ class NothingAtRestComputes(TorchDispatchMode):
 
     def __init__(self, handle: OffloadHandle) -> None:
         super().__init__()
-        begins = [(each.address, each.size_bytes) for each in handle.inspect().parameters]
-        self.ranges = [(begin, begin + size_bytes) for begin, size_bytes in begins]
+        parameters = sorted(handle.inspect().parameters, key=lambda each: each.address)
+        self.begins = [each.address for each in parameters]
+        self.ends = [each.address + each.size_bytes for each in parameters]
+
+    @classmethod
+    @functools.cache
+    def _moves(cls, function) -> bool:
+        return str(function).startswith(cls.MOVES)
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if not str(function).startswith(self.MOVES):
-            for tensor in torch.utils._pytree.tree_leaves((args, kwargs)):
-                if isinstance(tensor, Tensor) and tensor.layout is torch.strided:
+        if not self._moves(function):
+            for tensor in tensors_in((*args, *(kwargs or {}).values())):
+                if tensor.layout is torch.strided:
                     address = tensor.data_ptr()
-                    at_rest = any(begin <= address < end for begin, end in self.ranges)
+                    before = bisect.bisect(self.begins, address)
+                    at_rest = before > 0 and address < self.ends[before - 1]
                     assert not at_rest, f"{function} takes a weight at rest"
         return function(*args, **(kwargs or {}))
 

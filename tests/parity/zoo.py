@@ -12,7 +12,7 @@ It knows nothing of ebbtide. A parity test reads:
 
 import contextlib
 import fnmatch
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -177,6 +177,18 @@ def assert_bitwise_equal(actual: Snapshot, expected: Snapshot) -> None:
     for name, tensor in actual.items():
         difference = _difference(tensor, expected[name])
         assert difference is None, f"{name}: {difference}"
+
+
+def tensors_in(arguments: Iterable[object]) -> Iterator[Tensor]:
+    """The tensors among the arguments of an operation, and in their lists.
+
+    `tree_leaves` finds them, too, and takes five times as long.
+    """
+    for each in arguments:
+        if isinstance(each, Tensor):
+            yield each
+        elif isinstance(each, (list, tuple)):
+            yield from tensors_in(each)
 
 
 def _difference(actual: Tensor | None, expected: Tensor | None) -> str | None:

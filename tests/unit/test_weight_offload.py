@@ -6,7 +6,7 @@ import gc
 import io
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,7 +23,7 @@ from ebbtide.errors import SavedTensorModifiedError
 from ebbtide.stores import PinnedStore
 from ebbtide.weights.hooks import WeightHooks
 from loops import on_device
-from zoo import assert_bitwise_equal
+from zoo import assert_bitwise_equal, tensors_in
 
 WIDTH = 16
 
@@ -65,14 +65,6 @@ def batch(number: int) -> Tensor:
     return torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(number))
 
 
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
-
-
 class OnDevice(TorchFunctionMode):
     """While a model works, nothing computes with a weight that rests on the host."""
 
@@ -85,7 +77,7 @@ class OnDevice(TorchFunctionMode):
             return result
         looked_at = torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
         if not looked_at and self.hooks.weights.is_working():
-            for tensor in _tensors((*args, *(kwargs or {}).values())):
+            for tensor in tensors_in((*args, *(kwargs or {}).values())):
                 assert tensor not in self.hooks.parameters, f"{func} has a weight of the host"
         return result
 
