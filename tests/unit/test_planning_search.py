@@ -181,8 +181,10 @@ def best_by_hand(profile: StepProfile, timing: StepTiming, budget: PlanBudget) -
     return min(fitting)
 
 
-@pytest.mark.parametrize("gb_per_s", [2, 8, 25, 64, 256, 900])
-@pytest.mark.parametrize(("count", "per_layer"), [(10, 3), (30, 2)])
+@pytest.mark.parametrize(
+    ("gb_per_s", "count", "per_layer"),
+    [(2, 30, 2), (8, 10, 3), (25, 30, 2), (64, 10, 3), (256, 30, 2), (900, 10, 3)],
+)
 def test_no_plan_made_by_hand_is_better(gb_per_s: int, count: int, per_layer: int) -> None:
     profile = random_chain(gb_per_s + count, count, per_layer)
     hardware = make_link(gb_per_s * 1000, both_mb_per_s=gb_per_s * 1500, latency_s=1e-5)
@@ -246,9 +248,11 @@ def test_no_slower_than_a_dynamic_programme_that_recomputes_and_offloads(
 # ---- long steps ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("equal", [True, False], ids=["equal", "random"])
-@pytest.mark.parametrize(("gb_per_s", "share"), [(2, 0.4), (2, 0.8), (5, 0.15), (25, 0.4)])
-def test_a_thousand_layers(equal: bool, gb_per_s: int, share: float) -> None:
+@pytest.mark.parametrize(
+    ("gb_per_s", "share", "equal"),
+    [(2, 0.4, True), (2, 0.8, False), (5, 0.15, False), (5, 0.15, True), (25, 0.4, False)],
+)
+def test_a_thousand_layers(gb_per_s: int, share: float, equal: bool) -> None:
     profile = random_chain(1, 1000, 3)
     if equal:
         profile = dataclasses.replace(
@@ -422,7 +426,7 @@ def test_the_bound_holds_wherever_weights_rest(
 
 
 def test_the_same_search_gives_the_same_plan() -> None:
-    profile = random_chain(5, 20, 3)
+    profile = random_chain(5, 10, 3)
     hardware = make_link(5000)
     timing = StepTiming(profile, hardware)
     budget = PlanBudget(device_bytes=timing.predict(keep_all(profile)).peak_bytes // 3)
