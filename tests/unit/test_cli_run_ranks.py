@@ -22,12 +22,12 @@ rank = dist.get_rank()
 torch.manual_seed(rank)
 whole, model = model, DistributedDataParallel(model)
 if len(sys.argv) > 1 and rank == 1:
-    model(torch.randn(8, 64)).sum()
+    model(torch.randn(8, 16)).sum()
     raise RuntimeError("rank 1 is ill")
 losses = []
 for _ in range(2):
     optimizer.zero_grad()
-    loss = model(torch.randn(4096, 64)).square().mean()
+    loss = model(torch.randn(2**14, 16)).square().mean()
     loss.backward()
     optimizer.step()
     losses.append(loss.item())

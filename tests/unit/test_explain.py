@@ -17,9 +17,11 @@ from ebbtide.observe.inspection import InFlight, InspectedStorage
 from ebbtide.runtime.events import MemorySample, OwnedBytes, Owner, StepMemory
 from live_memory import LiveMemory
 
+pytestmark = pytest.mark.usefixtures("frozen_imports")
+
 MIB = 2**20
-WIDTH = 256
-ROWS = 8192  # 8 MiB for an activation
+WIDTH = 64
+ROWS = 32768  # 8 MiB for an activation
 POLICY = ebbtide.ActivationPolicy(rebuild=False)
 
 

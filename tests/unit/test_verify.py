@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -275,9 +274,8 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_a_script_is_verified_as_it_is(script: str) -> None:
-    command = [sys.executable, "-m", "ebbtide", "verify", "--json", "--orders", "1", "--steps", "6"]
-    run = subprocess.run([*command, script, "2"], capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout + run.stderr
+    run = call("verify", "--json", "--orders", "1", "--steps", "6", script, "2")
+    assert run.exit_code == 0, run.output
     document = json.loads(run.stdout)
     assert document["same"] and document["compared"] > 6 * 6
     assert all(each["moved_bytes"] for each in document["runs"])
@@ -287,9 +285,8 @@ def test_a_loss_of_a_script_is_compared(script: str) -> None:
     """It alone differs: what is added to it has no gradient."""
     loss = "(model(x).square().mean() + bool(layers[0]._forward_pre_hooks)).backward()"
     Path(script).write_text(SCRIPT.replace("model(x).square().mean().backward()", loss))
-    command = [sys.executable, "-m", "ebbtide", "verify", "--json", "--orders", "0", "--steps", "2"]
-    run = subprocess.run([*command, script, "1"], capture_output=True, text=True)
-    assert run.returncode == 1, run.stdout + run.stderr
+    run = call("verify", "--json", "--orders", "0", "--steps", "2", script, "1")
+    assert run.exit_code == 1, run.output
     (offloaded,) = json.loads(run.stdout)["runs"]
     assert offloaded["difference"]["name"] == "step 1: loss 1"
     assert offloaded["difference"]["num_different"] == 2
@@ -298,15 +295,13 @@ def test_a_loss_of_a_script_is_compared(script: str) -> None:
 def test_a_script_that_offloads_by_itself_cannot_be_run_plainly(script: str) -> None:
     source = SCRIPT.replace("optimizer = ", "import ebbtide; ebbtide.offload(model); optimizer = ")
     Path(script).write_text(source)
-    command = [sys.executable, "-m", "ebbtide", "verify", "--orders", "0", script, "1"]
-    run = subprocess.run(command, capture_output=True, text=True)
-    assert run.returncode == 2 and not run.stdout
+    run = call("verify", "--orders", "0", script, "1")
+    assert run.exit_code == 2 and not run.stdout
 
 
 def test_a_script_that_ends_too_early_is_refused(script: str) -> None:
-    command = [sys.executable, "-m", "ebbtide", "verify", "--orders", "0", "--steps", "5"]
-    run = subprocess.run([*command, script, "1"], capture_output=True, text=True)
-    assert run.returncode == 2 and not run.stdout
+    run = call("verify", "--orders", "0", "--steps", "5", script, "1")
+    assert run.exit_code == 2 and not run.stdout
 
 
 @pytest.mark.usefixtures("script")
