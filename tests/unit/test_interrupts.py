@@ -28,6 +28,8 @@ from ebbtide.stores import PinnedStore
 from loops import on_device
 from waiting import PATIENCE_S, wait_until
 
+pytestmark = pytest.mark.usefixtures("frozen_imports")
+
 SOURCE, TORCH = (str(Path(each.__file__).parent) for each in (ebbtide, nn))
 LEAST_LINES = {SOURCE: 1000, TORCH: 100}
 NOT_OURS = sys.modules[SimulatedDevice.__module__].__file__
