@@ -4,6 +4,7 @@ import functools
 import logging
 import warnings
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -153,6 +154,39 @@ def test_a_recomputed_forward_is_not_taken_for_a_compiled_one() -> None:
         for _ in range(2):
             checkpoint(model, x, use_reentrant=True).sum().backward()
         assert handle.layers == tuple(f"blocks.{number}" for number in range(LAYERS))
+
+
+def in_a_sequential(model: Net) -> nn.Module:
+    """The compiler traces the blocks and not the `nn.Sequential` that they are called by."""
+    model.blocks = nn.ModuleList(nn.Sequential(block, nn.Tanh()) for block in model.blocks)
+    for each in model.blocks:
+        each.compile(backend="aot_eager")
+    return model
+
+
+@pytest.mark.parametrize("mode", ["offload", "recompute"])
+@pytest.mark.parametrize("layers", [None, ["blocks.*"]], ids=["blocks", "sequentials"])
+def test_layers_of_a_sequential_that_is_compiled(
+    mode: Any, layers: list[str] | None, log: list[str]
+) -> None:
+    with warnings.catch_warnings(record=True) as expected_told:
+        warnings.simplefilter("always")
+        expected_losses, expected = train(in_a_sequential(build()))
+    graphs = counters["stats"]["unique_graphs"]
+    assert graphs
+    model = in_a_sequential(build())
+    policy = ebbtide.ActivationPolicy(min_bytes=1024, mode=mode)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        handle = ebbtide.offload(model, layers=layers, activations=policy)
+        losses, gradients = train(model)
+    assert {str(each.message) for each in told} <= {str(each.message) for each in expected_told}
+    assert losses == expected_losses
+    assert all(map(torch.equal, gradients, expected))
+    assert counters["stats"]["unique_graphs"] == graphs
+    assert not log
+    stats = handle.stats
+    assert (stats.recomputed_bytes if mode == "recompute" else stats.offloaded_bytes) > 0
 
 
 @pytest.mark.parametrize("compile_it", PER_LAYER)

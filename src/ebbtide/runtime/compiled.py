@@ -26,6 +26,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ebbtide.errors import PolicyError
+from ebbtide.runtime.torch_internals import find_compiler, set_compiler
 
 is_traced = torch.compiler.is_compiling
 """Whether the compiler traces this call. The compiler takes the answer for a constant."""
@@ -62,6 +63,29 @@ def skip_in_compiler(function: Callable[..., Any], *, with_callees: bool = True)
         callees = action.SKIP if with_callees else action.DEFAULT
         strategy = frames._FrameExecStrategy(action.SKIP, callees)
         frames.set_code_exec_strategy(function.__code__, strategy)
+
+
+def compiled_as_here(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that the compiler treats as it would where this is called.
+
+    Inside of a compiled module it compiles what it did not trace whole, such as the modules in an
+    `nn.Sequential`. A checkpoint switches it off for what runs in it.
+    """
+    compiler = find_compiler()
+    return functools.partial(_call_compiled, compiler, function) if compiler else function
+
+
+def _call_compiled(
+    compiler: Any, function: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> Any:
+    before = set_compiler(compiler)
+    try:
+        return function(*args, **kwargs)
+    finally:
+        set_compiler(before)
+
+
+skip_in_compiler(compiled_as_here, with_callees=False)
 
 
 Around = tuple[Callable[[Any], None], Callable[[Any], None]]

@@ -33,6 +33,7 @@ from ebbtide.errors import PolicyError, SavedTensorModifiedError
 from ebbtide.runtime.activations import Activations
 from ebbtide.runtime.compiled import (
     ForwardReplacement,
+    compiled_as_here,
     is_traced,
     skip_in_compiler,
 )
@@ -844,10 +845,13 @@ class RecomputedForward(ForwardReplacement):
             return forward(*args, **kwargs)
         if args and args[0] is module:
             args = args[1:]  # accelerate binds what it finds in `module.forward` to it again
-        recomputing = self._find()
+        recomputing = self._find_recomputing()
         if recomputing is None or module is None:
             return forward(*args, **kwargs)
-        return recompute_later(recomputing, module, forward, args, kwargs)
+        return recompute_later(recomputing, module, compiled_as_here(forward), args, kwargs)
+
+    def _find_recomputing(self) -> Recomputing | None:
+        return self._find()
 
     def restore(self) -> None:
         """Give the module its own forward back."""
@@ -860,4 +864,7 @@ class RecomputedForward(ForwardReplacement):
 
 
 skip_in_compiler(RecomputedForward.__call__, with_callees=False)
+# Within a module that is compiled and that the compiler does not trace, such as an nn.Sequential.
+skip_in_compiler(RecomputedForward._find_recomputing)
+skip_in_compiler(recompute_later)
 skip_in_compiler(vars(RecomputedForward)["_module"].fget)
