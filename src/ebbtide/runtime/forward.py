@@ -8,7 +8,7 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, final
 
 import torch
@@ -208,7 +208,7 @@ class OffloadedForward(ForwardReplacement):
                 self._begin(hooks)
                 hooks.note_values(Owner.INPUTS, (args, kwargs))
             result = self._forward(*args, **kwargs)
-            completed = not isinstance(result, _LATER)
+            completed = not self._runs_later(result)
             if hooks is not None:
                 hooks.note_values(Owner.OUTPUTS, result)
                 if not completed:
@@ -221,15 +221,24 @@ class OffloadedForward(ForwardReplacement):
             here.depth = around
         return result
 
+    def _runs_later(self, result: object) -> bool:
+        """Whether a call has returned what will run the forward, such as a generator."""
+        if isinstance(result, _LATER):
+            return True
+        if self._tracker is None or self._tracker.num_called:
+            return False
+        return isinstance(result, Iterator)  # such as `map`; what it gives may be there already
+
     def _warn_of_later(self) -> None:
         """Say once that the forward has not run when its call returns."""
         if not self._has_warned:
             self._has_warned = True
             warn_user(
                 "forward-yields",
-                "the model's forward is a generator or a coroutine, which runs when its call has "
-                "returned: only its layers are offloaded, each as a forward of its own. To offload "
-                "all of it, put what it does into a forward that returns its result",
+                "the model's forward is a generator, another iterator or a coroutine, which runs "
+                "when its call has returned: only its layers are offloaded, each as a forward of "
+                "its own. To offload all of it, put what it does into a forward that returns its "
+                "result",
             )
 
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -255,6 +255,11 @@ class LayerTracker:
         """Whether a forward runs on the calling thread."""
         return self._running.active
 
+    @property
+    def num_called(self) -> int:
+        """How many layers the forward of the calling thread has called."""
+        return self._running.num_calls
+
     def begin_forward(self, first: int = 0) -> None:
         """Begin a forward.
 
