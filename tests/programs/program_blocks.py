@@ -16,6 +16,7 @@ ACTIVATIONS = (
     *("nn.GELU()", "nn.GELU(approximate='tanh')", "nn.SiLU()", "nn.Mish()", "nn.ELU()"),
     *("nn.Softplus()", "nn.LeakyReLU(0.1)", "nn.Tanh()", "nn.ReLU()", "nn.Hardswish()"),
     *("nn.ReLU(inplace=True)", "nn.Sigmoid()", "nn.PReLU()"),
+    "nn.Sequential(nn.Sigmoid(), nn.LPPool1d(1.7, 1))",  # powers
 )
 """Of plain blocks."""
 

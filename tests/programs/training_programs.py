@@ -212,6 +212,10 @@ for p in {params}:
 arrays = [p.detach().cpu().numpy() for p in {params}]""",
     "shared memory": "{model}.share_memory()",
     "frozen weights": "{params}[0].requires_grad_(False)",
+    "data held by the model": """\
+{model}.dataset = torch.utils.data.TensorDataset(torch.ones(2**14, 16, device=device))
+for module in {model}.modules():
+    module.rows = [torch.ones(2**12, 16, device=device)]""",
     "tied weights": "{tie}",
 }
 MEMORY = {"flat weights", "NumPy weights", "shared memory"}
@@ -1463,7 +1467,7 @@ TRIED_WITH: dict[str, tuple[str, ...]] = {
         (
             *("memory outside modules", "cached mask", "collected by the loop"),
             *("sparse embedding", "large buffer changed in place", "threads, a budget each"),
-            *("number argument", "variable lengths", "gradient penalty"),
+            *("number argument", "variable lengths", "gradient penalty", "data held by the model"),
         ),
         _BUDGET,
     ),
