@@ -16,7 +16,7 @@ SEEDS = int(os.environ.get("EBBTIDE_SIMULATION_SEEDS", "100"))
 """`make soak` runs many more."""
 
 CHUNK = 50
-GENERATED = 2 * SEEDS
+GENERATED = 3 * SEEDS
 TAPES = st.integers(0, 500).flatmap(lambda size: st.binary(min_size=size, max_size=size))
 KNOBS = st.builds(
     Knobs,

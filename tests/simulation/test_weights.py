@@ -13,6 +13,7 @@ from loops import on_device
 from weight_programs import Tally, check_weights
 
 SEEDS = int(os.environ.get("EBBTIDE_SIMULATION_SEEDS", "50"))
+CHUNK = min(SEEDS, 100)
 CONTENT = {
     "another order",
     "asked for",
@@ -28,13 +29,13 @@ CONTENT = {
 }
 
 
-@pytest.mark.parametrize("first", range(0, SEEDS, 50))
+@pytest.mark.parametrize("first", range(0, SEEDS, CHUNK))
 def test_random_training(first: int) -> None:
     tally = Tally()
-    for seed in range(first, first + 50):
+    for seed in range(first, first + CHUNK):
         check_weights(seed, tally)
     assert set(tally.content) == CONTENT
-    assert min(tally.content.values()) > 5
+    assert min(tally.content.values()) > CHUNK // 10
 
 
 def equal_layers(
