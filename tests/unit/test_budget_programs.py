@@ -185,6 +185,68 @@ def num_recorded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return recorded
 
 
+class Config:
+    """An object of the program's own."""
+
+
+def holds_a_tensor(net: Net, data: Tensor) -> None:
+    net.dataset = data
+
+
+def holds_a_dataset(net: Net, data: Tensor) -> None:
+    net.dataset = torch.utils.data.TensorDataset(data)
+
+
+def holds_an_object(net: Net, data: Tensor) -> None:
+    net.config = Config()
+    net.config.data = {"train": [data]}
+
+
+def layers_hold_it(net: Net, data: Tensor) -> None:
+    for block in net.blocks:
+        block.table = data
+
+
+DATA_BYTES = 2**24
+
+
+@pytest.mark.parametrize(
+    ("holds", "num_copies"),
+    [(holds_a_tensor, 0), (holds_a_dataset, 0), (holds_an_object, 0), (layers_hold_it, 1)],
+)
+def test_data_that_the_model_holds_is_not_copied(
+    holds: Callable[[Net, Tensor], None], num_copies: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a layer itself holds is copied once, while the layer is verified."""
+    live = LiveMemory()
+    monkeypatch.setattr("ebbtide.planning.budget.memory_of", lambda _: live)
+    recomputed_bytes = peak_bytes = 0
+    with live, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        net = Net()
+        holds(net, torch.ones(DATA_BYTES // 4))
+        before_bytes = live.now_bytes()
+        budget = before_bytes + 60_000  # of the 100 kB that a step needs
+        with ebbtide.offload(net, budget=budget, activations=SMALL) as handle:
+            for _ in range(6):
+                net(torch.randn(ROWS, WIDTH)).sum().backward()
+                recomputed_bytes += handle.stats.recomputed_bytes
+                peak_bytes = max(peak_bytes, live.peak_bytes())  # the budget resets it
+        assert peak_bytes - before_bytes < (num_copies + 0.5) * DATA_BYTES
+    assert recomputed_bytes > 0
+
+
+def test_anomaly_detection_finds_no_anomaly(capfd: pytest.CaptureFixture[str]) -> None:
+    net = Net()
+    with torch.autograd.set_detect_anomaly(True), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with ebbtide.offload(net, budget="90%", activations=SMALL) as handle:
+            for _ in range(6):
+                net(torch.randn(ROWS, WIDTH)).sum().backward()
+            assert handle.plan is not None
+    assert capfd.readouterr().err == ""
+
+
 @pytest.mark.parametrize("number", [lambda step: step, lambda step: step / 7, lambda _: True])
 def test_a_number_among_the_arguments_is_no_kind_of_its_own(
     number: Callable[[int], object], num_recorded: list[int]

@@ -739,8 +739,9 @@ class _VerifiedCall(_Call):
                 # Not through the tensor itself: its version would count the change.
                 memory = Tensor.data.__get__(tensor)  # type: ignore[attr-defined]
                 # Digests go by the layout of memory, which a copy of a view need not share.
+                is_alike = memory.stride() == copied.stride() and not memory.storage_offset()
                 self._digests.memory += digest(copied)
-                again.memory += digest(memory.clone())
+                again.memory += digest(memory if is_alike else memory.clone())
                 if memory.device.type != "cpu" or not torch.equal(memory, copied):
                     memory.copy_(copied)
 
