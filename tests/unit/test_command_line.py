@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from collections.abc import Iterator
@@ -52,6 +53,18 @@ def test_help_is_plain_and_80_columns_wide(command: tuple[str, ...]) -> None:
     assert text.isascii()
     assert not re.search(r"[\x00-\x09\x0b-\x1f]", text)
     assert "..." not in text.partition("Commands:")[2], "a summary is cut"
+
+
+def test_every_option_has_its_name_in_the_source() -> None:
+    """Typer 0.27 takes the metavar for the name of an option that has none."""
+    calls = [
+        node
+        for path in (ROOT / "src" / "ebbtide" / "tools").glob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "typer.Option"
+    ]
+    assert len(calls) > 40
+    assert not [call.lineno for call in calls if "'--" not in "".join(map(ast.unparse, call.args))]
 
 
 @pytest.mark.parametrize(("command", "page"), COMMANDS.items())

@@ -66,12 +66,15 @@ AsModule = Annotated[
 Budget = Annotated[
     str | None,
     typer.Option(
-        metavar="SIZE", help="Most memory that training may take: 20GiB, or 90% of all there is."
+        "--budget",
+        metavar="SIZE",
+        help="Most memory that training may take: 20GiB, or 90% of all there is.",
     ),
 ]
 Store = Annotated[
     str,
     typer.Option(
+        "--store",
         metavar="STORE",
         help="Where activations go: auto, host, disk[:/some/dir] or tiered[:/dir].",
     ),
@@ -79,15 +82,22 @@ Store = Annotated[
 Layers = Annotated[
     list[str] | None,
     typer.Option(
-        metavar="PATTERN", help="Modules whose calls are the layers, such as blocks.*; repeatable."
+        "--layers",
+        metavar="PATTERN",
+        help="Modules whose calls are the layers, such as blocks.*; repeatable.",
     ),
 ]
 Mode = Annotated[
     str,
-    typer.Option(metavar="MODE", help="Without a budget: offload, recompute or recompute+offload."),
+    typer.Option(
+        "--mode", metavar="MODE", help="Without a budget: offload, recompute or recompute+offload."
+    ),
 ]
 MinBytes = Annotated[
-    str, typer.Option(metavar="SIZE", help="Tensors smaller than this stay on the device.")
+    str,
+    typer.Option(
+        "--min-bytes", metavar="SIZE", help="Tensors smaller than this stay on the device."
+    ),
 ]
 Weights = Annotated[
     bool,
