@@ -214,16 +214,13 @@ class Suite:
 
     def _ask_in_time(self, job: Job, mode: str) -> dict[str, Any]:
         left_s = self._deadline_s - time.monotonic()
-        if left_s <= 5:
-            return _TOO_LATE
-        answer = self._ask(job, mode, min(left_s, _TRIAL_LIMIT_S))
-        return _TOO_LATE if answer is None else answer
+        limit_s = min(left_s, _TRIAL_LIMIT_S)
+        return self._ask(job, mode, limit_s) if left_s > 5 else _TOO_LATE
 
-    def _ask(self, job: Job, mode: str, limit_s: float) -> dict[str, Any] | None:
-        """Return what a trial answers; None if the time of the suite, not its own, was over."""
+    def _ask(self, job: Job, mode: str, limit_s: float) -> dict[str, Any]:
         first = {} if self._load is None else {"import": self._load}
-        plain = self._results.get(job.case, {}).get(job.name, {}).get("modes", {}).get("none", {})
-        peak_bytes = plain.get("reserved_peak_bytes")
+        known = self._results.get(job.case, {}).get(job.name, {}).get("modes", {})
+        peak_bytes = known.get("none", {}).get("reserved_peak_bytes")
         peak = {} if peak_bytes is None else {"plain_peak_bytes": peak_bytes}
         text = request(job.task, mode, str(self._device), job.shape, **first, **peak, **job.more)
         begin_s = time.monotonic()
@@ -236,7 +233,7 @@ class Suite:
                 answer["trial_s"] = took_s
                 return answer
         if code is None and limit_s < _TRIAL_LIMIT_S:
-            return None
+            return _TOO_LATE
         self.failed = True
         why = f"stopped after {limit_s:.0f} s" if code is None else f"exit {code}"
         return {"failed": f"{why}: {' | '.join(lines[-3:])[-600:]}"}

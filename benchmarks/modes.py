@@ -225,9 +225,13 @@ class Ebbtide(AbstractMode):
         return contextlib.nullcontext
 
     def figures(self) -> dict[str, Any]:
-        assert self._handle is not None
-        stats = self._handle.stats
-        return {name: getattr(stats, name) for name in stats.__dataclass_fields__}
+        return _figures_of(self._handle)
+
+
+def _figures_of(handle: ebbtide.api.OffloadHandle | None) -> dict[str, Any]:
+    assert handle is not None
+    stats = handle.stats
+    return {name: getattr(stats, name) for name in stats.__dataclass_fields__}
 
 
 def _with_min_bytes(
@@ -248,13 +252,13 @@ class Planned(AbstractMode):
     def __init__(self, name: str, note: str, percent: int | None = None) -> None:
         super().__init__(name, note)
         self._percent = percent
-        self._plain_peak_bytes: int | None = None
+        self._budget_bytes: int | None = None
         self._handle: ebbtide.api.OffloadHandle | None = None
 
     def missing(self, device: torch.device) -> str | None:
         if device.type == "cpu":
             return "needs an accelerator"
-        if self._percent is not None and self._plain_peak_bytes is None:
+        if self._percent is not None and self._budget_bytes is None:
             return "the peak without offload, of which the budget is a share, is not known"
         return None
 
@@ -263,26 +267,16 @@ class Planned(AbstractMode):
         return 12
 
     def fit_below(self, plain_peak_bytes: int) -> None:
-        self._plain_peak_bytes = plain_peak_bytes
+        if self._percent is not None:
+            self._budget_bytes = self._percent * plain_peak_bytes // 100
 
     def attach(self, model: Stack) -> Context:
-        self._handle = ebbtide.offload(model, budget=self.budget_bytes)
+        self._handle = ebbtide.offload(model, budget=self._budget_bytes)
         return contextlib.nullcontext
 
-    @property
-    def budget_bytes(self) -> int | None:
-        if self._percent is None or self._plain_peak_bytes is None:
-            return None
-        return self._percent * self._plain_peak_bytes // 100
-
     def figures(self) -> dict[str, Any]:
-        assert self._handle is not None
-        stats = self._handle.stats
-        return {
-            "budget_bytes": self.budget_bytes,
-            "handle": repr(self._handle),
-            **{name: getattr(stats, name) for name in stats.__dataclass_fields__},
-        }
+        about = {"budget_bytes": self._budget_bytes, "handle": repr(self._handle)}
+        return about | _figures_of(self._handle)
 
 
 def _cannot_import(module: str) -> str | None:

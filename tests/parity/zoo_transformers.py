@@ -50,7 +50,7 @@ def llama_tied() -> Drawn:
 def llama_checkpointed() -> Drawn:
     model, inputs = llama()
     enable = getattr(model, "activation_checkpointing_enable", None)
-    enable = enable or model.gradient_checkpointing_enable  # its name before Transformers 5.20
+    enable = enable or model.gradient_checkpointing_enable  # its name before Transformers 5.23
     enable({"use_reentrant": False})
     return model, inputs
 

@@ -54,6 +54,8 @@ from training_programs import FAMILIES, Program, Statement, generate
 SEED_TIMEOUT_S = 120
 REAL = "real"
 """In place of an order of the software accelerator: the accelerator of the machine."""
+SAME_ARITHMETIC = ("cpu", "softdevice")
+"""Devices that compute as the host does, to the bit."""
 REFUSALS = (ebbtide.BudgetError, ebbtide.StoreFullError)
 IMPORTS = """\
 import contextlib, copy, functools, gc, io, itertools, random, warnings, weakref
@@ -351,22 +353,17 @@ def compare(program: Program, device: str = "cpu") -> tuple[Difference | None, R
     text = str(program)
     if device not in SAME_ARITHMETIC and ("WeightPolicy(" in text or "budget=" in text):
         # The optimizer may step on the host, which rounds as it does.
-        return _difference(
-            program, *(_cut(program, run, [".step("]) for run in (plain, mine))
-        ), mine
+        before = (_cut(program, run, [".step("], last_too=False) for run in (plain, mine))
+        return _difference(program, *before), mine
     return _difference(program, plain, mine), mine
 
 
-SAME_ARITHMETIC = ("cpu", "softdevice")
-"""Devices that compute as the host does, to the bit."""
-
-
-def _cut(program: Program, run: Run, words: Sequence[str]) -> Run:
-    """Return what a run gave until the first statement with one of these words had ended."""
+def _cut(program: Program, run: Run, words: Sequence[str], *, last_too: bool) -> Run:
+    """Return what a run gave until the first statement with one of these words began or ended."""
     places = [n for n, each in enumerate(program.statements) if any(w in each.text for w in words)]
     last = places[0] if places else len(program.statements)
-    if places and ("for _ in" in program.statements[last].text or ".step(" in words):
-        last -= 1  # it runs more than one, or changes what is looked at
+    if places and (not last_too or "for _ in" in program.statements[last].text):
+        last -= 1  # a loop runs more than one
     values = [(name, value) for name, value in run.values if _number(name) <= last]
     values = [(name, value) for name, value in values if "at the end" not in name]
     errors = {at: error for at, error in run.errors.items() if at <= last}
@@ -376,7 +373,7 @@ def _cut(program: Program, run: Run, words: Sequence[str]) -> Run:
 def _difference(program: Program, plain: Run, mine: Run) -> Difference | None:
     if program.repeats:
         words = (".backward(", "autograd.grad(")
-        plain, mine = _cut(program, plain, words), _cut(program, mine, words)
+        plain, mine = (_cut(program, run, words, last_too=True) for run in (plain, mine))
     for at in sorted(plain.errors.keys() | mine.errors.keys()):
         expected, got = plain.errors.get(at), mine.errors.get(at)
         if mine.refused and at == max(mine.errors):

@@ -299,6 +299,7 @@ def search(
         return _search_by_hand(contest, hardware)
     if relaxation is None:
         raise _over([contest])
+    _enter_rules(contest, hardware)
     _enter_plans(contest, hardware, relaxation)
     if not contest.has_fitting:
         contest.enter(_most_frugal(contest).choices)
@@ -350,10 +351,9 @@ def _search_placements(
         return _search_by_hand(ends[1], hardware)
     if relaxation is None:
         raise _over(ends)
-    bounded: list[tuple[float, int, Contest, Relaxation]] = []
-    for resting in resting_choices(profile, relaxation.resting_bytes):
-        ends.insert(-2, contest_of(resting))
-    for contest in ends:
+    tried = resting_choices(profile, relaxation.resting_bytes)
+    bounded: list[tuple[Contest, Relaxation]] = []
+    for contest in [*(contest_of(each) for each in tried), *ends]:
         if contest.is_late:
             break
         try:
@@ -362,21 +362,22 @@ def _search_placements(
             break
         if found is not None:
             _enter_rules(contest, hardware)
-            bounded.append((found.bound_s, len(bounded), contest, found))
-    best, best_s, bound_s = ends[-2], float("inf"), 0.0
-    for low_s, _, contest, found in sorted(bounded, key=lambda each: each[:2]):
+            bounded.append((contest, found))
+    best, best_s, bound_s = ends[0], float("inf"), 0.0
+    for contest, found in sorted(bounded, key=lambda each: each[1].bound_s):
         # A plan is about as far from its bound as the best one is. Half of that is no hope.
-        if best.has_fitting and low_s >= (bound_s + best_s) / 2:
+        if best.has_fitting and found.bound_s >= (bound_s + best_s) / 2:
             break
         if not contest.is_late:
             _enter_plans(contest, hardware, found)
         if contest.fitting_s < best_s:
-            best, best_s, bound_s = contest, contest.fitting_s, low_s
+            best, best_s, bound_s = contest, contest.fitting_s, found.bound_s
     if not best.has_fitting:
-        best = ends[-1]
+        best = ends[1]
+        _enter_rules(best, hardware)  # which it has not got to if it is late
         best.enter(_most_frugal(best).choices)
     if not best.has_fitting:
-        raise _over(ends[-2:])
+        raise _over(ends)
     _improve(best, bound_s)
     return _finished(best, relaxation.bound_s)
 
@@ -462,7 +463,6 @@ def find_frugal(
 def _enter_plans(contest: Contest, hardware: Hardware, relaxation: Relaxation) -> None:
     """Enter plans that are rounded, made by hand, or found layer by layer."""
     bound_s = relaxation.bound_s
-    _enter_rules(contest, hardware)
     if _is_long(contest.profile) and not _is_close(contest, bound_s):
         # To solve the programme once more takes as long as many predictions.
         bound_bytes = _ordered_bounds(contest)[0]

@@ -122,7 +122,7 @@ class SavedDigests:
     """
 
     def __init__(self, *, first: bool) -> None:
-        self.forms: list[Hashable] = []
+        self.forms: list[tuple[Any, ...]] = []
         self.at_once: list[list[Digest]] = []
         self.digests: list[list[Digest]] = []
         self.operations: list[int] = []
@@ -132,7 +132,6 @@ class SavedDigests:
         self.unsaved: frozenset[int] = frozenset()
         self.unfilled: frozenset[int] = frozenset()
         self._is_first = first
-        self._dims: list[int] = []
         self._pending: list[tuple[int, Tensor]] = []
         self._operation = -1
 
@@ -151,7 +150,6 @@ class SavedDigests:
         stride = tensor.stride() if strided and not tensor.is_nested else None
         self.forms.append((tensor.shape, stride, tensor.dtype, tensor.device))
         self.operations.append(operation)
-        self._dims.append(tensor.dim())
         if self._is_first:
             self.at_once.append(digest(tensor))
             self.can_be_sampled.append(not is_weight and sample(tensor) is not None)
@@ -178,21 +176,18 @@ class SavedDigests:
         """
         # torch numbers a node before the node saves its first tensor.
         attentions = {node._sequence_nr() + 1 for node in _attentions(result)}
-        most: dict[int, int] = {}
-        for operation, dims in zip(self.operations, self._dims, strict=True):
-            most[operation] = max(dims, most.get(operation, 0))
-        self.unfilled = frozenset(
-            number
-            for number, operation in enumerate(self.operations)
-            if operation in attentions and self._dims[number] < most[operation]
-        )
+        dims = [len(shape) for shape, *_ in self.forms]
+        for operation in attentions:
+            numbers = [n for n, each in enumerate(self.operations) if each == operation]
+            most = max((dims[n] for n in numbers), default=0)
+            self.unfilled |= {n for n in numbers if dims[n] < most}
 
 
-_ATTENTION: Final = re.compile(r"(ScaledDotProduct|Flash|Efficient|Cudnn)(Attention|Attn|Fused)")
+_ATTENTION: Final = re.compile(r"(ScaledDotProduct|Flash|Efficient|Cudnn|Fused)(Att|Fused)|_fMHA")
 
 
 def _attentions(result: object) -> Iterator[Any]:
-    """Return the nodes of attentions in a graph, torch's and those of flash-attn."""
+    """Return the nodes of attentions: of torch, flash-attn, Transformer Engine and xFormers."""
     tensors = (leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
     left = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
     known: set[Any] = set(left)
