@@ -353,7 +353,7 @@ def _search_placements(
         raise _over(ends)
     tried = resting_choices(profile, relaxation.resting_bytes)
     bounded: list[tuple[Contest, Relaxation]] = []
-    for contest in [*(contest_of(each) for each in tried), *ends]:
+    for contest in [*ends, *(contest_of(each) for each in tried)]:
         if contest.is_late:
             break
         try:

@@ -200,9 +200,9 @@ def watch_calls(finder: ModelFinder) -> Callable[[], None]:
             if finder.begin_call(self):
                 try:
                     return call(self, *args, **kwargs)
-                except BudgetError as error:  # nothing of the forward has run
-                    if not finder.note_budget_error(self, error):
-                        raise
+                except BudgetError as error:
+                    finder.note_budget_error(self, error)
+                    raise
         finally:
             thread.inside = False
         return call(self, *args, **kwargs)
@@ -490,21 +490,11 @@ class ModelFinder:
             self._note_call(model)
         return True
 
-    def note_budget_error(self, module: nn.Module, error: BudgetError) -> bool:
-        """Note that the call of a module found no plan within the budget.
-
-        Returns:
-            Whether it is put back as it was, as in a dry run, so that it can be called again.
-        """
+    def note_budget_error(self, module: nn.Module, error: BudgetError) -> None:
+        """Note that the call of a module found no plan within the budget."""
         model = self._known.get(module)
-        if model is None:
-            return False
-        model.note_budget_error(error)
-        if self._show is None:
-            return False
-        model.detach("no plan fits into the budget")
-        self._show(model)
-        return True
+        if model is not None:
+            model.note_budget_error(error)
 
     def _note_call(self, model: FoundModel) -> None:
         self._num_calls += 1
