@@ -192,7 +192,9 @@ class OffloadHandle:
                 this before you make a learning rate scheduler.
             max_norm: the 2-norm to which the gradients are clipped; None: they are not.
             shadow_budget: the most memory for shadows, in bytes or as text such as ``"24GiB"``.
-                Layers beyond it step in ``step()``. None: half of the free host memory.
+                Layers beyond it step in ``step()``. None: half of the free host memory; where the
+                model computes on a CPU, none for weights that do not rest in files, because the
+                worker would need the cores that backward needs.
 
         Returns:
             The same optimizer.

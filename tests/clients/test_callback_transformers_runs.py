@@ -262,7 +262,7 @@ def test_the_optimizer_steps_inside_backward(
         def on_step_end(self, *_: Any, **kwargs: Any) -> None:
             seen.append(kwargs["optimizer"].optimizer.overlap)
 
-    callback = OffloadCallback(activations=SMALL, overlap=True)
+    callback = OffloadCallback(activations=SMALL, weights=ebbtide.WeightPolicy(), overlap=True)
     trainer = trainer_for(gpt2(), tmp_path, [callback, Look()], **options)
     for _ in range(2):
         trainer.train()

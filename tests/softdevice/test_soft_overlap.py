@@ -54,7 +54,7 @@ def _train_and_move(device: torch.device, *, overlaps: bool) -> tuple[dict[str, 
     handle = ebbtide.offload(model, activations=ebbtide.ActivationPolicy(min_bytes=1))
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
     if overlaps:
-        optimizer = handle.overlap(optimizer, max_norm=0.05)
+        optimizer = handle.overlap(optimizer, max_norm=0.05, shadow_budget=2**30)
     found: dict[str, Tensor] = {}
     for number in range(4):
         optimizer.zero_grad()

@@ -14,10 +14,48 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import ebbtide
+from ebbtide.devices import AbstractEvent, AbstractLane, CpuDevice, LaneEvent
 
 WIDTH = 32
+ROOM = "1GiB"  # without it, nothing steps ahead on a CPU
 
 pytestmark = pytest.mark.filterwarnings("ignore:ebbtide offloaded nothing:RuntimeWarning")
+
+
+class PromptLane(AbstractLane):
+    """A worker that is never behind: what it is given has ended when `submit` returns."""
+
+    def __init__(self, lane: str) -> None:
+        self._lane = lane
+
+    def submit(
+        self, work: Callable[[], None], then: Callable[[], None] | None = None
+    ) -> AbstractEvent:
+        event = LaneEvent(self._lane)
+        event.begin()
+        try:
+            work()
+        except RuntimeError as error:
+            event.finish(error)
+        else:
+            event.finish()
+        assert then is None
+        return event
+
+    def close(self) -> None:
+        """Nothing is left to do."""
+
+
+@pytest.fixture(autouse=True)
+def prompt_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What steps ahead does not depend on how fast a thread of its own would be."""
+    make = CpuDevice.lane
+
+    def lane(device: CpuDevice, name: str, lane: str) -> AbstractLane:
+        return PromptLane(lane) if lane == "cpu_optimizer" else make(device, name, lane)
+
+    monkeypatch.setattr(CpuDevice, "lane", lane)
+
 
 Make = Callable[[Any], torch.optim.Optimizer]
 
@@ -36,6 +74,7 @@ def overlapped(
 ) -> tuple[nn.Module, Any, ebbtide.OffloadHandle]:
     model = make()
     handle = ebbtide.offload(model, trace=others.pop("trace", False))
+    others.setdefault("shadow_budget", ROOM)
     return model, handle.overlap(optimizer(model.parameters()), max_norm=max_norm, **others), handle
 
 
@@ -61,6 +100,58 @@ def assert_same(mine: nn.Module, plain: nn.Module, my: Any, optimizer: Any) -> N
 
 class _Own(torch.optim.SGD):
     pass
+
+
+class LateLane(PromptLane):
+    """A worker that is at its first job when `step` comes, and has not begun the others."""
+
+    def __init__(self, lane: str) -> None:
+        super().__init__(lane)
+        self.queue: list[Callable[[], None]] = []
+        self.num_begun = 0
+
+    def submit(
+        self, work: Callable[[], None], then: Callable[[], None] | None = None
+    ) -> AbstractEvent:
+        self.num_begun += 1
+        if self.num_begun % 4 == 1:
+            return super().submit(work, then)
+        self.queue.append(work)
+        return LaneEvent(self._lane)  # whoever waits for it waits for ever
+
+
+@pytest.mark.parametrize("max_norm", [None, 1e-3, 1e6])
+def test_step_takes_over_what_the_worker_has_not_begun(
+    max_norm: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lane = LateLane("cpu_optimizer")
+    monkeypatch.setattr(CpuDevice, "lane", lambda *_: lane)
+    model, optimizer, handle = overlapped(max_norm=max_norm)
+    plain = make()
+    reference = fused(plain.parameters())
+    for x in batches(4):
+        step(model, optimizer, x)
+        reference.zero_grad()
+        plain(x).square().mean().backward()
+        if max_norm is not None:
+            nn.utils.clip_grad_norm_(plain.parameters(), max_norm)
+        reference.step()
+        work, lane.queue = lane.queue, []
+        for late in work:
+            late()  # has nothing left to do
+        assert_same(model, plain, optimizer, reference)
+    assert work
+    assert optimizer.overlap.num_overlapped == (0 if max_norm == 1e-3 else 3)
+    handle.detach()
+
+
+def test_nothing_steps_ahead_on_the_cores_of_backward() -> None:
+    model, optimizer, handle = overlapped(shadow_budget=None)
+    for x in batches(3):
+        step(model, optimizer, x)
+    assert optimizer.overlap.num_overlapped == optimizer.overlap.shadow_bytes == 0
+    assert "nothing stepped ahead" in [finding.cause for finding in handle.explain().findings]
+    handle.detach()
 
 
 @pytest.mark.parametrize("kind", [torch.optim.LBFGS, torch.optim.SparseAdam, _Own])
@@ -99,7 +190,7 @@ def test_it_is_the_same_optimizer_and_copies_of_it_are_plain() -> None:
     model = make()
     handle = ebbtide.offload(model)
     given = fused(model.parameters())
-    optimizer = handle.overlap(given, max_norm=1.0)
+    optimizer = handle.overlap(given, max_norm=1.0, shadow_budget=ROOM)
     assert optimizer is given
     assert isinstance(optimizer, torch.optim.AdamW)
     for x in batches(3):
@@ -160,7 +251,7 @@ def test_weights_that_share_memory_step_one_after_the_other() -> None:
         model[3][0].weight.data = model[0][0].weight.data
         optimizer = fused(model.parameters())
         if overlaps:
-            optimizer = ebbtide.offload(model).overlap(optimizer)
+            optimizer = ebbtide.offload(model).overlap(optimizer, shadow_budget=ROOM)
         for x in batches(4):
             step(model, optimizer, x)
         models.append(model)
@@ -177,7 +268,7 @@ def test_two_optimizers_step_the_same_weights() -> None:
         optimizers = [fused(model.parameters()), fused(model[1:].parameters())]
         if overlaps:
             handle = ebbtide.offload(model)
-            optimizers[1] = handle.overlap(optimizers[1], max_norm=None)
+            optimizers[1] = handle.overlap(optimizers[1], max_norm=None, shadow_budget=ROOM)
         for x in batches(4):
             model.zero_grad()
             model(x).square().mean().backward()
@@ -196,7 +287,9 @@ def test_with_a_gradient_scaler(kind: str, max_norm: float | None) -> None:
         model = make()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=kind == "fused")
         if overlaps:
-            optimizer = ebbtide.offload(model).overlap(optimizer, max_norm=max_norm)
+            optimizer = ebbtide.offload(model).overlap(
+                optimizer, max_norm=max_norm, shadow_budget=ROOM
+            )
         scaler = torch.amp.GradScaler("cpu", init_scale=1000.0, growth_interval=2)
         for number, x in enumerate(batches(6)):
             optimizer.zero_grad()
@@ -228,7 +321,7 @@ def test_a_scheduler_a_closure_and_hooks_work_as_ever(
         scheduler = make_scheduler(optimizer, 8) if scheduled == "before" else None
         if overlaps:
             handle = ebbtide.offload(model)
-            optimizer = handle.overlap(optimizer, max_norm=0.5)
+            optimizer = handle.overlap(optimizer, max_norm=0.5, shadow_budget=ROOM)
         scheduler = scheduler or make_scheduler(optimizer, 8)
         called = []
         optimizer.register_step_pre_hook(lambda *_, called=called: called.append("before"))
@@ -266,7 +359,9 @@ def test_the_program_may_clip_before_the_step(bound: float) -> None:
         model = make()
         optimizer: Any = fused(model.parameters())
         if overlaps:
-            optimizer = ebbtide.offload(model).overlap(optimizer, max_norm=bound)
+            optimizer = ebbtide.offload(model).overlap(
+                optimizer, max_norm=bound, shadow_budget=ROOM
+            )
         norms.append([])
         for x in batches(5):
             optimizer.zero_grad()
@@ -291,7 +386,7 @@ def test_clipping_before_the_step_after_a_scaler_has_unscaled() -> None:
         model = make()
         optimizer: Any = fused(model.parameters())
         if overlaps:
-            optimizer = ebbtide.offload(model).overlap(optimizer, max_norm=0.2)
+            optimizer = ebbtide.offload(model).overlap(optimizer, max_norm=0.2, shadow_budget=ROOM)
         scaler = torch.amp.GradScaler("cpu", init_scale=1000.0)
         for x in batches(4):
             optimizer.zero_grad()
@@ -315,7 +410,7 @@ def test_memory_that_is_assigned_through_data_is_seen(what: str) -> None:
         model = make()
         optimizer: Any = fused(model.parameters())
         if overlaps:
-            optimizer = ebbtide.offload(model).overlap(optimizer, max_norm=1e6)
+            optimizer = ebbtide.offload(model).overlap(optimizer, max_norm=1e6, shadow_budget=ROOM)
         for x in batches(4):
             optimizer.zero_grad()
             model(x).square().mean().backward()
@@ -454,7 +549,7 @@ def test_the_number_of_threads_may_change(before_backward: bool) -> None:
         model = _Spectrum()
         optimizer: Any = torch.optim.SGD(model.parameters(), lr=1e-3)
         if overlaps:
-            optimizer = ebbtide.offload(model).overlap(optimizer, max_norm=1e9)
+            optimizer = ebbtide.offload(model).overlap(optimizer, max_norm=1e9, shadow_budget=ROOM)
         norms.append([])
         torch.manual_seed(1)
         for number in range(5):
@@ -490,7 +585,9 @@ def test_clipping_by_one_changes_the_signs_of_complex_zeros() -> None:
         model = _Signed()
         optimizer: Any = torch.optim.Adagrad(model.parameters(), lr=0.1)
         if overlaps:
-            optimizer = ebbtide.offload(model).overlap(optimizer, max_norm=100.0)
+            optimizer = ebbtide.offload(model).overlap(
+                optimizer, max_norm=100.0, shadow_budget=ROOM
+            )
         for _ in range(3):
             optimizer.zero_grad()
             model().backward()

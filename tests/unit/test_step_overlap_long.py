@@ -72,7 +72,7 @@ def test_200_steps_are_the_same(make: Any, weights: ebbtide.WeightPolicy | None)
 
     mine, loss = make()
     handle = ebbtide.offload(mine, weights=weights)
-    optimizer = handle.overlap(optimizer_of(mine), max_norm=max_norm)
+    optimizer = handle.overlap(optimizer_of(mine), max_norm=max_norm, shadow_budget="1GiB")
     for number in range(STEPS):
         optimizer.zero_grad()
         loss(mine).backward()

@@ -521,6 +521,15 @@ def step_in_backward(evidence: Evidence) -> Iterator[Finding]:
                 "raise max_norm if clipping bites in most steps, change gradients, weights and "
                 "options after the step and not before it, or leave handle.overlap out",
             )
+        elif stats.num_steps > 1 and not stats.shadow_bytes:
+            yield Finding(
+                "nothing stepped ahead",
+                "No parameter has a shadow that it could be stepped in, so that all of them step "
+                "when the program says so.",
+                describe(stats)[:-1],
+                "give handle.overlap a shadow_budget; on a CPU, where the step needs the cores of "
+                "backward, weights have shadows without one only if they rest in files",
+            )
         elif stats.worker_s and stats.hidden_share < _HIDDEN:
             yield Finding(
                 "step not hidden",
