@@ -39,7 +39,8 @@ class ActivationPolicy:
             because their copy is in flight: unfinished offloads, and reloads that are not yet used.
             A single tensor larger than the bound still moves, alone. ``None`` means 256 MiB for a
             model on an accelerator and 64 MiB on a CPU, where a reload maps pages that were read
-            ahead outside the process.
+            ahead outside the process; and from the second step on no more than a quarter of what a
+            step offloads, or three of its largest tensors.
         rebuild: whether to rebuild tensors that one cheap operation can compute from another saved
             tensor, such as a GELU's output from its input. Such a tensor is neither kept nor
             offloaded; backward runs the operation again, which gives the same bits. Masks, and on a

@@ -71,6 +71,7 @@ class Knobs:
         rebuild: what a recipe gives again is neither kept nor moved.
         mixed_streams: operations of backward compute on one stream or another, as they come.
         recompute: how often an operation is a recomputed layer.
+        scales: whether the bound scales with what a step moves.
     """
 
     device_seed: int
@@ -86,6 +87,7 @@ class Knobs:
     rebuild: bool = False
     mixed_streams: bool = False
     recompute: float = 0.0
+    scales: bool = False
 
     @classmethod
     def of(cls, seed: int) -> "Knobs":
@@ -102,6 +104,7 @@ class Knobs:
             failures=(0.0, 0.0, 0.1, 0.9)[seed % 19 % 4],
             rebuild=bool(seed % 23 % 2),
             mixed_streams=seed % 29 % 3 == 0,
+            scales=bool(seed % 31 % 2),
         )
 
 
@@ -155,7 +158,8 @@ class Simulation:
         bound_bytes = self.knobs.bound_bytes
         self.device: Any = self.make_device()
         self.store = make_store(self.device, self.knobs.store)
-        self.take(Activations(Transfers(self.device, self.store, bound_bytes)))
+        transfers = Transfers(self.device, self.store, bound_bytes, scales=self.knobs.scales)
+        self.take(Activations(transfers))
         policy = ActivationPolicy(min_bytes=512, rebuild=self.knobs.rebuild)
         self.hooks = SavedTensorHooks(self.activations, Placement(policy), ParameterIndex([]))
         verifications = Verifications()

@@ -32,6 +32,7 @@ KNOBS = st.builds(
     failures=st.sampled_from((0.0, 0.0, 0.1, 0.9)),
     rebuild=st.booleans(),
     recompute=st.sampled_from((0.0, 0.0, 0.5)),
+    scales=st.booleans(),
 )
 
 

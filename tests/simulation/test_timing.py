@@ -12,6 +12,7 @@ from engine_bench import EngineBench
 from loops import BACKWARD_S, FORWARD_S, SIZE_BYTES, Work
 
 FAST = 2 * SIZE_BYTES / FORWARD_S  # bytes/s: a copy takes half a layer's forward
+SLOWEST_HIDDEN = FAST / 2  # a forward
 SLOW = FAST / 10  # five forwards, two and a half backwards
 
 
@@ -19,12 +20,20 @@ class Run:
     """A few steps of ``num_layers`` equal layers, of which the first ``offloaded`` leave."""
 
     def __init__(
-        self, num_layers: int, offloaded: int, bandwidth_bytes_per_s: float, bound_bytes: int
+        self,
+        num_layers: int,
+        offloaded: int,
+        bandwidth_bytes_per_s: float,
+        bound_bytes: int,
+        *,
+        scales: bool = False,
     ) -> None:
         self.device = SimulatedDevice(0, 0.0, bandwidth_bytes_per_s, timely=True)
         self.store = PinnedStore(self.device, slab_bytes=SIZE_BYTES)
         policy = ActivationPolicy(min_bytes=SIZE_BYTES, rebuild=False)
-        self.bench = EngineBench(self.device, self.store, bound_bytes, policy, traced=True)
+        self.bench = EngineBench(
+            self.device, self.store, bound_bytes, policy, traced=True, scales=scales
+        )
         self.num_layers, self.offloaded = num_layers, offloaded
         self.step_s = 0.0
 
@@ -114,6 +123,31 @@ def test_what_is_in_flight_stays_within_the_bound_however_slow_the_link(tensors:
     stats = Run(12, 12, SLOW, bound_bytes=tensors * SIZE_BYTES).steps()
     # The bound holds each way; when backward begins, the last offloads are still on their way.
     assert tensors * SIZE_BYTES <= stats.peak_device_bytes <= 2 * tensors * SIZE_BYTES
+
+
+@pytest.mark.parametrize(("num_layers", "in_flight"), [(20, 5), (8, 3)])
+def test_a_bound_that_scales_saves_memory_in_a_small_model_and_costs_no_time(
+    num_layers: int, in_flight: int
+) -> None:
+    run = Run(num_layers, num_layers, SLOWEST_HIDDEN, bound_bytes=2**30, scales=True)
+    first, second = run.steps(1), run.steps(1)
+    # A copy down takes a forward, so hardly anything is on its way; then all comes back at once.
+    assert first.peak_device_bytes == num_layers * SIZE_BYTES
+    # A quarter of what the step moves, or else three tensors, as reloads; and the last copy down.
+    assert second.peak_device_bytes <= (in_flight + 1) * SIZE_BYTES
+    # What backward reads first is still there, or comes back while it waits, once.
+    assert second.stall_s <= first.stall_s
+    assert run.step_s == pytest.approx(num_layers * (FORWARD_S + BACKWARD_S))
+
+
+def test_a_bound_that_scales_grows_with_larger_steps_up_to_the_setting() -> None:
+    run = Run(8, 8, FAST, bound_bytes=6 * SIZE_BYTES, scales=True)
+    bounds = []
+    for num_layers in (8, 16, 4, 40, 4):
+        run.num_layers = run.offloaded = num_layers
+        run.steps(1)
+        bounds.append(run.bench.transfers.reloads.bound_bytes // SIZE_BYTES)
+    assert bounds == [3, 4, 4, 6, 6]  # three at least; a quarter of the largest; the setting
 
 
 def test_lanes_overlap_compute() -> None:

@@ -26,9 +26,9 @@ def check_late_reads(seed: int, order: str = "threads") -> None:
     with running("late reads", seed, order):
         draw = random.Random(seed)
         model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH)) for _ in range(4)))
-        handle = ebbtide.offload(model, weights=ebbtide.WeightPolicy())
         # Then autograd gets the page-locked memory itself, because nobody else refers to it.
-        handle._engine.transfers.offloads.bound_bytes = 0
+        early = ebbtide.ActivationPolicy(num_layers=0, rebuild=False, max_inflight_bytes=0)
+        handle = ebbtide.offload(model, activations=early, weights=ebbtide.WeightPolicy())
         model(torch.ones(4, WIDTH)).square().mean().backward()
         found: list[Tensor] = []
         expected: list[Tensor] = []

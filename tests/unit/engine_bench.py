@@ -28,6 +28,7 @@ class EngineBench:
         policy: what leaves; None: everything, and nothing is rebuilt.
         plan: decisions for single storages.
         traced: whether to record every step.
+        scales: whether the bound scales with what a step moves.
         parameters: what is not an activation.
     """
 
@@ -40,11 +41,12 @@ class EngineBench:
         *,
         plan: Plan | None = None,
         traced: bool = False,
+        scales: bool = False,
         parameters: ParameterIndex | None = None,
     ) -> None:
         self.device = device
         self.store = store
-        self.transfers = Transfers(device, store, bound_bytes, traced=traced)
+        self.transfers = Transfers(device, store, bound_bytes, scales=scales, traced=traced)
         self.recording = self.transfers.account.listener = Recording(device)
         self.activations = Activations(self.transfers)
         policy = policy or ActivationPolicy(min_bytes=1, rebuild=False)

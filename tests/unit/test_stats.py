@@ -166,6 +166,22 @@ def test_peaks_and_counts_of_a_chain() -> None:
             assert stats.reloaded_bytes <= stats.offloaded_bytes
 
 
+def test_what_is_in_flight_is_a_small_part_of_what_a_small_model_saves() -> None:
+    """All that this model saves, 32 MiB, is less than what may be in flight for a large one."""
+    ratios = {}
+    for bound in (None, "64MiB"):
+        model = nn.Sequential(*[nn.Sequential(nn.Linear(256, 256), nn.ReLU()) for _ in range(15)])
+        policy = ActivationPolicy(max_inflight_bytes=bound)
+        with ebbtide.offload(model, activations=policy) as handle:
+            for _ in range(2):
+                model(torch.randn(2048, 256)).square().mean().backward()
+        assert handle.stats.unique_bytes == 32 * 2**20
+        ratios[bound] = handle.stats.peak_device_bytes / handle.stats.unique_bytes
+    # A quarter of it, and the tensor that is being saved or read beside that.
+    assert ratios[None] <= 1 / 4 + 1 / 16
+    assert ratios["64MiB"] > 0.6  # a bound that is given is used as given
+
+
 def test_stats_print_as_a_table() -> None:
     text = str(ebbtide.StepStats(saved_bytes=3 * 2**30, num_saved=7, stall_s=0.25))
     assert "saved_bytes             3.00 GiB" in text

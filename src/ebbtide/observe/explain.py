@@ -66,6 +66,7 @@ class Evidence:
         memory: memory by owner; None if the step was not recorded.
         policy: what was to be offloaded.
         min_bytes: the smallest storage that leaves.
+        bound_bytes: bound on the bytes in flight, each way.
         follows_schedule: whether a schedule says what leaves.
         wanted_again: number of storages that a second backward needs.
         num_unrecorded: number of forwards without grad mode since the offload began.
@@ -85,6 +86,7 @@ class Evidence:
     memory: StepMemory | None
     policy: ActivationPolicy
     min_bytes: int
+    bound_bytes: int = 0
     follows_schedule: bool = False
     wanted_again: int = 0
     num_unrecorded: int = 0
@@ -335,18 +337,19 @@ class _Part(NamedTuple):
 
     cause: str
     sentence: str  # may name the {phase} of the peak
-    setting: str
+    setting: str  # may name the {bound} on bytes in flight
     owners: tuple[Owner, ...]
     least: float  # share of the peak that the owners must have
     applies: Callable[[Evidence], bool] = lambda _: True
 
 
+_LOWER: Final = "lower ActivationPolicy(max_inflight_bytes=...) from {bound}"
+
 _PARTS: Final = (
     _Part(
         "late copies",
         "Copies are slower than compute here, so activations were still on the device.",
-        "lower ActivationPolicy(max_inflight_bytes=...), which makes compute wait, or "
-        'recompute: ActivationPolicy(mode="recompute")',
+        f'{_LOWER}, which makes compute wait, or recompute: ActivationPolicy(mode="recompute")',
         (Owner.LEAVING,),
         0.2,
         lambda evidence: not evidence.follows_schedule,
@@ -422,7 +425,7 @@ def parts_of_peak(evidence: Evidence) -> Iterator[Finding]:
                 part.cause,
                 part.sentence.format(phase=_phase(evidence)),
                 f"{', '.join(owned[:_LISTED])}, of the step's {whole}",
-                part.setting,
+                part.setting.format(bound=format_size(evidence.bound_bytes)),
                 size_bytes,
             )
 
@@ -442,7 +445,7 @@ def reloaded_at_peak(evidence: Evidence) -> Iterator[Finding]:
             "Activations that were brought back ahead of their use are a large part of the peak.",
             f"{format_size(reloaded_bytes - needed_bytes)} beside what {evidence.phase} reads at "
             f"once, of the step's {format_size(evidence.own_bytes)}",
-            "lower ActivationPolicy(max_inflight_bytes=...)",
+            _LOWER.format(bound=format_size(evidence.bound_bytes)),
             reloaded_bytes - needed_bytes,
         )
     if largest is not None and evidence.share(needed_bytes) > _RELOADED:
@@ -733,6 +736,7 @@ def collect_evidence(
         memory=memory,
         policy=engine.policy,
         min_bytes=engine.placement.min_bytes,
+        bound_bytes=engine.transfers.offloads.bound_bytes,
         follows_schedule=engine.schedule is not None,
         wanted_again=len(engine.activations.wanted_again),
         num_unrecorded=0 if forward is None else forward.num_unrecorded,

@@ -576,6 +576,7 @@ class Engine:
             self._store,
             self.policy,
             host_limit=self._host_limit,
+            scales=self.mode is None,
             traced=self.is_traced,
             maker=self._make_device,
         )
@@ -623,10 +624,13 @@ def build_transfers(
     policy: ActivationPolicy,
     *,
     host_limit: HostLimit | None = None,
+    scales: bool = False,
     traced: bool = False,
     maker: DeviceMaker = make_device,
 ) -> Transfers:
     """Build the transfers between a device and a store.
+
+    The bound on the bytes in flight scales, if it may, unless the policy gives it.
 
     Raises:
         PolicyError: the store's name is unknown or does not fit the device, a budget is given for a
@@ -641,10 +645,10 @@ def build_transfers(
     on_cpu = torch_device.type == "cpu"
     bound_bytes = _CPU_INFLIGHT_BYTES if on_cpu else INFLIGHT_BYTES
     if policy.max_inflight_bytes is not None:
-        bound_bytes = int(policy.max_inflight_bytes)
+        bound_bytes, scales = int(policy.max_inflight_bytes), False
     kind, directory = parse_store(store)
     device = maker(torch_device)
     chosen = build_store(device, kind, directory, *(host_limit or (None, "")))
-    transfers = Transfers(device, chosen, bound_bytes, traced=traced)
+    transfers = Transfers(device, chosen, bound_bytes, scales=scales, traced=traced)
     chosen.on_progress = call_weakly(transfers.poll)
     return transfers

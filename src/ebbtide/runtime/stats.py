@@ -157,6 +157,7 @@ class StepMeter:
         waits: for each wait of compute for a copy: its start, the event of the copy's completion,
             and whether the copy is a reload.
         had_backward: whether a backward has read an activation of the step.
+        largest_bytes: size of the largest copy down.
     """
 
     def __init__(self) -> None:
@@ -178,6 +179,7 @@ class StepMeter:
         self.num_offloaded = 0
         self.host_capacity_bytes = 0
         self.had_backward = False
+        self.largest_bytes = 0
         self.waits: list[tuple[Origin, AbstractEvent, bool]] = []
 
     @property
@@ -308,6 +310,8 @@ class Account:
         """Count a copy down that was queued."""
         assert record.offloaded is not None
         meter, size_bytes = self.meter, record.size_bytes
+        if size_bytes > meter.largest_bytes:
+            meter.largest_bytes = size_bytes
         if record.kind is GRADIENT:
             meter.gradient_bytes += size_bytes
         else:

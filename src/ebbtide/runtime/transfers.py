@@ -13,7 +13,7 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 
@@ -518,6 +518,9 @@ class Reloads:
 
 # ---- Copies the bytes of one model between its device and a store, and delimits its steps ----
 
+_PARTS: Final = 4  # of what a step moves: one of them may be in flight each way
+_AT_ONCE: Final = 3  # tensors of the largest size
+
 
 @final
 class Transfers:
@@ -539,11 +542,18 @@ class Transfers:
     step is over when a forward begins after a backward. What the graphs hold goes on to the next
     step, which counts and records what is done with it from then on.
 
+    [Note: scaled bound] A bound that suits a large model is more than a small one moves in a whole
+    step, which would then save nothing. So a bound that was not given by the user is, from the
+    second step on, a quarter of the bytes that the largest step so far moved down. Copies go on
+    beside compute as long as it holds what backward reads, what is rebuilt from that, and what is
+    read next: three tensors of the largest size.
+
     Args:
         device: device that the model computes on.
         store: store for the offloaded bytes. `close` closes it.
         bound_bytes: bound on the bytes in flight in each direction; see
             `ActivationPolicy.max_inflight_bytes`.
+        scales: whether the bound is lowered after the first step, as the note says.
         traced: whether to record every step.
 
     Attributes:
@@ -569,6 +579,7 @@ class Transfers:
         store: AbstractStore,
         bound_bytes: int,
         *,
+        scales: bool = False,
         traced: bool = False,
     ) -> None:
         self.device = device
@@ -578,6 +589,8 @@ class Transfers:
         self.offloads = Offloads(store, self.account, bound_bytes)
         self.reloads = Reloads(device, store, self.account, bound_bytes)
         self.windows: object | None = None
+        self._most_bytes = bound_bytes if scales else None
+        self._scaled_bytes = 0
         self.live = 0
         self.running = 0
         self._has_more: Callable[[], Callable[[], bool] | None] = lambda: None
@@ -611,7 +624,11 @@ class Transfers:
             bound_bytes: the bound; see `ActivationPolicy.max_inflight_bytes`.
             windows: what bounds them pass by pass, if anything does.
         """
+        self._most_bytes = None
         self.windows = windows
+        self._bound(bound_bytes)
+
+    def _bound(self, bound_bytes: int) -> None:
         self.offloads.bound_bytes = bound_bytes
         self.reloads.bound(bound_bytes)
 
@@ -689,7 +706,7 @@ class Transfers:
             return
         has_more = self._has_more()
         if has_more is None or not has_more():
-            self.account.finish(self.store.host_capacity_bytes)
+            self._finish_step()
 
     def finish_step_with_graphs(self) -> bool:
         """End the step although graphs are alive, unless a schedule says that it goes on.
@@ -700,8 +717,18 @@ class Transfers:
         has_more = self._has_more()
         if self.running or not self.account.meter.num_saved or (has_more and has_more()):
             return False
-        self.account.finish(self.store.host_capacity_bytes)
+        self._finish_step()
         return True
+
+    def _finish_step(self) -> None:
+        """End the step, and scale the bound by what it moved; see [Note: scaled bound]."""
+        meter = self.account.meter
+        self.account.finish(self.store.host_capacity_bytes)
+        if self._most_bytes is not None and meter.had_backward:
+            moved_bytes = meter.offloaded_bytes + meter.gradient_bytes
+            scaled_bytes = max(moved_bytes // _PARTS, _AT_ONCE * meter.largest_bytes)
+            self._scaled_bytes = max(self._scaled_bytes, scaled_bytes)
+            self._bound(min(self._most_bytes, self._scaled_bytes))
 
     def _tidy(self) -> None:
         """Clean up after saved tensors died or copies ended. Called with the lock held."""
