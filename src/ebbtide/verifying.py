@@ -11,6 +11,9 @@ import contextlib
 import copy
 import dataclasses
 import errno
+import functools
+import importlib
+import importlib.metadata
 import math
 import random
 import statistics
@@ -18,6 +21,7 @@ import sys
 import textwrap
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, Final, final
 
 import torch
@@ -25,18 +29,22 @@ from torch import Tensor, nn
 
 from ebbtide.api import offload as offload_model
 from ebbtide.devices.device import AbstractDevice
-from ebbtide.devices.provoked import Provocation, ProvokedDevice
+from ebbtide.devices.provoked import POISON, FreedMemory, Provocation, ProvokedDevice, find_sleep
 from ebbtide.errors import PolicyError
 from ebbtide.policy import ActivationPolicy, refuse
 from ebbtide.runtime.engine import devices_made_by, make_device
+from ebbtide.runtime.layers import find_layers, match_layers
 from ebbtide.runtime.module_state import note_random_numbers
 from ebbtide.runtime.parameter_index import find_device
 from ebbtide.runtime.stats import StepStats
-from ebbtide.runtime.torch_internals import tree_leaves
+from ebbtide.runtime.torch_internals import TorchDispatchMode, tree_leaves
 from ebbtide.units import count, few, format_size
 from ebbtide.version import __version__
 
 Loss = Callable[[Any], Tensor]
+Context = Callable[[], AbstractContextManager[Any]]
+"""Makes what surrounds one training step: its forwards and backwards."""
+Offloader = Callable[[nn.Module], AbstractContextManager[Any]]
 Values = dict[str, Tensor | None]
 """Copies on the host of what a run computed, by name, in the order in which a run computes them."""
 
@@ -76,7 +84,8 @@ class VerifiedRun:
         order: the order of execution of a device that has several; "" for others.
         difference: from the plain run; None: the same bits.
         error: what the run raised; "" if nothing.
-        moved_bytes: offloaded, rebuilt, recomputed, and weights reloaded.
+        moved_bytes: offloaded, rebuilt, recomputed, and weights reloaded; in another library,
+            copied from the device to the host. None: nobody counts, as on a CPU.
     """
 
     seed: int | None
@@ -84,7 +93,7 @@ class VerifiedRun:
     order: str = ""
     difference: Difference | None = None
     error: str = ""
-    moved_bytes: int = 0
+    moved_bytes: int | None = 0
 
     @property
     def is_same(self) -> bool:
@@ -126,7 +135,7 @@ class VerifyReport:
     @property
     def has_moved(self) -> bool:
         """Whether anything was offloaded; if not, nothing was verified."""
-        return any(run.moved_bytes for run in self.runs)
+        return any(run.moved_bytes is None or run.moved_bytes for run in self.runs)
 
     @property
     def first_different(self) -> VerifiedRun | None:
@@ -150,7 +159,7 @@ class VerifyReport:
 
     def __str__(self) -> str:
         bad = [run for run in self.runs if not run.is_same]
-        moved = max((run.moved_bytes for run in self.runs), default=0)
+        moved = max((run.moved_bytes or 0 for run in self.runs), default=0)
         what = f"; up to {format_size(moved)} moved in a run" if moved else ""
         within = f"within {self.tolerance:.1e} of its largest" if self.tolerance else "to the bit"
         rows = [
@@ -166,7 +175,7 @@ class VerifyReport:
             rows.append(("unstable", f"plain runs differ by themselves: {few(self.unstable)}"))
         if not self.has_moved:
             rows.append(("result", "NOTHING WAS OFFLOADED, so nothing was verified"))
-            rows.append(("do", "lower min_bytes, or choose more layers, and verify again"))
+            rows.append(("do", "have more offloaded, such as smaller tensors, and verify again"))
         elif not bad:
             seeds = [run.seed for run in self.runs if run.seed is not None]
             span = f", seeds {seeds[0]} to {seeds[-1]}" if seeds else ""
@@ -220,6 +229,7 @@ def verify(
     *,
     steps: int = 3,
     offload: Mapping[str, Any] | None = None,
+    offloader: str | Offloader | None = None,
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
     microbatches: int = 1,
     orders: int = 7,
@@ -241,6 +251,11 @@ def verify(
             one, else the mean square of all that it returns.
         steps: training steps in each run.
         offload: arguments of `ebbtide.offload`. None: all activations are offloaded, however small.
+        offloader: another library's offloading is verified instead: ``"save_on_cpu"``,
+            ``"torchtune"``, ``"trl"``, ``"deepspeed"``, ``"transformer_engine"``, or a function. It
+            is called with the model for each step, and returns a context manager that surrounds the
+            step's forwards and backwards. Copies and kernels are late then, the targets of copies
+            and freed memory are overwritten, and nothing else is provoked.
         optimizer: makes the optimizer from the parameters. None: SGD with momentum.
         microbatches: forwards in a step before their backwards, as in a pipeline. With 2, two
             graphs are alive at once.
@@ -263,9 +278,12 @@ def verify(
     trial = _Trial(model, batch, loss or _default_loss, steps, microbatches, optimizer or _sgd)
     if offload is not None:
         trial.offload = offload
+    if offloader is not None:
+        trial.offloader = find_offloader(offloader, trial.device, trial.offload.get("layers"))
     put_back = note_random_numbers([trial.device])
     try:
-        return verify_runs(trial.run, range(seed, seed + orders), steps=steps)
+        seeds = range(seed, seed + orders)
+        return verify_runs(trial.run, seeds, steps=steps, ours=offloader is None)
     finally:
         trial.restore()
         trial.give_back_gradients()
@@ -291,10 +309,11 @@ class Outcome:
     layers: dict[str, str] = dataclasses.field(default_factory=dict)
     operators: list[str] = dataclasses.field(default_factory=list)
     order: str = ""
-    moved_bytes: int = 0
+    moved_bytes: int | None = 0
 
     def note_moved(self, stats: StepStats) -> None:
         """Count what moved in a step."""
+        assert self.moved_bytes is not None
         self.moved_bytes += stats.offloaded_bytes + stats.rebuilt_bytes
         self.moved_bytes += stats.recomputed_bytes + stats.weight_reload_bytes
 
@@ -313,6 +332,7 @@ def verify_runs(
     steps: int,
     kinds: str = VerifyReport.kinds,
     disk_may_be_full: bool = True,
+    ours: bool = True,
 ) -> VerifyReport:
     """Run training steps plainly, and offloaded under provocations.
 
@@ -322,6 +342,7 @@ def verify_runs(
         steps: how many steps a run has.
         kinds: what is compared, in words.
         disk_may_be_full: whether the steps begin again after an error that says so.
+        ours: whether ebbtide offloads.
 
     Raises:
         PolicyError: the model cannot be offloaded like this, or the plain steps give NaN.
@@ -342,7 +363,9 @@ def verify_runs(
             )
     runs = list[VerifiedRun]()
     for number in (None, *seeds):
-        provocation = None if number is None else Provocation.draw(number, fails=disk_may_be_full)
+        provocation = None
+        if number is not None:
+            provocation = Provocation.draw(number, fails=disk_may_be_full, ours=ours)
         what = "nothing" if provocation is None else provocation.name
         verified = VerifiedRun(seed=number, name=what)
         try:
@@ -428,8 +451,12 @@ class _Trial:
 
     Attributes:
         offload: arguments of `ebbtide.offload`.
+        offloader: of another library, if it is verified: its name, and what makes the context of
+            steps.
         device: the device on which the model trains.
     """
+
+    offloader: tuple[str, Callable[[nn.Module], Context]] | None = None
 
     def __init__(
         self,
@@ -476,15 +503,38 @@ class _Trial:
     def run(self, offloaded: bool, provocation: Provocation | None, deterministic: bool) -> Outcome:
         """Run the steps; a `Run`."""
         outcome = Outcome(what=describe_model(self._model), layers=layers_of([self._model]))
+        if self.offloader is not None:
+            outcome.what += f", offloaded by {self.offloader[0]}"
         with contextlib.ExitStack() as stack:
             if deterministic:
                 outcome.operators = stack.enter_context(deterministic_kernels())
             if offloaded:
                 outcome.order = choose_order(self.device, provocation)
-                self._train_offloaded(outcome, provocation)
+                if self.offloader is None:
+                    self._train_offloaded(outcome, provocation)
+                else:
+                    self._train_with(self.offloader[1], outcome, provocation)
             else:
                 self._train(outcome)
         return outcome
+
+    def _train_with(
+        self,
+        attach: Callable[[nn.Module], Context],
+        outcome: Outcome,
+        provocation: Provocation | None,
+    ) -> None:
+        """Run all steps in the contexts of another library, which is provoked from outside."""
+        copies = ProvokedCopies(self.device, provocation)
+        context = attach(self._model)
+
+        @contextlib.contextmanager
+        def step() -> Iterator[None]:
+            with copies, context():
+                yield
+
+        self._train(outcome, step)
+        outcome.moved_bytes = None if self.device.type == "cpu" else copies.down_bytes
 
     def _train_offloaded(self, outcome: Outcome, provocation: Provocation | None) -> None:
         """Run all steps offloaded, on a device that is provoked.
@@ -521,7 +571,7 @@ class _Trial:
                     choices = random.Random(0 if provocation is None else provocation.seed)
                     outcome.moved_bytes = 0
                     try:
-                        self._train(outcome, end_step)
+                        self._train(outcome, end_step=end_step)
                         break
                     except OSError as error:
                         if error.errno != errno.ENOSPC or attempt == _ATTEMPTS:
@@ -530,11 +580,17 @@ class _Trial:
                         if isinstance(device, ProvokedDevice):
                             device.is_calm = True
 
-    def _train(self, outcome: Outcome, end_step: Callable[[], None] = lambda: None) -> None:
+    def _train(
+        self,
+        outcome: Outcome,
+        context: Context = contextlib.nullcontext,
+        end_step: Callable[[], None] = lambda: None,
+    ) -> None:
         """Run all steps, and copy what is compared.
 
         Args:
             outcome: gets the values.
+            context: surrounds the forwards and backwards of each step.
             end_step: called after each step.
         """
         self.restore()
@@ -544,11 +600,12 @@ class _Trial:
         for step in range(1, self._steps + 1):
             for tensor, _ in self._gradients:
                 tensor.grad = None
-            losses = [
-                self._loss(_call(self._model, self._batch)) for _ in range(self._microbatches)
-            ]
-            for loss in losses:
-                loss.backward()  # type: ignore[no-untyped-call]
+            with context():
+                losses = [
+                    self._loss(_call(self._model, self._batch)) for _ in range(self._microbatches)
+                ]
+                for loss in losses:
+                    loss.backward()  # type: ignore[no-untyped-call]
             # Only now: to read a loss before is to wait until all copies have ended.
             for number, loss in enumerate(losses):
                 values[f"step {step}: loss" + (f" {number}" if number else "")] = copy_of(loss)
@@ -648,6 +705,177 @@ def _plain_attributes(module: nn.Module) -> dict[str, Any]:
 def copy_of(tensor: Tensor | None) -> Tensor | None:
     """Return a copy on the host."""
     return None if tensor is None else tensor.detach().resolve_conj().cpu().clone()
+
+
+# ---- Other libraries' offloading ----
+
+
+@final
+class ProvokedCopies(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Within the block, copies between device and host are late, and so are kernels.
+
+    Whoever offloads copies with torch, so its copies can be provoked without knowing it. A copy is
+    made twice: after the first one its target is overwritten, and time passes on the stream of the
+    copy. Whoever waits for the copy does not see that.
+
+    Args:
+        device: the device on which the model computes.
+        provocation: what is provoked; None: nothing, copies are only counted.
+
+    Attributes:
+        down_bytes: copied from the device to the host.
+    """
+
+    def __init__(self, device: torch.device, provocation: Provocation | None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.down_bytes = 0
+        self._device = device
+        self._provocation = provocation
+        self._choices = random.Random(provocation.seed if provocation else 0)
+        self._freed = FreedMemory()
+        if device.type != "cpu":
+            self._sleep = find_sleep(device)
+            self._poison = torch.full((), POISON, dtype=torch.uint8, device=device)
+            self._module = torch.get_device_module(device)
+            self._compute = self._module.current_stream()
+            self._streams = {self._compute}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._device.type == "cpu":
+            return func(*args, **(kwargs or {}))
+        if self._provocation is not None:
+            self._freed.poison(*self._streams)
+            if self._happens(self._provocation.late_compute):
+                self._sleep()
+        result = func(*args, **(kwargs or {}))
+        current = self._module.current_stream()
+        self._streams.add(current)
+        if current != self._compute:
+            for leaf in tree_leaves((args, result)):
+                if isinstance(leaf, Tensor) and leaf.device == self._device:
+                    self._freed.watch(leaf)
+        copies = {_ATEN.copy_: args[:2], _ATEN._to_copy: (result, *args[:1])}
+        target, source = copies.get(func.overloadpacket, (None, None))
+        if isinstance(source, Tensor) and target.device.type != source.device.type:
+            self.down_bytes += target.nbytes * (target.device.type == "cpu")
+            if self._provocation is not None:
+                self._copy_again(target, source, self._provocation.late_copies)
+        return result
+
+    def _copy_again(self, target: Tensor, source: Tensor, late: float) -> None:
+        """Copy into a target that was overwritten, as if the first copy had taken so long."""
+        storage = target.untyped_storage()
+        if storage.nbytes() == target.nbytes:
+            bits = torch.empty(0, dtype=torch.uint8, device=target.device).set_(storage)
+            bits.copy_(self._poison.expand(bits.shape), non_blocking=True)
+        for _ in range(self._choices.randint(1, 8) * self._happens(late)):
+            self._sleep()
+        target.copy_(source, non_blocking=True)
+        if self._happens(late):
+            self._sleep()
+
+    def _happens(self, chance: float) -> bool:
+        return self._choices.random() < chance
+
+
+_ATEN: Final = torch.ops.aten
+
+
+def find_offloader(
+    given: str | Offloader, device: torch.device, layers: Any = None
+) -> tuple[str, Callable[[nn.Module], Context]]:
+    """Return the offloading of another library: its name, and what makes the context of steps.
+
+    Args:
+        given: its name, or a user's function.
+        device: the device on which the model trains.
+        layers: modules or patterns, for a library that offloads layer by layer.
+
+    Raises:
+        PolicyError: it is not there, or offloads nothing on this device.
+    """
+    if not isinstance(given, str):
+        name = getattr(given, "__qualname__", type(given).__name__)
+        return name, lambda model: functools.partial(given, model)
+    if given not in _OFFLOADERS:
+        raise PolicyError(
+            f"there is no offloader {given!r}; give {few([*_OFFLOADERS])}, or a function of the "
+            f"model that returns a context manager"
+        )
+    module, needs = _OFFLOADERS[given]
+    if needs == "CUDA" != device.type.upper() or (needs and device.type == "cpu"):
+        raise PolicyError(f"{given} needs {needs}, and the model is on {device.type}")
+    try:
+        library = importlib.import_module(module)
+        version = importlib.metadata.version(module.partition(".")[0])
+    except Exception as error:
+        raise PolicyError(
+            f"{given} cannot be verified here: importing {module} raises "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    name = f"{given} of torch {version}" if given == "save_on_cpu" else f"{given} {version}"
+    return name, lambda model: _attach(given, library, model, layers)
+
+
+def _attach(name: str, library: Any, model: nn.Module, layers: Any) -> Context:
+    """Make the context of steps. As in the libraries' own trainers, all steps have one manager."""
+    if name == "save_on_cpu":
+        return lambda: torch.autograd.graph.save_on_cpu(pin_memory=True)
+    if name == "transformer_engine":
+        return _around_layers(library.get_cpu_offload_context, model, layers)
+    is_deepspeed = name == "deepspeed"
+    make = library.CheckpointHiddenStatesOffload if is_deepspeed else library.OffloadActivations
+    manager: AbstractContextManager[Any] = make()
+    if hasattr(manager, "update_model_params"):  # TRL leaves out what it finds to be parameters
+        manager.update_model_params(model)
+    return lambda: manager
+
+
+def _around_layers(
+    make: Callable[..., tuple[AbstractContextManager[Any], Callable[[Tensor], Tensor]]],
+    model: nn.Module,
+    layers: Any,
+) -> Context:
+    """Surround each layer by Transformer Engine's context, and synchronize what it returns."""
+    found = find_layers(model) if layers is None else match_layers(model, layers)
+    modules = list(found.modules)
+    if len(modules) < 2:
+        raise PolicyError("transformer_engine offloads all layers but the last; name them: layers=")
+    context, synchronize = make(
+        enabled=True, num_layers=len(modules) - 1, model_layers=len(modules)
+    )
+
+    def enter(*_: Any) -> None:
+        context.__enter__()
+
+    def leave(_: nn.Module, __: Any, output: Any) -> Any:
+        context.__exit__(None, None, None)
+        if isinstance(output, Tensor):
+            return synchronize(output)
+        return synchronize(output[0]), *output[1:]
+
+    @contextlib.contextmanager
+    def step() -> Iterator[None]:
+        hooks = [module.register_forward_pre_hook(enter) for module in modules]
+        hooks += [module.register_forward_hook(leave) for module in modules]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    return step
+
+
+_CHECKPOINTING: Final = "deepspeed.runtime.activation_checkpointing"
+_OFFLOADERS: Final = {
+    "save_on_cpu": ("torch.autograd.graph", ""),
+    "torchtune": ("torchtune.training", "CUDA"),
+    "trl": ("trl.models.activation_offloading", "an accelerator"),
+    "deepspeed": (f"{_CHECKPOINTING}.offload_activations", "an accelerator"),
+    "transformer_engine": ("transformer_engine.pytorch", "CUDA"),
+}
+"""The module of each, and what it needs."""
 
 
 # ---- The comparison ----

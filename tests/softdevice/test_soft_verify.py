@@ -1,4 +1,4 @@
-"""`ebbtide.verify` on the accelerator in software: planted defects, and no false alarm."""
+"""`ebbtide.verify` on the accelerator in software: planted defects, peers, and no false alarm."""
 
 from pathlib import Path
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import ebbtide
+import peer_offloaders
 from planted_defects import DEFECTS, Defect, build, verify_copy
 
 
@@ -24,3 +25,36 @@ def test_a_sound_engine_is_the_same_in_every_order(device: torch.device) -> None
     report = ebbtide.verify(*build(str(device)), offload=everything, orders=7)
     assert report.same, str(report)
     assert len({run.order for run in report.runs}) == 7
+
+
+# ---- Other libraries
+
+
+@pytest.mark.parametrize(
+    "flaw",
+    ["", "waits_for_own_copy", "reads_strides", "waits_outside", "holds_source"],
+    ids=lambda flaw: flaw or "none",
+)
+def test_a_defect_that_an_issue_describes_is_found(flaw: str, device: torch.device) -> None:
+    report = ebbtide.verify(*build(str(device)), offloader=peer_offloaders.without(flaw), orders=7)
+    assert report.same == (not flaw), str(report)
+
+
+@pytest.mark.parametrize("name", ["save_on_cpu", "trl"])
+def test_a_library_that_is_right_raises_no_alarm(name: str, device: torch.device) -> None:  # noqa: ARG001
+    if name == "trl":
+        pytest.importorskip("trl.models.activation_offloading")
+    model, batch = peer_offloaders.build(peer_offloaders.Gate)
+    report = ebbtide.verify(model, batch, offloader=name, orders=7)
+    assert report.same, str(report)
+
+
+def test_trl_frees_a_tensor_that_backward_returns(device: torch.device) -> None:  # noqa: ARG001
+    """In TRL 1.16. ebbtide offloads the same model right."""
+    pytest.importorskip("trl.models.activation_offloading")
+    model, batch = peer_offloaders.build(peer_offloaders.Fused)
+    report = ebbtide.verify(model, batch, offloader="trl", orders=7)
+    assert not report.same and report.has_moved, str(report)
+    everything = {"activations": ebbtide.ActivationPolicy(min_bytes=1)}
+    report = ebbtide.verify(model, batch, offload=everything, orders=7)
+    assert report.same, str(report)

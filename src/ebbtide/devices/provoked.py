@@ -66,15 +66,20 @@ class Provocation:
     verifies: bool = False
 
     @classmethod
-    def draw(cls, seed: int, *, fails: bool = True) -> Provocation:
+    def draw(cls, seed: int, *, fails: bool = True, ours: bool = True) -> Provocation:
         """Return what a seed stands for. Seven in a row provoke everything there is.
 
         Args:
             seed: the seed.
             fails: whether the disk may be full, of which a step is told by an `OSError`.
+            ours: whether ebbtide offloads; in other libraries, copies and kernels can be late.
         """
         chance = random.Random(seed)
         some, most = chance.uniform(0.1, 0.4), chance.uniform(0.5, 0.9)
+        if not ours:
+            late = ("copies late", "compute late", "copies and compute late")[seed % 3]
+            copies, compute = ("copies" in late) * most, ("compute" in late) * some
+            return cls(seed=seed, name=late, late_copies=copies, late_compute=compute)
         full = ("disk full at times", some / 4) if fails else ("disk slow", 0.0)
         name, settings = (
             ("copies late", {"late_copies": most, "eagerness": some / 8, "verifies": True}),
@@ -127,9 +132,9 @@ class ProvokedDevice(AbstractDevice):
         self.computes_on_host = device.computes_on_host
         self.has_memory = device.has_memory
         self.is_calm = False
-        self._watched: list[tuple[StorageWeakRef, int]] = []
+        self._freed = FreedMemory()
         if not device.computes_on_host:
-            self._sleep = _find_sleep(device.torch_device)
+            self._sleep = find_sleep(device.torch_device)
             poison = torch.full((_PIECE_BYTES,), POISON, dtype=torch.uint8, device="cpu")
             self._host_poison, self._host_scratch = poison.pin_memory(), poison.clone().pin_memory()
             self._poison = poison.to(device.torch_device)
@@ -177,7 +182,7 @@ class ProvokedDevice(AbstractDevice):
     ) -> AbstractEvent:
         if self.computes_on_host:
             return self._device.copy_down(target, source, *after)
-        self._watch(source)
+        self._freed.watch(source)
         places = self._poison, self._host_scratch, self._scratch
         return self._copy(self._device.copy_down, places, target, source, *after)
 
@@ -186,7 +191,7 @@ class ProvokedDevice(AbstractDevice):
     ) -> AbstractEvent:
         if self.computes_on_host:
             return self._device.copy_up(target, source, *after)
-        self._watch(target)
+        self._freed.watch(target)
         places = self._host_poison, self._scratch, self._host_scratch
         return self._copy(self._device.copy_up, places, target, source, *after)
 
@@ -219,7 +224,7 @@ class ProvokedDevice(AbstractDevice):
             copied = copy(*scratch)
         if self._happens(self._provocation.late_compute):
             self._sleep()
-        self._poison_freed()
+        self._freed.poison()
         return copied
 
     def _happens(self, chance: float) -> bool:
@@ -254,23 +259,40 @@ class ProvokedDevice(AbstractDevice):
 
         return provoked
 
-    def _watch(self, tensor: torch.Tensor) -> None:
-        """Overwrite the memory of a tensor on the device once it has been freed."""
-        if tensor.device == self.torch_device and len(self._watched) < _MOST_WATCHED:
+
+@final
+class FreedMemory:
+    """Overwrites memory of a device as soon as it has been freed.
+
+    The allocator hands out what was freed last, in the order of the stream that it belongs to, so
+    whoever is given the memory next may do the same.
+    """
+
+    def __init__(self) -> None:
+        self._watched: list[tuple[StorageWeakRef, int, torch.device]] = []
+
+    def watch(self, tensor: torch.Tensor) -> None:
+        """Overwrite the memory of a tensor once it has been freed."""
+        if len(self._watched) < _MOST_WATCHED:
             storage = tensor.untyped_storage()
             reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-            self._watched.append((reference, storage.nbytes()))
+            self._watched.append((reference, storage.nbytes(), tensor.device))
 
-    def _poison_freed(self) -> None:
-        """Overwrite what was freed, as whoever is given the memory next may do."""
+    def poison(self, *streams: torch.Stream) -> None:
+        """Overwrite what was freed.
+
+        Args:
+            *streams: those that it may belong to; by default the current one.
+        """
         watched, self._watched = self._watched, []
         for each in watched:
-            reference, size_bytes = each
-            if reference.expired():  # type: ignore[no-untyped-call]
-                # The allocator hands out what was freed last, in the order of the current stream.
-                torch.full((size_bytes,), POISON, dtype=torch.uint8, device=self.torch_device)
-            else:
+            reference, size_bytes, device = each
+            if not reference.expired():  # type: ignore[no-untyped-call]
                 self._watched.append(each)
+                continue
+            for stream in streams or (None,):
+                with torch.get_device_module(device).stream(stream):
+                    torch.full((size_bytes,), POISON, dtype=torch.uint8, device=device)
 
 
 def _fail_with_full_disk() -> None:
@@ -295,7 +317,7 @@ class _ProvokedLane(AbstractLane):
         self._lane.close()
 
 
-def _find_sleep(device: torch.device) -> Callable[[], object]:
+def find_sleep(device: torch.device) -> Callable[[], object]:
     """Return what queues a kernel that takes a fraction of a millisecond."""
     sleep = getattr(torch.get_device_module(device), "_sleep", None)
     if sleep is not None:

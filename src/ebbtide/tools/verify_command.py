@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
@@ -71,6 +71,15 @@ def verify(
             help="module:function only: where it trains, such as cuda.",
         ),
     ] = None,
+    offloader: Annotated[
+        str | None,
+        typer.Option(
+            "--offloader",
+            metavar="NAME",
+            help="module:function only: verify another library, which is save_on_cpu, torchtune, "
+            "trl, deepspeed, transformer_engine, or module:function of the model.",
+        ),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print all figures as JSON instead of the report.")
     ] = False,
@@ -101,9 +110,11 @@ def verify(
             if ":" in target and not Path(target).exists():
                 if arguments:
                     raise PolicyError(f"options of ebbtide stand before {target}, which takes none")
-                report = _verify_function(target, device, options, steps, seeds)
-            elif device is not None:
-                raise PolicyError("--device needs module:function; a script runs as it is")
+                report = _verify_function(target, device, options, steps, seeds, offloader)
+            elif device is not None or offloader is not None:
+                raise PolicyError(
+                    "--device and --offloader need module:function; a script runs as it is"
+                )
             else:
                 script = MainScript(target, arguments or (), is_module=as_module)
                 report = verify_script(script, options, steps, seeds)
@@ -118,6 +129,7 @@ def _verify_function(
     options: RunOptions,
     steps: int,
     seeds: range,
+    offloader: str | None,
 ) -> VerifyReport:
     """Verify the training step that a user's function returns."""
     import torch
@@ -134,6 +146,10 @@ def _verify_function(
     offload = options.arguments(model, frugal=False)
     if options.weights:
         offload["weights"] = WeightPolicy(min_bytes=1)
+    given: Any = offloader
+    if offloader is not None and ":" in offloader:
+        given = find_function(offloader)
     return verify(
-        model, batch, loss, steps=steps, offload=offload, orders=len(seeds), seed=seeds.start
+        model, batch, loss, steps=steps, offload=offload, offloader=given, orders=len(seeds),
+        seed=seeds.start,
     )  # fmt: skip
