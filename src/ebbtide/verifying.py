@@ -799,8 +799,8 @@ def find_offloader(
         return name, lambda model: functools.partial(given, model)
     if given not in _OFFLOADERS:
         raise PolicyError(
-            f"there is no offloader {given!r}; give {few([*_OFFLOADERS])}, or a function of the "
-            f"model that returns a context manager"
+            f"there is no offloader {given!r}; give {', '.join(_OFFLOADERS)}, or a function of "
+            f"the model that returns a context manager"
         )
     module, needs = _OFFLOADERS[given]
     if needs == "CUDA" != device.type.upper() or (needs and device.type == "cpu"):
