@@ -108,14 +108,16 @@ class LateLane(PromptLane):
     def __init__(self, lane: str) -> None:
         super().__init__(lane)
         self.queue: list[Callable[[], None]] = []
-        self.num_begun = 0
+        self.begun: list[AbstractEvent] = []
+        self.num_given = 0
 
     def submit(
         self, work: Callable[[], None], then: Callable[[], None] | None = None
     ) -> AbstractEvent:
-        self.num_begun += 1
-        if self.num_begun % 4 == 1:
-            return super().submit(work, then)
+        self.num_given += 1
+        if self.num_given % 4 == 1:
+            self.begun.append(super().submit(work, then))
+            return self.begun[-1]
         self.queue.append(work)
         return LaneEvent(self._lane)  # whoever waits for it waits for ever
 
@@ -125,7 +127,9 @@ def test_step_takes_over_what_the_worker_has_not_begun(
     max_norm: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lane = LateLane("cpu_optimizer")
+    waited: list[AbstractEvent] = []
     monkeypatch.setattr(CpuDevice, "lane", lambda *_: lane)
+    monkeypatch.setattr(LaneEvent, "synchronize", lambda event: waited.append(event))
     model, optimizer, handle = overlapped(max_norm=max_norm)
     plain = make()
     reference = fused(plain.parameters())
@@ -141,6 +145,7 @@ def test_step_takes_over_what_the_worker_has_not_begun(
             late()  # has nothing left to do
         assert_same(model, plain, optimizer, reference)
     assert work
+    assert waited == lane.begun
     assert optimizer.overlap.num_overlapped == (0 if max_norm == 1e-3 else 3)
     handle.detach()
 
@@ -505,6 +510,29 @@ class _Seen(TorchFunctionMode):
         if function is torch._fused_adamw_:
             self.num_stepped += len(args[0])
         return function(*args, **(kwargs or {}))
+
+
+def test_several_threads_read_large_gradients() -> None:
+    torch.manual_seed(0)
+    sizes = [10 + 40_000 * number for number in range(20)]
+    parameters = [nn.Parameter(torch.zeros(size)) for size in sizes]
+    plain = [nn.Parameter(torch.zeros(size)) for size in sizes]
+    model = nn.ParameterList(parameters)
+    handle = ebbtide.offload(model)
+    optimizer: Any = handle.overlap(torch.optim.SGD(parameters, lr=1.0), max_norm=0.5)
+    for mine, theirs in zip(parameters, plain, strict=True):
+        mine.grad = torch.randn(mine.shape) * torch.rand(())
+        theirs.grad = mine.grad.clone()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        expected = nn.utils.clip_grad_norm_(plain, 0.5)
+        assert torch.equal(optimizer.clip_grad_norm_(), expected)
+    finally:
+        torch.set_num_threads(threads)
+    for mine, theirs in zip(parameters, plain, strict=True):
+        assert torch.equal(mine.grad, theirs.grad)
+    handle.detach()
 
 
 def test_a_mode_around_the_step_sees_all_of_it() -> None:
