@@ -512,6 +512,15 @@ class _Seen(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
+def test_a_step_without_gradients_has_the_norm_0() -> None:
+    model, optimizer, handle = overlapped()
+    before = copy.deepcopy(model.state_dict())
+    optimizer.step()
+    assert torch.equal(optimizer.grad_norm, torch.tensor(0.0))
+    assert all(map(torch.equal, model.state_dict().values(), before.values()))
+    handle.detach()
+
+
 def test_several_threads_read_large_gradients() -> None:
     torch.manual_seed(0)
     sizes = [10 + 40_000 * number for number in range(20)]

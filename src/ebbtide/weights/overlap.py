@@ -938,7 +938,7 @@ def _total_norm(
         known: the norms of some of them, by `id`.
         arithmetic: that of the calling thread.
     """
-    if not known and not (_is_plain() and all(map(_is_on_host, gradients))):
+    if not known and not (gradients and _is_plain() and all(map(_is_on_host, gradients))):
         return torch.nn.utils.get_total_norm(gradients)
     grouped: Any = group_by_device_and_dtype([list(gradients)])
     norms = []
