@@ -32,6 +32,7 @@ from torch import nn
 import ebbtide
 from benchmarks import record
 from benchmarks.models import transformer
+from ebbtide.units import format_size
 
 _CLIPPING = {"never bites": 1e6, "always bites": 1e-3}
 _LOOPS = ("clip, then step", "overlap")
@@ -66,8 +67,7 @@ def main() -> None:
         for name in _LOOPS:
             median_s = statistics.median(wall_s[name])
             ahead = name == "overlap"
-            hidden = f"{stats.hidden_share:.0%} of {stats.worker_s:.2f} s" if ahead else "–"
-            shadows = f"{stats.shadow_bytes / 2**20:.0f} MiB" if ahead else "–"
+            hidden, shadows = _describe(stats if ahead else None)
             lines.append(
                 f"| {kind} | {name} | {median_s:.3f} s | {median_s / base_s:.3f}x | {hidden} | "
                 f"{shadows} |"
@@ -75,6 +75,14 @@ def main() -> None:
     table = "\n".join(lines)
     print(table)
     print(record.save("overlap", vars(arguments), results, table).name)
+
+
+def _describe(stats: ebbtide.OverlapStats | None) -> tuple[str, str]:
+    """What the worker hid, and its shadows, as a table has them."""
+    if stats is None:
+        return "–", "–"
+    hidden = f"{stats.hidden_share:.0%} of {stats.worker_s:.2f} s"
+    return hidden, format_size(stats.shadow_bytes)
 
 
 def _measure(arguments: argparse.Namespace, max_norm: float) -> tuple[dict[str, list[float]], Any]:
@@ -115,8 +123,7 @@ def _compare_on_accelerator(arguments: argparse.Namespace) -> None:
     for name in _AT_REST:
         wall_s, stepping_s, stats, _ = _train_at_rest(arguments, name)
         results[name] = {"wall_s": wall_s, "stepping_s": stepping_s, "stats": stats and vars(stats)}
-        hidden = f"{stats.hidden_share:.0%} of {stats.worker_s:.2f} s" if stats else "–"
-        shadows = f"{stats.shadow_bytes / 2**30:.1f} GiB" if stats else "–"
+        hidden, shadows = _describe(stats)
         lines.append(
             f"| {name} | {statistics.median(wall_s) * 1e3:.1f} ms | "
             f"{statistics.median(stepping_s) * 1e3:.1f} ms | {hidden} | {shadows} |"

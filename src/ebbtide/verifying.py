@@ -37,7 +37,7 @@ from ebbtide.runtime.layers import find_layers, match_layers
 from ebbtide.runtime.module_state import note_random_numbers
 from ebbtide.runtime.parameter_index import find_device
 from ebbtide.runtime.stats import StepStats
-from ebbtide.runtime.torch_internals import TorchDispatchMode, tree_leaves
+from ebbtide.runtime.torch_internals import TorchDispatchMode, top_hooks, tree_leaves
 from ebbtide.units import count, few, format_size
 from ebbtide.version import __version__
 
@@ -85,7 +85,7 @@ class VerifiedRun:
         difference: from the plain run; None: the same bits.
         error: what the run raised; "" if nothing.
         moved_bytes: offloaded, rebuilt, recomputed, and weights reloaded; in another library,
-            copied from the device to the host. None: nobody counts, as on a CPU.
+            copied from the device to the host. None: on a CPU, where nobody counts that.
     """
 
     seed: int | None
@@ -173,15 +173,15 @@ class VerifyReport:
         ]
         if self.unstable:
             rows.append(("unstable", f"plain runs differ by themselves: {few(self.unstable)}"))
-        if not self.has_moved:
+        if bad:
+            rows += self._describe(bad)
+        elif not self.has_moved:
             rows.append(("result", "NOTHING WAS OFFLOADED, so nothing was verified"))
             rows.append(("do", "have more offloaded, such as smaller tensors, and verify again"))
-        elif not bad:
+        else:
             seeds = [run.seed for run in self.runs if run.seed is not None]
             span = f", seeds {seeds[0]} to {seeds[-1]}" if seeds else ""
             rows.append(("result", f"THE SAME in {count(len(self.runs), 'order')}{span}"))
-        else:
-            rows += self._describe(bad)
         rows += [("", ""), ("paste", self.line)]
         return "\n".join(line for label, text in rows for line in _laid_out(label, text))
 
@@ -255,7 +255,8 @@ def verify(
             ``"torchtune"``, ``"trl"``, ``"deepspeed"``, ``"transformer_engine"``, or a function. It
             is called with the model for each step, and returns a context manager that surrounds the
             step's forwards and backwards. Copies and kernels are late then, the targets of copies
-            and freed memory are overwritten, and nothing else is provoked.
+            and freed memory are overwritten, and nothing else is provoked. On a CPU nothing can be
+            late, so the steps run once, as they are.
         optimizer: makes the optimizer from the parameters. None: SGD with momentum.
         microbatches: forwards in a step before their backwards, as in a pipeline. With 2, two
             graphs are alive at once.
@@ -280,6 +281,7 @@ def verify(
         trial.offload = offload
     if offloader is not None:
         trial.offloader = find_offloader(offloader, trial.device, trial.offload.get("layers"))
+        orders = 0 if trial.device.type == "cpu" else orders
     put_back = note_random_numbers([trial.device])
     try:
         seeds = range(seed, seed + orders)
@@ -525,16 +527,20 @@ class _Trial:
         provocation: Provocation | None,
     ) -> None:
         """Run all steps in the contexts of another library, which is provoked from outside."""
-        copies = ProvokedCopies(self.device, provocation)
         context = attach(self._model)
+        copies = None if self.device.type == "cpu" else ProvokedCopies(self.device, provocation)
 
         @contextlib.contextmanager
         def step() -> Iterator[None]:
-            with copies, context():
+            before = top_hooks()
+            with copies or contextlib.nullcontext(), context():
+                if copies is None and top_hooks() != before:
+                    outcome.moved_bytes = None
                 yield
 
         self._train(outcome, step)
-        outcome.moved_bytes = None if self.device.type == "cpu" else copies.down_bytes
+        if copies is not None:
+            outcome.moved_bytes = copies.down_bytes
 
     def _train_offloaded(self, outcome: Outcome, provocation: Provocation | None) -> None:
         """Run all steps offloaded, on a device that is provoked.
@@ -719,7 +725,7 @@ class ProvokedCopies(TorchDispatchMode):  # type: ignore[no-untyped-call]
     copy. Whoever waits for the copy does not see that.
 
     Args:
-        device: the device on which the model computes.
+        device: the accelerator on which the model computes.
         provocation: what is provoked; None: nothing, copies are only counted.
 
     Attributes:
@@ -733,16 +739,13 @@ class ProvokedCopies(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._provocation = provocation
         self._choices = random.Random(provocation.seed if provocation else 0)
         self._freed = FreedMemory()
-        if device.type != "cpu":
-            self._sleep = find_sleep(device)
-            self._poison = torch.full((), POISON, dtype=torch.uint8, device=device)
-            self._module = torch.get_device_module(device)
-            self._compute = self._module.current_stream()
-            self._streams = {self._compute}
+        self._sleep = find_sleep(device)
+        self._poison = torch.full((), POISON, dtype=torch.uint8, device=device)
+        self._module = torch.get_device_module(device)
+        self._compute = self._module.current_stream()
+        self._streams = {self._compute}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._device.type == "cpu":
-            return func(*args, **(kwargs or {}))
         if self._provocation is not None:
             self._freed.poison(*self._streams)
             if self._happens(self._provocation.late_compute):

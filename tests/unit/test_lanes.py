@@ -192,6 +192,28 @@ def test_close_finishes_what_was_submitted_and_ends_the_thread() -> None:
     lane.close()
 
 
+def test_a_job_that_has_not_begun_can_be_withdrawn(lane: WorkLane) -> None:
+    ran: list[str] = []
+    begun, go_on = threading.Event(), threading.Event()
+
+    def first() -> None:
+        begun.set()
+        assert go_on.wait(WAIT_S)
+        ran.append("first")
+
+    running = lane.submit(first)
+    withdrawn = lane.submit(lambda: ran.append("withdrawn"), lambda: ran.append("then"))
+    assert begun.wait(WAIT_S)
+    assert withdrawn.withdraw() and not running.withdraw()
+    go_on.set()
+    withdrawn.synchronize()
+    lane.submit(lambda: ran.append("last")).synchronize()
+    assert ran == ["first", "then", "last"]
+    origin = CpuDevice().origin()
+    assert len(running.spans(origin)) == 1 and withdrawn.spans(origin) == []  # for traces
+    assert not withdrawn.withdraw()
+
+
 def test_a_lane_that_never_ran_closes() -> None:
     WorkLane("test-unused").close()
     assert not threads_named("test-unused")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import sys
@@ -242,6 +243,21 @@ def test_another_offloader_is_verified() -> None:
     assert ebbtide.verify(small(), batch(), offloader=scaling(1.0), orders=1).same
     report = ebbtide.verify(small(), batch(), offloader=scaling(1 + 2**-20), orders=1)
     assert not report.same and report.first_different is not None
+    assert_fits_a_terminal(report)
+
+
+def test_an_offloader_that_offloads_nothing_is_not_called_the_same() -> None:
+    report = ebbtide.verify(small(), batch(), offloader=lambda _: contextlib.nullcontext())
+    assert not report.has_moved and not report.same
+    assert [run.seed for run in report.runs] == [None]  # on a CPU nothing can be late
+
+
+def test_what_an_offloader_raises_is_said() -> None:
+    def fails(_: nn.Module) -> Any:
+        raise KeyError("its own fault")
+
+    report = ebbtide.verify(small(), batch(), offloader=fails)
+    assert "its own fault" in str(report) and not report.same
     assert_fits_a_terminal(report)
 
 

@@ -59,6 +59,13 @@ class AbstractEvent(ABC):
         """The intervals in which the work that ends here ran, if the device `keeps_time`."""
         return []
 
+    def withdraw(self) -> bool:
+        """Take back a worker's job that ends here, if it has not begun; return whether it is.
+
+        The event is reached when the worker gets to the job, which it then leaves out.
+        """
+        return False
+
     @abstractmethod
     def query(self) -> bool:
         """Whether the point has been reached, without waiting."""

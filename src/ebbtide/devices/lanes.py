@@ -46,10 +46,19 @@ class LaneEvent(AbstractEvent):
         self._is_done = False
         self._pending = threading.Lock()
         self._pending.acquire()  # until the job has ended
-        self._begin_s = self._end_s = 0.0
+        self._claim = threading.Lock()  # of whoever begins the job, or takes it back
+        self._begin_s: float | None = None
+        self._end_s = 0.0
 
-    def begin(self) -> None:
-        self._begin_s = time.perf_counter()
+    def begin(self) -> bool:
+        """Begin the job, unless it has been withdrawn; return whether it begins."""
+        begins = self._claim.acquire(blocking=False)
+        if begins:
+            self._begin_s = time.perf_counter()
+        return begins
+
+    def withdraw(self) -> bool:
+        return self._claim.acquire(blocking=False)
 
     def finish(self, failure: BaseException | None = None) -> None:
         self.failure = failure
@@ -71,6 +80,8 @@ class LaneEvent(AbstractEvent):
 
     def spans(self, origin: Origin) -> list[Span]:
         self._wait()
+        if self._begin_s is None:
+            return []
         return [Span(self._lane, self._begin_s - origin.host_s, self._end_s - origin.host_s)]
 
     def _wait(self) -> None:
@@ -187,9 +198,9 @@ def _run_jobs(jobs: queue.SimpleQueue[_Job | _End]) -> None:
     while isinstance(job := jobs.get(), tuple):
         work, event, then = job
         failure: BaseException | None = None
-        event.begin()
         try:
-            work()
+            if event.begin():
+                work()
         except BaseException as error:  # whoever waits for the event gets the error, of any kind
             # The traceback is removed because its frames would keep the work's tensors alive.
             failure = error.with_traceback(None)

@@ -217,6 +217,9 @@ class _JobEvent(AbstractEvent):
         self._lane.run_to(self)
         return self._time_s - origin.host_s
 
+    def withdraw(self) -> bool:
+        return self._lane.drop(self)
+
 
 _Job = tuple[Callable[[], None], _JobEvent, Callable[[], None] | None]
 
@@ -248,6 +251,14 @@ class _Lane(AbstractLane):
     def close(self) -> None:
         while self._jobs:
             self.run_to(self._jobs[-1][1])
+
+    def drop(self, event: _JobEvent) -> bool:
+        """Let the job that ends at ``event`` do nothing, if it is queued; return whether it is."""
+        for number, (_, end, then) in enumerate(self._jobs):
+            if end is event:
+                self._jobs[number] = lambda: None, end, then
+                return True
+        return False
 
     def has_jobs(self) -> bool:
         return bool(self._jobs)

@@ -385,7 +385,7 @@ class StepOverlap:
         self._worker = self._make_worker()
         self._members: dict[int, _Member] = {}
         self._tasks: set[int] = set()  # ids of autograd's graph tasks that will call back
-        self._pending: list[tuple[AbstractEvent, list[_Work]]] = []
+        self._pending: list[AbstractEvent] = []
         self.stats = OverlapStats()
         self.grad_norm: torch.Tensor | None = None
         self._hooks: dict[int, Any] = {0: OptimizerWatch(after=self._forget_stepped)}
@@ -523,7 +523,7 @@ class StepOverlap:
         if self._arithmetic.flushes:
             return  # clipping would flush gradients, too
         options: dict[int, _Options] = {}
-        job: list[_Work] = []  # whoever empties it does it, or gives it up
+        job = []
         for member in members:
             gradient = member.parameter.grad
             if gradient is None or not _can_step(member.parameter, gradient):
@@ -537,12 +537,12 @@ class StepOverlap:
         only_norms = not any(each.shadow for each in job)
         if not job or (only_norms and (self.max_norm is None or self._shares_cores)):
             return
-        size_bytes = sum(each.landed.member.parameter.nbytes for each in job)
         run = functools.partial(self._run, optimizer, job, self._arithmetic)
         event = self._worker.submit(run)
-        self._pending.append((event, job))
+        self._pending.append(event)
         recorder = self._engine.transfers.account.recorder
         if recorder is not None:
+            size_bytes = sum(each.landed.member.parameter.nbytes for each in job)
             recorder.copy("step", Subject(None, 0, size_bytes), event)
 
     def _goes_on(self) -> bool:
@@ -609,10 +609,7 @@ class StepOverlap:
 
     # ---- in the worker ------------------------------------------------------------------------
 
-    def _run(self, optimizer: Optimizer, given: list[_Work], arithmetic: _Arithmetic) -> None:
-        job = self._take(given)
-        if not job:
-            return
+    def _run(self, optimizer: Optimizer, job: Sequence[_Work], arithmetic: _Arithmetic) -> None:
         begin_s = time.perf_counter()
         try:
             arithmetic.set()
@@ -625,13 +622,6 @@ class StepOverlap:
         finally:
             with self._lock:
                 self._count(worker_s=time.perf_counter() - begin_s)
-
-    def _take(self, given: list[_Work]) -> list[_Work]:
-        """Take all of a job, so that nobody else does it; empty if somebody has taken it."""
-        with self._lock:
-            taken = list(given)
-            given.clear()
-        return taken
 
     def _add_norms(self, job: Sequence[_Work], arithmetic: _Arithmetic) -> None:
         norms = _norms([each.gradient for each in job], arithmetic)
@@ -742,11 +732,11 @@ class StepOverlap:
         self._learn(landed, [] if clips else current)
 
     def _wait(self) -> None:
-        """Give up what the worker has not begun, and wait for the rest."""
+        """Take back what the worker has not begun, and wait for the rest."""
         with self._lock:
             pending, self._pending = self._pending, []
         begin_s = time.perf_counter()
-        for event in [event for event, job in pending if not self._take(job)]:
+        for event in [each for each in pending if not each.withdraw()]:
             try:
                 event.synchronize()
             except Exception as error:  # the step will raise it, if it fails from the originals too
@@ -938,7 +928,7 @@ def _total_norm(
         known: the norms of some of them, by `id`.
         arithmetic: that of the calling thread.
     """
-    if not known and not (gradients and _is_plain() and all(map(_is_on_host, gradients))):
+    if not known and not (gradients and _is_plain() and all(map(_is_ordinary, gradients))):
         return torch.nn.utils.get_total_norm(gradients)
     grouped: Any = group_by_device_and_dtype([list(gradients)])
     norms = []
@@ -967,7 +957,8 @@ def _norms(gradients: Sequence[torch.Tensor], arithmetic: _Arithmetic) -> Sequen
     """
     num_bytes = sum(each.nbytes for each in gradients)
     num_threads = min(arithmetic.num_threads, len(gradients), num_bytes // _LARGE_BYTES)
-    if num_threads < 2 or not all(map(_is_on_host, gradients)):
+    on_host = gradients[0].device.type == "cpu"
+    if num_threads < 2 or not on_host or not all(map(_is_ordinary, gradients)):
         return torch._foreach_norm(list(gradients), 2.0)
     order = sorted(range(len(gradients)), key=lambda number: -gradients[number].nbytes)
     shares = [order[first::num_threads] for first in range(num_threads)]
@@ -984,12 +975,8 @@ def _foreach_norm(gradients: list[torch.Tensor]) -> Sequence[torch.Tensor]:
     return torch._foreach_norm(gradients, 2.0)
 
 
-def _is_on_host(gradient: torch.Tensor) -> bool:
-    return (
-        type(gradient) in (torch.Tensor, nn.Parameter)
-        and gradient.device.type == "cpu"
-        and gradient.layout is torch.strided
-    )
+def _is_ordinary(gradient: torch.Tensor) -> bool:
+    return type(gradient) in (torch.Tensor, nn.Parameter) and gradient.layout is torch.strided
 
 
 def _remove_hooks(hooks: dict[int, Any]) -> None:
