@@ -270,6 +270,11 @@ def recorded(phase: str = "B3", reserved: int = 0, **owned: int) -> Evidence:
     )
 
 
+def with_stats(evidence: Evidence, **figures: int) -> Evidence:
+    stats = dataclasses.replace(evidence.stats, **figures)
+    return dataclasses.replace(evidence, stats=stats)
+
+
 @pytest.mark.parametrize(
     ("evidence", "cause"),
     [
@@ -284,6 +289,7 @@ def recorded(phase: str = "B3", reserved: int = 0, **owned: int) -> Evidence:
         (recorded(phase="optimizer step", PARAMETERS=300, OPTIMIZER=600), "optimizer step"),
         (recorded(phase="loss", OUTPUTS=300, RUNNING=400, PARAMETERS=100), "loss"),
         (recorded(PARAMETERS=30, KEPT=60, LEAVING=5, RELOADED=10), "it fits"),
+        (with_stats(recorded(KEPT=150, INPUTS=350), kept_bytes=150 * MIB), "small tensors"),
         (
             dataclasses.replace(recorded(KEPT=300, PARAMETERS=200), plan_keeps_all=True),
             "it fits",
@@ -319,6 +325,14 @@ def test_a_tensor_that_backward_reads_is_not_blamed_on_the_prefetch() -> None:
     assert finding.size_bytes == 240 * MIB
     text = "240.0 MiB float32 [240, 262144], saved by Gelu in layer 3 blocks.3"
     assert finding.evidence.startswith(text)
+
+
+def test_what_is_in_flight_is_lowered_where_it_is_set() -> None:
+    evidence = dataclasses.replace(recorded(LEAVING=300, RELOADED=300), bound_bytes=12 * MIB)
+    settings = {each.setting for each in explain(evidence).findings}
+    assert all("max_inflight_bytes=...) from 12.0 MiB" in setting for setting in settings)
+    planned = explain(dataclasses.replace(evidence, plan_peak_bytes=700 * MIB))
+    assert {each.setting.split(":")[0] for each in planned.findings} == {"a smaller budget"}
 
 
 def test_what_packing_left_out_was_not_rebuilt() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Iterator
@@ -192,6 +193,17 @@ def test_pointing_at_the_lanes_shows_the_memory_of_that_time(quiet: Quiet) -> No
     page = quiet.open(made_up())
     page.mouse.move(*point(page, "lanes", 0.37, 0.6))
     assert said(page, "memory").startswith("F7: 758.0 MiB")
+
+
+def test_the_figures_and_the_charts_have_the_same_step(quiet: Quiet) -> None:
+    """Memory is recorded from the first phase on, which begins a little after the step."""
+    record = made_up()
+    samples = (dataclasses.replace(record.memory.samples[0], begin_s=0.005),)
+    memory = dataclasses.replace(record.memory, samples=samples + record.memory.samples[1:])
+    events = tuple(event for event in record.events if event.begin_s >= 0.010)
+    page = quiet.open(dataclasses.replace(record, memory=memory, events=events, prediction=None))
+    figures = page.locator(".figures").inner_text().splitlines()
+    assert range_of(page) == f"the whole step, {figures[figures.index('Step') + 1]}"
 
 
 def test_buttons_zoom_and_move(quiet: Quiet) -> None:

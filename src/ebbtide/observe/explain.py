@@ -180,6 +180,7 @@ def find_limit(evidence: Evidence) -> tuple[int, str] | None:
 
 _SHARE: Final = 0.1  # of the peak: less than this does not explain it
 _RELOADED: Final = 0.25  # of the peak: what came back explains it
+_SMALL: Final = 0.2  # of what was saved: so much in small tensors is worth offloading
 _MOST: Final = 0.4  # of the peak: more than this dominates it
 _HIDDEN: Final = 0.5  # of an optimizer's step inside backward: less than this saves no time
 _LISTED: Final = 3
@@ -246,10 +247,10 @@ def small_tensors(evidence: Evidence) -> Iterator[Finding]:
     """Saved tensors are below `min_bytes`."""
     small_bytes, unique_bytes = evidence.small_bytes, evidence.stats.unique_bytes
     whole_bytes = evidence.own_bytes or unique_bytes
-    if small_bytes > _SHARE * whole_bytes and small_bytes > _MOST * unique_bytes:
+    if small_bytes > _SHARE * whole_bytes and small_bytes > _SMALL * unique_bytes:
         yield Finding(
             "small tensors",
-            f"Most of what autograd saves is in tensors smaller than "
+            f"Much of what autograd saves is in tensors smaller than "
             f"{format_size(evidence.min_bytes)}, which stay.",
             f"{format_size(small_bytes)} of {format_size(unique_bytes)} that was saved",
             "activations=ebbtide.ActivationPolicy(min_bytes=...) with a smaller size, or a larger "
@@ -425,13 +426,20 @@ def parts_of_peak(evidence: Evidence) -> Iterator[Finding]:
                 part.cause,
                 part.sentence.format(phase=_phase(evidence)),
                 f"{', '.join(owned[:_LISTED])}, of the step's {whole}",
-                part.setting.format(bound=format_size(evidence.bound_bytes)),
+                _setting_of(part.setting, evidence),
                 size_bytes,
             )
 
 
 def _size(part: tuple[int, Owner]) -> int:
     return -part[0]
+
+
+def _setting_of(setting: str, evidence: Evidence) -> str:
+    """Return a setting with the bound on bytes in flight, which a plan says where there is one."""
+    if "{bound}" in setting and evidence.plan_peak_bytes is not None:
+        return "a smaller budget: the plan has in flight what fits"
+    return setting.format(bound=format_size(evidence.bound_bytes))
 
 
 def reloaded_at_peak(evidence: Evidence) -> Iterator[Finding]:
@@ -445,7 +453,7 @@ def reloaded_at_peak(evidence: Evidence) -> Iterator[Finding]:
             "Activations that were brought back ahead of their use are a large part of the peak.",
             f"{format_size(reloaded_bytes - needed_bytes)} beside what {evidence.phase} reads at "
             f"once, of the step's {format_size(evidence.own_bytes)}",
-            _LOWER.format(bound=format_size(evidence.bound_bytes)),
+            _setting_of(_LOWER, evidence),
             reloaded_bytes - needed_bytes,
         )
     if largest is not None and evidence.share(needed_bytes) > _RELOADED:

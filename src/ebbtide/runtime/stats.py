@@ -401,7 +401,7 @@ class Account:
     ) -> None:
         """Let what is queued on ``stream`` from now on run after ``event``, and count the wait."""
         recorder = self.recorder
-        if recorder is None and event.query() and not is_profiling():
+        if event.query() and not is_profiling():
             stream.wait(event)  # what is complete stalls nobody
             return
         before = self._device.moment()

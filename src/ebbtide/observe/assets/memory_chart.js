@@ -53,7 +53,8 @@ class MemoryChart extends Chart {
   draw(context, width, height) {
     const { memory, budget_bytes, limit_bytes } = this.run;
     const peak = memory?.samples[memory.peak];
-    const reserved = memory && memory.reserved_peak_bytes > peak.peak_bytes * 1.005;
+    // Where freed memory counts, both are what the system has given to the process.
+    const reserved = memory && !memory.counts_freed && memory.reserved_peak_bytes > peak.peak_bytes * 1.005;
     const levels = [
       ["budget", budget_bytes],
       ["no offloader gets below", limit_bytes],

@@ -29,7 +29,7 @@ function showRun(which) {
 const data = await unpack(document.querySelector("#data").textContent);
 // All runs have the same scales, so that what looks longer or higher is.
 const times = data.runs.flatMap(timesOf);
-const least = times.reduce((a, b) => Math.min(a, b), 0);
+const least = times.reduce((a, b) => Math.min(a, b), times[0] ?? 0);
 view.whole = [least, times.reduce((a, b) => Math.max(a, b), least + 1e-9)];
 const most = Math.max(...data.runs.map(({ ebbtide }) => mostOf(ebbtide)));
 const articles = document.querySelectorAll(".run");
