@@ -114,6 +114,8 @@ def test_slow_copies_give_the_same_numbers_later() -> None:
     stats = run.steps()  # compares the gradients
     assert stats.late_reloads > 0
     assert stats.stall_s == pytest.approx(run.step_s - 20 * (FORWARD_S + BACKWARD_S))
+    waits = [event for event in run.bench.recording.trace.events if event.what == "wait"]
+    assert sum(event.duration_s for event in waits) == pytest.approx(stats.stall_s)
     # The link is never faster than its bandwidth: 16 layers down, then 16 up.
     assert run.step_s > 16 * SIZE_BYTES / SLOW
 

@@ -180,7 +180,7 @@ def make_findings(memory: StepMemory, num_offloaded: int) -> tuple[Finding, ...]
             "optimizer state",
             "The optimizer's state stays on the device throughout the step.",
             f"192.0 MiB of {memory.peak_bytes / MIB:.0f} MiB.",
-            "weights=ebbtide.WeightPolicy()",
+            "activations=ebbtide.ActivationPolicy(min_bytes=...), weights=ebbtide.WeightPolicy()",
             192 * MIB,
         ),
     )

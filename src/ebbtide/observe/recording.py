@@ -57,9 +57,11 @@ class StepRecorder:
         """Record an event on the compute stream, behind the work queued so far."""
         return self._device.compute_stream().record()
 
-    def compute(self, what: str, subject: Subject, begin: AbstractEvent) -> None:
-        """Note what the compute stream runs, or waits for, from ``begin`` to its present end."""
-        self._entries.append(_Entry(what, subject, begin, self.mark()))
+    def compute(
+        self, what: str, subject: Subject, begin: AbstractEvent, end: AbstractEvent | None = None
+    ) -> None:
+        """Note what the compute stream runs, or waits for, to ``end``; None: to its present end."""
+        self._entries.append(_Entry(what, subject, begin, self.mark() if end is None else end))
 
     def moment(self, what: str, subject: Subject) -> None:
         """Note an event without duration on the compute stream."""

@@ -24,6 +24,7 @@ from ebbtide.planning.prediction import StepRecord, StepTiming
 from ebbtide.planning.profile import LayerProfile, StepProfile
 from ebbtide.runtime.events import LANES, MemorySample, OwnedBytes, Owner, StepMemory, TraceEvent
 from ebbtide.runtime.stats import StepStats
+from ebbtide.units import count
 from ebbtide.version import __version__
 
 
@@ -288,7 +289,7 @@ def _describe_device(device: torch.device) -> str:
     if device.type == "cuda" and torch.cuda.is_available():
         return f"{device}, {torch.cuda.get_device_name(device)}"
     if device.type == "cpu":
-        return f"cpu, {torch.get_num_threads()} threads"
+        return f"cpu, {count(torch.get_num_threads(), 'thread')}"
     return str(device)
 
 

@@ -225,8 +225,10 @@ class EventListener(Protocol):
     def mark(self) -> AbstractEvent:
         """Return an event on the compute stream, behind the work queued so far."""
 
-    def compute(self, what: str, subject: Subject, begin: AbstractEvent) -> None:
-        """The compute stream runs, or waits for, something from ``begin`` to its present end."""
+    def compute(
+        self, what: str, subject: Subject, begin: AbstractEvent, end: AbstractEvent | None = None
+    ) -> None:
+        """The compute stream runs, or waits for, something to ``end``; None: to its present end."""
 
     def moment(self, what: str, subject: Subject) -> None:
         """Something without duration happens on the compute stream."""

@@ -408,7 +408,7 @@ class Account:
         self.meter.waits.append((before, event, is_reload))
         in_range("wait", record.layer, stream.wait, event)
         if recorder is not None:
-            recorder.compute("wait", subject(record), before.event)
+            recorder.compute("wait", subject(record), before.event, event)
 
 
 def subject(record: Record) -> Subject:

@@ -1,7 +1,7 @@
 // Numbers as text, how the data of the page is read, and elements.
 
 const SIZES = [["GiB", 2 ** 30], ["MiB", 2 ** 20], ["KiB", 2 ** 10], ["B", 1]];
-const TIMES = [["s", 1], ["ms", 1e-3], ["µs", 1e-6]];
+const TIMES = [["s", 1], ["ms", 1e-3], ["us", 1e-6]];
 
 function formatSize(bytes) {
   const [unit, size] = SIZES.find(([, each]) => Math.abs(bytes) >= each) ?? SIZES.at(-1);
