@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ebbtide.devices.process import call_weakly
-from ebbtide.errors import PolicyError, warn_user
+from ebbtide.errors import PolicyError, warn_of_untested
 from ebbtide.handle import OffloadHandle
 from ebbtide.observe.recording import record_model
 from ebbtide.policy import (
@@ -168,7 +168,7 @@ def offload(
         BudgetError: raised by the forward, if no plan fits into the budget, unless steps have been
             within it before.
     """
-    _warn_of_untested_torch()
+    warn_of_untested("torch", torch.__version__, TESTED_TORCH[1])
     if callable(model) and not isinstance(model, nn.Module | type):
         _refuse_arguments_of_layers(
             weights=weights,
@@ -352,19 +352,6 @@ def wrap_forward_with_offload(
     wrapped.handle = OffloadHandle(engine, (), undo, forward=known, owner=wrapped)
     _LOG.info("wrap_forward_with_offload: %r; activations: %s", wrapped.handle, policy)
     return wrapped
-
-
-@functools.cache
-def _warn_of_untested_torch() -> None:
-    """Warn once if torch is newer than what ebbtide was tested with."""
-    newest = TESTED_TORCH[1]
-    if tuple(map(int, torch.__version__.split(".")[:2])) > tuple(map(int, newest.split("."))):
-        warn_user(
-            "untested-torch",
-            f"torch {torch.__version__} is newer than what this ebbtide was tested with, which is "
-            f"up to {newest}; if something is off, try a newer ebbtide, or pip install "
-            f'"torch=={newest}.*"',
-        )
 
 
 def _refuse_arguments_of_layers(**given: object) -> None:

@@ -11,6 +11,7 @@ EbbtideError
 
 from __future__ import annotations
 
+import functools
 import sys
 import warnings
 from types import FrameType
@@ -80,6 +81,24 @@ def warn_user(cause: str, message: str, category: type[Warning] = RuntimeWarning
         frame = frame.f_back
         level += 1
     warnings.warn(f"{message} [ebbtide: {cause}]", category, stacklevel=level)
+
+
+@functools.cache
+def warn_of_untested(package: str, version: str, newest: str) -> None:
+    """Warn once if a package is newer than what ebbtide was tested with.
+
+    Args:
+        package: its name.
+        version: the version that is there.
+        newest: the newest version that was tested, without its last number.
+    """
+    if tuple(map(int, version.split(".")[:2])) > tuple(map(int, newest.split("."))):
+        warn_user(
+            "untested-version",
+            f"{package} {version} is newer than what this ebbtide was tested with, which is up to "
+            f"{newest}; if something is off, try a newer ebbtide, or pip install "
+            f'"{package}=={newest}.*"',
+        )
 
 
 def _package_of(frame: FrameType) -> str:

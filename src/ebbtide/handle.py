@@ -240,6 +240,18 @@ class OffloadHandle:
                 forward.let_go()
             self._engine.let_go()
 
+    if not TYPE_CHECKING:  # which would take any name then
+
+        def __getattr__(self, name: str) -> NoReturn:
+            advice = ""
+            if hasattr(nn.Module, name):
+                advice = (
+                    "; the model is changed in place, so go on with it: write "
+                    "handle = ebbtide.offload(model), not model = ebbtide.offload(model)"
+                )
+            text = f"'OffloadHandle' object has no attribute {name!r}{advice}"
+            raise AttributeError(text, name=name, obj=self)
+
     def __reduce__(self) -> NoReturn:
         raise PolicyError(
             "the handle of an offload cannot be copied or pickled, because it belongs to a model "

@@ -171,7 +171,7 @@ def check_model(model: object) -> None:
         refuse("model", "an nn.Module that is no script module", model, advice)
     if isinstance(model, nn.Module):
         return
-    advice = "it is the object whose forward you call"
+    advice = "give the module whose forward your training loop calls"
     if isinstance(model, list | tuple):
         advice = "offload each model, or the module that holds them, such as nn.Sequential(*layers)"
     elif callable(model):

@@ -31,7 +31,7 @@ MODEL = stack()
         ([MODEL, MODEL], r"got a list; offload each model, or the module that holds them"),
         (nn.Linear, r"got the class Linear; make one first: Linear\(\.\.\.\)"),
         ("model", "got 'model'"),
-        (torch.optim.SGD(MODEL.parameters(), 0.1), "got a SGD; it is the object whose forward"),
+        (torch.optim.SGD(MODEL.parameters(), 0.1), "got a SGD; give the module whose forward"),
         (torch.zeros(2), "got a Tensor"),
     ],
     ids=lambda value: type(value).__name__,
@@ -42,6 +42,16 @@ def test_what_is_no_model(model: Any, match: str) -> None:
     config = CPUOffloadingConfig(cpu_offloading=True, cpu_offloading_num_layers=1)
     with pytest.raises(PolicyError):
         config.apply(model)
+
+
+def test_the_handle_taken_for_the_model() -> None:
+    model = ebbtide.offload(stack())
+    advised = {}
+    for name in ("parameters", "stat"):
+        with pytest.raises(AttributeError) as error:
+            getattr(model, name)
+        advised[name] = "handle = ebbtide.offload(model)" in error.value.args[0]
+    assert advised == {"parameters": True, "stat": False}
 
 
 @pytest.mark.parametrize(

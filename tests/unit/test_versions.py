@@ -8,10 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
+import ebbtide
 import run_versions
-from ebbtide.version import TESTED_TORCH
+from ebbtide.interop.training_offload import OffloadArguments
+from ebbtide.version import TESTED_FRAMEWORKS, TESTED_TORCH
 
 ROOT = Path(__file__).parents[2]
+CONSTRAINTS = (ROOT / "constraints.txt").read_text()
 
 
 def test_the_metadata_admits_what_is_tested() -> None:
@@ -34,7 +37,24 @@ def test_a_torch_newer_than_what_is_tested_is_warned_of_once() -> None:
         "for _ in range(2): ebbtide.offload(torch.nn.Linear(8, 8))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.stderr.count("[ebbtide: untested-torch]") == 1, done.stderr
+    assert done.stderr.count("[ebbtide: untested-version]") == 1, done.stderr
+
+
+def test_frameworks_newer_than_what_is_tested_are_warned_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    monkeypatch.setattr(transformers, "__version__", "6.0.0.dev0")
+    arguments = OffloadArguments(activations=ebbtide.ActivationPolicy(min_bytes=1))
+    with pytest.warns(RuntimeWarning) as told:
+        arguments.attach_to(torch.nn.Linear(8, 8)).detach()
+    texts = [str(each.message) for each in told]
+    assert [text.endswith("[ebbtide: untested-version]") for text in texts] == [True], texts
+
+
+def test_the_tested_frameworks_are_those_of_the_constraints() -> None:
+    pinned = dict(re.findall(r"^(\w+)==(\d+\.\d+)", CONSTRAINTS, re.MULTILINE))
+    assert {name: pinned[name] for name in TESTED_FRAMEWORKS} == TESTED_FRAMEWORKS
 
 
 def test_both_ends_are_tested_with_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:

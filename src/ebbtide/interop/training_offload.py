@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Sequence
 from os import PathLike
 from typing import Final, NoReturn, final
@@ -10,7 +11,7 @@ from typing import Final, NoReturn, final
 from torch import nn
 
 from ebbtide.api import offload
-from ebbtide.errors import PolicyError
+from ebbtide.errors import PolicyError, warn_of_untested
 from ebbtide.handle import OffloadHandle
 from ebbtide.planning.planned_step import PlannedStep
 from ebbtide.policy import (
@@ -24,6 +25,7 @@ from ebbtide.policy import (
 from ebbtide.runtime.stats import StepStats
 from ebbtide.schedule import Schedule
 from ebbtide.units import parse_budget_bytes
+from ebbtide.version import TESTED_FRAMEWORKS
 
 _ATTRIBUTE: Final = "_ebbtide_training"
 
@@ -59,6 +61,9 @@ class OffloadArguments:
 
     def attach_to(self, model: nn.Module) -> OffloadHandle:
         """Offload a model with these arguments."""
+        for package, newest in TESTED_FRAMEWORKS.items():
+            if package in sys.modules:
+                warn_of_untested(package, sys.modules[package].__version__, newest)
         handle: OffloadHandle = offload(model, **vars(self))
         return handle
 
