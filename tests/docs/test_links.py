@@ -25,10 +25,12 @@ def test_every_link_is_absolute_and_leads_to_a_file() -> None:
 
 def test_pictures_are_addressed_raw() -> None:
     """The page of a picture is no picture."""
-    pictures = re.findall(r"!\[[^\]]*\]\[([^\]]+)\]", README)
+    pictures = re.findall(r'<img src="([^"]+)"', README)
     assert pictures
-    for name in pictures:
-        assert f"[{name}]: {PLACES[1]}" in README
+    assert "![" not in README, "a picture whose width is not given"
+    for address in pictures:
+        assert address.startswith(PLACES[1])
+        assert (ROOT / address.removeprefix(PLACES[1])).is_file()
 
 
 def test_the_metadata_has_the_same_home() -> None:
