@@ -92,7 +92,7 @@ def in_a_closure(tensor: torch.Tensor) -> Any:
 WAYS: list[tuple[Callable[[torch.Tensor], Any], str]] = [
     (in_a_plain_object, "the attribute kept of a Plain"),
     (in_a_module, "the attribute kept of a Linear"),
-    (in_a_buffer, "the attribute kept of a Linear"),
+    (in_a_buffer, "the attribute _buffers['kept'] of a Linear"),
     (in_a_list_of_an_object, "the attribute kept[1] of a Plain"),
     (in_a_dict_of_an_object, "the attribute kept['last'] of a Plain"),
     (in_slots, "an object of the type Slotted"),
@@ -136,7 +136,7 @@ def test_nothing_is_found_for_a_storage_that_is_gone() -> None:
 
 
 @pytest.mark.timeout(60)
-def test_who_holds_thousands_of_tensors_is_found_in_one_search() -> None:
+def test_of_thousands_of_tensors_the_largest_are_named() -> None:
     """Asking Python once for each of them took minutes."""
 
     class Keeper:
@@ -153,10 +153,9 @@ def test_who_holds_thousands_of_tensors_is_found_in_one_search() -> None:
     addresses = {address(each) for each in wanted}
     del keeper, wanted
     found = find_holders(addresses)
-    assert len(found) == len(addresses) == 9000
-    assert {each.holder for each in found if each.shape == (2001,)} == {
-        "the attribute kept[2000] of a Keeper",
-        "the attribute by_number[2000] of a Keeper",
+    assert {each.holder for each in found if each.shape == (3000,)} == {
+        "the attribute kept[2999] of a Keeper",
+        "the attribute by_number[2999] of a Keeper",
         "the attribute kept of a Plain",
     }
     del held

@@ -320,8 +320,7 @@ def held_by_program(evidence: Evidence) -> Iterator[Finding]:
         f"{each.holder} {list(each.shape)} {format_size(each.size_bytes)}"
         for each in evidence.held[:_LISTED]
     ]
-    more = len(evidence.held) - _LISTED
-    names += [f"{more} more"] if more > 0 else []
+    names += ["others"] if len(evidence.held) > _LISTED else []
     yield Finding(
         "held by the program",
         "Variables of your program still refer to activations that were offloaded, so their memory "

@@ -19,7 +19,8 @@ from ebbtide.runtime.torch_internals import parts_of, tree_leaves
 
 # ---- Finds the variables through which a program holds tensors ----
 
-_AT_ONCE = 256  # objects that are asked together whether they refer to anything wanted
+_MOST_HOLDERS = 10  # storages whose holders are looked for, the largest first
+_MOST_AROUND = 3  # levels of containers around a tensor, and containers in each
 _PACKAGE = __name__.partition(".")[0]
 
 
@@ -38,40 +39,34 @@ class HeldTensor(NamedTuple):
 
 
 def find_holders(addresses: Container[int]) -> list[HeldTensor]:
-    """Return the tensors with certain storages and who holds them, largest first.
+    """Return the largest tensors with certain storages and who holds them, largest first.
 
-    It reads all objects of the process up to four times, which takes up to a second.
+    It reads all objects of the process some times, which takes up to a second.
 
     Args:
         addresses: addresses of the storages.
     """
-    found = []
-    heap: list[Any] = gc.get_objects()
-    try:
-        tensors = _tensors_with(addresses, heap)
-        on_stacks = _names_on_stacks({id(tensor) for tensor, _ in tensors})
-        named = {address for tensor, held in tensors if id(tensor) in on_stacks for address in held}
-        others = [tensor for tensor, held in tensors if not named.issuperset(held)]
-        names = {**_names_in_containers(others, heap), **on_stacks}
-        seen: set[int] = set()
-        for tensor, held in tensors:
-            name, new = names.get(id(tensor)), held.keys() - seen
-            if name and new:
-                seen |= new
-                size_bytes = sum(held[address] for address in new)
-                found.append(HeldTensor(name, _shape_of(tensor), size_bytes))
-    finally:
-        # A debugger's frames of this search are in the list, and they would hold the list.
-        heap.clear()
-    return sorted(found, key=lambda each: -each.size_bytes)
+    tensors = _tensors_with(addresses)
+    on_stacks = _names_on_stacks({id(tensor) for tensor, _ in tensors})
+    # A variable says more of where a storage is held than a container that has it, too.
+    tensors.sort(key=lambda each: (sum(each[1].values()), id(each[0]) in on_stacks))
+    found: list[HeldTensor] = []
+    seen: set[int] = set()
+    while tensors and len(found) < _MOST_HOLDERS:
+        tensor, held = tensors.pop()
+        new = held.keys() - seen
+        name = new and (on_stacks.get(id(tensor)) or _name_of_holder(tensor))
+        if name:
+            seen |= new
+            size_bytes = sum(held[address] for address in new)
+            found.append(HeldTensor(name, _shape_of(tensor), size_bytes))
+    return found
 
 
-def _tensors_with(
-    addresses: Container[int], heap: Sequence[Any]
-) -> list[tuple[torch.Tensor, dict[int, int]]]:
+def _tensors_with(addresses: Container[int]) -> list[tuple[torch.Tensor, dict[int, int]]]:
     """Return the tensors with certain storages, and the bytes of these by their addresses."""
     found = []
-    for each in heap:
+    for each in gc.get_objects():
         if issubclass(type(each), torch.Tensor) and (held := _held_storages(each, addresses)):
             found.append((each, held))
     return found
@@ -116,118 +111,66 @@ def _find_in(variables: Mapping[str, Any], wanted: set[int]) -> Iterator[tuple[s
     for name, value in list(variables.items()):
         if id(value) in wanted:
             yield name, id(value)
-        elif type(value) in (list, tuple):
-            yield from ((f"{name}[{i}]", id(v)) for i, v in enumerate(value) if id(v) in wanted)
-        elif type(value) is dict:
-            yield from ((f"{name}[{k!r}]", id(v)) for k, v in value.items() if id(v) in wanted)
+        elif type(value) in (list, tuple, dict):
+            yield from ((f"{name}[{k!r}]", id(v)) for k, v in _items(value) if id(v) in wanted)
 
 
-def _names_in_containers(tensors: Sequence[torch.Tensor], heap: Sequence[Any]) -> dict[int, str]:
-    """Return the attributes, lists, dicts and objects that refer to tensors, by the tensor's `id`.
+def _items(container: Any) -> list[tuple[Any, Any]]:
+    return list(container.items() if type(container) is dict else enumerate(container))
 
-    Args:
-        tensors: the tensors.
-        heap: what may refer to them.
+
+def _key_of(value: Any, container: Any) -> Any:
+    """Return the first key or index of a value in a container; None if it is not there."""
+    return next((key for key, each in _items(container) if each is value), None)
+
+
+def _name_of_holder(tensor: torch.Tensor) -> str:
+    """Return which attribute of an object has a tensor, or else what refers to it.
+
+    The names are words such as ``"the attribute outputs['last'] of a Model"``; empty if nothing
+    refers to it.
     """
-    direct = _referrers(tensors, heap)
-    containers = [
-        each for some in direct.values() for each in some if type(each) in (dict, list, tuple)
-    ]
-    outer = _referrers(containers, heap)
-    dicts = [each for some in outer.values() for each in some if type(each) is dict]
-    search = _Search({**_referrers(dicts, heap), **outer, **direct}, {})
-    return {id(tensor): search.name(tensor) for tensor in tensors}
-
-
-def _referrers(values: Iterable[Any], heap: Sequence[Any]) -> dict[int, list[Any]]:
-    """Return the objects that refer to each of some values, by the value's `id`.
-
-    `gc.get_referrers` reads the whole heap for each call, and compares each reference in it with
-    each object that it was asked for; this compares with a set.
-
-    Args:
-        values: the values.
-        heap: the objects that Python's garbage collector knew before the search began. What was
-            made since, such as the lists of the search, is not among them.
-    """
-    wanted = {id(each) for each in values}
-    found: dict[int, list[Any]] = {}
-    for begin in range(0, len(heap) if wanted else 0, _AT_ONCE):
-        some = heap[begin : begin + _AT_ONCE]
-        if wanted.isdisjoint(map(id, gc.get_referents(*some))):
-            continue
-        for each in some:
-            for number in wanted.intersection(map(id, gc.get_referents(each))):
-                found.setdefault(number, []).append(each)
+    found = _attribute_with(tensor)
+    referrers = [] if found else gc.get_referrers(tensor)
+    for each in referrers:
+        if isinstance(each, CellType):
+            found = found or "a variable that an inner function uses"
+        elif type(each) is dict:
+            found = f"a dict under {_key_of(tensor, each)!r}"
+        elif type(each) in (list, tuple):
+            found = f"a {type(each).__name__} of {len(each)}"
+        elif not isinstance(each, FrameType) and not _is_of_package(each):
+            found = found or f"an object of the type {type(each).__name__}"
     return found
 
 
-class _Search(NamedTuple):
-    """What refers to tensors, and to what refers to them.
+def _attribute_with(value: Any, keys: tuple[Any, ...] = ()) -> str:
+    """Return the attribute that is a value, or a container with it; empty if there is none.
 
-    Attributes:
-        referrers: what refers to an object, by the object's `id`.
-        keys: dicts, lists and tuples by their `id`, and the keys or indices of their values by the
-            values' `id`.
+    Args:
+        value: a tensor, or a container that it is in.
+        keys: where in the container it is, the outermost key first.
     """
-
-    referrers: dict[int, list[Any]]
-    keys: dict[int, tuple[Any, dict[int, Any]]]
-
-    def name(self, tensor: torch.Tensor) -> str:
-        """Return what refers to a tensor; empty if nothing does.
-
-        The order of what refers to it changes with each garbage collection, so the one that says
-        most is named.
-        """
-        referrers = self.referrers.get(id(tensor), [])
-        for each in referrers:
-            if name := self._name_of_attribute(each, tensor):
-                return name
-        containers = [each for each in referrers if type(each) in (dict, list, tuple)]
-        for container in containers:
-            for outer in self.referrers.get(id(container), []):
-                if name := self._name_of_attribute(outer, container, self._key(tensor, container)):
-                    return name
-        for container in containers:
-            if type(container) is dict:
-                return f"a dict under {self._key(tensor, container)!r}"
-            return f"a {type(container).__name__} of {len(container)}"
-        for each in referrers:
-            if not isinstance(each, (FrameType, CellType)) and not _is_of_package(each):
-                return f"an object of the type {type(each).__name__}"
-        if any(isinstance(each, CellType) for each in referrers):
-            return "a variable that an inner function uses"
-        return ""
-
-    def _name_of_attribute(self, referrer: Any, value: Any, key: Any = None) -> str:
-        """Return the name of an attribute that holds a value; empty if there is none.
-
-        Args:
-            referrer: what refers to the value: an object, or the dict of its attributes.
-            value: the value.
-            key: where in the value the tensor is, if the value is a container.
-        """
-        owner, attributes = referrer, _attributes_of(referrer)
-        if type(referrer) is dict:
-            holders = self.referrers.get(id(referrer), [])
-            owner = next((each for each in holders if _attributes_of(each) is referrer), None)
-            attributes = referrer
-        name = self._key(value, attributes) if attributes else None
-        if name is None or owner is None or _is_of_package(owner):
-            return ""
-        if isinstance(owner, torch.nn.Module) and name in ("_buffers", "_parameters"):
-            name, key = key, None
-        place = "" if key is None else f"[{key!r}]"
-        return f"the attribute {name}{place} of a {type(owner).__name__}"
-
-    def _key(self, value: Any, container: Any) -> Any:
-        """Return the first key or index of a value in a container; None if it is not there."""
-        if id(container) not in self.keys:
-            items = container.items() if type(container) is dict else enumerate(container)
-            keys = {id(each): key for key, each in reversed(list(items))}
-            self.keys[id(container)] = (container, keys)  # an `id` is another's once it is gone
-        return self.keys[id(container)][1].get(id(value))
+    containers = []
+    referrers = gc.get_referrers(value)
+    while referrers:
+        each = referrers.pop()  # a container that is still in a list here has one more referrer
+        if type(each) in (dict, list, tuple):
+            containers.append(each)
+        elif not isinstance(each, FrameType) and not _is_of_package(each):
+            attributes = _attributes_of(each) or {}
+            key = None if attributes is value else _key_of(value, attributes)
+            if attributes is value or key is not None:
+                name, *rest = keys if key is None else (key, *keys)
+                place = "".join(f"[{key!r}]" for key in rest)
+                return f"the attribute {name}{place} of a {type(each).__name__}"
+    del containers[_MOST_AROUND:]
+    while containers and len(keys) < _MOST_AROUND:
+        container = containers.pop()
+        found = _attribute_with(container, (_key_of(value, container), *keys))
+        if found:
+            return found
+    return ""
 
 
 def _attributes_of(owner: Any) -> dict[str, Any] | None:
