@@ -82,17 +82,17 @@ def test_neighbours_without_room_for_labels_are_told_apart() -> None:
     assert drawn["h2d"] == " " * 28 + "^^^^"
 
 
-def test_what_fills_most_of_a_column_wins() -> None:
-    # Columns of 1 ms. In the second: forward 0.2 + 0.25 + 0.15, backward 0.4 in one piece.
+def test_what_runs_in_the_middle_of_a_column_wins() -> None:
+    # Columns of 1 ms. In the middle of the second, at 1.5 ms, runs the backward.
     events = [
         event("forward", "compute", 0, 1.2, 0),
         event("backward", "compute", 1.2, 1.6, 1),
         event("forward", "compute", 1.6, 1.85, 2),
         event("forward", "compute", 1.85, 2.0, 3),
-        event("forward", "compute", 2.6, 3.0, 4),  # less than half of the third
+        event("forward", "compute", 2.6, 3.0, 4),  # not at 2.5 ms
         event("forward", "compute", 31, 32, 5),
     ]
-    assert rows(Trace(events).timeline(width=40))["compute"] == ">):" + " " * 28 + ">"
+    assert rows(Trace(events).timeline(width=40))["compute"] == "><:" + " " * 28 + ">"
 
 
 def test_the_innermost_event_is_seen() -> None:

@@ -7,7 +7,6 @@ and tints of them.
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import math
 from collections import defaultdict
@@ -91,37 +90,44 @@ def write_durations(events: Sequence[TraceEvent], unit: TimeUnit) -> list[str]:
     return [unit.write(unit.end_s - unit.begin_s), *waited]
 
 
-class Segment(NamedTuple):
-    """A stretch of time, in seconds, in which one event is the innermost of its lane."""
+class _Axis(NamedTuple):
+    """The time of a trace, cut into columns of equal width."""
 
-    begin_s: float
-    end_s: float
-    number: int  # index of the event
+    unit: TimeUnit
+    columns: int
 
+    @property
+    def whole_s(self) -> float:
+        return self.unit.end_s - self.unit.begin_s
 
-def segments(events: Sequence[TraceEvent]) -> list[Segment]:
-    """Return the visible stretches of a lane's events: at each time, the event that began last.
+    def position(self, time_s: float) -> float:
+        """Return the position of a time in columns, from 0 to the number of columns."""
+        return (time_s - self.unit.begin_s) / (self.whole_s or 1.0) * self.columns
 
-    Among events that began together, the one that ends first is visible, since the others enclose
-    it.
-    """
-    starts = sorted(range(len(events)), key=lambda number: events[number].begin_s, reverse=True)
-    times = sorted({time for event in events for time in (event.begin_s, event.end_s)})
-    running: list[tuple[float, float, int]] = []
-    result: list[Segment] = []
-    for begin_s, end_s in itertools.pairwise(times):
-        while starts and events[starts[-1]].begin_s <= begin_s:
-            number = starts.pop()
-            heapq.heappush(running, (-events[number].begin_s, events[number].end_s, number))
-        while running and running[0][1] <= begin_s:
-            heapq.heappop(running)
-        if not running:
-            continue
-        number = running[0][2]
-        if result and result[-1].number == number and result[-1].end_s == begin_s:
-            begin_s = result.pop().begin_s
-        result.append(Segment(begin_s, end_s, number))
-    return result
+    def column(self, time_s: float) -> int:
+        return min(int(self.position(time_s)), self.columns - 1)
+
+    def paint(self, events: Sequence[TraceEvent], least: int = 0) -> list[int | None]:
+        """Return for each column the index of the event that runs in the middle of it.
+
+        Of several, it is the one that began last, since the others enclose it. None: there is none.
+
+        Args:
+            events: the events of one lane.
+            least: columns that an event has at least, if it is not enclosed by another's.
+        """
+        painted: list[int | None] = [None] * self.columns
+        numbers = range(len(events))
+        for number in sorted(numbers, key=lambda at: (events[at].begin_s, -events[at].end_s)):
+            # The margin makes up for rounded times.
+            begin, end = (
+                math.ceil(self.position(time_s) - 0.5 - 1e-9)
+                for time_s in (events[number].begin_s, events[number].end_s)
+            )
+            begin = min(begin, self.columns - least)
+            end = max(end, begin + least)
+            painted[begin:end] = [number] * (end - begin)
+        return painted
 
 
 _ROUNDING_S: Final = 1e-9  # times of neighbours may overlap by this much
@@ -178,9 +184,9 @@ def _short_label(event: TraceEvent) -> str:
 
 # ---- Text ----
 #
-# Each column is a bin of time. It shows the kind of event that fills most of it, or a space if the
-# lane is idle for more than half of it. Of nested events the innermost counts. While compute waits,
-# the row of compute is empty, and the row below it shows which layer it waits for.
+# Each column is a bin of time. It shows the event that runs in the middle of it, or a space if the
+# lane is idle then. Of nested events the innermost counts. While compute waits, the row of compute
+# is empty, and the row below it shows which layer it waits for.
 
 # Two signs for each kind, so that a block without a label can differ from its left neighbour.
 _SIGNS: Final = {
@@ -232,32 +238,19 @@ def render_timeline(events: Sequence[TraceEvent], width: int) -> str:
     return "\n".join(line.rstrip() for line in (*heading, *lines, *legend))
 
 
-class _Axis(NamedTuple):
-    unit: TimeUnit
-    columns: int
-
-    @property
-    def whole_s(self) -> float:
-        return self.unit.end_s - self.unit.begin_s
-
-    def position(self, time_s: float) -> float:
-        """Return the position of a time in columns, from 0 to the number of columns."""
-        return (time_s - self.unit.begin_s) / (self.whole_s or 1.0) * self.columns
-
-    def column(self, time_s: float) -> int:
-        return min(int(self.position(time_s)), self.columns - 1)
-
-
 def _draw(name: str, events: Sequence[TraceEvent], axis: _Axis) -> str:
     """Draw a row of blocks. Waits are drawn only in the row of their own."""
     shown = [name == "wait" or event.what != "wait" for event in events]
-    owners = _owners(events, shown, axis)
+    painted = axis.paint(events)
     cells: list[str] = []
-    for owner, run in itertools.groupby(owners):
+    for number, run in itertools.groupby(painted):
         room = len(list(run))
         before = cells[-1] if cells else " "
-        cells += " " * room if owner is None else _block(events[owner], room, before)
-    for number in set(range(len(events))).difference(owners):
+        if number is None or not shown[number]:
+            cells += " " * room
+        else:
+            cells += _block(events[number], room, before)
+    for number in set(range(len(events))).difference(painted):
         column = axis.column((events[number].begin_s + events[number].end_s) / 2)
         if shown[number] and cells[column] == " ":
             cells[column] = _SHORT
@@ -272,32 +265,6 @@ def _block(event: TraceEvent, room: int, before: str) -> str:
     if label and len(label) <= room - (event.what not in _PASSES):
         return label.ljust(room, signs[0])
     return signs[before == signs[0]] * room
-
-
-def _owners(events: Sequence[TraceEvent], shown: Sequence[bool], axis: _Axis) -> list[int | None]:
-    """Return for each column the index of the event that it shows; None if it shows none."""
-    shares: list[dict[int, float]] = [defaultdict(float) for _ in range(axis.columns)]
-    for segment in segments(events):
-        if not shown[segment.number]:
-            continue
-        low, high = axis.position(segment.begin_s), axis.position(segment.end_s)
-        for column in range(int(low), min(math.ceil(high), axis.columns)):
-            shares[column][segment.number] += min(high, column + 1) - max(low, column)
-    return [_owner(events, share) for share in shares]
-
-
-def _owner(events: Sequence[TraceEvent], share: dict[int, float]) -> int | None:
-    """Return the event that a bin shows; None if the bin is idle for more than half of its time.
-
-    It is the event that fills most of the bin among those of the kind that fills most of it.
-    """
-    kinds: dict[str, float] = defaultdict(float)
-    for number, part in share.items():
-        kinds[events[number].what] += part
-    if sum(kinds.values()) < 0.5 - 1e-9:  # the margin makes up for rounded times
-        return None
-    kind = max(kinds, key=kinds.__getitem__)
-    return max((n for n in share if events[n].what == kind), key=share.__getitem__)
 
 
 def _draw_moments(events: Sequence[TraceEvent], axis: _Axis) -> str:
@@ -372,6 +339,7 @@ def _wrap(parts: Sequence[str], separator: str, width: int) -> list[str]:
 SUFFIXES: Final = (".png", ".svg", ".pdf")
 _WIDTH_INCHES: Final = 12.0
 _PIXELS_PER_INCH: Final = 200
+_PICTURE_COLUMNS: Final = int(_WIDTH_INCHES * _PIXELS_PER_INCH)
 _INK: Final = "#222222"
 
 
@@ -443,6 +411,8 @@ def draw_lanes_figure(events: Sequence[TraceEvent]) -> Any:
     figure.draw_without_rendering()  # lays out the figure; only then is the width of a block known
     points = axes.get_window_extent().width / figure.dpi * 72
     points_per_s = points / (unit.end_s - unit.begin_s + 2 * margin_s)
+    axis = _Axis(unit, _PICTURE_COLUMNS)
+    column_s = axis.whole_s / axis.columns
     for place, (name, here) in enumerate(rows.items()):
         if name == "release":
             _draw_releases(axes, place, here, unit.end_s, points_per_s)
@@ -451,11 +421,12 @@ def draw_lanes_figure(events: Sequence[TraceEvent]) -> Any:
         height = _BAR / (max(tracks) + 1)
         for track in set(tracks):
             inside = [event for event, at in zip(here, tracks, strict=True) if at == track]
-            blocks = [
-                (inside[number], begin_s, end_s - begin_s)
-                for begin_s, end_s, number in segments(inside)
-                if name == "wait" or inside[number].what != "wait"
-            ]
+            blocks, column = [], 0
+            for number, run in itertools.groupby(axis.paint(inside, least=1)):
+                begin, column = column, column + len(list(run))
+                if number is not None and (name == "wait" or inside[number].what != "wait"):
+                    begin_s = unit.begin_s + begin * column_s
+                    blocks.append((inside[number], begin_s, (column - begin) * column_s))
             top = place - _BAR / 2 + track * height
             _draw_blocks(axes, (top, height), blocks, points_per_s)
     return figure

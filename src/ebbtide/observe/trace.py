@@ -156,9 +156,9 @@ class Trace:
     def timeline(self, width: int = 80) -> str:
         """Draw the lanes over time in plain text.
 
-        A column shows what fills most of its time: passes as ``F3>>>`` and ``B3<<<``, copies and
-        waits with the layer's number, and signs alone where there is no room for a label. The last
-        lines explain the signs.
+        A column shows what runs in the middle of its time: passes as ``F3>>>`` and ``B3<<<``,
+        copies and waits with the layer's number, and signs alone where there is no room for a
+        label. The last lines explain the signs.
 
         Args:
             width: largest number of columns in a line, 40 or more.
