@@ -5,6 +5,10 @@ import io
 import multiprocessing
 import os
 import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,15 +21,12 @@ from ebbtide.tools.demo import (
     Mode,
     ModeResult,
     StepResult,
-    Team,
     build_table,
     compare,
     digest,
     first_difference,
     limits,
-)
-from ebbtide.tools.demo import (
-    step as train_step,
+    run_demo,
 )
 
 GIB = 2**30
@@ -89,11 +90,11 @@ def render(config: DemoConfig, results: list[ModeResult]) -> str:
 
 def test_ratios_are_of_what_is_above_idle_and_of_median_steps() -> None:
     config = DemoConfig()
-    # Idle is 1 GiB. The first two steps of a turn of five are slow, and not counted.
+    # Idle is 1 GiB. The first two steps are slow, and not counted.
     slow = step(duration_s=9.0)
-    plain = result(Mode.NONE, [slow, slow, step(), step(), step(), slow, slow])
+    plain = result(Mode.NONE, [slow, slow, step(), step(), step()])
     offloaded = step(duration_s=3.0, peak=1.5, stats=StepStats(offloaded_bytes=GIB))
-    other = result(Mode.EBBTIDE, [slow, slow, *[offloaded] * 3, slow, slow])
+    other = result(Mode.EBBTIDE, [slow, slow, *[offloaded] * 3])
     other.steps = [dataclasses.replace(one, peak_bytes=int(1.5 * GIB)) for one in other.steps]
     table = render(config, [plain, other])
     assert "0.25x" in table  # (1.5 - 1) / (3 - 1)
@@ -112,26 +113,28 @@ def test_a_difference_shows_in_the_table() -> None:
 # ---- processes -----------------------------------------------------------------------------------
 
 
+def run_until_it_has_a_process(out: Path, then: Callable[[int], None]) -> None:
+    """Run a demo, and do something to its first process, given its number."""
+
+    def wait_for_it() -> None:
+        while not (children := multiprocessing.active_children()):
+            time.sleep(0.01)
+        then(children[0].pid or 0)
+
+    threading.Thread(target=wait_for_it, daemon=True).start()
+    run_demo(DemoConfig(64, 4, modes=(Mode.NONE,), out=out), Console(file=io.StringIO()))
+
+
 @pytest.mark.slow
-def test_a_dead_process_is_reported() -> None:
+def test_a_dead_process_is_reported(tmp_path: Path) -> None:
     pytest.importorskip("neuralop")
-    with Team(DemoConfig(64, 4, modes=(Mode.NONE, Mode.EBBTIDE))) as team:
-        team.start()
-        os.kill(team.ask(Mode.NONE, os.getpid), signal.SIGKILL)
-        with pytest.raises(DeadModeError):
-            team.ask(Mode.NONE, train_step)
-        assert team.ask(Mode.EBBTIDE, train_step).duration_s > 0
+    with pytest.raises(DeadModeError):
+        run_until_it_has_a_process(tmp_path, lambda pid: os.kill(pid, signal.SIGKILL))
 
 
-def test_workers_end_when_an_error_ends_the_demo() -> None:
+@pytest.mark.slow
+def test_the_process_ends_when_ctrl_c_ends_the_demo(tmp_path: Path) -> None:
     pytest.importorskip("neuralop")
-    team = Team(DemoConfig(64, 4, modes=(Mode.NONE,)))
-
-    def interrupt() -> None:
-        with team:
-            team.start()
-            raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        interrupt()
+        run_until_it_has_a_process(tmp_path, lambda _: os.kill(os.getpid(), signal.SIGINT))
     assert not multiprocessing.active_children()

@@ -1,6 +1,6 @@
 """The demo: trains the same FNO on Darcy flow in every mode, and compares and reports.
 
-Each mode has a process of its own, so that its memory can be measured, and the modes take turns.
+Each mode has a process of its own, so that its memory can be measured.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import hashlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -15,20 +16,18 @@ import platform
 import signal
 import statistics
 import tempfile
-import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ProcessPoolExecutor
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, TypeVar, final
+from typing import Any, Final, cast, final
 
 import torch
 from rich import box
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 from torch import nn
 
@@ -77,7 +76,7 @@ class DemoConfig:
     Args:
         resolution: nodes along each side of the grid.
         batch_size: number of samples in a training step.
-        steps: number of training steps of each mode; three of every five are timed.
+        steps: number of training steps of each mode; all but the first two are timed.
         modes: modes to run, in the order of the table.
         device: device on which the models compute.
         store: where ebbtide stores offloaded bytes, as for `ebbtide.offload`.
@@ -129,13 +128,7 @@ def parse_modes(text: str | None, device: torch.device) -> tuple[Mode, ...]:
 
 # ---- The results of each mode, and the bitwise comparison of two modes ----
 
-# [Note: turns] The modes take turns, so that a temporary disturbance of the machine affects all of
-# them. A turn is several steps, of which the first are not timed. By the time the other modes have
-# had their turn, the memory that a mode freed in its last step has gone back to the kernel, and in
-# a virtual machine even to the host. Getting it again made the first step of a turn of `none` take
-# twice as long as the later ones.
-STEPS_PER_TURN = 5
-UNTIMED_PER_TURN = 2
+UNTIMED: Final = 2  # first steps of a mode, in which memory is taken and libraries warm up
 
 
 @final
@@ -184,12 +177,8 @@ class ModeResult:
 
     @property
     def timed_s(self) -> list[float]:
-        """Durations of the steps that count: all but the first of each turn, see [Note: turns]."""
-        return [
-            step.duration_s
-            for at, step in enumerate(self.steps)
-            if at % STEPS_PER_TURN >= UNTIMED_PER_TURN
-        ]
+        """Durations of the steps that count: all but the first ones."""
+        return [step.duration_s for step in self.steps[UNTIMED:]]
 
     @property
     def median_s(self) -> float:
@@ -262,115 +251,64 @@ def load_data(config: DemoConfig) -> tuple[Iterable[dict[str, torch.Tensor]], An
 
 # ---- The process of one mode ----
 
-_trainer: ModeTrainer  # of this process, since `start`
 
+def train_mode(config: DemoConfig, mode: Mode) -> ModeResult:
+    """Train the model of one mode in this process, and measure it."""
+    from neuralop import LpLoss
+    from neuralop.training import AdamW
 
-def start(config: DemoConfig, mode: Mode) -> int:
-    """Make the trainer of this process. Returns the bytes in use before the first step."""
-    global _trainer
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    _trainer = ModeTrainer(config, mode)
-    return _trainer.begin()
+    on_cpu = config.device.type == "cpu"
+    if not on_cpu:
+        _compute_reproducibly(config.device)
+    warnings.filterwarnings("ignore", message=".*_skip", category=UserWarning)
+    model = build_model(config.device)
+    handle = _offload(model, mode, config)
+    loss_of = LpLoss(d=2, p=2)
+    optimizer = AdamW(model.parameters(), lr=_LEARNING_RATE, weight_decay=1e-4)
+    loader, processor = load_data(config)
+    memory = memory_of(config.device)
 
-
-def step() -> StepResult:
-    """Call `ModeTrainer.step` in this process."""
-    return _trainer.step()
-
-
-def finish() -> tuple[str, RunRecord | None]:
-    """Call `ModeTrainer.finish` in this process."""
-    return _trainer.finish()
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
-
-
-@final
-class ModeTrainer:
-    """Trains the model of one mode and measures it."""
-
-    def __init__(self, config: DemoConfig, mode: Mode) -> None:
-        from neuralop import LpLoss
-        from neuralop.training import AdamW
-
-        if config.device.type != "cpu":
-            _compute_reproducibly(config.device)
-        warnings.filterwarnings("ignore", message=".*_skip", category=UserWarning)
-        self._config = config
-        self._mode = mode
-        self._model = build_model(config.device)
-        self._handle = _offload(self._model, mode, config)
-        self._loss = LpLoss(d=2, p=2)
-        self._optimizer = AdamW(self._model.parameters(), lr=_LEARNING_RATE, weight_decay=1e-4)
-        batches, self._processor = load_data(config)
-        self._batches = iter(batches)
-        self._memory = memory_of(config.device)
-
-    def begin(self) -> int:
-        """Run forward and backward once on a tiny grid, and return the bytes in use then.
-
-        The run creates thread pools, FFT plans and code pages, so that they count as idle memory
-        in every mode.
-        """
-        size = _LEAST_RESOLUTION
-        tiny = torch.ones(1, 1, size, size, device=self._config.device)
-        self._model(tiny).sum().backward()
-        self._synchronize()
-        return self._memory.now_bytes()
-
-    def step(self) -> StepResult:
-        """Run and measure one training step."""
-        batch = next(self._batches)
-        self._memory.reset_peak()
-        self._synchronize()
-        begin_s = time.perf_counter()
-        loss = self._train(batch)
-        self._synchronize()
-        duration_s = time.perf_counter() - begin_s
-        peak_bytes = self._memory.peak_bytes()
-        gradients = ((name, value.grad) for name, value in self._model.named_parameters())
-        return StepResult(
-            duration_s,
-            peak_bytes,
-            loss.item() / self._config.batch_size,
-            digest(gradients),
-            None if self._handle is None else self._handle.stats,
-        )
-
-    def _train(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Run forward, backward and optimizer step."""
-        self._optimizer.zero_grad()
-        batch = self._processor.preprocess(batch)
-        prediction, batch = self._processor.postprocess(self._model(batch["x"]), batch)
-        loss: torch.Tensor = self._loss(prediction, batch["y"])
+    def train(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        optimizer.zero_grad()
+        batch = processor.preprocess(batch)
+        prediction, batch = processor.postprocess(model(batch["x"]), batch)
+        loss: torch.Tensor = loss_of(prediction, batch["y"])
         loss.backward()  # type: ignore[no-untyped-call]
-        self._optimizer.step()
+        optimizer.step()
         return loss.detach()
 
-    def finish(self) -> tuple[str, RunRecord | None]:
-        """Hash the final parameters, and train two more steps, of which the second is recorded."""
-        parameters = digest(self._model.named_parameters())
-        if self._mode is Mode.SAVE_ON_CPU:
-            return parameters, None
-        if self._handle is not None:
-            self._handle.detach()
-        self._memory.return_freed()
-        handle = _offload(self._model, self._mode, self._config, trace=True)
-        assert handle is not None
-        with handle:
-            for batch in self._batches:
-                self._train(batch)
-            return parameters, record_run(handle, self._mode.title)
-
-    def _synchronize(self) -> None:
-        if self._config.device.type != "cpu":
+    def synchronize() -> None:
+        if not on_cpu:
             torch.accelerator.synchronize()
+
+    # A tiny grid creates thread pools, FFT plans and code pages, so that they count as idle memory.
+    tiny = torch.ones(1, 1, _LEAST_RESOLUTION, _LEAST_RESOLUTION, device=config.device)
+    model(tiny).sum().backward()
+    synchronize()
+    result = ModeResult(mode, memory.now_bytes())
+    batches = iter(loader)
+    for batch in itertools.islice(batches, config.steps):
+        memory.reset_peak()
+        synchronize()
+        begin_s = time.perf_counter()
+        loss = train(batch)
+        synchronize()
+        duration_s, peak_bytes = time.perf_counter() - begin_s, memory.peak_bytes()
+        gradients = digest((name, value.grad) for name, value in model.named_parameters())
+        stats = None if handle is None else handle.stats
+        loss_value = loss.item() / config.batch_size
+        result.steps.append(StepResult(duration_s, peak_bytes, loss_value, gradients, stats))
+    result.parameters_sha256 = digest(model.named_parameters())
+    if mode is not Mode.SAVE_ON_CPU:  # two more steps, of which the second is recorded
+        if handle is not None:
+            handle.detach()
+        memory.return_freed()
+        with cast(ebbtide.OffloadHandle, _offload(model, mode, config, trace=True)) as traced:
+            for batch in batches:
+                train(batch)
+            result.record = record_run(traced, mode.title)
+    return result
 
 
 def _offload(
@@ -421,9 +359,7 @@ def digest(tensors: Iterable[tuple[str, torch.Tensor | None]]) -> str:
     return hashed.hexdigest()
 
 
-# ---- All processes: start them, give them turns, notice when one dies ----
-
-Result = TypeVar("Result")
+# ---- One process after the other ----
 
 # [Note: a fair baseline] On a CPU, two costs would hide those of offloading. Torch takes the memory
 # of every large tensor fresh from the kernel, and in pages of 4 KiB that took two thirds of a plain
@@ -436,62 +372,27 @@ class DeadModeError(EbbtideError, RuntimeError):
     """The process of a mode has died."""
 
 
-@final
-class Team:
-    """One process per mode. All live at the same time and work in turns."""
+def _run_mode(config: DemoConfig, mode: Mode) -> ModeResult:
+    """Train a mode in a process of its own.
 
-    def __init__(self, config: DemoConfig) -> None:
-        for name, value in ENVIRONMENT.items():
-            os.environ.setdefault(name, value)  # the processes inherit the environment
-        # A forked child would inherit the parent's memory, and a state of torch in which the
-        # parent's threads seem to run but do not exist.
-        context = multiprocessing.get_context("spawn")
-        self._pools = {mode: ProcessPoolExecutor(1, context) for mode in config.modes}
-        self._config = config
-
-    def start(self) -> dict[Mode, ModeResult]:
-        """Start all processes at once, and return the results of each mode, without steps yet.
-
-        Raises:
-            PolicyError: a mode cannot do what the user asked for.
-            DeadModeError: a process has died.
-        """
-        started = {
-            mode: self._pools[mode].submit(start, self._config, mode) for mode in self._pools
-        }
-        return {mode: ModeResult(mode, _wait(mode, idle)) for mode, idle in started.items()}
-
-    def ask(self, mode: Mode, work: Callable[[], Result]) -> Result:
-        """Give a mode its turn and wait for the result.
-
-        Args:
-            mode: the mode.
-            work: a function that its process can import.
-
-        Raises:
-            DeadModeError: its process has died.
-        """
-        return _wait(mode, self._pools[mode].submit(work))
-
-    def __enter__(self) -> Team:
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None:
+    Raises:
+        PolicyError: the mode cannot do what the user asked for.
+        DeadModeError: the process has died.
+    """
+    # A forked child would inherit the parent's memory, and a state of torch in which the parent's
+    # threads seem to run but do not exist.
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        try:
+            return pool.submit(train_mode, config, mode).result()
+        except BrokenProcessPool:
+            raise DeadModeError(
+                f"the process of mode {mode.title} has died; if memory ran out, try a smaller "
+                f"--batch-size or --resolution"
+            ) from None
+        except BaseException:
             for process in multiprocessing.active_children():
-                process.kill()
-        for pool in self._pools.values():
-            pool.shutdown(cancel_futures=True)
-
-
-def _wait(mode: Mode, future: Future[Result]) -> Result:
-    try:
-        return future.result()
-    except BrokenProcessPool:
-        raise DeadModeError(
-            f"the process of mode {mode.title} has died; if memory ran out, try a smaller "
-            f"--batch-size or --resolution"
-        ) from None
+                process.kill()  # the pool would wait for what it is at
+            raise
 
 
 def run_demo(config: DemoConfig, progress: Console, *, as_json: bool = False) -> bool:
@@ -518,18 +419,17 @@ def run_demo(config: DemoConfig, progress: Console, *, as_json: bool = False) ->
     for line in (
         f"A Fourier neural operator learns Darcy flow at {config.resolution} x "
         f"{config.resolution} on {where}, batch {config.batch_size}.",
-        f"Modes: {names}. Each trains {config.steps} steps, in turns.",
+        f"Modes: {names}. Each trains {config.steps} steps.",
         "The data are generated, unless a run before has left them here.",
     ):
         progress.print(line, highlight=False)
     load_data(config)
-    with Team(config) as team:
-        results = team.start()
-        turns = list(_turns(config))
-        for mode in track(turns, "Training", console=progress, disable=not progress.is_terminal):
-            results[mode].steps.append(team.ask(mode, step))
-        for mode, result in results.items():
-            result.parameters_sha256, result.record = team.ask(mode, finish)
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)  # the processes inherit the environment
+    results = {}
+    for mode in config.modes:
+        with progress.status(f"Training: {mode.title}"):
+            results[mode] = _run_mode(config, mode)
     _report(config, results, as_json=as_json)
     progress.print(f"{time.perf_counter() - begin_s:.0f} s in all", highlight=False)
     return compare(results).get(Mode.EBBTIDE) is None
@@ -547,13 +447,6 @@ def _check_writable(out: Path) -> None:
             pass
     except OSError as error:
         raise PolicyError(f"--out {out} cannot be written to: {error.strerror}") from error
-
-
-def _turns(config: DemoConfig) -> Iterator[Mode]:
-    """Yield whose step is next; see [Note: turns]."""
-    for first in range(0, config.steps, STEPS_PER_TURN):
-        for mode in config.modes:
-            yield from [mode] * min(STEPS_PER_TURN, config.steps - first)
 
 
 # ---- The report ----

@@ -74,7 +74,7 @@ def demo(
         typer.Option(
             "--steps",
             metavar="N",
-            help="Training steps of each mode, 3 or more, of which three in five are timed; 15, "
+            help="Training steps of each mode, 3 or more; all but the first two are timed. 15, "
             "or 6 with --quick.",
         ),
     ] = None,
