@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from os import PathLike
 from typing import Any
 
 from torch import nn
@@ -11,9 +9,7 @@ from torch import nn
 from ebbtide.errors import PolicyError
 from ebbtide.handle import OffloadHandle
 from ebbtide.interop.training_offload import OffloadArguments, TrainingOffload, refuse_missing
-from ebbtide.planning.planned_step import PlannedStep
-from ebbtide.policy import ActivationPolicy, WeightPolicy, check_switch
-from ebbtide.schedule import Schedule
+from ebbtide.policy import check_switch
 
 try:
     from lightning.pytorch import Callback
@@ -45,15 +41,9 @@ class OffloadCallback(Callback):
             means the `LightningModule` itself if it has a forward, or else its only submodule with
             parameters.
         prog_bar: show the figures in the progress bar.
-        activations: as for `ebbtide.offload`, like all arguments below.
-        weights: which weights stay in host memory between uses.
-        layers: the modules that count as layers, or patterns of names within ``module``.
-        store: where offloaded bytes go.
-        host_budget: the most host memory to take, as for `ebbtide.offload`.
-        trace: record every step.
-        schedule: which layer moves at which pass.
-        budget: the most memory that training may take.
-        plan: a plan that a budget led to before.
+        **arguments: ``activations``, ``weights``, ``layers``, ``store``, ``host_budget``,
+            ``trace``, ``schedule``, ``budget`` and ``plan``, as for `ebbtide.offload`. Patterns
+            of layers are names within ``module``.
 
     Raises:
         PolicyError: the arguments contradict each other; when fitting begins also, if they do not
@@ -61,51 +51,20 @@ class OffloadCallback(Callback):
     """
 
     def __init__(
-        self,
-        *,
-        module: str | None = None,
-        prog_bar: bool = False,
-        activations: ActivationPolicy | None = None,
-        weights: WeightPolicy | None = None,
-        layers: Sequence[nn.Module | str] | None = None,
-        store: str = "auto",
-        host_budget: int | str | None = None,
-        trace: bool = False,
-        schedule: Schedule | None = None,
-        budget: int | str | None = None,
-        plan: PlannedStep | str | PathLike[str] | None = None,
+        self, *, module: str | None = None, prog_bar: bool = False, **arguments: Any
     ) -> None:
         check_switch("prog_bar", prog_bar)
         if module is not None and not isinstance(module, str):
             raise PolicyError(f'module must be a name such as "net", got {module!r}')
         self._module = module
         self._prog_bar = prog_bar
-        self._arguments = OffloadArguments(
-            activations=activations,
-            weights=weights,
-            layers=layers,
-            store=store,
-            host_budget=host_budget,
-            trace=trace,
-            schedule=schedule,
-            budget=budget,
-            plan=plan,
-        )
+        self._arguments = OffloadArguments(**arguments)
         self._offload = TrainingOffload(self._arguments)
 
     @property
     def handle(self) -> OffloadHandle | None:
         """The handle of the last fit, also after its end; None before the first one."""
         return self._offload.handle
-
-    def __getstate__(self) -> dict[str, Any]:
-        """A copy of the callback, such as that of a spawned process, offloads nothing yet."""
-        kept = ("_module", "_prog_bar", "_arguments")
-        return {name: vars(self)[name] for name in kept}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._offload = TrainingOffload(self._arguments)
 
     # ---- hooks, called by the Trainer ---------------------------------------------------------
 

@@ -110,6 +110,10 @@ class TrainingOffload:
         self._seen: StepStats | None = None
         self._counted: list[StepStats] = []
 
+    def __reduce__(self) -> tuple[type[TrainingOffload], tuple[OffloadArguments]]:
+        """A copy, such as that of a spawned process, offloads nothing yet."""
+        return TrainingOffload, (self.arguments,)
+
     @property
     def is_attached(self) -> bool:
         """Whether a model is offloaded now."""

@@ -5,20 +5,14 @@ from __future__ import annotations
 import math
 import sys
 import types
-from collections.abc import Callable, Sequence
-from os import PathLike
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
-
-from torch import nn
 
 from ebbtide.devices.process import variables_of
 from ebbtide.errors import PolicyError, warn_user
 from ebbtide.handle import OffloadHandle
 from ebbtide.interop.training_offload import OffloadArguments, TrainingOffload, refuse_missing
-from ebbtide.planning.planned_step import PlannedStep
-from ebbtide.policy import ActivationPolicy, WeightPolicy
-from ebbtide.schedule import Schedule
 
 try:
     from transformers import TrainerCallback
@@ -43,42 +37,19 @@ class OffloadCallback(TrainerCallback):
     ``ebbtide/offloaded_bytes`` and ``ebbtide/stall_s``; see `ebbtide.StepStats`. The peak is the
     highest since the last log, the others are means over its optimizer steps.
 
-    All other arguments are those of `ebbtide.offload`.
-
     Args:
         overlap: let the optimizer step inside backward, see `ebbtide.OffloadHandle.overlap`. The
             gradients are clipped to the ``max_grad_norm`` of the `Trainer`.
+        **arguments: ``activations``, ``weights``, ``layers``, ``store``, ``host_budget``,
+            ``trace``, ``schedule``, ``budget`` and ``plan``, as for `ebbtide.offload`.
 
     Raises:
         PolicyError: the arguments contradict each other; when training begins also, if they do not
             fit the model or its optimizer.
     """
 
-    def __init__(
-        self,
-        *,
-        activations: ActivationPolicy | None = None,
-        weights: WeightPolicy | None = None,
-        layers: Sequence[nn.Module | str] | None = None,
-        store: str = "auto",
-        host_budget: int | str | None = None,
-        trace: bool = False,
-        schedule: Schedule | None = None,
-        budget: int | str | None = None,
-        plan: PlannedStep | str | PathLike[str] | None = None,
-        overlap: bool = False,
-    ) -> None:
-        self._arguments = OffloadArguments(
-            activations=activations,
-            weights=weights,
-            layers=layers,
-            store=store,
-            host_budget=host_budget,
-            trace=trace,
-            schedule=schedule,
-            budget=budget,
-            plan=plan,
-        )
+    def __init__(self, *, overlap: bool = False, **arguments: Any) -> None:
+        self._arguments = OffloadArguments(**arguments)
         self._overlaps = overlap
         self._offload = TrainingOffload(self._arguments)
         self._num_updates = 0
@@ -103,16 +74,6 @@ class OffloadCallback(TrainerCallback):
         trace: TracebackType | None,
     ) -> None:
         self.detach()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """A copy of the callback offloads nothing yet."""
-        return {"_arguments": self._arguments, "_overlaps": self._overlaps}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._arguments, self._overlaps = state["_arguments"], state["_overlaps"]
-        self._offload = TrainingOffload(self._arguments)
-        self._num_updates = 0
-        self._has_warned = False
 
     # ---- events, called by the Trainer --------------------------------------------------------
 
