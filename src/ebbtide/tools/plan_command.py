@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -130,7 +127,8 @@ def plan(
             channels=channels, size=size, precision=precision,
         )  # fmt: skip
         try:
-            with other_output_on_stderr():
+            # A user's model may print what it likes, and other programs read the report or JSON.
+            with contextlib.redirect_stdout(sys.stderr):
                 found = run_plan(
                     model, options, hardware, budget, layers=planned or (),
                     optimizer_states=optimizer_states, weights=weights, limits=not quick,
@@ -144,31 +142,3 @@ def plan(
             raise typer.Exit(ExitCode.DOES_NOT_FIT)
         if save is not None and not as_json:
             typer.echo(f"\nPlan: {save}")
-
-
-@contextlib.contextmanager
-def other_output_on_stderr() -> Iterator[None]:
-    """Send what this process prints on standard output to standard error.
-
-    A library may print past Python, as SciPy's solver does in some searches for whole numbers,
-    and the code of a user's model may print what it likes. Standard output belongs to the
-    command, whose report or JSON other programs read.
-    """
-    stdout, stderr = 1, 2
-    kept = os.dup(stdout)
-    _flush()
-    os.dup2(stderr, stdout)
-    try:
-        yield
-    finally:
-        _flush()
-        os.dup2(kept, stdout)
-        os.close(kept)
-
-
-def _flush() -> None:
-    """Write what Python and the C library have buffered."""
-    with contextlib.suppress(OSError, ValueError):
-        sys.stdout.flush()
-    with contextlib.suppress(OSError, AttributeError, TypeError):  # Windows has no CDLL(None)
-        ctypes.CDLL(None).fflush(None)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
@@ -94,7 +96,6 @@ def verify(
         from ebbtide.errors import PolicyError
         from ebbtide.policy import ActivationPolicy
         from ebbtide.tools.found_models import RunOptions
-        from ebbtide.tools.plan_command import other_output_on_stderr
         from ebbtide.tools.run import MainScript
         from ebbtide.tools.verify_script import verify_script
 
@@ -106,7 +107,7 @@ def verify(
         if steps < 1 or orders < 0:
             raise PolicyError("--steps is at least 1, and --orders at least 0")
         seeds = range(seed, seed + orders)
-        with other_output_on_stderr():
+        with contextlib.redirect_stdout(sys.stderr):  # a model may print what it likes
             if ":" in target and not Path(target).exists():
                 if arguments:
                     raise PolicyError(f"options of ebbtide stand before {target}, which takes none")
