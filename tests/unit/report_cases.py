@@ -8,6 +8,7 @@ from ebbtide import Finding, StepStats, Trace, TraceEvent
 from ebbtide.observe.page import render_page
 from ebbtide.observe.run_record import LayerFigures, PredictedStep, RunRecord
 from ebbtide.runtime.events import MemorySample, OwnedBytes, Owner, StepMemory
+from ebbtide.units import format_size
 
 MIB = 2**20
 FORWARD_S, BACKWARD_S, COPY_S = 0.010, 0.020, 0.024
@@ -148,6 +149,7 @@ def make_record(title: str, num_layers: int = 8, num_offloaded: int = 0) -> RunR
         layers=layers,
         events=events,
         memory=memory,
+        verdict=f"The peak is {format_size(memory.peak_bytes)}.",
         findings=make_findings(memory, num_offloaded),
         limit_bytes=sum(FIXED.values()) + 55 * MIB + 96 * MIB + SAVED_BYTES,
         limit_why="No offloader of activations gets below 559.0 MiB: parameters, optimizer state "

@@ -22,30 +22,7 @@ from ebbtide.observe.run_record import RunRecord, as_document
 from ebbtide.runtime.events import LANES, Owner
 from ebbtide.units import COLOURS, format_seconds, format_size
 
-# ---- A run in a sentence and in figures ----
-
-
-def verdict_of(record: RunRecord) -> str:
-    """Return the verdict of a record, or a sentence about the figures that it has."""
-    if record.verdict:
-        return record.verdict
-    memory, stats = record.memory, record.stats
-    if memory is not None:
-        owned = memory.samples[memory.peak].owned
-        most = max(owned, key=lambda owner: owned[owner], default=None)
-        words = f"Memory peaked at {format_size(memory.peak_bytes)} in {memory.peak_phase}"
-        if most is None:
-            return f"{words}."
-        return f"{words}; the largest part of it, {format_size(owned[most])}, is {most.value}."
-    if record.peak_bytes is not None:
-        return f"Memory peaked at {format_size(record.peak_bytes)}."
-    if stats is not None and stats.num_saved:
-        kept, whole = format_size(stats.kept_bytes), format_size(stats.unique_bytes)
-        return f"Of {whole} that autograd saved, {kept} stayed on the device."
-    if record.step_s is not None:
-        return f"The step took {format_seconds(record.step_s)}."
-    return "No step has been recorded yet."
-
+# ---- Runs in figures ----
 
 _Number = int | float | None
 
@@ -125,7 +102,7 @@ def render_page(records: Sequence[RunRecord]) -> str:
     licence = f"/*\n{_asset('uplot.license')}*/"
     return str(
         _template().render(
-            runs=[{"record": record, "verdict": verdict_of(record)} for record in titled],
+            runs=titled,
             figures=figures_of(titled),
             style=_asset("uplot.min.css") + _asset("report.css"),
             library=licence + _asset("uplot.min.js"),

@@ -89,7 +89,7 @@ class RunRecord:
         layers: figures of its layers, in forward order.
         events: its trace, in the order in which events began.
         memory: what memory held in it.
-        verdict: a sentence that sums up why its peak is as high as it is.
+        verdict: a sentence that sums up why its peak is as high as it is; empty if nobody knows.
         findings: the reasons, the most important one first.
         limit_bytes: the smallest peak that any offloader could reach.
         limit_why: why that is the smallest.

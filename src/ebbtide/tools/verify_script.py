@@ -226,7 +226,7 @@ def _run_here(request: _Request) -> Outcome:
     if request.options is None and engines:
         sys.exit(
             "it offloads by itself, so it cannot be run plainly; leave that out of it, or verify "
-            "its model by a function: ebbtide verify module:function"
+            "its model in Python: ebbtide.verify(model, batch)"
         )
     for engine in engines:
         outcome.note_moved(engine.stats)
