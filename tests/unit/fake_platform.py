@@ -131,7 +131,7 @@ def examine(name: str, directory: Path) -> None:
     effort = QUICK._replace(links_s=0.1, disk_s=0.1, room_bytes=2**26, disk_bytes=2**23)
     found = examine(torch.device("cpu"), directory, effort)
     assert any(name in problem for problem in found.problems.values()), found.problems
-    assert found.facts.group is None
+    assert not found.facts.limited_by_group
     assert found.facts.memlock_bytes is None
     report = build_report(found, advise(found))
     assert "What ebbtide can do here" in report

@@ -210,7 +210,7 @@ def _machine(found: Examination) -> Iterator[tuple[str, str]]:
         total, free = format_size(accelerator.total_bytes), format_size(accelerator.free_bytes)
         yield "device memory", f"{total}, {free} free"
     total, free = format_size(facts.total_ram_bytes), format_size(facts.free_ram_bytes)
-    by_group = "" if facts.group is None else " (limited by the control group)"
+    by_group = " (limited by the control group)" if facts.limited_by_group else ""
     yield "RAM", f"{total}, {free} free{by_group}"
     yield "locked memory", _locked(found)
     free = "" if store.free_bytes is None else f", {format_size(store.free_bytes)} free"
@@ -265,7 +265,7 @@ def _links(found: Examination) -> Iterator[RenderableType]:
         back = "mapped" if is_mapped else _rate(up, "B/s")
         rows.append((f"copies of {format_size(size)}", _rate(down.median_per_s, "B/s"), back))
     rows += [
-        ("both at once, in sum", _rate(rates.both, "B/s")),
+        ("both at once, in sum", _rate(rates[2], "B/s")),
         ("each copy besides", format_seconds(links.latency_s)),
     ]
     where = "files in the page cache" if found.on_cpu else "host memory"

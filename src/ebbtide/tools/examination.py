@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import math
 import mmap
@@ -417,20 +416,6 @@ QUICK: Final = Effort(
 )
 
 
-class LinkRates(NamedTuple):
-    """Bytes per second of large copies.
-
-    Attributes:
-        down: offloads.
-        up: reloads.
-        both: both ways at once: the sum, and never more than both have alone.
-    """
-
-    down: float
-    up: float
-    both: float
-
-
 @final
 @dataclass
 class Examination:
@@ -464,8 +449,8 @@ class Examination:
         return self.facts.accelerator is None
 
     @property
-    def rates(self) -> LinkRates | None:
-        """Bandwidths of large copies.
+    def rates(self) -> tuple[float, float, float] | None:
+        """Bandwidths of large copies: down, up, and both ways at once, in sum.
 
         On a CPU, a reload maps pages of the file that are in the page cache, and moves nothing.
         Whoever reads the bytes gets them as fast as the memory gives them, so that is the bound.
@@ -476,7 +461,7 @@ class Examination:
         down, up = (way[largest].median_per_s for way in (self.links.down, self.links.up))
         if self.on_cpu and self.copy is not None:
             up = min(up, self.copy.best_per_s)
-        return LinkRates(down, up, min(self.links.both.median_per_s, down + up))
+        return down, up, min(self.links.both.median_per_s, down + up)
 
     @property
     def pinned_limit_bytes(self) -> int:
@@ -493,15 +478,16 @@ class Examination:
         rates = self.rates
         if self.links is None or rates is None or self.copy is None or "fp32" not in self.matmul:
             return None
+        down, up, both = rates
         facts, accelerator = self.facts, self.facts.accelerator
         ram_bytes = facts.total_ram_bytes
         measured: dict[str, Any] = {
             "device_memory_bytes": accelerator.total_bytes if accelerator else ram_bytes,
             "device_memory_bytes_per_s": self.copy.best_per_s,
             "fft_flops": self.fft and self.fft.best_per_s,
-            "h2d_bytes_per_s": rates.up,
-            "d2h_bytes_per_s": rates.down,
-            "duplex_bytes_per_s": rates.both,
+            "h2d_bytes_per_s": up,
+            "d2h_bytes_per_s": down,
+            "duplex_bytes_per_s": both,
             "link_latency_s": self.links.latency_s,
             "host_memory_bytes": ram_bytes,
             "pinned_limit_bytes": self.pinned_limit_bytes,
@@ -514,10 +500,6 @@ class Examination:
         name = accelerator.name if accelerator else f"{facts.cpu}, {facts.cores} cores"
         sources = tuple(Source(key, Kind.MEASURED, text) for key in values)
         return Hardware(name=name, computes_on_host=self.on_cpu, sources=sources, **values)
-
-    def figures(self) -> dict[str, Any]:
-        """Return all raw figures for a JSON file."""
-        return {**dataclasses.asdict(self), "facts": self.facts.figures()}
 
 
 def examine(
@@ -540,21 +522,12 @@ def examine(
             directory = default_directory()
         except PolicyError:  # no directory can be written to; the measurements will say so
             directory = Path.cwd()
-    on_cpu = torch_device.type == "cpu"
-    device: AbstractDevice = CpuDevice() if on_cpu else AcceleratorDevice(torch_device)
-    return examine_device(device, directory, effort, say)
-
-
-def examine_device(
-    device: AbstractDevice,
-    directory: Path,
-    effort: Effort,
-    say: Callable[[str], None] = lambda _: None,
-) -> Examination:
-    """Run the measurements one after the other; `examine` describes the arguments."""
+    is_cpu = torch_device.type == "cpu"
+    device: AbstractDevice = CpuDevice() if is_cpu else AcceleratorDevice(torch_device)
+    on_cpu = device.computes_on_host
     begin_s = time.perf_counter()
-    found = Examination(read_machine(device.torch_device, directory))
-    room = _Room.of(found.facts, effort)
+    found = Examination(read_machine(torch_device, directory))
+    host_bytes, device_bytes, disk_bytes = _room(found.facts, effort)
 
     def measure(name: str, work: Callable[..., T], *arguments: Any) -> T | None:
         """Measure; if that fails, note why. A doctor does not stop at the first illness."""
@@ -567,65 +540,46 @@ def examine_device(
             found.problems[name] = kind + text
             return None
 
-    limits = effort.compute_s, room.device_bytes
+    limits = effort.compute_s, device_bytes
     products = {
         name: measure(f"matmul {name}", measure_matmul, device, DTYPES[name], *limits)
         for name in effort.dtypes
     }
-    if _has_tf32(device.torch_device):
+    if _has_tf32(torch_device):
         products["tf32"] = measure("matmul tf32", measure_tf32, device, *limits)
     found.matmul = {name: each for name, each in products.items() if each is not None}
     found.copy = measure("copy", measure_copy, device, *limits)
     found.fft = measure("fft", measure_fft, device, *limits)
-    if not device.computes_on_host:
+    if not on_cpu:
         # A power of two, because torch would round other sizes up to the next.
-        pinned_bytes = 1 << room.host_bytes.bit_length() - 1
+        pinned_bytes = 1 << host_bytes.bit_length() - 1
         found.pinning = measure("pinning", measure_pinning, device, pinned_bytes)
-    found.links = measure("links", _measure_store, device, directory, effort, room)
-    found.disk = measure("disk", measure_disk, directory, effort.disk_s, room.disk_bytes)
+    # The store that models on this device would use.
+    store = ("disk", directory, None) if on_cpu else ("host", None, min(device_bytes, host_bytes))
+    room_bytes = min(device_bytes, host_bytes, *([disk_bytes] if on_cpu else []))
+    build = functools.partial(build_store, device, *store)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # of pageable memory; see `pinning`
+        found.links = measure(
+            "links", measure_links, device, build, effort.sizes_bytes, effort.links_s, room_bytes
+        )
+    found.disk = measure("disk", measure_disk, directory, effort.disk_s, disk_bytes)
     found.duration_s = time.perf_counter() - begin_s
     return found
 
 
-class _Room(NamedTuple):
-    """How much memory and disk a measurement may use."""
-
-    host_bytes: int
-    device_bytes: int
-    disk_bytes: int
-
-    @classmethod
-    def of(cls, facts: MachineFacts, effort: Effort) -> _Room:
-        host_bytes = device_bytes = min(effort.room_bytes, facts.free_ram_bytes // _RAM_SHARE)
-        if facts.accelerator is not None:
-            # A device's matrices must be large for it to show what it can do.
-            free_bytes = facts.accelerator.free_bytes
-            device_bytes = min(4 * effort.room_bytes, free_bytes // _RAM_SHARE)
-        free_bytes = facts.store.free_bytes or 0
-        if facts.store.in_ram:
-            free_bytes = min(free_bytes, facts.free_ram_bytes)
-        disk_bytes = min(effort.disk_bytes, free_bytes // _DISK_SHARE)
-        return cls(*(max(MIB, each) for each in (host_bytes, device_bytes, disk_bytes)))
-
-
-def _measure_store(
-    device: AbstractDevice, directory: Path, effort: Effort, room: _Room
-) -> LinkFigures:
-    """Measure the store that models on this device would use."""
-    room_bytes = min(room.device_bytes, room.host_bytes)
-    store: tuple[str, Path | None, int | None] = "host", None, room_bytes
-    if device.computes_on_host:
-        room_bytes = min(room_bytes, room.disk_bytes)
-        store = "disk", directory, None
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # of pageable memory; see `pinning`
-        return measure_links(
-            device,
-            lambda: build_store(device, *store),
-            effort.sizes_bytes,
-            effort.links_s,
-            room_bytes,
-        )
+def _room(facts: MachineFacts, effort: Effort) -> tuple[int, int, int]:
+    """Return how much memory of the host and of the device, and how much disk, may be used."""
+    host_bytes = device_bytes = min(effort.room_bytes, facts.free_ram_bytes // _RAM_SHARE)
+    if facts.accelerator is not None:
+        # A device's matrices must be large for it to show what it can do.
+        free_bytes = facts.accelerator.free_bytes
+        device_bytes = min(4 * effort.room_bytes, free_bytes // _RAM_SHARE)
+    free_bytes = facts.store.free_bytes or 0
+    if facts.store.in_ram:
+        free_bytes = min(free_bytes, facts.free_ram_bytes)
+    disk_bytes = min(effort.disk_bytes, free_bytes // _DISK_SHARE)
+    return max(MIB, host_bytes), max(MIB, device_bytes), max(MIB, disk_bytes)
 
 
 def _has_tf32(torch_device: torch.device) -> bool:

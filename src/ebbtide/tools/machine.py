@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import platform
 import shutil
@@ -12,14 +11,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
 import psutil
 import torch
 
 from ebbtide.errors import PolicyError
 from ebbtide.stores.build import parse_store
-from ebbtide.stores.host_memory import MemoryLimit, cpu_limit, memory_limit
+from ebbtide.stores.host_memory import cpu_limit, memory_limit
 
 _IN_RAM = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
 _NETWORK = frozenset(
@@ -87,7 +86,7 @@ class MachineFacts:
         torch_version: with the accelerator that torch was built for.
         total_ram_bytes: RAM, or less if the control group allows less.
         free_ram_bytes: what may be allocated without being killed.
-        group: the limit of the control group on memory.
+        limited_by_group: whether the control group limits the RAM.
         memlock_bytes: the limit on locked memory (``ulimit -l``); None: none, or not known.
         idle_gpus: vendors of GPUs that this torch does not see.
         store: where files of offloaded bytes go.
@@ -101,16 +100,11 @@ class MachineFacts:
     torch_version: str
     total_ram_bytes: int
     free_ram_bytes: int
-    group: MemoryLimit | None
+    limited_by_group: bool
     memlock_bytes: int | None
     idle_gpus: tuple[str, ...]
     store: Directory
     accelerator: Accelerator | None = None
-
-    def figures(self) -> dict[str, Any]:
-        """Return the facts for a JSON file."""
-        group = None if self.group is None else self.group._asdict()
-        return {**dataclasses.asdict(self), "group": group}
 
 
 def parse_device(name: str) -> torch.device:
@@ -176,7 +170,7 @@ def read_machine(
         torch_version=torch.__version__,
         total_ram_bytes=total_bytes,
         free_ram_bytes=free_bytes,
-        group=group,
+        limited_by_group=group is not None,
         memlock_bytes=_memlock(),
         idle_gpus=_gpus(root) if on_cpu else (),
         store=read_directory(directory),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from json import dumps
 from pathlib import Path
 from typing import Annotated, Final
@@ -188,7 +189,7 @@ def doctor(
             show_status("")
         advice, hardware = advise(found), found.hardware()
         if as_json:
-            figures = {**found.figures(), "advice": advice}
+            figures = {**asdict(found), "advice": advice}
             typer.echo(dumps(document(hardware, figures), indent=2))
         else:
             typer.echo(build_report(found, advice))
