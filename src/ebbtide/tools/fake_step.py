@@ -124,8 +124,8 @@ class StorageLedger:
 # convolution, attention nor an FFT is taken to be free. An FFT in several dimensions passes
 # through memory once for each of them.
 #
-# torch's own counter of FLOPs, which is asked about attention, counts none for FFTs, and a quarter
-# for products of complex matrices.
+# torch's own counter of FLOPs is asked. It counts none for FFTs, a quarter for products of complex
+# matrices, all scores of causal attention, and in a backward no groups of a convolution.
 #
 # Not modelled: the time to launch a kernel, shapes that kernels are slow at, caches, rates of FFTs
 # and convolutions that differ by type, scattered access to memory.
@@ -134,25 +134,12 @@ aten = torch.ops.aten
 
 _COMPLEX_FACTOR: Final = 4  # a complex multiplication and addition: four real ones of each
 
-# Where the two factors are among the arguments.
-_PRODUCTS: Final = {
-    aten.mm: (0, 1),
-    aten.bmm: (0, 1),
-    aten.mv: (0, 1),
-    aten.dot: (0, 1),
-    aten.vdot: (0, 1),
-    aten.addmm: (1, 2),
-    aten.addmv: (1, 2),
-    aten.baddbmm: (1, 2),
-    aten.addbmm: (1, 2),
-}
 _CPU_ATTENTION: Final = {  # of which torch's counter of FLOPs does not know
     aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: (
         aten._scaled_dot_product_flash_attention_backward
     ),
 }
-_CONVOLUTIONS: Final = frozenset({aten.convolution, aten._convolution})
 _FFTS: Final = frozenset({aten._fft_r2c, aten._fft_c2r, aten._fft_c2c})
 _ALLOCATES: Final = frozenset(
     {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
@@ -200,47 +187,27 @@ def count_flops(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], o
         output: what it returned.
     """
     packet = operator.overloadpacket
-    if packet in _PRODUCTS:
-        first, second = (args[place] for place in _PRODUCTS[packet])
-        return Work(_product_flops(first, second))
-    known = _CPU_ATTENTION.get(packet, packet)
-    if "_scaled_dot_product" in str(known) and known in flop_registry:
-        flops = flop_registry[known](*args, **kwargs, out_val=output)
-        return Work(flops * _attended(operator, args, kwargs))
-    if packet in _CONVOLUTIONS:
-        return Work(_convolution_flops(args[0], args[1], output, transposed=args[6]))
-    if packet is aten.convolution_backward:
-        one = _convolution_flops(args[1], args[2], args[0], transposed=args[7])
-        return Work(one * sum(args[10][:2]))  # by input and by weight
     if packet in _FFTS:
         return Work(0.0, _fft_flops(packet, args[0], args[1], output))
-    return _NO_WORK
-
-
-def _product_flops(first: Tensor, second: Tensor) -> float:
-    """FLOPs of a product whose first factor has its rows' length as its last dimension."""
-    columns = second.shape[-1] if second.dim() > 1 else 1
-    factor = _COMPLEX_FACTOR if first.is_complex() or second.is_complex() else 1
-    return 2.0 * factor * first.numel() * columns
-
-
-def _convolution_flops(x: Tensor, weight: Tensor, y: Tensor, *, transposed: bool) -> float:
-    """FLOPs of a convolution.
-
-    Shape:
-        x: (batch, in, *spatial).
-        weight: (out, in / groups, *kernel), or (in, out / groups, *kernel) if transposed.
-        y: (batch, out, *spatial).
-    """
-    applied = x if transposed else y  # each element of it meets one row of the weight
-    return 2.0 * applied.numel() * math.prod(weight.shape[1:])
+    if packet is aten.convolution_backward:
+        forward = args[1], args[2], None, *args[4:10]
+        one = flop_registry[aten.convolution](*forward, out_val=args[0])
+        return Work(one * sum(args[10][:2]))  # by input and by weight
+    known = _CPU_ATTENTION.get(packet, packet)
+    if known not in flop_registry:
+        return _NO_WORK
+    flops = flop_registry[known](*args, **kwargs, out_val=output)
+    if any(isinstance(each, Tensor) and each.is_complex() for each in args):
+        flops *= _COMPLEX_FACTOR
+    return Work(flops * _attended(operator, args, kwargs))
 
 
 def _attended(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
     """Return the share of the scores that attention computes: half if it is causal."""
+    if not _argument(operator, args, kwargs, "is_causal"):
+        return 1.0
     query, key = args[1:3] if "backward" in str(operator) else args[:2]
-    is_causal = _argument(operator, args, kwargs, "is_causal")
-    return 0.5 if is_causal and query.shape[-2] == key.shape[-2] else 1.0
+    return 0.5 if query.shape[-2] == key.shape[-2] else 1.0
 
 
 def _argument(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> Any:
