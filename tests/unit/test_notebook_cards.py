@@ -93,7 +93,7 @@ def test_each_card_is_whole_html_and_loads_nothing(cards: dict[str, str]) -> Non
 
 def test_a_bar_shows_what_became_of_the_bytes(cards: dict[str, str]) -> None:
     """64 x 64 floats, 16 KiB: each of 3 layers saves its input and the GELU's, or rebuilds it."""
-    for name in ("handle", "handle.stats", "handle.inspect()"):
+    for name in ("handle", "handle.stats"):
         widths = re.findall(r'<span style="width:([\d.]+)%', cards[name])
         assert sum(map(float, widths)) == pytest.approx(100, abs=0.05)
     assert "KiB offloaded" in Page(cards["handle"]).words
@@ -106,9 +106,9 @@ def test_a_long_inspection_is_folded() -> None:
         train(net)
         inspection = handle.inspect()
         page = Page(inspection._repr_html_())
-    shown = [row for row in page.rows if len(row) >= 6 and row[0] != "layer"]
-    assert len(shown) == len(inspection.storages) > 40
-    assert "details" in page.tags
+    assert len(inspection.storages) > 40
+    assert str(inspection) in page.words and "details" in page.tags
+    assert "<details open>" not in inspection._repr_html_()
 
 
 def test_names_are_escaped() -> None:

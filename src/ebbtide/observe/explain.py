@@ -21,7 +21,7 @@ from ebbtide.runtime.events import IDLE, MemorySample, Owner, StepMemory
 from ebbtide.runtime.forward import OffloadedForward
 from ebbtide.runtime.stats import StepStats
 from ebbtide.stores.measured_memory import LEAST_BYTES, memory_of
-from ebbtide.units import card, count, facts, folded, format_size, note
+from ebbtide.units import card, count, format_size, text_block
 from ebbtide.weights.overlap import OverlapStats
 
 
@@ -613,13 +613,7 @@ class Explanation:
     limit_why: str
 
     def _repr_html_(self) -> str:
-        parts = [note(self.verdict)]
-        for number, finding in enumerate(self.findings, 1):
-            told = {"Evidence": finding.evidence, "Change": finding.setting}
-            parts += [note(f"{number}. {finding.sentence}"), facts(told)]
-        if self.memory is not None:
-            parts.append(folded("What memory held at the peak", self.memory._repr_html_()))
-        return card("Why the peak is where it is", *parts, note(self.limit_why))
+        return card("Why the peak is where it is", text_block(str(self)))
 
     def __str__(self) -> str:
         paragraphs = [_wrap(self.verdict)]

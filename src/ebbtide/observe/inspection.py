@@ -12,13 +12,13 @@ from ebbtide.runtime.activations import Activations
 from ebbtide.runtime.engine import Engine
 from ebbtide.runtime.handles import StorageRecord
 from ebbtide.runtime.recompute import RecomputedLayer, recomputed_lines
-from ebbtide.units import Share, bar, card, folded, format_size, note, table, text_block
+from ebbtide.units import card, folded, format_size, text_block
 from ebbtide.weights.groups import AbstractWeights
 from ebbtide.weights.hooks import WeightHooks
 
 _WIDTH = 80
 _LARGEST = 3  # storages that are described
-_MOST_ROWS = 40  # that a notebook shows before a click unfolds the rest
+_MOST_ROWS = 40  # that a notebook shows without a click
 
 
 @final
@@ -158,7 +158,9 @@ class Inspection:
     recomputed: tuple[RecomputedLayer, ...] = ()
 
     def _repr_html_(self) -> str:
-        return card("What became of each storage", *_cards(self))
+        count = len(self.storages)
+        text = folded(f"{count} storages", text_block(str(self)), is_open=count <= _MOST_ROWS)
+        return card("What became of each storage", text)
 
     def __str__(self) -> str:
         lines = [*_storage_lines(self.storages), ""]
@@ -168,31 +170,6 @@ class Inspection:
             lines += [*_parameter_lines(self.parameters), ""]
         lines += _in_flight_lines(self.in_flight)
         return "\n".join(line.rstrip() for line in lines)
-
-
-def _cards(inspection: Inspection) -> Iterable[str]:
-    """Yield the parts of the card that a notebook shows."""
-    storages = inspection.storages
-    if not storages:
-        yield note("No step has finished, or autograd saved nothing large in the last one.")
-    else:
-        sizes: dict[str, int] = {}
-        for each in storages:
-            sizes[each.decision] = sizes.get(each.decision, 0) + each.size_bytes
-        yield bar(Share(what, f"{format_size(size)} {what}", size) for what, size in sizes.items())
-        heads = ("layer", "no", "size", "decision", "tier", "saves", "also by")
-        rows = [_storage_cells(each) for each in storages]
-        yield table(heads, rows[:_MOST_ROWS], numbers=(1, 2, 5))
-        if rest := rows[_MOST_ROWS:]:
-            yield folded(f"{len(rest)} more", table(heads, rest, numbers=(1, 2, 5)))
-        yield note(f"Largest: {'; '.join(each.describe() for each in _largest(storages))}.")
-    if inspection.recomputed:
-        lines = "\n".join(recomputed_lines(inspection.recomputed))
-        yield folded("Recomputed layers", text_block(lines), is_open=True)
-    if inspection.parameters:
-        lines = "\n".join(_parameter_lines(inspection.parameters))
-        yield folded(f"{len(inspection.parameters)} parameters at rest", text_block(lines))
-    yield text_block("\n".join(_in_flight_lines(inspection.in_flight)))
 
 
 def inspect(
@@ -293,31 +270,21 @@ def _storage_lines(storages: Sequence[InspectedStorage]) -> Iterable[str]:
         return
     yield f"{'layer':<24} {'no':>3} {'size':>10}  {'decision':<8} {'tier':<6} {'saves':>5}  also by"
     for each in storages:
-        place, number, size, decision, tier, saves, also = _storage_cells(each)
-        line = (
-            f"{place[:24]:<24} {number:>3} {size:>10}  {decision:<8} {tier:<6} {saves:>5}  {also}"
+        place = "outside layers" if each.layer is None else f"{each.layer} {each.name}".rstrip()
+        if each.microbatch:
+            place = f"{place}.m{each.microbatch}"
+        also = ", ".join("-" if other is None else str(other) for other in each.shared_by)
+        yield _shorten(
+            f"{place[:24]:<24} {each.number:>3} {format_size(each.size_bytes):>10}  "
+            f"{each.decision:<8} {each.tier:<6} {each.saves:>5}  {also}"
         )
-        yield _shorten(line)
     yield ""
-    yield from (_shorten(f"largest: {each.describe()}") for each in _largest(storages))
+    largest = sorted(storages, key=lambda each: -each.size_bytes)[:_LARGEST]
+    yield from (_shorten(f"largest: {each.describe()}") for each in largest)
 
 
 def _shorten(line: str) -> str:
     return line if len(line) <= _WIDTH else f"{line[: _WIDTH - 3]}..."
-
-
-def _largest(storages: Iterable[InspectedStorage]) -> list[InspectedStorage]:
-    return sorted(storages, key=lambda each: -each.size_bytes)[:_LARGEST]
-
-
-def _storage_cells(each: InspectedStorage) -> tuple[str, ...]:
-    """Return the texts of a storage's row."""
-    place = "outside layers" if each.layer is None else f"{each.layer} {each.name}".rstrip()
-    if each.microbatch:
-        place = f"{place}.m{each.microbatch}"
-    also = ", ".join("-" if other is None else str(other) for other in each.shared_by)
-    size = format_size(each.size_bytes)
-    return place, str(each.number), size, each.decision, each.tier, str(each.saves), also
 
 
 def _parameter_lines(parameters: Sequence[InspectedParameter]) -> Iterable[str]:
