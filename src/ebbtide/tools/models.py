@@ -276,7 +276,6 @@ _RESOLUTIONS: Final = {1: 8192, 2: 512, 3: 128}
 _MODES: Final = {1: 64, 2: 16, 3: 16}
 _RESOLUTION_STEPS: Final = {1: 64, 2: 16, 3: 8}
 _SEQUENCE_STEP: Final = 256
-_DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _UNO_CHANNELS: Final = (1, 2, 2, 2, 1)  # of each layer, in widths
 _UNO_SCALINGS: Final = (1, 0.5, 1, 1, 2)
 _UNO_MODES: Final = (1, 2, 2, 2, 1)  # of each layer, as divisors
@@ -294,9 +293,7 @@ class ModelOptions:
         width: hidden channels of a neural operator.
         modes: Fourier modes in each direction.
         layers: layers of a neural operator.
-        channels: channels of its input.
         size: size of a language model, such as ``"7b"``.
-        precision: ``"fp32"`` or ``"bf16"``.
     """
 
     resolution: int | None = None
@@ -305,9 +302,7 @@ class ModelOptions:
     width: int | None = None
     modes: int | None = None
     layers: int | None = None
-    channels: int | None = None
     size: str | None = None
-    precision: str | None = None
 
     def check(self, model: str, known: tuple[str, ...]) -> None:
         """Check that numbers are positive, and that a model knows what was said.
@@ -345,7 +340,7 @@ def build_family(name: str, options: ModelOptions) -> TaskFamily:
 
 def _operator_family(name: str, options: ModelOptions) -> TaskFamily:
     layers = () if name == "uno" else ("layers",)
-    options.check(name, ("resolution", "batch", "width", "modes", *layers, "channels"))
+    options.check(name, ("resolution", "batch", "width", "modes", *layers))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -356,28 +351,33 @@ def _operator_family(name: str, options: ModelOptions) -> TaskFamily:
             f'[neuralop]". gpt, llama and module:function work without it'
         ) from error
     dimensions = OPERATORS[name]
-    operator = _Operator(
-        name,
-        dimensions,
-        options.width or (64 if name == "fno1d" else 32),
-        options.modes or _MODES[dimensions],
-        len(_UNO_CHANNELS) if name == "uno" else options.layers or 4,
-        options.channels or 1,
-    )
+    width = options.width or (64 if name == "fno1d" else 32)
+    modes = options.modes or _MODES[dimensions]
+    depth = len(_UNO_CHANNELS) if name == "uno" else options.layers or 4
     length = options.resolution or _RESOLUTIONS[dimensions]
-    least = 2 * operator.modes
-    if length < least:
+    if length < 2 * modes:
         raise PolicyError(
-            f"--resolution {length} is too coarse for {operator.modes} Fourier modes in each "
-            f"direction; give {least} or more, or fewer --modes"
+            f"--resolution {length} is too coarse for {modes} Fourier modes in each direction; "
+            f"give {2 * modes} or more, or fewer --modes"
         )
     if name == "uno" and length % 2:
         raise PolicyError(f"uno halves its grid; give an even --resolution, not {length}")
     what = {"tfno": "TFNO (Tucker, rank 0.05) in", "uno": "UNO in"}.get(name, "FNO in")
+
+    def build(size: Size) -> Task:
+        assert size.length is not None
+        assert size.batch is not None
+        # neuralop warns that its defaults will change, and UNO prints its arguments.
+        quiet = contextlib.redirect_stdout(io.StringIO())
+        with torch.device("meta"), warnings.catch_warnings(), quiet:
+            warnings.simplefilter("ignore")
+            model = _build_operator(name, dimensions, width, modes, depth)
+            x = torch.empty(size.batch, 1, *[size.length] * dimensions)
+        return Task(model, x, _mean_square)
+
     return TaskFamily(
-        title=f"{what} {dimensions}D, width {operator.width}, {operator.modes} modes, "
-        f"{operator.layers} layers, float32",
-        build=operator.task,
+        title=f"{what} {dimensions}D, width {width}, {modes} modes, {depth} layers, float32",
+        build=build,
         size=Size(length, options.batch or (8 if dimensions < 3 else 1)),
         length_name="resolution",
         dimensions=dimensions,
@@ -385,55 +385,30 @@ def _operator_family(name: str, options: ModelOptions) -> TaskFamily:
     )
 
 
-class _Operator(NamedTuple):
-    """A neural operator, by its name and the numbers that `ModelOptions` describes."""
+def _build_operator(name: str, dimensions: int, width: int, modes: int, depth: int) -> nn.Module:
+    from neuralop.models import FNO, TFNO, UNO
 
-    name: str
-    dimensions: int
-    width: int
-    modes: int
-    layers: int
-    channels: int
-
-    def task(self, size: Size) -> Task:
-        """Build the model and a batch of a size on the meta device."""
-        assert size.length is not None
-        assert size.batch is not None
-        # neuralop warns that its defaults will change, and UNO prints its arguments.
-        quiet = contextlib.redirect_stdout(io.StringIO())
-        with torch.device("meta"), warnings.catch_warnings(), quiet:
-            warnings.simplefilter("ignore")
-            model = self._build()
-            x = torch.empty(size.batch, self.channels, *[size.length] * self.dimensions)
-        return Task(model, x, _mean_square)
-
-    def _build(self) -> nn.Module:
-        from neuralop.models import FNO, TFNO, UNO
-
-        common: dict[str, Any] = {
-            "in_channels": self.channels,
-            "out_channels": self.channels,
-            "hidden_channels": self.width,
-            "n_layers": self.layers,
-        }
-        model: nn.Module
-        if self.name == "uno":
-            model = UNO(
-                **common,
-                uno_out_channels=[times * self.width for times in _UNO_CHANNELS],
-                uno_n_modes=[[max(1, self.modes // by)] * self.dimensions for by in _UNO_MODES],
-                uno_scalings=[[scaling] * self.dimensions for scaling in _UNO_SCALINGS],
-                channel_mlp_skip="linear",
-            )
-        elif self.name == "tfno":
-            model = TFNO(self._all_modes, **common, factorization="tucker", rank=0.05)
-        else:
-            model = FNO(self._all_modes, **common)
-        return model
-
-    @property
-    def _all_modes(self) -> tuple[int, ...]:
-        return (self.modes,) * self.dimensions
+    common: dict[str, Any] = {
+        "in_channels": 1,
+        "out_channels": 1,
+        "hidden_channels": width,
+        "n_layers": depth,
+    }
+    all_modes = (modes,) * dimensions
+    model: nn.Module
+    if name == "uno":
+        model = UNO(
+            **common,
+            uno_out_channels=[times * width for times in _UNO_CHANNELS],
+            uno_n_modes=[[max(1, modes // by)] * dimensions for by in _UNO_MODES],
+            uno_scalings=[[scaling] * dimensions for scaling in _UNO_SCALINGS],
+            channel_mlp_skip="linear",
+        )
+    elif name == "tfno":
+        model = TFNO(all_modes, **common, factorization="tucker", rank=0.05)
+    else:
+        model = FNO(all_modes, **common)
+    return model
 
 
 def _mean_square(y: Tensor) -> Tensor:
@@ -445,19 +420,16 @@ def _mean_square(y: Tensor) -> Tensor:
 
 
 def _language_family(name: str, options: ModelOptions) -> TaskFamily:
-    options.check(name, ("seq", "batch", "size", "precision"))
+    options.check(name, ("seq", "batch", "size"))
     shapes = LANGUAGE_MODELS[name]
     size = (options.size or next(iter(shapes))).lower()
     if size not in shapes:
         raise PolicyError(f"{name} has no --size {size}; its sizes are {', '.join(shapes)}")
-    precision = (options.precision or "bf16").lower()
-    if precision not in _DTYPES:
-        raise PolicyError(f"--precision must be {' or '.join(_DTYPES)}, got {precision!r}")
-    shape, dtype = shapes[size], _DTYPES[precision]
-    task = functools.partial(_language_task, name, shape, dtype)
+    shape = shapes[size]
+    task = functools.partial(_language_task, name, shape)
     return TaskFamily(
         title=f"{name.upper() if name == 'gpt' else 'Llama'} {size}, {shape.num_layers} layers of "
-        f"width {shape.width}, all in {str(dtype).removeprefix('torch.')}",
+        f"width {shape.width}, all in bfloat16",
         build=task,
         size=Size(options.seq or (1024 if name == "gpt" else 8192), options.batch or 1),
         length_name="sequence",
@@ -468,17 +440,13 @@ def _language_family(name: str, options: ModelOptions) -> TaskFamily:
 
 
 def _language_task(
-    name: str,
-    shape: LanguageModelShape,
-    dtype: torch.dtype,
-    size: Size,
-    num_blocks: int | None = None,
+    name: str, shape: LanguageModelShape, size: Size, num_blocks: int | None = None
 ) -> Task:
     assert size.length is not None
     assert size.batch is not None
     with torch.device("meta"):
         positions = size.length if name == "gpt" else None
-        model = LanguageModel(shape, positions, num_blocks=num_blocks).to(dtype)
+        model = LanguageModel(shape, positions, num_blocks=num_blocks).bfloat16()
         tokens = torch.empty(size.batch, size.length, dtype=torch.int64)
         targets = torch.empty(size.batch, size.length, dtype=torch.int64)
     return Task(model, (tokens, targets))

@@ -56,10 +56,6 @@ def plan(
     size: Annotated[
         str | None, typer.Option("--size", metavar="NAME", help="Size of gpt or llama, such as 7b.")
     ] = None,
-    precision: Annotated[
-        str | None,
-        typer.Option("--precision", metavar="TYPE", help="Numbers of gpt and llama: bf16 or fp32."),
-    ] = None,
     width: Annotated[
         int | None,
         typer.Option("--width", metavar="N", help="Hidden channels of a neural operator."),
@@ -69,10 +65,6 @@ def plan(
     ] = None,
     depth: Annotated[
         int | None, typer.Option("--layers", metavar="N", help="Layers of a neural operator.")
-    ] = None,
-    channels: Annotated[
-        int | None,
-        typer.Option("--channels", metavar="N", help="Channels of the input and output fields."),
     ] = None,
     planned: Annotated[
         list[str] | None,
@@ -124,7 +116,7 @@ def plan(
 
         options = ModelOptions(
             resolution=resolution, seq=seq, batch=batch, width=width, modes=modes, layers=depth,
-            channels=channels, size=size, precision=precision,
+            size=size,
         )  # fmt: skip
         try:
             # A user's model may print what it likes, and other programs read the report or JSON.
