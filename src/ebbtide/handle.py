@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from os import PathLike
 from types import TracebackType
-from typing import TYPE_CHECKING, NoReturn, TypeVar, final
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, final
 
 from torch import nn
 from torch.optim import Optimizer
@@ -299,21 +299,32 @@ def record_run(handle: OffloadHandle, title: str | None = None) -> RunRecord:
         handle: the handle of the offload.
         title: what tells the run from others; None: the model and its device.
     """
-    from ebbtide.observe.run_record import RunRecord, complete_record
+    from ebbtide.observe import run_record
 
     engine, plan = handle._engine, handle.plan
-    settings = engine.settings()
+    settings, known = engine.settings(), dict[str, Any]()
+    inspection = handle.inspect()
     if plan is not None:
         settings["budget"] = format_size(plan.budget_bytes)
-    title = title or engine.describe()["model"]
-    is_done = engine.stats.num_saved > 0
-    return complete_record(
-        RunRecord(title=title, settings=settings, stats=handle.stats, notes=handle.notes),
-        engine.torch_device,
-        trace=handle.trace if engine.is_traced else None,
-        inspection=handle.inspect(),
-        planned=plan,
-        explained=handle.explain() if is_done else None,
+        known["budget_bytes"] = plan.budget_bytes
+        known["prediction"] = run_record.predict_step(plan.plan, plan.profile, plan.hardware)
+        if plan.measured is not None:
+            known["measured_step_s"] = plan.measured.step_s
+            known["measured_peak_bytes"] = plan.measured.peak_bytes
+    if engine.is_traced:
+        known |= {"events": handle.trace.events, "memory": handle.trace.memory}
+    if engine.stats.num_saved:
+        explained = handle.explain()
+        for name in ("verdict", "findings", "limit_bytes", "limit_why"):
+            known[name] = getattr(explained, name)
+    return run_record.RunRecord(
+        title=title or engine.describe()["model"],
+        settings=settings,
+        versions=run_record.versions_with(engine.torch_device),
+        stats=handle.stats,
+        layers=run_record.layer_figures(inspection, known.get("events", ())),
+        notes=handle.notes,
+        **known,
     )
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from ebbtide.api import offload
 from ebbtide.errors import PolicyError
 from ebbtide.handle import OffloadHandle
-from ebbtide.policy import ActivationPolicy, WeightPolicy, check_model
+from ebbtide.policy import ActivationPolicy, WeightPolicy, check_model, check_switch
 from ebbtide.runtime.layers import find_layers, match_layers
 
 
@@ -65,9 +65,8 @@ class CPUOffloadingConfig:
                 f"cpu_offloading_num_layers must be a whole number, 0 or more, got {count!r}"
             )
         for name in self.__dataclass_fields__:
-            value = getattr(self, name)
-            if name != "cpu_offloading_num_layers" and not isinstance(value, bool):
-                raise PolicyError(f"{name} must be True or False, got {value!r}")
+            if name != "cpu_offloading_num_layers":
+                check_switch(name, getattr(self, name))
         nothing = not (self.cpu_offloading_activations or self.cpu_offloading_weights)
         if self.cpu_offloading and nothing:
             raise PolicyError(

@@ -225,25 +225,17 @@ def _choose(
 
 
 def _warn_of_deprecated(offload_weights: bool, double_buffering: bool, stream: Any) -> None:
-    if offload_weights:
+    given = {
+        "offload_weights=True": offload_weights,
+        "double_buffering": double_buffering,
+        "offload_stream": stream is not None,
+    }
+    for name in (name for name, is_given in given.items() if is_given):
         warn_user(
             "no-effect",
-            "offload_weights=True has no effect in get_cpu_offload_context, here as in Transformer "
-            "Engine, where it is deprecated; leave it out",
+            f"{name} has no effect in get_cpu_offload_context: it moves no weights, here as in "
+            f"Transformer Engine, and each direction has a stream of its own; leave it out",
             DeprecationWarning,
-        )
-    if double_buffering:
-        warn_user(
-            "no-effect",
-            "double_buffering is deprecated and has no effect; leave it out",
-            DeprecationWarning,
-        )
-    if stream is not None:
-        warn_user(
-            "no-effect",
-            "offload_stream has no effect: ebbtide copies on its own streams, one per direction; "
-            "leave it out",
-            UserWarning,
         )
 
 

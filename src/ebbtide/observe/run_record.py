@@ -14,12 +14,11 @@ from typing import Any, Final, final
 import torch
 
 from ebbtide.errors import PolicyError
-from ebbtide.observe.explain import Explanation, Finding
+from ebbtide.observe.explain import Finding
 from ebbtide.observe.inspection import Inspection
 from ebbtide.observe.trace import Trace, chrome_document, chrome_events, write_chrome
 from ebbtide.planning.hardware import Hardware
 from ebbtide.planning.plan import Plan
-from ebbtide.planning.planned_step import PlannedStep
 from ebbtide.planning.prediction import StepRecord, StepTiming
 from ebbtide.planning.profile import LayerProfile, StepProfile
 from ebbtide.runtime.events import LANES, MemorySample, OwnedBytes, Owner, StepMemory, TraceEvent
@@ -234,48 +233,11 @@ def _events(
         yield dataclasses.replace(event, layer=number, name=layers[event.layer].name)
 
 
-# ---- Makes the record of a run from what its handle knows ----
+# ---- Where a run ran ----
 
 
-def complete_record(
-    record: RunRecord,
-    device: torch.device,
-    *,
-    trace: Trace | None = None,
-    inspection: Inspection | None = None,
-    planned: PlannedStep | None = None,
-    explained: Explanation | None = None,
-) -> RunRecord:
-    """Return a record with what its parts know; what is None is not known.
-
-    Args:
-        record: has the title, settings, statistics and notes.
-        device: the device that the model computes on.
-        trace: the trace of the last step.
-        inspection: what became of its storages.
-        planned: the plan that it followed.
-        explained: why its memory is as high as it is.
-    """
-    trace = Trace() if trace is None else trace
-    known: dict[str, Any] = {
-        "versions": _versions(device),
-        "layers": layer_figures(inspection, trace.events),
-        "events": trace.events,
-        "memory": trace.memory,
-    }
-    if planned is not None:
-        known["budget_bytes"] = planned.budget_bytes
-        known["prediction"] = predict_step(planned.plan, planned.profile, planned.hardware)
-        if planned.measured is not None:
-            known["measured_step_s"] = planned.measured.step_s
-            known["measured_peak_bytes"] = planned.measured.peak_bytes
-    if explained is not None:
-        for name in ("verdict", "findings", "limit_bytes", "limit_why"):
-            known[name] = getattr(explained, name)
-    return dataclasses.replace(record, **known)
-
-
-def _versions(device: torch.device) -> dict[str, str]:
+def versions_with(device: torch.device) -> dict[str, str]:
+    """Return the versions of what computes on a device, and the device, by name."""
     return {
         "ebbtide": __version__,
         "torch": str(torch.__version__),
