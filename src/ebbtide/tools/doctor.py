@@ -5,6 +5,7 @@ Each piece of advice names the evidence that it rests on.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Final
@@ -177,23 +178,7 @@ def summarize(found: Examination) -> Iterator[str]:
             f"products. A layer that computes less for each byte that it saves waits for the link, "
             f"and one that computes for 100 ms hides {format_size(int(down / 10))}."
         )
-    yield _capacity(found)
     yield "`ebbtide doctor --json` prints these figures for a plan to read."
-
-
-def _capacity(found: Examination) -> str:
-    facts = found.facts
-    if found.on_cpu:
-        if facts.store.free_bytes is None:
-            return f"Offloaded bytes go to {facts.store.path}."
-        return (
-            f"Up to {format_size(facts.store.free_bytes)} can be offloaded to {facts.store.path}."
-        )
-    room = f"Up to {format_size(facts.free_ram_bytes)} of host memory can hold what is offloaded"
-    if found.pinning is None or found.pinning.refusal is not None:
-        return f"{room}, in pageable memory."
-    seconds = format_seconds(found.pinning.seconds_per_gib)
-    return f"{room}. The first step page-locks it, at {seconds} for each GiB."
 
 
 def _machine(found: Examination) -> Iterator[tuple[str, str]]:
@@ -220,17 +205,12 @@ def _machine(found: Examination) -> Iterator[tuple[str, str]]:
 
 def _locked(found: Examination) -> str:
     memlock = found.facts.memlock_bytes
-    limit = "no limit" if memlock is None else f"limit {format_size(memlock)}"
-    if found.pinning is None:
-        return f"{limit}; a model on a CPU needs none" if found.on_cpu else limit
-    size = format_size(found.pinning.size_bytes)
-    if found.pinning.refusal is not None:
-        return f"{limit}; {size} were refused"
-    seconds = format_seconds(found.pinning.seconds_per_gib)
-    over = ""
-    if memlock is not None and memlock < found.pinning.size_bytes:
-        over = ", so the driver is not bound by it"
-    return f"{limit}; {size} were locked{over}, {seconds} for each GiB"
+    words = "no limit" if memlock is None else f"limit {format_size(memlock)}"
+    if found.pinning is not None:
+        took = f"locked, {format_seconds(found.pinning.seconds_per_gib)} for each GiB"
+        done = took if found.pinning.refusal is None else "refused"
+        words += f"; {format_size(found.pinning.size_bytes)} were {done}"
+    return words
 
 
 Row = tuple[str, ...]
@@ -255,15 +235,13 @@ def _links(found: Examination) -> Iterator[RenderableType]:
     links, rates = found.links, found.rates
     if links is None or rates is None:
         return
-    memory = found.copy.best_per_s if found.on_cpu and found.copy is not None else None
+    # On a CPU a reload only maps pages, which are read at the speed of memory.
+    bound = found.copy.best_per_s if found.on_cpu and found.copy is not None else math.inf
     rows: list[Row] = []
-    mapped = False
     for size, down in links.down.items():
-        up = links.up[size].median_per_s
-        is_mapped = memory is not None and up > memory
-        mapped = mapped or is_mapped
-        back = "mapped" if is_mapped else _rate(up, "B/s")
-        rows.append((f"copies of {format_size(size)}", _rate(down.median_per_s, "B/s"), back))
+        up = min(links.up[size].median_per_s, bound)
+        rates_of_size = _rate(down.median_per_s, "B/s"), _rate(up, "B/s")
+        rows.append((f"copies of {format_size(size)}", *rates_of_size))
     rows += [
         ("both at once, in sum", _rate(rates[2], "B/s")),
         ("each copy besides", format_seconds(links.latency_s)),
@@ -271,11 +249,6 @@ def _links(found: Examination) -> Iterator[RenderableType]:
     where = "files in the page cache" if found.on_cpu else "host memory"
     yield ""
     yield _table(f"Link to {where}", "offload", "reload", iter(rows))
-    if mapped:
-        yield indented(
-            "Mapped: the reload only maps pages of the file, and the bytes are read where they "
-            "are, at the speed of memory."
-        )
 
 
 def _disk(found: Examination) -> Iterator[RenderableType]:
