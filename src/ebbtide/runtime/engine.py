@@ -45,7 +45,7 @@ from ebbtide.runtime.transfers import Transfers
 from ebbtide.runtime.verification import Verifications
 from ebbtide.schedule import Schedule, Unit
 from ebbtide.stores.build import build_store, parse_store
-from ebbtide.stores.host_memory import HostLimit, parse_host_budget
+from ebbtide.stores.host_memory import parse_host_budget
 from ebbtide.stores.measured_memory import describe
 from ebbtide.units import count, format_size
 
@@ -333,7 +333,7 @@ class Engine:
         """Return what the offload was asked for, by the names of the arguments."""
         settings = {"activations": repr(self.policy), "store": self._store}
         if self._host_limit is not None:
-            settings["host_budget"] = str(self._host_limit)
+            settings["host_budget"] = format_size(self._host_limit)
         if self.weights is not None:
             settings["weights"] = "those of offloaded layers rest on the host"
         if self.mode is not None:
@@ -623,7 +623,7 @@ def build_transfers(
     store: str,
     policy: ActivationPolicy,
     *,
-    host_limit: HostLimit | None = None,
+    host_limit: int | None = None,
     scales: bool = False,
     traced: bool = False,
     maker: DeviceMaker = make_device,
@@ -648,7 +648,7 @@ def build_transfers(
         bound_bytes, scales = int(policy.max_inflight_bytes), False
     kind, directory = parse_store(store)
     device = maker(torch_device)
-    chosen = build_store(device, kind, directory, *(host_limit or (None, "")))
+    chosen = build_store(device, kind, directory, host_limit)
     transfers = Transfers(device, chosen, bound_bytes, scales=scales, traced=traced)
     chosen.on_progress = call_weakly(transfers.poll)
     return transfers

@@ -2,7 +2,6 @@
 
 from ebbtide.stores.build import TieredStore, build_store
 from ebbtide.stores.disk import DiskStore
-from ebbtide.stores.host_memory import HostLimit
 from ebbtide.stores.measured_memory import AbstractMemory, DeviceMemory, ProcessMemory
 from ebbtide.stores.pinned import PinnedStore
 from ebbtide.stores.staged import StagedDiskStore
@@ -14,7 +13,6 @@ __all__ = [
     "DeviceMemory",
     "DiskStore",
     "Extent",
-    "HostLimit",
     "Landing",
     "PinnedStore",
     "ProcessMemory",

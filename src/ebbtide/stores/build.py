@@ -20,7 +20,7 @@ from ebbtide.devices.device import AbstractDevice, AbstractEvent
 from ebbtide.errors import PolicyError, StoreFullError
 from ebbtide.policy import refuse
 from ebbtide.stores.disk import DiskStore
-from ebbtide.stores.host_memory import HostLimit, LeftoverUser, refuse_other_systems
+from ebbtide.stores.host_memory import LeftoverUser, refuse_other_systems
 from ebbtide.stores.pinned import PinnedStore
 from ebbtide.stores.staged import LEAST_STAGING_BYTES, STAGING_BYTES, StagedDiskStore
 from ebbtide.stores.store import AbstractStore, Landing, RestingSlot, Slot, Target
@@ -169,7 +169,6 @@ def build_store(
     kind: str,
     directory: Path | None,
     budget_bytes: int | None,
-    budget_origin: str = "",
 ) -> AbstractStore:
     """Build the store for a device.
 
@@ -178,7 +177,6 @@ def build_store(
         kind: ``"auto"``, ``"host"``, ``"disk"`` or ``"tiered"``.
         directory: where to create files; None: the system's directory for temporary files.
         budget_bytes: the most host memory to allocate, staging chunks for the disk included.
-        budget_origin: the budget that ``budget_bytes`` is a part of, in words; see `HostLimit`.
 
     Raises:
         PolicyError: the store does not suit the device, the budget is too small, the directory is
@@ -189,8 +187,7 @@ def build_store(
         _check_for_cpu(kind, budget_bytes)
         store: AbstractStore = DiskStore(directory, device.lane)
     else:
-        limit = None if budget_bytes is None else HostLimit(budget_bytes, budget_origin)
-        store = _build_for_accelerator(device, kind, directory, limit)
+        store = _build_for_accelerator(device, kind, directory, budget_bytes)
     _LOG.info(
         "store for a model on %s: %s, host_budget=%s, directory of its files: %s",
         device.torch_device,
@@ -202,16 +199,15 @@ def build_store(
 
 
 def _build_for_accelerator(
-    device: AbstractDevice, kind: str, directory: Path | None, limit: HostLimit | None
+    device: AbstractDevice, kind: str, directory: Path | None, budget_bytes: int | None
 ) -> AbstractStore:
-    budget_bytes, origin = limit or (None, "")
     if kind in ("auto", "host"):
-        return PinnedStore(device, budget_bytes, budget_origin=origin)
+        return PinnedStore(device, budget_bytes)
     share = 1 if kind == "disk" else _STAGING_SHARE
     least_bytes = LEAST_STAGING_BYTES * share
     if budget_bytes is not None and budget_bytes < least_bytes:
         raise PolicyError(
-            f"host_budget is {limit}, and what goes to disk goes through host "
+            f"host_budget is {format_size(budget_bytes)}, and what goes to disk goes through host "
             f"memory; allow {format_size(least_bytes)} at least"
         )
     staging_bytes = STAGING_BYTES
@@ -221,7 +217,7 @@ def _build_for_accelerator(
     if kind == "disk":
         return disk
     rest_bytes = None if budget_bytes is None else budget_bytes - staging_bytes
-    return TieredStore(PinnedStore(device, rest_bytes, budget_origin=origin), disk)
+    return TieredStore(PinnedStore(device, rest_bytes), disk)
 
 
 def parse_store(store: str) -> tuple[str, Path | None]:

@@ -509,24 +509,8 @@ _RANKS_OF_HOST: Final = (
 )
 
 
-class HostLimit(NamedTuple):
-    """The most host memory that one offload in this process may allocate.
-
-    Attributes:
-        size_bytes: the limit.
-        origin: the budget that it is a part of, in words; empty if it is a budget of its own.
-    """
-
-    size_bytes: int
-    origin: str = ""
-
-    def __str__(self) -> str:
-        of = f" ({self.origin})" if self.origin else ""
-        return format_size(self.size_bytes) + of
-
-
-def parse_host_budget(host_budget: int | str, *, name: str = "host_budget") -> HostLimit:
-    """Parse a budget such as ``"24GiB"``, for this process, or ``"96GiB/node"``, for its host.
+def parse_host_budget(host_budget: int | str, *, name: str = "host_budget") -> int:
+    """Return a budget such as ``"24GiB"``, for this process, or ``"96GiB/node"``, for its host.
 
     Args:
         host_budget: the budget. That of a host is divided equally; see [Note: equal parts].
@@ -537,10 +521,8 @@ def parse_host_budget(host_budget: int | str, *, name: str = "host_budget") -> H
     """
     of_host = _OF_HOST.fullmatch(host_budget) if isinstance(host_budget, str) else None
     if of_host is not None:
-        size_bytes, num_ranks = parse_size_bytes(of_host[1], name=name), num_host_ranks()
-        origin = f"an equal part of {format_size(size_bytes)}/node for {num_ranks} ranks"
-        return HostLimit(size_bytes // num_ranks, origin if num_ranks > 1 else "")
-    return HostLimit(parse_size_bytes(host_budget, name=name))
+        return parse_size_bytes(of_host[1], name=name) // num_host_ranks()
+    return parse_size_bytes(host_budget, name=name)
 
 
 def num_host_ranks() -> int:
@@ -593,7 +575,6 @@ class HostBudget:
 
     Args:
         limit_bytes: the most host memory to allocate; None: this rank's part of what is free.
-        origin: the budget that the limit is a part of, in words; see `HostLimit`.
 
     Attributes:
         limit_bytes: as given.
@@ -604,10 +585,9 @@ class HostBudget:
             does not count as taken.
     """
 
-    def __init__(self, limit_bytes: int | None = None, origin: str = "") -> None:
+    def __init__(self, limit_bytes: int | None = None) -> None:
         self.limit_bytes = limit_bytes
         self.leftover_users: weakref.WeakSet[LeftoverUser] = weakref.WeakSet()
-        self._origin = origin
         self.taken_bytes = 0
         self.reserved_bytes = 0
         self._num_ranks = 1 if limit_bytes is not None else _num_known_ranks()
@@ -622,12 +602,6 @@ class HostBudget:
             return sys.maxsize
         whole_bytes = self.limit_bytes - self.limit_bytes % mmap.PAGESIZE
         return whole_bytes - self.taken_bytes - self.reserved_bytes
-
-    @property
-    def limit(self) -> HostLimit:
-        """The limit, which there is, as error messages name it."""
-        assert self.limit_bytes is not None
-        return HostLimit(self.limit_bytes, self._origin)
 
     def spare_ram_bytes(self) -> int:
         """Free RAM beside the reserve and the margin that stays free, in whole pages.
@@ -663,10 +637,10 @@ class HostBudget:
         self.reserved_bytes = max(0, self.reserved_bytes + size_bytes)
 
     def over_limit(self, size_bytes: int) -> StoreFullError:
-        """The error for activations that exceed the limit."""
+        """The error for activations that exceed the limit, which there is."""
         return StoreFullError(
             errno.EDQUOT,
-            f"host_budget allows {self.limit} of host memory, "
+            f"host_budget allows {format_size(self.limit_bytes or 0)} of host memory, "
             f"{format_size(self.taken_bytes + self.reserved_bytes)} are taken, and the next "
             f"{format_size(size_bytes)} of offloaded activations do not fit; raise host_budget, "
             f"let the rest {_OTHERWISE}",

@@ -122,7 +122,6 @@ class PinnedStore(AbstractStore):
         device: the device whose copy streams move the bytes.
         budget_bytes: the most host memory to take; None means whatever is free.
         slab_bytes: about how much memory to take at a time. One tensor may be larger.
-        budget_origin: the budget that ``budget_bytes`` is a part of, in words.
 
     Attributes:
         budget: counts all host memory that is taken.
@@ -138,11 +137,9 @@ class PinnedStore(AbstractStore):
         device: AbstractDevice,
         budget_bytes: int | None = None,
         slab_bytes: int = SLAB_BYTES,
-        *,
-        budget_origin: str = "",
     ) -> None:
         self._device = device
-        self.budget = HostBudget(budget_bytes, budget_origin)
+        self.budget = HostBudget(budget_bytes)
         self._slab_bytes = slab_bytes
         self._slabs: list[Slab] = []
         self._by_torch = False  # only torch's own allocator gives memory that the copies take
@@ -283,7 +280,7 @@ class PinnedStore(AbstractStore):
         budget = self.budget
         of = "free RAM"
         if budget.limit_bytes is not None and left_bytes == budget.left_bytes:
-            of = f"a host_budget of {budget.limit}"
+            of = f"a host_budget of {format_size(budget.limit_bytes)}"
         return StoreFullError(
             errno.ENOMEM,
             f"weights that rest on the host, or their gradients, need {format_size(size_bytes)} "
