@@ -36,6 +36,7 @@ from ebbtide.tools.fake_step import (
     Part,
     StorageLedger,
 )
+from ebbtide.weights.model_weights import WeightBytes
 
 
 class FakeRecipe(NamedTuple):
@@ -331,22 +332,6 @@ def _forward(
 # ---- Puts together the profile of a step from what was seen while it ran ----
 
 
-class _ParameterBytes(NamedTuple):
-    weight_bytes: int
-    gradient_bytes: int
-    optimizer_bytes: int
-
-    @property
-    def update_bytes(self) -> int:
-        """Bytes that an update of the weights reads and writes."""
-        if not self.gradient_bytes:
-            return 0
-        return self.gradient_bytes + 2 * (self.gradient_bytes + self.optimizer_bytes)
-
-
-_NOTHING: Final = _ParameterBytes(0, 0, 0)
-
-
 @final
 class StepAssembly:
     """Puts together the profile of one step.
@@ -382,7 +367,9 @@ class StepAssembly:
         self._count = len(self._parts)
         self._seconds = self._positions.gather(step.watch.seconds, operator.add)
         self._peaks = self._positions.gather(step.peaks(), max)
-        self._parameters = [_NOTHING] * (self._count + 1)  # the last one: outside layers
+        self._parameters = [WeightBytes(0, 0, 0)] * (
+            self._count + 1
+        )  # the last one: outside layers
         for key in {step.ledger.key_of(each) for each in step.model.parameters()}:
             self._add_parameter(key)
         self._names = self._name_storages()
@@ -413,7 +400,7 @@ class StepAssembly:
         gradients = (gradient for of, gradient in self._gradients if of == key)
         gradient_bytes = sum(self._sizes[gradient] for gradient in gradients)
         before = self._parameters[owner]
-        self._parameters[owner] = _ParameterBytes(
+        self._parameters[owner] = WeightBytes(
             before.weight_bytes + self._sizes[key],
             before.gradient_bytes + gradient_bytes,
             before.optimizer_bytes + self._optimizer_states * gradient_bytes,
@@ -463,7 +450,7 @@ class StepAssembly:
         """Return the profile of the step as it ran."""
         outer = self._parameters[OUTSIDE]
         inner_bytes = sum(each.weight_bytes for each in self._parameters[:-1])
-        update_bytes = sum(each.update_bytes for each in self._parameters)
+        update_bytes = sum(map(_update_bytes, self._parameters))
         all_saved_bytes = sum(self._saved_bytes)
         after_s = self._seconds.get(Position(True, OUTSIDE), 0.0)
         return StepProfile(
@@ -511,10 +498,8 @@ class StepAssembly:
             input_bytes=input_bytes,
             input_same_as=input_same_as,
             storages=storages,
-            weight_bytes=parameters.weight_bytes,
-            gradient_bytes=parameters.gradient_bytes,
-            optimizer_bytes=parameters.optimizer_bytes,
-            host_update_s=parameters.update_bytes / self._host_bytes_per_s,
+            **parameters._asdict(),
+            host_update_s=_update_bytes(parameters) / self._host_bytes_per_s,
         )
 
     @property
@@ -566,6 +551,11 @@ class StepAssembly:
         if first is not None and first.layer <= index:
             return input_bytes, first
         return input_bytes, None
+
+
+def _update_bytes(parameters: WeightBytes) -> int:
+    """Return the bytes that an update reads and writes, as `LayerProfile.update_bytes`."""
+    return 3 * parameters.gradient_bytes + 2 * parameters.optimizer_bytes
 
 
 # ---- Profiles a training step with fake tensors: no memory, no accelerator, no arithmetic ----

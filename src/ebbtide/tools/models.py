@@ -184,39 +184,31 @@ def _rotate(x: Tensor) -> Tensor:
 
 
 @final
-class _GptBlock(nn.Module):
-    """Attention and an MLP with GELU, each after a norm."""
+class _Block(nn.Module):
+    """Attention and an MLP, each after a norm.
 
-    def __init__(self, shape: LanguageModelShape) -> None:
+    Args:
+        shape: the shape of the model.
+        rotary: as in a Llama: rotary attention, RMS norms, an MLP with a SiLU gate, and no biases.
+            Otherwise as in a GPT: layer norms, an MLP with GELU, and biases.
+    """
+
+    def __init__(self, shape: LanguageModelShape, *, rotary: bool) -> None:
         super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(shape.width), nn.LayerNorm(shape.width)
-        self.attention = _Attention(shape, rotary=False, bias=True)
-        self.up = nn.Linear(shape.width, shape.inner_width)
-        self.down = nn.Linear(shape.inner_width, shape.width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.norm1(x))
-        inner: Tensor = self.down(F.gelu(self.up(self.norm2(x))))
-        return x + inner
-
-
-@final
-class _LlamaBlock(nn.Module):
-    """Rotary attention and an MLP with a SiLU gate, each after an RMS norm."""
-
-    def __init__(self, shape: LanguageModelShape) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.RMSNorm(shape.width), nn.RMSNorm(shape.width)
-        self.attention = _Attention(shape, rotary=True, bias=False)
-        self.gate = nn.Linear(shape.width, shape.inner_width, bias=False)
-        self.up = nn.Linear(shape.width, shape.inner_width, bias=False)
-        self.down = nn.Linear(shape.inner_width, shape.width, bias=False)
+        width, inner, bias = shape.width, shape.inner_width, not rotary
+        norm = nn.RMSNorm if rotary else nn.LayerNorm
+        self.norm1, self.norm2 = norm(width), norm(width)
+        self.attention = _Attention(shape, rotary=rotary, bias=bias)
+        self.gate = nn.Linear(width, inner, bias=bias) if rotary else None
+        self.up = nn.Linear(width, inner, bias=bias)
+        self.down = nn.Linear(inner, width, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm1(x))
         y = self.norm2(x)
-        inner: Tensor = self.down(F.silu(self.gate(y)) * self.up(y))
-        return x + inner
+        inner = F.gelu(self.up(y)) if self.gate is None else F.silu(self.gate(y)) * self.up(y)
+        z: Tensor = self.down(inner)
+        return x + z
 
 
 @final
@@ -233,12 +225,11 @@ class LanguageModel(nn.Module):
         self, shape: LanguageModelShape, length: int | None, *, num_blocks: int | None = None
     ) -> None:
         super().__init__()
-        kind = _LlamaBlock if length is None else _GptBlock
         norm = nn.RMSNorm if length is None else nn.LayerNorm
         self.tokens = nn.Embedding(shape.vocabulary, shape.width)
         self.positions = None if length is None else nn.Embedding(length, shape.width)
         count = shape.num_layers if num_blocks is None else num_blocks
-        self.blocks = nn.ModuleList(kind(shape) for _ in range(count))
+        self.blocks = nn.ModuleList(_Block(shape, rotary=length is None) for _ in range(count))
         self.norm = norm(shape.width)
         self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
         if length is not None:
