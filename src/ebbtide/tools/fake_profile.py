@@ -1,8 +1,8 @@
-"""Finds the storages of a step that the engine can rebuild, in autograd's graph of fake tensors.
+"""Profiles a training step with fake tensors: no memory, no accelerator, no arithmetic.
 
-It looks for what `activations.rebuild.RebuildFinder` looks for, by the same rules. Whether a recipe
-gives the same bits is known only once it has run; where it does not, the engine keeps the storage
-or offloads it.
+What can be rebuilt is what `ebbtide.runtime.rebuild.RebuildFinder` looks for, by the same rules.
+Whether a recipe gives the same bits is known only once it has run; where it does not, the engine
+keeps the storage or offloads it.
 """
 
 from __future__ import annotations
@@ -28,13 +28,11 @@ from ebbtide.runtime.module_state import Arguments
 from ebbtide.runtime.parameter_index import ParameterIndex
 from ebbtide.runtime.record import MOST_STEPS, RECIPES
 from ebbtide.tools.fake_step import (
-    START,
     Batch,
     FakeStep,
     LayerCalls,
     Loss,
     Part,
-    StorageLedger,
 )
 from ebbtide.weights.model_weights import WeightBytes
 
@@ -52,88 +50,6 @@ class FakeRecipe(NamedTuple):
     traffic_bytes: int
 
 
-class _Input(NamedTuple):
-    """An input of an operation: a saved storage, or a tensor that is in memory in any case."""
-
-    key: int | None
-    size_bytes: int
-
-
-@final
-class FakeRecipes:
-    """Finds recipes for the storages that autograd saves of a fake step.
-
-    Args:
-        ledger: gives storages their keys.
-        unpack: the unpack hook of the step, by which tensors that it has packed are recognised.
-
-    Attributes:
-        found: recipes of the storages that can be rebuilt, by key.
-    """
-
-    def __init__(self, ledger: StorageLedger, unpack: Any) -> None:
-        self.found: dict[int, FakeRecipe] = {}
-        self._ledger = ledger
-        self._unpack = unpack
-        self._versions: dict[int, int] = {}  # of the saved storages when they were saved last
-        self._depths: dict[int, int] = {}
-
-    def note(self, tensor: Tensor, key: int) -> None:
-        """Note a tensor that is saved, and find its recipe if it is the first save of its storage.
-
-        Args:
-            tensor: the saved tensor.
-            key: key of its storage.
-        """
-        if key not in self._versions:
-            self._find(tensor, key)
-        self._versions[key] = tensor._version
-
-    def _find(self, tensor: Tensor, key: int) -> None:
-        output = tensor if tensor._base is None else tensor._base
-        node: Any = output.grad_fn
-        if node is None or output._version:
-            return
-        recipe = RECIPES.get(node.name())
-        whole = not output.storage_offset() and output.nbytes == output.untyped_storage().nbytes()
-        if recipe is None or not whole or not output.is_contiguous():
-            return
-        inputs: list[_Input] = []
-        for place, name in enumerate(recipe.inputs):
-            found = self._saved_by(node, name) or self._saved_before(node, place)
-            if found is None:
-                return
-            inputs.append(found)
-        sources = tuple(dict.fromkeys(each.key for each in inputs if each.key is not None))
-        depth = 1 + max((self._depths.get(source, 0) for source in sources), default=0)
-        if not sources or depth > MOST_STEPS:
-            return
-        traffic_bytes = recipe.traffic_bytes([each.size_bytes for each in inputs], output.nbytes)
-        self.found[key] = FakeRecipe(sources, traffic_bytes)
-        self._depths[key] = depth
-
-    def _saved_by(self, node: Any, name: str) -> _Input | None:
-        """Return an operation's input that the operation has saved itself."""
-        raw = getattr(node, f"_raw_saved_{name}", None)
-        try:
-            if raw is None or raw.unpack_hook is not self._unpack:
-                return None
-            tensor = raw.data
-        except (AttributeError, RuntimeError):  # nothing was saved
-            return None
-        key = self._ledger.known_key_of(tensor)
-        if key not in self._versions:
-            return _Input(None, tensor.nbytes)
-        return _Input(key, tensor.nbytes) if tensor._version == self._versions[key] else None
-
-    def _saved_before(self, node: Any, place: int) -> _Input | None:
-        """Return an operation's input that the operation before has saved as its result."""
-        if place >= len(node.next_functions):
-            return None
-        producer, number = node.next_functions[place]
-        return None if producer is None or number else self._saved_by(producer, "result")
-
-
 # ---- Notes which storages autograd saves in which part of a forward ----
 
 
@@ -149,12 +65,11 @@ class SavedStorages:
     Attributes:
         firsts: the part of the forward that saved each storage first, by key.
         saves: for each part of the forward, the keys of the storages that it saved, in order.
-        recipes: finds the storages that can be rebuilt.
+        recipes: how storages can be rebuilt, by their keys.
         min_bytes: as given, and at least 1.
     """
 
     def __init__(self, step: FakeStep, min_bytes: int) -> None:
-        self._part = START
         self.firsts: dict[int, Part] = {}
         self.saves: dict[Part, dict[int, None]] = {}
         self._ledger = step.ledger
@@ -165,11 +80,9 @@ class SavedStorages:
             warnings.simplefilter("ignore")  # of addresses, which fake tensors do not have
             self._parameters.refresh()
         self.min_bytes = max(min_bytes, 1)
-        self.recipes = FakeRecipes(step.ledger, unpack)
-
-    def enter(self, part: Part) -> None:
-        """Note which part of the forward runs from now on."""
-        self._part = part
+        self.recipes: dict[int, FakeRecipe] = {}
+        self._versions: dict[int, int] = {}  # of the saved storages when they were saved last
+        self._depths: dict[int, int] = {}
 
     def pack(self, tensor: Tensor) -> Tensor:
         """Note a tensor that autograd saves. This is the pack hook.
@@ -179,8 +92,12 @@ class SavedStorages:
         """
         if self._counts_as_saved(tensor):
             key = self._ledger.key_of(tensor)
-            self._note(key)
-            self.recipes.note(tensor, key)
+            part = self._ledger.part
+            self.firsts.setdefault(key, part)
+            self.saves.setdefault(part, {})[key] = None
+            if key not in self._versions:
+                self._find_recipe(tensor, key)
+            self._versions[key] = tensor._version
         return without_graph(tensor)
 
     def _counts_as_saved(self, tensor: Tensor) -> bool:
@@ -193,9 +110,52 @@ class SavedStorages:
             return False
         return not self._parameters.owns(tensor, 0)  # a fake tensor has no address
 
-    def _note(self, key: int) -> None:
-        self.firsts.setdefault(key, self._part)
-        self.saves.setdefault(self._part, {})[key] = None
+    def _find_recipe(self, tensor: Tensor, key: int) -> None:
+        """Find how a storage can be rebuilt, at its first save."""
+        output = tensor if tensor._base is None else tensor._base
+        node: Any = output.grad_fn
+        if node is None or output._version:
+            return
+        recipe = RECIPES.get(node.name())
+        whole = not output.storage_offset() and output.nbytes == output.untyped_storage().nbytes()
+        if recipe is None or not whole or not output.is_contiguous():
+            return
+        inputs: list[tuple[int | None, int]] = []  # keys, None if in memory in any case, and bytes
+        for place, name in enumerate(recipe.inputs):
+            found = self._saved_by(node, name) or self._saved_before(node, place)
+            if found is None:
+                return
+            inputs.append(found)
+        sources = tuple(dict.fromkeys(source for source, _ in inputs if source is not None))
+        depth = 1 + max((self._depths.get(source, 0) for source in sources), default=0)
+        if not sources or depth > MOST_STEPS:
+            return
+        traffic_bytes = recipe.traffic_bytes(
+            [size_bytes for _, size_bytes in inputs], output.nbytes
+        )
+        self.recipes[key] = FakeRecipe(sources, traffic_bytes)
+        self._depths[key] = depth
+
+    def _saved_by(self, node: Any, name: str) -> tuple[int | None, int] | None:
+        """Return an operation's input that the operation has saved itself."""
+        raw = getattr(node, f"_raw_saved_{name}", None)
+        try:
+            if raw is None or raw.unpack_hook is not unpack:
+                return None
+            tensor = raw.data
+        except (AttributeError, RuntimeError):  # nothing was saved
+            return None
+        key = self._ledger.known_key_of(tensor)
+        if key not in self._versions:
+            return None, tensor.nbytes
+        return (key, tensor.nbytes) if tensor._version == self._versions[key] else None
+
+    def _saved_before(self, node: Any, place: int) -> tuple[int | None, int] | None:
+        """Return an operation's input that the operation before has saved as its result."""
+        if place >= len(node.next_functions):
+            return None
+        producer, number = node.next_functions[place]
+        return None if producer is None or number else self._saved_by(producer, "result")
 
 
 def without_graph(tensor: Tensor) -> Tensor:
@@ -532,7 +492,7 @@ class StepAssembly:
 
     def _recipe(self, key: int) -> tuple[tuple[StorageId, ...], float | None]:
         """Return what a storage can be rebuilt from, and how long that takes."""
-        recipe = self._saved.recipes.found.get(key)
+        recipe = self._saved.recipes.get(key)
         if recipe is None:
             return (), None
         # A source that is no layer's stays in memory.
@@ -625,7 +585,6 @@ def profile_with_fake_tensors(
     optimizer_states = parse_number("optimizer_states", optimizer_states)
     step = FakeStep(model, batch, hardware)
     saved = SavedStorages(step, parse_number("min_bytes", min_bytes))
-    step.calls.listener = saved.enter
     step.calls.hook(step.model, names)
     step.run(loss, saved.pack, unpack)
     if not step.calls.calls:

@@ -1,4 +1,4 @@
-"""The ledger of a step: which storages are alive during which part of it."""
+"""One training step with fake tensors: which storages are alive when, and what operators cost."""
 
 from __future__ import annotations
 
@@ -342,14 +342,12 @@ class LayerCalls:
         ledger: is told which part of the step runs.
 
     Attributes:
-        listener: is told which part of the forward runs; None: nobody is.
         calls: the calls so far.
         changing: indices of the calls that changed an input in place. A second forward would find
             other values.
     """
 
     def __init__(self, ledger: StorageLedger) -> None:
-        self.listener: Callable[[Part], None] | None = None
         self.calls: list[LayerCall] = []
         self.changing: set[int] = set()
         self._ledger = ledger
@@ -397,8 +395,6 @@ class LayerCalls:
         self._begins.append(sequence_number())
         self._parts.append(part)
         self._ledger.enter(part)
-        if self.listener is not None:
-            self.listener(part)
 
     @property
     def open(self) -> Sequence[int]:
