@@ -112,7 +112,7 @@ def _train(
     memory: AbstractMemory,
     handle: ebbtide.OffloadHandle | None,
 ) -> dict[str, Any]:
-    peaks, seconds, losses, settled = [], [], [], []
+    peaks, used, seconds, losses, settled = [], [], [], [], []
     for _ in range(_STEPS):
         memory.reset_peak()
         begin_s = time.perf_counter()
@@ -125,6 +125,7 @@ def _train(
         optimizer.step()
         losses.append(float(loss.item()).hex())
         peaks.append(memory.reserved_peak_bytes())
+        used.append(memory.peak_bytes())
         seconds.append(time.perf_counter() - begin_s)
         del output, loss
     found: dict[str, Any] = {
@@ -142,6 +143,7 @@ def _train(
             if any(settled)
             else 0,
             "last_peak_bytes": max(peaks[-_TIMED:]),
+            "last_used_bytes": max(used[-_TIMED:]),
             "predicted_peak_bytes": plan.plan.peak_bytes,
             "predicted_s": plan.plan.step_s,
             "by_hand": _by_hand(plan),
@@ -185,7 +187,7 @@ def _row(name: str, found: dict[str, Any]) -> str:
         ", ".join(map(str, over)) or "none",
         "never" if found["settled_after"] is None else str(found["settled_after"]),
         f"{found['last_peak_bytes'] / budget_bytes:.3f}",
-        f"{found['last_peak_bytes'] / found['predicted_peak_bytes']:.3f}",
+        f"{found['last_used_bytes'] / found['predicted_peak_bytes']:.3f}",
         f"{found['step_s'] / found['predicted_s']:.2f}",
         "" if by_hand is None else f"{by_hand[1]:.3f}",
         "" if by_hand is None else by_hand[0],

@@ -226,7 +226,7 @@ def test_data_that_the_model_holds_is_not_copied(
         net = Net()
         holds(net, torch.ones(DATA_BYTES // 4))
         before_bytes = live.now_bytes()
-        budget = before_bytes + 60_000  # of the 100 kB that a step needs
+        budget = before_bytes + 72_000  # of the 100 kB that a step needs; 70 with all offloaded
         with ebbtide.offload(net, budget=budget, activations=SMALL) as handle:
             for _ in range(6):
                 net(torch.randn(ROWS, WIDTH)).sum().backward()

@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from ebbtide.errors import BudgetError, PolicyError, StoreFullError, warn_user
 from ebbtide.observe.inspection import inspect_engine
 from ebbtide.observe.recording import trace_of
-from ebbtide.planning.budget_study import BudgetStudy, Phase, Stage, is_same
+from ebbtide.planning.budget_study import SURE, BudgetStudy, Phase, is_same
 from ebbtide.planning.follow import place
 from ebbtide.planning.hardware import Hardware
 from ebbtide.planning.plan import Plan
 from ebbtide.planning.planned_step import PlannedStep
 from ebbtide.planning.recorded import (
+    Pass,
     PassTrim,
     PassWatch,
     profile_recorded_step,
@@ -172,9 +173,6 @@ _SHARE: Final = 0.9  # of a device's memory is the budget if none is given
 _MOST_RESTED: Final = 2
 _PART_IN_FLIGHT: Final = 20  # of the budget may be in flight in a step that has no plan
 _MOST_VERIFYING: Final = 4  # steps in a row that verify what a plan recomputes
-_PLANNED_AGAIN: Final = frozenset(4**n for n in range(1, 9))
-"""After how many steps that were over because of cached blocks less is planned for, more seldom
-each time: a plan for less may leave such blocks, too."""
 _ALIKE: Final = 0.05  # difference of what two steps save that is none, as recomputed layers count
 
 
@@ -185,7 +183,7 @@ class _Running(NamedTuple):
         kind: its kind.
         study: its study; None if the step is recorded, so that there will be one.
         watch: measures its passes; None if they are not measured.
-        stage: what the step is for; None if it only follows the plan.
+        trim: returns what it does not use; None if that is not needed.
         begin_s: when it began.
         number: number of steps that had finished by then.
         failures: how often memory had been short by then.
@@ -196,7 +194,7 @@ class _Running(NamedTuple):
     kind: Kind
     study: BudgetStudy | None
     watch: PassWatch | None
-    stage: Stage | None
+    trim: PassTrim | None
     begin_s: float
     number: int
     failures: int
@@ -266,7 +264,8 @@ class BudgetController:
         self._followed: tuple[BudgetStudy, Plan] | None = None  # what the engine follows
         self._several = False  # whether the step has had more than one forward
         self._has_fitted = False  # whether a step was within the budget
-        self._num_returned = 0  # steps whose cached blocks alone were over the budget
+        self._trims = True  # whether steps return cached blocks. See [Note: what counts]
+        self._added_bytes: dict[Pass, int] = {}  # that each pass has added to what is reserved
         self._was_exceeded = False  # whether the user knows of a step that was over the budget
         self._was_short = False  # whether the user knows of a step that ran out of memory
         self._was_refused = False  # whether the user knows of a step that could not be planned
@@ -317,7 +316,7 @@ class BudgetController:
             if self._engine.torch_device != self._device:
                 self._begin_on(self._engine.torch_device)
             self._begin(Kind.of(model, args, kwargs), args, kwargs)
-            learns = self._running is not None and self._running.stage is not None
+            learns = self._running is not None and self._running.watch is not None
             return learns and self._device.type != "cpu"
 
     def learn_failed_forward(self) -> bool:
@@ -392,8 +391,8 @@ class BudgetController:
         """
         # Smaller tensors than those that were planned for say nothing of the plan.
         is_own = known == self._studies.key_of(kind)
-        stage = study.stage if is_own and study.phase is not Phase.SETTLED else None
-        if stage is not None:
+        measures = is_own and study.phase is not Phase.SETTLED
+        if measures:
             self._memory.return_freed()
         plan = study.choose(self._memory.now_bytes()) if is_own else study.plan
         if study.exceeded_bytes:
@@ -406,16 +405,15 @@ class BudgetController:
             self._engine.follow(planned, plan.max_inflight_bytes)
             if _LOG.isEnabledFor(logging.INFO):
                 _LOG.info("the next step follows another plan: %s", study.step.summary)
-        stage = None if study.phase is Phase.SETTLED or not is_own else study.stage
-        watch = None
-        if stage is Stage.WARM_UP or stage is Stage.MEMORY:
-            watch = PassWatch(self._memory, study.profile, self._finish_copies)
-        elif stage is Stage.SECONDS:
-            self._memory.reset_peak()
-        trims = watch is None and self._memory.keeps_freed
-        self._engine.passes = PassTrim(self._memory) if trims else watch
-        self._engine.record_steps(traced=self._traced or stage is Stage.SECONDS)
-        self._running = self._begun(kind, study, watch, stage)._replace(is_own=is_own)
+        measures = measures and study.phase is not Phase.SETTLED  # choosing may settle it
+        watch = trim = None
+        if measures or self._trims or self._memory.keeps_freed:
+            trim = PassTrim(self._memory, self._budget_bytes, self._added_bytes)
+        if measures and trim is not None:
+            watch = PassWatch(trim, study.profile, self._finish_copies)
+        self._engine.passes = watch or trim
+        self._engine.record_steps(traced=self._traced or measures)
+        self._running = self._begun(kind, study, watch, trim)._replace(is_own=is_own)
 
     def _rest_all(self) -> bool:
         """Let all weights rest on the host; return whether that is new.
@@ -469,13 +467,13 @@ class BudgetController:
             self._weights.place(resting)
 
     def _begun(
-        self, kind: Kind, study: BudgetStudy | None, watch: PassWatch | None, stage: Stage | None
+        self, kind: Kind, study: BudgetStudy | None, watch: PassWatch | None, trim: PassTrim | None
     ) -> _Running:
         """Return what there is to know of a step that begins now."""
         number, failures = self._engine.num_steps, self._memory.num_failures()
         num_refused = self._engine.transfers.offloads.num_refused
         begin_s = time.perf_counter()
-        return _Running(kind, study, watch, stage, begin_s, number, failures, num_refused)
+        return _Running(kind, study, watch, trim, begin_s, number, failures, num_refused)
 
     def _record(self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record the step that begins now, which offloads all that can leave."""
@@ -484,10 +482,11 @@ class BudgetController:
         mark_not_offload(*held)  # the loop holds the batch, so that would save nothing
         self._offload_all()
         self._memory.return_cached()  # what others have left there is not this step's
-        watch = PassWatch(self._memory, None, self._finish_copies, self._engine.find_record, held)
+        trim = PassTrim(self._memory, self._budget_bytes, self._added_bytes)
+        watch = PassWatch(trim, None, self._finish_copies, self._engine.find_record, held)
         self._engine.passes = watch
         self._engine.record_steps(traced=True)
-        self._running = self._begun(kind, None, watch, Stage.WARM_UP)
+        self._running = self._begun(kind, None, watch, trim)
 
     def _offload_all(self) -> None:
         """Offload all that can leave in the step that begins now."""
@@ -545,9 +544,19 @@ class BudgetController:
         study.weights_can_leave = self._can_rest_more() and not study.places_weights
         study.refuse(self._engine.refused_layers)
         study.saved_bytes = self._engine.transfers.account.last_counts.unique_bytes
-        if not self._several:
-            study.learn_record(watch, trace_of(self._engine), step_s, was_full=was_full)
+        watch.bind(profile)
+        if was_full:
+            study.learn_full_store()
+        elif not self._several and study.has_all_passes(watch) and not self._is_cold(watch):
+            study.learn(watch, trace_of(self._engine), step_s)
         return study
+
+    def _is_cold(self, watch: PassWatch) -> bool:
+        """Whether a first step says little of others: on a CPU it loads libraries and grows files.
+
+        If it is far over the budget, it says enough.
+        """
+        return self._device.type == "cpu" and watch.reserved_peak_bytes <= SURE * self._budget_bytes
 
     def _learn(self) -> None:
         """Learn from the step that has ended."""
@@ -558,9 +567,9 @@ class BudgetController:
         study, watch, step_s = running.study, running.watch, time.perf_counter() - running.begin_s
         if watch is not None:
             watch.finish()
-        peak_bytes = self._memory.reserved_peak_bytes()
+        peak_bytes, used_bytes = self._memory.reserved_peak_bytes(), self._memory.peak_bytes()
         if watch is not None:
-            peak_bytes = watch.reserved_peak_bytes
+            peak_bytes, used_bytes = watch.reserved_peak_bytes, watch.used_peak_bytes
         was_full = self._engine.transfers.offloads.num_refused > running.num_refused
         if study is None:
             ended = self._engine.num_steps > running.number and self._engine.had_backward
@@ -595,23 +604,16 @@ class BudgetController:
             study.learn_full_store()
             return
         self._check_numbers(running, study)
-        if watch is None and peak_bytes > self._budget_bytes >= self._memory.peak_bytes():
-            # What was in use was within the budget: the rest was cached in sizes that fit nowhere.
+        is_over = peak_bytes > self._budget_bytes
+        has_trimmed = running.trim is not None and running.trim.num_returned > 0
+        self._trims = is_over or has_trimmed or watch is not None
+        if watch is not None and study.has_all_passes(watch) and not self._several:
+            study.learn(watch, trace_of(self._engine), step_s)
+        else:
+            study.note(used_bytes, step_s)
+        if is_over:
+            self._warn_of_excess(peak_bytes)
             self._memory.return_cached()
-            self._memory.reset_peak()
-            self._num_returned += 1
-            if self._num_returned not in _PLANNED_AGAIN:
-                return
-        if watch is not None:
-            if study.has_all_passes(watch) and not self._several:
-                study.learn_memory(watch, step_s)
-                return
-        elif running.stage is Stage.SECONDS and not self._several:
-            study.learn_seconds(trace_of(self._engine), step_s, peak_bytes)
-            if study.phase is Phase.FRUGAL:
-                return  # what is more frugal is searched for
-        study.note_peak(peak_bytes)
-        if peak_bytes > self._budget_bytes:
             self._memory.reset_peak()
 
     def _check_numbers(self, running: _Running, study: BudgetStudy) -> None:
@@ -629,8 +631,8 @@ class BudgetController:
         warn_user(
             "over-budget",
             f"a step needed {format_size(peak_bytes)} under a budget of "
-            f"{format_size(self._budget_bytes)}. A plan that needs less is followed from now "
-            f"on; give a larger budget or a smaller batch",
+            f"{format_size(self._budget_bytes)}. From now on a plan that needs less is followed, "
+            f"or cached memory is returned earlier; give a larger budget or a smaller batch",
             UserWarning,
         )
 

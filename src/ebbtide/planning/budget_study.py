@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import enum
 import logging
+import math
 import time
 from collections.abc import Sequence, Set
 from typing import Any, Final, NamedTuple, final
 
 from ebbtide.errors import BudgetError
 from ebbtide.observe.trace import Trace
-from ebbtide.planning.contest import keep_all, offload_first, with_weights
+from ebbtide.planning.contest import offload_first, with_weights
 from ebbtide.planning.hardware import Hardware
 from ebbtide.planning.plan import Decision, LayerMode, LayerPlan, Plan
 from ebbtide.planning.planned_step import PlannedStep, StepCost
@@ -19,12 +20,9 @@ from ebbtide.planning.prediction import CautiousTiming, PlanBudget, Prediction, 
 from ebbtide.planning.profile import LayerProfile, StepProfile
 from ebbtide.planning.recorded import (
     PassWatch,
-    computing_s,
     copied_bytes,
     measured_hardware,
     measured_profile,
-    waited_s,
-    with_copy_cost,
 )
 from ebbtide.planning.relaxation import everywhere
 from ebbtide.planning.search import find_frugal, search
@@ -161,95 +159,70 @@ def _cut(plan: Plan) -> Plan:
     return dataclasses.replace(plan, step_s=None, peak_bytes=None, bound_s=None)
 
 
-def predicted_now(plan: Plan, prediction: Prediction, slack_bytes: int) -> Plan:
+def predicted_now(plan: Plan, prediction: Prediction) -> Plan:
     """Return a plan with what was predicted for it last, before it was measured."""
     bound_s = plan.bound_s
     if bound_s is not None and plan.step_s:
         bound_s *= prediction.step_s / plan.step_s
-    peak_bytes = prediction.peak_bytes + slack_bytes
-    return dataclasses.replace(
-        plan, step_s=prediction.step_s, peak_bytes=peak_bytes, bound_s=bound_s
-    )
+    step_s, peak_bytes = prediction.step_s, prediction.peak_bytes
+    return dataclasses.replace(plan, step_s=step_s, peak_bytes=peak_bytes, bound_s=bound_s)
 
 
 # ---- Plans one kind of step to a budget, and corrects the plan by what was measured ----
 #
-# [Note: settling] The first steps offload everything, so that no budget is broken to find out.
-# The first one is recorded, which gives the profile. Each plan warms up for one step: files grow,
-# memory is cold, and the first step of all makes the optimizer's state. The next step measures
-# its memory, pass by pass. If offloading everything is not enough, a plan that needs less is
-# searched for. If a plan's memory is as predicted and within the budget, its seconds are measured
-# in the next step. Then a plan is searched for with what was learned. After a few plans, or as soon
-# as one costs what was predicted, the fastest plan that was measured to fit stays.
+# [Note: settling] The first step offloads everything, so that no budget is broken to find out. Its
+# record is the profile, and its passes are measured. A plan is searched for with that, and the step
+# that follows it is measured, too. It leaves twice the margin, because its layers have not run so.
+# With what it has taught one more plan is searched for, and the better of the two stays.
 #
-# What is predicted of the plan that stays is corrected by its own steps. What was predicted before
-# it ran is kept beside that.
+# A step whose tensors are over the budget leads to a plan that leaves as much more of it free, and
+# twice the margin, whatever came before. See [Note: what counts].
 
 _LOG = logging.getLogger(__name__)
 
-_MOST_PLANS: Final = 6  # plans that are tried before one stays that needs other memory,
-_MOST_LATE: Final = 2  # or other time than was predicted
-_UNSURE: Final = 0.02  # share of the budget by which layers can be off that never ran again there
-_CLOSE: Final = 0.04  # error of a predicted peak, as a share of it, that needs no other plan,
-_CLOSE_S: Final = 0.15  # and of a predicted time
-_STEP: Final = 4.0  # by which `SLOWER` changes where more or less memory waited for its copies
-_MOST_FRUGAL: Final = 3  # plans that are tried because they need little
-_LESS: Final = 0.9  # share of the budget that is left after the device ran out of memory
-_ANY_BYTES: Final = 2**62
-_TIMED: Final = 3  # steps that measure the seconds of a plan before another one is preferred
-_FASTER: Final = 0.02  # by how much a plan must be faster to be followed instead of the last one
-_SEARCH_STEPS: Final = 2.0  # that a search may take, as it is repeated up to five times,
-_QUICK_S: Final = 2.0  # or this long: more time found nothing better for GPTs of 20 layers
-_SURE: Final = 1.5  # how far over the budget a first step, or a prediction, leaves nothing to try
-_APART: Final = 0.1  # how different steps must be to tell what copies cost
-_MOST_COST_S: Final = 1e-8  # that a copied byte can cost; more is something else
+_FASTER: Final = 0.15
+"""By which share an earlier plan must have been faster to be followed again. Steps of one plan
+differ by up to a tenth on a machine that has other work."""
+
+_LESS: Final = 0.9
+"""Share of the budget that is planned for after the device, or the store, had no room."""
+
+SURE: Final = 1.5
+"""How far over the budget a prediction may be to be tried, if no other plan is left."""
+
+_QUICK_S: Final = 2.0
+"""Seconds that a search may take: more found nothing better for GPTs of 20 layers."""
 
 
 class Phase(enum.Enum):
-    """How far the planning of a step is."""
+    """How far the planning of a step is. See [Note: settling]."""
 
     FRUGAL = enum.auto()
     PLANNED = enum.auto()
+    CORRECTED = enum.auto()
     SETTLED = enum.auto()
 
 
-class Stage(enum.Enum):
-    """What the next step with a plan is for."""
-
-    WARM_UP = enum.auto()
-    MEMORY = enum.auto()
-    SECONDS = enum.auto()
-
-
-class _Frugal(NamedTuple):
-    """A plan that was followed because it needs little, and its peak."""
-
-    peak_bytes: int
-    plan: Plan
-    at_first: StepCost
+_AFTER: Final = {  # a step within the budget, and one that was over it
+    Phase.FRUGAL: (Phase.PLANNED, Phase.PLANNED),
+    Phase.PLANNED: (Phase.CORRECTED, Phase.CORRECTED),
+    Phase.CORRECTED: (Phase.SETTLED, Phase.CORRECTED),
+    Phase.SETTLED: (Phase.SETTLED, Phase.CORRECTED),
+}
 
 
 class _Tried(NamedTuple):
-    """A plan whose memory and seconds were measured.
+    """A plan that a step has followed.
 
     Attributes:
         plan: the plan.
         at_first: what was predicted before it ran.
         measured: what was measured.
-        learned: the step and the machine, with the seconds that the plan's own steps took.
     """
 
     plan: Plan
     at_first: StepCost
     measured: StepCost
-    learned: tuple[StepProfile, Hardware]
-
-
-class _Sample(NamedTuple):
-    """What a step computed, and how many bytes it copied."""
-
-    copied_bytes: int
-    computing_s: float
 
 
 @final
@@ -262,8 +235,6 @@ class BudgetStudy:
         hardware: the bandwidths, until copies have been measured.
         budget_bytes: the budget.
         begin_bytes: memory that was in use when the step began.
-        plan: the plan that the step followed; None: everything was offloaded, and the weights that
-            the profile has rested on the host.
         host_bytes: how much the store has room for, with the weights that the profile has; None:
             for any number of bytes.
 
@@ -272,15 +243,13 @@ class BudgetStudy:
         weights_can_leave: whether all weights can rest if no plan fits, so that none that is only
             near the budget is tried.
         phase: how far the planning is.
-        stage: what the next step is for, if the plan has not settled.
         plan: the plan of the next step.
+        profile: the step, without what was measured of its memory.
         budget_bytes: the budget; less than was asked for where the device did not have that.
         saved_bytes: unique bytes that the recorded step saved.
         exceeded_bytes: the peak of a step that was over the budget, after which no better plan was
             found; 0 if there was none.
     """
-
-    # Long: it is the state of one plan, and each of its methods is short.
 
     def __init__(
         self,
@@ -288,42 +257,28 @@ class BudgetStudy:
         hardware: Hardware,
         budget_bytes: int,
         begin_bytes: int = 0,
-        plan: Plan | None = None,
         host_bytes: int | None = None,
     ) -> None:
-        self._host_bytes = host_bytes
         self.phase = Phase.FRUGAL
-        self.stage = Stage.WARM_UP
-        self._profile = profile
+        self.profile = profile
         self._hardware = hardware
         self.budget_bytes = self._asked_bytes = budget_bytes
+        self._host_bytes = host_bytes
         self._corrections = Corrections()
         self._begin_bytes = begin_bytes  # without the weights that the profile has
-        self._slack_bytes = 0  # what an allocator holds beside what is in use
+        self._end_peak_bytes = 0  # of the work after the last pass, without them, too
         self._over_bytes = 0  # how far plans were over the budget that should not have been
-        self._frugal: list[_Frugal] = []  # the plans that were measured first
-        self._failed: list[Plan] = []  # the plans that ran out of memory before any was measured
-        self._slower = SLOWER
-        self._num_plans = 0
         self._at_first: StepCost | None = None  # what was predicted of the plan before it ran
         self._measured: StepCost | None = None
-        self._is_watched = False  # whether the memory of the plan was measured
-        self._tried: list[_Tried] = []
-        self._samples: list[_Sample] = []
-        self._searches = False
+        self._tried: list[_Tried] = []  # that were measured, as far as they may be followed again
+        self._searches = False  # whether the next step follows a plan that is still to be found
         self._seen: Set[int] = frozenset()  # the positions that the last watched step had
-        self._num_timed = 0  # steps that have measured the seconds of the plan
         self.exceeded_bytes = self.saved_bytes = 0
         rests = everywhere(profile)
         self.places_weights = any(rests)
         self.weights_can_leave = False
-        self.plan = plan or with_weights(offload_first(profile, len(profile.layers)), rests)
-        self.plan = predicted_now(self.plan, self._predict(begin_bytes), 0)
-
-    @property
-    def profile(self) -> StepProfile:
-        """The step, without what was measured of its memory."""
-        return self._profile
+        self.plan = with_weights(offload_first(profile, len(profile.layers)), rests)
+        self.plan = predicted_now(self.plan, self._predict(begin_bytes))
 
     @property
     def step(self) -> PlannedStep:
@@ -338,10 +293,6 @@ class BudgetStudy:
             measured=self._measured,
         )
 
-    @property
-    def _frugal_fits(self) -> bool:
-        return not self._frugal or self._frugal[0].peak_bytes <= self.budget_bytes
-
     def choose(self, begin_bytes: int) -> Plan:
         """Return the plan for a step that begins now.
 
@@ -352,16 +303,21 @@ class BudgetStudy:
             BudgetError: no plan fits into the budget.
         """
         if self._searches:
-            # A process holds more than when it was last measured.
+            # A process holds more than when it was last measured: the optimizer's state is new.
             self._begin_bytes = self._without_weights(begin_bytes)
+            if self._measured is not None and self._tried and self._tried[-1].plan is self.plan:
+                now_bytes = self._predict(self._begin_bytes).peak_bytes
+                peak_bytes = max(self._measured.peak_bytes, now_bytes)
+                self._measured = self._measured._replace(peak_bytes=peak_bytes)
+                self._tried[-1] = self._tried[-1]._replace(measured=self._measured)
             self._search()
         return self.plan
 
-    def _without_weights(self, begin_bytes: int) -> int:
+    def _without_weights(self, size_bytes: int) -> int:
         """Return what was in use without the weights that the plan has on the device."""
-        pairs = zip(self._profile.layers, self.plan.layers, strict=True)
+        pairs = zip(self.profile.layers, self.plan.layers, strict=True)
         there = sum(each.parameter_bytes for each, plan in pairs if not plan.weights_on_host)
-        return max(0, begin_bytes - there)
+        return max(0, size_bytes - there)
 
     def has_all_passes(self, watch: PassWatch) -> bool:
         """Whether a step had all passes of the profile, or the same ones as the step before.
@@ -371,45 +327,19 @@ class BudgetStudy:
         seen, self._seen = self._seen, frozenset(watch.peaks)
         return watch.is_whole or seen == self._seen
 
-    def learn_record(
-        self, watch: PassWatch, trace: Trace, step_s: float, *, was_full: bool = False
-    ) -> None:
-        """Learn from the step that was recorded: its memory, and roughly its seconds.
-
-        Args:
-            watch: its memory.
-            trace: its seconds, with those that measuring memory took.
-            step_s: seconds from its begin to the begin of the next step.
-            was_full: whether the store had not enough room, so that it kept more than its plan.
-        """
-        self._profile = measured_profile(self._profile, self.plan, trace, step_s, 0.0)
-        self._hardware = measured_hardware(self._hardware, trace)
-        watch.bind(self._profile)
-        if was_full:
-            self._begin(self._find_frugal(0))
-        elif self.has_all_passes(watch):
-            self.learn_memory(watch, step_s)
-
     def refuse(self, names: Set[str]) -> None:
         """Recompute no layer of these names any more: it would not do the same again."""
-        if not any(each.may_recompute and each.name in names for each in self._profile.layers):
+        if not any(each.may_recompute and each.name in names for each in self.profile.layers):
             return
-        self._profile = _without_recomputing(self._profile, names)
+        self.profile = _without_recomputing(self.profile, names)
 
         def is_possible(plan: Plan) -> bool:
-            pairs = zip(plan.layers, self._profile.layers, strict=True)
+            pairs = zip(plan.layers, self.profile.layers, strict=True)
             return all(one.mode is LayerMode.AS_IS or two.may_recompute for one, two in pairs)
 
-        self._frugal = [each for each in self._frugal if is_possible(each.plan)]
-        self._tried = [
-            each._replace(learned=(_without_recomputing(each.learned[0], names), each.learned[1]))
-            for each in self._tried
-            if is_possible(each.plan)
-        ]
+        self._tried = [each for each in self._tried if is_possible(each.plan)]
         if not is_possible(self.plan):
-            self._searches = True
-            if self.phase is Phase.SETTLED:
-                self.phase, self._num_plans = Phase.PLANNED, 0
+            self._search_again()
 
     def estimate(self) -> PlannedStep:
         """Return the plan that would be followed if no more were to be learned.
@@ -419,7 +349,7 @@ class BudgetStudy:
         """
         free_bytes = margin_bytes(self._hardware, self.budget_bytes)
         try:
-            plan = self._find(free_bytes)
+            plan = self._find(free_bytes, _QUICK_S, cautious=False)
         except BudgetError as error:
             smallest_bytes = error.smallest_bytes + free_bytes
             raise self._too_small(smallest_bytes, error.price) from None
@@ -428,112 +358,80 @@ class BudgetStudy:
             plan=plan, profile=profile, hardware=self._hardware, budget_bytes=self.budget_bytes
         )
 
-    def learn_memory(self, watch: PassWatch, step_s: float) -> None:
-        """Learn from a step that followed the plan and was watched.
+    def learn(self, watch: PassWatch, trace: Trace, step_s: float) -> None:
+        """Learn from a step that followed the plan and was measured.
 
         Args:
             watch: its memory.
+            trace: its seconds, with those that measuring memory took.
             step_s: seconds from its begin to the begin of the next step.
         """
-        peak_bytes = watch.reserved_peak_bytes
-        warm_up, frugal = self.stage is Stage.WARM_UP, self.phase is Phase.FRUGAL
-        if warm_up and not frugal and peak_bytes <= self.budget_bytes:
-            self.stage = Stage.MEMORY
-            return
         begin_bytes = self._without_weights(watch.begin_bytes)
         before = self._predict(begin_bytes)
         watched = self._predict_watched(begin_bytes, before)
         self._corrections.learn(watch, self.plan, watched)
-        self._slack_bytes = max(0, peak_bytes - max(watch.peaks.values()))
-        self._begin_bytes, self._is_watched = begin_bytes, True
-        self._measured = StepCost(peak_bytes, step_s)
-        self.plan = predicted_now(self.plan, before, self._slack_bytes)
-        self._note_had(peak_bytes)
-        if frugal:
-            others = (each for each in self._frugal if not is_same(each.plan, self.plan))
-            measured = _Frugal(peak_bytes, self.plan, self._at_first or predicted_cost(self.plan))
-            self._frugal = sorted([*others, measured], key=lambda each: each.peak_bytes)
-            self.stage = Stage.MEMORY if warm_up else Stage.SECONDS
-            enough_bytes = _SURE * self.budget_bytes if warm_up else self.budget_bytes
-            self._searches = peak_bytes > enough_bytes
-        else:
-            self._judge(watched.peak_bytes + self._slack_bytes, peak_bytes)
+        self._end_peak_bytes = self._without_weights(watch.end_peak_bytes)
+        self._begin_bytes = begin_bytes
+        self._learn_seconds(trace, step_s)
+        after = self._predict(begin_bytes)
+        if not self._hardware.computes_on_host:
+            # Of the seconds between the passes, most went into waiting for what is measured.
+            step_s = min(step_s, after.step_s)
+        self.plan = predicted_now(self.plan, before)
+        # Copies are awaited where memory is measured; in other steps more of them are under way.
+        needed_bytes = max(watch.end_peak_bytes, after.peak_bytes, *watch.peaks.values())
+        self._note_cost(needed_bytes, watch.used_peak_bytes, step_s)
 
-    def learn_seconds(self, trace: Trace, step_s: float, peak_bytes: int) -> None:
-        """Learn from a step that followed the plan and was traced.
+    def _learn_seconds(self, trace: Trace, step_s: float) -> None:
+        per_byte_s = self._hardware.copy_cost_s_per_byte or 0.0
+        cost_s = copied_bytes(self.profile, self.plan) * per_byte_s
+        is_first = self.phase is Phase.FRUGAL  # there are no other seconds yet
+        lowest = not self._hardware.computes_on_host and not is_first
+        self.profile = measured_profile(
+            self.profile, self.plan, trace, step_s, cost_s, lowest=lowest
+        )
+        self._hardware = measured_hardware(self._hardware, trace)
+
+    def note(self, peak_bytes: int, step_s: float) -> None:
+        """Note what a step cost that was not measured pass by pass. It is planned again if over.
 
         Args:
-            trace: its seconds.
-            step_s: seconds from its begin to the begin of the next step.
             peak_bytes: its peak.
+            step_s: seconds from its begin to the begin of the next step.
         """
-        predicted_s = self._predict(self._begin_bytes).step_s
-        self._learn_copy_cost(trace, step_s)
-        per_byte_s = self._hardware.copy_cost_s_per_byte or 0.0
-        cost_s = copied_bytes(self._profile, self.plan) * per_byte_s
-        lowest = not self._hardware.computes_on_host
-        self._profile = measured_profile(
-            self._profile, self.plan, trace, step_s, cost_s, lowest=lowest
-        )
-        if lowest and not any(each.weights_on_host for each in self.plan.layers):
-            # The host, which has more to do in a traced step, does not count.
-            learned = self._predict(self._begin_bytes)
-            step_s = min(step_s, learned.step_s - learned.exposed_copy_s + waited_s(trace))
-        self._hardware = measured_hardware(self._hardware, trace)
-        self._num_timed += 1
+        needed_bytes = peak_bytes
         if self._measured is not None:
-            peak_bytes = max(peak_bytes, self._measured.peak_bytes)
-        for each in self._tried:
-            if is_same(each.plan, self.plan):
-                step_s = min(step_s, each.measured.step_s)
-        self._tried = [each for each in self._tried if not is_same(each.plan, self.plan)]
+            needed_bytes = max(peak_bytes, self._measured.peak_bytes)
+            step_s = min(step_s, self._measured.step_s)
+        if self.phase is Phase.SETTLED or peak_bytes > self.budget_bytes:
+            self._note_cost(needed_bytes, peak_bytes, step_s)
+
+    def _note_cost(self, peak_bytes: int, used_bytes: int, step_s: float) -> None:
+        """Remember what a step has cost, and go on to the next phase. See [Note: what counts]."""
+        self.budget_bytes = max(self.budget_bytes, min(peak_bytes, self._asked_bytes))
         self._measured = StepCost(peak_bytes, step_s)
         at_first = self._at_first or predicted_cost(self.plan)
-        figures = self._profile, self._hardware
-        self._tried.append(_Tried(self.plan, at_first, self._measured, figures))
-        late = predicted_s and abs(step_s / predicted_s - 1) > _CLOSE_S
-        if self.phase is Phase.FRUGAL or (late and self._num_plans < _MOST_LATE):
+        tried = _Tried(self.plan, at_first, self._measured)
+        self._tried = [each for each in self._tried if not is_same(each.plan, self.plan)] + [tried]
+        if self.phase is not Phase.FRUGAL:
+            self._over_bytes += max(0, used_bytes - self.budget_bytes)
+        before, self.phase = self.phase, _AFTER[self.phase][used_bytes > self.budget_bytes]
+        if self.phase is not Phase.SETTLED:
             self._searches = True
-        else:
+        elif before is not Phase.SETTLED:
             self._settle()
-
-    def _learn_copy_cost(self, trace: Trace, step_s: float) -> None:
-        """Learn what copies cost the processor from steps that copied more and less."""
-        copied = copied_bytes(self._profile, self.plan)
-        self._samples.append(_Sample(copied, computing_s(trace, step_s)))
-        least, most = min(self._samples), max(self._samples)
-        if self._hardware.copy_cost_s_per_byte is None or not trace.events:
-            return
-        if most.copied_bytes - least.copied_bytes > _APART * most.copied_bytes:
-            rise_s = most.computing_s - least.computing_s
-            cost = rise_s / (most.copied_bytes - least.copied_bytes)
-            self._hardware = with_copy_cost(self._hardware, min(max(cost, 0.0), _MOST_COST_S))
-
-    def note_peak(self, peak_bytes: int) -> None:
-        """Note the peak of a step that nobody measured in detail. It is planned again if over."""
-        self._note_had(peak_bytes)
-        if peak_bytes > self.budget_bytes:
-            if self._measured is not None:
-                self._measured = self._measured._replace(peak_bytes=peak_bytes)
-            self._tried = [each for each in self._tried if each.plan.layers != self.plan.layers]
-            self._over_bytes += peak_bytes - self.budget_bytes
-            self.phase, self._searches = Phase.PLANNED, True
-            self._num_plans = 0
 
     def learn_shortage(self) -> None:
         """Learn that the device did not have the memory that a step with the plan needed."""
         failed = self.plan
         self._tried = [each for each in self._tried if not is_same(each.plan, failed)]
-        self._frugal = [each for each in self._frugal if not is_same(each.plan, failed)]
-        least_bytes = self._frugal[0].peak_bytes if self._frugal else 0
+        least = min(self._tried, key=lambda each: each.measured.peak_bytes, default=None)
+        least_bytes = 0 if least is None else least.measured.peak_bytes
         self.budget_bytes = max(least_bytes, int(_LESS * self.budget_bytes))
-        self.phase, self.stage, self._searches = Phase.FRUGAL, Stage.WARM_UP, False
-        self._num_plans = 0
-        if self._frugal:
-            self._begin(self._frugal[0].plan, self._frugal[0].at_first)
-            return
-        self._failed.append(failed)
-        self._try_another_frugal()
+        self.phase, self._searches = Phase.FRUGAL, False
+        plan = self._find_frugal() if least is None else least.plan
+        if not is_same(plan, failed):
+            self._begin(plan, None if least is None else least.at_first)
 
     def learn_full_store(self) -> None:
         """Learn that the store had less room than was expected, so that the step kept more."""
@@ -542,66 +440,84 @@ class BudgetStudy:
             room_bytes = min(room_bytes, self._host_bytes)
         self._host_bytes = int(_LESS * room_bytes)
         self._tried = [each for each in self._tried if not is_same(each.plan, self.plan)]
-        self._frugal = [each for each in self._frugal if not is_same(each.plan, self.plan)]
-        self._searches, self._num_plans = True, 0
-        if self.phase is Phase.SETTLED:
-            self.phase = Phase.PLANNED
-
-    def follow_least(self) -> Plan:
-        """Follow the plan that needs least from now on, although it is over the budget."""
-        if self._frugal:
-            needed_bytes = self._frugal[0].peak_bytes
-            self._begin(self._frugal[0].plan, self._frugal[0].at_first)
+        if self.phase is Phase.FRUGAL:
+            self._begin(self._find_frugal())
         else:
-            self._begin(self._find_frugal(0))
+            self._search_again()
+
+    def follow_least(self) -> None:
+        """Follow the plan that needs least from now on, although it is over the budget."""
+        least = min(self._tried, key=lambda each: each.measured.peak_bytes, default=None)
+        if least is not None:
+            self._follow(least)
+            self._tried = [least]
+            needed_bytes = least.measured.peak_bytes
+        else:
+            self._begin(self._find_frugal())
             needed_bytes = self.plan.peak_bytes or 0
         self.exceeded_bytes = needed_bytes
-        self.budget_bytes = self._asked_bytes = max(self.budget_bytes, int(_SURE * needed_bytes))
-        self._end_search()
-        return self.plan
+        self.budget_bytes = self._asked_bytes = max(self.budget_bytes, int(SURE * needed_bytes))
+        self._settle()
 
-    def _note_had(self, peak_bytes: int) -> None:
-        """Note how much memory the device has had for a step."""
-        self.budget_bytes = max(self.budget_bytes, min(peak_bytes, self._asked_bytes))
+    def _search_again(self) -> None:
+        self._searches = True
+        if self.phase is Phase.SETTLED:
+            self.phase = Phase.CORRECTED
 
-    def _judge(self, predicted_bytes: int, peak_bytes: int) -> None:
-        """Judge the memory that a plan was measured to need."""
-        wrong = abs(peak_bytes / predicted_bytes - 1) > _CLOSE
-        if not self._hardware.computes_on_host:
-            corrected = self._predict(self._begin_bytes)
-            peak_bytes = max(peak_bytes, corrected.peak_bytes + self._slack_bytes)
-        over = peak_bytes > self.budget_bytes
-        if over:
-            self._over_bytes += peak_bytes - self.budget_bytes
-            self._slower = min(SLOWER, self._slower * _STEP)
-        elif wrong and peak_bytes < predicted_bytes:
-            self._slower = max(1.0, self._slower / _STEP)
-        self._searches = over or (wrong and self._num_plans < _MOST_PLANS)
-        self.stage = Stage.WARM_UP if self._searches else Stage.SECONDS
+    def _search(self) -> None:
+        """Search for a plan, and follow it.
+
+        Raises:
+            BudgetError: no plan fits into the budget.
+        """
+        try:
+            plan = self._find_plan()
+        except BudgetError as error:
+            self._follow_what_fits(error)
+            return
+        self._searches = False
+        for each in self._tried:
+            if is_same(each.plan, plan) and each.measured.peak_bytes <= self.budget_bytes:
+                self._follow(each)
+                self._settle()
+                return
+        self._begin(plan)
+
+    def _follow_what_fits(self, error: BudgetError) -> None:
+        """Follow a plan that was measured to fit, as no other is predicted to.
+
+        Raises:
+            BudgetError: there is none. One that is predicted to need little more has been tried.
+        """
+        if self._fastest() is not None:
+            if self._measured is not None and self._measured.peak_bytes > self.budget_bytes:
+                self.exceeded_bytes = self._measured.peak_bytes
+            self._settle()
+            return
+        is_near = error.smallest_bytes <= SURE * self.budget_bytes
+        if is_near and self.phase is Phase.PLANNED and not self.weights_can_leave:
+            self._searches = False
+            self._begin(self._find_frugal())
+            return
+        measured = (each.measured.peak_bytes for each in self._tried)
+        smallest_bytes = min(error.smallest_bytes + self._over_bytes, *measured)
+        smallest_bytes += margin_bytes(self._hardware, self.budget_bytes)
+        raise self._too_small(smallest_bytes, error.price) from None
 
     def _settle(self) -> None:
-        """Stay with the fastest plan that was measured to fit."""
-        best, measured = self._fastest(), self._measured
-        if best is not None and measured is not None:
-            over = measured.peak_bytes > self.budget_bytes
-            # Nothing is faster than a plan that changes nothing: then what was measured is chance.
-            changes = self.plan.layers != keep_all(self._profile).layers
-            faster = changes and best.measured.step_s < (1 - _FASTER) * measured.step_s
-            if over or faster:
-                if self._num_timed < _TIMED and not over:
-                    self.stage, self._searches = Stage.SECONDS, False  # perhaps it was chance
-                    return
-                self._follow(best)
-        self._end_search()
-
-    def _end_search(self) -> None:
+        """Stay with the plan, or with one that was measured to be faster, or to fit."""
         self.phase, self._searches = Phase.SETTLED, False
-        prediction = self._predict(self._begin_bytes)
-        slack_bytes = self._slack_bytes
+        best, measured, enough_s = self._fastest(), self._measured, math.inf
+        if measured is not None and measured.peak_bytes <= self.budget_bytes:
+            # Nothing is faster than a plan that changes nothing: if another seems so, it is chance.
+            enough_s = 0.0 if self.plan.changes_nothing else (1 - _FASTER) * measured.step_s
+        if best is not None and best.measured.step_s < enough_s:
+            self._follow(best)
+        self.plan = predicted_now(self.plan, self._predict(self._begin_bytes))
         if self._measured is not None and self._measured.peak_bytes <= self.budget_bytes:
             # It was measured to fit, whatever another plan's steps have taught since.
-            slack_bytes = min(slack_bytes, self.budget_bytes - prediction.peak_bytes)
-        self.plan = predicted_now(self.plan, prediction, slack_bytes)
+            peak_bytes = min(self.plan.peak_bytes or 0, self._measured.peak_bytes)
+            self.plan = dataclasses.replace(self.plan, peak_bytes=peak_bytes)
         if _LOG.isEnabledFor(logging.INFO):
             _LOG.info("the plan has settled: %s", self.step.summary)
 
@@ -613,8 +529,7 @@ class BudgetStudy:
     def _follow(self, tried: _Tried) -> None:
         """Follow a plan again."""
         self._begin(tried.plan, tried.at_first)
-        self._measured, self._is_watched = tried.measured, True
-        self._profile, self._hardware = tried.learned
+        self._measured = tried.measured
 
     def _too_small(self, smallest_bytes: int, price: float | None) -> BudgetError:
         weights = ""
@@ -637,18 +552,19 @@ class BudgetStudy:
             at_first: what was predicted before it ran for the first time; None means now.
         """
         self.plan, self._at_first = plan, at_first or predicted_cost(plan)
-        self._is_watched, self._num_timed = False, 0
+        self._measured = None
 
     def _corrected(self, begin_bytes: int, *, cautious: bool = False) -> StepProfile:
-        fixed_bytes = begin_bytes + self._slack_bytes
-        profile = dataclasses.replace(self._profile, fixed_bytes=fixed_bytes)
-        on_host = self._hardware.computes_on_host
-        unsure_bytes = int(_UNSURE * self.budget_bytes) if cautious and on_host else 0
-        return self._corrections.apply(profile, cautious=cautious, unsure_bytes=unsure_bytes)
+        profile = dataclasses.replace(
+            self.profile,
+            fixed_bytes=begin_bytes,
+            after_working_bytes=max(0, self._end_peak_bytes - begin_bytes),
+        )
+        return self._corrections.apply(profile, cautious=cautious)
 
     def _predict(self, begin_bytes: int) -> Prediction:
         profile = dataclasses.replace(self._corrected(begin_bytes), fixed_bytes=begin_bytes)
-        return CautiousTiming(profile, self._hardware, self._slower).predict(self.plan)
+        return CautiousTiming(profile, self._hardware, SLOWER).predict(self.plan)
 
     def _predict_watched(self, begin_bytes: int, usual: Prediction) -> Prediction:
         """Return what is predicted for a step whose memory is measured."""
@@ -657,56 +573,30 @@ class BudgetStudy:
         profile = dataclasses.replace(self._corrected(begin_bytes), fixed_bytes=begin_bytes)
         return predict_awaited(profile, self._hardware, self.plan)
 
-    def _find_frugal(self, enough_bytes: int) -> Plan:
+    def _find_frugal(self) -> Plan:
+        """Return the plan that needs the least of those that are looked at."""
         profile = self._corrected(self._begin_bytes)
-        timing = CautiousTiming(profile, self._hardware, self._slower)
+        timing = CautiousTiming(profile, self._hardware, SLOWER)
         rests, host_bytes = everywhere(profile), self._host_bytes
-        return find_frugal(profile, self._hardware, timing, enough_bytes, rests, host_bytes)
+        return find_frugal(profile, self._hardware, timing, 0, rests, host_bytes)
 
-    def _try_another_frugal(self) -> bool:
-        """Try another plan that may need less than those that were measured, if there is one."""
-        for enough_bytes in (0, _ANY_BYTES):  # the most frugal one; the one that offloads all
-            plan = self._find_frugal(enough_bytes)
-            tried = [*self._failed, *(each.plan for each in self._frugal)]
-            if len(tried) < _MOST_FRUGAL and not any(is_same(plan, each) for each in tried):
-                self._begin(plan)
-                self.phase, self.stage, self._searches = Phase.FRUGAL, Stage.WARM_UP, False
-                return True
-        return False
+    def _find_plan(self) -> Plan:
+        """Search for a plan that leaves a margin free, and what steps were over.
 
-    def _search(self) -> None:
-        free_bytes = margin_bytes(self._hardware, self.budget_bytes) + self._over_bytes
+        Raises:
+            BudgetError: no plan was found.
+        """
+        free_bytes = margin_bytes(self._hardware, self.budget_bytes)
+        unsure_bytes = free_bytes if self.phase is Phase.PLANNED or self._over_bytes else 0
+        free_bytes += self._over_bytes
+        end_s = time.monotonic() + _QUICK_S
         try:
-            plan = self._find(free_bytes)
-        except BudgetError as error:
-            if self._frugal_fits:
-                self._follow_what_fits()
-                return
-            is_near = error.smallest_bytes <= _SURE * self.budget_bytes
-            if is_near and not self.weights_can_leave and self._try_another_frugal():
-                return
-            measured_bytes = self._frugal[0].peak_bytes if self._frugal else error.smallest_bytes
-            smallest_bytes = min(error.smallest_bytes, measured_bytes) + free_bytes
-            raise self._too_small(smallest_bytes, error.price) from None
-        self._searches = False
-        if any(is_same(plan, each.plan) for each in self._tried):
-            self._settle()
-            return
-        self._num_plans += 1
-        self.phase = Phase.PLANNED
-        if self._is_watched and is_same(plan, self.plan):
-            self.stage = Stage.SECONDS  # its memory is known
-            return
-        self._begin(plan)
-        self.stage = Stage.WARM_UP
+            return self._find(free_bytes + unsure_bytes, _QUICK_S, cautious=True)
+        except BudgetError:
+            left_s = max(_QUICK_S / 4, end_s - time.monotonic())
+            return self._find(free_bytes, left_s, cautious=False)
 
-    @property
-    def _limit_s(self) -> float:
-        """How long a search may take, so that all together take about ten steps."""
-        step_s = 0.0 if self._measured is None else self._measured.step_s
-        return max(_QUICK_S, _SEARCH_STEPS * step_s)
-
-    def _find(self, free_bytes: int) -> Plan:
+    def _find(self, free_bytes: int, limit_s: float, *, cautious: bool) -> Plan:
         """Search for a plan that leaves this much of the budget free.
 
         Raises:
@@ -714,36 +604,10 @@ class BudgetStudy:
         """
         device_bytes = max(0, self.budget_bytes - free_bytes)
         budget = PlanBudget(device_bytes=device_bytes, host_bytes=self._host_bytes)
-        end_s = time.monotonic() + self._limit_s
-
-        def find(*, cautious: bool) -> Plan:
-            profile = self._corrected(self._begin_bytes, cautious=cautious)
-            timing = CautiousTiming(profile, self._hardware, self._slower)
-            return search(
-                profile,
-                self._hardware,
-                budget,
-                timing,
-                weights=self.places_weights,
-                limit_s=max(_QUICK_S / 4, end_s - time.monotonic()),
-            )
-
-        try:
-            return find(cautious=True)
-        except BudgetError:
-            return find(cautious=False)
-
-    def _follow_what_fits(self) -> None:
-        """Follow a plan that was measured to fit for good: no other is predicted to."""
-        if self._measured is not None and self._measured.peak_bytes > self.budget_bytes:
-            self.exceeded_bytes = self._measured.peak_bytes
-        best = self._fastest()
-        if best is not None:
-            self._follow(best)
-        elif self._frugal:
-            self._begin(self._frugal[0].plan, self._frugal[0].at_first)
-            self._measured = None  # it was, of another plan
-        self._end_search()
+        profile = self._corrected(self._begin_bytes, cautious=cautious)
+        timing = CautiousTiming(profile, self._hardware, SLOWER)
+        weights = self.places_weights
+        return search(profile, self._hardware, budget, timing, weights=weights, limit_s=limit_s)
 
 
 def _without_recomputing(profile: StepProfile, names: Set[str]) -> StepProfile:

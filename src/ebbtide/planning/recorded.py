@@ -26,7 +26,11 @@ from ebbtide.planning.plan import Decision, LayerMode, Plan
 from ebbtide.planning.prediction import StorageUses
 from ebbtide.planning.profile import LayerProfile, SavedStorage, StepProfile, StorageId
 from ebbtide.runtime.events import TraceEvent
-from ebbtide.runtime.torch_internals import tree_leaves
+from ebbtide.runtime.torch_internals import (
+    call_after_backward,
+    current_graph_task,
+    tree_leaves,
+)
 from ebbtide.stores.measured_memory import AbstractMemory
 from ebbtide.weights.model_weights import WeightBytes
 
@@ -298,7 +302,8 @@ def measured_profile(
     busy_s += seconds.rebuilding_s
     pairs = zip(layers, plan.layers, strict=True)
     host_update_s = sum(each.host_update_s for each, chosen in pairs if chosen.weights_on_host)
-    rest_s = max(0.0, step_s - busy_s - waited_s(trace) - host_update_s)
+    waited_s = sum(each.duration_s for each in trace.events if each.what == "wait")
+    rest_s = max(0.0, step_s - busy_s - waited_s - host_update_s)
     share = max(_LEAST_SHARE, 1 - copy_cost_s / passes_s) if passes_s else 1.0
     layers = [_scaled(each, share) for each in layers]
     if lowest:
@@ -325,18 +330,6 @@ def _lowest(layer: LayerProfile, before: LayerProfile) -> LayerProfile:
             for one, other in pairs
         ),
     )
-
-
-def waited_s(trace: Trace) -> float:
-    """Return the seconds in which a step waited for copies."""
-    return sum(each.duration_s for each in trace.events if each.what == "wait")
-
-
-def computing_s(trace: Trace, step_s: float) -> float:
-    """Return the seconds of a step without waits, rebuilding and second forward passes."""
-    seconds = _seconds(trace)
-    waits = [event for event in trace.events if event.what == "wait"]
-    return step_s - _covered_s(waits) - seconds.rebuilding_s - sum(seconds.again.values())
 
 
 def copied_bytes(profile: StepProfile, plan: Plan) -> int:
@@ -369,16 +362,7 @@ def measured_hardware(hardware: Hardware, trace: Trace) -> Hardware:
         return hardware
     figures = {name: getattr(hardware, name) for name in rates} | known
     figures["duplex_bytes_per_s"] = sum(figures.values())
-    return _with_figures(hardware, figures, "the copies of a training step")
-
-
-def with_copy_cost(hardware: Hardware, cost_s_per_byte: float) -> Hardware:
-    """Return hardware with a measured `copy_cost_s_per_byte`."""
-    figures = {"copy_cost_s_per_byte": cost_s_per_byte}
-    return _with_figures(hardware, figures, "training steps that copied more and less")
-
-
-def _with_figures(hardware: Hardware, figures: Mapping[str, float], text: str) -> Hardware:
+    text = "the copies of a training step"
     sources = tuple(
         Source(each.figure, Kind.MEASURED, text) if each.figure in figures else each
         for each in hardware.sources
@@ -517,7 +501,7 @@ def _rate(events: Iterable[TraceEvent], what: str) -> float | None:
 # positions that it stands for.
 
 
-class _Pass(NamedTuple):
+class Pass(NamedTuple):
     """A part of a step, as the engine tells it.
 
     Attributes:
@@ -530,7 +514,8 @@ class _Pass(NamedTuple):
     call: int = -1
 
 
-_BEGIN: Final = _Pass("begin")
+_BEGIN: Final = Pass("begin")
+_END: Final = Pass("end")  # what follows a backward, such as the optimizer's step
 _ALL_MEASURED: Final = 64  # calls of layers whose passes are all measured alone
 
 
@@ -586,6 +571,8 @@ class Positions:
 class AbstractPasses(abc.ABC):
     """Follows the passes of one step; one of `ebbtide.runtime.engine.PassListener`."""
 
+    _task = -1  # the backward that runs, by its number
+
     @abc.abstractmethod
     def _enter(self, what: str, call: int = -1) -> None:
         """Note that a pass begins."""
@@ -597,11 +584,75 @@ class AbstractPasses(abc.ABC):
         self._enter("after", layer.index)
 
     def begin_backward_of(self, layer: int) -> None:
+        task = current_graph_task()
+        if task not in (-1, self._task):
+            self._task = task
+            call_after_backward(self._end_backward)
         self._enter("backward", layer)
+
+    def _end_backward(self) -> None:
+        self._enter(*_END)
 
     def end_forward(self) -> None:
         """Note that the model's forward has ended: the work between the passes begins."""
         self._enter("loss")
+
+
+# [Note: what counts] A budget is of what nobody else could use: on a device, of what torch has
+# reserved, its cached blocks among it. Tensors that are over the budget are the fault of the plan,
+# and another one is searched for. If only the cached blocks beside them are, no other plan helps:
+# they are in sizes that nothing asks for. So they are returned at the begin of a pass, in each step
+# that is measured and in later ones as long as that is needed, before the step is over the budget:
+# as soon as there is no room for what the pass has added at most so far. Returning them waits for
+# the device. What a pass reserves after that it needs, so that counts for the plan, too. On a CPU
+# freed memory is always returned there.
+
+
+@final
+class PassTrim(AbstractPasses):
+    """Returns what a step does not use at the begin of each pass. See [Note: what counts].
+
+    So a step that nobody measures has the peak that was measured.
+
+    Args:
+        memory: the memory.
+        budget_bytes: what the step may reserve.
+        added_bytes: how much each pass has added at most to what is reserved, which is kept here
+            from step to step. An unknown pass is taken to add as much as any other; what follows
+            the first backward, such as the making of an optimizer's state, all that there is.
+
+    Attributes:
+        memory: the memory.
+        num_returned: how often cached blocks were returned.
+    """
+
+    def __init__(
+        self, memory: AbstractMemory, budget_bytes: int, added_bytes: dict[Pass, int]
+    ) -> None:
+        self.memory, self.num_returned = memory, 0
+        self._budget_bytes, self._added_bytes = budget_bytes, added_bytes
+        self._pass, self._before_bytes = _BEGIN, memory.reserved_bytes()
+
+    def begin_pass(self, begins: Pass) -> bool:
+        """Return what is not in use, if that is needed. Returns whether it was."""
+        if self.memory.keeps_freed:
+            self.memory.return_freed()
+            return True
+        now_bytes = self.memory.reserved_bytes()
+        known, ended = self._added_bytes, self._pass
+        known[ended] = max(known.get(ended, 0), now_bytes - self._before_bytes)
+        unknown_bytes = self._budget_bytes if begins == _END else max(known.values())
+        is_needed = now_bytes + known.get(begins, unknown_bytes) > self._budget_bytes
+        if is_needed:
+            self.memory.return_cached()
+            self.num_returned += 1
+            now_bytes = self.memory.reserved_bytes()
+        self._pass, self._before_bytes = begins, now_bytes
+        return is_needed
+
+    def _enter(self, what: str, call: int = -1) -> None:
+        if call < 0 or _is_measured(call):
+            self.begin_pass(Pass(what, call))
 
 
 class _SavedStorage(Protocol):
@@ -631,7 +682,8 @@ class PassWatch(AbstractPasses):
     """Records one step: the calls of its layers, and the memory of its passes.
 
     Args:
-        memory: the memory that is measured. Its peak is reset at each begin of a pass.
+        trim: returns what is not in use at each begin of a pass. The peak of its memory is measured
+            and reset there.
         profile: the step; None if it is not known yet: see `bind`.
         finish_copies: waits for the copies that are under way; called at each begin of a pass. None
             where the host sees how far they are.
@@ -640,33 +692,34 @@ class PassWatch(AbstractPasses):
 
     Attributes:
         begin_bytes: memory in use when the step began.
-        reserved_peak_bytes: the peak of the whole step, of all that nobody else could use.
+        used_peak_bytes: the peak of the whole step, of what was in use,
+        reserved_peak_bytes: and of all that nobody else could use. See [Note: what counts].
         calls: the calls of layers in the first forward of the step.
     """
 
     def __init__(
         self,
-        memory: AbstractMemory,
+        trim: PassTrim,
         profile: StepProfile | None = None,
         finish_copies: Callable[[], None] | None = None,
         find: FindRecord | None = None,
         held: Iterable[Tensor] = (),
     ) -> None:
         self._positions = None if profile is None else Positions(profile)
-        self._memory = memory
+        self._trim, self._memory = trim, trim.memory
         self._finish_copies = finish_copies or (lambda: None)
         self._find = find
         self._held = {_address_of(each) for each in held}
         self._open: list[_OpenCall] = []
         self._records_calls = find is not None
         self.calls: list[RecordedCall] = []
-        self._peaks: dict[_Pass, int] = {}
-        self._merged: dict[_Pass, set[_Pass]] = {}  # passes that were not measured alone
+        self._peaks: dict[Pass, int] = {}
+        self._merged: dict[Pass, set[Pass]] = {}  # passes that were not measured alone
         self._finish_copies()
-        memory.return_freed()
-        self.begin_bytes = memory.now_bytes()
-        self.reserved_peak_bytes = 0
-        memory.reset_peak()
+        self._is_trimmed = self._trim.begin_pass(_BEGIN)  # whether nothing was cached then
+        self.begin_bytes = self._memory.now_bytes()
+        self.used_peak_bytes = self.reserved_peak_bytes = 0
+        self._memory.reset_peak()
         self._pass = _BEGIN
 
     def bind(self, profile: StepProfile) -> None:
@@ -680,9 +733,14 @@ class PassWatch(AbstractPasses):
         found: dict[int, int] = {}
         for each, size_bytes in self._peaks.items():
             position = self._positions.position(*each)
-            if position is not None:
+            if position is not None and each != _END:
                 found[position] = max(found.get(position, 0), size_bytes)
         return found
+
+    @property
+    def end_peak_bytes(self) -> int:
+        """The peak of what follows the backwards; 0 if no backward was seen to end."""
+        return self._peaks.get(_END, 0)
 
     def covered(self, position: int) -> list[int]:
         """Return the positions that a measured one stands for. See [Note: measured passes]."""
@@ -706,9 +764,7 @@ class PassWatch(AbstractPasses):
         assert self._positions is not None, "the profile is not known yet"
         passes = self._peaks.keys() | {each for merged in self._merged.values() for each in merged}
         calls = range(len(self._positions.calls))
-        return all(
-            _Pass(what, call) in passes for what in ("forward", "backward") for call in calls
-        )
+        return all(Pass(what, call) in passes for what in ("forward", "backward") for call in calls)
 
     def begin_forward_of(self, layer: Layer, inputs: Any) -> None:
         if self._records_calls:
@@ -749,15 +805,17 @@ class PassWatch(AbstractPasses):
 
     def _enter(self, what: str, call: int = -1) -> None:
         if call >= 0 and not _is_measured(call):
-            self._merged.setdefault(self._pass, set()).add(_Pass(what, call))
+            self._merged.setdefault(self._pass, set()).add(Pass(what, call))
             return
-        peak_bytes = self._memory.peak_bytes()
-        self._peaks[self._pass] = max(self._peaks.get(self._pass, 0), peak_bytes)
+        used_bytes = self._memory.peak_bytes()
         reserved_bytes = self._memory.reserved_peak_bytes()
+        needed_bytes = reserved_bytes if self._is_trimmed else used_bytes
+        self._peaks[self._pass] = max(self._peaks.get(self._pass, 0), needed_bytes)
+        self.used_peak_bytes = max(self.used_peak_bytes, used_bytes)
         self.reserved_peak_bytes = max(self.reserved_peak_bytes, reserved_bytes)
         self._finish_copies()
-        self._memory.return_freed()  # what is measured is what is in use
-        self._pass = _Pass(what, call)
+        self._pass = Pass(what, call)
+        self._is_trimmed = self._trim.begin_pass(self._pass)
         self._memory.reset_peak()
 
 
@@ -769,21 +827,3 @@ def _address_of(tensor: Tensor) -> int | None:
         return int(tensor.untyped_storage()._cdata)
     except (RuntimeError, NotImplementedError):
         return None
-
-
-@final
-class PassTrim(AbstractPasses):
-    """Returns freed memory at the begin of each pass, as a step does whose memory is measured.
-
-    So a step that nobody measures has the peak that was measured.
-
-    Args:
-        memory: the memory.
-    """
-
-    def __init__(self, memory: AbstractMemory) -> None:
-        self._memory = memory
-
-    def _enter(self, what: str, call: int = -1) -> None:  # noqa: ARG002
-        if call < 0 or _is_measured(call):
-            self._memory.return_freed()

@@ -187,6 +187,10 @@ class AbstractMemory(abc.ABC):
     def peak_bytes(self) -> int:
         """Return the largest number of bytes in use since `reset_peak`."""
 
+    def reserved_bytes(self) -> int:
+        """Return the number of bytes that nobody else could use now."""
+        return self.now_bytes()
+
     def reserved_peak_bytes(self) -> int:
         """Return the largest number of bytes since `reset_peak` that nobody else could use.
 
@@ -360,6 +364,9 @@ class DeviceMemory(AbstractMemory):
 
     def peak_bytes(self) -> int:
         return self._peak.read()[0]
+
+    def reserved_bytes(self) -> int:
+        return torch.accelerator.memory_reserved(self._device)
 
     def reserved_peak_bytes(self) -> int:
         return self._peak.read()[1]
