@@ -91,5 +91,5 @@ def test_dry_shows_the_plan_and_leaves_the_model_alone(options: dict[str, object
         assert (found.plan is not None and found.plan.settled) == ("budget" in options)
         assert found.last_step is not None and found.last_step.unique_bytes
         text = watched.printed.getvalue()
-        assert "Net: " in text and ("of 4 layers" in text) == ("budget" in options)
+        assert "Net: " in text and ("nothing moves" in text) == ("budget" in options)
         assert "left alone" not in text

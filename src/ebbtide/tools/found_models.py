@@ -170,12 +170,6 @@ def _but_for_sizes(policy: ActivationPolicy) -> ActivationPolicy:
 # replacement only looks whether it is inside.
 
 
-class _Thread(threading.local):
-    """Whether the thread is inside of a watched call."""
-
-    inside = False
-
-
 def watch_calls(finder: ModelFinder) -> Callable[[], None]:
     """Tell of the outermost calls of modules while autograd records.
 
@@ -188,12 +182,12 @@ def watch_calls(finder: ModelFinder) -> Callable[[], None]:
         What ends it. If other code has replaced the call meanwhile, that stays.
     """
     call = nn.Module.__call__
-    thread = _Thread()
+    thread = threading.local()  # has `inside` while a thread is inside of a watched call
     is_traced, records = torch.compiler.is_compiling, torch.is_grad_enabled
 
     @functools.wraps(call)
     def call_module(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if is_traced() or thread.inside or not records():
+        if is_traced() or getattr(thread, "inside", False) or not records():
             return call(self, *args, **kwargs)
         thread.inside = True  # what the finder calls is not of the script
         try:

@@ -23,8 +23,6 @@ import ebbtide.api
 from ebbtide.errors import BudgetError, PolicyError
 from ebbtide.observe.page import render_page
 from ebbtide.observe.run_record import RUN_FORMAT, RUN_VERSION, RunRecord, as_document
-from ebbtide.planning.plan import Decision, LayerMode
-from ebbtide.planning.planned_step import PlannedStep
 from ebbtide.runtime.stats import StepStats
 from ebbtide.stores.measured_memory import resident_peak_bytes
 from ebbtide.tools.exit_codes import ExitCode, in_options
@@ -185,11 +183,6 @@ class RunReport:
     is_dry: bool
 
     @property
-    def models(self) -> Sequence[FoundModel]:
-        """The models, in the order in which they were found."""
-        return self.finder.found
-
-    @property
     def peak_bytes(self) -> int | None:
         """The peak of memory since the first model was found; None if it is not known."""
         memory = self.finder.memory
@@ -203,30 +196,32 @@ class RunReport:
             "dry": self.is_dry,
             "budget_bytes": self.finder.budget_bytes,
             "peak_bytes": self.peak_bytes,
-            "models": [_model_entry(model) for model in self.models],
+            "models": [_model_entry(model) for model in self.finder.found],
             "passed_over": self.finder.passing,
             "records": [as_document(record) for record in self.records()],
         }
 
     def records(self) -> list[RunRecord]:
         """Return the record of the last step of each model that has finished one."""
-        records = (model.record() for model in self.models)
+        records = (model.record() for model in self.finder.found)
         return [record for record in records if record is not None]
 
     def troubles(self) -> list[str]:
         """Return what must not be overlooked, each in a sentence."""
         found = [
             f"{model.name} was left alone: {model.left_alone}"
-            for model in self.models
+            for model in self.finder.found
             if model.left_alone is not None and not model.num_steps
         ]
-        found += [in_options(model.budget_error) for model in self.models if model.budget_error]
+        found += [
+            in_options(model.budget_error) for model in self.finder.found if model.budget_error
+        ]
         return found
 
     def text(self) -> str:
         """Return the report, 80 columns wide. After `--dry`, models have been described before."""
-        number = count(len(self.models), "model")
-        if not self.models:
+        number = count(len(self.finder.found), "model")
+        if not self.finder.found:
             passed = self.finder.passing.items()
             reasons = [f"{name} was passed over: {why}" for name, why in passed]
             reasons.append("Models are looked for in this process only, not in those it starts.")
@@ -240,7 +235,7 @@ class RunReport:
         if self.is_dry:
             return f"ebbtide run: {number} found, and offloaded in the first steps only (--dry)"
         memory = labelled([("memory", self._describe_memory())], _LABEL_WIDTH, indent=4)
-        models = map(self.describe, self.models)
+        models = map(self.describe, self.finder.found)
         return "\n".join([render(f"ebbtide run: {number} trained", memory), *models])
 
     def _describe_memory(self) -> str:
@@ -281,10 +276,7 @@ class RunReport:
     ) -> Iterator[tuple[str, str | None]]:
         plan = model.plan
         if plan is not None:
-            yield "plan", _describe_plan(plan)
-            if plan.measured is not None:
-                size, seconds = format_size(plan.measured.peak_bytes), plan.measured.step_s
-                yield "measured", f"peak {size}, step {seconds:.3g} s with this plan"
+            yield "plan", f"{plan.summary}; {'settled' if plan.settled else 'not settled'}"
         elif self.options.is_planned:
             none = "none until other models have theirs" if model.waits_for_turn else "none"
             yield "plan", f"{none}; all that can leave does"
@@ -293,24 +285,6 @@ class RunReport:
         yield "last step", _describe_step(last)
         yield "why", _why_nothing_left(model, last)
         yield "steps", f"{model.num_steps:,}"
-
-
-def _describe_plan(plan: PlannedStep) -> str:
-    """Say in a line what a plan does."""
-    layers = [
-        chosen
-        for layer, chosen in zip(plan.profile.layers, plan.plan.layers, strict=True)
-        if not layer.between
-    ]
-    again = sum(chosen.mode is not LayerMode.AS_IS for chosen in layers)
-    leaving = sum(
-        chosen.mode is LayerMode.AS_IS and Decision.OFFLOAD in chosen.decisions for chosen in layers
-    )
-    kept = len(layers) - again - leaving
-    parts = [(leaving, "offload"), (again, "run again"), (kept, "stay")]
-    done = ", ".join(f"{number} {what}" for number, what in parts if number)
-    state = "settled" if plan.settled else "not settled"
-    return f"of {count(len(layers), 'layer')} {done}; {state}"
 
 
 def _describe_step(step: StepStats) -> str:
