@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, final
 
 import torch
@@ -43,28 +44,16 @@ class _Change(NamedTuple):
 
 
 @final
+@dataclass(eq=False, slots=True)
 class _Phase:
-    __slots__ = (
-        "begin_bytes",
-        "changes",
-        "end",
-        "mark",
-        "name",
-        "peak_bytes",
-        "reserved_bytes",
-        "standing",
-    )
-
-    def __init__(
-        self, name: str, mark: AbstractEvent, begin_bytes: int, standing: Mapping[Owner, int]
-    ) -> None:
-        self.name = name
-        self.mark = mark
-        self.begin_bytes = begin_bytes
-        self.standing = standing
-        self.changes: list[_Change] = []
-        self.peak_bytes = self.reserved_bytes = 0
-        self.end: AbstractEvent | None = None
+    name: str
+    mark: AbstractEvent
+    begin_bytes: int
+    standing: Mapping[Owner, int]
+    changes: list[_Change] = field(default_factory=list)
+    peak_bytes: int = 0
+    reserved_bytes: int = 0
+    end: AbstractEvent | None = None
 
 
 @final

@@ -63,10 +63,8 @@ SOLVER_TOLERANCE = 1e-10
 MAX_ITERATIONS = 10_000
 
 
-def gaussian_field(
-    resolution: int, rng: np.random.Generator, *, alpha: float = 2.0, tau: float = 3.0
-) -> FloatArray:
-    """Draw a Gaussian field of mean zero and covariance ``(-Laplacian + tau^2)^-alpha``.
+def gaussian_field(resolution: int, rng: np.random.Generator) -> FloatArray:
+    """Draw a Gaussian field of mean zero and covariance ``(-Laplacian + 9)^-2``.
 
     The Laplacian has a zero Neumann boundary condition. Its eigenfunctions are therefore cosines,
     and the Karhunen-Loeve sum over all modes below ``resolution`` is one cosine transform. The
@@ -77,8 +75,6 @@ def gaussian_field(
     Args:
         resolution: Nodes along each side, boundary included.
         rng: Source of the coefficients; advanced by ``resolution ** 2`` normal draws.
-        alpha: Smoothness; samples are continuous for ``alpha > 1``.
-        tau: Inverse correlation length, in units of 1 / side of the square.
 
     Returns:
         The field at the nodes.
@@ -96,7 +92,7 @@ def gaussian_field(
     check_integer("resolution", resolution, least=MIN_RESOLUTION)
     mode = np.arange(resolution)
     row, column = np.meshgrid(mode, mode, indexing="ij")
-    eigenvalue = (np.pi**2 * (row**2 + column**2) + tau**2) ** -alpha
+    eigenvalue = (np.pi**2 * (row**2 + column**2) + 9.0) ** -2.0
     coefficient = np.sqrt(eigenvalue) * _draw_by_shell(row, column, rng)
     coefficient[0, 0] = 0.0
     # The normalised cosines are sqrt(2) cos(pi k x) for k > 0. The weights undo the counting of
@@ -299,23 +295,17 @@ class DarcySamples(NamedTuple):
     u: torch.Tensor
 
 
-def generate_darcy(
-    spec: DarcySpec,
-    n_samples: int,
-    *,
-    first: int = 0,
-    workers: int | None = None,
-) -> DarcySamples:
+def generate_darcy(spec: DarcySpec, n_samples: int, *, first: int = 0) -> DarcySamples:
     """Draw coefficients and solve for the pressure, without touching the cache.
 
     Sample ``i`` depends on the spec and on ``i`` alone. With the same NumPy and SciPy on the same
-    kind of processor it has the same bits whatever ``n_samples``, ``first`` and ``workers`` are.
+    kind of processor it has the same bits whatever ``n_samples``, ``first`` and torch's number of
+    threads are.
 
     Args:
         spec: Determines the samples.
         n_samples: Number of samples.
         first: Index of the first sample.
-        workers: Number of threads. None means torch's number of threads, or one on small grids.
 
     Returns:
         Samples ``first`` to ``first + n_samples - 1``.
@@ -326,9 +316,7 @@ def generate_darcy(
     """
     check_integer("n_samples", n_samples, least=1)
     check_integer("first", first, least=0)
-    if workers is None:
-        workers = torch.get_num_threads() if spec.resolution >= THREADED_RESOLUTION else 1
-    check_integer("workers", workers, least=1)
+    workers = torch.get_num_threads() if spec.resolution >= THREADED_RESOLUTION else 1
     shape = (n_samples, spec.resolution, spec.resolution)
     samples = DarcySamples(torch.empty(shape), torch.empty(shape))
     label = f"Darcy flow {spec.resolution}x{spec.resolution}, {spec.split.name.lower()}"
