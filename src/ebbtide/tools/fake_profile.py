@@ -24,7 +24,6 @@ from ebbtide.planning.hardware import Hardware
 from ebbtide.planning.prediction import StepTiming
 from ebbtide.planning.profile import LayerProfile, SavedStorage, StepProfile, StorageId
 from ebbtide.policy import DEFAULT_MIN_BYTES, check_model, check_modules, parse_number, refuse
-from ebbtide.runtime.module_state import Arguments
 from ebbtide.runtime.parameter_index import ParameterIndex
 from ebbtide.runtime.record import MOST_STEPS, RECIPES
 from ebbtide.tools.fake_step import (
@@ -278,15 +277,12 @@ def _forward(
     opened = calls.open
     if not opened or opened[-1] not in recomputed or not recomputed.isdisjoint(opened[:-1]):
         return forward(*args, **kwargs)
-    arguments = Arguments(args, kwargs)
-    tensors = arguments.take_tensors()
 
-    def run(*saved: Tensor) -> Any:
-        given = arguments.take_first() or arguments.put_together(saved)
-        return forward(*given[0], **given[1])
+    def run(others: dict[str, Any], *given: Any) -> Any:
+        return forward(*given, **others)
 
     # There are no random numbers to bring back.
-    return checkpoint(run, *tensors, use_reentrant=False, preserve_rng_state=False)
+    return checkpoint(run, kwargs, *args, use_reentrant=False, preserve_rng_state=False)
 
 
 # ---- Puts together the profile of a step from what was seen while it ran ----
