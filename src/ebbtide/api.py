@@ -169,7 +169,7 @@ def offload(
             within it before.
     """
     warn_of_untested("torch", torch.__version__, TESTED_TORCH[1])
-    if callable(model) and not isinstance(model, nn.Module | type):
+    if callable(model) and not isinstance(model, nn.Module | type | OffloadHandle):
         _refuse_arguments_of_layers(
             weights=weights,
             layers=layers,

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from os import PathLike
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, final
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar, final
 
 from torch import nn
 from torch.optim import Optimizer
@@ -36,6 +36,11 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
+
+_NO_MODEL: Final = (
+    "the model is changed in place, so go on with it: write handle = ebbtide.offload(model), "
+    "not model = ebbtide.offload(model)"
+)
 
 
 @final
@@ -240,17 +245,15 @@ class OffloadHandle:
                 forward.let_go()
             self._engine.let_go()
 
-    if not TYPE_CHECKING:  # which would take any name then
+    if not TYPE_CHECKING:  # which would take any name, and any call, then
 
         def __getattr__(self, name: str) -> NoReturn:
-            advice = ""
-            if hasattr(nn.Module, name):
-                advice = (
-                    "; the model is changed in place, so go on with it: write "
-                    "handle = ebbtide.offload(model), not model = ebbtide.offload(model)"
-                )
+            advice = f"; {_NO_MODEL}" if hasattr(nn.Module, name) else ""
             text = f"'OffloadHandle' object has no attribute {name!r}{advice}"
             raise AttributeError(text, name=name, obj=self)
+
+        def __call__(self, *_: object, **__: object) -> NoReturn:
+            raise TypeError(f"'OffloadHandle' object is not callable; {_NO_MODEL}")
 
     def __reduce__(self) -> NoReturn:
         raise PolicyError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 import operator
 from collections.abc import Iterable
@@ -174,7 +175,7 @@ def check_model(model: object) -> None:
     advice = "give the module whose forward your training loop calls"
     if isinstance(model, list | tuple):
         advice = "offload each model, or the module that holds them, such as nn.Sequential(*layers)"
-    elif callable(model):
+    elif inspect.isroutine(model):
         advice = "for a function or a bound forward, use ebbtide.offload(model.forward)"
     refuse("model", "an nn.Module", model, advice)
 

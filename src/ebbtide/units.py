@@ -26,6 +26,7 @@ _UNITS: Final = {
     "tb": 10**12,
 }
 _SIZE: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z%]*)\s*", re.IGNORECASE)
+_LEAST_BUDGET_BYTES: Final = 4096  # a page
 
 
 def parse_size_bytes(size: int | str, *, name: str = "size", whole_bytes: int | None = None) -> int:
@@ -77,11 +78,11 @@ def parse_budget_bytes(budget: int | str, whole_bytes: int = 2**63, *, name: str
         name: name of the budget in error messages.
 
     Raises:
-        PolicyError: it cannot be read, or is 0.
+        PolicyError: it cannot be read, or is less than 4 KiB, which nobody means: 24 is 24 bytes.
     """
     size_bytes = parse_size_bytes(budget, name=name, whole_bytes=whole_bytes)
-    if not size_bytes:
-        raise PolicyError(f"{name} must be more than 0 bytes; write a size such as 24GiB")
+    if size_bytes < _LEAST_BUDGET_BYTES:
+        raise PolicyError(f'{name}={budget!r} is {size_bytes} bytes; write a size such as "24GiB"')
     return size_bytes
 
 

@@ -52,6 +52,16 @@ def test_the_handle_taken_for_the_model() -> None:
             getattr(model, name)
         advised[name] = "handle = ebbtide.offload(model)" in error.value.args[0]
     assert advised == {"parameters": True, "stat": False}
+    with pytest.raises(TypeError, match="handle = ebbtide"):
+        model(torch.ones(1))
+    with pytest.raises(PolicyError):
+        ebbtide.offload(model)
+
+
+def test_budget_of_bytes_that_nobody_means() -> None:
+    for budget in (24, 0, "24B"):
+        with pytest.raises(PolicyError):
+            ebbtide.offload(stack(), budget=budget)
 
 
 @pytest.mark.parametrize(

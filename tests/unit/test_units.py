@@ -86,10 +86,10 @@ def test_other_text_is_refused_with_what_can_be_read(text: str) -> None:
 
 def test_a_share_is_one_of_what_there_is() -> None:
     assert parse_size_bytes("90%", whole_bytes=1000) == 900
-    assert parse_budget_bytes(" 12.5 % ", 1000) == 125
+    assert parse_budget_bytes(" 12.5 % ", 100_000) == 12_500
     for text in ("100.1%", "0%", "0B", "-5%"):
         with pytest.raises(PolicyError):
-            parse_budget_bytes(text, 1000)
+            parse_budget_bytes(text, 100_000)
 
 
 @pytest.mark.parametrize("value", [True, False, 1.5, None, b"1KiB", [1]])
