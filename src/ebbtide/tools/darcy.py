@@ -21,8 +21,10 @@ import enum
 import functools
 import operator
 import os
+import pickle
 import sys
 import tempfile
+import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -373,6 +375,11 @@ def cache_directory(chosen: str | os.PathLike[str] | None = None) -> Path:
     return Path(named or user_cache).expanduser()
 
 
+# The errors that NumPy and zipfile raise for damaged bytes. OSError is one of them because a
+# damaged offset makes a seek fail.
+_DAMAGE = (zipfile.BadZipFile, ValueError, TypeError, LookupError, EOFError, RuntimeError, OSError)
+
+
 def _read_cached(path: Path, spec: DarcySpec) -> DarcySamples:
     """Read a cache file; return zero samples if there is none, or none that can be used.
 
@@ -385,7 +392,7 @@ def _read_cached(path: Path, spec: DarcySpec) -> DarcySamples:
         try:
             with np.load(file, allow_pickle=False) as stored:
                 return DarcySamples(*(torch.from_numpy(stored[name]) for name in "au"))
-        except Exception as error:  # damaged bytes raise errors of many kinds
+        except _DAMAGE as error:
             warn_user(
                 "cache-damaged",
                 f"cache file {path} cannot be used ({str(error) or type(error).__name__}) and will "
@@ -448,6 +455,36 @@ Loaders = tuple[Batches, dict[int, Batches], "DefaultDataProcessor"]
 INSTALL_NEURALOP = 'the Darcy loaders need neuraloperator: pip install "ebbtide[neuralop]"'
 
 
+def read_published(root: Path, split: Split, resolution: int, n_samples: int) -> DarcySamples:
+    """Read the first ``n_samples`` samples of a published file.
+
+    Raises:
+        ValueError: The file has fewer samples or does not hold a dict of ``x`` and ``y``.
+        OSError: The file is missing or cannot be read.
+    """
+    path = root / f"darcy_{split.name.lower()}_{resolution}.pt"
+    try:
+        data = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError as error:
+        advice = "get it from Zenodo record 12784353, or leave out data_root to generate the data"
+        raise FileNotFoundError(error.errno, advice, str(path)) from error
+    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise OSError(f"{path} is damaged or was not written by torch.save: {error}") from error
+    if not isinstance(data, dict) or not all(torch.is_tensor(data.get(name)) for name in "xy"):
+        raise ValueError(f"{path} must hold a dict with the tensors 'x' and 'y'")
+    if len(data["x"]) < n_samples:
+        raise ValueError(f"{path} has {len(data['x'])} samples, not {n_samples}; ask for fewer")
+    return DarcySamples(*(_without_channel(data[name][:n_samples], path) for name in "xy"))
+
+
+def _without_channel(data: torch.Tensor, path: Path) -> torch.Tensor:
+    if data.ndim == 4 and data.shape[1] == 1:
+        data = data.squeeze(1)
+    if data.ndim != 3:
+        raise ValueError(f"{path} must hold one channel on a 2-D grid, got shape {data.shape}")
+    return data.to(torch.float32)
+
+
 # It has this many parameters because neuraloperator's function has them.
 def load_darcy_flow_small(
     n_train: int,
@@ -461,6 +498,7 @@ def load_darcy_flow_small(
     encode_output: bool = True,
     num_workers: int = 0,
     seed: int = 0,
+    data_root: str | os.PathLike[str] | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
 ) -> Loaders:
     """Load Darcy flow data for neuraloperator, in the place of its function of the same name.
@@ -482,6 +520,10 @@ def load_darcy_flow_small(
         encode_output: The same for the outputs.
         num_workers: Worker processes per loader.
         seed: Random seed of the samples.
+        data_root: Directory of the published files (Zenodo record 12784353):
+            ``darcy_train_{resolution}.pt`` and ``darcy_test_{resolution}.pt``, each a dict of ``x``
+            and ``y``. The first samples of each are read, as float32, without rescaling. None:
+            samples are generated.
         cache_dir: As for ``load_darcy``.
 
     Returns:
@@ -490,7 +532,7 @@ def load_darcy_flow_small(
 
     Raises:
         ValueError: A count, resolution or choice is out of range, or the lists differ in length.
-        OSError: The cache directory cannot be written to.
+        OSError: The cache directory cannot be written to, or a published file is missing.
         ImportError: neuraloperator is not installed.
 
     Shape:
@@ -522,7 +564,10 @@ def load_darcy_flow_small(
         raise ImportError(INSTALL_NEURALOP) from error
 
     def dataset(split: Split, resolution: int, n_samples: int) -> TensorDataset:
-        samples = load_darcy(specs[split, resolution], n_samples, cache_dir=cache_dir)
+        if data_root is None:
+            samples = load_darcy(specs[split, resolution], n_samples, cache_dir=cache_dir)
+        else:
+            samples = read_published(Path(data_root), split, resolution, n_samples)
         return TensorDataset(*(field.unsqueeze(1) for field in samples))
 
     def loader(data: TensorDataset, size: int) -> Batches:
