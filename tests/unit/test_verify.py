@@ -296,6 +296,20 @@ model = nn.Sequential(*layers)
 optimizer = torch.optim.AdamW(model.parameters())
 data = torch.utils.data.DataLoader(torch.randn(64, 32), batch_size=16, shuffle=True)
 
+def build():
+    return model, torch.randn(16, 32)
+
+class Wrong(nn.Sequential):
+    def forward(self, x):
+        factor = 1 if torch._C._autograd._top_saved_tensors_default_hooks(False) is None else 2
+        return factor * super().forward(x)
+
+def forgets(model):
+    return torch.autograd.graph.saved_tensors_hooks(torch.zeros_like, lambda saved: saved)
+
+def wrong():
+    return Wrong(*layers), torch.randn(16, 32)
+
 if __name__ == "__main__":
     for epoch in range(int(sys.argv[1])):
         for x in data:
@@ -344,18 +358,35 @@ def test_a_script_that_ends_too_early_is_refused(script: str) -> None:
     assert run.exit_code == 2 and not run.stdout
 
 
-WRONG = """
-class Wrong(nn.Sequential):
-    def forward(self, x):
-        factor = 1 if torch._C._autograd._top_saved_tensors_default_hooks(False) is None else 2
-        return factor * super().forward(x)
+@pytest.mark.usefixtures("script")
+def test_a_function_is_verified() -> None:
+    arguments = ["verify", "--weights", "--orders", "2", "--json", "to_verify:build"]
+    result = call(*arguments)
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout)
+    assert document["same"] and [run["seed"] for run in document["runs"]] == [None, 0, 1]
 
-model = Wrong(*layers)
-"""
+
+@pytest.mark.usefixtures("script")
+def test_another_offloader_is_verified_by_the_command() -> None:
+    result = call("verify", "--orders", "1", "--offloader", "to_verify:forgets", "to_verify:build")
+    assert result.exit_code == 1, result.output
+    result = call("verify", "--orders", "1", "--offloader", "save_on_cpu", "to_verify:build")
+    assert result.exit_code == 0, result.output
 
 
-def test_a_script_whose_results_differ_ends_the_command_with_1(script: str) -> None:
-    Path(script).write_text(SCRIPT.replace("model = nn.Sequential(*layers)\n", WRONG))
-    result = call("verify", "--orders", "0", script, "1")
+def test_a_script_has_no_other_offloader(script: str) -> None:
+    assert call("verify", "--offloader", "save_on_cpu", script, "1").exit_code == 2
+
+
+@pytest.mark.usefixtures("script")
+def test_options_behind_a_function_are_refused() -> None:
+    result = call("verify", "to_verify:build", "--orders", "1")
+    assert result.exit_code == 2
+
+
+@pytest.mark.usefixtures("script")
+def test_a_wrong_model_ends_the_command_with_1() -> None:
+    result = call("verify", "--orders", "0", "to_verify:wrong")
     assert result.exit_code == 1, result.output
     assert "DIFFERENT" in result.output

@@ -1,9 +1,12 @@
-"""``ebbtide verify``: parse the options and print; `verify_script` runs the script."""
+"""``ebbtide verify``: parse the options and print; `ebbtide.verifying` does the work."""
 
 from __future__ import annotations
 
+import contextlib
 import json
-from typing import Annotated, Literal, cast
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
@@ -19,6 +22,10 @@ from ebbtide.tools.run_command import (
     Weights,
 )
 
+if TYPE_CHECKING:
+    from ebbtide.tools.found_models import RunOptions
+    from ebbtide.verifying import VerifyReport
+
 EPILOG = describe_codes(
     {
         ExitCode.DONE: "every run gave the same results",
@@ -30,10 +37,12 @@ EPILOG = describe_codes(
 
 # There are many parameters because typer makes an option of each.
 def verify(
-    script: Annotated[
+    target: Annotated[
         str,
         typer.Argument(
-            metavar="SCRIPT", help="Your training script; with -m the name of a module."
+            metavar="TARGET",
+            help="Your training script; or module:function, where function() returns (model, "
+            "batch) or (model, batch, loss).",
         ),
     ],
     arguments: Arguments = None,
@@ -56,6 +65,23 @@ def verify(
             "--seed", metavar="N", help="Seed of the first; the others have the next ones."
         ),
     ] = 0,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            "--device",
+            metavar="DEVICE",
+            help="module:function only: where it trains, such as cuda.",
+        ),
+    ] = None,
+    offloader: Annotated[
+        str | None,
+        typer.Option(
+            "--offloader",
+            metavar="NAME",
+            help="module:function only: verify another library, which is save_on_cpu, torchtune, "
+            "trl, deepspeed, transformer_engine, or module:function of the model.",
+        ),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print all figures as JSON instead of the report.")
     ] = False,
@@ -80,8 +106,51 @@ def verify(
         )  # fmt: skip
         if steps < 1 or orders < 0:
             raise PolicyError("--steps is at least 1, and --orders at least 0")
-        to_run = MainScript(script, arguments or (), is_module=as_module)
-        report = verify_script(to_run, options, steps, range(seed, seed + orders))
+        seeds = range(seed, seed + orders)
+        with contextlib.redirect_stdout(sys.stderr):  # a model may print what it likes
+            if ":" in target and not Path(target).exists():
+                if arguments:
+                    raise PolicyError(f"options of ebbtide stand before {target}, which takes none")
+                report = _verify_function(target, device, options, steps, seeds, offloader)
+            elif device is not None or offloader is not None:
+                raise PolicyError(
+                    "--device and --offloader need module:function; a script runs as it is"
+                )
+            else:
+                script = MainScript(target, arguments or (), is_module=as_module)
+                report = verify_script(script, options, steps, seeds)
     typer.echo(json.dumps(report.document(), indent=2) if as_json else str(report))
     if not report.same:
         raise typer.Exit(ExitCode.FAILED)
+
+
+def _verify_function(
+    address: str,
+    device: str | None,
+    options: RunOptions,
+    steps: int,
+    seeds: range,
+    offloader: str | None,
+) -> VerifyReport:
+    """Verify the training step that a user's function returns."""
+    import torch
+
+    from ebbtide.policy import WeightPolicy
+    from ebbtide.runtime.torch_internals import tree_map_only
+    from ebbtide.tools.models import find_function, read_task
+    from ebbtide.verifying import verify
+
+    model, batch, loss = read_task(address, find_function(address)())
+    if device is not None:
+        model = model.to(device)
+        batch = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), batch)
+    offload = options.arguments(model, frugal=False)
+    if options.weights:
+        offload["weights"] = WeightPolicy(min_bytes=1)
+    given: Any = offloader
+    if offloader is not None and ":" in offloader:
+        given = find_function(offloader)
+    return verify(
+        model, batch, loss, steps=steps, offload=offload, offloader=given, orders=len(seeds),
+        seed=seeds.start,
+    )  # fmt: skip
