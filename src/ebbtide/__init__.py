@@ -18,8 +18,8 @@ from ebbtide.observe.explain import Explanation, Finding
 from ebbtide.observe.inspection import Inspection
 from ebbtide.observe.trace import Trace
 from ebbtide.planning.planned_step import PlannedStep
-from ebbtide.planning.rehearsal import rehearse
 from ebbtide.policy import ActivationPolicy, WeightPolicy
+from ebbtide.rehearsal import rehearse
 from ebbtide.runtime.events import TraceEvent
 from ebbtide.runtime.record import RebuildRecipe, register_rebuild
 from ebbtide.runtime.stats import StepStats

@@ -29,7 +29,7 @@ FLOORS = [
     {"observe", "planning"},
     {"handle"},
     {"api", "session"},
-    {"verifying"},
+    {"verifying", "rehearsal"},
     {"__init__"},
     {"interop"},
     {"tools", "compat", "__main__"},

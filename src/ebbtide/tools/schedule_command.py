@@ -14,7 +14,7 @@ import typer
 
 from ebbtide.errors import PolicyError
 from ebbtide.observe.trace import Trace
-from ebbtide.planning.rehearsal import rehearse
+from ebbtide.rehearsal import rehearse
 from ebbtide.schedule import Schedule, default, from_pipeline
 from ebbtide.tools.exit_codes import describe_codes, ends_by_code
 from ebbtide.units import format_size, parse_size_bytes
