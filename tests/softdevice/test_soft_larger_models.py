@@ -13,6 +13,7 @@ from torch.nn import functional
 
 import ebbtide
 import softdevice
+from ebbtide.stores import DeviceMemory
 from zoo import assert_bitwise_equal
 
 ENOUGH_BYTES = 2**33
@@ -99,13 +100,14 @@ def build(make: Callable[[], nn.Module]) -> nn.Module:
 def train(model: nn.Module, x: Tensor) -> Iterator[tuple[Tensor, int]]:
     """Yield the loss of each step, and the most memory that it has reserved."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    memory = DeviceMemory(x.device)  # which sees what a budget resets
     for _ in range(STEPS):
-        torch.accelerator.reset_peak_memory_stats()
+        memory.reset_peak()
         optimizer.zero_grad()
         loss = model(x).square().mean()
         loss.backward()
         optimizer.step()
-        yield loss.detach().cpu(), torch.accelerator.max_memory_reserved()
+        yield loss.detach().cpu(), memory.reserved_peak_bytes()
 
 
 def values(model: nn.Module) -> dict[str, Tensor]:
@@ -178,7 +180,7 @@ def test_weights_for_which_there_is_room_come_back(device: torch.device) -> None
 def test_weights_leave_if_nothing_fits_with_them(device: torch.device) -> None:
     """A plan for a larger batch does not fit beside weights that came back, or never left."""
     plain = build(GPT).to(device)
-    batches = [words(), words(), words(), words(), *[wide(32)] * 4]
+    batches = [words(), words(), words(), words(), *[wide(32)] * 6]
     optimizer = torch.optim.SGD(plain.parameters(), lr=1e-3)
     expected = []
     for batch in batches:
@@ -195,19 +197,19 @@ def test_weights_leave_if_nothing_fits_with_them(device: torch.device) -> None:
     budget_bytes = torch.accelerator.memory_reserved() + int(4.1 * weight_bytes)
     with ebbtide.offload(model, budget=budget_bytes, device=device, activations=SMALL):
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-        resting, peaks = [], []
+        resting, peaks, memory = [], [], DeviceMemory(device)
         for number, batch in enumerate(batches):
-            torch.accelerator.reset_peak_memory_stats()
+            memory.reset_peak()
             optimizer.zero_grad()
             loss = model(batch.to(device)).square().mean()
             loss.backward()
             optimizer.step()
             assert torch.equal(loss.detach().cpu(), expected[number])
             resting.append(sum(each.device.type == "cpu" for each in model.parameters()))
-            peaks.append(torch.accelerator.max_memory_reserved())
+            peaks.append(memory.reserved_peak_bytes())
         assert not resting[0]
         assert resting[-1]
-        assert peaks[-1] <= budget_bytes
+        assert max(peaks[-2:]) <= budget_bytes  # the plan has settled
 
 
 # ---- Without settings, with little host memory, and where nothing fits ----
