@@ -12,11 +12,13 @@ from ebbtide.planning import (
     LayerMode,
     LayerPlan,
     Plan,
+    PlannedStep,
     keep_all,
     offload_first,
     rule_plans,
 )
-from plan_cases import make_layer, make_profile
+from ebbtide.units import format_size
+from plan_cases import MB, make_layer, make_link, make_profile
 
 KEEP, OFFLOAD, REBUILD = Decision
 
@@ -91,3 +93,40 @@ def test_layers_that_may_not_be_recomputed_run_as_they_are() -> None:
         LayerMode.AS_IS,
     ]
     assert plans["recompute + offload all"].layers[1].decisions == (OFFLOAD,)
+
+
+@pytest.mark.parametrize(
+    ("mb_per_s", "working_mb", "said"),
+    [
+        # Kept, 40 + 10 + 10 MB and the 20 MB that B2 needs are 30 MB more than 50.
+        (1e6, 0, f"keeping peaks {format_size(30 * MB)} too high in B2"),
+        # The copies take 8 s and the forward 1 s; but it needs 50 MB beside its 40 MB in B0.
+        (10, 50, f"recomputing peaks {format_size(40 * MB)} too high in B0"),
+        (10, 0, f"keeping peaks {format_size(30 * MB)} too high in B2"),
+    ],
+)
+def test_the_table_names_the_constraint_that_decided(
+    mb_per_s: float, working_mb: int, said: str
+) -> None:
+    profile = make_profile(
+        make_layer(40, recompute_working_bytes=working_mb * MB),
+        make_layer(10),
+        make_layer(10, backward_working_bytes=20 * MB),
+    )
+    plan = Plan(layers=tuple(LayerPlan(decisions=(each,)) for each in (OFFLOAD, OFFLOAD, KEEP)))
+    hardware = make_link(mb_per_s, computes_on_host=True)
+    step = PlannedStep(plan=plan, profile=profile, hardware=hardware, budget_bytes=50 * MB)
+    first, _, last = str(step).splitlines()[-3:]
+    assert first.endswith(f"; {said}")
+    assert last.endswith("  there is room")
+    assert said in step._repr_html_()
+
+
+def test_the_table_keeps_the_range_of_layers_in_view() -> None:
+    layer = make_layer(10, name="model.decoder.layers.11")
+    plan = Plan(layers=(LayerPlan(decisions=(Decision.KEEP,)),) * 120)
+    hardware = make_link(10)
+    step = PlannedStep(
+        plan=plan, profile=make_profile(*[layer] * 120), hardware=hardware, budget_bytes=0
+    )
+    assert str(step).splitlines()[-1].startswith("0 to 119 ...11 ")

@@ -135,9 +135,6 @@ def _layer_at(plan: Plan, position: int) -> LayerPlan | None:
 _MARGIN: Final = 0.05  # share of the budget that stays free, as no two steps are alike,
 _MARGIN_ON_HOST: Final = 0.03  # and where large blocks can be mapped one by one
 
-SLOWER: Final = 8.0
-"""How many times slower copies may be until that was measured: files grow."""
-
 
 def margin_bytes(hardware: Hardware, budget_bytes: int) -> int:
     """Return how much of a budget a plan leaves free."""
@@ -564,7 +561,7 @@ class BudgetStudy:
 
     def _predict(self, begin_bytes: int) -> Prediction:
         profile = dataclasses.replace(self._corrected(begin_bytes), fixed_bytes=begin_bytes)
-        return CautiousTiming(profile, self._hardware, SLOWER).predict(self.plan)
+        return CautiousTiming(profile, self._hardware).predict(self.plan)
 
     def _predict_watched(self, begin_bytes: int, usual: Prediction) -> Prediction:
         """Return what is predicted for a step whose memory is measured."""
@@ -576,7 +573,7 @@ class BudgetStudy:
     def _find_frugal(self) -> Plan:
         """Return the plan that needs the least of those that are looked at."""
         profile = self._corrected(self._begin_bytes)
-        timing = CautiousTiming(profile, self._hardware, SLOWER)
+        timing = CautiousTiming(profile, self._hardware)
         rests, host_bytes = everywhere(profile), self._host_bytes
         return find_frugal(profile, self._hardware, timing, 0, rests, host_bytes)
 
@@ -605,7 +602,7 @@ class BudgetStudy:
         device_bytes = max(0, self.budget_bytes - free_bytes)
         budget = PlanBudget(device_bytes=device_bytes, host_bytes=self._host_bytes)
         profile = self._corrected(self._begin_bytes, cautious=cautious)
-        timing = CautiousTiming(profile, self._hardware, SLOWER)
+        timing = CautiousTiming(profile, self._hardware)
         weights = self.places_weights
         return search(profile, self._hardware, budget, timing, weights=weights, limit_s=limit_s)
 

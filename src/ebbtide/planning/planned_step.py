@@ -14,6 +14,7 @@ from typing import Final, NamedTuple, final
 from ebbtide.errors import PolicyError
 from ebbtide.planning.hardware import Hardware
 from ebbtide.planning.plan import Decision, LayerMode, LayerPlan, Plan
+from ebbtide.planning.prediction import CautiousTiming
 from ebbtide.planning.profile import LayerProfile, StepProfile, read_document
 from ebbtide.units import Share, bar, card, format_seconds, format_size, note, table
 
@@ -186,7 +187,9 @@ class PlannedStep:
         heads = "".join(f"{each.value:>{_SIZE_WIDTH}}" for each in Decision)
         yield f"{'layers':<{_WIDTH}}{heads}  why"
         for name, cells, why in self._rows():
-            name = name if len(name) <= _WIDTH else f"...{name[3 - _WIDTH :]}"
+            if len(name) > _WIDTH:  # the numbers stay, and the end of the name
+                place, _, last = name.rpartition(" ")
+                name = f"{place} ...{last[len(place) + 4 - _WIDTH :]}"
             done = f"  {cells[0]}"
             if len(cells) > 1:
                 done = "".join(f"{each:>{_SIZE_WIDTH}}" for each in cells)
@@ -198,7 +201,7 @@ class PlannedStep:
         What is done is the mode of layers that are recomputed, and else a size for each decision.
         """
         entries = list(zip(self.profile.layers, self.plan.layers, strict=True))
-        number = 0
+        number = first = 0
         for (done, why), run in groupby(entries, key=self._key):
             layers = [layer for layer, _ in run]
             calls = sum(not layer.between for layer in layers)
@@ -207,12 +210,65 @@ class PlannedStep:
                 last = number + calls - 1
                 place = str(number) if calls == 1 else f"{number} to {last}"
                 name = f"{place} {name}"
-            number += calls
-            yield name, done, why
+            deciding = self._constraint(range(first, first + len(layers)))
+            yield name, done, f"{why}; {deciding}" if deciding else why
+            number, first = number + calls, first + len(layers)
 
     def _key(self, entry: tuple[LayerProfile, LayerPlan]) -> tuple[tuple[str, ...], str]:
         layer, chosen = entry
         return _what_is_done(layer, chosen), self._why(layer, chosen)
+
+    def _constraint(self, run: range) -> str:
+        """Say which position of the step has no room for what would cost less.
+
+        Args:
+            run: layers that are treated alike.
+
+        Returns:
+            Of the two other ways to treat them, the one that costs least and is over the budget;
+            nothing if neither is both.
+        """
+        layer, chosen = self.profile.layers[run[0]], self.plan.layers[run[0]]
+        sizes = _sizes(layer, chosen)
+        own_bytes, recomputed = sizes.total(), chosen.mode is not LayerMode.AS_IS
+        if not recomputed and sizes[Decision.KEEP] == own_bytes:
+            return ""
+        copy_s = self.hardware.offload_s(own_bytes) + self.hardware.reload_s(own_bytes)
+        other = ("offloading", Decision.OFFLOAD) if recomputed else ("recomputing", Decision.KEEP)
+        is_cheaper = (copy_s < layer.second_forward_s) is recomputed
+        ways = [other] if is_cheaper and (recomputed or layer.may_recompute) else []
+        for name, decision in [*ways, ("keeping", Decision.KEEP)]:
+            mode = LayerMode.RECOMPUTE if name == "recomputing" else LayerMode.AS_IS
+            excess_bytes, place = self._excess(run, mode, decision)
+            if excess_bytes > 0:
+                return f"{name} peaks {format_size(excess_bytes)} too high {place}"
+        return ""
+
+    def _excess(self, run: range, mode: LayerMode, decision: Decision) -> tuple[int, str]:
+        """Return how far layers are over the budget if treated otherwise, and where."""
+        layers = list(self.plan.layers)
+        for index in run:
+            decisions = tuple(
+                decision if each.may_leave else Decision.KEEP
+                for each in self.profile.layers[index].storages
+            )
+            layers[index] = dataclasses.replace(layers[index], mode=mode, decisions=decisions)
+        timing = CautiousTiming(self.profile, self.hardware)
+        limit_bytes = max(self.budget_bytes, timing.predict(self.plan).peak_bytes)
+        changed = dataclasses.replace(self.plan, layers=tuple(layers))
+        peaks = timing.predict(changed).peak_by_position
+        return max(peaks) - limit_bytes, self._place(peaks.index(max(peaks)))
+
+    def _place(self, position: int) -> str:
+        """Return where a position is, such as "in B3"."""
+        layers, is_forward = self.profile.layers, position < len(self.profile.layers)
+        if position == len(layers):
+            return "in the loss"
+        index = position if is_forward else 2 * len(layers) - position
+        call = sum(not each.between for each in layers[:index])
+        if layers[index].between:
+            return f"after F{call - 1}" if is_forward else f"before B{call - 1}"
+        return f"in F{call}" if is_forward else f"in B{call}"
 
     def _why(self, layer: LayerProfile, chosen: LayerPlan) -> str:
         """Say in a few words what the choice costs beside the other one."""

@@ -882,6 +882,10 @@ class _Run:
 _LATE: Final = 1e9  # how many times slower a link is on which no copy is seen complete by chance
 
 
+_SLOWER: Final = 8.0
+"""How many times slower copies are on a CPU where files grow."""
+
+
 @final
 class CautiousTiming:
     """Predicts the time of a step by arithmetic, and its peak for slow or late copies as well.
@@ -896,7 +900,7 @@ class CautiousTiming:
         slower: how many times slower copies may be on a CPU.
     """
 
-    def __init__(self, profile: StepProfile, hardware: Hardware, slower: float) -> None:
+    def __init__(self, profile: StepProfile, hardware: Hardware, slower: float = _SLOWER) -> None:
         self._timing = StepTiming(profile, hardware)
         self._slow = None
         self._runs_ahead = not hardware.computes_on_host
