@@ -23,19 +23,16 @@ def no_collection() -> Iterator[None]:
         gc.enable()
 
 
-def search_for_holders() -> None:
-    tensors = [each for each in gc.get_objects() if type(each) is torch.Tensor]
-    addresses = {each.untyped_storage()._cdata for each in tensors}
-    del tensors
-    names = [found.holder for found in find_holders(addresses)]
-    assert "the variable kept in delete_after() (test_frames.py)" in names
+def search_for_holders(address: int) -> None:
+    (found,) = find_holders({address})
+    assert found.holder == "the variable kept in delete_after() (test_frames.py)"
 
 
 def test_what_a_function_deletes_after_a_search_is_freed() -> None:
     def delete_after() -> bool:
         kept: Any = torch.ones(3)
         reference = weakref.ref(kept)
-        search_for_holders()
+        search_for_holders(kept.untyped_storage()._cdata)
         del kept
         return reference() is None
 
@@ -46,7 +43,7 @@ def test_what_a_function_deletes_after_a_search_is_freed() -> None:
 def test_what_a_function_held_that_searched_is_freed_when_it_returns() -> None:
     def delete_after() -> Callable[[], object]:
         kept = torch.ones(3)
-        search_for_holders()
+        search_for_holders(kept.untyped_storage()._cdata)
         return weakref.ref(kept)
 
     with no_collection():
