@@ -51,9 +51,10 @@ def test_the_handle_taken_for_the_model() -> None:
         with pytest.raises(AttributeError) as error:
             getattr(model, name)
         advised[name] = "handle = ebbtide.offload(model)" in error.value.args[0]
-    assert advised == {"parameters": True, "stat": False}
-    with pytest.raises(TypeError, match="handle = ebbtide"):
+    with pytest.raises(TypeError) as called:
         model(torch.ones(1))
+    advised["()"] = "handle = ebbtide.offload(model)" in called.value.args[0]
+    assert advised == {"parameters": True, "stat": False, "()": True}
     with pytest.raises(PolicyError):
         ebbtide.offload(model)
 
