@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.record import RESULTS, warning_of
+from benchmarks.settling import by_share
 from benchmarks.tables import CASES, tables_of
 from ebbtide.units import format_size
 
-_MOST_ROWS = 4  # longer tables are linked, so that the page can be read
+_MOST_ROWS = 4  # longer tables are linked, so that the page can be read, but for those of
+_WHOLE = ("first-run", "settling-cpu", "settling-softdevice")
 PAGE = RESULTS.parents[1] / "docs" / "benchmarks.md"
 
 _INTRODUCTION = """\
@@ -41,6 +43,8 @@ _TITLES = {
     "rss": "Returning freed memory to the system, for models on a CPU",
     "recompute": "Peak memory with recomputed layers, for models on a CPU",
     "budget": "Training under byte budgets, and the rules that people make by hand, on a CPU",
+    "settling-softdevice": "How budgets settle: ten models, on an accelerator in software",
+    "settling-cpu": "How budgets settle: the same models on a CPU, by resident memory",
     "plan-search": "Plans within a share of the peak of chains, predicted, and how long they take",
     "plan-recomputation": "Plans that only recompute, against a dynamic programme's optimum",
     "plan-combined": "Plans that recompute and offload, against a dynamic programme's, predicted",
@@ -106,7 +110,7 @@ def _section(file: Path) -> str:
     case = file.stem.split("_", 2)[2]
     table = _TABLES.get(case, _table_beside)(document, file)
     # What was measured on an accelerator is what the page is for; a sequence of steps is one thing.
-    if not _measured_on_accelerator(file) and case != "first-run":
+    if not _measured_on_accelerator(file) and case not in _WHOLE:
         table = _shortened(table, file)
     facts = document["environment"]
     keys = ("cpu", "device", "driver", "cores", "python", "torch", "cuda", "commit")
@@ -160,8 +164,15 @@ def _table_of_demo(document: dict[str, Any], _: Path) -> str:
     return f"{what}, {shape['steps']} steps\n\n" + "\n".join([header, *rows])
 
 
+def _table_of_settling(document: dict[str, Any], file: Path) -> str:
+    rows = f"Every case is a row of `benchmarks/results/{file.with_suffix('.md').name}`."
+    return f"{by_share(document['results'])}\n\n{rows}"
+
+
 _TABLES: dict[str, Callable[[dict[str, Any], Path], str]] = {
     "demo": _table_of_demo,
+    "settling-cpu": _table_of_settling,
+    "settling-softdevice": _table_of_settling,
     **dict.fromkeys(CASES, _table_of_case),
 }
 

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 import torch
@@ -65,9 +65,10 @@ def _measure(device: str, name: str, shares: tuple[float, ...]) -> list[dict[str
     found = [plain]
     for share in shares:
         room_bytes = plain["peak_bytes"] - plain["idle_bytes"]
-        entry = _run(device, name, plain["idle_bytes"] + int(share * room_bytes))
+        budget_bytes = plain["idle_bytes"] + int(share * room_bytes)
+        entry = _run(device, name, budget_bytes)
         assert entry.get("losses", plain["losses"]) == plain["losses"], f"{name}: other losses"
-        found.append({"share": share, **entry})
+        found.append({"share": share, "budget_bytes": budget_bytes, **entry})
         print(_row(name, found[-1]), file=sys.stderr, flush=True)
     return found
 
@@ -102,7 +103,7 @@ def _work(device_name: str, name: str, budget_bytes: int) -> dict[str, Any]:
     try:
         return {"idle_bytes": idle_bytes, **_train(model, arguments, optimizer, memory, handle)}
     except ebbtide.BudgetError as error:
-        return {"budget_bytes": budget_bytes, "refused_bytes": error.smallest_bytes}
+        return {"refused_bytes": error.smallest_bytes}
 
 
 def _train(
@@ -137,7 +138,6 @@ def _train(
     }
     if handle is not None and plan is not None:
         found |= {
-            "budget_bytes": plan.budget_bytes,
             "settled_after": settled.index(True) if any(settled) else None,
             "changed_after_settling": False in settled[settled.index(True) :]
             if any(settled)
@@ -173,6 +173,43 @@ def _table(results: Mapping[str, list[dict[str, Any]]]) -> str:
     lines = [f"| {heads} |", "|" + "---|" * 9]
     lines += [_row(name, each) for name, entries in results.items() for each in entries[1:]]
     return "\n".join(lines)
+
+
+def by_share(results: Mapping[str, list[dict[str, Any]]]) -> str:
+    """Return a table of how many cases did as they should, for each share of the room.
+
+    Args:
+        results: what `main` has measured.
+    """
+    heads = (
+        "budget, of the room | refused | every step within | settled in 4 steps | at most 1.02 x"
+    )
+    heads += " the best by hand | predicted peak within 2% of what was in use, or reserved"
+    lines = [f"| {heads} |", "|" + "---|" * 6]
+    found = [each for entries in results.values() for each in entries[1:]]
+    for share in dict.fromkeys(each["share"] for each in found):
+        cases = [each for each in found if each["share"] == share]
+        kept = [each for each in cases if "refused_bytes" not in each]
+        by_hand = [each["by_hand"][1] <= 1.02 for each in kept if each["by_hand"] is not None]
+        counts = [
+            _share_of(max(each["peaks"]) <= each["budget_bytes"] for each in kept),
+            _share_of((each["settled_after"] or _STEPS) <= 4 for each in kept),
+            _share_of(by_hand),
+            _share_of(
+                any(
+                    abs(each[name] / each["predicted_peak_bytes"] - 1) <= 0.02
+                    for name in ("last_used_bytes", "last_peak_bytes")
+                )
+                for each in kept
+            ),
+        ]
+        lines.append(f"| {share:.0%} | {len(cases) - len(kept)} | {' | '.join(counts)} |")
+    return "\n".join(lines)
+
+
+def _share_of(held: Iterable[bool]) -> str:
+    every = list(held)
+    return f"{sum(every)} of {len(every)}"
 
 
 def _row(name: str, found: dict[str, Any]) -> str:
