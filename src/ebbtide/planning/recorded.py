@@ -633,14 +633,20 @@ class PassTrim(AbstractPasses):
         self._budget_bytes, self._added_bytes = budget_bytes, added_bytes
         self._pass, self._before_bytes = _BEGIN, memory.reserved_bytes()
 
-    def begin_pass(self, begins: Pass) -> bool:
-        """Return what is not in use, if that is needed. Returns whether it was."""
+    def begin_pass(self, begins: Pass, used_bytes: int = 0) -> bool:
+        """Return what is not in use, if that is needed. Returns whether it was.
+
+        Args:
+            begins: the pass that begins.
+            used_bytes: how much the pass that ends has used beside what was in use, if that is
+                known: it adds as much where nothing is cached.
+        """
         if self.memory.keeps_freed:
             self.memory.return_freed()
             return True
         now_bytes = self.memory.reserved_bytes()
         known, ended = self._added_bytes, self._pass
-        known[ended] = max(known.get(ended, 0), now_bytes - self._before_bytes)
+        known[ended] = max(known.get(ended, 0), used_bytes, now_bytes - self._before_bytes)
         unknown_bytes = self._budget_bytes if begins == _END else max(known.values())
         is_needed = now_bytes + known.get(begins, unknown_bytes) > self._budget_bytes
         if is_needed:
@@ -717,7 +723,7 @@ class PassWatch(AbstractPasses):
         self._merged: dict[Pass, set[Pass]] = {}  # passes that were not measured alone
         self._finish_copies()
         self._is_trimmed = self._trim.begin_pass(_BEGIN)  # whether nothing was cached then
-        self.begin_bytes = self._memory.now_bytes()
+        self.begin_bytes = self._used_bytes = self._memory.now_bytes()
         self.used_peak_bytes = self.reserved_peak_bytes = 0
         self._memory.reset_peak()
         self._pass = _BEGIN
@@ -815,7 +821,8 @@ class PassWatch(AbstractPasses):
         self.reserved_peak_bytes = max(self.reserved_peak_bytes, reserved_bytes)
         self._finish_copies()
         self._pass = Pass(what, call)
-        self._is_trimmed = self._trim.begin_pass(self._pass)
+        self._is_trimmed = self._trim.begin_pass(self._pass, used_bytes - self._used_bytes)
+        self._used_bytes = self._memory.now_bytes()
         self._memory.reset_peak()
 
 
