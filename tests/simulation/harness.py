@@ -27,7 +27,7 @@ from ebbtide.runtime.parameter_index import ParameterIndex
 from ebbtide.runtime.rebuild import Placement
 from ebbtide.runtime.recompute import (
     Recomputations,
-    find_recomputing,
+    Recomputing,
     recompute_later,
 )
 from ebbtide.runtime.saved_tensors import SavedTensorHooks
@@ -164,7 +164,7 @@ class Simulation:
         self.hooks = SavedTensorHooks(self.activations, Placement(policy), ParameterIndex([]))
         verifications = Verifications()
         # Most of the calls are recomputed, as if verified before; the others are verified.
-        verified = Verified(stops_early=True, sampled=-1)
+        verified = Verified(sampled=-1)
         choices = random.Random(seed)  # not `self`: nothing in the engine may refer to the bench
         verifications.find = lambda _: verified if choices.random() < 0.7 else None
         self.recomputations = Recomputations(self.activations, verifications)
@@ -203,8 +203,8 @@ class Simulation:
         """Apply a function to tensors, and chance says whether as a recomputed layer."""
         if self._choices.random() < self.knobs.recompute:
             layer = Layer(self.recomputed, "recomputed")
-            recomputing = find_recomputing(layer, self.hooks, self.recomputations, None)
-            if recomputing is not None:
+            if self.hooks.are_on_top():
+                recomputing = Recomputing(layer, self.hooks, self.recomputations, None)
                 self.recomputed += 1
                 return recompute_later(recomputing, torch.nn.Identity(), function, tensors, {})
         return function(*tensors)

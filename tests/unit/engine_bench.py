@@ -12,7 +12,7 @@ from ebbtide.observe.inspection import InFlight, inspect
 from ebbtide.observe.recording import Recording
 from ebbtide.runtime.activations import Activations
 from ebbtide.runtime.parameter_index import ParameterIndex
-from ebbtide.runtime.rebuild import Placement, Plan
+from ebbtide.runtime.rebuild import Placement, Plan, PlannedLayers
 from ebbtide.runtime.saved_tensors import SavedTensorHooks
 from ebbtide.runtime.transfers import Transfers
 from ebbtide.stores import AbstractStore
@@ -50,7 +50,10 @@ class EngineBench:
         self.recording = self.transfers.account.listener = Recording(device)
         self.activations = Activations(self.transfers)
         policy = policy or ActivationPolicy(min_bytes=1, rebuild=False)
-        placement = Placement(policy, plan)
+        placement = Placement(policy)
+        if plan is not None:
+            none, outside = frozenset[int](), not placement.offloads(None)
+            placement.follow(PlannedLayers(plan, none, none, outside, rebuilds=policy.rebuild))
         self.hooks = SavedTensorHooks(self.activations, placement, parameters or ParameterIndex([]))
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:

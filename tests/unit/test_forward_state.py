@@ -81,6 +81,14 @@ def change_large_buffer(case: Case) -> None:
     case.model.large.add_(1)
 
 
+def change_attribute(case: Case) -> None:
+    case.model.average.add_(1)
+
+
+def change_list(case: Case) -> None:
+    case.model.averages[0].add_(1)
+
+
 def change_container(case: Case) -> None:
     case.more["masks"].pop()
 
@@ -103,6 +111,8 @@ def add_to_gradient(case: Case) -> None:
         change_input,
         change_parameter,
         change_large_buffer,
+        change_attribute,
+        change_list,
         change_container,
         exchange_in_container,
         make_gradient,
@@ -112,6 +122,7 @@ def add_to_gradient(case: Case) -> None:
 def test_what_cannot_be_put_back_is_seen(change: Callable[[Case], None]) -> None:
     case = Case(torch.rand(5, 4), Model(), {"masks": [torch.ones(4)]})
     case.model.register_buffer("large", torch.zeros(2**18 + 1))
+    case.model.average, case.model.averages = torch.zeros(2), [torch.zeros(2)]
     case.model.norm.weight.grad = torch.zeros(4)
     state = ForwardState(case.model, (case.x,), case.more)
     assert state.can_be_put_back()

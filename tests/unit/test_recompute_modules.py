@@ -6,6 +6,7 @@ weights, buffers and the random numbers' state.
 
 from __future__ import annotations
 
+import copy
 import random
 import warnings
 from collections.abc import Callable
@@ -16,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
+from torch.utils._pytree import tree_leaves
 
 import ebbtide
 from ebbtide import ActivationPolicy, PolicyError, SavedTensorModifiedError
@@ -251,6 +253,37 @@ def test_buffers_change_once(norm: str, mode: str) -> None:
     compare(
         lambda: Stack(nn.ModuleList(Normed(NORMS[norm]()) for _ in range(3))), policy(mode), draw
     )
+
+
+class Listed(Block):
+    """Statistics that are no buffers, in lists and dicts."""
+
+    def __init__(self, kept: Any) -> None:
+        super().__init__()
+        self.kept = copy.deepcopy(kept)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        for each in tree_leaves(self.kept):
+            with torch.no_grad():
+                each.lerp_(x.detach().mean(), 0.5)
+        return (x + tree_leaves(self.kept)[0].sum()).sin()
+
+
+@each_mode
+@pytest.mark.parametrize("kept", [[torch.zeros(3)], {"a": torch.zeros(1), "b": [torch.zeros(2)]}])
+def test_tensors_in_lists_and_dicts_change_once(kept: Any, mode: str) -> None:
+    def backward(model: nn.Module, inputs: Any, loss: Any) -> Tensor:
+        value = loss(model, inputs)
+        then = [each.clone() for each in tree_leaves([each.kept for each in model.layers])]
+        value.backward()
+        assert all(map(torch.equal, tree_leaves([each.kept for each in model.layers]), then))
+        return value
+
+    def build() -> nn.Module:
+        return Stack(nn.ModuleList(Listed(kept) for _ in range(3)))
+
+    assert compare(build, policy(mode), draw, backward=backward).recomputed_bytes > 0
 
 
 @each_mode

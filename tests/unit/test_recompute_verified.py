@@ -765,25 +765,25 @@ def test_what_a_budget_is_told() -> None:
     model = Stack(nn.ModuleList([Dropout(), OfIterator(), Dropout()]))
     with ebbtide.offload(model, activations=policy("recompute"), layers=LAYERS) as handle:
         engine = handle._engine
-        assert engine.num_verifying == 0
+        assert engine.recomputations.num_verifying == 0
         loss = squares(model, draw())
-        assert engine.num_verifying == 3
+        assert engine.recomputations.num_verifying == 3
         loss.backward()
         del loss
-        assert engine.num_verifying == 3
+        assert engine.recomputations.num_verifying == 3
         with warned("not-recomputed"):
             assert engine.refused_layers == {"layers.1"}
         for _ in range(2):
             step(handle, model)
-            assert engine.num_verifying == 0
+            assert engine.recomputations.num_verifying == 0
         recomputed = {each.layer.name for each in handle.inspect().recomputed}
         assert recomputed == {"layers.0", "layers.2"}
         model.eval()  # another kind
         step(handle, model)
-        assert engine.num_verifying == 2
+        assert engine.recomputations.num_verifying == 2
         model.train()
         step(handle, model)
-        assert engine.num_verifying == 0
+        assert engine.recomputations.num_verifying == 0
 
 
 # ---- later recomputations are checked ------------------------------------------------------------

@@ -200,7 +200,7 @@ def inspect_engine(engine: Engine) -> Inspection:
     """Report each storage's fate in the last step of an engine, and what is in flight now."""
     engine.settle()
     weights = engine.weights.weights if isinstance(engine.weights, WeightHooks) else None
-    return inspect(engine.activations, weights, engine.recomputed_layers)
+    return inspect(engine.activations, weights, engine.recomputations.calls)
 
 
 def _inspect_storage(record: StorageRecord, origin: Origin | None) -> InspectedStorage:
@@ -217,7 +217,7 @@ def _inspect_storage(record: StorageRecord, origin: Origin | None) -> InspectedS
         tier=record.tier or ("device" if record.decision.value == "keep" else "-"),
         rebuilt_from=tuple((_index(each.layer), each.number) for each in record.rebuilt_from),
         saves=record.saves,
-        shared_by=tuple(_index(other) for other in record.shared),
+        shared_by=tuple(_index(other) for other in record.shared or ()),
         offloaded_s=times.get("offload"),
         reloaded_s=times.get("reload"),
         shape=tuple(record.shape),

@@ -483,7 +483,7 @@ class BudgetController:
         self._offload_all()
         self._memory.return_cached()  # what others have left there is not this step's
         trim = PassTrim(self._memory, self._budget_bytes, self._added_bytes)
-        watch = PassWatch(trim, None, self._finish_copies, self._engine.find_record, held)
+        watch = PassWatch(trim, None, self._finish_copies, self._engine.activations.find, held)
         self._engine.passes = watch
         self._engine.record_steps(traced=True)
         self._running = self._begun(kind, None, watch, trim)
@@ -591,7 +591,7 @@ class BudgetController:
             return
         self._has_fitted |= peak_bytes <= self._budget_bytes
         study.refuse(self._engine.refused_layers)
-        if self._engine.num_verifying:
+        if self._engine.recomputations.num_verifying:
             self._num_verifying += 1
             if self._num_verifying <= _MOST_VERIFYING:
                 # What the plan recomputes was offloaded: the step says nothing of the plan.

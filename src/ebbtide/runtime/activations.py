@@ -335,8 +335,9 @@ class Activations:
                 record.forward.note_save(record.ordinal)
             scope = self.scopes.current  # None if another model shares it at their border
             layer = record.layer if scope is None else scope.layer
-            if layer is not record.layer and layer not in record.shared:
-                record.shared += (layer,)
+            if layer is not record.layer:
+                record.shared = record.shared or {}
+                record.shared[layer] = None
             if record.buffer is not None:
                 record.unread += 1
             self._count_handle(record, scope)
@@ -487,7 +488,7 @@ class Activations:
             record.packing = packing
         record.source, record.size_bytes = source, source.numel()
         if waits:
-            self._offloads.pend(record)
+            self._offloads.retain(record)
         else:
             self._offloads.offload(record, retain=scheduled)
             self._account.meter.packed_bytes += record.unpacked_bytes - record.size_bytes
@@ -643,7 +644,7 @@ class Activations:
             many = self.scopes.num_forwards >= _MOST_FORWARDS
             over = (self._overlaps or many) and had_backward
             over |= many if not alive else not unread  # small tensors tell of no backward
-            if over and self.transfers.finish_step_with_graphs():
+            if over and self.transfers.finish_step_if_over(with_graphs=True):
                 self._overlaps = unread or not alive
 
     def _wait_for_reload(
@@ -788,7 +789,7 @@ class Activations:
             self.transfers.store.drop(slot)
             self._account.stored_bytes[slot.tier] -= record.size_bytes
         if record.decision is KEEP:
-            self._account.give_kept(record.size_bytes, record.layer, record)
+            self._account.take_kept(-record.size_bytes, record.layer, record)
             self.transfers.store.note_freed(record.size_bytes)
         elif record.decision is REBUILD:
             record.call = None  # its inputs are wanted no more, either

@@ -23,24 +23,22 @@ from ebbtide.policy import ActivationPolicy
 from ebbtide.runtime.activations import Activations, PassWindows
 from ebbtide.runtime.events import StepListener, Subject
 from ebbtide.runtime.executor import ScheduleExecutor, ScheduleMode
-from ebbtide.runtime.handles import StorageRecord, UnitRecords
+from ebbtide.runtime.handles import UnitRecords
 from ebbtide.runtime.parameter_index import (
     ParameterIndex,
     RestingWeights,
     find_device,
     home_of,
 )
-from ebbtide.runtime.rebuild import Placement, Plan, PlannedLayers
+from ebbtide.runtime.rebuild import Placement, PlannedLayers
 from ebbtide.runtime.recompute import (
     Recomputations,
-    RecomputedLayer,
     Recomputing,
-    find_recomputing,
 )
 from ebbtide.runtime.record import AccessOrder, ForwardLog
 from ebbtide.runtime.saved_tensors import SavedTensorHooks, hooks_are_wanted, let_others_disable
 from ebbtide.runtime.stats import StepStats, watch_nodes
-from ebbtide.runtime.torch_internals import tree_leaves
+from ebbtide.runtime.torch_internals import has_tangents, transform_level, tree_leaves
 from ebbtide.runtime.transfers import Transfers
 from ebbtide.runtime.verification import Verifications
 from ebbtide.schedule import Schedule, Unit
@@ -132,7 +130,6 @@ class Engine:
         traced: whether to record every step.
         mode: the schedule and how to follow it; None means that storages are offloaded when they
             are saved.
-        plan: decisions for single storages.
         record: makes what is told of the steps that are recorded; None if none ever is.
 
     Attributes:
@@ -142,6 +139,7 @@ class Engine:
         placement: decides whether each storage is kept, offloaded or rebuilt.
         transfers: copies between the device and the store.
         activations: the model's activations.
+        recomputations: the model's recomputed layers.
         executor: executes the schedule; None without a schedule.
         passes: notified of the passes of each step; None if nobody is.
         weights: hooks of the offloaded weights; None if no weights are offloaded.
@@ -164,12 +162,11 @@ class Engine:
         host_budget: int | str | None = None,
         traced: bool = False,
         mode: ScheduleMode | None = None,
-        plan: Plan | None = None,
         record: Record | None = None,
     ) -> None:
         let_others_disable()
         self.mode = mode
-        self.placement = Placement(policy, plan, layers_only=mode is not None)
+        self.placement = Placement(policy, layers_only=mode is not None)
         self._modules = [weakref.ref(module) for module in modules]
         kinds = [type(module).__name__ for module in modules]
         self._subject = kinds[0] if len(kinds) == 1 else count(len(kinds), "module")
@@ -268,15 +265,6 @@ class Engine:
         return self.is_traced and listener is not None and listener.has_seen("backward")
 
     @property
-    def num_verifying(self) -> int:
-        """Number of layer calls that were verified, in the step that runs or else the last one.
-
-        They were chosen to be recomputed, and were offloaded instead: see
-        [Note: verified recomputation].
-        """
-        return self._recomputations.num_verifying
-
-    @property
     def refused_layers(self) -> frozenset[str]:
         """Names of the layers that are not recomputed, because they would not do the same again."""
         self._verifications.settle()
@@ -339,19 +327,6 @@ class Engine:
         if self.mode is not None:
             settings["schedule"] = f"of {count(self.mode.schedule.num_layers, 'layer')}"
         return settings
-
-    def find_record(self, address: int, version: int) -> StorageRecord | None:
-        """Return the live record of a storage at this version; None if autograd has not saved it.
-
-        Args:
-            address: address of the storage.
-            version: version of the tensor.
-        """
-        return self.activations.find(address, version)
-
-    def recomputed_layers(self) -> list[RecomputedLayer]:
-        """Return the calls of recomputed layers in the last finished step."""
-        return self._recomputations.calls()
 
     def hooks(self) -> SavedTensorHooks:
         """Return the saved-tensor hooks for a forward that begins now.
@@ -443,11 +418,18 @@ class Engine:
             self._begin_layer(layer, *self.executor.begin_unit(unit))
 
     def find_recomputing(self, find_layer: Callable[[], Layer | None]) -> Recomputing | None:
-        """Say whether the call of a layer that begins now is recomputed; `None` if it is not."""
+        """Say whether the call of a layer that begins now is recomputed; `None` if it is not.
+
+        It cannot be where its activations are not saved for backward or other code decides what
+        becomes of them, such as a checkpoint around the layer. Nor can it be inside a transform of
+        `torch.func` or with tangents of forward-mode AD, of which a second forward would not know.
+        """
         layer = find_layer()
         if layer is None or not self.placement.recomputes(layer):
             return None
-        return find_recomputing(layer, self._hooks, self._recomputations, self.weights)
+        if not self._hooks.are_on_top() or has_tangents() or transform_level() is not None:
+            return None
+        return Recomputing(layer, self._hooks, self.recomputations, self.weights)
 
     def end_layer(self, layer: Layer, output: Any) -> None:
         """Note that a layer's forward has ended."""
@@ -587,7 +569,7 @@ class Engine:
             transfers.account.listener = self._record(transfers, self.modules, at_rest)
         self._bound_transfers()
         self.activations = Activations(self.transfers)
-        self._recomputations = Recomputations(self.activations, self._verifications)
+        self.recomputations = Recomputations(self.activations, self._verifications)
         self.executor = None
         if self.mode is not None:
             self.executor = ScheduleExecutor(self.mode, self.activations)

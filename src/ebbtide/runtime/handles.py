@@ -207,7 +207,7 @@ class SmallHold(Hold):
     def note_death(self) -> None:
         if self.pointers:
             self.transfers.live -= 1
-            self.transfers.account.give_kept(self.size_bytes)
+            self.transfers.account.take_kept(-self.size_bytes)
 
 
 @final
@@ -482,7 +482,7 @@ class StorageRecord(Record):
         unit: records of the schedule's unit with which this record moves; None if there is none.
         unwritten: whether the operator that saved the storage may still write it, so that its copy
             has not begun.
-        shared: layers other than `layer` that also saved the storage.
+        shared: layers other than `layer` that also saved the storage; None without one.
         saves: number of saved tensors that ever shared the record; `handles` counts the live ones.
         shape: shape of the saved tensor.
         dtype: its type.
@@ -545,7 +545,7 @@ class StorageRecord(Record):
         self.unit: UnitRecords | None = None
         self.tier = ""
         self.unwritten = False
-        self.shared: tuple[Layer | None, ...] = ()
+        self.shared: dict[Layer | None, None] | None = None
         self.saves = 0
         self.shape: tuple[int, ...] = ()
         self.dtype: torch.dtype | None = None

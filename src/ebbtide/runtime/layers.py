@@ -774,18 +774,7 @@ def parts_of(model: nn.Module, name: str) -> list[str]:
         model: the model.
         name: name of the module.
     """
-    return list(_parts(model.get_submodule(name), f"{name}."))
-
-
-def _parts(module: nn.Module, prefix: str) -> Iterator[str]:
-    for name, child in module.named_children():
-        path = f"{prefix}{name}"
-        if is_script(child) or next(child.parameters(), None) is None:
-            continue
-        if isinstance(child, nn.ModuleList | nn.ModuleDict):
-            yield from _parts(child, f"{path}.")
-        else:
-            yield path
+    return list(_cover(model.get_submodule(name), f"{name}.", set()))
 
 
 # ---- Checks that a policy fits the layers of a model ----

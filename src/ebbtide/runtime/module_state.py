@@ -15,7 +15,7 @@ import random
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator
-from typing import Any, Final, NamedTuple, final
+from typing import Any, Final, final
 
 import torch
 from torch import Tensor, nn
@@ -27,13 +27,13 @@ from ebbtide.runtime.outside import GONE, Outside, Variable, find_outside, is_it
 from ebbtide.runtime.parameter_index import ExchangedParameter
 from ebbtide.runtime.torch_internals import (
     KERNEL_SETTINGS,
-    TreeSpec,
     addresses_of,
     modules_of,
     parametrization_cache,
     parts_of,
     set_parametrization_cache,
     tree_flatten,
+    tree_unflatten,
 )
 from ebbtide.units import format_size
 
@@ -118,21 +118,16 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
 # ---- Separates the tensors among a call's arguments from the rest, so that they can be saved ----
 
 
-class _Place(NamedTuple):
-    """Stands for a tensor among the arguments: its place in the list of tensors."""
-
-    place: int
-
-
 @final
 class Arguments:
     """The arguments of one call: its tensors, and what is needed to make the same call again.
 
-    Tensors are found in tuples, named tuples, lists and dicts, nested or not. These containers are
-    copied, so it does no harm if the call changes them; so is a cache, see [Note: caches]. All
-    other objects are passed to the second call as they are. A tensor that occurs twice is listed
-    once, and the second call gets one tensor for both, because some modules ask whether two
-    arguments are the same object.
+    Tensors are found wherever torch's pytrees find them: in tuples, named tuples, lists and dicts,
+    nested or not, and in what a library has registered. These containers are made anew for the
+    second call, so it does no harm if the first one changes them; caches are copied, see
+    [Note: caches]. All other objects are passed to the second call as they are. A tensor that
+    occurs twice is listed once, and the second call gets one tensor for both, because some modules
+    ask whether two arguments are the same object.
 
     Args:
         args: the positional arguments.
@@ -148,12 +143,24 @@ class Arguments:
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.tensors: list[Tensor] = []
         self._first: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
-        self._caches: list[tuple[CopiedCache, Any]] = []
-        places: dict[int, _Place] = {}
-        self._kind: list[Hashable] = []
-        self._args = self._take_apart(args, places)
-        self._kwargs = self._take_apart(kwargs, places)
-        self.kind = tuple(self._kind)
+        self._leaves, self._structure = tree_flatten((args, kwargs), is_leaf=is_cache)
+        self._places: dict[int, int] = {}  # of the tensors among the leaves, in `tensors`
+        self._caches: dict[int, CopiedCache] = {}
+        known: dict[int, int] = {}
+        kind: list[Hashable] = [str(self._structure)]
+        for number, leaf in enumerate(self._leaves):
+            if isinstance(leaf, Tensor):
+                place = self._places[number] = known.setdefault(id(leaf), len(known))
+                if place == len(self.tensors):
+                    self.tensors.append(leaf)
+                kind += (place, leaf.dtype, leaf.requires_grad)
+                self._leaves[number] = None
+            else:
+                told: Any = leaf if leaf is None or type(leaf) is bool else type(leaf)
+                kind.append(told)
+                if is_cache(leaf):
+                    self._caches[number] = CopiedCache(leaf)
+        self.kind = tuple(kind)
 
     def take_tensors(self) -> list[Tensor]:
         """Return the tensors and forget them."""
@@ -167,53 +174,19 @@ class Arguments:
 
     def find_change(self) -> str:
         """Say what the first call has changed that the second call needs."""
-        caches, self._caches = self._caches, []
-        changes = [copied.find_change(cache) for copied, cache in caches]
+        changes = [copied.find_change(self._leaves[n]) for n, copied in self._caches.items()]
+        self._leaves = [None if n in self._caches else e for n, e in enumerate(self._leaves)]
         return next(filter(None, changes), "")
 
     def put_together(self, tensors: tuple[Tensor, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments, with other tensors in the places of those that were taken."""
-        return _put_together(self._args, tensors), _put_together(self._kwargs, tensors)
-
-    def _take_apart(self, value: Any, places: dict[int, _Place]) -> Any:
-        if isinstance(value, Tensor):
-            place = places.get(id(value))
-            if place is None:
-                place = places[id(value)] = _Place(len(self.tensors))
-                self.tensors.append(value)
-            self._kind += (place.place, value.dtype, value.requires_grad)
-            return place
-        kind = type(value)
-        told: Any = value if value is None or kind is bool else kind
-        self._kind.append(told)
-        if kind is dict:
-            self._kind += map(str, value)
-            return {key: self._take_apart(each, places) for key, each in value.items()}
-        if kind is list or kind is tuple:
-            self._kind.append(len(value))
-            return kind([self._take_apart(each, places) for each in value])
-        if isinstance(value, tuple) and hasattr(kind, "_fields"):
-            return kind(*[self._take_apart(each, places) for each in value])
-        if is_cache(value):
-            copied = CopiedCache(value)
-            self._caches.append((copied, value))
-            return copied
-        return value
-
-
-def _put_together(value: Any, tensors: tuple[Tensor, ...]) -> Any:
-    kind = type(value)
-    if kind is _Place:
-        return tensors[value.place]
-    if kind is CopiedCache:
-        return value.fresh()
-    if kind is dict:
-        return {key: _put_together(each, tensors) for key, each in value.items()}
-    if kind is list or kind is tuple:
-        return kind([_put_together(each, tensors) for each in value])
-    if isinstance(value, tuple) and hasattr(kind, "_fields"):
-        return kind(*[_put_together(each, tensors) for each in value])
-    return value
+        leaves = [*self._leaves]
+        for number, place in self._places.items():
+            leaves[number] = tensors[place]
+        for number, copied in self._caches.items():
+            leaves[number] = copied.fresh()
+        args, kwargs = tree_unflatten(leaves, self._structure)
+        return args, kwargs
 
 
 # ---- The states of all random numbers that a forward may draw ----
@@ -319,140 +292,78 @@ _OF_TORCH: Final = frozenset(vars(nn.Module())) - {"training"}
 
 
 @final
-class ModuleNote:
-    """All attributes of one module, which may be put back as they are now.
+class Note:
+    """What some variables hold, which may be put back as it is now.
 
-    Lists, sets and dicts among them, and those that hold the module's parameters, buffers,
-    submodules and hooks, are noted with their content, and so are small arrays of NumPy. Of
-    generators of random numbers the states are noted. What other objects are changed to is not
-    known.
+    Lists, sets and dicts among them are noted with their content, however deep, and so are small
+    arrays of NumPy. Of generators of random numbers the states are noted. What other objects are
+    changed to is not known.
 
     Args:
-        module: the module.
+        variables: variables outside of modules; see `find_outside`.
+        module: a module, all of whose attributes are noted, and the content of the dicts that hold
+            its parameters, buffers, submodules and hooks.
         lasting: whether the note outlives the forward that runs. Tensors are then noted without
             their graphs, which may hold the note.
 
     Attributes:
         module: as given.
-        tensors: tensors among the attributes.
-        iterator: the name of an iterator among the attributes; "" without one.
+        attributes: the attributes of the module.
+        tensors: tensors among what is noted, and in lists and dicts there, each with what holds it
+            and its name or number there.
+        iterator: the name of an iterator; "" without one.
     """
 
     __slots__ = (
-        *("_attributes", "_contents", "_empty", "_inner", "_inside"),
-        *("iterator", "module", "tensors"),
+        *("_contents", "_inner", "_lasting", "_own", "_variables"),
+        *("attributes", "iterator", "module", "tensors"),
     )
 
-    def __init__(self, module: nn.Module, *, lasting: bool = False) -> None:
+    def __init__(
+        self,
+        variables: Iterable[Variable] = (),
+        module: nn.Module | None = None,
+        *,
+        lasting: bool = False,
+    ) -> None:
         self.module = module
-        self.tensors: list[tuple[str, Tensor]] = []
-        self._inner: list[Callable[[], object]] = []
-        self._contents: list[tuple[str, Any, Any]] = []
-        self._empty: dict[str, Any] = {}
-        self.iterator = ""
-        self._inside: list[tuple[Any, Any]] = []
-        self._attributes = attributes = vars(module).copy()
-        for name, value in attributes.items():
-            kind = type(value)
-            if kind in _PLAIN:
-                continue
-            if kind in _CONTAINERS or name in _OF_TORCH:
-                if value:
-                    if name not in _OF_TORCH:
-                        inside = _containers_in(value)
-                        self._inside += ((e, _content_of(e, lasting=lasting)) for e in inside)
-                    self._contents.append((name, value, _content_of(value, lasting=lasting)))
-                else:
-                    self._empty[name] = value
-            elif isinstance(value, Tensor):
-                self.tensors.append((name, value))
-                if lasting:
-                    attributes[name] = _without_graph(value)
-            elif (put_back := _note_inner_state(value)) is not None:
-                self._inner.append(put_back)
-            elif is_iterator(value):
-                self.iterator = name
-
-    @property
-    def num_attributes(self) -> int:
-        """How many attributes the module has."""
-        return len(self._attributes)
-
-    def is_present(self) -> bool:
-        """Whether the module is surely as it was, so that there is nothing to put back."""
-        now, noted = vars(self.module), self._attributes
-        return (
-            len(now) == len(noted)
-            and all(map(operator.is_, now, noted))
-            and all(map(operator.is_, now.values(), noted.values()))
-            and not any(self._empty.values())
-            and not self._inner
-            and all(_holds(container, content) for _, container, content in self._contents)
-            and all(_holds(container, content) for container, content in self._inside)
-        )
-
-    def put_back(self) -> None:
-        """Give the module its attributes back."""
-        if self.is_present():
-            return
-        now, noted = vars(self.module), self._attributes
-        for name in now.keys() - noted.keys() - {"forward"}:
-            del now[name]
-        for name, value in noted.items():
-            if name != "forward" and name not in _OF_TORCH and now.get(name, now) is not value:
-                now[name] = value
-        for name in self._empty:
-            if now[name]:
-                _refill(now[name], ())
-        for name, _, content in self._contents:
-            if not _holds(now[name], content):
-                _refill(now[name], content)
-        for container, content in self._inside:
-            if not _holds(container, content):
-                _refill(container, content)
-        for put_back in self._inner:
-            put_back()
-
-
-@final
-class OutsideNote:
-    """What modules name outside of them, which may be put back as it is now; see `find_outside`.
-
-    Args:
-        variables: the variables.
-        lasting: as for `ModuleNote`.
-
-    Attributes:
-        tensors: tensors among the variables, and in lists and dicts among them.
-        iterator: the name of an iterator among them; "" without one.
-    """
-
-    __slots__ = ("_contents", "_generators", "_variables", "iterator", "tensors")
-
-    def __init__(self, variables: Iterable[Variable], *, lasting: bool = False) -> None:
         self.tensors: list[tuple[Any, Any, Tensor]] = []
-        self._generators: list[Callable[[], object]] = []
-        self._contents: list[tuple[Any, Any]] = []
-        self._variables: list[Variable] = []
         self.iterator = ""
-        for each in variables:
-            value = each.value
-            if type(value) in _CONTAINERS:
-                if len(value) > _MOST_ENTRIES:
-                    continue
-                for held in (value, *_containers_in(value)):
-                    self._contents.append((held, _content_of(held, lasting=lasting)))
-                    if not isinstance(held, set):
-                        pairs = dict.items(held) if isinstance(held, dict) else enumerate(held)
-                        self.tensors += ((held, k, t) for k, t in pairs if isinstance(t, Tensor))
-            elif isinstance(value, Tensor):
-                self.tensors.append((each.holder, each.name, value))
-                each = each._replace(value=_without_graph(value) if lasting else value)
-            elif (put_back := _note_inner_state(value)) is not None:
-                self._generators.append(put_back)
-            elif is_iterator(value):
-                self.iterator = each.name
-            self._variables.append(each)
+        self._lasting = lasting
+        self._inner: list[Callable[[], object]] = []
+        self._contents: list[tuple[Any, Any]] = []
+        self._own: list[tuple[str, Any]] = []
+        self._variables = [
+            each._replace(value=self._noted(*each))
+            for each in variables
+            if type(each.value) not in _CONTAINERS or len(each.value) <= _MOST_ENTRIES
+        ]
+        now = {} if module is None else vars(module)
+        self.attributes = attributes = now.copy()
+        for name, value in now.items():
+            if type(value) in _PLAIN:
+                continue
+            if name in _OF_TORCH:
+                self._own.append((name, _content_of(value, lasting=lasting) if value else ()))
+            else:
+                attributes[name] = self._noted(now, name, value)
+
+    def _noted(self, holder: Any, name: str, value: Any) -> Any:
+        """Note what a variable holds. Returns what it is to hold again."""
+        if type(value) in _CONTAINERS:
+            for held in (value, *_containers_in(value)):
+                self._contents.append((held, _content_of(held, lasting=self._lasting)))
+                if held and not isinstance(held, set):
+                    pairs = dict.items(held) if isinstance(held, dict) else enumerate(held)
+                    self.tensors += ((held, k, t) for k, t in pairs if isinstance(t, Tensor))
+        elif isinstance(value, Tensor):
+            self.tensors.append((holder, name, value))
+            return _without_graph(value) if self._lasting else value
+        elif (put_back := _note_inner_state(value)) is not None:
+            self._inner.append(put_back)
+        elif is_iterator(value):
+            self.iterator = name
+        return value
 
     @property
     def variables(self) -> list[Variable]:
@@ -460,15 +371,39 @@ class OutsideNote:
         present = [each._replace(value=each.now()) for each in self._variables]
         return [each for each in present if each.value is not GONE]
 
+    def is_present(self) -> bool:
+        """Whether the module is surely as it was, so that there is nothing to put back."""
+        now, noted = vars(self.module), self.attributes
+        return (
+            len(now) == len(noted)
+            and all(map(operator.is_, now, noted))
+            and all(map(operator.is_, now.values(), noted.values()))
+            and not self._inner
+            and all(_holds(now[name], content) for name, content in self._own)
+            and all(_holds(container, content) for container, content in self._contents)
+        )
+
     def put_back(self) -> None:
-        """Give the variables their values back."""
+        """Give the variables their values back, and the module its attributes."""
+        if self.module is not None:
+            if self.is_present():
+                return
+            now, noted = vars(self.module), self.attributes
+            for name in now.keys() - noted.keys() - {"forward"}:
+                del now[name]
+            for name, value in noted.items():
+                if name != "forward" and name not in _OF_TORCH and now.get(name, now) is not value:
+                    now[name] = value
+            for name, content in self._own:
+                if not _holds(now[name], content):
+                    _refill(now[name], content)
         for each in self._variables:
             if each.now() is not each.value:
                 each.holder[each.name] = each.value
         for container, content in self._contents:
             if not _holds(container, content):
                 _refill(container, content)
-        for put_back in self._generators:
+        for put_back in self._inner:
             put_back()
 
 
@@ -515,6 +450,8 @@ def _without_graph(tensor: Tensor) -> Tensor:
 def _holds(container: Any, content: Any) -> bool:
     if len(container) != len(content):
         return False
+    if not content:
+        return True
     if isinstance(container, dict):
         return dict.keys(container) == content.keys() and all(
             map(operator.is_, dict.values(container), content.values())
@@ -589,7 +526,7 @@ def note_settings(*, lasting: bool = False) -> Callable[[], None]:
     """Note the settings of torch that kernels depend on, and what parametrizations have cached.
 
     Args:
-        lasting: see `ModuleNote`.
+        lasting: see `Note`.
 
     Returns:
         What sets them as they were.
@@ -650,7 +587,7 @@ class ModuleState:
         self._put_back_settings = note_settings(lasting=True)
         self._weight_versions = weight_versions
         self._weights = weight_versions(module)
-        self._notes: list[ModuleNote] = []
+        self._notes: list[Note] = []
         self._copies: list[_CopiedTensor] = []
         self._constants: list[_UnchangedTensor] = []
         self._exchanged: list[tuple[Tensor, int]] = []
@@ -662,9 +599,9 @@ class ModuleState:
         modules = modules_of(module)
         variables, others = outside.find(module, modules)
         for each in (*modules, *others):
-            note = ModuleNote(each, lasting=True)
+            note = Note(module=each, lasting=True)
             self._notes.append(note)
-            kind += (each.training, note.num_attributes)
+            kind += (each.training, len(note.attributes))
             parameters, buffers = each._parameters, each._buffers
             if parameters:
                 for name, parameter in dict.items(parameters):
@@ -676,11 +613,10 @@ class ModuleState:
                 for name, buffer in buffers.items():
                     if buffer is not None:
                         self._note_tensor(buffers, name, buffer)
-            for name, tensor in note.tensors:
-                self._note_tensor(vars(each), name, tensor)
-        self._outside = OutsideNote(variables, lasting=True)
-        for holder, key, tensor in self._outside.tensors:
-            self._note_tensor(holder, key, tensor)
+        self._outside = Note(variables, lasting=True)
+        for note in (*self._notes, self._outside):
+            for place in note.tensors:
+                self._note_tensor(*place)
         self.iterator = self._outside.iterator or max(note.iterator for note in self._notes)
         self.kind = tuple(kind)
 
@@ -767,16 +703,19 @@ class ModuleState:
             SavedTensorModifiedError: a parameter or a large buffer has been modified since, or has
                 other memory.
         """
-        self._check_before_recomputation()
-        present = [note if note.is_present() else ModuleNote(note.module) for note in self._notes]
+        change = self.find_later_change()
+        if change:
+            raise SavedTensorModifiedError(change)
+        notes = self._notes
+        present = [note if note.is_present() else Note(module=note.module) for note in notes]
         put_back_settings = note_settings()
-        outside = OutsideNote(self._outside.variables)
+        outside = Note(self._outside.variables)
         trained = [(weight, weight.requires_grad) for weight, _ in self._trained]
         put_back_numbers = _note_numbers_of_python()
         try:
             self._put_back_numbers()
             self._put_back_settings()
-            for note, now in zip(self._notes, present, strict=True):
+            for note, now in zip(notes, present, strict=True):
                 if note is not now:
                     note.put_back()
             self._outside.put_back()
@@ -797,35 +736,32 @@ class ModuleState:
             put_back_settings()
             put_back_numbers()
 
-    def finds_changes(self) -> bool:
-        """Whether a parameter or a large buffer is not as the first forward has used it."""
-        changed = any(each.is_modified() or each.is_elsewhere() for each in self._constants)
-        return changed or self._weight_versions(self._module) != self._weights
-
-    def _check_before_recomputation(self) -> None:
+    def find_later_change(self) -> str:
+        """Say which parameter or large buffer is not as the first forward has used it."""
         # A layer is recomputed with the weights that its forward has used.
         # A weight that was written since would give gradients of neither the old nor the new one.
         for each in self._constants:
             tensor = each.tensor
             if each.is_modified():
-                raise SavedTensorModifiedError(
+                return (
                     f"{self._name_of(tensor)} of {self._where} was modified in place after the "
                     f"layer's forward had used it at version {each.version}; it is at version "
                     f"{tensor._version} when backward runs the forward again. Call backward "
                     f"before optimizer.step()"
                 )
             if each.is_elsewhere():
-                raise SavedTensorModifiedError(
+                return (
                     f"{self._name_of(tensor)} of {self._where} was given other memory "
                     f"(`parameter.data = ...`) after the layer's forward had used it, and backward "
                     f"runs the forward again. Assign weights after backward"
                 )
         if self._weight_versions(self._module) != self._weights:
-            raise SavedTensorModifiedError(
+            return (
                 f"a weight of {self._where}, whose values are offloaded, was modified after the "
                 f"layer's forward had used it, and backward runs the forward again. Call backward "
                 f"before optimizer.step()"
             )
+        return ""
 
 
 def _set_trained(weights: list[tuple[Tensor, bool]]) -> None:
@@ -926,8 +862,8 @@ class ForwardState:
     These are the random numbers of torch, of the model's device, of Python and of NumPy, the
     buffers, the other attributes of the modules, with the lists, sets and dicts among them, and
     what their code names outside of modules. The arguments, the parameters, their gradients,
-    buffers of more than 1 MiB in all, and tensors outside of modules must be unchanged. What a
-    forward does to other objects is not known.
+    buffers of more than 1 MiB in all, and other tensors among attributes and outside of modules
+    must be unchanged. What a forward does to other objects is not known.
 
     Args:
         model: the model.
@@ -937,19 +873,19 @@ class ForwardState:
 
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._arguments = args, kwargs
-        self._leaves, self._structure = _flatten(args, kwargs)
+        self._leaves, self._structure = tree_flatten((args, kwargs))
         modules = modules_of(model)
         variables, others = find_outside(modules)
         modules += others
-        self._attributes = [ModuleNote(module) for module in modules]
-        self._outside = OutsideNote(variables)
+        self._notes = [*(Note(module=module) for module in modules), Note(variables)]
         self._buffers: list[tuple[nn.Module, str, Tensor, Tensor]] = []
         constants = [each for each in self._leaves if isinstance(each, Tensor)]
         # Offloaded and sharded weights are of other types; each forward gets them anew.
         constants += (each for each in model.parameters() if type(each) is nn.Parameter)
         self._gradients = [(each, each.grad) for each in model.parameters()]
         constants += (each for _, each in self._gradients if each is not None)
-        constants += (each for _, _, each in self._outside.tensors if not is_lazy(each))
+        noted = [each for note in self._notes for _, _, each in note.tensors]
+        constants += (e for e in noted if not is_lazy(e) and not isinstance(e, ExchangedParameter))
         left_bytes = _MOST_BUFFER_BYTES
         for module in modules:
             for name, buffer in module._buffers.items():
@@ -968,11 +904,11 @@ class ForwardState:
         """Whether the forward has changed only what `put_back` puts back, as far as is known."""
         if _num_processes() > 1:
             return False  # the others wait where this one was
-        if self._outside.iterator or any(each.iterator for each in self._attributes):
+        if any(note.iterator for note in self._notes):
             return False
         if any(each.grad is not before for each, before in self._gradients):
             return False
-        leaves, structure = _flatten(*self._arguments)
+        leaves, structure = tree_flatten(self._arguments)
         same = len(leaves) == len(self._leaves) and structure == self._structure
         if not same or any(map(is_cache, leaves)):
             return False
@@ -983,9 +919,8 @@ class ForwardState:
     def put_back(self) -> None:
         """Put back what the forward began with."""
         self._put_back_numbers()
-        for attributes in self._attributes:
-            attributes.put_back()
-        self._outside.put_back()
+        for note in self._notes:
+            note.put_back()
         for module, name, buffer, copied in self._buffers:
             module._buffers[name] = buffer
             with torch.no_grad():
@@ -997,7 +932,3 @@ def _num_processes() -> int:
     if not distributed.is_available() or not distributed.is_initialized():
         return 1
     return distributed.get_world_size()
-
-
-def _flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], TreeSpec]:
-    return tree_flatten((args, kwargs))

@@ -425,7 +425,6 @@ class Placement:
 
     Args:
         policy: which layers are offloaded, and from what size.
-        plan: decisions for single storages, which replace those of the policy.
         layers_only: whether all storages saved outside layers are kept, whatever the policy says.
             That is so where a schedule is followed, because a schedule names layers.
 
@@ -433,25 +432,23 @@ class Placement:
         min_bytes: smaller storages are kept.
         num_calls: number of layer calls in a forward, once that is known.
         finder: finds the calls that rebuild storages; None if nothing is rebuilt.
+        packs: whether masks and indices are packed before they leave.
+        verifies_first: whether the policy recomputes layers, which are verified before that.
         refused: names of layers that cannot be recomputed. What they save is offloaded instead.
         wanted_again: layer and number of storages that stay on the device because a second
             backward needs them: see `Activations.wanted_again`. The plan can say otherwise.
     """
 
-    def __init__(
-        self, policy: ActivationPolicy, plan: Plan | None = None, *, layers_only: bool = False
-    ) -> None:
+    def __init__(self, policy: ActivationPolicy, *, layers_only: bool = False) -> None:
         self._layers_only = layers_only
         self.min_bytes = max(int(policy.min_bytes), 1)  # no bytes, no copy
         self.num_calls: int | None = None
         self.wanted_again: Set[tuple[int | None, int]] = frozenset()
         self.refused: Container[str] = ()
         self._policy = policy
-        self._plan: Plan = {} if plan is None else plan
-        self._layers: PlannedLayers | None = None
-        self._rebuilds = policy.rebuild
-        rebuilds = policy.rebuild or REBUILD in self._plan.values()
-        self.finder = RebuildFinder() if rebuilds else None
+        self.packs, self.verifies_first = policy.rebuild, policy.recomputes
+        self.finder: RebuildFinder | None = None
+        self.follow(None)
 
     def follow(self, layers: PlannedLayers | None) -> None:
         """Have a plan for all layers decide, instead of the policy, from the next forward on.
@@ -463,20 +460,10 @@ class Placement:
             layers: the plan; None lets the policy decide again.
         """
         self._layers = layers
-        self._plan = {} if layers is None else layers.decisions
+        self._plan: Plan = {} if layers is None else layers.decisions
         self._rebuilds = self._policy.rebuild if layers is None else layers.rebuilds
         if self.finder is None and (self._rebuilds or REBUILD in self._plan.values()):
             self.finder = RebuildFinder()
-
-    @property
-    def packs(self) -> bool:
-        """Whether masks and indices are packed before they leave."""
-        return self._policy.rebuild
-
-    @property
-    def verifies_first(self) -> bool:
-        """Whether the policy recomputes layers, which are verified before that."""
-        return self._policy.recomputes
 
     @property
     def wants_any(self) -> bool:
@@ -485,7 +472,7 @@ class Placement:
         if self._layers_only or self._layers is not None:
             return False
         chosen = policy.num_layers != 0 and policy.fraction > 0
-        return policy.rebuild or chosen or any(each is not KEEP for each in self._plan.values())
+        return policy.rebuild or chosen
 
     def offloads(self, layer: Layer | None) -> bool:
         """Whether the storages of a layer are offloaded by default.

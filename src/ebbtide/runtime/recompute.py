@@ -47,10 +47,8 @@ from ebbtide.runtime.saved_tensors import SavedTensorHooks
 from ebbtide.runtime.stats import Account
 from ebbtide.runtime.torch_internals import (
     current_graph_task,
-    has_tangents,
     sequence_number,
     top_hooks,
-    transform_level,
 )
 from ebbtide.runtime.transfers import Transfers
 from ebbtide.runtime.verification import (
@@ -110,7 +108,7 @@ class RecomputedHold(Hold):
     def note_death(self) -> None:
         self.transfers.live -= 1
         layer = self.call.layer
-        self.transfers.account.give(self.held_bytes, Owner.RECOMPUTED, layer)
+        self.transfers.account.take(-self.held_bytes, Owner.RECOMPUTED, layer)
 
 
 @final
@@ -204,7 +202,7 @@ class Recomputations:
         self._note_freed(hold.call.size_bytes)  # of the layer whose backward has ended
         with self._gate:
             layer = hold.call.layer
-            self._account.give(hold.held_bytes, Owner.RECOMPUTED, layer)
+            self._account.take(-hold.held_bytes, Owner.RECOMPUTED, layer)
             hold.held_bytes = hold.call.size_bytes + hold.call.borrowed_bytes
             self._account.take(hold.held_bytes, Owner.RECOMPUTED, layer)
         recorder = self._account.recorder
@@ -270,22 +268,6 @@ class Recomputing(NamedTuple):
     weights: RestingWeights | None
 
 
-def find_recomputing(
-    layer: Layer, hooks: SavedTensorHooks, account: Recomputations, weights: RestingWeights | None
-) -> Recomputing | None:
-    """Say whether a call that the policy chooses can be recomputed.
-
-    It is not where its activations are not saved for backward or other code decides what becomes of
-    them, such as a checkpoint around the layer. Nor is it inside a transform of `torch.func` or
-    with tangents of forward-mode AD, of which a second forward would not know.
-    """
-    if not hooks.are_on_top() or has_tangents():
-        return None
-    if transform_level() is not None:
-        return None
-    return Recomputing(layer, hooks, account, weights)
-
-
 def recompute_later(
     recomputing: Recomputing,
     module: nn.Module,
@@ -340,8 +322,7 @@ def recompute_later(
     if device.type != "cpu" and not any(tensor.device == device for tensor in tensors):
         # The checkpoint restores the random numbers of the devices that it finds tensors on.
         tensors = [*tensors, torch.empty(0, device=device)]
-    stops_early = verified is None or verified.stops_early
-    result = checkpoint(call.run, *tensors, use_reentrant=False, early_stop=stops_early)
+    result = checkpoint(call.run, *tensors, use_reentrant=False)
     change = call.find_change(tensors)
     if change and verified is not None:
         raise PolicyError(
@@ -437,7 +418,7 @@ class _Call(ABC):
 
     def finds_changes(self) -> bool:
         """Whether a parameter or a large buffer is not as the first forward has used it."""
-        return self._state.finds_changes()
+        return bool(self._state.find_later_change())
 
     @contextlib.contextmanager
     def _as_first(

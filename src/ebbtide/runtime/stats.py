@@ -350,7 +350,7 @@ class Account:
     def take(
         self, size_bytes: int, owner: Owner, layer: Layer | None, source: Record | None = None
     ) -> None:
-        """Count bytes of saved tensors that come to the device.
+        """Count bytes of saved tensors that come to the device; a negative number of them leave it.
 
         Args:
             size_bytes: how many.
@@ -365,29 +365,14 @@ class Account:
             address = None if source is None else source.source_address
             self.memory.change(owner, layer, size_bytes, address)
 
-    def give(
-        self, size_bytes: int, owner: Owner, layer: Layer | None, source: Record | None = None
-    ) -> None:
-        """Count bytes of saved tensors that leave the device, as `take` counted them."""
-        self.device_bytes -= size_bytes
-        if self.memory is not None:
-            address = None if source is None else source.source_address
-            self.memory.change(owner, layer, -size_bytes, address)
-
     def take_kept(
         self, size_bytes: int, layer: Layer | None = None, source: Record | None = None
     ) -> None:
-        """Count bytes of saved tensors that stay on the device."""
+        """Count bytes that stay on the device; a negative number of them are held no more."""
         self.kept_bytes += size_bytes
-        self.meter.kept_bytes += size_bytes
+        if size_bytes > 0:
+            self.meter.kept_bytes += size_bytes
         self.take(size_bytes, Owner.KEPT, layer, source)
-
-    def give_kept(
-        self, size_bytes: int, layer: Layer | None = None, source: Record | None = None
-    ) -> None:
-        """Count bytes of kept tensors that no graph holds any more."""
-        self.kept_bytes -= size_bytes
-        self.give(size_bytes, Owner.KEPT, layer, source)
 
     def take_weights(self, size_bytes: int, layer: Layer | None = None) -> None:
         """Count bytes of weights that come to the device; a negative number of them leave it."""

@@ -185,7 +185,7 @@ class Offloads:
             self.retire_finished()
         if retain:
             self.start(record)
-            self._retain(record)
+            self.retain(record)
         else:
             if self.queued_bytes + record.size_bytes > self.bound_bytes:
                 self.make_room(record.size_bytes)
@@ -195,13 +195,14 @@ class Offloads:
                 if not self.keeps_if_full:
                     raise
                 self.num_refused += 1
-                self.pend(record)
+                self.retain(record)
                 return
             self.enqueue(record)
 
-    def pend(self, record: Record) -> None:
-        """Hold the source of a new record until a schedule starts its copy."""
-        self._retain(record)
+    def retain(self, record: Record) -> None:
+        """Hold the source of a record until a schedule starts its copy, or releases it."""
+        self.retained_bytes += record.size_bytes
+        self._account.take(record.size_bytes, _LEAVING, record.layer, record)
 
     def start(self, record: Record) -> None:
         """Queue the copy down of a record that is PENDING. Its source is retained from now on.
@@ -293,16 +294,12 @@ class Offloads:
         record = self.queue.popleft()
         self.queued_bytes -= record.size_bytes
         if record.kind is ACTIVATION:
-            self._account.give(record.size_bytes, _LEAVING, record.layer, record)
+            self._account.take(-record.size_bytes, _LEAVING, record.layer, record)
         self._release(record)
-
-    def _retain(self, record: Record) -> None:
-        self.retained_bytes += record.size_bytes
-        self._account.take(record.size_bytes, _LEAVING, record.layer, record)
 
     def _give_up_retained(self, record: Record) -> None:
         self.retained_bytes -= record.size_bytes
-        self._account.give(record.size_bytes, _LEAVING, record.layer, record)
+        self._account.take(-record.size_bytes, _LEAVING, record.layer, record)
 
     def _release(self, record: Record) -> None:
         assert record.offloaded is not None
@@ -432,7 +429,7 @@ class Reloads:
             owner, state = Owner.REBUILT, REBUILDABLE
         del self.buffered[record]
         self.buffered_bytes -= record.size_bytes
-        self._account.give(record.size_bytes, owner, record.layer)
+        self._account.take(-record.size_bytes, owner, record.layer)
         self.free(record, state)
 
     def note_read(self, record: Record, generation: int) -> int:
@@ -700,22 +697,19 @@ class Transfers:
         self._closing = True
         self.settle()
 
-    def finish_step_if_over(self) -> None:
-        """End the step if no forward runs and no graph holds one of its saved tensors."""
-        if self.live or self.running or not self.account.meter.num_saved:
-            return
-        has_more = self._has_more()
-        if has_more is None or not has_more():
-            self._finish_step()
+    def finish_step_if_over(self, *, with_graphs: bool = False) -> bool:
+        """End the step if no forward runs, and no schedule says that it goes on.
 
-    def finish_step_with_graphs(self) -> bool:
-        """End the step although graphs are alive, unless a schedule says that it goes on.
+        Args:
+            with_graphs: end it even if graphs hold some of its saved tensors.
 
         Returns:
             Whether it has ended.
         """
+        if (self.live and not with_graphs) or self.running or not self.account.meter.num_saved:
+            return False
         has_more = self._has_more()
-        if self.running or not self.account.meter.num_saved or (has_more and has_more()):
+        if has_more is not None and has_more():
             return False
         self._finish_step()
         return True

@@ -39,14 +39,11 @@ class Verified(NamedTuple):
     """What is known of a kind of call whose forward gives the same bits again.
 
     Attributes:
-        stops_early: whether the second forward may end with the last tensor that is saved. An
-            operation may save a tensor before its kernel fills it, as `nn.RReLU` does.
         sampled: number of a saved tensor that each recomputation compares a sample of; -1: none.
         unsaved: the parameters that the forward does not save; see `ModuleState.copy_unsaved`.
         unfilled: numbers of the saved tensors that are not compared; see `find_unfilled`.
     """
 
-    stops_early: bool
     sampled: int
     unsaved: frozenset[int] = frozenset()
     unfilled: frozenset[int] = frozenset()
@@ -108,11 +105,11 @@ class SavedDigests:
     """Digests of the tensors that a forward saves, in their order.
 
     A tensor may be saved before its kernel fills it. So it is digested when the operation that has
-    saved it is done, which is when the next one begins.
+    saved it is done, which is when the next one begins. See [Note: tensors saved before they are
+    written] in `ebbtide.runtime.activations`.
 
     Args:
-        first: whether this is the first of two forwards. It takes the digest at once, too, to tell
-            which tensors are filled later.
+        first: whether this is the first of two forwards.
 
     Attributes:
         memory: digests of parameters, large buffers and inputs, which a forward must not change.
@@ -123,7 +120,6 @@ class SavedDigests:
 
     def __init__(self, *, first: bool) -> None:
         self.forms: list[tuple[Any, ...]] = []
-        self.at_once: list[list[Digest]] = []
         self.digests: list[list[Digest]] = []
         self.operations: list[int] = []
         self.can_be_sampled: list[bool] = []
@@ -151,8 +147,9 @@ class SavedDigests:
         self.forms.append((tensor.shape, stride, tensor.dtype, tensor.device))
         self.operations.append(operation)
         if self._is_first:
-            self.at_once.append(digest(tensor))
-            self.can_be_sampled.append(not is_weight and sample(tensor) is not None)
+            # A sample is taken when the tensor is saved, so nobody may write it after that.
+            made = tensor.grad_fn is not None and not is_weight
+            self.can_be_sampled.append(made and sample(tensor) is not None)
             if is_weight:
                 self.weights.update(addresses_of(tensor))
         self._pending.append((len(self.digests), tensor.detach()))
@@ -231,40 +228,35 @@ def _compare(first: SavedDigests, second: SavedDigests) -> Callable[[], Verified
     """
     if first.forms != second.forms:
         return lambda: "saves other tensors when it runs again"
-    pairs = []  # the number of a saved tensor, whether one digest was taken at once, and both
-    for number, one in enumerate(first.digests):
-        if number in second.unfilled:
-            continue
-        for others, late in ((second.digests[number], False), (first.at_once[number], True)):
-            pairs += [(number, late, *both) for both in zip(one, others, strict=True)]
-    pairs += [(-1, False, *both) for both in zip(first.memory, second.memory, strict=True)]
+    pairs = [(-1, *both) for both in zip(first.memory, second.memory, strict=True)]
+    for number, each in enumerate(first.digests):
+        if number not in second.unfilled:
+            both_forwards = zip(each, second.digests[number], strict=True)
+            pairs += [(number, *both) for both in both_forwards]
     left: list[Tensor] = []
     right: list[Tensor] = []
-    where: list[tuple[int, bool]] = []
-    differing = []
-    for number, late, each, other in pairs:
-        if isinstance(each, Tensor) and isinstance(other, Tensor):
-            where.append((number, late))
-            left.append(each.to(left[0].device) if left else each)
+    where: list[int] = []  # the number of a saved tensor; -1: memory that must not change
+    differing: list[int] = []
+    for number, one, other in pairs:
+        if isinstance(one, Tensor) and isinstance(other, Tensor):
+            where.append(number)
+            left.append(one.to(left[0].device) if left else one)
             right.append(other.to(left[0].device))
-        elif isinstance(each, Tensor) or isinstance(other, Tensor) or each != other:
-            differing.append((number, late))
+        elif isinstance(one, Tensor) or isinstance(other, Tensor) or one != other:
+            differing.append(number)
     flags = torch.stack(left) != torch.stack(right) if left else None
 
     def resolve() -> Verified | str:
         found = [*differing]
         if flags is not None:
             found += itertools.compress(where, flags.tolist())
-        if any(number >= 0 and not is_late for number, is_late in found):
+        if any(number >= 0 for number in found):
             return "gives other values when it runs again"
-        if (-1, False) in found:
+        if found:
             return "changes a weight, a buffer or an input when it runs again"
-        late = {number for number, _ in found}
-        last = first.operations[-1] if first.operations else 0
-        stops_early = not any(first.operations[number] == last for number in late)
-        no_samples = late | second.unfilled
-        sampled = [n for n, can in enumerate(first.can_be_sampled) if can and n not in no_samples]
-        return Verified(stops_early, sampled[-1] if sampled else -1, first.unsaved, second.unfilled)
+        can_be = [n for n, can in enumerate(first.can_be_sampled) if can]
+        sampled = [n for n in can_be if n not in second.unfilled]
+        return Verified(sampled[-1] if sampled else -1, first.unsaved, second.unfilled)
 
     return resolve
 
