@@ -82,8 +82,9 @@ class Wrong(nn.Module):
             "activations": ebbtide.ActivationPolicy(min_bytes=1),
             "weights": ebbtide.WeightPolicy(min_bytes=1),
         },
+        {"activations": ebbtide.ActivationPolicy(min_bytes=1, rebuild=False)},
     ],
-    ids=["activations", "recompute", "weights"],
+    ids=["activations", "recompute", "weights", "not rebuilt"],
 )
 def test_an_offloaded_model_is_the_same_under_every_provocation(
     offload: dict[str, object] | None,
