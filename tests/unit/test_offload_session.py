@@ -80,8 +80,9 @@ def test_nothing_is_counted_where_autograd_does_not_record() -> None:
             assert loop.stats.num_offloaded > 0
 
 
-def test_an_interrupted_forward_begins_again() -> None:
-    layers = blocks(4)
+@pytest.mark.parametrize("keeps_graph", [False, True])
+def test_an_interrupted_forward_begins_again(keeps_graph: bool) -> None:
+    layers, kept = blocks(4), []
     x = torch.randn(64, 32)
     run(None, layers, x).backward()
     expected = gradients(layers)
@@ -95,11 +96,12 @@ def test_an_interrupted_forward_begins_again() -> None:
                         if number == stop:
                             raise ZeroDivisionError
                     h = loop.sync(h)
+            kept += [h] * keeps_graph
             del h
             gc.collect()
             run(loop, layers, x).backward()
             assert_same(gradients(layers), expected)
-            assert loop.stats.num_offloaded > 0
+            assert keeps_graph or loop.stats.num_offloaded > 0  # it is part of the step
 
 
 def test_a_backward_that_never_comes_begins_again() -> None:
