@@ -76,6 +76,23 @@ def test_six_hundred_parameters_need_few_descriptors() -> None:
     assert after <= before + 2
 
 
+SMALL_FILES = """
+import resource
+from test_mapped_files import make, step
+import ebbtide, torch
+
+resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))
+model = make()
+ebbtide.offload(model, weights=ebbtide.WeightPolicy(min_bytes=0))
+step(model, torch.optim.AdamW(model.parameters()))
+"""
+
+
+def test_files_that_may_not_be_large_are_small() -> None:
+    folder = Path(__file__).parent
+    subprocess.run([sys.executable, "-c", SMALL_FILES], check=True, cwd=folder)
+
+
 class OutOfPlace(torch.optim.Optimizer):
     """Momentum that is a new tensor after every step."""
 

@@ -179,8 +179,9 @@ def test_what_cannot_be_honoured_is_refused() -> None:
         handle.overlap(fused(model.parameters()), shadow_budget="much")
     replaced = fused(model.parameters())
     replaced.step = lambda: None
-    with pytest.raises(ebbtide.PolicyError):
-        handle.overlap(replaced)
+    for other in (replaced, model, list(model.parameters())):
+        with pytest.raises(ebbtide.PolicyError):
+            handle.overlap(other)
     with pytest.raises(ebbtide.PolicyError, match="max_norm"):
         handle.overlap(fused(model.parameters())).clip_grad_norm_()
     twice = handle.overlap(fused(model.parameters()))
