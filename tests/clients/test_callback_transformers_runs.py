@@ -160,7 +160,7 @@ def test_two_trainers_at_once(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         ({"budget": "20 apples"}, "budget"),
-        ({"budget": "0B"}, "budget must be more than 0"),
+        ({"budget": "0B"}, "is 0 bytes"),
         ({"budget": "1GiB", "plan": "plan.json"}, "budget makes a plan"),
         ({"activations": True}, "activations must be"),
         ({"weights": SMALL}, "weights must be"),

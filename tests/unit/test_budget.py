@@ -428,10 +428,10 @@ def test_a_plan_is_saved_and_loaded(memory: LiveMemory, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("budget", "message"),
     [
-        ("0%", "more than 0"),
+        ("0%", "is 0 bytes"),
         ("120%", "100%"),
         ("much", "cannot be read"),
-        (0, "more than 0"),
+        (0, "is 0 bytes"),
         (-5, "not be negative"),
         (True, "number of bytes"),
         (1.5, "number of bytes"),
