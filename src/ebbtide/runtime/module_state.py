@@ -285,7 +285,7 @@ def _bytes_of(owner: object) -> Any:
 
 _MOST_COPIED_BYTES: Final = 64 * 2**10
 _MOST_ENTRIES: Final = 10_000  # of a list or dict outside of modules that is noted with its content
-_PLAIN: Final = frozenset({bool, int, float, str, type(None), tuple})
+_PLAIN: Final = frozenset({bool, int, float, str, type(None)})
 _CONTAINERS: Final = frozenset({dict, OrderedDict, defaultdict, Counter, list, deque, set})
 _OF_TORCH: Final = frozenset(vars(nn.Module())) - {"training"}
 """The attributes of every module that hold its parameters, buffers, submodules and hooks."""
@@ -295,9 +295,9 @@ _OF_TORCH: Final = frozenset(vars(nn.Module())) - {"training"}
 class Note:
     """What some variables hold, which may be put back as it is now.
 
-    Lists, sets and dicts among them are noted with their content, however deep, and so are small
-    arrays of NumPy. Of generators of random numbers the states are noted. What other objects are
-    changed to is not known.
+    Lists, sets and dicts among them are noted with their content, however deep and in tuples, too,
+    and so are small arrays of NumPy. Of generators of random numbers the states are noted. What
+    other objects are changed to is not known.
 
     Args:
         variables: variables outside of modules; see `find_outside`.
@@ -309,8 +309,8 @@ class Note:
     Attributes:
         module: as given.
         attributes: the attributes of the module.
-        tensors: tensors among what is noted, and in lists and dicts there, each with what holds it
-            and its name or number there.
+        tensors: tensors among what is noted, and in lists, dicts and tuples there, each with what
+            holds it and its name or number there.
         iterator: the name of an iterator; "" without one.
     """
 
@@ -350,9 +350,10 @@ class Note:
 
     def _noted(self, holder: Any, name: str, value: Any) -> Any:
         """Note what a variable holds. Returns what it is to hold again."""
-        if type(value) in _CONTAINERS:
+        if type(value) in _CONTAINERS or isinstance(value, tuple):
             for held in (value, *_containers_in(value)):
-                self._contents.append((held, _content_of(held, lasting=self._lasting)))
+                if not isinstance(held, tuple):
+                    self._contents.append((held, _content_of(held, lasting=self._lasting)))
                 if held and not isinstance(held, set):
                     pairs = dict.items(held) if isinstance(held, dict) else enumerate(held)
                     self.tensors += ((held, k, t) for k, t in pairs if isinstance(t, Tensor))
@@ -408,7 +409,7 @@ class Note:
 
 
 def _containers_in(container: Any) -> Iterator[Any]:
-    """Yield the lists, sets and dicts inside one of them, however deep, each once."""
+    """Yield the lists, sets, dicts and tuples inside one of them, however deep, each once."""
     known = {id(container)}
     rest = [container]
     while rest:
@@ -416,7 +417,8 @@ def _containers_in(container: Any) -> Iterator[Any]:
         if isinstance(each, set):  # of what cannot change
             continue
         for inner in dict.values(each) if isinstance(each, dict) else each:
-            if type(inner) in _CONTAINERS and id(inner) not in known:
+            is_held = type(inner) in _CONTAINERS or isinstance(inner, tuple)
+            if is_held and id(inner) not in known:
                 known.add(id(inner))
                 rest.append(inner)
                 yield inner
@@ -640,7 +642,8 @@ class ModuleState:
         if is_lazy(tensor):
             self.is_lazy = True
         elif not isinstance(tensor, nn.Parameter | ExchangedParameter):
-            if _size_bytes(tensor) <= _MOST_COPIED_BYTES:
+            # Nothing takes the place of a tensor in a tuple, so it has to stay as it is.
+            if _size_bytes(tensor) <= _MOST_COPIED_BYTES and not isinstance(holder, tuple):
                 self._copies.append(_CopiedTensor(holder, name, tensor))
             elif not tensor.is_inference():
                 self._constants.append(_UnchangedTensor(_without_graph(tensor)))
