@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 import ebbtide
 from benchmarks import record
+from benchmarks.models import UNet
 from ebbtide.stores.measured_memory import AbstractMemory, ProcessMemory
 from ebbtide.tools.darcy import gaussian_field
 
@@ -304,27 +305,7 @@ def _unet() -> tuple[nn.Module, Step]:
             nn.ReLU(),
         )
 
-    class UNet(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.downs = nn.ModuleList([stage(1, 24), stage(24, 48), stage(48, 96)])
-            self.middle = stage(96, 96)
-            self.ups = nn.ModuleList([stage(192, 48), stage(96, 24), stage(48, 24)])
-            self.head = nn.Conv2d(24, 1, 1)
-
-        def forward(self, x: Tensor) -> Tensor:
-            skips = []
-            for down in self.downs:
-                x = down(x)
-                skips.append(x)
-                x = nn.functional.max_pool2d(x, 2)
-            x = self.middle(x)
-            for up in self.ups:
-                x = nn.functional.interpolate(x, scale_factor=2.0)
-                x = up(torch.cat([x, skips.pop()], dim=1))
-            return self.head(x)  # type: ignore[no-any-return]
-
-    model, x = UNet(), _field(4, 1, 192)
+    model, x = UNet(stage, (24, 48, 96)), _field(4, 1, 192)
     return model, lambda: model(x).square().mean()
 
 

@@ -1,11 +1,12 @@
-"""The two models that benchmarks train: a transformer and a Fourier neural operator.
+"""Models that benchmarks train: a transformer, a Fourier neural operator and a UNet.
 
-Both are written in plain torch, so that they run wherever torch does. Both consist of an input
-layer, a list of equal blocks and an output layer.
+All are written in plain torch, so that they run wherever torch does. The first two consist of an
+input layer, a list of equal blocks and an output layer.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import final
 
 import torch
@@ -149,3 +150,35 @@ def fno(channels: int, modes: int, dimensions: int, num_layers: int = 4) -> Stac
     """
     blocks: list[nn.Module] = [FNOBlock(channels, modes, dimensions) for _ in range(num_layers)]
     return Stack(Pointwise(1, 2 * channels, channels), blocks, Pointwise(channels, 2 * channels, 1))
+
+
+@final
+class UNet(nn.Module):
+    """Three stages down, one in the middle and three up, which read what those down gave.
+
+    Args:
+        stage: builds a stage from the numbers of its input and output channels.
+        widths: channels of the stages down.
+    """
+
+    def __init__(
+        self, stage: Callable[[int, int], nn.Module], widths: tuple[int, int, int]
+    ) -> None:
+        super().__init__()
+        a, b, c = widths
+        self.downs = nn.ModuleList([stage(1, a), stage(a, b), stage(b, c)])
+        self.middle = stage(c, c)
+        self.ups = nn.ModuleList([stage(2 * c, b), stage(2 * b, a), stage(2 * a, a)])
+        self.head = nn.Conv2d(a, 1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        skips = []
+        for down in self.downs:
+            x = down(x)
+            skips.append(x)
+            x = F.max_pool2d(x, 2)
+        x = self.middle(x)
+        for up in self.ups:
+            x = F.interpolate(x, scale_factor=2.0)
+            x = up(torch.cat([x, skips.pop()], dim=1))
+        return self.head(x)  # type: ignore[no-any-return]

@@ -21,12 +21,11 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import ebbtide
 from benchmarks import record
-from benchmarks.models import Stack, TransformerBlock
+from benchmarks.models import Stack, TransformerBlock, UNet
 from ebbtide.planning import PlanBudget, PlannedStep, StepTiming, offload_first, rule_plans
 from ebbtide.stores.measured_memory import AbstractMemory, memory_of
 from ebbtide.tools.models import LanguageModel, LanguageModelShape
@@ -275,27 +274,6 @@ def _stage(inputs: int, outputs: int) -> nn.Module:
     return nn.Sequential(*first, nn.Conv2d(outputs, outputs, 3, padding=1), nn.ReLU())
 
 
-class _UNet(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.downs = nn.ModuleList([_stage(1, 24), _stage(24, 48), _stage(48, 64)])
-        self.middle = _stage(64, 64)
-        self.ups = nn.ModuleList([_stage(128, 48), _stage(96, 24), _stage(48, 24)])
-        self.head = nn.Conv2d(24, 1, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        skips = []
-        for down in self.downs:
-            x = down(x)
-            skips.append(x)
-            x = F.max_pool2d(x, 2)
-        x = self.middle(x)
-        for up in self.ups:
-            x = F.interpolate(x, scale_factor=2.0)
-            x = up(torch.cat([x, skips.pop()], dim=1))
-        return self.head(x)  # type: ignore[no-any-return]
-
-
 class _Residual(nn.Module):
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -339,7 +317,7 @@ _MODELS: Final[dict[str, Callable[[], Made]]] = {
     "FNO 3D": lambda: _operator("FNO", (6, 6, 6), 24, 2),
     "TFNO": lambda: _operator("TFNO", (12, 12), 96, 4, factorization="tucker", rank=0.1),
     "UNO": _uno,
-    "UNet": lambda: (_UNet(), (_wave(4, 1, 96, 96),)),
+    "UNet": lambda: (UNet(_stage, (24, 48, 64)), (_wave(4, 1, 96, 96),)),
     "ResNet": _resnet,
     "GPT": lambda: _language(rotary=False),
     "Llama": lambda: _language(rotary=True),

@@ -12,6 +12,7 @@ EbbtideError
 from __future__ import annotations
 
 import functools
+import re
 import sys
 import warnings
 from types import FrameType
@@ -92,7 +93,7 @@ def warn_of_untested(package: str, version: str, newest: str) -> None:
         version: the version that is there.
         newest: the newest version that was tested, without its last number.
     """
-    if tuple(map(int, version.split(".")[:2])) > tuple(map(int, newest.split("."))):
+    if [int(n) for n in re.findall(r"\d+", version)[:2]] > [int(n) for n in newest.split(".")]:
         warn_user(
             "untested-version",
             f"{package} {version} is newer than what this ebbtide was tested with, which is up to "
