@@ -170,6 +170,21 @@ def test_a_step_that_caches_more_and_more_stays_within_the_budget(
     assert all(each == followed[0] for each in followed)
 
 
+def test_what_follows_a_backward_has_room_within_the_budget(
+    model: nn.Module, x: Tensor, memory: DeviceMemory, device: torch.device
+) -> None:
+    """An optimizer's step allocates while the blocks of the backward are cached."""
+    expected, plain_bytes = plain_step(model, x, memory)
+    budget = int(0.85 * plain_bytes)
+    with ebbtide.offload(model, budget=budget, activations=EVERYTHING) as handle:
+        for _ in range(MOST_STEPS):
+            memory.reset_peak()
+            assert_bitwise_equal(take(model, x), expected)
+            torch.empty(budget // 2 + 512, dtype=torch.uint8, device=device)
+            assert memory.reserved_peak_bytes() <= budget
+        assert settled(handle.plan)
+
+
 def test_a_device_with_less_than_the_budget_is_trained_on(
     model: nn.Module, x: Tensor, memory: DeviceMemory, device: torch.device
 ) -> None:
