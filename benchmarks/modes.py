@@ -264,7 +264,7 @@ class Planned(AbstractMode):
 
     @property
     def settling_steps(self) -> int:
-        return 12
+        return 5
 
     def fit_below(self, plain_peak_bytes: int) -> None:
         if self._percent is not None:
@@ -275,7 +275,12 @@ class Planned(AbstractMode):
         return contextlib.nullcontext
 
     def figures(self) -> dict[str, Any]:
-        about = {"budget_bytes": self._budget_bytes, "handle": repr(self._handle)}
+        assert self._handle is not None
+        about = {
+            "budget_bytes": self._budget_bytes,
+            "handle": repr(self._handle),
+            "plan": str(self._handle.plan).splitlines(),
+        }
         return about | _figures_of(self._handle)
 
 

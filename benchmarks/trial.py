@@ -175,12 +175,14 @@ def _run_steps(request: dict[str, Any], mode: AbstractMode, device: torch.device
 def _measure_steps(trainer: Trainer, steps: int, losses: list[Tensor]) -> dict[str, list[Any]]:
     """Return the seconds of each step, and the most bytes in use and reserved at once in each.
 
-    On an accelerator, events on the device measure the time, and a budget bounds what is reserved.
+    On an accelerator, events on the device measure the time, and a budget bounds what is reserved;
+    each call of its driver that allocates or frees memory is counted, as each waits for the device.
     On a CPU, both kinds of bytes are the peak RSS so far less the RSS before the steps.
     """
     seconds: list[float] = []
     peaks_bytes: list[int] = []
     reserved_bytes: list[int] = []
+    driver_calls: list[int] = []
     if trainer.device.type == "cpu":
         before_bytes = psutil.Process().memory_info().rss
         for _ in range(steps):
@@ -192,19 +194,28 @@ def _measure_steps(trainer: Trainer, steps: int, losses: list[Tensor]) -> dict[s
     else:
         for _ in range(steps):
             torch.accelerator.reset_peak_memory_stats()
+            calls_before = _driver_calls()
             begin, end = (torch.Event(trainer.device, enable_timing=True) for _ in range(2))
             begin.record()
             losses.append(trainer.step())
             end.record()
             end.synchronize()
             seconds.append(begin.elapsed_time(end) / 1e3)
+            driver_calls.append(_driver_calls() - calls_before)
             peaks_bytes.append(int(torch.accelerator.max_memory_allocated()))
             reserved_bytes.append(int(torch.accelerator.max_memory_reserved()))
     return {
         "samples_s": seconds,
         "peaks_bytes": peaks_bytes,
         "reserved_peaks_bytes": reserved_bytes,
+        "driver_calls": driver_calls,
     }
+
+
+def _driver_calls() -> int:
+    """Return how often torch's allocator has asked the accelerator's driver for memory so far."""
+    stats = torch.accelerator.memory_stats()
+    return int(stats.get("num_device_alloc", 0)) + int(stats.get("num_device_free", 0))
 
 
 def _peak_rss_bytes() -> int:
