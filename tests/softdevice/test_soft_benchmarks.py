@@ -29,7 +29,7 @@ MAY_BE_SKIPPED = {
     "fsdp2": ("torch has no process group for softdevice",),
 }
 """Whatever else is skipped is a defect."""
-MOVES_NOTHING = {"none", "checkpoint"}
+MOVES_NOTHING = {"none", "checkpoint", "ebbtide-default"}  # the last one, as all of it fits
 
 
 def _run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -83,7 +83,10 @@ def test_every_mode_computes_the_same_and_moves_what_it_says(tiny_run: tuple[Pat
     steps = {key: answer for key, answer in found.items() if "losses" in answer}
     assert {name for name, _ in steps} == {"transformer-64", "fno2d-32", "fno3d-16"}
     for (name, mode), answer in steps.items():
-        assert answer["losses"] == found[name, "none"]["losses"], (name, mode)
+        plain = found[name, "none"]["losses"]
+        # A mode that follows a budget takes a few steps more, until its steps are alike.
+        assert len(answer["losses"]) == len(plain) + all_modes()[mode].settling_steps
+        assert answer["losses"][: len(plain)] == plain, (name, mode)
         assert answer["peak_bytes"] > 0
         moved = answer["down_bytes"], answer["up_bytes"]
         assert (min(moved) > 0) == (mode not in MOVES_NOTHING), (name, mode, moved)
