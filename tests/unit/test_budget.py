@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -117,6 +118,24 @@ def modes(step: PlannedStep | None) -> set[str]:
     assert step is not None
     kinds = {layer.mode.value for layer in step.plan.layers}
     return kinds | {each.value for layer in step.plan.layers for each in layer.decisions}
+
+
+def test_steps_after_a_plan_has_settled_record_nothing(memory: LiveMemory) -> None:
+    """A record that went on would grow with each step of the optimizer."""
+    model = Model()
+    handle = settle(model, 2**30, memory)
+    recording = [tracemalloc.Filter(True, str(Path(ebbtide.__file__).parent / "observe" / "*"))]
+    tracemalloc.start()
+    try:
+        train(model, 2)
+        before = tracemalloc.take_snapshot().filter_traces(recording)
+        train(model, 20)
+        after = tracemalloc.take_snapshot().filter_traces(recording)
+    finally:
+        tracemalloc.stop()
+    assert handle.plan is not None and handle.plan.settled
+    assert sum(each.size_diff for each in after.compare_to(before, "filename")) <= 0
+    handle.detach()
 
 
 def test_a_budget_with_room_keeps_everything(memory: LiveMemory) -> None:

@@ -17,7 +17,10 @@ from torch import Tensor, nn
 
 import ebbtide
 from ebbtide import ActivationPolicy, OffloadHandle, PolicyError, WeightPolicy
+from ebbtide.devices import SimulatedDevice
 from ebbtide.schedule import default
+from ebbtide.stores import PinnedStore
+from loops import on_device
 from waiting import wait_until
 
 NUM_LAYERS = 4
@@ -56,6 +59,14 @@ def _replaced_after(model: nn.Module) -> OffloadHandle:
     return handle
 
 
+def _on_device(model: nn.Module) -> OffloadHandle:
+    """Weights that really come and go, and layers that use them once more in backward."""
+    device = SimulatedDevice(0, eagerness=0.1)
+    with on_device(device, lambda: PinnedStore(device, slab_bytes=2**16)):
+        policy = ActivationPolicy(mode="recompute")
+        return ebbtide.offload(model, activations=policy, weights=WeightPolicy())
+
+
 def _of(**arguments: Any) -> Offload:
     return functools.partial(ebbtide.offload, **arguments)
 
@@ -68,6 +79,7 @@ WAYS: dict[str, Offload] = {
     "trace": _of(activations=EVERYTHING, trace=True),
     "recompute": _of(activations=ActivationPolicy(mode="recompute")),
     "recompute+offload": _of(activations=ActivationPolicy(mode="recompute+offload", min_bytes=1)),
+    "on a device": _on_device,
     "wrapped": _wrap,
     "bypassed": _replaced_after,
 }

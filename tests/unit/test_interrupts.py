@@ -26,6 +26,7 @@ from ebbtide import ActivationPolicy, WeightPolicy
 from ebbtide.devices import AbstractLane, CpuDevice, SimulatedDevice, WorkLane
 from ebbtide.stores import PinnedStore
 from loops import on_device
+from open_files import num_open
 from waiting import PATIENCE_S, wait_until
 
 pytestmark = pytest.mark.usefixtures("frozen_imports")
@@ -253,6 +254,21 @@ def test_no_other_error_hides_an_interrupt_of_the_begin_of_a_forward() -> None:
                 step(model, x)
             assert all(map(torch.equal, gradients(model, x), expected))
         check_nothing_is_left(model, handle, wait)
+
+
+def test_gradients_after_an_interrupt_are_in_the_file_of_the_weights(tmp_path: Path) -> None:
+    """The step that is interrupted is the first, so that all gradients come after it."""
+    num_files = []
+    for is_interrupted in (False, True):
+        model = build()
+        with ebbtide.offload(model, weights=WeightPolicy(), store=f"disk:{tmp_path}"):
+            if is_interrupted:
+                with Interrupter(300) as interrupter, contextlib.suppress(Interrupt):
+                    model(torch.randn(8, 16))
+                assert interrupter.where
+            gradients(model, torch.randn(8, 16))
+            num_files.append(num_open(tmp_path))
+    assert num_files[0] == num_files[1] > 0
 
 
 def test_a_saved_tensor_dies_without_running_python_code() -> None:

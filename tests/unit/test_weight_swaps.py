@@ -271,6 +271,19 @@ def test_what_nobody_shares_is_offloaded(stranger: Callable[[], Tensor], tmp_pat
     del held
 
 
+def test_what_nobody_can_reach_shares_nothing(tmp_path: Path) -> None:
+    model = make()
+    garbage: dict[str, Any] = {"state": model.state_dict()}
+    garbage["itself"] = garbage
+    gc.disable()
+    try:
+        del garbage
+        with offloaded(model, "cpu", tmp_path) as handle:
+            assert len(handle.inspect().parameters) == len(list(model.parameters()))
+    finally:
+        gc.enable()
+
+
 @pytest.mark.parametrize("hidden", ["frozen", "sparse"])
 def test_sharing_that_hides_is_kept(hidden: str) -> None:
     """In what was made before `gc.freeze`, and in the values of a sparse tensor."""
