@@ -78,54 +78,6 @@ def test_bytes_come_back_as_they_were(store: DiskStore, size_bytes: int) -> None
     assert store.capacity_bytes == max(pages * PAGE, GROWTH_BYTES)
 
 
-@pytest.mark.usefixtures("way_back")
-def test_many_slots_at_once_do_not_disturb_each_other(store: DiskStore) -> None:
-    sources = [random_bytes(1 + 977 * number, seed=number) for number in range(60)]
-    slots = [store.offload(source, now()) for source in sources]
-    in_another_order = [(number * 37) % 60 for number in range(60)]
-    loading = {number: store.reload(slots[number]) for number in in_another_order}
-    for number, (buffer, reloaded) in loading.items():
-        wait_for(reloaded)
-        assert torch.equal(buffer, sources[number]), number
-
-
-@pytest.mark.usefixtures("way_back")
-def test_a_reload_asked_for_before_the_write_waits_for_it(
-    store: DiskStore, ready: LaneEvent
-) -> None:
-    source = random_bytes(3 * PAGE)
-    slot = store.offload(source, ready)
-    buffer, reloaded = store.reload(slot)
-    assert not slot.offloaded.query()
-    assert not reloaded.query()
-    ready.finish()
-    wait_for(reloaded)
-    assert slot.offloaded.query()
-    assert torch.equal(buffer, source)
-
-
-def test_nothing_is_written_before_the_source_is_ready(store: DiskStore, ready: LaneEvent) -> None:
-    source = torch.zeros(2 * PAGE, dtype=torch.uint8)
-    slot = store.offload(source, ready)
-    source.fill_(9)  # the last of the kernels that `ready` stands for
-    ready.finish()
-    wait_for(slot.offloaded)
-    assert reload(store, slot).eq(9).all()
-
-
-@pytest.mark.usefixtures("way_back")
-def test_writing_into_a_reloaded_buffer_does_not_change_the_slot(store: DiskStore) -> None:
-    source = random_bytes(2 * PAGE + 3)
-    slot = offload(store, source.clone())
-    buffer = reload(store, slot)
-    buffer.fill_(7)
-    again = reload(store, slot)
-    assert torch.equal(again, source)
-    assert buffer.eq(7).all()
-    again.zero_()
-    assert torch.equal(reload(store, slot), source)
-
-
 def test_read_ahead_changes_nothing(store: DiskStore) -> None:
     source = random_bytes(5 * PAGE)
     slot = offload(store, source.clone())
@@ -146,35 +98,6 @@ def test_each_finished_write_is_announced_after_its_event(store: DiskStore) -> N
 
 
 # Reuse
-
-
-def test_dropped_extents_are_reused(store: DiskStore) -> None:
-    """100 rounds of 8 x 1 MiB: the file stays at its first growth of 64 MiB."""
-    source = random_bytes(MIB)
-    for _ in range(100):
-        slots = [offload(store, source) for _ in range(8)]
-        assert store.used_bytes == 8 * MIB
-        for slot in slots:
-            store.drop(slot)
-        assert store.used_bytes == 0
-    assert store.capacity_bytes == GROWTH_BYTES
-
-
-def test_a_copy_down_that_nobody_wants_any_more_does_no_harm(
-    store: DiskStore, ready: LaneEvent
-) -> None:
-    """Its slot is dropped while it waits. Whoever writes to that extent next writes after it."""
-    unwanted = store.offload(random_bytes(PAGE, seed=1), ready)
-    store.drop(unwanted)
-    sources = [random_bytes(PAGE, seed=seed) for seed in (2, 3)]
-    slots = [store.offload(source, now()) for source in sources]
-    ready.finish()
-    for slot, source in zip(slots, sources, strict=True):
-        wait_for(slot.offloaded)
-        assert torch.equal(reload(store, slot), source)
-        store.drop(slot)
-    assert unwanted.offloaded.query()
-    assert store.used_bytes == 0
 
 
 def test_an_extent_is_not_reused_while_its_mapping_lives(store: DiskStore) -> None:

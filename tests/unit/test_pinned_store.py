@@ -53,46 +53,6 @@ def test_bytes_come_back_as_they_were(store: PinnedStore, size_bytes: int) -> No
     assert store.capacity_bytes == -(-slab_bytes // PAGE) * PAGE
 
 
-def test_many_slots_at_once_do_not_disturb_each_other(store: PinnedStore) -> None:
-    sources = [random_bytes(1 + 977 * number, seed=number) for number in range(60)]
-    slots = [store.offload(source, now()) for source in sources]
-    in_another_order = [(number * 37) % 60 for number in range(60)]
-    loading = {number: store.reload(slots[number]) for number in in_another_order}
-    for number, (buffer, reloaded) in loading.items():
-        wait_for(reloaded)
-        assert torch.equal(buffer, sources[number]), number
-
-
-def test_a_reload_asked_for_before_the_copy_down_waits_for_it(
-    store: PinnedStore, ready: LaneEvent
-) -> None:
-    source = random_bytes(1000)
-    slot = store.offload(source, ready)
-    buffer, reloaded = store.reload(slot)
-    assert not slot.offloaded.query()
-    assert not reloaded.query()
-    ready.finish()
-    wait_for(reloaded)
-    assert slot.offloaded.query()
-    assert torch.equal(buffer, source)
-
-
-def test_nothing_is_copied_before_the_source_is_ready(store: PinnedStore, ready: LaneEvent) -> None:
-    source = torch.zeros(1000, dtype=torch.uint8)
-    slot = store.offload(source, ready)
-    source.fill_(9)  # the last of the kernels that `ready` stands for
-    ready.finish()
-    wait_for(slot.offloaded)
-    assert reload(store, slot).eq(9).all()
-
-
-def test_a_reload_is_a_copy_of_its_own(store: PinnedStore) -> None:
-    source = random_bytes(1000)
-    slot = offload(store, source.clone())
-    reload(store, slot).zero_()
-    assert torch.equal(reload(store, slot), source)
-
-
 def test_a_copy_that_fails_is_told_to_whoever_waits_for_it(store: PinnedStore) -> None:
     broken = LaneEvent()
     broken.finish(OSError("on purpose"))
@@ -107,37 +67,6 @@ def test_a_copy_that_fails_is_told_to_whoever_waits_for_it(store: PinnedStore) -
 
 
 # Reuse
-
-
-def test_dropped_extents_are_reused(store: PinnedStore) -> None:
-    """100 rounds of 8 x 1 MiB stay within the 8 MiB that the first leaves."""
-    source = random_bytes(MIB)
-    for _ in range(100):
-        slots = [offload(store, source) for _ in range(8)]
-        assert store.used_bytes == 8 * MIB
-        for slot in slots:
-            store.drop(slot)
-        assert store.used_bytes == 0
-    assert store.capacity_bytes == 8 * MIB
-
-
-def test_a_copy_down_that_nobody_wants_any_more_does_no_harm(
-    store: PinnedStore, ready: LaneEvent
-) -> None:
-    """Its slot is dropped while it waits. Whoever writes to that extent next writes after it."""
-    kept = store.offload(random_bytes(ALIGNMENT), now())  # else the store were at rest
-    unwanted = store.offload(random_bytes(ALIGNMENT, seed=1), ready)
-    store.drop(unwanted)
-    sources = [random_bytes(ALIGNMENT, seed=seed) for seed in (2, 3)]
-    slots = [store.offload(source, now()) for source in sources]
-    ready.finish()
-    for slot, source in zip(slots, sources, strict=True):
-        wait_for(slot.offloaded)
-        assert torch.equal(reload(store, slot), source)
-        store.drop(slot)
-    assert unwanted.offloaded.query()
-    store.drop(kept)
-    assert store.used_bytes == 0
 
 
 def test_an_extent_is_overwritten_only_after_it_has_been_read() -> None:
