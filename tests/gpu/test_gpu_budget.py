@@ -25,7 +25,7 @@ from zoo import Snapshot, assert_bitwise_equal
 pytestmark = needs_accelerator
 
 EVERYTHING = ActivationPolicy(min_bytes=1)
-MOST_STEPS = 6  # within which a plan settles: three, and some that verify what is recomputed
+MOST_STEPS = 8  # within which a plan settles: four, and some that verify what is recomputed
 STEPS = 3  # with the plan that has settled
 
 
@@ -82,6 +82,7 @@ def test_a_settled_plan_stays_within_the_budget(
     x: Tensor,
     memory: DeviceMemory,
     device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
     share: float,
 ) -> None:
     for order in orders(device):
@@ -101,7 +102,9 @@ def test_a_settled_plan_stays_within_the_budget(
             assert plan.measured.peak_bytes <= plan.plan.peak_bytes + 2 * x.nbytes, order
             for _ in range(STEPS):
                 memory.reset_peak()
-                assert_bitwise_equal(take(model, x), expected)
+                with monkeypatch.context() as patched:  # returning what is cached is slow
+                    patched.setattr(torch.accelerator, "empty_cache", pytest.fail)
+                    assert_bitwise_equal(take(model, x), expected)
                 assert memory.reserved_peak_bytes() <= budget, order
             last = handle.stats
             moved_bytes = last.offloaded_bytes + last.weight_reload_bytes

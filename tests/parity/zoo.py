@@ -29,8 +29,7 @@ Snapshot = dict[str, Tensor | None]
 
 INSTALL_HINTS = {
     "neuralop.models": "pip install neuraloperator==2.0.0",
-    "neuralop.models.sfno": "pip install --no-deps --no-build-isolation torch-harmonics==0.8.0",
-    "neuralop.models.local_no": "pip install --no-deps --no-build-isolation torch-harmonics==0.8.0",
+    "torch_harmonics": "pip install --no-deps --no-build-isolation torch-harmonics==0.8.0",
     "transformers": "pip install transformers",
 }
 
@@ -226,8 +225,8 @@ def _neuralop_entries() -> list[Entry]:
     names = "fno_1d fno_2d fno_3d fno_complex tfno uno codano gino fnogno rno otno"
     return [
         *(Entry(name, getattr(zoo_neuralop, name), "neuralop.models") for name in names.split()),
-        Entry("sfno", zoo_neuralop.sfno, "neuralop.models.sfno"),
-        Entry("local_no", zoo_neuralop.local_no, "neuralop.models.local_no"),
+        Entry("sfno", zoo_neuralop.sfno, "torch_harmonics"),
+        Entry("local_no", zoo_neuralop.local_no, "torch_harmonics"),
         Entry("uqno", zoo_neuralop.uqno, "neuralop.models", idle=("base_model.*",)),
         Entry(
             "fno_2d_frozen",

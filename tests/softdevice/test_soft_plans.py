@@ -101,3 +101,36 @@ def test_a_plan_needs_no_more_than_predicted(rule: str, order: str, device: torc
     assert peak_bytes <= predicted + 64 * 512  # the allocator rounds up
     if rule != "offload all":
         assert peak_bytes >= predicted - gradients
+
+
+def _settings() -> str:
+    return torch._C._accelerator_getAllocatorSettings()
+
+
+def test_the_allocator_knows_the_smallest_budget_as_long_as_one_is_in_force(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that blocks that torch keeps cached do not take a step over it."""
+
+    def threshold() -> float:
+        parts = dict(each.split(":") for each in _settings().split(","))
+        assert parts["expandable_segments"] == "True"
+        return float(parts["garbage_collection_threshold"])
+
+    def offloaded(budget: str) -> ebbtide.OffloadHandle:
+        return ebbtide.offload(nn.Sequential(nn.Linear(4, 4)).to(device), budget=budget)
+
+    with offloaded("2GiB"):
+        whole = threshold()
+        with offloaded("1GiB"):
+            assert threshold() == pytest.approx(whole / 2)
+        assert threshold() == pytest.approx(whole)
+        dropped = offloaded("1GiB")
+        del dropped
+        gc.collect()
+        assert threshold() == pytest.approx(whole)
+    assert _settings() == "expandable_segments:False"
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:False,max_split_size_mb:512")
+    with offloaded("2GiB"):
+        assert _settings().startswith("expandable_segments:False,max_split_size_mb:512,")
+    assert _settings() == "expandable_segments:False,max_split_size_mb:512"

@@ -14,7 +14,7 @@ from ebbtide.planning import (
     keep_all,
 )
 from ebbtide.planning.budget_study import BudgetStudy, Corrections, Phase
-from ebbtide.planning.recorded import PassTrim, PassWatch, copied_bytes, measured_profile
+from ebbtide.planning.recorded import PassWatch, copied_bytes, measured_profile
 from ebbtide.stores import AbstractMemory
 from plan_cases import MB, make_layer, make_link, make_profile
 
@@ -45,7 +45,7 @@ class ScriptedMemory(AbstractMemory):
 
 def watched(*peaks_mb: int, profile: StepProfile = PROFILE) -> PassWatch:
     """A step with these peaks; of `PROFILE`, they are of F0, F1, F2, the loss, B2, B0."""
-    watch = PassWatch(PassTrim(ScriptedMemory(0, *peaks_mb), 2**40, {}), profile)
+    watch = PassWatch(ScriptedMemory(0, *peaks_mb), profile)
     count = sum(not each.between for each in profile.layers)
     for call in range(count):
         watch.begin_forward_of(Layer(call, ""), ((), {}))
@@ -77,7 +77,8 @@ def run(study: BudgetStudy, peak_mb: int, step_s: float) -> Plan:
     if study.phase is Phase.SETTLED:
         study.note(peak_mb * MB, step_s)
     else:
-        study.learn(watched(*[peak_mb] * 8), traced(study.profile, 1.0), step_s)
+        watch = watched(*[peak_mb] * 8)
+        study.learn(traced(study.profile, 1.0), step_s, watch.used_peak_bytes, watch)
     return plan
 
 
@@ -246,7 +247,8 @@ def test_a_step_that_measuring_makes_longer_is_not_late() -> None:
         if study.phase is Phase.SETTLED:
             break
         peaks = watched(*[plan.peak_bytes // MB] * 9, profile=profile)
-        study.learn(peaks, traced(study.profile, 2.0), 2 * (plan.step_s or 6.0))
+        step_s = 2 * (plan.step_s or 6.0)
+        study.learn(traced(study.profile, 2.0), step_s, peaks.used_peak_bytes, peaks)
     assert study.phase is Phase.SETTLED
     measured = study.step.measured
     assert measured is not None

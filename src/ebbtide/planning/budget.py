@@ -22,7 +22,6 @@ from ebbtide.planning.hardware import Hardware
 from ebbtide.planning.plan import Plan
 from ebbtide.planning.planned_step import PlannedStep
 from ebbtide.planning.recorded import (
-    Pass,
     PassTrim,
     PassWatch,
     profile_recorded_step,
@@ -182,8 +181,8 @@ class _Running(NamedTuple):
     Attributes:
         kind: its kind.
         study: its study; None if the step is recorded, so that there will be one.
-        watch: measures its passes; None if they are not measured.
-        trim: returns what it does not use; None if that is not needed.
+        watch: measures the memory of its passes; None if that is not measured.
+        is_timed: whether its seconds are learned, and not its memory.
         begin_s: when it began.
         number: number of steps that had finished by then.
         failures: how often memory had been short by then.
@@ -194,12 +193,17 @@ class _Running(NamedTuple):
     kind: Kind
     study: BudgetStudy | None
     watch: PassWatch | None
-    trim: PassTrim | None
+    is_timed: bool
     begin_s: float
     number: int
     failures: int
     num_refused: int
     is_own: bool = True
+
+    @property
+    def learns(self) -> bool:
+        """Whether the step is measured."""
+        return self.is_timed or self.watch is not None
 
 
 @final
@@ -264,8 +268,6 @@ class BudgetController:
         self._followed: tuple[BudgetStudy, Plan] | None = None  # what the engine follows
         self._several = False  # whether the step has had more than one forward
         self._has_fitted = False  # whether a step was within the budget
-        self._trims = True  # whether steps return cached blocks. See [Note: what counts]
-        self._added_bytes: dict[Pass, int] = {}  # that each pass has added to what is reserved
         self._was_exceeded = False  # whether the user knows of a step that was over the budget
         self._was_short = False  # whether the user knows of a step that ran out of memory
         self._was_refused = False  # whether the user knows of a step that could not be planned
@@ -282,7 +284,7 @@ class BudgetController:
                 except torch.OutOfMemoryError:  # other programs use the device, too
                     if not self._rest_all():
                         raise
-        weakref.finalize(self, self._memory.return_at_once, False)
+        weakref.finalize(self, self._memory.hold_to, None)
         load_solver()
 
     @property
@@ -316,7 +318,7 @@ class BudgetController:
             if self._engine.torch_device != self._device:
                 self._begin_on(self._engine.torch_device)
             self._begin(Kind.of(model, args, kwargs), args, kwargs)
-            learns = self._running is not None and self._running.watch is not None
+            learns = self._running is not None and self._running.learns
             return learns and self._device.type != "cpu"
 
     def learn_failed_forward(self) -> bool:
@@ -333,19 +335,19 @@ class BudgetController:
     def detach(self) -> None:
         """Let the policy decide again, and measure nothing any more."""
         self._running = self._engine.passes = None
-        self._memory.return_at_once(False)
+        self._memory.hold_to(None)
         self._engine.follow(None, None)
 
     def _begin_on(self, device: torch.device) -> None:
         self._device = device
-        self._memory.return_at_once(False)
+        self._memory.hold_to(None)
         self._memory = self._given or memory_of(device)
-        self._memory.return_at_once(True)
         self._hardware = assumed_hardware(device)
         if self._budget is None:
             self._budget_bytes = int(_SHARE * self._memory.available_bytes)
         else:
             self._budget_bytes = parse_budget_bytes(self._budget, self._memory.total_bytes)
+        self._memory.hold_to(self._budget_bytes)
         self._studies.clear()
         self._running = None
 
@@ -400,20 +402,23 @@ class BudgetController:
         followed, self._followed = self._followed, (study, plan)
         if followed is None or followed[0] is not study or not is_same(plan, followed[1]):
             self._place_weights(study, plan)
-            self._memory.return_cached()  # blocks in sizes that another plan's step needed
+            if self._memory.reserved_bytes() > self._budget_bytes:
+                self._memory.return_cached()
             planned = place(study.profile, plan)._replace(keeps_if_full=True)
             self._engine.follow(planned, plan.max_inflight_bytes)
             if _LOG.isEnabledFor(logging.INFO):
                 _LOG.info("the next step follows another plan: %s", study.step.summary)
         measures = measures and study.phase is not Phase.SETTLED  # choosing may settle it
-        watch = trim = None
-        if measures or self._trims or self._memory.keeps_freed:
-            trim = PassTrim(self._memory, self._budget_bytes, self._added_bytes)
-        if measures and trim is not None:
-            watch = PassWatch(trim, study.profile, self._finish_copies)
-        self._engine.passes = watch or trim
+        is_timed = measures and study.has_memory and study.phase is Phase.FRUGAL
+        watch = None
+        if measures and not is_timed:
+            watch = PassWatch(self._memory, study.profile, self._finish_copies)
+        self._engine.passes = watch or (
+            PassTrim(self._memory) if self._memory.keeps_freed else None
+        )
         self._engine.record_steps(traced=self._traced or measures)
-        self._running = self._begun(kind, study, watch, trim)._replace(is_own=is_own)
+        running = self._begun(kind, study, watch)
+        self._running = running._replace(is_own=is_own, is_timed=is_timed)
 
     def _rest_all(self) -> bool:
         """Let all weights rest on the host; return whether that is new.
@@ -466,14 +471,12 @@ class BudgetController:
             self._resting = resting
             self._weights.place(resting)
 
-    def _begun(
-        self, kind: Kind, study: BudgetStudy | None, watch: PassWatch | None, trim: PassTrim | None
-    ) -> _Running:
+    def _begun(self, kind: Kind, study: BudgetStudy | None, watch: PassWatch | None) -> _Running:
         """Return what there is to know of a step that begins now."""
         number, failures = self._engine.num_steps, self._memory.num_failures()
         num_refused = self._engine.transfers.offloads.num_refused
         begin_s = time.perf_counter()
-        return _Running(kind, study, watch, trim, begin_s, number, failures, num_refused)
+        return _Running(kind, study, watch, False, begin_s, number, failures, num_refused)
 
     def _record(self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record the step that begins now, which offloads all that can leave."""
@@ -482,11 +485,11 @@ class BudgetController:
         mark_not_offload(*held)  # the loop holds the batch, so that would save nothing
         self._offload_all()
         self._memory.return_cached()  # what others have left there is not this step's
-        trim = PassTrim(self._memory, self._budget_bytes, self._added_bytes)
-        watch = PassWatch(trim, None, self._finish_copies, self._engine.activations.find, held)
+        find = self._engine.activations.find
+        watch = PassWatch(self._memory, None, self._finish_copies, find, held)
         self._engine.passes = watch
         self._engine.record_steps(traced=True)
-        self._running = self._begun(kind, None, watch, trim)
+        self._running = self._begun(kind, None, watch)
 
     def _offload_all(self) -> None:
         """Offload all that can leave in the step that begins now."""
@@ -547,16 +550,13 @@ class BudgetController:
         watch.bind(profile)
         if was_full:
             study.learn_full_store()
-        elif not self._several and study.has_all_passes(watch) and not self._is_cold(watch):
-            study.learn(watch, trace_of(self._engine), step_s)
+        elif not self._several and study.has_all_passes(watch):
+            # Its seconds say little of others, unless it is far over the budget anyway.
+            if watch.used_peak_bytes > SURE * self._budget_bytes:
+                study.learn(trace_of(self._engine), step_s, watch.used_peak_bytes, watch)
+            elif self._device.type != "cpu":
+                study.learn_memory(watch)
         return study
-
-    def _is_cold(self, watch: PassWatch) -> bool:
-        """Whether a first step says little of others: on a CPU it loads libraries and grows files.
-
-        If it is far over the budget, it says enough.
-        """
-        return self._device.type == "cpu" and watch.reserved_peak_bytes <= SURE * self._budget_bytes
 
     def _learn(self) -> None:
         """Learn from the step that has ended."""
@@ -595,7 +595,6 @@ class BudgetController:
             self._num_verifying += 1
             if self._num_verifying <= _MOST_VERIFYING:
                 # What the plan recomputes was offloaded: the step says nothing of the plan.
-                self._memory.return_cached()
                 self._memory.reset_peak()
                 return
         else:
@@ -605,15 +604,13 @@ class BudgetController:
             return
         self._check_numbers(running, study)
         is_over = peak_bytes > self._budget_bytes
-        has_trimmed = running.trim is not None and running.trim.num_returned > 0
-        self._trims = is_over or has_trimmed or watch is not None
-        if watch is not None and study.has_all_passes(watch) and not self._several:
-            study.learn(watch, trace_of(self._engine), step_s)
+        is_whole = running.is_timed if watch is None else study.has_all_passes(watch)
+        if is_whole and not self._several:
+            study.learn(trace_of(self._engine), step_s, used_bytes, watch)
         else:
             study.note(used_bytes, step_s)
         if is_over:
             self._warn_of_excess(peak_bytes)
-            self._memory.return_cached()
             self._memory.reset_peak()
 
     def _check_numbers(self, running: _Running, study: BudgetStudy) -> None:
@@ -631,8 +628,8 @@ class BudgetController:
         warn_user(
             "over-budget",
             f"a step needed {format_size(peak_bytes)} under a budget of "
-            f"{format_size(self._budget_bytes)}. From now on a plan that needs less is followed, "
-            f"or cached memory is returned earlier; give a larger budget or a smaller batch",
+            f"{format_size(self._budget_bytes)}. If its tensors alone did, a plan that needs less "
+            f"is followed from now on; give a larger budget or a smaller batch",
             UserWarning,
         )
 

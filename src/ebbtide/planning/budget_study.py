@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple, final
 
 from ebbtide.errors import BudgetError
 from ebbtide.observe.trace import Trace
-from ebbtide.planning.contest import offload_first, with_weights
+from ebbtide.planning.contest import offload_or_rebuild, with_weights
 from ebbtide.planning.hardware import Hardware
 from ebbtide.planning.plan import Decision, LayerMode, LayerPlan, Plan
 from ebbtide.planning.planned_step import PlannedStep, StepCost
@@ -168,9 +168,12 @@ def predicted_now(plan: Plan, prediction: Prediction) -> Plan:
 # ---- Plans one kind of step to a budget, and corrects the plan by what was measured ----
 #
 # [Note: settling] The first step offloads everything, so that no budget is broken to find out. Its
-# record is the profile, and its passes are measured. A plan is searched for with that, and the step
-# that follows it is measured, too. It leaves twice the margin, because its layers have not run so.
-# With what it has taught one more plan is searched for, and the better of the two stays.
+# record is the profile. Its seconds say little of others, as it loads libraries, locks pages and
+# grows files; so one more step does the same. On an accelerator the first one has the memory of
+# each pass measured, which makes the host wait, and the second one only its seconds, as it runs
+# when nobody waits. A plan is searched for with that, and the step that follows it is measured. It
+# leaves twice the margin, because its layers have not run so. With what it has taught one more plan
+# is searched for, and the better of the two stays.
 #
 # A step whose tensors are over the budget leads to a plan that leaves as much more of it free, and
 # twice the margin, whatever came before. See [Note: what counts].
@@ -243,6 +246,7 @@ class BudgetStudy:
         plan: the plan of the next step.
         profile: the step, without what was measured of its memory.
         budget_bytes: the budget; less than was asked for where the device did not have that.
+        has_memory: whether the memory of each pass was measured.
         saved_bytes: unique bytes that the recorded step saved.
         exceeded_bytes: the peak of a step that was over the budget, after which no better plan was
             found; 0 if there was none.
@@ -259,7 +263,7 @@ class BudgetStudy:
         self.phase = Phase.FRUGAL
         self.profile = profile
         self._hardware = hardware
-        self.budget_bytes = self._asked_bytes = budget_bytes
+        self.budget_bytes = self._asked_bytes = self._given_bytes = budget_bytes
         self._host_bytes = host_bytes
         self._corrections = Corrections()
         self._begin_bytes = begin_bytes  # without the weights that the profile has
@@ -273,8 +277,8 @@ class BudgetStudy:
         self.exceeded_bytes = self.saved_bytes = 0
         rests = everywhere(profile)
         self.places_weights = any(rests)
-        self.weights_can_leave = False
-        self.plan = with_weights(offload_first(profile, len(profile.layers)), rests)
+        self.weights_can_leave = self.has_memory = False
+        self.plan = with_weights(offload_or_rebuild(profile), rests)
         self.plan = predicted_now(self.plan, self._predict(begin_bytes))
 
     @property
@@ -284,7 +288,7 @@ class BudgetStudy:
             plan=self.plan,
             profile=self._corrected(self._begin_bytes),
             hardware=self._hardware,
-            budget_bytes=self.budget_bytes,
+            budget_bytes=min(self.budget_bytes, self._given_bytes),
             settled=self.phase is Phase.SETTLED,
             at_first=self._at_first,
             measured=self._measured,
@@ -355,29 +359,39 @@ class BudgetStudy:
             plan=plan, profile=profile, hardware=self._hardware, budget_bytes=self.budget_bytes
         )
 
-    def learn(self, watch: PassWatch, trace: Trace, step_s: float) -> None:
-        """Learn from a step that followed the plan and was measured.
+    def learn_memory(self, watch: PassWatch) -> None:
+        """Learn from the memory of a step that followed the plan, pass by pass.
 
         Args:
-            watch: its memory.
+            watch: what was measured.
+        """
+        self.has_memory = True
+        self._begin_bytes = self._without_weights(watch.begin_bytes)
+        before = self._predict(self._begin_bytes)
+        self._corrections.learn(watch, self.plan, self._predict_watched(self._begin_bytes, before))
+        self._end_peak_bytes = self._without_weights(watch.end_peak_bytes)
+        self.plan = predicted_now(self.plan, before)
+
+    def learn(
+        self, trace: Trace, step_s: float, used_bytes: int, watch: PassWatch | None = None
+    ) -> None:
+        """Learn from a step that followed the plan.
+
+        Args:
             trace: its seconds, with those that measuring memory took.
             step_s: seconds from its begin to the begin of the next step.
+            used_bytes: the peak of what was in use.
+            watch: its memory, pass by pass; None if that was not measured.
         """
-        begin_bytes = self._without_weights(watch.begin_bytes)
-        before = self._predict(begin_bytes)
-        watched = self._predict_watched(begin_bytes, before)
-        self._corrections.learn(watch, self.plan, watched)
-        self._end_peak_bytes = self._without_weights(watch.end_peak_bytes)
-        self._begin_bytes = begin_bytes
+        if watch is not None:
+            self.learn_memory(watch)
         self._learn_seconds(trace, step_s)
-        after = self._predict(begin_bytes)
-        if not self._hardware.computes_on_host:
+        after = self._predict(self._begin_bytes)
+        if watch is not None and not self._hardware.computes_on_host:
             # Of the seconds between the passes, most went into waiting for what is measured.
             step_s = min(step_s, after.step_s)
-        self.plan = predicted_now(self.plan, before)
         # Copies are awaited where memory is measured; in other steps more of them are under way.
-        needed_bytes = max(watch.end_peak_bytes, after.peak_bytes, *watch.peaks.values())
-        self._note_cost(needed_bytes, watch.used_peak_bytes, step_s)
+        self._note_cost(max(used_bytes, after.peak_bytes), used_bytes, step_s)
 
     def _learn_seconds(self, trace: Trace, step_s: float) -> None:
         per_byte_s = self._hardware.copy_cost_s_per_byte or 0.0

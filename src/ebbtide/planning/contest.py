@@ -189,7 +189,7 @@ def rule_plans(profile: StepProfile) -> Iterator[tuple[str, Plan]]:
     yield "keep all", keep_all(profile)
     yield "rebuild alone", _rebuilt(profile, Decision.KEEP)
     yield "offload all", _uniform(profile, LayerMode.AS_IS, Decision.OFFLOAD)
-    yield "offload all, rebuild", _rebuilt(profile, Decision.OFFLOAD)
+    yield "offload all, rebuild", offload_or_rebuild(profile)
     yield "recompute all", _uniform(profile, LayerMode.RECOMPUTE, Decision.KEEP)
     both = _uniform(profile, LayerMode.RECOMPUTE_OFFLOAD, Decision.OFFLOAD)
     yield "recompute + offload all", both
@@ -205,6 +205,11 @@ def _layer(profile: StepProfile, index: int, mode: LayerMode, decision: Decision
     if not layer.may_recompute:
         mode = LayerMode.AS_IS
     return LayerPlan(mode=mode, decisions=(decision,) * len(layer.storages))
+
+
+def offload_or_rebuild(profile: StepProfile) -> Plan:
+    """Return the plan that rebuilds what can be rebuilt, and offloads the rest."""
+    return _rebuilt(profile, Decision.OFFLOAD)
 
 
 def _rebuilt(profile: StepProfile, others: Decision) -> Plan:

@@ -161,6 +161,9 @@ class PlannedStep:
     @property
     def _state(self) -> str:
         state = "settled" if self.settled else "not settled yet"
+        peak_bytes = self.plan.peak_bytes if self.measured is None else self.measured.peak_bytes
+        if self.settled and peak_bytes is not None and peak_bytes > self.budget_bytes:
+            state = "which no plan fits: this one needs least of those that were tried"
         return f"budget {format_size(self.budget_bytes)}, {state}"
 
     def _costs(self) -> list[tuple[str, str, str]]:

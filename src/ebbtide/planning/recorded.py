@@ -601,64 +601,25 @@ class AbstractPasses(abc.ABC):
 # [Note: what counts] A budget is of what nobody else could use: on a device, of what torch has
 # reserved, its cached blocks among it. Tensors that are over the budget are the fault of the plan,
 # and another one is searched for. If only the cached blocks beside them are, no other plan helps:
-# they are in sizes that nothing asks for. So they are returned at the begin of a pass, in each step
-# that is measured and in later ones as long as that is needed, before the step is over the budget:
-# as soon as there is no room for what the pass has added at most so far. Returning them waits for
-# the device. What a pass reserves after that it needs, so that counts for the plan, too. On a CPU
-# freed memory is always returned there.
+# torch's allocator is told to return them. See [Note: cached blocks]. On a CPU freed memory is
+# returned at the begin of each pass, in steps that nobody measures, too: so these have the peak
+# that was measured.
 
 
 @final
 class PassTrim(AbstractPasses):
-    """Returns what a step does not use at the begin of each pass. See [Note: what counts].
-
-    So a step that nobody measures has the peak that was measured.
+    """Returns what was freed at the begin of each pass. See [Note: what counts].
 
     Args:
         memory: the memory.
-        budget_bytes: what the step may reserve.
-        added_bytes: how much each pass has added at most to what is reserved, which is kept here
-            from step to step. An unknown pass is taken to add as much as any other; what follows
-            the first backward, such as the making of an optimizer's state, all that there is.
-
-    Attributes:
-        memory: the memory.
-        num_returned: how often cached blocks were returned.
     """
 
-    def __init__(
-        self, memory: AbstractMemory, budget_bytes: int, added_bytes: dict[Pass, int]
-    ) -> None:
-        self.memory, self.num_returned = memory, 0
-        self._budget_bytes, self._added_bytes = budget_bytes, added_bytes
-        self._pass, self._before_bytes = _BEGIN, memory.reserved_bytes()
+    def __init__(self, memory: AbstractMemory) -> None:
+        self._memory = memory
 
-    def begin_pass(self, begins: Pass, used_bytes: int = 0) -> bool:
-        """Return what is not in use, if that is needed. Returns whether it was.
-
-        Args:
-            begins: the pass that begins.
-            used_bytes: how much the pass that ends has used beside what was in use, if that is
-                known: it adds as much where nothing is cached.
-        """
-        if self.memory.keeps_freed:
-            self.memory.return_freed()
-            return True
-        now_bytes = self.memory.reserved_bytes()
-        known, ended = self._added_bytes, self._pass
-        known[ended] = max(known.get(ended, 0), used_bytes, now_bytes - self._before_bytes)
-        unknown_bytes = self._budget_bytes if begins == _END else max(known.values())
-        is_needed = now_bytes + known.get(begins, unknown_bytes) > self._budget_bytes
-        if is_needed:
-            self.memory.return_cached()
-            self.num_returned += 1
-            now_bytes = self.memory.reserved_bytes()
-        self._pass, self._before_bytes = begins, now_bytes
-        return is_needed
-
-    def _enter(self, what: str, call: int = -1) -> None:
+    def _enter(self, what: str, call: int = -1) -> None:  # noqa: ARG002
         if call < 0 or _is_measured(call):
-            self.begin_pass(Pass(what, call))
+            self._memory.return_freed()
 
 
 class _SavedStorage(Protocol):
@@ -688,8 +649,7 @@ class PassWatch(AbstractPasses):
     """Records one step: the calls of its layers, and the memory of its passes.
 
     Args:
-        trim: returns what is not in use at each begin of a pass. The peak of its memory is measured
-            and reset there.
+        memory: the memory. Its peak is measured and reset at each begin of a pass.
         profile: the step; None if it is not known yet: see `bind`.
         finish_copies: waits for the copies that are under way; called at each begin of a pass. None
             where the host sees how far they are.
@@ -705,14 +665,14 @@ class PassWatch(AbstractPasses):
 
     def __init__(
         self,
-        trim: PassTrim,
+        memory: AbstractMemory,
         profile: StepProfile | None = None,
         finish_copies: Callable[[], None] | None = None,
         find: FindRecord | None = None,
         held: Iterable[Tensor] = (),
     ) -> None:
         self._positions = None if profile is None else Positions(profile)
-        self._trim, self._memory = trim, trim.memory
+        self._memory = memory
         self._finish_copies = finish_copies or (lambda: None)
         self._find = find
         self._held = {_address_of(each) for each in held}
@@ -722,8 +682,8 @@ class PassWatch(AbstractPasses):
         self._peaks: dict[Pass, int] = {}
         self._merged: dict[Pass, set[Pass]] = {}  # passes that were not measured alone
         self._finish_copies()
-        self._is_trimmed = self._trim.begin_pass(_BEGIN)  # whether nothing was cached then
-        self.begin_bytes = self._used_bytes = self._memory.now_bytes()
+        self._memory.return_freed()
+        self.begin_bytes = self._memory.now_bytes()
         self.used_peak_bytes = self.reserved_peak_bytes = 0
         self._memory.reset_peak()
         self._pass = _BEGIN
@@ -814,15 +774,13 @@ class PassWatch(AbstractPasses):
             self._merged.setdefault(self._pass, set()).add(Pass(what, call))
             return
         used_bytes = self._memory.peak_bytes()
-        reserved_bytes = self._memory.reserved_peak_bytes()
-        needed_bytes = reserved_bytes if self._is_trimmed else used_bytes
-        self._peaks[self._pass] = max(self._peaks.get(self._pass, 0), needed_bytes)
+        self._peaks[self._pass] = max(self._peaks.get(self._pass, 0), used_bytes)
         self.used_peak_bytes = max(self.used_peak_bytes, used_bytes)
+        reserved_bytes = self._memory.reserved_peak_bytes()
         self.reserved_peak_bytes = max(self.reserved_peak_bytes, reserved_bytes)
         self._finish_copies()
         self._pass = Pass(what, call)
-        self._is_trimmed = self._trim.begin_pass(self._pass, used_bytes - self._used_bytes)
-        self._used_bytes = self._memory.now_bytes()
+        self._memory.return_freed()
         self._memory.reset_peak()
 
 

@@ -107,15 +107,26 @@ def host_unregister(address: int) -> None:
         raise OSError(f"nothing is registered at {address:#x}")
 
 
+_fraction = 1.0
+
+
 def mem_get_info(_: _Device = None) -> tuple[int, int]:
-    """The bytes that are not reserved, and those that the device may use, as on CUDA."""
-    total_bytes = library.capacity()
-    return total_bytes - torch.accelerator.memory_reserved(), total_bytes
+    """The bytes that are not reserved, and all that the device has, as on CUDA."""
+    usable_bytes = library.capacity()
+    return usable_bytes - torch.accelerator.memory_reserved(), round(usable_bytes / _fraction)
 
 
 def set_per_process_memory_fraction(fraction: float, _: _Device = None) -> None:
     """Set how much of its memory the device may use, as on CUDA."""
-    library.set_capacity(int(fraction * TOTAL_BYTES))
+    global _fraction
+    total_bytes = library.capacity() / _fraction
+    _fraction = fraction
+    library.set_capacity(round(fraction * total_bytes))
+
+
+def get_per_process_memory_fraction(_: _Device = None) -> float:
+    """Return how much of its memory the device may use, as on CUDA."""
+    return _fraction
 
 
 # ---- random numbers -----------------------------------------------------------------------------
