@@ -1,10 +1,8 @@
 """Weights of a model on the CPU: in files between uses, the same bits, and RAM that is free."""
 
-import gc
 import os
 import subprocess
 import sys
-import weakref
 from pathlib import Path
 
 import pytest
@@ -140,19 +138,6 @@ def test_parameters_that_take_the_place_of_others(tmp_path: Path) -> None:
         assert addresses == {parameter.data_ptr() for parameter in mine.parameters()}
 
 
-def test_with_activations(tmp_path: Path) -> None:
-    plain, mine = make(), make()
-    expected = train(plain, "adamw")
-    activations = ebbtide.ActivationPolicy(min_bytes=1024)
-    with ebbtide.offload(
-        mine, activations=activations, weights=ebbtide.WeightPolicy(), store=f"disk:{tmp_path}"
-    ) as handle:
-        optimizer = train(mine, "adamw")
-        assert_same(mine, plain, optimizer, expected)
-        model_stats = handle.stats
-    assert model_stats.saved_bytes > 0
-
-
 def test_checkpoints_and_shared_layers() -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
@@ -189,17 +174,6 @@ def test_a_step_that_raises_leaves_nothing_behind() -> None:
         optimizer.step()
         assert _get_current_function_mode() is None
     assert _get_current_function_mode() is None
-
-
-def test_a_model_that_is_dropped_goes() -> None:
-    model = make()
-    handle = ebbtide.offload(model, weights=ebbtide.WeightPolicy())
-    train(model, "adamw", 1)
-    gone = weakref.ref(model)
-    handle.detach()
-    del model, handle
-    gc.collect()
-    assert gone() is None
 
 
 def test_a_full_disk_is_said_and_nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
