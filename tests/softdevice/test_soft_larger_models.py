@@ -178,38 +178,42 @@ def test_weights_for_which_there_is_room_come_back(device: torch.device) -> None
 
 
 def test_weights_leave_if_nothing_fits_with_them(device: torch.device) -> None:
-    """A plan for a larger batch does not fit beside weights that came back, or never left."""
+    """A plan for a larger batch does not fit beside weights that came back, or never left.
+
+    Measured seconds choose the plan, and one that recomputes has steps that verify. So the number
+    of steps until it has settled varies; from then on they keep the budget.
+    """
+
+    def grow(model: nn.Module) -> Iterator[Tensor]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        for number in range(20):
+            optimizer.zero_grad()
+            batch = words() if number < 4 else wide(32)
+            loss = model(batch.to(device)).square().mean()
+            loss.backward()
+            optimizer.step()
+            yield loss.detach().cpu()
+
     plain = build(GPT).to(device)
-    batches = [words(), words(), words(), words(), *[wide(32)] * 6]
-    optimizer = torch.optim.SGD(plain.parameters(), lr=1e-3)
-    expected = []
-    for batch in batches:
-        optimizer.zero_grad()
-        loss = plain(batch.to(device)).square().mean()
-        loss.backward()
-        optimizer.step()
-        expected.append(loss.detach().cpu())
+    expected = list(grow(plain))
     weight_bytes = sum(each.nbytes for each in plain.parameters())
-    del plain, loss, optimizer
+    del plain
     gc.collect()
     torch.accelerator.empty_cache()
     model = build(GPT)
     budget_bytes = torch.accelerator.memory_reserved() + int(4.1 * weight_bytes)
-    with ebbtide.offload(model, budget=budget_bytes, device=device, activations=SMALL):
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with ebbtide.offload(model, budget=budget_bytes, device=device, activations=SMALL) as handle:
         resting, peaks, memory = [], [], DeviceMemory(device)
-        for number, batch in enumerate(batches):
-            memory.reset_peak()
-            optimizer.zero_grad()
-            loss = model(batch.to(device)).square().mean()
-            loss.backward()
-            optimizer.step()
-            assert torch.equal(loss.detach().cpu(), expected[number])
+        for number, loss in enumerate(grow(model)):
+            assert torch.equal(loss, expected[number])
             resting.append(sum(each.device.type == "cpu" for each in model.parameters()))
-            peaks.append(memory.reserved_peak_bytes())
+            if number > 4 and handle.plan is not None and handle.plan.settled:
+                peaks.append(memory.reserved_peak_bytes())
+            memory.reset_peak()
         assert not resting[0]
         assert resting[-1]
-        assert max(peaks[-2:]) <= budget_bytes  # the plan has settled
+        assert len(peaks) > 3, "it settles late"
+        assert max(peaks) <= budget_bytes
 
 
 # ---- Without settings, with little host memory, and where nothing fits ----
