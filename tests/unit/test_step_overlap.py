@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -604,6 +605,41 @@ def test_the_number_of_threads_may_change(before_backward: bool) -> None:
         assert not overlaps or optimizer.overlap.num_overlapped == (4 if before_backward else 0)
     torch.set_num_threads(threads)
     assert all(torch.equal(mine, plain) for plain, mine in zip(*norms, strict=True))
+
+
+def test_the_worker_flushes_small_numbers_no_more_than_the_program(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A thread has the setting of who started it, which the program has changed since."""
+    with ThreadPoolExecutor(1) as worker:
+        torch.set_flush_denormal(True)
+        worker.submit(int).result()
+        torch.set_flush_denormal(False)
+
+        class ElsewhereLane(PromptLane):
+            def submit(
+                self, work: Callable[[], None], then: Callable[[], None] | None = None
+            ) -> AbstractEvent:
+                event = LaneEvent(self._lane)
+                event.begin()
+                assert then is None
+                worker.submit(work).add_done_callback(lambda _: event.finish())
+                return event
+
+        monkeypatch.setattr(CpuDevice, "lane", lambda *_: ElsewhereLane("cpu_optimizer"))
+        plain = make()
+        reference = fused(plain.parameters())
+        model, optimizer, handle = overlapped(max_norm=None)
+        for x in batches(3):  # the squares of gradients of 1e-20 are no normal numbers
+            step(plain, reference, x, by=1e-17)
+            optimizer.zero_grad()
+            (model(x).square().mean() * 1e-17).backward()
+            worker.submit(int).result()  # it has done all before that
+            optimizer.step()
+        assert optimizer.overlap.num_overlapped
+        assert_same(model, plain, optimizer, reference)
+        assert any(state["exp_avg_sq"].any() for state in reference.state.values())
+        handle.detach()
 
 
 class _Signed(nn.Module):
