@@ -171,3 +171,14 @@ def test_the_users_profiler_shows_ranges_named_by_layer() -> None:
     names = {event.key for event in profiler.key_averages() if event.key.startswith("ebbtide")}
     whats = ("offload", "release", "reload", "wait")
     assert names == {f"ebbtide::{what} {i} blocks.{i}" for what in whats for i in range(4)}
+
+
+def test_a_copys_target_is_poisoned_until_the_copy_has_run() -> None:
+    """Also where it holds values that were copied before."""
+    device = SimulatedDevice(0, eagerness=0.0)
+    target = device.allocate(16).zero_()
+    source = torch.arange(16, dtype=torch.uint8)
+    copied = device.copy_up(target, source, device.compute_stream().record())
+    assert target.eq(0xFF).all()
+    copied.synchronize()
+    assert torch.equal(target, source)

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 import ebbtide
-from ebbtide import ActivationPolicy
+from ebbtide import ActivationPolicy, PolicyError, WeightPolicy
 from ebbtide.runtime.parameter_index import find_device
 
 WIDTH, ROWS = 64, 128
@@ -97,6 +97,15 @@ def test_memory_of_gathered_parameters_is_not_taken_for_theirs_later() -> None:
         for _ in range(5):
             model(x).sum().backward()
             assert handle.stats.offloaded_bytes == 2 * 2 * WIDTH * WIDTH * 4
+
+
+def test_a_model_that_is_sharded_after_its_weights_were_offloaded_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    x = torch.randn(4, 8)
+    with ebbtide.offload(model, weights=WeightPolicy()):
+        fully_shard(model)
+        with pytest.raises(PolicyError):
+            model(x)
 
 
 def test_blocks_of_which_some_are_sharded_are_layers() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -523,7 +524,14 @@ def test_a_step_without_gradients_has_the_norm_0() -> None:
     handle.detach()
 
 
-def test_several_threads_read_large_gradients() -> None:
+def test_several_threads_read_large_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    readers = set()
+    compute = torch._foreach_norm
+
+    def noted(*arguments: Any) -> Any:
+        readers.add(threading.get_ident())
+        return compute(*arguments)
+
     torch.manual_seed(0)
     sizes = [10 + 40_000 * number for number in range(20)]
     parameters = [nn.Parameter(torch.zeros(size)) for size in sizes]
@@ -538,7 +546,9 @@ def test_several_threads_read_large_gradients() -> None:
     torch.set_num_threads(2)
     try:
         expected = nn.utils.clip_grad_norm_(plain, 0.5)
+        monkeypatch.setattr(torch, "_foreach_norm", noted)
         assert torch.equal(optimizer.clip_grad_norm_(), expected)
+        assert len(readers) > 1
     finally:
         torch.set_num_threads(threads)
     for mine, theirs in zip(parameters, plain, strict=True):

@@ -303,7 +303,6 @@ class GradientBuffers:
         """Return the blocks to the store. The memory of a referenced gradient stays mapped."""
         while self.blocks:
             self._store.drop(self.blocks.pop())
-        self._given.clear()
 
 
 def _aligned(size_bytes: int) -> int:
