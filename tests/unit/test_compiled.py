@@ -4,12 +4,14 @@ import functools
 import logging
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch._dynamo
 from torch import Tensor, nn
+from torch._dynamo.convert_frame import register_bytecode_hook
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
@@ -187,6 +189,26 @@ def test_layers_of_a_sequential_that_is_compiled(
     assert not log
     stats = handle.stats
     assert (stats.recomputed_bytes if mode == "recompute" else stats.offloaded_bytes) > 0
+
+
+def test_a_compiled_step_runs_the_offload_as_it_is() -> None:
+    """The compiler is at work during the backward that such a step calls, too."""
+    model, x = build(), torch.randn(512, 64)
+    compiled: list[str] = []
+    noting = register_bytecode_hook(lambda code, _: compiled.append(code.co_filename))
+
+    @torch.compile(backend="aot_eager")
+    def step() -> Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss.detach() + 1
+
+    with noting, ebbtide.offload(model, activations=POLICY) as handle:
+        for _ in range(2):
+            step()
+        assert handle.stats.offloaded_bytes > LAYERS * 512 * 64 * 4
+    assert compiled
+    assert not [file for file in compiled if Path(ebbtide.__file__).parent in Path(file).parents]
 
 
 @pytest.mark.parametrize("compile_it", PER_LAYER)
