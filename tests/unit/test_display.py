@@ -2,42 +2,18 @@
 
 from __future__ import annotations
 
-from html.parser import HTMLParser
-
 import pytest
 import torch
 from torch import nn
 
 import ebbtide
+from test_notebook_cards import Page
 
 POLICY = ebbtide.ActivationPolicy(min_bytes=1, rebuild=False)
 
 
 def model() -> nn.Module:
     return nn.Sequential(*[nn.Sequential(nn.Linear(256, 256), nn.Sigmoid()) for _ in range(6)])
-
-
-class Cells(HTMLParser):
-    """The text of each row of a table; every tag that was opened is closed."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.rows: list[list[str]] = []
-        self.open: list[str] = []
-        self.feed(text)
-        assert self.open == []
-
-    def handle_starttag(self, tag: str, attrs: object) -> None:  # noqa: ARG002
-        self.open.append(tag)
-        if tag == "tr":
-            self.rows.append([])
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if self.open[-1:] == ["td"]:
-            self.rows[-1].append(data)
 
 
 def test_a_handle_tells_its_state() -> None:
@@ -60,7 +36,7 @@ def test_a_handle_in_a_notebook() -> None:
     net = model()
     with ebbtide.offload(net, activations=POLICY) as handle:
         net(torch.randn(64, 256)).sum().backward()
-        rows = dict(Cells(handle._repr_html_()).rows)
+        rows = dict(Page(handle._repr_html_()).rows)
     assert rows == {
         "state": "attached",
         "layers": "6: 0, 1, 2, 3 and 2 more",
@@ -90,7 +66,7 @@ def test_a_wrapped_forward_tells_its_state() -> None:
     net.forward = ebbtide.wrap_forward_with_offload(net.forward)
     assert repr(net.forward) == "<OffloadedForward: Sequential.forward, active>"
     assert "attached, Sequential on cpu, store: disk" in repr(net.forward.handle)
-    assert dict(Cells(net.forward.handle._repr_html_()).rows)["layers"] == "none"
+    assert dict(Page(net.forward.handle._repr_html_()).rows)["layers"] == "none"
     net.forward.handle.detach()
     assert repr(net.forward) == "<OffloadedForward: Sequential.forward, detached>"
     whole = ebbtide.wrap_forward_with_offload(model())
@@ -102,7 +78,7 @@ def test_a_session_tells_its_state() -> None:
     assert repr(session).startswith("<OffloadSession: open, cpu, 2 of 6 layers offloaded, store: d")
     with session.layer():
         assert repr(session).startswith("<OffloadSession: inside layer 0, ")
-    rows = dict(Cells(session._repr_html_()).rows)
+    rows = dict(Page(session._repr_html_()).rows)
     assert rows["layers"] == "2 of 6 layers offloaded"
     session.close()
     assert repr(session).startswith("<OffloadSession: closed, ")
