@@ -178,8 +178,9 @@ def test_weights_for_which_there_is_room_come_back(device: torch.device) -> None
 
 
 def test_weights_leave_if_nothing_fits_with_them(device: torch.device) -> None:
-    """A plan for a larger batch does not fit beside weights that came back, or never left.
+    """A plan for a larger batch does not fit beside weights that came back.
 
+    All of them came back: the first parameter, which never rests, is all that is left to rest.
     Measured seconds choose the plan, and one that recomputes has steps that verify. So the number
     of steps until it has settled varies; from then on they keep the budget.
     """
@@ -201,7 +202,7 @@ def test_weights_leave_if_nothing_fits_with_them(device: torch.device) -> None:
     gc.collect()
     torch.accelerator.empty_cache()
     model = build(GPT)
-    budget_bytes = torch.accelerator.memory_reserved() + int(4.1 * weight_bytes)
+    budget_bytes = torch.accelerator.memory_reserved() + int(2.9 * weight_bytes)
     with ebbtide.offload(model, budget=budget_bytes, device=device, activations=SMALL) as handle:
         resting, peaks, memory = [], [], DeviceMemory(device)
         for number, loss in enumerate(grow(model)):
@@ -210,7 +211,7 @@ def test_weights_leave_if_nothing_fits_with_them(device: torch.device) -> None:
             if number > 4 and handle.plan is not None and handle.plan.settled:
                 peaks.append(memory.reserved_peak_bytes())
             memory.reset_peak()
-        assert not resting[0]
+        assert not resting[3]
         assert resting[-1]
         assert len(peaks) > 3, "it settles late"
         assert max(peaks) <= budget_bytes

@@ -89,7 +89,17 @@ class ModelWeights:
     @property
     def names(self) -> frozenset[str]:
         """The names of the layers whose weights may rest."""
-        return frozenset(self._names)
+        model = self._model()
+        if model is None or self._engine.torch_device.type == "cpu":
+            return frozenset(self._names)
+        # See `leave_first`: where no other layer rests, there is nothing to place.
+        first, modules = next(model.parameters()), dict(model.named_modules())
+        return frozenset(
+            name
+            for name in self._names
+            if any(modules[name].children())
+            or any(parameter is not first for parameter in modules[name].parameters())
+        )
 
     def place(self, names: Collection[str] | None = None) -> None:
         """Let the weights of some layers rest on the host, and have all others on the device.
