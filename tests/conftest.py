@@ -5,7 +5,6 @@ import gc
 import os
 import signal
 import zlib
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -50,18 +49,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def frozen_imports() -> None:
     """Hide from the collector what has been imported, for files whose tests each call it.
 
-    With all tests' imports it reads half a million objects, which takes a third of a second. An
-    offload of weights counts what it cannot look at as sharing, so this is not for its tests.
+    With all tests' imports it reads half a million objects, which takes a third of a second.
     """
     gc.collect()
     gc.freeze()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _nothing_stays_frozen() -> Iterator[None]:
-    """Some test files freeze what they have imported. An offload cannot look at what is frozen."""
-    yield
-    gc.unfreeze()
 
 
 @pytest.hookimpl(optionalhook=True)

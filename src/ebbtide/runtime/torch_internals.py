@@ -105,7 +105,6 @@ exchange_tensors: Final[Any] = torch._C._swap_tensor_impl
 """
 
 without_function_subclasses: Final[Any] = torch._C.DisableTorchFunctionSubclass
-without_torch_function: Final[Any] = torch._C.DisableTorchFunction
 no_torch_function: Final[Any] = torch._C._disabled_torch_function_impl
 
 # ---- Modes of the calling thread

@@ -213,7 +213,7 @@ class OffloadedParameters:
         It is either memory that the program has given them, or that in which they rest.
         """
         members = [m for _, m in self.members() if m.is_at_rest]
-        shared = find_shared([m.parameter for m in members], aliases=1, but_graphs=True)
+        shared = find_shared([m.parameter for m in members], aliases=1, collects=True)
         return {m for _, m in self.members() if not m.is_at_rest} | {members[n] for n in shared}
 
     def _move_in(self, elsewhere: Sequence[tuple[WeightGroup, OffloadedParameter]]) -> None:

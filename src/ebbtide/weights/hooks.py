@@ -171,7 +171,7 @@ def leave_shared(units: Sequence[Unit]) -> list[Unit]:
     """
     named = {id(p): (name, p) for *_, own in units for name, p in own}
     parameters = [p for _, p in named.values()]
-    shared = {id(parameters[position]) for position in find_shared(parameters, but_graphs=True)}
+    shared = {id(parameters[position]) for position in find_shared(parameters, collects=True)}
     shared |= {id(p) for p in parameters if is_foreign(p)}
     if not shared:
         return list(units)
@@ -182,8 +182,9 @@ def leave_shared(units: Sequence[Unit]) -> list[Unit]:
     )
     left = _without(units, shared)
     advice = (
-        "drop what shares it, such as a state_dict or a flat vector, or give each parameter memory "
-        "of its own (parameter.data = parameter.data.clone()) before ebbtide.offload"
+        "drop what shares it, such as a state_dict, a flat vector or the graph of a loss, or give "
+        "each parameter memory of its own (parameter.data = parameter.data.clone()) before "
+        "ebbtide.offload"
     )
     if not left:
         raise PolicyError(f"no weights can be offloaded: {said}; {advice}")

@@ -7,7 +7,6 @@ where a model holds its parameters.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
 import sys
@@ -31,9 +30,7 @@ from ebbtide.runtime.torch_internals import (
     exchange_tensors,
     make_subclass,
     no_torch_function,
-    parts_of,
     set_version,
-    without_torch_function,
 )
 
 # ---- Who else refers to the memory of a tensor: other tensors, NumPy arrays, other processes
@@ -45,20 +42,16 @@ ALONE = count_storage_users(torch.empty(1, device="cpu"))
 """What `count_storage_users` returns for a tensor that shares its memory with no other."""
 
 
-_FROZEN = gc.get_freeze_count()
-"""Of objects that Python itself has hidden from its collector, as 3.12 does when it starts."""
-
-
 def find_shared(
-    tensors: Sequence[torch.Tensor], *, aliases: int = 0, but_graphs: bool = False
+    tensors: Sequence[torch.Tensor], *, aliases: int = 0, collects: bool = False
 ) -> set[int]:
     """Find the tensors whose memory somebody else refers to.
 
     Args:
         tensors: distinct tensors. They may be parts of one storage if they do not overlap.
         aliases: how many tensors the caller has for each of them that share its memory.
-        but_graphs: leave out what only autograd graphs refer to. Their values are from before, and
-            they keep them. This looks at all tensors of the process where a graph may be.
+        collects: have Python collect garbage before anything counts as shared. A tensor that nobody
+            can reach shares nothing.
 
     Returns:
         The positions of the tensors that share their memory.
@@ -66,46 +59,22 @@ def find_shared(
     by_storage: dict[int, list[int]] = {}
     for position, tensor in enumerate(tensors):
         by_storage.setdefault(tensor.untyped_storage()._cdata, []).append(position)
-    shared, perhaps = set(), {}
-    for storage, positions in by_storage.items():
-        first = tensors[positions[0]]
-        users = count_storage_users(first) - ALONE + 1 - len(positions) * (1 + aliases)
-        between_processes = first.device.type == "cpu" and first.is_shared()  # type: ignore[no-untyped-call]
-        if between_processes or _overlap([tensors[position] for position in positions]):
-            shared.update(positions)
-        elif users:
-            perhaps[storage] = positions
-    # What a program has hidden by `gc.freeze` cannot be looked at, and counts as sharing.
-    if perhaps and but_graphs and gc.get_freeze_count() <= _FROZEN:
-        gc.collect()  # a tensor that nobody can reach shares nothing
-        seen = _storages_of_others(tensors)
-        perhaps = {storage: found for storage, found in perhaps.items() if storage in seen}
-    return shared.union(*perhaps.values())
 
+    def find() -> set[int]:
+        found: set[int] = set()
+        for positions in by_storage.values():
+            first = tensors[positions[0]]
+            others = count_storage_users(first) - ALONE + 1 - len(positions) * (1 + aliases)
+            between_processes = first.device.type == "cpu" and first.is_shared()  # type: ignore[no-untyped-call]
+            if others or between_processes or _overlap([tensors[each] for each in positions]):
+                found.update(positions)
+        return found
 
-def _storages_of_others(tensors: Sequence[torch.Tensor]) -> set[int]:
-    known = {id(tensor) for tensor in tensors}
-    found: set[int] = set()
-    # Any tensor of the process is asked: lazy, sparse, fake, or of a class that refuses to be.
-    with without_torch_function():
-        for each, references in _count_references(gc.get_objects()):
-            # What a graph has saved keeps its Python object, to which nothing in Python refers.
-            if references > _UNREFERENCED and id(each) not in known:
-                with contextlib.suppress(Exception):  # it has no memory, or raises all the same
-                    parts = map(torch.Tensor.untyped_storage, parts_of(each))
-                    found.update(part._cdata for part in parts)
-    return found
-
-
-def _count_references(objects: list[Any]) -> Iterator[tuple[torch.Tensor, int]]:
-    """Yield the tensors in a list, and how often Python refers to each."""
-    for each in objects:
-        if issubclass(type(each), torch.Tensor):
-            yield each, sys.getrefcount(each) - (count_tensor_users(each) > 1)
-
-
-_UNREFERENCED = next(_count_references([torch.empty(0, device="cpu")]))[1]
-"""What `_count_references` yields for a tensor to which nothing but the list refers."""
+    shared = find()
+    if shared and collects:
+        gc.collect()
+        shared = find()
+    return shared
 
 
 def _overlap(tensors: Sequence[torch.Tensor]) -> bool:
