@@ -19,6 +19,7 @@ from ebbtide.runtime.compiled import ModuleHook
 from ebbtide.runtime.layers import LayerModules, lists_by_index
 from ebbtide.runtime.parameter_index import find_sharded_parameters
 from ebbtide.runtime.saved_tensors import PackWeight, refuse_moving_weights
+from ebbtide.runtime.stats import watch_nodes
 from ebbtide.runtime.torch_internals import is_written_down, tree_leaves
 from ebbtide.runtime.transfers import Transfers
 from ebbtide.stores.store import AbstractStore
@@ -378,8 +379,7 @@ class WeightHooks:
         for group in groups:
             self.weights.leave(group)
         outputs = [leaf for leaf in tree_leaves(values[-1]) if isinstance(leaf, torch.Tensor)]
-        for node in {tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None}:
-            node.register_prehook(lambda _: self.weights.begin_backward(groups))
+        watch_nodes(outputs, lambda _: self.weights.begin_backward(groups))
 
     def substitute(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return the tensor for code that reads a parameter of a module that is not running."""

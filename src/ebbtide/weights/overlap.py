@@ -55,7 +55,7 @@ from ebbtide.runtime.torch_internals import (
 from ebbtide.stores.host_memory import free_ram_bytes, page_out
 from ebbtide.units import format_size, parse_size_bytes
 from ebbtide.weights.hooks import WeightHooks
-from ebbtide.weights.parameters import ALONE
+from ebbtide.weights.parameters import ALONE, end_of
 
 _LOG = logging.getLogger(__name__)
 
@@ -911,10 +911,8 @@ def _without_overlaps(own: list[tuple[torch.Tensor, int]]) -> list[tuple[torch.T
         parameter = own[place][0]
         if begin < end:
             overlapping |= {last, place}
-        steps = zip(parameter.shape, parameter.stride(), strict=True)
-        reach = sum((size - 1) * stride for size, stride in steps) + 1
-        if begin + reach * parameter.element_size() > end:
-            end, last = begin + reach * parameter.element_size(), place
+        if end_of(parameter) > end:
+            end, last = end_of(parameter), place
     return [each for place, each in enumerate(own) if place not in overlapping]
 
 

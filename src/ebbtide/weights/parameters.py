@@ -78,11 +78,12 @@ def find_shared(
 
 
 def _overlap(tensors: Sequence[torch.Tensor]) -> bool:
-    ranges = sorted((tensor.data_ptr(), _end_of(tensor)) for tensor in tensors if tensor.numel())
+    ranges = sorted((tensor.data_ptr(), end_of(tensor)) for tensor in tensors if tensor.numel())
     return any(end > begin for (_, end), (begin, _) in pairwise(ranges))
 
 
-def _end_of(tensor: torch.Tensor) -> int:
+def end_of(tensor: torch.Tensor) -> int:
+    """Return the address behind the last element of a tensor."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     last = sum((size - 1) * stride for size, stride in steps)
     return tensor.data_ptr() + (last + 1) * tensor.element_size()
