@@ -55,12 +55,20 @@ def order_of(name: str, seed: int) -> str:
 
 @contextlib.contextmanager
 def running(kind: str, seed: int, order: str) -> Iterator[None]:
-    """Programs within compute on the device. What fails says what replays it."""
+    """Programs within compute on the device. What fails says what replays it.
+
+    It leaves no other stream to what is run next.
+    """
     _freeze()
     order = order_of(order, seed)
     softdevice.choose_order(order)
     try:
-        with torch.device("softdevice"), without_collector(), warnings.catch_warnings():
+        with (
+            torch.device("softdevice"),
+            on(torch.accelerator.current_stream()),
+            without_collector(),
+            warnings.catch_warnings(),
+        ):
             warnings.filterwarnings("ignore", "the system refused to page-lock", RuntimeWarning)
             warnings.filterwarnings("ignore", ".*AccumulateGrad.*stream", UserWarning)
             yield
