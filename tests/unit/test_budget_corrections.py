@@ -14,7 +14,7 @@ from ebbtide.planning import (
     keep_all,
 )
 from ebbtide.planning.budget_study import BudgetStudy, Corrections, Phase
-from ebbtide.planning.recorded import PassWatch, copied_bytes, measured_profile
+from ebbtide.planning.recorded import Pass, PassTrim, PassWatch, copied_bytes, measured_profile
 from ebbtide.stores import AbstractMemory
 from plan_cases import MB, make_layer, make_link, make_profile
 
@@ -45,7 +45,7 @@ class ScriptedMemory(AbstractMemory):
 
 def watched(*peaks_mb: int, profile: StepProfile = PROFILE) -> PassWatch:
     """A step with these peaks; of `PROFILE`, they are of F0, F1, F2, the loss, B2, B0."""
-    watch = PassWatch(ScriptedMemory(0, *peaks_mb), profile)
+    watch = PassWatch(PassTrim(ScriptedMemory(0, *peaks_mb), None, set()), profile)
     count = sum(not each.between for each in profile.layers)
     for call in range(count):
         watch.begin_forward_of(Layer(call, ""), ((), {}))
@@ -236,6 +236,32 @@ def test_seconds_that_the_host_adds_are_not_the_layers() -> None:
     quick = measured_profile(profile, plan, traced(profile, 0.5), 3.0, 0.0, lowest=True)
     assert [each.forward_s for each in quick.layers] == [0.5, 0.5]
     assert [each.backward_s for each in quick.layers] == [1.0, 1.0]
+
+
+def test_layers_that_are_alike_take_equally_long() -> None:
+    """One that offloads more keeps the host busy for longer, and one that runs again does not."""
+    slow = {"forward_s": 3.0, "backward_s": 4.0}
+    profile = make_profile(
+        make_layer(8, 4, name="blocks.0", **slow),
+        make_layer(8, 4, name="blocks.1", recompute_s=0.5),
+        make_layer(8, 5, name="blocks.2", **slow),
+        make_layer(8, 4, name="head.0", **slow),
+    )
+    events = traced(profile, 1.0)
+    found = measured_profile(profile, keep_all(profile), events, 20.0, 0.0, alike=True).layers
+    assert [each.forward_s for each in found] == [0.5, 0.5, 3.0, 3.0]
+    assert [each.backward_s for each in found] == [2.0, 2.0, 4.0, 4.0]
+    assert [each.recompute_s for each in found] == [0.5, 0.5, None, None]
+
+
+def test_the_seconds_of_a_pass_that_began_with_nothing_cached_do_not_count() -> None:
+    """It asks the driver for all that it needs, which waits for the device."""
+    profile = make_profile(make_layer(8, 4), make_layer(8, 5))
+    slowed = {Pass("forward", 0), Pass("backward", 1)}
+    plan, events = keep_all(profile), traced(profile, 0.5)
+    found = measured_profile(profile, plan, events, 3.0, 0.0, lowest=True, slowed=slowed).layers
+    assert [each.forward_s for each in found] == [1.0, 0.5]
+    assert [each.backward_s for each in found] == [1.0, 2.0]
 
 
 def test_a_step_that_measuring_makes_longer_is_not_late() -> None:

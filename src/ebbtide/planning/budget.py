@@ -22,6 +22,7 @@ from ebbtide.planning.hardware import Hardware
 from ebbtide.planning.plan import Plan
 from ebbtide.planning.planned_step import PlannedStep
 from ebbtide.planning.recorded import (
+    Pass,
     PassTrim,
     PassWatch,
     profile_recorded_step,
@@ -181,6 +182,7 @@ class _Running(NamedTuple):
     Attributes:
         kind: its kind.
         study: its study; None if the step is recorded, so that there will be one.
+        trim: returns what is cached; None if that is not needed.
         watch: measures the memory of its passes; None if that is not measured.
         is_timed: whether its seconds are learned, and not its memory.
         begin_s: when it began.
@@ -192,6 +194,7 @@ class _Running(NamedTuple):
 
     kind: Kind
     study: BudgetStudy | None
+    trim: PassTrim | None
     watch: PassWatch | None
     is_timed: bool
     begin_s: float
@@ -268,6 +271,9 @@ class BudgetController:
         self._followed: tuple[BudgetStudy, Plan] | None = None  # what the engine follows
         self._several = False  # whether the step has had more than one forward
         self._has_fitted = False  # whether a step was within the budget
+        self._returns_before: set[Pass] = set()  # passes. See [Note: what counts]
+        self._checks = True  # whether passes are checked for what is cached
+        self._grown: dict[Pass, int] = {}  # bytes that each has added to what is in use
         self._was_exceeded = False  # whether the user knows of a step that was over the budget
         self._was_short = False  # whether the user knows of a step that ran out of memory
         self._was_refused = False  # whether the user knows of a step that could not be planned
@@ -402,22 +408,24 @@ class BudgetController:
         followed, self._followed = self._followed, (study, plan)
         if followed is None or followed[0] is not study or not is_same(plan, followed[1]):
             self._place_weights(study, plan)
-            if self._memory.reserved_bytes() > self._budget_bytes:
-                self._memory.return_cached()
+            self._returns_before.clear()
+            self._checks = True
             planned = place(study.profile, plan)._replace(keeps_if_full=True)
             self._engine.follow(planned, plan.max_inflight_bytes)
             if _LOG.isEnabledFor(logging.INFO):
                 _LOG.info("the next step follows another plan: %s", study.step.summary)
         measures = measures and study.phase is not Phase.SETTLED  # choosing may settle it
         is_timed = measures and study.has_memory and study.phase is Phase.FRUGAL
-        watch = None
+        trim = watch = None
+        if measures or self._checks or self._returns_before or self._memory.keeps_freed:
+            bound_bytes = self._budget_bytes if measures or self._checks else None
+            trim = PassTrim(self._memory, bound_bytes, self._returns_before)
         if measures and not is_timed:
-            watch = PassWatch(self._memory, study.profile, self._finish_copies)
-        self._engine.passes = watch or (
-            PassTrim(self._memory) if self._memory.keeps_freed else None
-        )
+            trim = self._begin_trim()
+            watch = PassWatch(trim, study.profile, self._finish_copies)
+        self._engine.passes = watch or trim
         self._engine.record_steps(traced=self._traced or measures)
-        running = self._begun(kind, study, watch)
+        running = self._begun(kind, study, trim, watch)
         self._running = running._replace(is_own=is_own, is_timed=is_timed)
 
     def _rest_all(self) -> bool:
@@ -471,12 +479,14 @@ class BudgetController:
             self._resting = resting
             self._weights.place(resting)
 
-    def _begun(self, kind: Kind, study: BudgetStudy | None, watch: PassWatch | None) -> _Running:
+    def _begun(
+        self, kind: Kind, study: BudgetStudy | None, trim: PassTrim | None, watch: PassWatch | None
+    ) -> _Running:
         """Return what there is to know of a step that begins now."""
         number, failures = self._engine.num_steps, self._memory.num_failures()
         num_refused = self._engine.transfers.offloads.num_refused
         begin_s = time.perf_counter()
-        return _Running(kind, study, watch, False, begin_s, number, failures, num_refused)
+        return _Running(kind, study, trim, watch, False, begin_s, number, failures, num_refused)
 
     def _record(self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record the step that begins now, which offloads all that can leave."""
@@ -486,10 +496,15 @@ class BudgetController:
         self._offload_all()
         self._memory.return_cached()  # what others have left there is not this step's
         find = self._engine.activations.find
-        watch = PassWatch(self._memory, None, self._finish_copies, find, held)
+        trim = self._begin_trim()
+        watch = PassWatch(trim, None, self._finish_copies, find, held)
         self._engine.passes = watch
         self._engine.record_steps(traced=True)
-        self._running = self._begun(kind, None, watch)
+        self._running = self._begun(kind, None, trim, watch)
+
+    def _begin_trim(self) -> PassTrim:
+        """Return what a step needs whose memory is measured."""
+        return PassTrim(self._memory, self._budget_bytes, self._returns_before, self._grown)
 
     def _offload_all(self) -> None:
         """Offload all that can leave in the step that begins now."""
@@ -565,8 +580,8 @@ class BudgetController:
         if running is None:
             return
         study, watch, step_s = running.study, running.watch, time.perf_counter() - running.begin_s
-        if watch is not None:
-            watch.finish()
+        if running.trim is not None:
+            (watch or running.trim).finish()
         peak_bytes, used_bytes = self._memory.reserved_peak_bytes(), self._memory.peak_bytes()
         if watch is not None:
             peak_bytes, used_bytes = watch.reserved_peak_bytes, watch.used_peak_bytes
@@ -578,8 +593,8 @@ class BudgetController:
                 self._memory.reset_peak()
                 self._warn_of_shortage(self._budget_bytes)
             elif watch is not None and ended:
-                if peak_bytes > self._budget_bytes:
-                    self._warn_of_excess(peak_bytes)
+                if used_bytes > self._budget_bytes:
+                    self._warn_of_excess(used_bytes)
                 self._has_fitted |= peak_bytes <= self._budget_bytes
                 found = self._study_recorded(watch, step_s, was_full=was_full)
                 self._studies.add(running.kind, found)
@@ -604,13 +619,16 @@ class BudgetController:
             return
         self._check_numbers(running, study)
         is_over = peak_bytes > self._budget_bytes
+        found_more = running.trim is not None and running.trim.num_over > 0
+        self._checks = is_over or found_more or running.learns
         is_whole = running.is_timed if watch is None else study.has_all_passes(watch)
         if is_whole and not self._several:
             study.learn(trace_of(self._engine), step_s, used_bytes, watch)
         else:
             study.note(used_bytes, step_s)
         if is_over:
-            self._warn_of_excess(peak_bytes)
+            if used_bytes > self._budget_bytes:
+                self._warn_of_excess(used_bytes)
             self._memory.reset_peak()
 
     def _check_numbers(self, running: _Running, study: BudgetStudy) -> None:
@@ -628,8 +646,8 @@ class BudgetController:
         warn_user(
             "over-budget",
             f"a step needed {format_size(peak_bytes)} under a budget of "
-            f"{format_size(self._budget_bytes)}. If its tensors alone did, a plan that needs less "
-            f"is followed from now on; give a larger budget or a smaller batch",
+            f"{format_size(self._budget_bytes)}. From now on a plan that needs less is followed; "
+            f"give a larger budget or a smaller batch",
             UserWarning,
         )
 

@@ -19,6 +19,7 @@ from ebbtide.planning.planned_step import PlannedStep, StepCost
 from ebbtide.planning.prediction import CautiousTiming, PlanBudget, Prediction, predict_awaited
 from ebbtide.planning.profile import LayerProfile, StepProfile
 from ebbtide.planning.recorded import (
+    Pass,
     PassWatch,
     copied_bytes,
     measured_hardware,
@@ -385,7 +386,7 @@ class BudgetStudy:
         """
         if watch is not None:
             self.learn_memory(watch)
-        self._learn_seconds(trace, step_s)
+        self._learn_seconds(trace, step_s, frozenset() if watch is None else watch.slowed)
         after = self._predict(self._begin_bytes)
         if watch is not None and not self._hardware.computes_on_host:
             # Of the seconds between the passes, most went into waiting for what is measured.
@@ -393,13 +394,20 @@ class BudgetStudy:
         # Copies are awaited where memory is measured; in other steps more of them are under way.
         self._note_cost(max(used_bytes, after.peak_bytes), used_bytes, step_s)
 
-    def _learn_seconds(self, trace: Trace, step_s: float) -> None:
+    def _learn_seconds(self, trace: Trace, step_s: float, slowed: Set[Pass]) -> None:
         per_byte_s = self._hardware.copy_cost_s_per_byte or 0.0
         cost_s = copied_bytes(self.profile, self.plan) * per_byte_s
         is_first = self.phase is Phase.FRUGAL  # there are no other seconds yet
-        lowest = not self._hardware.computes_on_host and not is_first
+        alike = not self._hardware.computes_on_host
         self.profile = measured_profile(
-            self.profile, self.plan, trace, step_s, cost_s, lowest=lowest
+            self.profile,
+            self.plan,
+            trace,
+            step_s,
+            cost_s,
+            lowest=alike and not is_first,
+            slowed=slowed,
+            alike=alike,
         )
         self._hardware = measured_hardware(self._hardware, trace)
 
