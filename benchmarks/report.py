@@ -59,6 +59,7 @@ _TITLES = {
     "link": "The link between host and accelerator",
     "transformer": "A transformer of about a billion parameters",
     "fno": "Fourier neural operators",
+    "settling-cuda": "How budgets settle: models of several GiB, on a GPU",
 }
 
 
@@ -119,6 +120,8 @@ def _section(file: Path) -> str:
     tests = document.get("configuration", {}).get("tests")
     if tests:
         where += f"; tests on this device: {tests}"
+    if "note" in document.get("configuration", {}):
+        where += f"; {document['configuration']['note']}"
     title = _TITLES.get(case, case)
     warning = warning_of(facts)
     return f"## {title}\n\n{warning}{table}\n\n{where} (`benchmarks/results/{file.name}`)\n"
@@ -172,6 +175,7 @@ def _table_of_settling(document: dict[str, Any], file: Path) -> str:
 _TABLES: dict[str, Callable[[dict[str, Any], Path], str]] = {
     "demo": _table_of_demo,
     "settling-cpu": _table_of_settling,
+    "settling-cuda": _table_of_settling,
     "settling-softdevice": _table_of_settling,
     **dict.fromkeys(CASES, _table_of_case),
 }

@@ -8,6 +8,7 @@ from torch import nn
 
 import ebbtide
 from ebbtide.runtime.events import Owner, StepMemory
+from ebbtide.stores import DeviceMemory
 from gpu_bench import needs_accelerator, settle, tower
 
 ROWS, WIDTH, LAYERS = 1024, 512, 6
@@ -16,6 +17,17 @@ WEIGHTS = WIDTH * WIDTH * 4 + WIDTH * 4  # of one layer; both are whole blocks o
 POLICY = ebbtide.ActivationPolicy(min_bytes="1MiB", rebuild=False)
 
 pytestmark = needs_accelerator
+
+
+def test_a_device_has_one_peak_with_its_number_and_without(device: torch.device) -> None:
+    """Whoever resets it lets the others note how high it was."""
+    numbered, plain = DeviceMemory(device), DeviceMemory(torch.device(device.type))
+    numbered.reset_peak()
+    block = torch.empty(ACTIVATION, dtype=torch.uint8, device=device)
+    peak_bytes = numbered.peak_bytes()
+    del block
+    plain.reset_peak()
+    assert numbered.peak_bytes() == peak_bytes > plain.peak_bytes()
 
 
 def check(memory: StepMemory) -> None:

@@ -367,8 +367,9 @@ def _hold_allocator(device: torch.device) -> None:
     settings = [own] if own else []
     if "expandable_segments" not in own:
         settings.append(f"expandable_segments:{bool(_held)}")
-    if _held and "garbage_collection_threshold" not in own:
-        module = torch.get_device_module(device)
+    module = torch.get_device_module(device)
+    has_fraction = hasattr(module, "get_per_process_memory_fraction")  # not on every accelerator
+    if _held and has_fraction and "garbage_collection_threshold" not in own:
         fraction = module.get_per_process_memory_fraction()
         module.set_per_process_memory_fraction(fraction)  # without one, no threshold counts
         share = _EARLY * min(_held.values()) / (fraction * module.mem_get_info()[1])
