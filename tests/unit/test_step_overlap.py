@@ -525,11 +525,15 @@ def test_a_step_without_gradients_has_the_norm_0() -> None:
 
 
 def test_several_threads_read_large_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    readers = set()
+    readers: set[int] = set()
+    another_came = threading.Event()
     compute = torch._foreach_norm
 
     def noted(*arguments: Any) -> Any:
         readers.add(threading.get_ident())
+        if len(readers) > 1:
+            another_came.set()
+        another_came.wait(60)  # or one that is quick would read all
         return compute(*arguments)
 
     torch.manual_seed(0)
