@@ -31,7 +31,7 @@ from ebbtide.planning.recorded import (
 from ebbtide.planning.relaxation import load_solver
 from ebbtide.runtime.engine import INFLIGHT_BYTES, Engine
 from ebbtide.runtime.rebuild import PlannedLayers, mark_not_offload
-from ebbtide.runtime.torch_internals import current_graph_task, tree_flatten, tree_leaves
+from ebbtide.runtime.torch_internals import in_backward, tree_flatten, tree_leaves
 from ebbtide.stores.measured_memory import AbstractMemory, memory_of
 from ebbtide.units import format_size, parse_budget_bytes
 from ebbtide.weights.model_weights import ModelWeights
@@ -311,7 +311,7 @@ class BudgetController:
         Raises:
             BudgetError: no plan fits into the budget.
         """
-        if current_graph_task() != -1:
+        if in_backward():
             return False  # other code computes the forward again
         with self._lock:
             if self._engine.is_in_step():

@@ -30,7 +30,7 @@ from ebbtide.runtime.layers import LayerModules, LayerTracker, is_script, regist
 from ebbtide.runtime.module_state import ForwardState
 from ebbtide.runtime.parameter_index import RestingWeights
 from ebbtide.runtime.saved_tensors import SavedTensorHooks, hooks_are_wanted
-from ebbtide.runtime.torch_internals import MODULE_CALL, current_graph_task
+from ebbtide.runtime.torch_internals import MODULE_CALL, in_backward
 from ebbtide.units import brief
 
 _LATER = types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType
@@ -406,7 +406,7 @@ class BypassHooks:
         here = self._forward.here
         if self._forward.is_running():
             return  # perhaps without grad mode
-        if self._tracker.is_active or current_graph_task() != -1:
+        if self._tracker.is_active or in_backward():
             return  # it belongs to the forward that runs, or recomputes a checkpointed part
         here.end.callback(self._forward.begin_bypassed(self._numbers.get(id(module), 0)))
         here.part = known

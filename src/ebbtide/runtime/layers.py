@@ -27,7 +27,7 @@ from ebbtide.policy import ActivationPolicy, check_layers, refuse
 from ebbtide.runtime.compiled import HookedLayer, ModuleHook, compiler_is_loaded
 from ebbtide.runtime.engine import Engine
 from ebbtide.runtime.recompute import RecomputedForward
-from ebbtide.runtime.torch_internals import current_graph_task
+from ebbtide.runtime.torch_internals import in_backward
 from ebbtide.units import few
 
 
@@ -285,7 +285,7 @@ class LayerTracker:
         running.active, num_calls = False, running.num_calls
         self._engine.end_forward(num_calls if completed else None)
         self._warn_of_lost_forwards()
-        if not completed or _in_backward():  # a recomputation, whose layers are not counted
+        if not completed or in_backward():  # a recomputation, whose layers are not counted
             return
         self._order = running.called
         if not num_calls and self._hooked and compiler_is_loaded() and not self.warned:
@@ -346,21 +346,17 @@ class LayerTracker:
 
         A recomputation runs inside a backward, even if that backward runs inside the forward.
         """
-        return self._running.active and not _in_backward()
+        return self._running.active and not in_backward()
 
 
 def register_hooks(
-    begin: Callable[[Any], None], end: Callable[[Any], None], module: nn.Module
+    begin: Callable[[Any], object], end: Callable[[Any], object], module: nn.Module
 ) -> list[RemovableHandle]:
     """Register hooks of a module that are called before its other hooks, and after its forward."""
     return [
         module.register_forward_pre_hook(ModuleHook(module, begin), prepend=True, with_kwargs=True),
         module.register_forward_hook(ModuleHook(module, end), always_call=True),
     ]
-
-
-def _in_backward() -> bool:
-    return current_graph_task() != -1
 
 
 # ---- Finds the blocks of a model: the modules whose calls count as its layers by default ----

@@ -46,7 +46,7 @@ from ebbtide.runtime.record import ForwardLog
 from ebbtide.runtime.saved_tensors import SavedTensorHooks
 from ebbtide.runtime.stats import Account
 from ebbtide.runtime.torch_internals import (
-    current_graph_task,
+    in_backward,
     sequence_number,
     top_hooks,
 )
@@ -757,7 +757,7 @@ class _VerifyingHooks:
         return self._hooks.pack(tensor)
 
     def unpack(self, saved: Any) -> Tensor:
-        if self._is_awaiting and current_graph_task() != -1:
+        if self._is_awaiting and in_backward():
             self._is_awaiting = False
             number, self.number = self.number, None
             if number is not None:  # else another thread has been faster

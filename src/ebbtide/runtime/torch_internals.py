@@ -34,6 +34,12 @@ _AUTOGRAD: Final[Any] = torch._C._autograd
 current_graph_task: Final = torch._C._current_graph_task_id
 """The number of the backward in which the calling thread runs a node; -1 outside of one."""
 
+
+def in_backward() -> bool:
+    """Whether the calling thread runs a node of a backward."""
+    return current_graph_task() != -1
+
+
 current_node: Final[Any] = torch._C._current_autograd_node
 """The node that the calling thread runs; None outside of a backward."""
 

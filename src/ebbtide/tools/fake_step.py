@@ -23,8 +23,8 @@ from ebbtide.runtime.module_state import note_random_numbers
 from ebbtide.runtime.torch_internals import (
     FakeTensorMode,
     TorchDispatchMode,
-    current_graph_task,
     current_node,
+    in_backward,
     sequence_number,
     tree_leaves,
     tree_map_only,
@@ -370,7 +370,7 @@ class LayerCalls:
             module.register_forward_hook(self._end, always_call=True)
 
     def _begin(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:  # noqa: ARG002
-        if current_graph_task() != -1:
+        if in_backward():
             return  # a checkpoint computes the layer again
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         keys = dict.fromkeys(self._ledger.key_of(tensor) for tensor in tensors)
@@ -380,7 +380,7 @@ class LayerCalls:
         self._enter()
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:  # noqa: ARG002
-        if self._open and current_graph_task() == -1:
+        if self._open and not in_backward():
             index = self._open.pop()
             tensors = self.calls[index].tensors
             if any(tensor._version != version for tensor, version in tensors):
@@ -476,7 +476,7 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return output
 
     def _follow_backward(self) -> None:
-        if current_graph_task() == -1:
+        if not in_backward():
             return
         node: Any = current_node()
         part = None if node is None else self._calls.part_of(node._sequence_nr())

@@ -37,8 +37,8 @@ from ebbtide.runtime.layers import class_of, covering_layers
 from ebbtide.runtime.parameter_index import home_of
 from ebbtide.runtime.stats import StepStats
 from ebbtide.runtime.torch_internals import (
-    current_graph_task,
     hooks_are_enabled,
+    in_backward,
     is_written_down,
     top_hooks,
     transform_level,
@@ -480,7 +480,7 @@ class ModelFinder:
         model = self._known.get(module)
         if model is None:
             return self._look_at(module)
-        if current_graph_task() == -1:
+        if not in_backward():
             self._note_call(model)
         return True
 
@@ -506,7 +506,7 @@ class ModelFinder:
             return False  # the model is inside
         if next(module.parameters(), None) is None:
             return False  # a loss, or a module that hides its modules
-        if current_graph_task() != -1 or not any(p.requires_grad for p in module.parameters()):
+        if in_backward() or not any(p.requires_grad for p in module.parameters()):
             return True
         reason = find_passing_reason()
         if reason is not None:

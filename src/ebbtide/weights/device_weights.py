@@ -20,6 +20,7 @@ from ebbtide.runtime.torch_internals import (
     count_storage_users,
     current_graph_task,
     current_node,
+    in_backward,
 )
 from ebbtide.runtime.transfers import Transfers
 from ebbtide.stores.store import RestingSlot, Target
@@ -261,7 +262,7 @@ class ResidentGroups:
             place = self._log.place
             return self._groups[order.items[place]] if place < len(order) else None
         last = self._log.last
-        if current_graph_task() == -1:  # the first forward: assume the model's order
+        if not in_backward():  # the first forward: assume the model's order
             return self._groups[last + 1] if last + 1 < len(self._groups) else None
         # The first backward: assume the model's order, reversed.
         return self._groups[last - 1] if last else None
@@ -552,7 +553,7 @@ class DeviceWeights(AbstractWeights):
         self._enter(group)
 
     def _enter(self, group: WeightGroup) -> None:
-        if not _in_backward() and not self._is_in_forward():
+        if not in_backward() and not self._is_in_forward():
             self._start_over()  # the module was called directly, outside the model's forward
         if not group.open:
             self._reclaim()
@@ -567,7 +568,7 @@ class DeviceWeights(AbstractWeights):
 
     def _note_writes(self, group: WeightGroup) -> None:
         """Have a layer see what the program has written since its weights were loaded."""
-        for member in group.members if _in_backward() else ():
+        for member in group.members if in_backward() else ():
             if member.is_given():
                 raise SavedTensorModifiedError(
                     f"{member.name}, whose values are offloaded, was given other memory between a "
@@ -615,8 +616,8 @@ class DeviceWeights(AbstractWeights):
             itself.
         """
         # During backward, code that runs without grad mode is a hook, not a recomputation.
-        recomputed = _in_backward() and torch.is_grad_enabled()
-        if not (recomputed or (not _in_backward() and self.is_working())):
+        recomputed = in_backward() and torch.is_grad_enabled()
+        if not (recomputed or (not in_backward() and self.is_working())):
             return member.parameter
         self._reclaim()
         if not group.open:
@@ -643,7 +644,7 @@ class DeviceWeights(AbstractWeights):
                 member.watched = []
         # A device parameter can be reused only if saved-tensor hooks replace what autograd saves.
         # Without them, the graph itself keeps the memory in use after the call.
-        reuse = are_hooked() and self._running > 0 and not _in_backward()
+        reuse = are_hooked() and self._running > 0 and not in_backward()
         made = []
         fresh = []
         for member in members:
@@ -904,7 +905,3 @@ class DeviceWeights(AbstractWeights):
         self._device.finish_copies()
         self._device.finish_other_streams()
         self._transfers.store.drop(slot)
-
-
-def _in_backward() -> bool:
-    return current_graph_task() != -1

@@ -15,8 +15,7 @@ from torch.nn.parameter import is_lazy
 from ebbtide.devices.process import OptimizerWatch, call_weakly, watch_forks
 from ebbtide.errors import ForkedProcessError, PolicyError, warn_user
 from ebbtide.policy import WeightPolicy, is_in_share
-from ebbtide.runtime.compiled import ModuleHook
-from ebbtide.runtime.layers import LayerModules, lists_by_index
+from ebbtide.runtime.layers import LayerModules, lists_by_index, register_hooks
 from ebbtide.runtime.parameter_index import find_sharded_parameters
 from ebbtide.runtime.saved_tensors import PackWeight, refuse_moving_weights
 from ebbtide.runtime.stats import watch_nodes
@@ -313,7 +312,8 @@ class WeightHooks:
             wait_for_scales()
         self._hooks: list[Any] = [OptimizerWatch(before=self.before_step)]
         for used_module, needed in self._used:
-            self._hook(used_module, needed)
+            begin = functools.partial(self._begin, needed)
+            self._hooks += register_hooks(begin, functools.partial(self._end, needed), used_module)
         if not device.computes_on_host:
             watch_forks(self)
 
@@ -338,12 +338,6 @@ class WeightHooks:
         """Whether this process was forked, and has not inherited the memory of the weights."""
         mapped = all(group.resting.is_mapped for group in self.weights.groups)
         return self._gate.is_inherited and not (self._device.computes_on_host or mapped)
-
-    def _hook(self, module: nn.Module, groups: Sequence[WeightGroup]) -> None:
-        begin = ModuleHook(module, functools.partial(self._begin, groups))
-        end = ModuleHook(module, functools.partial(self._end, groups))
-        self._hooks.append(module.register_forward_pre_hook(begin, prepend=True, with_kwargs=True))
-        self._hooks.append(module.register_forward_hook(end, always_call=True))
 
     def check_process(self) -> None:
         """Check that this process offloaded the weights.

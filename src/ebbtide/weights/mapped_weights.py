@@ -23,7 +23,7 @@ from ebbtide.devices.lanes import watch
 from ebbtide.devices.process import OptimizerWatch, call_weakly
 from ebbtide.errors import StoreFullError, warn_user
 from ebbtide.runtime.events import Subject
-from ebbtide.runtime.torch_internals import count_storage_users, current_graph_task
+from ebbtide.runtime.torch_internals import count_storage_users, in_backward
 from ebbtide.runtime.transfers import Transfers
 from ebbtide.stores.mapped_memory import FileSlot, page_in, page_out
 from ebbtide.stores.measured_memory import FreedMemory, return_freed_memory
@@ -343,7 +343,7 @@ class MappedWeights(AbstractWeights):
             self._page_out(other)
         if gone:
             return_freed_memory()  # autograd made the gradients in RAM; now they are in files
-        number = group.number + (1 if current_graph_task() == -1 else -1)
+        number = group.number + (-1 if in_backward() else 1)
         if self._ahead and 0 <= number < len(self.groups):
             self._read_ahead(self.groups[number])
 
