@@ -10,10 +10,9 @@ the default way, where sources are released as their copies end and backward pre
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import ParamSpec, TypeVar, final
+from typing import final
 
 from ebbtide.devices.device import Layer
 from ebbtide.errors import ScheduleError, warn_user
@@ -22,9 +21,6 @@ from ebbtide.runtime.events import Subject
 from ebbtide.runtime.handles import UnitRecords
 from ebbtide.runtime.record import PENDING, RELOADED, RETAINED, STORED, ForwardLog
 from ebbtide.schedule import Action, Direction, Pass, Schedule, Unit, Verb, first_use
-
-_Arguments = ParamSpec("_Arguments")
-_Result = TypeVar("_Result")
 
 
 @final
@@ -88,22 +84,6 @@ class ScheduleRun:
         return bool(backwards) and any(places[each] < max(backwards) for each in self.to_come)
 
 
-def _notes_errors(method: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """Have a method of the executor note what it raises: see [Note: interrupts]."""
-
-    @functools.wraps(method)
-    def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-        try:
-            return method(*args, **kwargs)
-        except BaseException as error:
-            executor = args[0]
-            assert isinstance(executor, ScheduleExecutor)
-            executor.activations.transfers.note_error(error)
-            raise
-
-    return call
-
-
 @final
 class ScheduleExecutor:
     """Runs a schedule on the activations of a model.
@@ -152,7 +132,6 @@ class ScheduleExecutor:
 
     # ---- called from outside, without the lock ------------------------------------------------
 
-    @_notes_errors
     def begin_unit(self, unit: Unit | None = None) -> tuple[UnitRecords, ForwardLog]:
         """Note that the forward of a unit begins, and perform the actions anchored at it.
 
@@ -163,7 +142,7 @@ class ScheduleExecutor:
             The unit's records and the log of its microbatch, for `Scopes.begin_layer`.
         """
         self.end_given_up_run()
-        with self._gate:
+        with self._transfers, self._gate:
             records = self._begin_forward(self._next_unit() if unit is None else unit)
             return records, self._log(records)
 
@@ -173,19 +152,17 @@ class ScheduleExecutor:
         if self._is_given_up():
             self.abandon()
 
-    @_notes_errors
     def begin_backward(
         self, records: UnitRecords, direction: Direction = Direction.BACKWARD
     ) -> None:
         """Note that the backward of a unit begins, and perform the actions anchored at it."""
-        with self._gate:
+        with self._transfers, self._gate:
             self.activations.note_deaths()
             self._begin_backward(records, direction)
 
-    @_notes_errors
     def begin_backward_of(self, unit: Unit, direction: Direction) -> None:
         """Note that the backward of a unit of the current run begins."""
-        with self._gate:
+        with self._transfers, self._gate:
             self.activations.note_deaths()
             records = None if self.current is None else self.current.units.get(unit)
             if records is None:
@@ -196,10 +173,9 @@ class ScheduleExecutor:
                 number = self._log(records).number
                 recorder.begin_backward(Subject(Layer(unit.layer, ""), number))
 
-    @_notes_errors
     def end_backward(self) -> None:
         """Note that the last backward to begin has ended; only the trace uses this."""
-        with self._gate:
+        with self._transfers, self._gate:
             recorder = self._transfers.account.recorder
             if recorder is not None:
                 recorder.begin_backward(None)
@@ -212,7 +188,6 @@ class ScheduleExecutor:
         waiting = [each.unit.microbatch for each in self._forwards]
         return next((number for number in waiting if number not in begun), waiting[0])
 
-    @_notes_errors
     def end_microbatch(self, number: int, *, completed: bool) -> None:
         """Note that a forward of the whole model has ended, or was interrupted.
 
@@ -223,7 +198,7 @@ class ScheduleExecutor:
         if not completed:
             self.abandon()
             return
-        with self._gate:
+        with self._transfers, self._gate:
             current = self.current
             to_come = () if current is None else current.to_come
             missing = [each for each in to_come if each.unit.microbatch == number]
@@ -232,21 +207,19 @@ class ScheduleExecutor:
                 self._abandon()
             self._transfers.finish_step_if_over()
 
-    @_notes_errors
     def abandon(self) -> None:
         """Abandon the current run, as after an interrupted forward; the next one begins a run."""
-        with self._gate:
+        with self._transfers, self._gate:
             self._abandon()
             self._transfers.finish_step_if_over()
 
-    @_notes_errors
     def act(self, action: Action) -> None:
         """Perform one action on what a unit of the current run saved, in manual mode.
 
         Raises:
             ScheduleError: the action is out of turn.
         """
-        with self._gate:
+        with self._transfers, self._gate:
             self.activations.note_deaths()
             records = None if self.current is None else self.current.units.get(action.unit)
             self._check_turn(action, records)

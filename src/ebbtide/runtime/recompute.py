@@ -174,19 +174,15 @@ class Recomputations:
             forward: the log of its forward.
         """
         deaths, transfers = self._activations.deaths, self._activations.transfers
-        try:
-            with self._gate:
-                self._note_step()
-                self._calls.append(call)
-                hold = RecomputedHold(owner, deaths.queue.append)
-                hold.call, hold.forward, hold.transfers = call, forward, transfers
-                hold.held_bytes, hold.begun = 0, None
-                transfers.live += 1
-                deaths.awaited.add(hold)
-                self._account.meter.recomputed_bytes += call.size_bytes
-        except BaseException as error:
-            transfers.note_error(error)
-            raise
+        with transfers, self._gate:
+            self._note_step()
+            self._calls.append(call)
+            hold = RecomputedHold(owner, deaths.queue.append)
+            hold.call, hold.forward, hold.transfers = call, forward, transfers
+            hold.held_bytes, hold.begun = 0, None
+            transfers.live += 1
+            deaths.awaited.add(hold)
+            self._account.meter.recomputed_bytes += call.size_bytes
         self._note_freed(call.size_bytes)
         return hold
 

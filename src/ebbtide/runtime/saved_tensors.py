@@ -377,12 +377,9 @@ class SavedTensorHooks:
         self._advice.give()
         self._activations.end_step_with_graphs()
         offloads = self._placement.offloads(None)
-        try:
+        with self._activations.transfers:
             self._scopes.begin_forward(offloads=offloads)
             push_hooks(self.pack, restore)
-        except BaseException as error:
-            self._activations.transfers.note_error(error)
-            raise
         return True
 
     def end(self) -> None:

@@ -545,6 +545,9 @@ class Transfers:
     beside compute as long as it holds what backward reads, what is rebuilt from that, and what is
     read next: three tensors of the largest size.
 
+    Transfers are a context manager, too: an error that leaves a block with them is noted. Whoever
+    changes records writes ``with transfers, transfers.gate:``.
+
     Args:
         device: device that the model computes on.
         store: store for the offloaded bytes. `close` closes it.
@@ -646,6 +649,13 @@ class Transfers:
         """
         self._note_deaths.append(call_weakly(note_deaths))
 
+    def __enter__(self) -> None:
+        """Begin a block of which an error is noted; see [Note: interrupts]."""
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        if error is not None:
+            self.note_error(error)
+
     def note_error(self, error: BaseException) -> None:
         """Note an error that has left the engine. See [Note: interrupts].
 
@@ -726,7 +736,7 @@ class Transfers:
 
     def _tidy(self) -> None:
         """Clean up after saved tensors died or copies ended. Called with the lock held."""
-        try:
+        with self:
             for note_deaths in self._note_deaths:
                 note_deaths()
             if self.offloads.queue:
@@ -736,9 +746,6 @@ class Transfers:
             if not self.live:
                 self.finish_step_if_over()
                 self._close_if_idle()
-        except BaseException as error:
-            self.note_error(error)
-            raise
 
     def _close_if_idle(self) -> None:
         if self._closing and not self.live and not self.running:

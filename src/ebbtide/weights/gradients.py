@@ -256,12 +256,8 @@ class Gradients:
             # as soon as it is returned: torch's own copy, which blocks.
             return gradient.to(member.host.device)
         source = _packed_bytes(gradient, member.stride)
-        try:
-            with self._transfers.gate:
-                return self._copy_down(move, source)
-        except BaseException as error:
-            self._transfers.note_error(error)
-            raise
+        with self._transfers, self._transfers.gate:
+            return self._copy_down(move, source)
 
     def _copy_down(self, move: _Move, source: torch.Tensor) -> torch.Tensor:
         member = move.member
