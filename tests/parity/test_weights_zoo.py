@@ -131,7 +131,7 @@ def offloaded(
     yield handle, device
     device.finish_copies()
     handle.inspect()
-    groups = handle._engine.weights.weights.groups
+    groups = handle._engine.weights.groups
     assert len(groups) > 1
     largest = sorted(group.size_bytes for group in groups)[-2:]
     if activations is None and handle.inspect().in_flight.peak_weight_groups <= 2:

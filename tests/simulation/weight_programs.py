@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ebbtide
 from ebbtide.devices import SimulatedDevice
-from ebbtide.weights.hooks import WeightHooks
+from ebbtide.weights.hooks import AbstractWeights
 from harness import drain_autograd, make_store, without_collector
 from loops import on_device
 from programs import FailInBackward, InterruptedStepError, any_order
@@ -30,14 +30,14 @@ class _Look:
     """Sees that weights are on the device while a block works with them."""
 
     def __init__(self) -> None:
-        self.weights: WeightHooks | None = None
+        self.weights: AbstractWeights | None = None
 
     def __call__(self, block: nn.Module) -> None:
         if self.weights is None:
             return
         for module in block.modules():
             for name in module._parameters:
-                assert getattr(module, name) not in self.weights.parameters, (
+                assert getattr(module, name) not in self.weights, (
                     "a weight that a block works with is on the host"
                 )
 
@@ -162,7 +162,7 @@ def _check(seed: int, kind: str) -> Counter[str]:
         for training in trainings:
             training.step(number)
         drain_autograd()
-        for record in (*weights.weights.groups, *handle._engine.transfers.offloads.queue):
+        for record in (*weights.groups, *handle._engine.transfers.offloads.queue):
             record.check()
         expected, got = (training.state() for training in trainings)
         assert got.keys() == expected.keys(), got.keys() ^ expected.keys()
@@ -170,15 +170,15 @@ def _check(seed: int, kind: str) -> Counter[str]:
             assert torch.equal(value, expected[name]), f"{name} differs in step {number}"
     if mine.takes:
         check_late_change(plain, mine)
-    weights.weights.settle()
+    weights.settle()
     device.finish_copies()
     # A module with a tied weight needs the group of the other one, too.
     needed = 2 + sum(len(used) > 1 for _, used in weights._used)
-    most = sorted(group.size_bytes for group in weights.weights.groups)[-needed:]
-    assert weights.weights.peak_groups <= needed, "too many groups are on the device"
+    most = sorted(group.size_bytes for group in weights.groups)[-needed:]
+    assert weights.peak_groups <= needed, "too many groups are on the device"
     for _ in range(500):  # autograd's thread may still hold the graph of a backward that raised
         handle.inspect()
-        weights.weights.settle()  # a job of the simulated disk runs when somebody waits for it
+        weights.settle()  # a job of the simulated disk runs when somebody waits for it
         if device.allocated_bytes() <= sum(most):
             break
         time.sleep(0.01)

@@ -231,7 +231,7 @@ def test_weights_may_rest_on_the_host(tmp_path: Path, caplog: pytest.LogCaptureF
                 if chosen.weights_on_host
             }
             assert handle._engine.weights is not None
-            groups = handle._engine.weights.weights.groups
+            groups = handle._engine.weights.groups
             assert {group.layer.name for group in groups} == wanted
             assert len(wanted) == 4
             assert "weights: WeightPolicy(num_layers=None" in caplog.text

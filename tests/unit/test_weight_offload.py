@@ -21,7 +21,7 @@ from ebbtide import ActivationPolicy, OffloadHandle, PolicyError, WeightPolicy
 from ebbtide.devices import SimulatedDevice
 from ebbtide.errors import SavedTensorModifiedError
 from ebbtide.stores import PinnedStore
-from ebbtide.weights.hooks import WeightHooks
+from ebbtide.weights.hooks import AbstractWeights
 from loops import on_device
 from zoo import assert_bitwise_equal, tensors_in
 
@@ -68,7 +68,7 @@ def batch(number: int) -> Tensor:
 class OnDevice(TorchFunctionMode):
     """While a model works, nothing computes with a weight that rests on the host."""
 
-    def __init__(self, hooks: WeightHooks) -> None:
+    def __init__(self, hooks: AbstractWeights) -> None:
         self.hooks = hooks
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -76,13 +76,13 @@ class OnDevice(TorchFunctionMode):
         if func.__name__ in ("__get__", "detach") or not isinstance(result, Tensor):
             return result
         looked_at = torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
-        if not looked_at and self.hooks.weights.is_working():
+        if not looked_at and self.hooks.is_working():
             for tensor in tensors_in((*args, *(kwargs or {}).values())):
-                assert tensor not in self.hooks.parameters, f"{func} has a weight of the host"
+                assert tensor not in self.hooks, f"{func} has a weight of the host"
         return result
 
 
-def weights_of(handle: OffloadHandle) -> WeightHooks:
+def weights_of(handle: OffloadHandle) -> AbstractWeights:
     hooks = handle._engine.weights
     assert hooks is not None
     return hooks
@@ -96,7 +96,7 @@ def offloaded(model: nn.Module, seed: int = 0, **how: Any) -> Iterator[OffloadHa
         handle = ebbtide.offload(model, weights=WeightPolicy(), **how)
     with OnDevice(weights_of(handle)):
         yield handle
-    weights = weights_of(handle).weights
+    weights = weights_of(handle)
     assert weights.peak_groups <= 2
     groups = sorted(group.size_bytes for group in weights.groups)
     weights.settle()
@@ -533,7 +533,7 @@ def test_weights_that_are_taken_in_a_loop_go_again() -> None:
     with torch.no_grad():
         model(batch(0))
     model(batch(0)).backward()
-    group = weights_of(handle).weights.groups[0]
+    group = weights_of(handle).groups[0]
     assert peak_bytes <= 3 * group.size_bytes  # two, and the one that the loop still holds
     handle.detach()
 
@@ -1094,7 +1094,7 @@ def test_given_parameters_of_the_host_rest_at_once(bad: bool) -> None:
     with offloaded(model) as handle:
         expected = _resting(model, handle)
         # To be told from the simulated device.
-        weights_of(handle).parameters._home = torch.device("meta")
+        weights_of(handle)._home = torch.device("meta")
         before = model.blocks[0].first.weight
         given = nn.Parameter(torch.rand(2 * WIDTH, WIDTH))
         model.blocks[1].first.weight = given
@@ -1168,7 +1168,7 @@ def test_nothing_is_left_behind(how: str) -> None:
         with on_device(device, lambda: PinnedStore(device, slab_bytes=2**16)):
             handle = ebbtide.offload(model, weights=WeightPolicy())
         steps(model)
-        weights = weights_of(handle).weights
+        weights = weights_of(handle)
         known = [weakref.ref(group) for group in weights.groups]
         known += [weakref.ref(m) for group in weights.groups for m in group.members]
         del weights

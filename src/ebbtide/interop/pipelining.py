@@ -33,7 +33,8 @@ from ebbtide.runtime.executor import ScheduleMode
 from ebbtide.runtime.layers import LayerModules, find_layers
 from ebbtide.runtime.torch_internals import tree_leaves, tree_map
 from ebbtide.schedule import Direction, Schedule, Unit, from_pipeline
-from ebbtide.weights.hooks import WeightHooks
+from ebbtide.weights.hooks import AbstractWeights
+from ebbtide.weights.model_weights import offload_weights
 
 PipelineSchedule = PipelineScheduleSingle | PipelineScheduleMulti
 
@@ -121,7 +122,7 @@ def offload_stages(
         modules = nn.ModuleDict(
             {name: stage.submod for name, stage in zip(names, stages, strict=True)}
         )
-        resting = WeightHooks(modules, _find_layers(modules), weights, engine.transfers)
+        resting = offload_weights(modules, _find_layers(modules), weights, engine.transfers)
         engine.rest(resting)
     hooks = [StageHook(stage, engine, resting) for stage in stages]
     undo: list[Callable[[], None]] = [hook.detach for hook in hooks]
@@ -141,7 +142,7 @@ class StageHook:
     """
 
     def __init__(
-        self, stage: _PipelineStageBase, engine: Engine, weights: WeightHooks | None = None
+        self, stage: _PipelineStageBase, engine: Engine, weights: AbstractWeights | None = None
     ) -> None:
         self._stage = stage
         self._engine = engine

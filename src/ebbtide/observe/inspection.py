@@ -13,8 +13,7 @@ from ebbtide.runtime.engine import Engine
 from ebbtide.runtime.handles import StorageRecord
 from ebbtide.runtime.recompute import RecomputedLayer, recomputed_lines
 from ebbtide.units import card, folded, format_size, text_block
-from ebbtide.weights.groups import AbstractWeights
-from ebbtide.weights.hooks import WeightHooks
+from ebbtide.weights.hooks import AbstractWeights
 
 _WIDTH = 80
 _LARGEST = 3  # storages that are described
@@ -199,7 +198,7 @@ def inspect(
 def inspect_engine(engine: Engine) -> Inspection:
     """Report each storage's fate in the last step of an engine, and what is in flight now."""
     engine.settle()
-    weights = engine.weights.weights if isinstance(engine.weights, WeightHooks) else None
+    weights = engine.weights if isinstance(engine.weights, AbstractWeights) else None
     return inspect(engine.activations, weights, engine.recomputations.calls)
 
 
@@ -242,7 +241,7 @@ def _inspect_parameters(weights: AbstractWeights | None) -> tuple[InspectedParam
             address=member.host.data_ptr(),
             on_device=group.buffer is not None,
         )
-        for group, member in weights.parameters.members()
+        for group, member in weights.members()
     )
 
 

@@ -370,7 +370,7 @@ class Engine:
     def _connect(self, weights: RestingWeights) -> None:
         self._hooks.pack_weight = weights.pack
         self._hooks.plain_types |= weights.plain_types
-        self._parameters.resting = weights.parameters
+        self._parameters.resting = weights
 
     # ---- called by the hooks on a model's layers ----------------------------------------------
 

@@ -341,17 +341,15 @@ class ExchangedParameter(torch.Tensor):
 
 
 class RestingWeights(Protocol):
-    """The weights of a model that rest outside the device between uses.
+    """The weights of a model that rest outside the device between uses; it contains those that do.
 
     Attributes:
-        parameters: those that rest.
         plain_types: types of tensors that stand for a weight while its layer runs.
         pack: returns the handle of a saved tensor that is a part of a weight; None for any other.
             It is given that tensor, and its base or the tensor itself.
     """
 
-    @property
-    def parameters(self) -> Container[nn.Parameter]: ...
+    def __contains__(self, parameter: object, /) -> bool: ...
 
     @property
     def plain_types(self) -> frozenset[type[torch.Tensor]]: ...

@@ -6,12 +6,14 @@ import contextlib
 import functools
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from typing import Concatenate, ParamSpec, TypeVar, final
+from typing import Any, Concatenate, ParamSpec, TypeVar, final
 
 import torch
+from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ebbtide.devices.device import AbstractEvent, AbstractStream
+from ebbtide.devices.process import call_weakly, watch_forks
 from ebbtide.errors import SavedTensorModifiedError
 from ebbtide.runtime.handles import AbstractAway, Deaths, EmptyTensors, Hold, Saved, are_hooked
 from ebbtide.runtime.record import STORED, AccessLog
@@ -24,9 +26,17 @@ from ebbtide.runtime.torch_internals import (
 )
 from ebbtide.runtime.transfers import Transfers
 from ebbtide.stores.store import RestingSlot, Target
-from ebbtide.weights.gradients import Gradients, cast_parameter
-from ebbtide.weights.groups import AbstractWeights, OffloadedParameters, WeightGroup
-from ebbtide.weights.parameters import DeviceParameter, OffloadedParameter, check_views
+from ebbtide.weights.gradients import Gradients, cast_parameter, wait_for_scales
+from ebbtide.weights.groups import WeightGroup
+from ebbtide.weights.hooks import AbstractWeights
+from ebbtide.weights.parameters import (
+    DeviceParameter,
+    OffloadedParameter,
+    check_views,
+    running_modules,
+    start_substituting,
+    stop_substituting,
+)
 
 
 @final
@@ -426,15 +436,8 @@ class _WeightHold(Hold):
 class DeviceWeights(AbstractWeights):
     """The offloaded weights of one model on an accelerator.
 
-    Args:
-        transfers: queues the copies.
-        groups: the weight groups, in the order of the model's layers.
-        parameters: the parameters of all groups.
-        double_buffering: prefetch the next group while one is in use; otherwise only one group is
-            on the device at a time.
-
-    Raises:
-        StoreFullError: the store has no room for the gradients.
+    With ``double_buffering``, the next group is prefetched while one is in use; otherwise only one
+    group is on the device at a time.
 
     Streams:
         `enter` and `bring` queue host-to-device copies and make the current compute stream wait
@@ -443,26 +446,40 @@ class DeviceWeights(AbstractWeights):
 
     # Long: forwards and backwards change the same groups under one lock.
 
-    def __init__(
-        self,
-        transfers: Transfers,
-        groups: Sequence[WeightGroup],
-        parameters: OffloadedParameters,
-        *,
-        double_buffering: bool,
-    ) -> None:
-        super().__init__(groups, parameters)
-        self._double_buffering = double_buffering
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._deaths = Deaths()
-        self._gradients = Gradients(transfers, groups)
+        self._gradients = Gradients()
         self._closed = False
-        self._use(transfers)
-        self.empty = EmptyTensors(self._device.torch_device)
+        super().__init__(*args, **kwargs)
+        places = (known for _, member in self.members() for known, *_ in member.places)
+        self._holders = list(dict.fromkeys(places))
+        substitute, settle = call_weakly(self.substitute), call_weakly(self._leave_ended)
+        start_substituting(self._alive_holders(), substitute, settle)
+        wait_for_scales()
+        watch_forks(self)
+
+    def _alive_holders(self) -> list[nn.Module]:
+        """The modules that hold offloaded parameters."""
+        return [module for known in self._holders if (module := known()) is not None]
+
+    def note_fork(self) -> None:
+        """Take the memory of the weights from the parameters, in a forked child.
+
+        Children do not inherit page-locked memory. Reading a parameter would end the process.
+        """
+        for group, member in self.members():
+            if not group.resting.is_mapped:
+                member.lose_memory()
+
+    def detach(self, to: torch.device | None = None) -> None:
+        stop_substituting(self._alive_holders())
+        super().detach(to)
 
     def _use(self, transfers: Transfers) -> None:
-        self._transfers = transfers
         self._device = transfers.device
         self._gate = transfers.gate
+        self.empty = EmptyTensors(self._device.torch_device)
+        self._gradients.use(transfers)
         self._resident = ResidentGroups(
             transfers, self.groups, double_buffering=self._double_buffering
         )
@@ -480,7 +497,7 @@ class DeviceWeights(AbstractWeights):
         return self._resident.peak_groups
 
     @_with_the_lock
-    def begin_forward(self) -> None:
+    def _begin_forward(self) -> None:
         if not self._is_in_forward():
             self._start_over()
         self._running += 1
@@ -489,7 +506,7 @@ class DeviceWeights(AbstractWeights):
         self._reclaim()
         self._resident.start_over()
         self._resident.check_views()
-        self.parameters.begin_forward()
+        self._adopt_all()
 
     def end_forward(self) -> None:
         """See the base class. The program may change the host values from now on.
@@ -509,7 +526,7 @@ class DeviceWeights(AbstractWeights):
             self._reclaim(everything=True)
             for group in self._resident.on_device():
                 self._resident.watch_views(group)
-            for _, member in self.parameters.members():
+            for _, member in self.members():
                 member.reused = None
         return self._copies_to_wait_for()
 
@@ -538,9 +555,13 @@ class DeviceWeights(AbstractWeights):
             while group.open:
                 self._leave(group)
 
-    def leave_ended(self, find_running: Callable[[], Collection[WeightGroup]]) -> None:
-        if not self._running and any(group.open for group in self.groups):
-            self._leave_all_but(find_running())
+    def _leave_ended(self) -> None:
+        """Leave the groups whose modules an interrupt has ended, for which torch calls no hook."""
+        inherited = self._gate.is_inherited
+        if not inherited and not self._running and any(group.open for group in self.groups):
+            modules = running_modules()
+            used = (groups for module, groups in self._used if module in modules)
+            self._leave_all_but({group for groups in used for group in groups})
 
     @_with_the_lock
     def _leave_all_but(self, running: Collection[WeightGroup]) -> None:
@@ -607,14 +628,14 @@ class DeviceWeights(AbstractWeights):
         in_node = current_node() is not None
         return bool(self._running) or self._resident.any_open(or_in_backward=in_node)
 
-    @_with_the_lock
-    def substitute(self, group: WeightGroup, member: OffloadedParameter) -> torch.Tensor:
-        """See the base class.
+    def substitute(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return the tensor for code that reads a parameter of a module that is not running."""
+        found = self.find(parameter)
+        return parameter if found is None else self._substitute(*found)
 
-        Returns:
-            A device parameter during a forward pass or its recomputation; otherwise the parameter
-            itself.
-        """
+    @_with_the_lock
+    def _substitute(self, group: WeightGroup, member: OffloadedParameter) -> torch.Tensor:
+        """Return a device parameter in a forward or its recomputation, else the parameter."""
         # During backward, code that runs without grad mode is a hook, not a recomputation.
         recomputed = in_backward() and torch.is_grad_enabled()
         if not (recomputed or (not in_backward() and self.is_working())):
@@ -660,7 +681,7 @@ class DeviceWeights(AbstractWeights):
             else:
                 fresh.append(member)
         with torch.enable_grad():  # a later call may need gradients even if this one records none
-            linked = self._gradients.link(fresh, buffer)
+            linked = self._gradients.link(group, fresh, buffer)
         for member, tensor in zip(fresh, linked, strict=True):
             if reuse:
                 member.reused = tensor
@@ -772,7 +793,7 @@ class DeviceWeights(AbstractWeights):
         cast = cast_parameter(whole)
         if cast is None or cast.is_changed():
             return None
-        found = self.parameters.find(cast.parameter)
+        found = self.find(cast.parameter)
         if found is None or storage.nbytes() != whole.nbytes or tensor.dtype is not whole.dtype:
             return None
         return WeightTensor(self, *found, tensor, is_cast=True)
@@ -780,7 +801,7 @@ class DeviceWeights(AbstractWeights):
     @_with_the_lock
     def adopt_given(self, group: WeightGroup, member: OffloadedParameter) -> None:
         """Adopt a parameter that the program has put back into its module."""
-        self.parameters.adopt_given(group, member)
+        self._adopt(group, member)
 
     @_with_the_lock
     def bring(self, group: WeightGroup, member: OffloadedParameter) -> torch.Tensor:
@@ -842,9 +863,6 @@ class DeviceWeights(AbstractWeights):
 
     # ---- ends ---------------------------------------------------------------------------------
 
-    def resting_slots(self) -> list[RestingSlot]:
-        return [*(group.resting for group in self.groups), *self._gradients.blocks()]
-
     def _note_error(self, error: BaseException) -> None:
         self._transfers.note_error(error)
         if self._transfers.is_broken:
@@ -853,9 +871,10 @@ class DeviceWeights(AbstractWeights):
 
     def _put_back(self) -> None:
         """Give all modules their parameters back, whatever an interrupt has left half done."""
-        for _, member in self.parameters.members():
+        for _, member in self.members():
             member.keep_changes(None)
-        self.parameters.put_back()
+        for _, member in self.members():
+            member.put_back()
         self._substitutes.clear()
         for group in self.groups:
             group.open = 0
@@ -865,10 +884,8 @@ class DeviceWeights(AbstractWeights):
         awaited = [hold for hold in self._deaths.awaited if isinstance(hold, _WeightHold)]
         handles = Counter(hold.group for hold in awaited)
         for group in self.groups:
-            group.start_anew()
             group.handles = handles[group]
-        self._gradients.start_anew(transfers)
-        self._use(transfers)
+        super().start_anew(transfers)
 
     def settle(self) -> None:
         with self._gate:
@@ -877,7 +894,7 @@ class DeviceWeights(AbstractWeights):
         self._wait_for_copies(copies)
         self._transfers.poll()
 
-    def close(self) -> None:
+    def _close(self) -> None:
         """See the base class.
 
         Values that a live graph still needs are freed together with the last such graph.
@@ -889,7 +906,10 @@ class DeviceWeights(AbstractWeights):
         # streams of the device are empty. A stream of the program's own may be copying them
         # (``p.to(device, non_blocking=True)``): the memory would be unmapped under the copy.
         self._device.finish_other_streams()
-        self._gradients.close()
+        self._gradients.wait()
+        with self._gate:
+            for group in self.groups:
+                group.drop_blocks()
         # Inside a forward, copies may be under way, from memory that is ours no more afterwards.
         self.settle()
         with self._gate:

@@ -21,7 +21,7 @@ from ebbtide.runtime.record import DROPPED, GRADIENT, OFFLOADING, Record
 from ebbtide.runtime.torch_internals import current_graph_task
 from ebbtide.runtime.transfers import Transfers
 from ebbtide.stores.store import Landing, RestingSlot
-from ebbtide.weights.groups import GradientBuffers, WeightGroup
+from ebbtide.weights.groups import WeightGroup
 from ebbtide.weights.parameters import DeviceParameter, OffloadedParameter
 
 # ---- Makes the scaler right for gradients on the host whose scale is on an accelerator
@@ -115,12 +115,16 @@ class _Move:
     """The state that the two autograd nodes of one parameter's move to the device share.
 
     Attributes:
+        group: the group of the parameter.
+        member: the parameter.
+        gradients: sends its gradient.
         readable: reached when the gradient that a backward has sent is on the host, by the id of
             autograd's graph task: several threads may differentiate one graph at once. A backward
             that failed half-way leaves its event behind.
         leaf: the leaf on the device that the graph has beside the parameter.
     """
 
+    group: WeightGroup
     member: OffloadedParameter
     gradients: Gradients
     readable: dict[int, AbstractEvent] = field(default_factory=dict)
@@ -191,31 +195,20 @@ class _MoveAgain(torch.autograd.Function):
 
 @final
 class Gradients:
-    """The gradients of all offloaded weights of a model on an accelerator.
+    """The gradients of all offloaded weights of a model on an accelerator."""
 
-    Args:
-        transfers: queues the copies.
-        groups: the groups whose parameters need gradients.
-
-    Raises:
-        StoreFullError: the store has no room for the gradients.
-    """
-
-    def __init__(self, transfers: Transfers, groups: Sequence[WeightGroup]) -> None:
+    def use(self, transfers: Transfers) -> None:
+        """Have these transfers queue the copies from now on. No copy is under way."""
         self._transfers = transfers
-        self._homes = {member: group for group in groups for member in group.members}
-        self._buffers: dict[WeightGroup, GradientBuffers] = {}
-        for group in groups:
-            self._buffers[group] = GradientBuffers(group, transfers.store)
         self._landing: deque[AbstractEvent] = deque()
 
     def link(
-        self, members: Sequence[OffloadedParameter], buffer: torch.Tensor
+        self, group: WeightGroup, members: Sequence[OffloadedParameter], buffer: torch.Tensor
     ) -> list[DeviceParameter]:
         """Make device parameters in a buffer that autograd treats as computed from parameters."""
         # Autograd runs the nodes that were made last first. All `_MoveToDevice` nodes are made
         # after the `_HostParameter` nodes, so all copies are queued before the host waits for one.
-        moves = [_Move(member, self) for member in members]
+        moves = [_Move(group, member, self) for member in members]
         resting = [_HostParameter.apply(each.member.parameter, each) for each in moves]  # type: ignore[no-untyped-call]
         leaves = [each.leaf_on(buffer.device) for each in members]
         arguments = zip(resting, leaves, moves, strict=True)
@@ -260,11 +253,10 @@ class Gradients:
             return self._copy_down(move, source)
 
     def _copy_down(self, move: _Move, source: torch.Tensor) -> torch.Tensor:
-        member = move.member
-        offloads, group = self._transfers.offloads, self._homes[member]
+        group, member, offloads = move.group, move.member, self._transfers.offloads
         offloads.retire_finished()
         offloads.make_room(source.numel())
-        gradient, block = self._buffers[group].allocate(member)
+        gradient, block = group.allocate(member)
         home = self._transfers.device.compute_stream()
         # The copy must wait for the kernels queued so far, because they write the gradient.
         written = home.record()
@@ -282,31 +274,14 @@ class Gradients:
             self._landing.popleft()
         return gradient
 
-    def start_anew(self, transfers: Transfers) -> None:
-        """Go on with other transfers. No copy is under way, and their store has the blocks."""
-        self._transfers = transfers
-        self._landing.clear()
-        for buffers in self._buffers.values():
-            buffers.move_to(transfers.store)
-
-    def blocks(self) -> list[RestingSlot]:
-        """The host memory of all gradients."""
-        return [block for buffers in self._buffers.values() for block in buffers.blocks]
-
-    def close(self) -> None:
-        """Wait for the copies under way and free the host memory.
-
-        The memory of a gradient that is still referenced stays mapped.
-        """
+    def wait(self) -> None:
+        """Wait for the copies under way."""
         with self._transfers.gate:
             landing = list(self._landing)
             self._landing.clear()
         for event in landing:
             with contextlib.suppress(OSError):  # `_HostParameter` has raised it in backward
                 event.synchronize()
-        with self._transfers.gate:
-            for buffers in self._buffers.values():
-                buffers.give_back()
 
 
 def _packed_bytes(gradient: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:

@@ -5,37 +5,35 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Container, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ebbtide.devices.process import OptimizerWatch, call_weakly, watch_forks
+from ebbtide.devices.process import OptimizerWatch, call_weakly
 from ebbtide.errors import ForkedProcessError, PolicyError, warn_user
 from ebbtide.policy import WeightPolicy, is_in_share
+from ebbtide.runtime.handles import Saved
 from ebbtide.runtime.layers import LayerModules, lists_by_index, register_hooks
 from ebbtide.runtime.parameter_index import find_sharded_parameters
-from ebbtide.runtime.saved_tensors import PackWeight, refuse_moving_weights
+from ebbtide.runtime.saved_tensors import refuse_moving_weights
 from ebbtide.runtime.stats import watch_nodes
 from ebbtide.runtime.torch_internals import is_written_down, tree_leaves
 from ebbtide.runtime.transfers import Transfers
 from ebbtide.stores.store import AbstractStore
 from ebbtide.units import few
-from ebbtide.weights.device_weights import DeviceWeights
-from ebbtide.weights.gradients import bring_scales, wait_for_scales
-from ebbtide.weights.groups import AbstractWeights, OffloadedParameters, WeightGroup
-from ebbtide.weights.mapped_weights import MappedOptimizerState, MappedWeights
+from ebbtide.weights.gradients import bring_scales
+from ebbtide.weights.groups import WeightGroup
+from ebbtide.weights.optimizer_state import MappedOptimizerState
 from ebbtide.weights.parameters import (
     DeviceParameter,
     OffloadedParameter,
     find_places,
     find_shared,
     is_foreign,
-    running_modules,
-    start_substituting,
-    stop_substituting,
 )
 
 Unit = tuple[list[nn.Module], str, list[tuple[str, nn.Parameter]]]
@@ -226,12 +224,13 @@ def _moved(
     return tuple(map(move, args)), {name: move(each) for name, each in kwargs.items()}
 
 
-# ---- Groups the weights of a model's layers for offloading, and hooks the modules that use them
+# ---- The offloaded weights of a model, on an accelerator and on a CPU alike ----
 
 
-@final
-class WeightHooks:
-    """Offloads the weights of some layers of a model, and reports when modules use them.
+class AbstractWeights(ABC):
+    """The offloaded weights of some layers of a model. Hooks tell it which modules and passes run.
+
+    It is also a container: of the parameters that rest.
 
     Args:
         model: the model whose weights are offloaded.
@@ -241,8 +240,7 @@ class WeightHooks:
         origin: the device that the parameters go back to if they cannot rest; None: the same.
 
     Attributes:
-        parameters: the offloaded parameters.
-        weights: copies the parameters to the device and their gradients to the host, by groups.
+        groups: the groups that are copied together, in the order of the model's layers.
 
     Raises:
         PolicyError: a parameter cannot be offloaded; nothing has been moved.
@@ -262,8 +260,9 @@ class WeightHooks:
         origin: torch.device | None = None,
     ) -> None:
         self._model = weakref.ref(model)
-        device, store = transfers.device, transfers.store
-        origin = origin or device.torch_device
+        self._device, store = transfers.device, transfers.store
+        self._home = self._device.torch_device
+        self._transfers, self._double_buffering = transfers, policy.double_buffering
         found = find_units(layers)
         refuse_lazy(found)
         units = choose_units(found, policy)
@@ -274,48 +273,204 @@ class WeightHooks:
             )
         _refuse_sharded(model, (each for *_, named in units for each in named))
         check_units(units)
-        if device.torch_device.type != "cpu":
+        if self._home.type != "cpu":
             units = leave_first(units, model)
         units = leave_shared(units)
-        groups, used = _make_groups(units, store, origin)
-        self._device = device
-        self._store = store
-        self._gate = transfers.gate
-        self.parameters = OffloadedParameters(groups, device.torch_device)
-        make = MappedWeights if device.computes_on_host else DeviceWeights
-        with _rolled_back_on_error(groups, store, origin):
-            self.weights: AbstractWeights = make(
-                transfers, groups, self.parameters, double_buffering=policy.double_buffering
-            )
-        find_places(model, (member for _, member in self.parameters.members()))
+        self.groups: list[WeightGroup] = []
+        try:
+            used = _make_groups(self.groups, units, store)
+            for group in self.groups:
+                group.reserve()
+        except BaseException:
+            for _, member in self.members():
+                member.restore_to(origin or self._home)
+            for group in self.groups:
+                store.drop(group.resting)
+            raise
+        self._found = {id(m.parameter): (group, m) for group, m in self.members()}
+        find_places(model, (member for _, member in self.members()))
         holds: dict[nn.Module, dict[WeightGroup, None]] = {}
-        for group, member in self.parameters.members():
+        for group, member in self.members():
             for known, *_ in member.places:
                 module = known()
                 assert module is not None, "it is a part of the model"
                 holds.setdefault(module, {})[group] = None
-        holders = [] if device.computes_on_host else list(holds)
-        substitute = functools.partial(_substitute, weakref.ref(self))
-        start_substituting(holders, substitute, call_weakly(self._leave_ended))
         # See [Note: what a model owns].
-        self._holders = [weakref.ref(module) for module in holders]
         self._uses = [(weakref.ref(module), own) for module, own in used]
         self._uses += [(weakref.ref(module), own) for module, own in _find_others(holds, used)]
         self._members_of: weakref.WeakKeyDictionary[nn.Module, tuple[OffloadedParameter, ...]] = (
             weakref.WeakKeyDictionary()
         )
         self._state: MappedOptimizerState | None = None
-        if any(group.resting.is_mapped for group in groups):
-            most_bytes = 2 * max(group.size_bytes for group in groups)
-            self._state = MappedOptimizerState(store, self.parameters, most_bytes)
-        if not device.computes_on_host:
-            wait_for_scales()
+        if any(group.resting.is_mapped for group in self.groups):
+            most_bytes = 2 * max(group.size_bytes for group in self.groups)
+            self._state = MappedOptimizerState(store, call_weakly(self.find), most_bytes)
+        self._use(transfers)
         self._hooks: list[Any] = [OptimizerWatch(before=self.before_step)]
         for used_module, needed in self._used:
             begin = functools.partial(self._begin, needed)
             self._hooks += register_hooks(begin, functools.partial(self._end, needed), used_module)
-        if not device.computes_on_host:
-            watch_forks(self)
+
+    # ---- what differs on an accelerator and on a CPU ------------------------------------------
+
+    @property
+    def peak_groups(self) -> int:
+        """The most groups that were on the device at once; 0 if groups are not copied at all."""
+        return 0
+
+    @abstractmethod
+    def _use(self, transfers: Transfers) -> None:
+        """Work with these transfers from now on. No forward or backward runs, and no copy."""
+
+    @abstractmethod
+    def _begin_forward(self) -> None:
+        """Note that a forward pass of the model begins. It uses the current values on the host.
+
+        Raises:
+            PolicyError: the program has given a parameter another shape or dtype.
+        """
+
+    @abstractmethod
+    def end_forward(self) -> None:
+        """Note that the model's forward pass has ended, normally or by an exception."""
+
+    @abstractmethod
+    def enter(self, group: WeightGroup) -> None:
+        """Note that a module which uses this group begins to run."""
+
+    @abstractmethod
+    def leave(self, group: WeightGroup) -> None:
+        """Note that a module which uses this group has finished."""
+
+    @abstractmethod
+    def begin_backward(self, groups: Sequence[WeightGroup]) -> None:
+        """Note that the backward pass of a module begins.
+
+        Args:
+            groups: the groups that the module uses.
+        """
+
+    def is_working(self) -> bool:
+        """Whether the model's forward pass or one of its modules is running."""
+        return False
+
+    def pack(self, tensor: torch.Tensor, whole: torch.Tensor) -> Saved | None:  # noqa: ARG002
+        """Replace a saved tensor by a handle if it is a view or a cast of an offloaded weight.
+
+        Args:
+            tensor: the tensor that autograd saves.
+            whole: the base of `tensor` if that is a view, else `tensor` itself.
+
+        Returns:
+            The handle; None if the tensor belongs to no offloaded weight.
+        """
+        return None
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Block the host until no copy reads the host values, so that their memory can be freed."""
+
+    @abstractmethod
+    def _close(self) -> None:
+        """Free all memory of the weights. The parameters must be back on the model's device."""
+
+    # ---- the parameters -----------------------------------------------------------------------
+
+    def members(self) -> Iterator[tuple[WeightGroup, OffloadedParameter]]:
+        """All groups and offloaded parameters, in the order of the model's layers."""
+        return ((group, member) for group in self.groups for member in group.members)
+
+    def find(self, parameter: object) -> tuple[WeightGroup, OffloadedParameter] | None:
+        """The group and the offloaded parameter of this `nn.Parameter`; None if not offloaded."""
+        return self._found.get(id(parameter))
+
+    def __contains__(self, parameter: object) -> bool:
+        return id(parameter) in self._found
+
+    def at_rest(self) -> frozenset[int]:
+        return frozenset(self._found)
+
+    def rests(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is the host value of a weight, with which nothing computes."""
+        return not self._device.computes_on_host and tensor in self
+
+    def versions_of(self, module: nn.Module) -> Hashable:
+        """Return the versions of the host values of the weights that a module is called with."""
+        members = self._members_of.get(module)
+        if members is None:
+            inside = {id(each) for each in module.modules()}
+            used = dict.fromkeys(g for m, groups in self._used if id(m) in inside for g in groups)
+            members = tuple(member for group in used for member in group.members)
+            self._members_of[module] = members
+        return tuple((each.parameter._version, each.replacements) for each in members)
+
+    def _adopt(
+        self,
+        group: WeightGroup,
+        member: OffloadedParameter,
+        strangers: Container[int] | None = None,
+    ) -> None:
+        """Adopt a new parameter that a module holds now in the place of an offloaded one.
+
+        A new parameter on the model's device is not adopted yet, because it works as it is and
+        `torch.func.functional_call` installs such parameters for one call only. A new parameter on
+        the host cannot be computed with, so it is adopted.
+
+        Args:
+            group: the group of the offloaded parameter.
+            member: the offloaded parameter.
+            strangers: the new parameters that are there to stay, by `id`; None: those on the host.
+
+        Raises:
+            PolicyError: the new parameter has another shape or dtype, or only some of the modules
+                that share the parameter got the new one.
+        """
+        for given in member.find_given():
+            on_host = given.device.type != self._home.type
+            if on_host if strangers is None else id(given) in strangers:
+                before = id(member.parameter)
+                member.replace_by(given)
+                del self._found[before]
+                self._found[id(given)] = group, member
+
+    def _adopt_all(self, strangers: Container[int] | None = None) -> None:
+        """Find values and parameters that the program has assigned since the last forward.
+
+        Args:
+            strangers: see `_adopt`. What does not fit is not offloaded; it works where it is.
+
+        Raises:
+            PolicyError: see `_adopt`, or new values have another shape or dtype; only without
+                ``strangers``.
+        """
+        elsewhere = []
+        for group, member in self.members():
+            with contextlib.suppress(*() if strangers is None else (PolicyError,)):
+                self._adopt(group, member, strangers)
+                if member.find_values() is not member.host:
+                    elsewhere.append((group, member))
+        # Guard memory-of-others: values move only if nothing else refers to their memory or to
+        # where they rest. A program that holds the one would not see changes any more, and what it
+        # holds of the other would be overwritten.
+        members = [m for group, m in elsewhere if not group.handles and m.can_move_in()]
+        shared = find_shared([m.parameter for m in members], aliases=1)
+        for position, member in enumerate(members):
+            if position not in shared:
+                member.move_in()
+
+    def _find_staying(self) -> set[OffloadedParameter]:
+        """Find parameters in memory that others refer to, which are to stay there after detach.
+
+        It is either memory that the program has given them, or that in which they rest. On an
+        accelerator, the host's memory cannot remain that of a parameter.
+        """
+        if not self._device.computes_on_host:
+            return set()
+        members = [m for _, m in self.members() if m.is_at_rest]
+        shared = find_shared([m.parameter for m in members], aliases=1, collects=True)
+        return {m for _, m in self.members() if not m.is_at_rest} | {members[n] for n in shared}
+
+    # ---- modules and optimizers ---------------------------------------------------------------
 
     @property
     def _used(self) -> Iterator[tuple[nn.Module, Sequence[WeightGroup]]]:
@@ -325,19 +480,11 @@ class WeightHooks:
             if module is not None:
                 yield module, groups
 
-    def note_fork(self) -> None:
-        """Take the memory of the weights from the parameters, in a forked child.
-
-        Children do not inherit page-locked memory. Reading a parameter would end the process.
-        """
-        for group, member in self.parameters.members():
-            if not group.resting.is_mapped:
-                member.lose_memory()
-
     def _is_lost(self) -> bool:
         """Whether this process was forked, and has not inherited the memory of the weights."""
-        mapped = all(group.resting.is_mapped for group in self.weights.groups)
-        return self._gate.is_inherited and not (self._device.computes_on_host or mapped)
+        mapped = all(group.resting.is_mapped for group in self.groups)
+        inherited: bool = self._transfers.gate.is_inherited
+        return inherited and not (self._device.computes_on_host or mapped)
 
     def check_process(self) -> None:
         """Check that this process offloaded the weights.
@@ -351,7 +498,7 @@ class WeightHooks:
                 "one was forked from has for itself. Offload only after the processes have been "
                 "forked, or use the method 'spawn'"
             )
-        if self._gate.is_inherited:
+        if self._transfers.gate.is_inherited:
             raise ForkedProcessError(
                 "the weights of this model rest in memory or files of the process that this one "
                 "was forked from. To use the model here, call detach() on the offload's handle "
@@ -365,29 +512,15 @@ class WeightHooks:
         """Note that a module begins. Returns its arguments if they had to be moved."""
         self.check_process()
         for group in groups:
-            self.weights.enter(group)
+            self.enter(group)
         return _moved(*values, self._device.torch_device)
 
     def _end(self, groups: Sequence[WeightGroup], values: Any) -> None:
         """Note that a module has ended, and watch for its backward on its outputs' nodes."""
         for group in groups:
-            self.weights.leave(group)
+            self.leave(group)
         outputs = [leaf for leaf in tree_leaves(values[-1]) if isinstance(leaf, torch.Tensor)]
-        watch_nodes(outputs, lambda _: self.weights.begin_backward(groups))
-
-    def substitute(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return the tensor for code that reads a parameter of a module that is not running."""
-        found = self.parameters.find(parameter)
-        return parameter if found is None else self.weights.substitute(*found)
-
-    def _leave_ended(self) -> None:
-        """Have modules hold their parameters again that an interrupt has ended."""
-        if not self._gate.is_inherited:
-            self.weights.leave_ended(self._running_groups)
-
-    def _running_groups(self) -> set[WeightGroup]:
-        modules = running_modules()
-        return {group for module, groups in self._used if module in modules for group in groups}
+        watch_nodes(outputs, lambda _: self.begin_backward(groups))
 
     @contextlib.contextmanager
     def open(self, module: nn.Module) -> Iterator[None]:
@@ -398,28 +531,7 @@ class WeightHooks:
             yield
         finally:
             for group in groups:
-                self.weights.leave(group)
-
-    @property
-    def pack(self) -> PackWeight:
-        return self.weights.pack
-
-    def at_rest(self) -> frozenset[int]:
-        return frozenset(id(member.parameter) for _, member in self.parameters.members())
-
-    def versions_of(self, module: nn.Module) -> Hashable:
-        """Return the versions of the host values of the weights that a module is called with."""
-        members = self._members_of.get(module)
-        if members is None:
-            inside = {id(each) for each in module.modules()}
-            used = dict.fromkeys(g for m, groups in self._used if id(m) in inside for g in groups)
-            members = tuple(member for group in used for member in group.members)
-            self._members_of[module] = members
-        return tuple((each.parameter._version, each.replacements) for each in members)
-
-    def rests(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is the host value of a weight, with which nothing computes."""
-        return not self._device.computes_on_host and tensor in self.parameters
+                self.leave(group)
 
     @contextlib.contextmanager
     def in_forward(self) -> Iterator[None]:
@@ -452,26 +564,28 @@ class WeightHooks:
             return False
         model = self._model()
         if model is not None:
-            _refuse_sharded(model, self.parameters.present())
-        self.weights.begin_forward()
+            given = ((m.name, each) for _, m in self.members() for each in m.find_given())
+            _refuse_sharded(model, given)
+        self._begin_forward()
         return True
-
-    def end_forward(self) -> None:
-        """Note that the forward has ended, normally or by an exception."""
-        self.weights.end_forward()
 
     def start_anew(self, transfers: Transfers) -> None:
         """Forget what an interrupt may have left half done, and go on with other transfers.
 
+        No forward or backward runs, and no copy is under way. The modules get their parameters
+        back. Graphs that are alive can still be used.
+
         Args:
-            transfers: with the same device and a store of the same kind. No copy of the transfers
-                so far is under way.
+            transfers: with the same device and a store of the same kind.
         """
-        transfers.store.take_over(self._store, self.weights.resting_slots())
-        self.weights.start_anew(transfers)
+        slots = [slot for group in self.groups for slot in (group.resting, *group.blocks)]
+        transfers.store.take_over(self._transfers.store, slots)
+        for group in self.groups:
+            group.start_anew(transfers.store)
         if self._state is not None:
             self._state.move_to(transfers.store)
-        self._store, self._gate = transfers.store, transfers.gate
+        self._transfers = transfers
+        self._use(transfers)
 
     def move_beside(self, parameter: torch.Tensor, tensor: torch.Tensor) -> None:
         """Move a tensor of the parameter's shape to a file if the parameter rests in one."""
@@ -495,18 +609,17 @@ class WeightHooks:
         """
         while self._hooks:
             self._hooks.pop().remove()
-        stop_substituting(module for known in self._holders if (module := known()) is not None)
-        home = to or self._device.torch_device
-        self.parameters.put_back()  # an interrupt may have come after the last forward
+        for _, member in self.members():
+            member.put_back()  # an interrupt may have come after the last forward
         if self._is_lost():
             return  # the parameters have no values here, and the memory is the parent's
-        self.parameters.adopt_all()
-        # On an accelerator, the host's memory cannot remain that of the parameter.
-        on_host = self._device.computes_on_host
-        staying = self.parameters.find_staying() if on_host else frozenset[OffloadedParameter]()
-        for _, member in self.parameters.members():
-            member.restore_to(home, stays=member in staying)
-        self.weights.close()
+        for group, member in self.members():
+            with contextlib.suppress(PolicyError):  # what does not fit stays where it is
+                self._adopt(group, member)
+        staying = self._find_staying()
+        for _, member in self.members():
+            member.restore_to(to or self._device.torch_device, stays=member in staying)
+        self._close()
         if self._state is not None:
             self._state.close()
 
@@ -517,11 +630,11 @@ class WeightHooks:
             ForkedProcessError: this process was forked from the one that offloaded the weights.
         """
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self.parameters.begin_step(parameters)
-        if any(parameter in self.parameters for parameter in parameters):
+        self._adopt_all({id(p) for p in parameters if p not in self})
+        if any(parameter in self for parameter in parameters):
             self.check_process()
             bring_scales(optimizer)
-            bring_state(optimizer, self.parameters)
+            bring_state(optimizer, self)
 
 
 def bring_state(optimizer: torch.optim.Optimizer, parameters: Container[nn.Parameter]) -> None:
@@ -539,11 +652,6 @@ def bring_state(optimizer: torch.optim.Optimizer, parameters: Container[nn.Param
             for name, value in state.items():
                 if isinstance(value, torch.Tensor) and (value.dim() or counts_there):
                     state[name] = value.to(parameter.device)
-
-
-def _substitute(hooks: weakref.ref[WeightHooks], parameter: torch.Tensor) -> torch.Tensor:
-    alive = hooks()
-    return parameter if alive is None else alive.substitute(parameter)
 
 
 def _refuse_sharded(model: nn.Module, named: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -585,41 +693,29 @@ def _find_others(
 
 
 def _make_groups(
-    units: Iterable[Unit], store: AbstractStore, home: torch.device
-) -> tuple[list[WeightGroup], list[tuple[nn.Module, list[WeightGroup]]]]:
+    groups: list[WeightGroup], units: Iterable[Unit], store: AbstractStore
+) -> list[tuple[nn.Module, list[WeightGroup]]]:
     """Make a group for each unit; a tied parameter belongs to the first unit that has it.
 
+    Args:
+        groups: gets the groups, as each is made.
+        units: the units.
+        store: where the weights are to rest.
+
     Returns:
-        The groups, and for each module the groups that it uses.
+        For each module the groups that it uses.
 
     Raises:
-        StoreFullError: the store has no room for a group; all weights are on their device again.
+        StoreFullError: the store has no room for a group.
     """
-    groups: list[WeightGroup] = []
     found: dict[int, WeightGroup] = {}
     used: list[tuple[nn.Module, list[WeightGroup]]] = []
-    with _rolled_back_on_error(groups, store, home):
-        for modules, name, named in units:
-            own = [(each, p) for each, p in named if id(p) not in found]
-            needed = dict.fromkeys(found[id(p)] for _, p in named if id(p) in found)
-            if own:
-                groups.append(WeightGroup(len(groups), name, own, store))
-                found |= {id(parameter): groups[-1] for _, parameter in own}
-                needed[groups[-1]] = None
-            used += [(module, list(needed)) for module in modules]
-    return groups, used
-
-
-@contextlib.contextmanager
-def _rolled_back_on_error(
-    groups: Sequence[WeightGroup], store: AbstractStore, home: torch.device
-) -> Iterator[None]:
-    """Put the parameters of all groups back on their device if the block raises."""
-    try:
-        yield
-    except BaseException:
-        for group in groups:
-            for member in group.members:
-                member.restore_to(home)
-            store.drop(group.resting)
-        raise
+    for modules, name, named in units:
+        own = [(each, p) for each, p in named if id(p) not in found]
+        needed = dict.fromkeys(found[id(p)] for _, p in named if id(p) in found)
+        if own:
+            groups.append(WeightGroup(len(groups), name, own, store))
+            found |= {id(parameter): groups[-1] for _, parameter in own}
+            needed[groups[-1]] = None
+        used += [(module, list(needed)) for module in modules]
+    return used

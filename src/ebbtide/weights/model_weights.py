@@ -26,13 +26,28 @@ from ebbtide.runtime.engine import Engine
 from ebbtide.runtime.layers import LayerModules, match_layers
 from ebbtide.runtime.parameter_index import find_sharded_parameters
 from ebbtide.runtime.torch_internals import exchange_tensors
+from ebbtide.runtime.transfers import Transfers
 from ebbtide.units import few
-from ebbtide.weights.hooks import WeightHooks, bring_state
+from ebbtide.weights.device_weights import DeviceWeights
+from ebbtide.weights.hooks import AbstractWeights, bring_state
+from ebbtide.weights.mapped_weights import MappedWeights
 
 CPU: Final = torch.device("cpu")
 
 Materialize = Callable[[nn.Module], object] | str | os.PathLike[str]
 """Gives a module's own parameters their values, or is a folder of safetensors that has them."""
+
+
+def offload_weights(
+    model: nn.Module,
+    layers: LayerModules,
+    policy: WeightPolicy,
+    transfers: Transfers,
+    origin: torch.device | None = None,
+) -> AbstractWeights:
+    """Have weights of a model rest on the host, or in files; see `AbstractWeights`."""
+    make = MappedWeights if transfers.device.computes_on_host else DeviceWeights
+    return make(model, layers, policy, transfers, origin)
 
 
 class WeightBytes(NamedTuple):
@@ -78,7 +93,7 @@ class ModelWeights:
         self._policy = policy
         self._engine = engine
         self._origin = origin
-        self._hooks: WeightHooks | None = None
+        self._hooks: AbstractWeights | None = None
         self._num_placed = 0
         # Each optimizer that has stepped, and how often weights had been placed when it did.
         self._optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = (
@@ -126,7 +141,7 @@ class ModelWeights:
         self._end_resting(CPU)
         if chosen:
             layers = match_layers(model, chosen)
-            self._hooks = WeightHooks(model, layers, self._policy, transfers, origin)
+            self._hooks = offload_weights(model, layers, self._policy, transfers, origin)
             self._engine.rest(self._hooks)
         home, brings = transfers.device.torch_device, origin is not None
         move(model, home, but=self._resting, buffers=brings)
@@ -161,7 +176,7 @@ class ModelWeights:
 
     @property
     def _resting(self) -> Container[nn.Parameter]:
-        return () if self._hooks is None else self._hooks.parameters
+        return () if self._hooks is None else self._hooks
 
     def _end_resting(self, to: torch.device | None) -> None:
         hooks, self._hooks = self._hooks, None
@@ -170,7 +185,7 @@ class ModelWeights:
             self._engine.rest(None)
 
     def _bring_state(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Bring the state of the weights on the device; `WeightHooks` brings that of the others."""
+        """Bring the state of the weights on the device; that of the others follows by itself."""
         model = self._model()
         if model is None or self._optimizers.get(optimizer) == self._num_placed:
             return

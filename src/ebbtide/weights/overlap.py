@@ -54,7 +54,7 @@ from ebbtide.runtime.torch_internals import (
 )
 from ebbtide.stores.host_memory import free_ram_bytes, page_out
 from ebbtide.units import format_size, parse_size_bytes
-from ebbtide.weights.hooks import WeightHooks
+from ebbtide.weights.hooks import AbstractWeights
 from ebbtide.weights.parameters import ALONE, end_of
 
 _LOG = logging.getLogger(__name__)
@@ -575,7 +575,7 @@ class StepOverlap:
         """Make memory like that of a tensor, in a file if the parameter rests in one."""
         made = torch.empty_like(like, requires_grad=False)
         resting = self._engine.weights
-        if isinstance(resting, WeightHooks):
+        if isinstance(resting, AbstractWeights):
             resting.move_beside(parameter, made)
         return made
 

@@ -209,7 +209,7 @@ def _set_hooks(tensor: torch.Tensor, hooks: Any, after: Any) -> None:
 # values of a parameter are always those in the memory that it has now (`find_values`), and neither
 # that memory nor the parameter's part of its group's memory is written by anybody else. A layer
 # reads its weights from wherever they are. They move back into the group's memory, from which one
-# copy brings them all, when nobody else refers to either (`OffloadedParameters.move_in`).
+# copy brings them all, when nobody else refers to either (`AbstractWeights._adopt_all`).
 
 Place = tuple[weakref.ref[nn.Module], str, Any]
 """A module, its list or dict that holds a parameter, and the index or key there."""
