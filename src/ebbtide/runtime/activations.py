@@ -53,9 +53,10 @@ class Scope:
         offloads: whether storages are offloaded by default; see `ebbtide.runtime.rebuild`.
         unit: the records of the layer's unit in a schedule; None without a schedule.
         count: number of storages first saved in this scope, which is the number of the next one.
+        entered: whether a replacement of the layer's forward was called.
     """
 
-    __slots__ = ("count", "forward", "layer", "offloads", "small", "unit", "unwritten")
+    __slots__ = ("count", "entered", "forward", "layer", "offloads", "small", "unit", "unwritten")
 
     def __init__(
         self,
@@ -74,6 +75,7 @@ class Scope:
         self.offloads = offloads
         self.unit = unit
         self.count = 0
+        self.entered = False
 
     @property
     def must_stay(self) -> bool:
@@ -84,16 +86,15 @@ class Scope:
 
 @final
 class _Running(threading.local):
-    """What runs on one thread.
-
-    Attributes:
-        scopes: the forwards and layers, innermost last.
-        forwards: the forwards among them.
-    """
+    """The forwards and layers that run on one thread, innermost last. A forward has no layer."""
 
     def __init__(self) -> None:
         self.scopes: list[Scope] = []
-        self.forwards: list[Scope] = []
+
+    @property
+    def forwards(self) -> list[Scope]:
+        """The forwards among them."""
+        return [scope for scope in self.scopes if scope.layer is None]
 
 
 @final
@@ -185,16 +186,13 @@ class Scopes:
         running = self.running
         if not running.scopes:
             self._threads.append(running.scopes)
-        running.scopes.append(scope)
-        running.forwards.append(scope)  # last: from then on an interrupted forward is ended
+        running.scopes.append(scope)  # last: from then on an interrupted forward is ended
         return scope
 
     def end_forward(self, scope: Scope) -> None:
         """Note that a forward and all layers in it have ended, normally or by an exception."""
         running = self.running
         while running.scopes.pop() is not scope:
-            pass
-        while running.forwards.pop() is not scope:
             pass
         if not running.scopes:
             self._threads = [each for each in self._threads if each is not running.scopes]

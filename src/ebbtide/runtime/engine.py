@@ -20,7 +20,7 @@ from ebbtide.devices.lanes import defer, watch
 from ebbtide.devices.process import call_weakly
 from ebbtide.errors import PolicyError
 from ebbtide.policy import ActivationPolicy
-from ebbtide.runtime.activations import Activations, PassWindows
+from ebbtide.runtime.activations import Activations, PassWindows, Scope
 from ebbtide.runtime.events import StepListener, Subject
 from ebbtide.runtime.executor import ScheduleExecutor, ScheduleMode
 from ebbtide.runtime.handles import UnitRecords
@@ -417,25 +417,39 @@ class Engine:
             unit = Unit(layer.index, self._microbatch)
             self._begin_layer(layer, *self.executor.begin_unit(unit))
 
-    def find_recomputing(self, find_layer: Callable[[], Layer | None]) -> Recomputing | None:
-        """Say whether the call of a layer that begins now is recomputed; `None` if it is not.
+    def find_recomputing(self, counts: Callable[[], bool]) -> Recomputing | None:
+        """Say whether the forward of a layer that is called now is recomputed; `None` if it is not.
 
         It cannot be where its activations are not saved for backward or other code decides what
         becomes of them, such as a checkpoint around the layer. Nor can it be inside a transform of
         `torch.func` or with tangents of forward-mode AD, of which a second forward would not know.
+
+        Args:
+            counts: says whether the call belongs to the forward that runs.
         """
-        layer = find_layer()
-        if layer is None or not self.placement.recomputes(layer):
+        scope = self.activations.scopes.current if counts() else None
+        layer = None if scope is None else scope.layer
+        if scope is None or layer is None:
+            return None
+        scope.entered = True
+        if not self.placement.recomputes(layer):
             return None
         if not self._hooks.are_on_top() or has_tangents() or transform_level() is not None:
             return None
         return Recomputing(layer, self._hooks, self.recomputations, self.weights)
 
-    def end_layer(self, layer: Layer, output: Any) -> None:
-        """Note that a layer's forward has ended."""
-        scope = self.activations.scopes.end_layer()
+    def end_layer(self, output: Any) -> Scope | None:
+        """Note that the innermost layer's forward has ended.
+
+        Returns:
+            Its scope; None if it could not begin, so that none runs.
+        """
+        scope = self.activations.scopes.current
+        if scope is None or scope.layer is None:
+            return None
+        self.activations.scopes.end_layer()
         self.activations.begin_copies(scope.unwritten)
-        log, unit = scope.forward, scope.unit
+        layer, unit = scope.layer, scope.unit
         if self.passes is not None:
             self.passes.end_forward_of(layer)
         if self._windows is not None:
@@ -443,7 +457,8 @@ class Engine:
         if self.is_traced or any(each is not None for each in (unit, self.passes, self._windows)):
             leaves = tree_leaves(output)
             outputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-            self._watch_outputs(layer, log, unit, outputs)
+            self._watch_outputs(layer, scope.forward, unit, outputs)
+        return scope
 
     def _begin_layer(self, layer: Layer, unit: UnitRecords, log: ForwardLog) -> None:
         self.activations.scopes.begin_layer(layer, offloads=unit.leaves, unit=unit, forward=log)
@@ -455,21 +470,26 @@ class Engine:
         unit: UnitRecords | None,
         outputs: Sequence[torch.Tensor],
     ) -> None:
-        """Watch for the begin of a layer's backward, which is the backward of its outputs.
+        """Watch for the begin of a layer's backward, which is the backward of its outputs."""
+        # A graph may outlive the model, and refers only to what works in its backward.
+        executor, passes, about = self.executor, self.passes, Subject(layer, log.number)
+        account = weakref.ref(self.transfers.account)
+        window = self._windows and functools.partial(
+            self._windows.begin_backward_of, layer.index, self.activations, log
+        )
 
-        The window of the backward opens last, after what measures the backward.
-        """
-        executor, recorder, passes = self.executor, self.transfers.account.recorder, self.passes
-        windows, activations = self._windows, self.activations
-        if unit is not None and executor is not None:
-            watch_nodes(outputs, lambda _: executor.begin_backward(unit))
-        if passes is not None:
-            watch_nodes(outputs, lambda _: passes.begin_backward_of(layer.index))
-        if recorder is not None:
-            self.transfers.account.watch_backward(Subject(layer, log.number), outputs)
-        if windows is not None:
-            begin = functools.partial(windows.begin_backward_of, layer.index, activations, log)
-            watch_nodes(outputs, lambda _: begin())
+        def begin(_: object) -> None:
+            if unit is not None and executor is not None:
+                executor.begin_backward(unit)
+            if passes is not None:
+                passes.begin_backward_of(layer.index)
+            counts = account()
+            if counts is not None and counts.recorder is not None:
+                counts.recorder.begin_backward(about)
+            if window is not None:  # last, after what measures the backward
+                window()
+
+        watch_nodes(outputs, begin)
 
     # ---- called by hand-written training loops ------------------------------------------------
 

@@ -170,17 +170,13 @@ class _RunningForward(threading.local):
         active: whether it runs.
         num_calls: number of layers that it has called.
         called: the name of each of them.
-        open: those that run now, innermost last.
-        entered: the last one whose replaced forward was called.
     """
 
     active = False
     num_calls = 0
-    entered: Layer | None = None
 
     def __init__(self) -> None:
         self.called: list[str] = []
-        self.open: list[Layer] = []
 
 
 @final
@@ -241,8 +237,7 @@ class LayerTracker:
             key = name.rpartition(".")[2]
             replace = None
             if self._recomputes:
-                find_begun = call_weakly(self._find_begun)
-                find = functools.partial(self._engine.find_recomputing, find_begun)
+                find = functools.partial(self._engine.find_recomputing, call_weakly(self._counts))
                 replace = functools.partial(RecomputedForward, find)
             self._hooked.append(HookedLayer(parent, key, module, register, begin, end, replace))
 
@@ -268,7 +263,6 @@ class LayerTracker:
         """
         running = self._running
         running.num_calls, running.called, running.active = first, [], True
-        running.open.clear()
         if compiler_is_loaded():
             for layer in (*self._hooked, *self.others):
                 layer.follow()
@@ -277,7 +271,6 @@ class LayerTracker:
     def forget_forward(self) -> None:
         """Note that the forward of the calling thread was interrupted."""
         self._running.active = False
-        self._running.open.clear()
 
     def end_forward(self, *, completed: bool) -> None:
         """Report the forward's number of layers, so that the next one knows which come last."""
@@ -310,24 +303,12 @@ class LayerTracker:
             running.called.append(name)
             running.num_calls += 1
             self._engine.begin_layer(layer, inputs)
-            running.open.append(layer)  # last: one that could not begin has no end
 
     def _end_layer(self, values: Any) -> None:
-        running = self._running
-        if self._counts() and running.open:
-            output = values[-1]
-            layer = running.open.pop()
-            self._engine.end_layer(layer, output)
-            if self._recomputes and output is not None and running.entered != layer:
-                self._lost.setdefault(layer.name, False)
-
-    def _find_begun(self) -> Layer | None:
-        """Return the layer whose forward is called now; None if the call is not counted."""
-        running = self._running
-        if not self._counts() or not running.open:
-            return None
-        running.entered = running.open[-1]
-        return running.entered
+        scope = self._engine.end_layer(values[-1]) if self._counts() else None
+        if scope is not None and self._recomputes and not scope.entered and values[-1] is not None:
+            assert scope.layer is not None
+            self._lost.setdefault(scope.layer.name, False)
 
     def _warn_of_lost_forwards(self) -> None:
         """Warn of the layers that were not recomputed in this forward and were in all others."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from typing import Final, final
@@ -278,22 +277,6 @@ class Account:
             self.origin = self._device.origin() if self._traced else self._device.moment()
             if self._traced and self.listener is not None:
                 self.recorder, self.memory = self.listener.begin_step(self.origin)
-
-    def watch_backward(self, subject: Subject, outputs: Iterable[torch.Tensor]) -> None:
-        """Have the begin of a layer's backward recorded, in the step that runs by then.
-
-        Args:
-            subject: the layer.
-            outputs: the outputs of its forward. Backward begins with their operations.
-        """
-        known = weakref.ref(self)  # a graph may outlive the model
-
-        def begin(_: object) -> None:
-            account = known()
-            if account is not None and account.recorder is not None:
-                account.recorder.begin_backward(subject)
-
-        watch_nodes(outputs, begin)
 
     def finish(self, host_capacity_bytes: int) -> None:
         """Close the account of the step."""
