@@ -22,7 +22,6 @@ from ebbtide.runtime.handles import (
     REBUILD,
     Call,
     Deaths,
-    EmptyTensors,
     RecordHold,
     SmallTensors,
     StorageRecord,
@@ -30,6 +29,7 @@ from ebbtide.runtime.handles import (
     Unwritten,
     UnwrittenCopy,
     bytes_of,
+    empty_tensors,
     find_packing,
     gather,
     pack,
@@ -282,7 +282,7 @@ class Activations:
         self.scopes = Scopes(transfers, self.deaths)
         self._gate = transfers.gate
         self._device = transfers.device
-        self.empty = EmptyTensors(self._device.torch_device)
+        self.empty = empty_tensors(self._device.torch_device)
         self._account = transfers.account
         self._offloads = transfers.offloads
         self._reloads = transfers.reloads
@@ -419,7 +419,7 @@ class Activations:
             address, layer, log = storage._cdata, scope.layer, scope.forward
             record = StorageRecord(address, version, layer, number, storage.nbytes(), OFFLOAD, log)
             record.form, record.view_size = form, view_size
-            record.source = bytes_of(storage, self.empty[torch.uint8])
+            record.source = bytes_of(storage, self.empty(torch.uint8))
             record.home = self._device.compute_stream()
             # Guard written-before-copy: what no operation of the graph has made is copied only when
             # the operator that saves it has returned. See [Note: tensors saved before they are

@@ -273,8 +273,7 @@ class Engine:
     def forget_proofs(self) -> None:
         """Verify every recomputed layer and every recipe again, as if none had been used yet."""
         self._verifications.forget()
-        if self.placement.finder is not None:
-            self.placement.finder.forget()
+        self.placement.forget_proofs()
 
     def expect_any_order(self, choices: random.Random) -> None:
         """Prefetch in the next backward in an order that is drawn, instead of the last one's."""

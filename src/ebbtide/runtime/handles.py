@@ -7,10 +7,11 @@ of one storage.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from enum import Enum
 from typing import Any, NamedTuple, NoReturn, final
 
@@ -266,21 +267,13 @@ def restore(saved: Saved) -> Tensor:
     return tensor
 
 
-@final
-class EmptyTensors(dict[torch.dtype, Tensor]):
-    """An empty tensor of each type on one device, made when it is first looked up.
+EmptyTensors = Callable[[torch.dtype], Tensor]
+"""Returns an empty tensor of a type on one device, the same one each time."""
 
-    Args:
-        device: the device.
-    """
 
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self._device = device
-
-    def __missing__(self, dtype: torch.dtype) -> Tensor:
-        empty = self[dtype] = torch.empty(0, dtype=dtype, device=self._device)
-        return empty
+def empty_tensors(device: torch.device) -> EmptyTensors:
+    """Return empty tensors on a device."""
+    return functools.cache(lambda dtype: torch.empty(0, dtype=dtype, device=device))
 
 
 def are_hooked() -> bool:
@@ -337,7 +330,7 @@ class AbstractAway(AbstractSaved):
         # Shares the version counter and, emptied, not the memory: modifications made after the
         # bytes have left are seen as native autograd sees them.
         probe = self._probe = tensor.detach()
-        probe.data = empty[dtype]
+        probe.data = empty(dtype)
 
     @property
     def shape(self) -> tuple[object, ...]:

@@ -23,7 +23,7 @@ from torch.nn.parameter import is_lazy
 
 from ebbtide.errors import SavedTensorModifiedError
 from ebbtide.runtime.compiled import ModuleHook
-from ebbtide.runtime.outside import GONE, Outside, Variable, find_outside, is_iterator
+from ebbtide.runtime.outside import GONE, Outside, Variable, assign, find_outside, is_iterator
 from ebbtide.runtime.parameter_index import ExchangedParameter
 from ebbtide.runtime.torch_internals import (
     KERNEL_SETTINGS,
@@ -400,7 +400,7 @@ class Note:
                     _refill(now[name], content)
         for each in self._variables:
             if each.now() is not each.value:
-                each.holder[each.name] = each.value
+                assign(each.holder, each.name, each.value)
         for container, content in self._contents:
             if not _holds(container, content):
                 _refill(container, content)
@@ -826,7 +826,7 @@ class _CopiedTensor:
     without a change of version.
 
     Args:
-        holder: the dict that holds it.
+        holder: what holds it; see `Variable`.
         name: its name there.
         tensor: the tensor.
     """
@@ -846,7 +846,7 @@ class _CopiedTensor:
         """
         if self._key not in copied:
             copied[self._key] = self._content.clone().requires_grad_(self._trained)
-        self._holder[self._name] = copied[self._key]
+        assign(self._holder, self._name, copied[self._key])
 
 
 def _size_bytes(tensor: Tensor) -> int:

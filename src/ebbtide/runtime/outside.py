@@ -13,7 +13,7 @@ import sys
 import types
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any, Final, NamedTuple, Protocol, final
+from typing import Any, Final, NamedTuple, final
 
 from torch import Tensor, nn
 
@@ -27,30 +27,27 @@ _IMPLICIT: Final = ("__call__", "__next__", "__iter__", "__getitem__", "__enter_
 _STATELESS: Final = (type, types.ModuleType, types.BuiltinFunctionType, nn.Module, property)
 
 
-class Holder(Protocol):
-    """What holds variables by their names, as a dict does."""
-
-    def __getitem__(self, name: str, /) -> Any: ...
-    def __setitem__(self, name: str, value: Any, /) -> None: ...
-
-
 class Variable(NamedTuple):
     """A variable that a forward names.
 
     Attributes:
-        holder: what holds it.
+        holder: what holds it: a dict, a class, or the cell of a variable of a function around
+            another one.
         name: its name there.
         value: its present value.
     """
 
-    holder: Holder
+    holder: Any
     name: str
     value: Any
 
     def now(self) -> Any:
         """Return its value now; `GONE` if it has been deleted."""
+        holder = self.holder
         try:
-            return self.holder[self.name]
+            if isinstance(holder, types.CellType):
+                return holder.cell_contents
+            return (vars(holder) if isinstance(holder, type) else holder)[self.name]
         except (KeyError, ValueError):  # of a dict, of a cell
             return GONE
 
@@ -58,32 +55,14 @@ class Variable(NamedTuple):
 GONE: Final = object()
 
 
-@final
-class _Attributes:
-    """The attributes of a class, by their names."""
-
-    def __init__(self, owner: type) -> None:
-        self._owner = owner
-
-    def __getitem__(self, name: str) -> Any:
-        return vars(self._owner)[name]
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        setattr(self._owner, name, value)
-
-
-@final
-class _Cell:
-    """A variable of a function around another one."""
-
-    def __init__(self, cell: types.CellType) -> None:
-        self._cell = cell
-
-    def __getitem__(self, name: str) -> Any:
-        return self._cell.cell_contents
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        self._cell.cell_contents = value
+def assign(holder: Any, name: Any, value: Any) -> None:
+    """Give a variable another value; see `Variable`. The holder may be a list, too."""
+    if isinstance(holder, types.CellType):
+        holder.cell_contents = value
+    elif isinstance(holder, type):
+        setattr(holder, name, value)
+    else:
+        holder[name] = value
 
 
 @functools.lru_cache(maxsize=4096)
@@ -259,13 +238,13 @@ class _Walk:
             except ValueError:  # not assigned yet
                 continue
             if name != "__class__":
-                self._note(_Cell(cell), name, content, place=id(cell))
+                self._note(cell, name, content)
 
     def _find_attribute(self, owner: Any, name: str) -> None:
         """Note an attribute of an object or of its class."""
         for each in _own_classes(owner):
             if name in vars(each):
-                self._note(_Attributes(each), name, vars(each)[name], place=id(each))
+                self._note(each, name, vars(each)[name])
                 break
         if isinstance(owner, nn.Module):  # its attributes are noted with the module
             value = vars(owner).get(name)
@@ -277,7 +256,7 @@ class _Walk:
         elif name in getattr(owner, "__dict__", ()):
             self._note(vars(owner), name, vars(owner)[name])
 
-    def _note(self, holder: Holder, name: str, value: Any, place: int | None = None) -> None:
+    def _note(self, holder: Any, name: str, value: Any) -> None:
         self._look_at(value)
         self._add_modules(value)
         if isinstance(value, type) and not _is_of_library(value.__module__):
@@ -286,9 +265,7 @@ class _Walk:
             return
         if callable(value) and not _is_object(value):
             return
-        self.found.setdefault(
-            (id(holder) if place is None else place, name), Variable(holder, name, value)
-        )
+        self.found.setdefault((id(holder), name), Variable(holder, name, value))
         if _is_object(value):
             self._add_object(value)
 

@@ -210,73 +210,6 @@ def held_tensor(saved: Saved) -> Tensor | None:
 _LOG = logging.getLogger(__name__)
 
 
-@final
-class RebuildFinder:
-    """Finds recipes for saved tensors, and remembers which recipes gave the right bits."""
-
-    def __init__(self) -> None:
-        self._proven: dict[Hashable, bool] = {}
-
-    def forget(self) -> None:
-        """Compare the next output of every recipe again."""
-        self._proven.clear()
-
-    def find(
-        self, tensor: Tensor, storage: torch.UntypedStorage, settings: KernelSettings
-    ) -> Call | None:
-        """Return the call that recomputes the storage of a saved tensor; None if there is none.
-
-        Args:
-            tensor: the saved tensor, which is an operation's output or a view of one.
-            storage: its storage.
-            settings: what the kernels of this forward have depended on.
-        """
-        output = tensor if tensor._base is None else tensor._base
-        node = output.grad_fn
-        # Guard unchanged-output: an output that was changed in place is not rebuilt. Running its
-        # operation again would give the values from before the change.
-        if node is None or output._version:
-            return None
-        recipe = RECIPES.get(node.name())
-        if recipe is None or output.storage_offset() or output.nbytes != storage.nbytes():
-            return None
-        found = [_find_input(node, name, place) for place, name in enumerate(recipe.inputs)]
-        inputs = [saved for saved in found if saved is not None]
-        depth = 1 + max((_depth(saved) for saved in inputs), default=0)
-        if len(inputs) < len(found) or depth > MOST_STEPS:
-            return None
-        constants = {name: getattr(node, f"_saved_{name}") for name in recipe.constants}
-        call = Call(recipe, inputs, constants, output.dtype, depth, settings)
-        if not self._is_proven(call, output):
-            return None
-        # Inputs are shared only now, so that an unused recipe adds no handle to their records.
-        shared = [share(saved) for saved in inputs]
-        return Call(recipe, shared, constants, output.dtype, depth, settings)
-
-    def _is_proven(self, call: Call, output: Tensor) -> bool:
-        """Whether the recipe's first run for this shape and type gave the same bits."""
-        inputs = call.inputs
-        shapes = tuple(_shape_of(saved) for saved in inputs)
-        constants = tuple(sorted((name, str(value)) for name, value in call.constants.items()))
-        layout = output.shape, output.stride(), output.dtype, output.device
-        key = (call.recipe, constants, shapes, layout, call.settings)
-        if key not in self._proven:
-            try:
-                again = call.run([peek(saved) for saved in inputs])
-            except torch.OutOfMemoryError:
-                return False  # another time there may be memory for it
-            self._proven[key] = same = _same_bits(again, output)
-            if not same:
-                _LOG.info(
-                    "%s of shape %s and type %s cannot be rebuilt to the bit here; it is kept or "
-                    "offloaded instead",
-                    call.recipe.node,
-                    tuple(output.shape),
-                    output.dtype,
-                )
-        return self._proven[key]
-
-
 def _find_input(node: Any, name: str, place: int) -> Saved | None:
     """Return what holds an operation's input: saved by its own node, or by the one before.
 
@@ -431,7 +364,7 @@ class Placement:
     Attributes:
         min_bytes: smaller storages are kept.
         num_calls: number of layer calls in a forward, once that is known.
-        finder: finds the calls that rebuild storages; None if nothing is rebuilt.
+        may_rebuild: whether anything has been rebuilt, or may be.
         packs: whether masks and indices are packed before they leave.
         verifies_first: whether the policy recomputes layers, which are verified before that.
         refused: names of layers that cannot be recomputed. What they save is offloaded instead.
@@ -447,7 +380,8 @@ class Placement:
         self.refused: Container[str] = ()
         self._policy = policy
         self.packs, self.verifies_first = policy.rebuild, policy.recomputes
-        self.finder: RebuildFinder | None = None
+        self.may_rebuild = False
+        self._proven: dict[Hashable, bool] = {}  # whether a recipe has given the right bits
         self.follow(None)
 
     def follow(self, layers: PlannedLayers | None) -> None:
@@ -462,8 +396,11 @@ class Placement:
         self._layers = layers
         self._plan: Plan = {} if layers is None else layers.decisions
         self._rebuilds = self._policy.rebuild if layers is None else layers.rebuilds
-        if self.finder is None and (self._rebuilds or REBUILD in self._plan.values()):
-            self.finder = RebuildFinder()
+        self.may_rebuild |= self._rebuilds or REBUILD in self._plan.values()
+
+    def forget_proofs(self) -> None:
+        """Compare the next output of every recipe again."""
+        self._proven.clear()
 
     @property
     def wants_any(self) -> bool:
@@ -537,15 +474,69 @@ class Placement:
         if planned is None or planned is REBUILD:
             leaves = scope.offloads and size_bytes >= self.min_bytes
             rebuilds = planned is not None or self._rebuilds
-            if rebuilds and self.finder is not None and size_bytes >= self.min_bytes:
-                log = scope.forward
-                if tensor.grad_fn is not None and not log.is_mixed:
-                    call = self.finder.find(tensor, storage, log.settings)
-                    if call is not None:
-                        return REBUILD, call
+            log = scope.forward
+            if rebuilds and size_bytes >= self.min_bytes and not log.is_mixed:
+                call = self._find_call(tensor, storage, log.settings)
+                if call is not None:
+                    return REBUILD, call
         else:
             leaves = planned is OFFLOAD and size_bytes > 0
         # torch's own quantized tensors have scales beside their storage.
         if leaves and not tensor.is_quantized and (scope.unit is None or not scope.must_stay):
             return OFFLOAD, None
         return KEEP, None
+
+    def _find_call(
+        self, tensor: Tensor, storage: torch.UntypedStorage, settings: KernelSettings
+    ) -> Call | None:
+        """Return the call that recomputes the storage of a saved tensor; None if there is none.
+
+        Args:
+            tensor: the saved tensor, which is an operation's output or a view of one.
+            storage: its storage.
+            settings: what the kernels of this forward have depended on.
+        """
+        output = tensor if tensor._base is None else tensor._base
+        node = output.grad_fn
+        # Guard unchanged-output: an output that was changed in place is not rebuilt. Running its
+        # operation again would give the values from before the change.
+        if node is None or tensor.grad_fn is None or output._version:
+            return None
+        recipe = RECIPES.get(node.name())
+        if recipe is None or output.storage_offset() or output.nbytes != storage.nbytes():
+            return None
+        found = [_find_input(node, name, place) for place, name in enumerate(recipe.inputs)]
+        inputs = [saved for saved in found if saved is not None]
+        depth = 1 + max((_depth(saved) for saved in inputs), default=0)
+        if len(inputs) < len(found) or depth > MOST_STEPS:
+            return None
+        constants = {name: getattr(node, f"_saved_{name}") for name in recipe.constants}
+        call = Call(recipe, inputs, constants, output.dtype, depth, settings)
+        if not self._is_proven(call, output):
+            return None
+        # Inputs are shared only now, so that an unused recipe adds no handle to their records.
+        shared = [share(saved) for saved in inputs]
+        return Call(recipe, shared, constants, output.dtype, depth, settings)
+
+    def _is_proven(self, call: Call, output: Tensor) -> bool:
+        """Whether the recipe's first run for this shape and type gave the same bits."""
+        inputs = call.inputs
+        shapes = tuple(_shape_of(saved) for saved in inputs)
+        constants = tuple(sorted((name, str(value)) for name, value in call.constants.items()))
+        layout = output.shape, output.stride(), output.dtype, output.device
+        key = (call.recipe, constants, shapes, layout, call.settings)
+        if key not in self._proven:
+            try:
+                again = call.run([peek(saved) for saved in inputs])
+            except torch.OutOfMemoryError:
+                return False  # another time there may be memory for it
+            self._proven[key] = same = _same_bits(again, output)
+            if not same:
+                _LOG.info(
+                    "%s of shape %s and type %s cannot be rebuilt to the bit here; it is kept or "
+                    "offloaded instead",
+                    call.recipe.node,
+                    tuple(output.shape),
+                    output.dtype,
+                )
+        return self._proven[key]

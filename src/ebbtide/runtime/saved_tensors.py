@@ -1,8 +1,7 @@
 """The pack and unpack hooks: they pass through, keep, offload or leave out what autograd saves.
 
 Before `SavedTensorHooks`, which is called for every saved tensor, come the handles of tensors that
-consist of others, the advice after a first step without effect, and the places where ebbtide steps
-aside for other code's hooks.
+consist of others, and the places where ebbtide steps aside for other code's hooks.
 """
 
 from __future__ import annotations
@@ -159,76 +158,6 @@ def is_plain_subclass(tensor: torch.Tensor, plain_types: frozenset[type]) -> boo
     return tensor.layout is torch.strided and not hasattr(tensor, "__tensor_flatten__")
 
 
-# ---- Says once what a user would want to know about the first steps ----
-
-
-@final
-class Advice:
-    """Warns where offloading has had no effect.
-
-    Args:
-        activations: the model's activations.
-        placement: decides what becomes of them.
-    """
-
-    def __init__(self, activations: Activations, placement: Placement) -> None:
-        self._activations = activations
-        self._placement = placement
-        self._account = activations.transfers.account
-        self._has_warned = self._has_looked = False
-
-    def give(self) -> None:
-        """Warn if there is reason to. Called when a forward begins."""
-        self._warn_of_double_backward()
-        self._warn_if_nothing_left()
-
-    def _warn_of_double_backward(self) -> None:
-        """Say once that what a second backward needs is kept from now on."""
-        if self._activations.wanted_again and not self._has_warned:
-            self._has_warned = True
-            warn_user(
-                "double-backward",
-                f"a backward with create_graph=True makes a graph that holds what it has read "
-                f"until the second backward, so it saves nothing to offload that. From now on "
-                f"{len(self._activations.wanted_again)} storages of each step stay on the device; "
-                f"nothing needs to be changed",
-            )
-
-    def _warn_if_nothing_left(self) -> None:
-        """Say after the first step why it has offloaded nothing, if so.
-
-        Layers that a policy recomputes are verified in the first step, so the second one tells.
-        """
-        meter, first = self._account.last_meter, 1 + self._placement.verifies_first
-        if self._has_looked or meter is None or self._account.num_steps < first:
-            return
-        self._has_looked = True
-        left = meter.offloaded_bytes + meter.rebuilt_bytes + meter.packed_bytes
-        left += meter.recomputed_bytes
-        if left or not self._placement.wants_any:
-            return
-        if meter.parameter_bytes == meter.saved_bytes:
-            why = (
-                "all that autograd saved are parameters, buffers, or casts of them, which "
-                "weights=ebbtide.WeightPolicy() offloads"
-            )
-        elif self._placement.min_bytes > 1:
-            why = (
-                f"none of the {meter.num_saved} tensors that autograd saved is in a chosen layer "
-                f"and has {format_size(self._placement.min_bytes)} or more; lower it with "
-                f"ActivationPolicy(min_bytes=...)"
-            )
-        else:
-            why = (
-                "none of the tensors that autograd saved is in a chosen layer; choose others with "
-                "layers=[...] or ActivationPolicy(num_layers=...)"
-            )
-        warn_user(
-            "nothing-offloaded",
-            f"ebbtide offloaded nothing in this model's first training step: {why}",
-        )
-
-
 # ---- Where ebbtide steps aside, because other code decides what becomes of saved tensors ----
 #
 # [Note: torch.func inside a forward] `torch.func.grad`, `vjp`, `jacrev` and `hessian` cannot work
@@ -351,7 +280,7 @@ class SavedTensorHooks:
         self._finds_settings = self._device.type == "cpu"
         self._scopes = activations.scopes
         self._running = activations.scopes.running
-        self._advice = Advice(activations, placement)
+        self._has_said_why_kept = self._has_looked = False
         placement.wanted_again = activations.wanted_again
 
     @property
@@ -374,7 +303,8 @@ class SavedTensorHooks:
         if not hooks_are_wanted():
             return False
         self._parameters.refresh(held)
-        self._advice.give()
+        self._warn_of_double_backward()
+        self._warn_if_nothing_left()
         self._activations.end_step_with_graphs()
         offloads = self._placement.offloads(None)
         with self._activations.transfers:
@@ -391,6 +321,52 @@ class SavedTensorHooks:
         finally:
             self._scopes.end_forward(scope)
             self._activations.transfers.settle()
+
+    def _warn_of_double_backward(self) -> None:
+        """Say once that what a second backward needs is kept from now on."""
+        if self._activations.wanted_again and not self._has_said_why_kept:
+            self._has_said_why_kept = True
+            warn_user(
+                "double-backward",
+                f"a backward with create_graph=True makes a graph that holds what it has read "
+                f"until the second backward, so it saves nothing to offload that. From now on "
+                f"{len(self._activations.wanted_again)} storages of each step stay on the device; "
+                f"nothing needs to be changed",
+            )
+
+    def _warn_if_nothing_left(self) -> None:
+        """Say after the first step why it has offloaded nothing, if so.
+
+        Layers that a policy recomputes are verified in the first step, so the second one tells.
+        """
+        meter, first = self._account.last_meter, 1 + self._placement.verifies_first
+        if self._has_looked or meter is None or self._account.num_steps < first:
+            return
+        self._has_looked = True
+        left = meter.offloaded_bytes + meter.rebuilt_bytes + meter.packed_bytes
+        left += meter.recomputed_bytes
+        if left or not self._placement.wants_any:
+            return
+        if meter.parameter_bytes == meter.saved_bytes:
+            why = (
+                "all that autograd saved are parameters, buffers, or casts of them, which "
+                "weights=ebbtide.WeightPolicy() offloads"
+            )
+        elif self._placement.min_bytes > 1:
+            why = (
+                f"none of the {meter.num_saved} tensors that autograd saved is in a chosen layer "
+                f"and has {format_size(self._placement.min_bytes)} or more; lower it with "
+                f"ActivationPolicy(min_bytes=...)"
+            )
+        else:
+            why = (
+                "none of the tensors that autograd saved is in a chosen layer; choose others with "
+                "layers=[...] or ActivationPolicy(num_layers=...)"
+            )
+        warn_user(
+            "nothing-offloaded",
+            f"ebbtide offloaded nothing in this model's first training step: {why}",
+        )
 
     def note_values(self, owner: Owner, values: Any) -> None:
         """Note whose the tensors are that a forward was given or returned, for the trace."""
@@ -542,7 +518,7 @@ class SavedTensorHooks:
         activations, version = self._activations, tensor._version
         if scope.unwritten and scope.unwritten[0].sequence != sequence_number():
             activations.begin_copies(scope.unwritten)
-        if self._finds_settings and self._placement.finder is not None:
+        if self._finds_settings and self._placement.may_rebuild:
             scope.forward.note_settings(kernel_settings())
         first = activations.find(storage._cdata, version)
         if first is not None and not self._may_share(first, tensor, scope):

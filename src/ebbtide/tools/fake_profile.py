@@ -1,6 +1,6 @@
 """Profiles a training step with fake tensors: no memory, no accelerator, no arithmetic.
 
-What can be rebuilt is what `ebbtide.runtime.rebuild.RebuildFinder` looks for, by the same rules.
+What can be rebuilt is what `ebbtide.runtime.rebuild.Placement` looks for, by the same rules.
 Whether a recipe gives the same bits is known only once it has run; where it does not, the engine
 keeps the storage or offloads it.
 """

@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ebbtide.devices.device import AbstractEvent, AbstractStream
 from ebbtide.devices.process import call_weakly, watch_forks
 from ebbtide.errors import SavedTensorModifiedError
-from ebbtide.runtime.handles import AbstractAway, Deaths, EmptyTensors, Hold, Saved, are_hooked
+from ebbtide.runtime.handles import AbstractAway, Deaths, Hold, Saved, are_hooked, empty_tensors
 from ebbtide.runtime.record import STORED, AccessLog
 from ebbtide.runtime.torch_internals import (
     call_after_backward,
@@ -478,7 +478,7 @@ class DeviceWeights(AbstractWeights):
     def _use(self, transfers: Transfers) -> None:
         self._device = transfers.device
         self._gate = transfers.gate
-        self.empty = EmptyTensors(self._device.torch_device)
+        self.empty = empty_tensors(self._device.torch_device)
         self._gradients.use(transfers)
         self._resident = ResidentGroups(
             transfers, self.groups, double_buffering=self._double_buffering
