@@ -120,13 +120,6 @@ class Scopes:
         self._account = transfers.account
         self.running = _Running()
         self._threads: list[list[Scope]] = []  # the scopes of each thread that runs a forward
-        self._step = 0  # number of the step that `_num_forwards` counts for
-        self._num_forwards = 0
-
-    @property
-    def num_forwards(self) -> int:
-        """Number of forwards that have begun in this step."""
-        return self._num_forwards if self._step == self._account.num_steps else 0
 
     @property
     def current(self) -> Scope | None:
@@ -174,13 +167,12 @@ class Scopes:
         transfers.settle()
         with transfers.gate:
             transfers.begin_run()
-            if self._step != self._account.num_steps:
-                self._step, self._num_forwards = self._account.num_steps, 0
             if self._account.memory is not None:
                 self._account.memory.enter_forward()
-            log = ForwardLog(self.learned, self._num_forwards)
+            meter = self._account.meter
+            log = ForwardLog(self.learned, meter.num_forwards)
             log.prefetches = self.prefetches
-            self._num_forwards += 1
+            meter.num_forwards += 1
         small = SmallTensors(self._deaths, transfers)
         scope = Scope(None, log, small, [], offloads=offloads)
         running = self.running
@@ -287,11 +279,7 @@ class Activations:
         self._offloads = transfers.offloads
         self._reloads = transfers.reloads
         self._records: dict[int, StorageRecord] = {}  # by the address of their storage
-        self._saved: list[StorageRecord] = []  # of the step that runs
-        self._saved_before: list[StorageRecord] = []  # of the last finished step
-        self._carried: list[StorageRecord] = []  # of earlier steps, held by graphs when they ended
         self._overlaps = False  # whether a backward was to come when the last step was ended
-        self._step = 0  # its number
         self._backwards: dict[int, bool] = {}  # autograd's running graph tasks; see `_note_task`
         self._ended: set[int] = set()  # graph tasks that have ended, without making a graph
         self.wanted_again: set[tuple[int | None, int]] = set()
@@ -500,10 +488,9 @@ class Activations:
                 record.sibling, first.sibling = first.sibling, record
             else:
                 self._records[record.address] = record
-        if self._step != self._account.num_steps:
-            self._note_step()
-        if len(self._saved) < _MOST_LISTED:
-            self._saved.append(record)
+        saved = self._account.meter.saved
+        if len(saved) < _MOST_LISTED:
+            saved.append(record)
         self._count_handle(record, scope)
 
     def _count_handle(self, record: StorageRecord, scope: Scope | None) -> None:
@@ -639,7 +626,7 @@ class Activations:
             # The last saves come first: in most loops they tell that a backward is to come.
             unread = any(record.forward.task not in self._ended for record in reversed(alive))
             had_backward = self._account.meter.had_backward
-            many = self.scopes.num_forwards >= _MOST_FORWARDS
+            many = self._account.meter.num_forwards >= _MOST_FORWARDS
             over = (self._overlaps or many) and had_backward
             over |= many if not alive else not unread  # small tensors tell of no backward
             if over and self.transfers.finish_step_if_over(with_graphs=True):
@@ -814,21 +801,14 @@ class Activations:
 
     def saved(self) -> list[StorageRecord]:
         """Return the records of the last finished step, in the order of their first save."""
-        self._note_step()
-        return self._saved_before
+        last = self._account.last_meter
+        return [] if last is None else last.saved
 
     def alive(self) -> list[StorageRecord]:
         """Return the records that graphs hold now."""
-        records = (*self._carried, *self._saved_before, *self._saved)
+        meter = self._account.meter
+        records = (*meter.carried, *self.saved(), *meter.saved)
         return [record for record in records if record.state is not DROPPED]
-
-    def _note_step(self) -> None:
-        """Begin another list of records if a step has ended."""
-        if self._step != self._account.num_steps:
-            self._step = self._account.num_steps
-            older = (*self._carried, *self._saved_before) if self.transfers.live else ()
-            self._carried = [record for record in older if record.state is not DROPPED]
-            self._saved_before, self._saved = self._saved, []
 
 
 # ---- Bounds the bytes in flight pass by pass, as a plan says ----

@@ -124,11 +124,9 @@ class ScheduleExecutor:
             for action in actions
             if action.verb is Verb.OFFLOAD and anchor == Pass(Direction.FORWARD, action.unit)
         }
-        self._num_runs = 0  # runs begun in this step
         self._warned = False
         activations.scopes.prefetches = False
         self._transfers.extend_steps(self._step_has_more)
-        self._step = 0  # number of the step that `_num_runs` counts for
 
     # ---- called from outside, without the lock ------------------------------------------------
 
@@ -266,11 +264,9 @@ class ScheduleExecutor:
         return next(iter(to_come or self._forwards)).unit
 
     def _begin_run(self) -> ScheduleRun:
-        num_steps = self._transfers.account.num_steps
-        if self._step != num_steps:
-            self._step, self._num_runs = num_steps, 0
-        self.current = ScheduleRun(self._num_runs, self._forwards)
-        self._num_runs += 1
+        meter = self._transfers.account.meter
+        self.current = ScheduleRun(meter.num_runs, self._forwards)
+        meter.num_runs += 1
         return self.current
 
     # ---- passes -------------------------------------------------------------------------------

@@ -132,21 +132,17 @@ class Recomputations:
         self._gate = activations.transfers.gate
         on_host = activations.transfers.device.computes_on_host
         self._freed = FreedMemory() if on_host else None  # see [Note: freed but resident]
-        self._step = 0  # number of the step that `_calls` is of
-        self._calls: list[RecomputedLayer] = []
-        self._calls_before: list[RecomputedLayer] = []  # of the last finished step
-        self._verifying = self._verifying_before = 0  # calls that are verified, likewise
 
     @property
     def num_verifying(self) -> int:
         """Number of calls verified in the running step, or in the last one if none runs."""
-        self._note_step()
-        return self._verifying_before if self._account.origin is None else self._verifying
+        account = self._account
+        meter = account.last_meter if account.origin is None else account.meter
+        return 0 if meter is None else meter.num_verifying
 
     def note_verifying(self) -> None:
         """Count a call that would be recomputed and is not, because it is verified."""
-        self._note_step()
-        self._verifying += 1
+        self._account.meter.num_verifying += 1
 
     def refuse_changed(self, layer: Layer) -> None:
         """Recompute no layer again in which the program changes what torch may not need.
@@ -175,8 +171,7 @@ class Recomputations:
         """
         deaths, transfers = self._activations.deaths, self._activations.transfers
         with transfers, self._gate:
-            self._note_step()
-            self._calls.append(call)
+            self._account.meter.recomputed.append(call)
             hold = RecomputedHold(owner, deaths.queue.append)
             hold.call, hold.forward, hold.transfers = call, forward, transfers
             hold.held_bytes, hold.begun = 0, None
@@ -216,14 +211,8 @@ class Recomputations:
 
     def calls(self) -> list[RecomputedLayer]:
         """Return the recomputed layers of the last finished step, in the order of their calls."""
-        self._note_step()
-        return self._calls_before
-
-    def _note_step(self) -> None:
-        if self._step != self._account.num_steps:
-            self._step = self._account.num_steps
-            self._calls, self._calls_before = [], self._calls
-            self._verifying, self._verifying_before = 0, self._verifying
+        last = self._account.last_meter
+        return [] if last is None else last.recomputed
 
 
 def recomputed_lines(calls: Iterable[RecomputedLayer]) -> Iterator[str]:

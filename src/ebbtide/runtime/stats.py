@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
-from typing import Final, final
+from typing import Any, Final, final
 
 import torch
 
@@ -18,7 +19,7 @@ from ebbtide.devices.device import (
     is_profiling,
 )
 from ebbtide.runtime.events import EventListener, MemoryListener, Owner, StepListener, Subject
-from ebbtide.runtime.record import ACTIVATION, GRADIENT, WEIGHT, Record
+from ebbtide.runtime.record import ACTIVATION, DROPPED, GRADIENT, WEIGHT, Record
 from ebbtide.units import Share, bar, card, format_size, table
 
 
@@ -150,13 +151,19 @@ _COUNTED = tuple(
 
 @final
 class StepMeter:
-    """Counts for `StepStats` while a step runs; each counter has the name of its field there.
+    """What belongs to one step. Counters of `StepStats` have the names of their fields there.
 
     Attributes:
         waits: for each wait of compute for a copy: its start, the event of the copy's completion,
             and whether the copy is a reload.
         had_backward: whether a backward has read an activation of the step.
         largest_bytes: size of the largest copy down.
+        num_forwards: number of forwards that have begun.
+        num_runs: number of runs of a schedule that have begun.
+        num_verifying: number of calls that would be recomputed and are not, because it is verified.
+        recomputed: the calls of recomputed layers, in their order.
+        saved: the records of the storages that were saved, in the order of their first save.
+        carried: those of earlier steps than the last one that graphs held when the step began.
     """
 
     def __init__(self) -> None:
@@ -179,6 +186,10 @@ class StepMeter:
         self.host_capacity_bytes = 0
         self.had_backward = False
         self.largest_bytes = 0
+        self.num_forwards = self.num_runs = self.num_verifying = 0
+        self.recomputed: list[Any] = []
+        self.saved: list[Any] = []
+        self.carried: list[Any] = []
         self.waits: list[tuple[Origin, AbstractEvent, bool]] = []
 
     @property
@@ -187,8 +198,9 @@ class StepMeter:
         moved_bytes = self.offloaded_bytes + self.packed_bytes
         return self.kept_bytes + moved_bytes + self.rebuilt_bytes + self.recomputed_bytes
 
-    def freeze(self) -> StepStats:
-        """Return the statistics. The host waits until the device has finished the step."""
+    @functools.cached_property
+    def stats(self) -> StepStats:
+        """The statistics. Reading them waits until the device has finished the step."""
         late_s = [(event.since(before), is_reload) for before, event, is_reload in self.waits]
         return StepStats(
             **{name: getattr(self, name) for name in _COUNTED},
@@ -236,7 +248,6 @@ class Account:
         self._device = device
         self._traced = traced
         device.keeps_time = traced
-        self._finished: StepMeter | StepStats = StepStats()
         self.meter = StepMeter()
         self.listener: StepListener | None = None
         self.recorder: EventListener | None = None
@@ -253,14 +264,12 @@ class Account:
     @property
     def stats(self) -> StepStats:
         """The last finished step. Reading it waits until the device has finished that step."""
-        if isinstance(self._finished, StepMeter):
-            self._finished = self._finished.freeze()
-        return self._finished
+        return StepStats() if self.last_meter is None else self.last_meter.stats
 
     @property
     def last_counts(self) -> StepStats | StepMeter:
         """The counts of the last finished step, without its waits. Reading it does not wait."""
-        return self._finished
+        return self.last_meter or StepStats()
 
     def record(self, *, traced: bool) -> None:
         """Record a trace of each step, or of none, from the next step on."""
@@ -278,11 +287,19 @@ class Account:
             if self._traced and self.listener is not None:
                 self.recorder, self.memory = self.listener.begin_step(self.origin)
 
-    def finish(self, host_capacity_bytes: int) -> None:
-        """Close the account of the step."""
-        self.meter.host_capacity_bytes = host_capacity_bytes
-        self._finished = self.last_meter = self.meter
-        self.meter = StepMeter()
+    def finish(self, host_capacity_bytes: int, *, carries: bool) -> None:
+        """Close the account of the step.
+
+        Args:
+            host_capacity_bytes: see `StepStats`.
+            carries: whether graphs hold records of this step, or of steps before.
+        """
+        before, last = self.last_meter, self.meter
+        last.host_capacity_bytes = host_capacity_bytes
+        self.last_meter, self.meter = last, StepMeter()
+        if carries:
+            older = (*last.carried, *(() if before is None else before.saved))
+            self.meter.carried = [record for record in older if record.state is not DROPPED]
         self.num_steps += 1
         self.last_origin, self.origin = self.origin, None
         if self.recorder is not None and self.listener is not None:

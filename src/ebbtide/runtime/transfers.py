@@ -727,7 +727,7 @@ class Transfers:
     def _finish_step(self) -> None:
         """End the step, and scale the bound by what it moved; see [Note: scaled bound]."""
         meter = self.account.meter
-        self.account.finish(self.store.host_capacity_bytes)
+        self.account.finish(self.store.host_capacity_bytes, carries=bool(self.live))
         if self._most_bytes is not None and meter.had_backward:
             moved_bytes = meter.offloaded_bytes + meter.gradient_bytes
             scaled_bytes = max(moved_bytes // _PARTS, _AT_ONCE * meter.largest_bytes)
