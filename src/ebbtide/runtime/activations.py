@@ -27,7 +27,6 @@ from ebbtide.runtime.handles import (
     StorageRecord,
     UnitRecords,
     Unwritten,
-    UnwrittenCopy,
     bytes_of,
     empty_tensors,
     find_packing,
@@ -414,8 +413,10 @@ class Activations:
             # written]: the copy would have the bytes from before the operator wrote them.
             if tensor.grad_fn is None:
                 record.unwritten = True
-                sequence = sequence_number()
-                scope.unwritten.append(UnwrittenCopy(sequence, record, tensor, packs, scope.unit))
+                begin = functools.partial(
+                    self._begin_copy, record, tensor, packs=packs, unit=scope.unit
+                )
+                scope.unwritten.append((sequence_number(), record, begin))
             elif packs or view_size is not None or scope.unit is not None:
                 self._begin_copy(record, tensor, packs=packs, unit=scope.unit)
             else:  # most copies: all that there is to do is this
@@ -436,10 +437,9 @@ class Activations:
         """
         while unwritten:
             with self._gate:
-                copy = unwritten.pop()
-                record = copy.record
+                _, record, begin = unwritten.pop()
                 if record.state is not DROPPED:
-                    self._begin_copy(record, copy.tensor, packs=copy.packs, unit=copy.unit)
+                    begin()
                     record.unwritten = False
                     if record.unit is not None and Verb.OFFLOAD in record.unit.done:
                         self._start_pending(record)

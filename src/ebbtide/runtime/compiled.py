@@ -31,10 +31,6 @@ from ebbtide.runtime.torch_internals import find_compiler, set_compiler
 is_traced = torch.compiler.is_compiling
 """Whether the compiler traces this call. The compiler takes the answer for a constant."""
 
-Register = Callable[[nn.Module], list[RemovableHandle]]
-"""Registers a layer's two hooks on a module."""
-
-
 Replace = Callable[[nn.Module, Callable[..., Any]], Any]
 """Makes the replacement of a module's forward, given the module and its forward.
 
@@ -134,9 +130,9 @@ class HookedLayer:
         parent: the module that has the layer as a child; None for a model without a parent.
         key: the layer's name in its parent.
         module: the layer.
-        register: registers the layer's hooks on a module.
-        begin: begins the layer, for `CompiledCall`.
-        end: ends it.
+        begin: begins the layer; called before other hooks, and with what torch gives a hook.
+        end: ends it; called after its forward, however that ends.
+        owner: is kept alive by the layer's hooks; None: nothing is.
         replace: makes a replacement of the layer's forward; None if that stays as it is.
     """
 
@@ -145,19 +141,20 @@ class HookedLayer:
         parent: nn.Module | None,
         key: str,
         module: nn.Module,
-        register: Register,
         begin: Callable[[Any], None],
         end: Callable[[Any], None],
-        replace: Replace | None,
+        *,
+        owner: object = None,
+        replace: Replace | None = None,
     ) -> None:
         self._replace = replace
+        self._find_owner = (lambda: None) if owner is None else weakref.ref(owner)
         self._replaced: Any = None
         self._call: CompiledCall | None = None
         # See [Note: what a model owns].
         self._parent = None if parent is None else weakref.ref(parent)
         self._key = key
         self._known = weakref.ref(module)
-        self._register = register
         self._around = begin, end
         self._hooked: weakref.ref[nn.Module] | None = None
         self._handles: list[RemovableHandle] = []
@@ -178,7 +175,8 @@ class HookedLayer:
         if call is None:
             if self._hooked is None or self._hooked() is not module:
                 self.remove()
-                self._hooked, self._handles = weakref.ref(module), self._register(module)
+                self._hooked = weakref.ref(module)
+                self._handles = register_hooks(*self._around, module, owner=self._find_owner())
                 if self._replace is not None:
                     self._replaced = self._replace(module, module.forward)
                     module.__dict__["forward"] = self._replaced
@@ -221,11 +219,15 @@ class ModuleHook:
         module: the module.
         action: called with what torch gives the hook after the module, as a tuple. What it returns
             torch is given.
+        owner: is kept alive.
     """
 
-    def __init__(self, module: nn.Module, action: Callable[[Any], Any]) -> None:
+    def __init__(
+        self, module: nn.Module, action: Callable[[Any], Any], owner: object = None
+    ) -> None:
         self._module = weakref.ref(module)
         self._action = action
+        self._owner = owner
 
     def __call__(self, module: nn.Module, *values: Any) -> Any:
         if torch.compiler.is_exporting() or is_traced():
@@ -242,6 +244,20 @@ class ModuleHook:
 
 def inert_hook(*_: Any) -> None:
     """Do nothing; stands in for a `ModuleHook` on a copy of the model."""
+
+
+def register_hooks(
+    begin: Callable[[Any], object],
+    end: Callable[[Any], object],
+    module: nn.Module,
+    owner: object = None,
+) -> list[RemovableHandle]:
+    """Register hooks of a module that are called before its other hooks, and after its forward."""
+    before, after = ModuleHook(module, begin, owner), ModuleHook(module, end)
+    return [
+        module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
+        module.register_forward_hook(after, always_call=True),
+    ]
 
 
 # ---- What an object needs that stands in the place of a module's forward ----

@@ -180,8 +180,6 @@ class Engine:
         self.weights: RestingWeights | None = None
         self.passes: PassListener | None = None
         self._bound_bytes: int | None = None
-        self._windows: PassWindows | None = None
-        self._keeps_if_full = False
         self._make_device, made = _device_maker.get() or (make_device, [])
         made.append(self)
         self._verifications = Verifications()
@@ -194,8 +192,7 @@ class Engine:
         It may be called in a finalizer, so the store, whose closing can block, is closed later.
         """
         # The weights refer to the parameters, and own the memory in which these rest.
-        self.weights = self._hooks.pack_weight = None
-        self._parameters.resting = ()
+        self.rest(None)
         defer(self.close)
 
     @property
@@ -233,14 +230,19 @@ class Engine:
             bound_bytes: bound on the bytes in flight in each direction; None leaves it as it is.
         """
         self.placement.follow(layers)
-        self._windows = None if layers is None else layers.windows
-        self._keeps_if_full = layers is not None and layers.keeps_if_full
         if bound_bytes is not None:
             self._bound_bytes = bound_bytes
         self._bound_transfers()
 
+    @property
+    def _windows(self) -> PassWindows | None:
+        """What bounds the bytes in flight pass by pass; None if nothing does."""
+        layers = self.placement.layers
+        return None if layers is None else layers.windows
+
     def _bound_transfers(self) -> None:
-        self.transfers.offloads.keeps_if_full = self._keeps_if_full
+        layers = self.placement.layers
+        self.transfers.offloads.keeps_if_full = layers is not None and layers.keeps_if_full
         if self._bound_bytes is not None:
             self.transfers.bound(self._bound_bytes, self._windows)
 
@@ -361,15 +363,7 @@ class Engine:
     def rest(self, weights: RestingWeights | None) -> None:
         """Note which weights of the model rest outside the device from now on; None: none do."""
         self.weights = weights
-        if weights is None:
-            self._hooks.pack_weight, self._parameters.resting = None, ()
-        else:
-            self._connect(weights)
-
-    def _connect(self, weights: RestingWeights) -> None:
-        self._hooks.pack_weight = weights.pack
-        self._hooks.plain_types |= weights.plain_types
-        self._parameters.resting = weights
+        self._hooks.use(weights)
 
     # ---- called by the hooks on a model's layers ----------------------------------------------
 
@@ -551,7 +545,7 @@ class Engine:
         self._build(device, is_whole=False)
         if self.weights is not None:
             self.weights.start_anew(self.transfers)
-            self._connect(self.weights)
+            self._hooks.use(self.weights)
         self.transfers.is_broken = before.is_broken = False
         # What it counts may be wrong now, so its memory is freed with the last graph that needs it
         # at the latest.
@@ -592,8 +586,8 @@ class Engine:
         self.executor = None
         if self.mode is not None:
             self.executor = ScheduleExecutor(self.mode, self.activations)
-        self._parameters = ParameterIndex(self.modules)
-        self._hooks = SavedTensorHooks(self.activations, self.placement, self._parameters)
+        index = ParameterIndex(self.modules)
+        self._hooks = SavedTensorHooks(self.activations, self.placement, index)
         transfers.is_broken = not is_whole
 
 

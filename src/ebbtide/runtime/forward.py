@@ -13,7 +13,6 @@ from typing import Any, final
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from ebbtide.devices.process import call_weakly
 from ebbtide.errors import PolicyError, warn_user
@@ -26,7 +25,7 @@ from ebbtide.runtime.compiled import (
 )
 from ebbtide.runtime.engine import Engine
 from ebbtide.runtime.events import Owner
-from ebbtide.runtime.layers import LayerModules, LayerTracker, is_script, register_hooks
+from ebbtide.runtime.layers import LayerModules, LayerTracker, is_script
 from ebbtide.runtime.module_state import ForwardState
 from ebbtide.runtime.parameter_index import RestingWeights
 from ebbtide.runtime.saved_tensors import SavedTensorHooks, hooks_are_wanted
@@ -277,10 +276,14 @@ class OffloadedForward(ForwardReplacement):
         """Return the hooks for a forward that begins now; None where nothing is to be hooked."""
         return self._engine.hooks() if hooks_are_wanted(self) else None
 
-    def _mend(self) -> None:
-        """Begin anew after an interrupt; see [Note: interrupts]."""
+    def _mend(self, beginning: nn.Module | None = None) -> None:
+        """Begin anew after an interrupt; see [Note: interrupts].
+
+        Args:
+            beginning: the module whose call has just begun, if it is a part of the model.
+        """
         here, transfers = self.here, self._engine.transfers
-        if here.part is not None and _was_interrupted(here):
+        if here.part is not None and _was_interrupted(here, beginning):
             transfers.is_broken = True
         if transfers.is_broken:
             here.depth, here.part = 0, None
@@ -319,9 +322,13 @@ class OffloadedForward(ForwardReplacement):
         if self._tracker is not None:
             self._tracker.end_forward(completed=completed)
 
-    def is_running(self) -> bool:
-        """Whether a forward of the model runs now on this thread, with or without grad mode."""
-        self._mend()
+    def is_running(self, beginning: nn.Module) -> bool:
+        """Whether a forward of the model runs now on this thread, with or without grad mode.
+
+        Args:
+            beginning: the module whose call has just begun.
+        """
+        self._mend(beginning)
         return bool(self.here.depth)
 
     def __repr__(self) -> str:
@@ -383,15 +390,8 @@ class BypassHooks:
             known, is_model = weakref.ref(module), module is model
             begin = functools.partial(call_weakly(self._begin_call), known, is_model)
             end = functools.partial(call_weakly(self._end_call), known)
-            register = functools.partial(call_weakly(self._register), known, is_model)
-            self._hooked.append(HookedLayer(None, "", module, register, begin, end, None))
-
-    def _register(
-        self, known: weakref.ref[nn.Module], is_model: bool, module: nn.Module
-    ) -> list[RemovableHandle]:
-        # The modules own this object by these hooks, so that it lives without `model.forward`.
-        begin = functools.partial(self._begin_call, known, is_model)
-        return register_hooks(begin, functools.partial(self._end_call, known), module)
+            # The modules own this object by these hooks, so that it lives without `model.forward`.
+            self._hooked.append(HookedLayer(None, "", module, begin, end, owner=self))
 
     def detach(self) -> None:
         """Remove the hooks."""
@@ -404,7 +404,7 @@ class BypassHooks:
         if is_model and module.__dict__.get("forward") is self._forward:
             return  # it is not bypassed
         here = self._forward.here
-        if self._forward.is_running():
+        if self._forward.is_running(module):
             return  # perhaps without grad mode
         if self._tracker.is_active or in_backward():
             return  # it belongs to the forward that runs, or recomputes a checkpointed part
@@ -446,24 +446,14 @@ def _openers(model: nn.Module, layers: Iterable[str]) -> list[nn.Module]:
     return [module for module in found.values() if not is_script(module)]
 
 
-def _was_interrupted(here: _Here) -> bool:
+def _was_interrupted(here: _Here, beginning: nn.Module | None) -> bool:
     """Whether the call of a part that has begun a forward has ended and could not clean up.
 
     torch calls no hooks after Ctrl-C, and nothing else tells.
     """
     opened = here.opened
-    # A call whose hooks are only about to run is another one.
-    return opened is None or _count_calls(opened) <= _is_beginning(opened)
-
-
-def _is_beginning(module: nn.Module) -> bool:
-    """Whether the innermost call of a module on this thread's stack is that of a module's hook."""
-    frame: types.FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code is not MODULE_CALL:
-        if frame.f_code is BypassHooks._begin_call.__code__:
-            return frame.f_locals.get("module") is module
-        frame = frame.f_back
-    return False
+    # The call that has just begun is another one.
+    return opened is None or _count_calls(opened) <= (opened is beginning)
 
 
 def _count_calls(module: nn.Module) -> int:

@@ -679,24 +679,9 @@ class UnitRecords:
         record.unit = None
 
 
-class UnwrittenCopy(NamedTuple):
-    """A copy that begins once the operator that saved the tensor has returned.
+Unwritten = list[tuple[int, StorageRecord, Callable[[], None]]]
+"""The copies of one forward that have not begun, all for the operator that saved last.
 
-    Attributes:
-        sequence: autograd's sequence number when the tensor was saved. Each operator that autograd
-            records takes one before it saves anything.
-        record: the record of the tensor's storage.
-        tensor: the tensor. It refers to no graph.
-        packs: whether the bytes are packed if they can be.
-        unit: records of the unit of a schedule that saved it; None without a schedule.
-    """
-
-    sequence: int
-    record: StorageRecord
-    tensor: Tensor
-    packs: bool
-    unit: UnitRecords | None
-
-
-Unwritten = list[UnwrittenCopy]
-"""The copies of one forward that have not begun, all for the operator that saved last."""
+For each: autograd's sequence number when the tensor was saved, which each operator that autograd
+records takes before it saves anything; the record of the tensor's storage; what begins its copy.
+"""

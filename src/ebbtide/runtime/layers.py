@@ -11,20 +11,19 @@ import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, final
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
-from torch.utils.hooks import RemovableHandle
 
 from ebbtide.devices.device import Layer
 from ebbtide.devices.process import call_weakly
 from ebbtide.errors import PolicyError, warn_user
 from ebbtide.policy import ActivationPolicy, check_layers, refuse
-from ebbtide.runtime.compiled import HookedLayer, ModuleHook, compiler_is_loaded
+from ebbtide.runtime.compiled import HookedLayer, compiler_is_loaded
 from ebbtide.runtime.engine import Engine
 from ebbtide.runtime.recompute import RecomputedForward
 from ebbtide.runtime.torch_internals import in_backward
@@ -233,13 +232,12 @@ class LayerTracker:
             assert module is not None, "it is a part of the model"
             begin = functools.partial(call_weakly(self._begin_layer), name)
             parent = parents.get((id(module), name))
-            register = functools.partial(register_hooks, begin, end)
             key = name.rpartition(".")[2]
             replace = None
             if self._recomputes:
                 find = functools.partial(self._engine.find_recomputing, call_weakly(self._counts))
                 replace = functools.partial(RecomputedForward, find)
-            self._hooked.append(HookedLayer(parent, key, module, register, begin, end, replace))
+            self._hooked.append(HookedLayer(parent, key, module, begin, end, replace=replace))
 
     def detach(self) -> None:
         while self._hooked:
@@ -328,16 +326,6 @@ class LayerTracker:
         A recomputation runs inside a backward, even if that backward runs inside the forward.
         """
         return self._running.active and not in_backward()
-
-
-def register_hooks(
-    begin: Callable[[Any], object], end: Callable[[Any], object], module: nn.Module
-) -> list[RemovableHandle]:
-    """Register hooks of a module that are called before its other hooks, and after its forward."""
-    return [
-        module.register_forward_pre_hook(ModuleHook(module, begin), prepend=True, with_kwargs=True),
-        module.register_forward_hook(ModuleHook(module, end), always_call=True),
-    ]
 
 
 # ---- Finds the blocks of a model: the modules whose calls count as its layers by default ----

@@ -362,6 +362,7 @@ class Placement:
             That is so where a schedule is followed, because a schedule names layers.
 
     Attributes:
+        layers: the plan for all layers; None if the policy decides.
         min_bytes: smaller storages are kept.
         num_calls: number of layer calls in a forward, once that is known.
         may_rebuild: whether anything has been rebuilt, or may be.
@@ -393,7 +394,7 @@ class Placement:
         Args:
             layers: the plan; None lets the policy decide again.
         """
-        self._layers = layers
+        self.layers = layers
         self._plan: Plan = {} if layers is None else layers.decisions
         self._rebuilds = self._policy.rebuild if layers is None else layers.rebuilds
         self.may_rebuild |= self._rebuilds or REBUILD in self._plan.values()
@@ -406,7 +407,7 @@ class Placement:
     def wants_any(self) -> bool:
         """Whether the policy wants anything to leave; schedules and plans speak for themselves."""
         policy = self._policy
-        if self._layers_only or self._layers is not None:
+        if self._layers_only or self.layers is not None:
             return False
         chosen = policy.num_layers != 0 and policy.fraction > 0
         return policy.rebuild or chosen
@@ -417,7 +418,7 @@ class Placement:
         Args:
             layer: the layer; None for what is saved outside layers.
         """
-        policy, planned = self._policy, self._layers
+        policy, planned = self._policy, self.layers
         if layer is not None and layer.name in self.refused and self._wants_recomputed(layer):
             return True
         if planned is not None:
@@ -435,8 +436,8 @@ class Placement:
         return layer.name not in self.refused and self._wants_recomputed(layer)
 
     def _wants_recomputed(self, layer: Layer) -> bool:
-        if self._layers is not None:
-            return layer.index in self._layers.recomputed
+        if self.layers is not None:
+            return layer.index in self.layers.recomputed
         return self._policy.recomputes and self._chooses(layer)
 
     def _chooses(self, layer: Layer) -> bool:

@@ -33,7 +33,7 @@ from ebbtide.runtime.handles import (
     raise_modified,
     restore,
 )
-from ebbtide.runtime.parameter_index import ParameterIndex
+from ebbtide.runtime.parameter_index import ParameterIndex, RestingWeights
 from ebbtide.runtime.rebuild import Placement, RecordedTensor, can_restore
 from ebbtide.runtime.record import ForwardLog, kernel_settings
 from ebbtide.runtime.torch_internals import (
@@ -256,7 +256,6 @@ class SavedTensorHooks:
         parameters: recognises tensors that are parameters and no activations.
 
     Attributes:
-        pack_weight: called first where weights are offloaded; None where none are.
         plain_types: types of tensors that are packed as plain tensors.
     """
 
@@ -268,7 +267,7 @@ class SavedTensorHooks:
         placement: Placement,
         parameters: ParameterIndex,
     ) -> None:
-        self.pack_weight: PackWeight | None = None
+        self._pack_weight: PackWeight | None = None
         self.plain_types: frozenset[type] = frozenset({torch.Tensor, nn.Parameter})
         self._activations = activations
         self._placement = placement
@@ -282,6 +281,13 @@ class SavedTensorHooks:
         self._running = activations.scopes.running
         self._has_said_why_kept = self._has_looked = False
         placement.wanted_again = activations.wanted_again
+
+    def use(self, weights: RestingWeights | None) -> None:
+        """Let offloaded weights pack what is saved of them from now on; None: there are none."""
+        self._parameters.resting = () if weights is None else weights
+        self._pack_weight = None if weights is None else weights.pack
+        if weights is not None:
+            self.plain_types |= weights.plain_types
 
     @property
     def running(self) -> list[Scope]:
@@ -416,8 +422,8 @@ class SavedTensorHooks:
             pointer = whole.data_ptr()
         except RuntimeError:  # it has no memory of its own, inside a transform of torch.func
             return pass_through(tensor)
-        if self.pack_weight is not None:
-            saved = self.pack_weight(tensor, whole)
+        if self._pack_weight is not None:
+            saved = self._pack_weight(tensor, whole)
             if saved is not None:
                 meter.parameter_bytes += size_bytes
                 return saved
@@ -504,7 +510,7 @@ class SavedTensorHooks:
                 yield storage, self._activations.find(storage._cdata, part._version)
 
     def _is_parameter(self, tensor: torch.Tensor, whole: torch.Tensor, begin: int) -> bool:
-        if self.pack_weight is not None and self.pack_weight(tensor, whole) is not None:
+        if self._pack_weight is not None and self._pack_weight(tensor, whole) is not None:
             return True
         if self._unsharded.is_sharded and self._unsharded.own(tensor.untyped_storage()):
             return True
@@ -516,7 +522,7 @@ class SavedTensorHooks:
     ) -> Saved:
         """Share the record of a storage, or place the storage and make one."""
         activations, version = self._activations, tensor._version
-        if scope.unwritten and scope.unwritten[0].sequence != sequence_number():
+        if scope.unwritten and scope.unwritten[0][0] != sequence_number():
             activations.begin_copies(scope.unwritten)
         if self._finds_settings and self._placement.may_rebuild:
             scope.forward.note_settings(kernel_settings())

@@ -297,16 +297,16 @@ class WeightTensor(AbstractAway):
     """
 
     __slots__ = (
-        "_changes",
-        "_group",
-        "_is_cast",
-        "_member",
-        "_parameter",
-        "_parameter_version",
-        "_replacements",
-        "_values",
-        "_weights",
-        "_writes",
+        *(
+            "_group",
+            "_is_cast",
+            "_member",
+            "_noted",
+            "_parameter",
+            "_values",
+            "_weights",
+            "_writes",
+        ),
     )
 
     def __init__(
@@ -322,17 +322,21 @@ class WeightTensor(AbstractAway):
         self._group = group
         self._member = member
         self._is_cast = is_cast
-        self._changes = member.changes
         self._writes = member.coming_writes()
-        self._parameter = member.parameter
-        self._parameter_version = member.parameter._version
-        self._replacements = member.replacements
-        self._values = member.loaded
+        self._parameter, self._values = member.parameter, member.loaded
+        self._noted = self._note()
         super().__init__(tensor, tensor._version, weights.empty)
         weights.add_handle(self, group)
 
     def share(self) -> WeightTensor:
         return self  # it holds no memory that sharing could duplicate
+
+    def _note(self) -> tuple[int, int, int]:
+        """What must not have changed when the weight is read."""
+        member = self._member
+        # Stricter than autograd: it would still have its own cast copy and use that.
+        changes = member.changes if self._is_cast else 0
+        return member.parameter._version, member.replacements, changes
 
     def is_modified(self) -> bool:
         # A change during the forward raises the device parameter's version (checked by the base
@@ -344,12 +348,9 @@ class WeightTensor(AbstractAway):
         return (
             super().is_modified()
             or member.parameter is not self._parameter
-            or member.parameter._version != self._parameter_version
-            or member.replacements != self._replacements
+            or self._note() != self._noted
             or member.writes > self._writes
             or not member.has_values_in(self._values)
-            # Stricter than autograd: it would still have its own cast copy and use that.
-            or (self._is_cast and member.changes != self._changes)
         )
 
     def restore(self) -> torch.Tensor:

@@ -16,8 +16,9 @@ from torch.nn.parameter import is_lazy
 from ebbtide.devices.process import OptimizerWatch, call_weakly
 from ebbtide.errors import ForkedProcessError, PolicyError, warn_user
 from ebbtide.policy import WeightPolicy, is_in_share
+from ebbtide.runtime.compiled import register_hooks
 from ebbtide.runtime.handles import Saved
-from ebbtide.runtime.layers import LayerModules, lists_by_index, register_hooks
+from ebbtide.runtime.layers import LayerModules, lists_by_index
 from ebbtide.runtime.parameter_index import find_sharded_parameters
 from ebbtide.runtime.saved_tensors import refuse_moving_weights
 from ebbtide.runtime.stats import watch_nodes
