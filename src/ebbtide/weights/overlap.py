@@ -27,7 +27,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, final
 
 import torch
@@ -282,20 +282,9 @@ class _Landed:
 
 _Options = dict[str, tuple[Any, _Mark | None]]
 
-
-@final
-@dataclass(eq=False)
-class _Layer:
-    """Parameters that step ahead together.
-
-    Attributes:
-        waiting: the parameters whose gradients are still expected, by `id`.
-        landed: the parameters whose gradients have landed and that have not been given to the
-            worker yet.
-    """
-
-    waiting: set[int] = field(default_factory=set)
-    landed: dict[_Member, None] = field(default_factory=dict)
+_Work = tuple[_Landed, torch.Tensor, Mapping[str, Any], _Shadow | None]
+"""What the worker does for one parameter: it keeps the gradient, and the state that the step begins
+with, for as long as that takes; the shadow, if there is one, is stepped."""
 
 
 @final
@@ -306,8 +295,7 @@ class _Member:
     Attributes:
         parameter: the parameter.
         group: the number of its parameter group in the optimizer.
-        layer_name: the name of the layer that it steps with.
-        layer: that layer.
+        layer: the name of the layer that it steps with.
         landings: how often its gradient has landed since the last step.
         expected: how often it had landed when the step before began; None if that is not known.
         landed: what has landed as often as expected; None before that, and if it landed again.
@@ -316,8 +304,7 @@ class _Member:
     """
 
     parameter: torch.Tensor
-    layer_name: str
-    layer: _Layer = field(default_factory=_Layer)
+    layer: str
     group: int = 0
     landings: int = 0
     expected: int | None = None
@@ -401,7 +388,11 @@ class StepOverlap:
     def forget(self, optimizer: Optimizer) -> None:
         """Forget what has landed, because a step has ended, or gradients start from zero."""
         with self._lock:
-            self._complete: list[_Layer] = []
+            self._complete: list[str] = []  # layers whose gradients are complete
+            # For each layer, the parameters whose gradients are still expected, by `id`, and those
+            # that have landed and have not been given to the worker yet.
+            self._waiting: defaultdict[str, set[int]] = defaultdict(set)
+            self._ready: defaultdict[str, dict[_Member, None]] = defaultdict(dict)
             self._arithmetic: _Arithmetic | None = None  # that of the running step
             self._squares = 0.0  # the sum of the squared norms that have landed
             self._again_bytes = 0  # of parameters that had landed in time, and landed once more
@@ -430,14 +421,13 @@ class StepOverlap:
         before, self._members = self._members, {}
         are_known = all(id(parameter) in before for parameter, _ in own)
         names = {} if are_known else self._find_layers()
-        layers: defaultdict[str, _Layer] = defaultdict(_Layer)
         for parameter, number in own:
             key = id(parameter)
             member = before.get(key) or _Member(parameter, names.get(key, ""))
-            member.group, member.layer = number, layers[member.layer_name]
+            member.group = number
             self._members[key] = member
             if member.expected:
-                member.layer.waiting.add(key)
+                self._waiting[member.layer].add(key)
             if parameter.requires_grad and not self._comes_last(parameter):
                 if key in self._hooks:
                     self._hooks.pop(key).remove()
@@ -478,13 +468,13 @@ class StepOverlap:
             if member.landed is not None:  # one backward more than in the step before
                 member.landed = None
                 self._again_bytes += parameter.nbytes
-            layer = member.layer
-            layer.landed.pop(member, None)
+            ready, waiting = self._ready[member.layer], self._waiting[member.layer]
+            ready.pop(member, None)
             if member.landings == member.expected:
-                layer.landed[member] = None
-                layer.waiting.discard(id(parameter))
-                if not layer.waiting:
-                    self._complete.append(layer)
+                ready[member] = None
+                waiting.discard(id(parameter))
+                if not waiting:
+                    self._complete.append(member.layer)
             # Otherwise when the next gradient lands: this one may be replaced.
             if self._comes_last(parameter):
                 self._give_complete_layers()
@@ -505,14 +495,13 @@ class StepOverlap:
     def _end_backward(self, task: int) -> None:
         with self._lock:
             self._tasks.discard(task)
-            self._complete += {id(m.layer): m.layer for m in self._members.values()}.values()
+            self._complete += self._ready
             self._give_complete_layers()
 
     def _give_complete_layers(self) -> None:
         """Let the worker step the layers whose gradients are complete."""
         while self._complete:
-            layer = self._complete.pop()
-            members, layer.landed = layer.landed, {}
+            members = self._ready.pop(self._complete.pop(), {})
             optimizer = self._optimizer()
             if members and optimizer is not None and not _is_distributed():
                 self._give(optimizer, members)
@@ -533,8 +522,8 @@ class StepOverlap:
             state = optimizer.state.get(member.parameter, {})
             member.landed = _Landed(member, gradient, state, options[member.group])
             shadow = self._find_shadow(member, state) if self._goes_on() else None
-            job.append(_Work(member.landed, gradient, dict(state), shadow))
-        only_norms = not any(each.shadow for each in job)
+            job.append((member.landed, gradient, dict(state), shadow))
+        only_norms = not any(shadow for *_, shadow in job)
         if not job or (only_norms and (self.max_norm is None or self._shares_cores)):
             return
         run = functools.partial(self._run, optimizer, job, self._arithmetic)
@@ -542,7 +531,7 @@ class StepOverlap:
         self._pending.append(event)
         recorder = self._engine.transfers.account.recorder
         if recorder is not None:
-            size_bytes = sum(each.landed.member.parameter.nbytes for each in job)
+            size_bytes = sum(landed.member.parameter.nbytes for landed, *_ in job)
             recorder.copy("step", Subject(None, 0, size_bytes), event)
 
     def _goes_on(self) -> bool:
@@ -616,7 +605,7 @@ class StepOverlap:
             with torch.no_grad():
                 if self.max_norm is not None:
                     self._add_norms(job, arithmetic)
-                work = [(each, each.shadow) for each in job if each.shadow is not None]
+                work = [(*each, shadow) for *each, shadow in job if shadow is not None]
                 if work and self._goes_on():
                     self._step_shadows(optimizer, work)
         finally:
@@ -624,20 +613,19 @@ class StepOverlap:
                 self._count(worker_s=time.perf_counter() - begin_s)
 
     def _add_norms(self, job: Sequence[_Work], arithmetic: _Arithmetic) -> None:
-        norms = _norms([each.gradient for each in job], arithmetic)
-        for each, norm in zip(job, norms, strict=True):
-            each.landed.norm = norm
+        norms = _norms([gradient for _, gradient, *_ in job], arithmetic)
+        for (landed, *_), norm in zip(job, norms, strict=True):
+            landed.norm = norm
         squares = sum(float(norm) ** 2 for norm in norms)
         with self._lock:
             self._squares += squares
 
-    def _step_shadows(self, optimizer: Optimizer, work: Sequence[tuple[_Work, _Shadow]]) -> None:
+    def _step_shadows(self, optimizer: Optimizer, work: Sequence[tuple[Any, ...]]) -> None:
         groups: dict[int, dict[str, Any]] = {}
         states: defaultdict[torch.Tensor, Any] = defaultdict(dict)
-        for each, shadow in work:
-            landed = each.landed
-            shadow.fill(landed.member.parameter, each.state)
-            shadow.values.grad = self._as_clipping_leaves(each.gradient)
+        for landed, gradient, state, shadow in work:
+            shadow.fill(landed.member.parameter, state)
+            shadow.values.grad = self._as_clipping_leaves(gradient)
             if shadow.state:
                 states[shadow.values] = shadow.state
             # The options of then: the program may change those of the optimizer meanwhile.
@@ -648,13 +636,13 @@ class StepOverlap:
             # A scaler may give the optimizer its scale meanwhile, and the kernel would scale the
             # gradients, which are not copies.
             _step_over(optimizer, list(groups.values()), states, grad_scale=None, found_inf=None)
-            for each, shadow in work:
+            for landed, _, _, shadow in work:
                 if shadow.is_complete(states.get(shadow.values, {})):
-                    each.landed.shadow = shadow
+                    landed.shadow = shadow
         finally:
-            for each, shadow in work:
+            for _, _, state, shadow in work:
                 shadow.values.grad = None
-                self._page_out(shadow.values, *shadow.state.values(), *each.state.values())
+                self._page_out(shadow.values, *shadow.state.values(), *state.values())
 
     def _as_clipping_leaves(self, gradient: torch.Tensor) -> torch.Tensor:
         """The gradient as clipping leaves it if it does not bite: multiplied by 1.
@@ -865,15 +853,6 @@ class StepOverlap:
             if self._wrapped is not None:
                 vars(optimizer)["step"] = self._wrapped
         self._members.clear()
-
-
-class _Work(NamedTuple):
-    """What the worker does for one parameter. It keeps the gradient for as long as that takes."""
-
-    landed: _Landed
-    gradient: torch.Tensor
-    state: Mapping[str, Any]
-    shadow: _Shadow | None
 
 
 def _can_have_shadow(parameter: torch.Tensor) -> bool:
