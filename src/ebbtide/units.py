@@ -69,12 +69,15 @@ def parse_size_bytes(size: int | str, *, name: str = "size", whole_bytes: int | 
     )
 
 
-def parse_budget_bytes(budget: int | str, whole_bytes: int = 2**63, *, name: str = "budget") -> int:
+def parse_budget_bytes(
+    budget: int | str, whole_bytes: int | None = 2**63, *, name: str = "budget"
+) -> int:
     """Parse a budget, such as ``"24GiB"`` or ``"90%"``.
 
     Args:
         budget: see `parse_size_bytes`.
         whole_bytes: of what ``"90%"`` is a share. The default is for a check before that is known.
+            None: shares are refused.
         name: name of the budget in error messages.
 
     Raises:

@@ -111,7 +111,7 @@ class _Loop:
         made = [group for group in groups if group["params"]]
         self.optimizer = (COMPLEX if is_complex else REAL)[name](made)
         self.max_norm = draw.choice((None, 1e-3, 1.0, 3.0, 10.0, 1e6))
-        budget = draw.choice((2**30, 2**30, 4000))
+        budget = draw.choice((2**30, 2**30, 4096))
         self.overlaps = overlaps
         if overlaps:
             self.optimizer = self.handle.overlap(

@@ -91,6 +91,7 @@ def test_budget_of_bytes_that_nobody_means() -> None:
         ({"store": "disk:~nobody_of_this_name/x"}, "there is no such home directory"),
         ({"host_budget": True}, "host_budget must be a number of bytes"),
         ({"host_budget": -1}, "host_budget must not be negative"),
+        ({"host_budget": 24}, 'host_budget=24 is 24 bytes; write a size such as "24GiB"'),
         ({"trace": "step.json"}, r"trace must be True or False, got 'step.json'; .*trace.save"),
         ({"trace": None}, "trace must be True or False, got None"),
         ({"trace": 1}, "trace must be True or False, got 1"),

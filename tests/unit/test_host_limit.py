@@ -34,9 +34,9 @@ def test_a_budget_of_a_host_is_divided(text: str, monkeypatch: pytest.MonkeyPatc
 
 
 def test_parts_are_never_more_than_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """1000 bytes for 3 ranks: 333 each."""
+    """10000 bytes for 3 ranks: 3333 each."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
-    assert parse_host_budget("1000B/node") == 333
+    assert parse_host_budget("10000B/node") == 3333
 
 
 @pytest.mark.parametrize("budget", [24 * GIB, "24GiB"])
@@ -46,7 +46,8 @@ def test_a_budget_of_a_rank_is_its_own(budget: int | str, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(
-    "text", ["/node", "lots/node", "24GiB/host", "24GiB//node", "24GiB/node/2"]
+    "text",
+    ["/node", "lots/node", "24GiB/host", "24GiB//node", "24GiB/node/2", "90%", "96B/node"],
 )
 def test_what_cannot_be_read_is_refused(text: str) -> None:
     with pytest.raises(PolicyError):

@@ -177,8 +177,9 @@ def test_what_cannot_be_honoured_is_refused() -> None:
     for max_norm in (0, -1.0, float("nan"), True):
         with pytest.raises(ebbtide.PolicyError, match="max_norm"):
             handle.overlap(fused(model.parameters()), max_norm=max_norm)
-    with pytest.raises(ebbtide.PolicyError, match="shadow_budget"):
-        handle.overlap(fused(model.parameters()), shadow_budget="much")
+    for shadow_budget in ("much", 24, "90%"):
+        with pytest.raises(ebbtide.PolicyError, match="shadow_budget"):
+            handle.overlap(fused(model.parameters()), shadow_budget=shadow_budget)
     replaced = fused(model.parameters())
     replaced.step = lambda: None
     for other in (replaced, model, list(model.parameters())):

@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 from ebbtide.devices.device import AbstractDevice
 from ebbtide.errors import PolicyError, StoreFullError, warn_user
-from ebbtide.units import format_size, parse_size_bytes
+from ebbtide.units import format_size, parse_budget_bytes
 
 _MADV_DONTNEED = 4
 _MADV_POPULATE_READ = 22  # Linux 5.14 and later
@@ -521,8 +521,8 @@ def parse_host_budget(host_budget: int | str, *, name: str = "host_budget") -> i
     """
     of_host = _OF_HOST.fullmatch(host_budget) if isinstance(host_budget, str) else None
     if of_host is not None:
-        return parse_size_bytes(of_host[1], name=name) // num_host_ranks()
-    return parse_size_bytes(host_budget, name=name)
+        return parse_budget_bytes(of_host[1], None, name=name) // num_host_ranks()
+    return parse_budget_bytes(host_budget, None, name=name)
 
 
 def num_host_ranks() -> int:

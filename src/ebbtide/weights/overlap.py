@@ -53,7 +53,7 @@ from ebbtide.runtime.torch_internals import (
     note_step,
 )
 from ebbtide.stores.host_memory import free_ram_bytes, page_out
-from ebbtide.units import format_size, parse_size_bytes
+from ebbtide.units import format_size, parse_budget_bytes
 from ebbtide.weights.hooks import AbstractWeights
 from ebbtide.weights.parameters import ALONE, end_of
 
@@ -359,7 +359,7 @@ class StepOverlap:
         self._budget_bytes = (
             shadow_budget
             if shadow_budget is None
-            else parse_size_bytes(shadow_budget, name="shadow_budget")
+            else parse_budget_bytes(shadow_budget, None, name="shadow_budget")
         )
         self._optimizer = weakref.ref(optimizer)
         self._engine = engine
