@@ -401,10 +401,14 @@ def run_script(request: RunRequest) -> None:
         raise
     except BaseException as error:
         _show_as_python_does()
-        if isinstance(error, Exception) and _comes_from_budget(error):
+        refused = _find_budget_error(error) if isinstance(error, Exception) else None
+        if refused is None:
+            raise
+        if request.dry:  # that is what was asked for, and no failure of the script
+            print(f"ebbtide run: {in_options(refused)}", file=sys.stderr)
+        else:
             sys.excepthook(type(error), error, error.__traceback__)
-            raise SystemExit(ExitCode.DOES_NOT_FIT) from None
-        raise
+        raise SystemExit(ExitCode.DOES_NOT_FIT) from None
     if session.is_over_budget():
         raise SystemExit(ExitCode.DOES_NOT_FIT)
 
@@ -525,12 +529,11 @@ def _show_as_python_does() -> None:
     sys.excepthook = show
 
 
-def _comes_from_budget(error: BaseException | None) -> bool:
-    while error is not None:
-        if isinstance(error, BudgetError):
-            return True
+def _find_budget_error(error: BaseException | None) -> BudgetError | None:
+    """Return the error, or one that it comes from, that says that no plan fits."""
+    while error is not None and not isinstance(error, BudgetError):
         error = error.__cause__ or error.__context__
-    return False
+    return error
 
 
 def _read_rank() -> int:
