@@ -1,4 +1,4 @@
-"""The exit codes of all commands, and which error leads to which."""
+"""What all commands share: how their options look, and which error leads to which exit code."""
 
 from __future__ import annotations
 
@@ -8,9 +8,25 @@ import os
 import re
 import sys
 from collections.abc import Iterator
-from typing import Final, NoReturn
+from typing import Any, Final, NoReturn
 
 import typer
+
+
+def option(name: str, metavar: str, text: str) -> Any:
+    """Return an option of a command that takes a value.
+
+    Args:
+        name: its name, such as ``"--steps"``.
+        metavar: what stands for the value in the help.
+        text: what the help says.
+    """
+    return typer.Option(name, metavar=metavar, help=text)
+
+
+def flag(name: str, text: str) -> Any:
+    """Return an option of a command that takes no value; the help says ``text`` of it."""
+    return typer.Option(name, help=text)
 
 
 class ExitCode(enum.IntEnum):

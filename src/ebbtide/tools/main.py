@@ -10,7 +10,15 @@ from typing import Annotated, Final
 import typer
 
 from ebbtide.tools import plan_command, run_command, schedule_command, verify_command
-from ebbtide.tools.exit_codes import ExitCode, describe_codes, end, ends_by_code, show_status
+from ebbtide.tools.exit_codes import (
+    ExitCode,
+    describe_codes,
+    end,
+    ends_by_code,
+    flag,
+    option,
+    show_status,
+)
 from ebbtide.tools.run_command import SETTINGS, CommandLine
 from ebbtide.version import __version__
 
@@ -56,58 +64,48 @@ def main(
 @app.command(epilog=describe_codes({ExitCode.FAILED: "the results differ, or a mode failed"}))
 def demo(
     quick: Annotated[
-        bool,
-        typer.Option("--quick", help="A quick look: 128 x 128 nodes and 6 steps, a minute or two."),
+        bool, flag("--quick", "A quick look: 128 x 128 nodes and 6 steps, a minute or two.")
     ] = False,
     resolution: Annotated[
         int | None,
-        typer.Option(
+        option(
             "--resolution",
-            metavar="N",
-            help="Nodes along each side of the grid, 32 or more; 256, or 128 with --quick.",
+            "N",
+            "Nodes along each side of the grid, 32 or more; 256, or 128 with --quick.",
         ),
     ] = None,
-    batch_size: Annotated[
-        int, typer.Option("--batch-size", metavar="N", help="Samples in a training step.")
-    ] = 8,
+    batch_size: Annotated[int, option("--batch-size", "N", "Samples in a training step.")] = 8,
     steps: Annotated[
         int | None,
-        typer.Option(
+        option(
             "--steps",
-            metavar="N",
-            help="Training steps of each mode, 3 or more; all but the first two are timed. 15, "
+            "N",
+            "Training steps of each mode, 3 or more; all but the first two are timed. 15, "
             "or 6 with --quick.",
         ),
     ] = None,
     modes: Annotated[
         str | None,
-        typer.Option(
+        option(
             "--modes",
-            metavar="NAMES",
-            help="What to compare: none (no offload), save_on_cpu (PyTorch's own, on an "
+            "NAMES",
+            "What to compare: none (no offload), save_on_cpu (PyTorch's own, on an "
             "accelerator), rebuild (ebbtide without moving anything), ebbtide. Without it all but "
             "rebuild.",
         ),
     ] = None,
     device: Annotated[
-        str,
-        typer.Option(
-            "--device", metavar="DEVICE", help="Where to train: auto, cpu, cuda, cuda:1, xpu ..."
-        ),
+        str, option("--device", "DEVICE", "Where to train: auto, cpu, cuda, cuda:1, xpu ...")
     ] = "auto",
     store: Annotated[
         str,
-        typer.Option(
-            "--store",
-            metavar="STORE",
-            help="Where activations go: auto, host, disk[:/some/dir] or tiered.",
-        ),
+        option("--store", "STORE", "Where activations go: auto, host, disk[:/some/dir] or tiered."),
     ] = "auto",
-    out: Annotated[
-        Path, typer.Option("--out", metavar="DIR", help="Directory for the figures and the page.")
-    ] = Path("runs/demo"),
+    out: Annotated[Path, option("--out", "DIR", "Directory for the figures and the page.")] = Path(
+        "runs/demo"
+    ),
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print all figures as JSON instead of the table.")
+        bool, flag("--json", "Print all figures as JSON instead of the table.")
     ] = False,
 ) -> None:
     """Train a neural operator with and without offload, and compare.
@@ -142,26 +140,16 @@ def demo(
     epilog=describe_codes({ExitCode.FAILED: "a figure that a plan needs could not be measured"})
 )
 def doctor(
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Measure for about 2 seconds instead of 12.")
-    ] = False,
+    quick: Annotated[bool, flag("--quick", "Measure for about 2 seconds instead of 12.")] = False,
     as_json: Annotated[
-        bool,
-        typer.Option("--json", help="Print the figures as JSON, for `ebbtide plan --hardware`."),
+        bool, flag("--json", "Print the figures as JSON, for `ebbtide plan --hardware`.")
     ] = False,
     device: Annotated[
-        str,
-        typer.Option(
-            "--device", metavar="DEVICE", help="What to examine: auto, cpu, cuda, cuda:1, xpu ..."
-        ),
+        str, option("--device", "DEVICE", "What to examine: auto, cpu, cuda, cuda:1, xpu ...")
     ] = "auto",
     store: Annotated[
         str,
-        typer.Option(
-            "--store",
-            metavar="STORE",
-            help="Where files of activations would go: auto or disk:/some/dir.",
-        ),
+        option("--store", "STORE", "Where files of activations would go: auto or disk:/some/dir."),
     ] = "auto",
 ) -> None:
     """Measure what this machine can do, and say what slows ebbtide.
@@ -212,7 +200,7 @@ def report(
         Path, typer.Option("--out", "-o", metavar="PAGE.HTML", help="The page to write.")
     ] = Path("run.html"),
     json: Annotated[
-        bool, typer.Option("--json", help="Say as JSON on standard output what was written.")
+        bool, flag("--json", "Say as JSON on standard output what was written.")
     ] = False,
 ) -> None:
     """Make a page from the files of runs.

@@ -9,7 +9,14 @@ from typing import Annotated
 
 import typer
 
-from ebbtide.tools.exit_codes import ExitCode, describe_codes, ends_by_code, show_status
+from ebbtide.tools.exit_codes import (
+    ExitCode,
+    describe_codes,
+    ends_by_code,
+    flag,
+    option,
+    show_status,
+)
 
 EPILOG = describe_codes({ExitCode.DOES_NOT_FIT: "no plan fits into the budget"})
 
@@ -26,82 +33,69 @@ def plan(
     ],
     resolution: Annotated[
         int | None,
-        typer.Option(
-            "--resolution", metavar="N", help="Points along each side of a neural operator's grid."
-        ),
+        option("--resolution", "N", "Points along each side of a neural operator's grid."),
     ] = None,
     seq: Annotated[
-        int | None, typer.Option("--seq", metavar="N", help="Tokens in a sequence of gpt or llama.")
+        int | None, option("--seq", "N", "Tokens in a sequence of gpt or llama.")
     ] = None,
-    batch: Annotated[
-        int | None, typer.Option("--batch", metavar="N", help="Samples in a step.")
-    ] = None,
+    batch: Annotated[int | None, option("--batch", "N", "Samples in a step.")] = None,
     hardware: Annotated[
         str,
-        typer.Option(
+        option(
             "--hardware",
-            metavar="MACHINE",
-            help="The machine: a name such as h100 or rtx4090, or a file that "
+            "MACHINE",
+            "The machine: a name such as h100 or rtx4090, or a file that "
             "`ebbtide doctor --json` printed on yours.",
         ),
     ] = "h100",
     budget: Annotated[
         str,
-        typer.Option(
+        option(
             "--budget",
-            metavar="SIZE",
-            help="Memory that training may take: 24GiB, or 90% of what the device has.",
+            "SIZE",
+            "Memory that training may take: 24GiB, or 90% of what the device has.",
         ),
     ] = "90%",
     size: Annotated[
-        str | None, typer.Option("--size", metavar="NAME", help="Size of gpt or llama, such as 7b.")
+        str | None, option("--size", "NAME", "Size of gpt or llama, such as 7b.")
     ] = None,
     width: Annotated[
-        int | None,
-        typer.Option("--width", metavar="N", help="Hidden channels of a neural operator."),
+        int | None, option("--width", "N", "Hidden channels of a neural operator.")
     ] = None,
-    modes: Annotated[
-        int | None, typer.Option("--modes", metavar="N", help="Fourier modes in each direction.")
-    ] = None,
-    depth: Annotated[
-        int | None, typer.Option("--layers", metavar="N", help="Layers of a neural operator.")
-    ] = None,
+    modes: Annotated[int | None, option("--modes", "N", "Fourier modes in each direction.")] = None,
+    depth: Annotated[int | None, option("--layers", "N", "Layers of a neural operator.")] = None,
     planned: Annotated[
         list[str] | None,
-        typer.Option(
+        option(
             "--plan-layers",
-            metavar="PATTERN",
-            help="Modules whose calls are the layers of the plan, such as blocks.*; repeatable.",
+            "PATTERN",
+            "Modules whose calls are the layers of the plan, such as blocks.*; repeatable.",
         ),
     ] = None,
     optimizer_states: Annotated[
         int,
-        typer.Option(
+        option(
             "--optimizer-states",
-            metavar="N",
-            help="Tensors that the optimizer keeps for each weight; Adam has 2.",
+            "N",
+            "Tensors that the optimizer keeps for each weight; Adam has 2.",
         ),
     ] = 2,
     weights: Annotated[
         bool,
-        typer.Option(
+        flag(
             "--weights",
-            help="Weights, gradients and the optimizer's state may rest on the host, if that is "
+            "Weights, gradients and the optimizer's state may rest on the host, if that is "
             "faster or nothing else fits.",
         ),
     ] = False,
     quick: Annotated[
-        bool,
-        typer.Option("--quick", help="Leave out the search for the largest batch and resolution."),
+        bool, flag("--quick", "Leave out the search for the largest batch and resolution.")
     ] = False,
     save: Annotated[
-        Path | None,
-        typer.Option(
-            "--save", metavar="FILE", help="File for the plan; `ebbtide run --plan` follows it."
-        ),
+        Path | None, option("--save", "FILE", "File for the plan; `ebbtide run --plan` follows it.")
     ] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print all figures as JSON instead of the report.")
+        bool, flag("--json", "Print all figures as JSON instead of the report.")
     ] = False,
 ) -> None:
     """Predict a training step without running it.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, final
 
 import typer
 
-from ebbtide.tools.exit_codes import ExitCode, describe_codes, ends_by_code
+from ebbtide.tools.exit_codes import ExitCode, describe_codes, ends_by_code, flag, option
 
 if TYPE_CHECKING:
     from ebbtide.tools.run import RunRequest
@@ -57,53 +57,37 @@ class CommandLine(typer.Typer):
 
 # Options that `ebbtide verify` has, too.
 Arguments = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="ARGUMENTS", help="What the script itself is given."),
+    list[str] | None, typer.Argument(metavar="ARGUMENTS", help="What the script itself is given.")
 ]
 AsModule = Annotated[
     bool, typer.Option("-m", "--module", help="The script is a module, as for python -m.")
 ]
 Budget = Annotated[
     str | None,
-    typer.Option(
-        "--budget",
-        metavar="SIZE",
-        help="Most memory that training may take: 20GiB, or 90% of all there is.",
+    option(
+        "--budget", "SIZE", "Most memory that training may take: 20GiB, or 90% of all there is."
     ),
 ]
 Store = Annotated[
     str,
-    typer.Option(
-        "--store",
-        metavar="STORE",
-        help="Where activations go: auto, host, disk[:/some/dir] or tiered[:/dir].",
+    option(
+        "--store", "STORE", "Where activations go: auto, host, disk[:/some/dir] or tiered[:/dir]."
     ),
 ]
 Layers = Annotated[
     list[str] | None,
-    typer.Option(
-        "--layers",
-        metavar="PATTERN",
-        help="Modules whose calls are the layers, such as blocks.*; repeatable.",
+    option(
+        "--layers", "PATTERN", "Modules whose calls are the layers, such as blocks.*; repeatable."
     ),
 ]
 Mode = Annotated[
-    str,
-    typer.Option(
-        "--mode", metavar="MODE", help="Without a budget: offload, recompute or recompute+offload."
-    ),
+    str, option("--mode", "MODE", "Without a budget: offload, recompute or recompute+offload.")
 ]
 MinBytes = Annotated[
-    str,
-    typer.Option(
-        "--min-bytes", metavar="SIZE", help="Tensors smaller than this stay on the device."
-    ),
+    str, option("--min-bytes", "SIZE", "Tensors smaller than this stay on the device.")
 ]
 Weights = Annotated[
-    bool,
-    typer.Option(
-        "--weights", help="Keep weights off the device, too, while their layer does not compute."
-    ),
+    bool, flag("--weights", "Keep weights off the device, too, while their layer does not compute.")
 ]
 
 
@@ -120,59 +104,47 @@ def run(
     budget: Budget = None,
     plan: Annotated[
         Path | None,
-        typer.Option(
-            "--plan",
-            metavar="FILE",
-            help="Instead of a budget: a plan that `ebbtide plan --save` wrote.",
-        ),
+        option("--plan", "FILE", "Instead of a budget: a plan that `ebbtide plan --save` wrote."),
     ] = None,
     store: Store = "auto",
     host_budget: Annotated[
         str | None,
-        typer.Option(
+        option(
             "--host-budget",
-            metavar="SIZE",
-            help="Most host memory to take, such as 24GiB, or 96GiB/node for all ranks of a host.",
+            "SIZE",
+            "Most host memory to take, such as 24GiB, or 96GiB/node for all ranks of a host.",
         ),
     ] = None,
     layers: Layers = None,
     num_layers: Annotated[
-        int | None,
-        typer.Option(
-            "--num-layers", metavar="N", help="Without a budget: offload this many layers."
-        ),
+        int | None, option("--num-layers", "N", "Without a budget: offload this many layers.")
     ] = None,
     keep_last: Annotated[
         int,
-        typer.Option(
-            "--keep-last",
-            metavar="N",
-            help="Without a budget: keep this many last layers on the device.",
-        ),
+        option("--keep-last", "N", "Without a budget: keep this many last layers on the device."),
     ] = 0,
     mode: Mode = "offload",
     min_bytes: MinBytes = "1MiB",
     weights: Weights = False,
     dry: Annotated[
-        bool,
-        typer.Option("--dry", help="Say what is done, from the first steps, and train on without."),
+        bool, flag("--dry", "Say what is done, from the first steps, and train on without.")
     ] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Print no report; errors only.")] = False,
+    quiet: Annotated[bool, flag("--quiet", "Print no report; errors only.")] = False,
     json: Annotated[
         Path | None,
-        typer.Option(
+        option(
             "--json",
-            metavar="FILE",
-            help="Write all figures as JSON to this file; - is standard output, after what the "
+            "FILE",
+            "Write all figures as JSON to this file; - is standard output, after what the "
             "script prints.",
         ),
     ] = None,
     report: Annotated[
         Path | None,
-        typer.Option(
+        option(
             "--report",
-            metavar="PAGE.HTML",
-            help="Write a page on the last step of each model: memory by owner, lanes, layers.",
+            "PAGE.HTML",
+            "Write a page on the last step of each model: memory by owner, lanes, layers.",
         ),
     ] = None,
 ) -> None:

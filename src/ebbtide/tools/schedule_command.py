@@ -16,7 +16,7 @@ from ebbtide.errors import PolicyError
 from ebbtide.observe.trace import Trace
 from ebbtide.rehearsal import rehearse
 from ebbtide.schedule import Schedule, default, from_pipeline
-from ebbtide.tools.exit_codes import describe_codes, ends_by_code
+from ebbtide.tools.exit_codes import describe_codes, ends_by_code, flag, option
 from ebbtide.units import format_size, parse_size_bytes
 
 FORMAT: Final = "ebbtide-schedule"
@@ -34,50 +34,42 @@ def schedule(
     ] = None,
     layers: Annotated[
         str | None,
-        typer.Option(
-            "--layers",
-            metavar="K/N",
-            help="Instead of a file: offload the first k of N layers, such as 4/20.",
+        option(
+            "--layers", "K/N", "Instead of a file: offload the first k of N layers, such as 4/20."
         ),
     ] = None,
     pipeline: Annotated[
         str | None,
-        typer.Option(
+        option(
             "--pipeline",
-            metavar="PASSES",
-            help="Instead of a file: the passes of a pipeline rank in order, such as "
+            "PASSES",
+            "Instead of a file: the passes of a pipeline rank in order, such as "
             '"0F0 0F1 0B0 0B1" (stage, forward or backward, microbatch).',
         ),
     ] = None,
     resident: Annotated[
         int,
-        typer.Option(
-            "--resident",
-            metavar="N",
-            help="With --pipeline: microbatches of a stage that stay on the device.",
+        option(
+            "--resident", "N", "With --pipeline: microbatches of a stage that stay on the device."
         ),
     ] = 1,
     layer_size: Annotated[
-        str, typer.Option("--layer-size", metavar="SIZE", help="Bytes that each layer saves.")
+        str, option("--layer-size", "SIZE", "Bytes that each layer saves.")
     ] = "64MiB",
     forward_ms: Annotated[
         float,
-        typer.Option(
-            "--forward-ms",
-            metavar="MS",
-            help="Milliseconds of a layer's forward; backward takes twice that.",
+        option(
+            "--forward-ms", "MS", "Milliseconds of a layer's forward; backward takes twice that."
         ),
     ] = 10.0,
     bandwidth: Annotated[
-        float,
-        typer.Option("--bandwidth", metavar="GB/S", help="GB/s of the link, in each direction."),
+        float, option("--bandwidth", "GB/S", "GB/s of the link, in each direction.")
     ] = 25.0,
     out: Annotated[
-        Path | None,
-        typer.Option("--out", metavar="FILE", help="File for a picture: .png, .svg or .pdf."),
+        Path | None, option("--out", "FILE", "File for a picture: .png, .svg or .pdf.")
     ] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print all figures as JSON instead of the timeline.")
+        bool, flag("--json", "Print all figures as JSON instead of the timeline.")
     ] = False,
 ) -> None:
     """Check a schedule, and rehearse it without a model.

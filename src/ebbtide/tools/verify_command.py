@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
-from ebbtide.tools.exit_codes import ExitCode, describe_codes, ends_by_code
+from ebbtide.tools.exit_codes import ExitCode, describe_codes, ends_by_code, flag, option
 from ebbtide.tools.run_command import (
     Arguments,
     AsModule,
@@ -53,37 +53,26 @@ def verify(
     mode: Mode = "offload",
     min_bytes: MinBytes = "1B",
     weights: Weights = False,
-    steps: Annotated[
-        int, typer.Option("--steps", metavar="N", help="Training steps in each run.")
-    ] = 3,
-    orders: Annotated[
-        int, typer.Option("--orders", metavar="N", help="How many provocations are tried.")
-    ] = 7,
+    steps: Annotated[int, option("--steps", "N", "Training steps in each run.")] = 3,
+    orders: Annotated[int, option("--orders", "N", "How many provocations are tried.")] = 7,
     seed: Annotated[
-        int,
-        typer.Option(
-            "--seed", metavar="N", help="Seed of the first; the others have the next ones."
-        ),
+        int, option("--seed", "N", "Seed of the first; the others have the next ones.")
     ] = 0,
     device: Annotated[
         str | None,
-        typer.Option(
-            "--device",
-            metavar="DEVICE",
-            help="module:function only: where it trains, such as cuda.",
-        ),
+        option("--device", "DEVICE", "module:function only: where it trains, such as cuda."),
     ] = None,
     offloader: Annotated[
         str | None,
-        typer.Option(
+        option(
             "--offloader",
-            metavar="NAME",
-            help="module:function only: verify another library, which is save_on_cpu, torchtune, "
+            "NAME",
+            "module:function only: verify another library, which is save_on_cpu, torchtune, "
             "trl, deepspeed, transformer_engine, or module:function of the model.",
         ),
     ] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print all figures as JSON instead of the report.")
+        bool, flag("--json", "Print all figures as JSON instead of the report.")
     ] = False,
 ) -> None:
     """Check that offloading leaves every bit of your training as it is.
