@@ -31,7 +31,7 @@ from ebbtide.errors import BudgetError
 from ebbtide.planning.hardware import Hardware
 from ebbtide.tools.fake_step import Batch, FakeStep, Loss
 from ebbtide.tools.models import ModelOptions, Size, build_family
-from ebbtide.tools.plan_tables import METHODS, Granularities, Study, find_limits
+from ebbtide.tools.plan_tables import METHODS, Study, find_limits
 from ebbtide.units import format_size
 
 _CASES = {"fno2d": (512, 8), "fno3d": (128, 1)}  # resolution to begin with, and batch
@@ -48,9 +48,9 @@ def main() -> None:
     sizes, speeds = [], []
     for name, (resolution, batch) in _CASES.items():
         family = build_family(name, ModelOptions(resolution=resolution, batch=batch))
-        studies = Granularities(Study(family, hardware))
-        sizes += _largest(name, studies, device_bytes)
-        speeds += _beside_save_on_cpu(name, studies, device_bytes // 4)
+        study = Study(family, hardware)
+        sizes += _largest(name, study, device_bytes)
+        speeds += _beside_save_on_cpu(name, study, device_bytes // 4)
     for case, found, table in (
         ("plan-largest-fno-h100", sizes, _size_table(sizes)),
         ("plan-beside-save-on-cpu", speeds, _speed_table(speeds)),
@@ -75,15 +75,15 @@ def _saved_on_cpu(study: Study, length: int) -> SavedOnCpu:
 # ---- the largest that fits ----------------------------------------------------------------------
 
 
-def _largest(name: str, studies: Granularities, device_bytes: int) -> list[dict[str, Any]]:
-    entries, study = [], next(iter(studies))
-    for limit in find_limits(studies, device_bytes):
+def _largest(name: str, study: Study, device_bytes: int) -> list[dict[str, Any]]:
+    entries = []
+    for limit in find_limits(study, device_bytes):
         assert limit.length is not None
         size = Size(limit.length, study.family.size.batch)
         if limit.method in METHODS and limit.method != "planned":
             peak = study.rule(METHODS[limit.method], device_bytes, size).prediction.peak_bytes
         else:
-            peak = studies.find(device_bytes, size).prediction.peak_bytes
+            peak = study.find_in_parts(device_bytes, size).prediction.peak_bytes
         entries.append(_entry(name, study, limit.method, limit.length, peak, limit.length_step_s))
     length = _largest_saved_on_cpu(study, device_bytes)
     found = _saved_on_cpu(study, length)
@@ -151,14 +151,13 @@ def _size_table(entries: Sequence[dict[str, Any]]) -> str:
 # ---- beside save_on_cpu -------------------------------------------------------------------------
 
 
-def _beside_save_on_cpu(name: str, studies: Granularities, its_bytes: int) -> list[dict[str, Any]]:
-    study = next(iter(studies))
+def _beside_save_on_cpu(name: str, study: Study, its_bytes: int) -> list[dict[str, Any]]:
     length = _largest_saved_on_cpu(study, its_bytes)
     its = _saved_on_cpu(study, length)
     size = Size(length, study.family.size.batch)
     budgets = {f"{each:g} x its peak": round(each * its.peak_bytes) for each in _MULTIPLES}
     budgets["the smallest of whole blocks"] = study.smallest_bytes(size)
-    budgets["the smallest of all plans"] = studies.smallest_bytes(size)
+    budgets["the smallest of all plans"] = study.least_bytes(size)
     entries = []
     for what, budget_bytes in sorted(budgets.items(), key=lambda item: item[1]):
         entry: dict[str, Any] = {
@@ -173,7 +172,7 @@ def _beside_save_on_cpu(name: str, studies: Granularities, its_bytes: int) -> li
             "save_on_cpu_copied_bytes_each_way": its.copied_bytes,
         }
         try:
-            found = studies.find(budget_bytes, size).prediction
+            found = study.find_in_parts(budget_bytes, size).prediction
             entry |= {"peak_bytes": found.peak_bytes, "step_s": found.step_s}
         except BudgetError:
             pass

@@ -32,7 +32,7 @@ from ebbtide.planning.prediction import StepTiming
 from ebbtide.stores.measured_memory import ProcessMemory
 from ebbtide.tools.demo import ENVIRONMENT
 from ebbtide.tools.models import ModelOptions
-from ebbtide.tools.plan_study import run_plan
+from ebbtide.tools.plan_tables import run_plan
 from ebbtide.units import format_size
 
 ROOT = Path(__file__).parents[2]

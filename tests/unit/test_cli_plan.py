@@ -24,7 +24,6 @@ from ebbtide.tools.models import (
 from ebbtide.tools.plan_tables import (
     METHODS,
     RULES,
-    Granularities,
     Study,
     find_limits,
 )
@@ -353,7 +352,7 @@ def test_the_largest_is_the_largest() -> None:
             return study.smallest_bytes(size)
         return study.rule(METHODS[method], 0, size).prediction.peak_bytes
 
-    limits = find_limits(Granularities(study), budget)
+    limits = find_limits(study, budget)
     assert [limit.method for limit in limits] == list(METHODS)
     for limit in limits:
         for what, step in (("length", 64), ("batch", 1)):

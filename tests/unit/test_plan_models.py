@@ -25,7 +25,7 @@ from ebbtide.tools.models import (
     build_family,
     load_family,
 )
-from ebbtide.tools.plan_tables import Granularities, Study
+from ebbtide.tools.plan_tables import Study
 
 H100 = Hardware.named("h100", achievable=True)
 SMALL = LanguageModelShape(
@@ -189,24 +189,23 @@ def test_smaller_layers_are_studied_where_less_memory_is_enough_then() -> None:
     """A block has 2 x 3 wide matrices at once if it runs again, and a part half of them."""
     study = Study(wide_family(), H100)
     assert {"blocks.0", "blocks.1", "blocks.2"} <= {*study.names}
-    studies = Granularities(study)
-    first, second, *others = studies
+    first, second, *others = study.granularities()
     assert first is study
     assert second.names.count("blocks.0.first") == 1
     smallest = [each.smallest_bytes() for each in (first, second, *others)]
     assert smallest == sorted(smallest, reverse=True)
-    assert studies.smallest_bytes() == smallest[-1] < 0.7 * smallest[0]
+    assert study.least_bytes() == smallest[-1] < 0.7 * smallest[0]
     within = (smallest[0] + smallest[-1]) // 2
     with pytest.raises(BudgetError):
         study.find(within)
-    found = studies.find(within)
+    found = study.find_in_parts(within)
     assert found.prediction.peak_bytes <= within
     assert len(found.plan.layers) > len(study.profile.layers)
-    assert studies.find(smallest[0]) == study.find(smallest[0])
+    assert study.find_in_parts(smallest[0]) == study.find(smallest[0])
     with pytest.raises(BudgetError):
-        studies.find(smallest[-1] // 2)
-    assert list(studies) == [first, second, *others]
-    assert len([*Granularities(Study(wide_family(), H100, ["blocks.*"]))]) == 1
+        study.find_in_parts(smallest[-1] // 2)
+    assert [*study.granularities()] == [first, second, *others]
+    assert len([*Study(wide_family(), H100, ["blocks.*"]).granularities()]) == 1
 
 
 @pytest.fixture

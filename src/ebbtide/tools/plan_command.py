@@ -1,4 +1,4 @@
-"""``ebbtide plan``: parse the options and print; `ebbtide.tools.plan_study` does the work."""
+"""``ebbtide plan``: parse the options and print; `ebbtide.tools.plan_tables` does the work."""
 
 from __future__ import annotations
 
@@ -105,8 +105,7 @@ def plan(
     """
     with ends_by_code("plan"):
         from ebbtide.tools.models import ModelOptions
-        from ebbtide.tools.plan_study import as_document, run_plan
-        from ebbtide.tools.plan_tables import build_report
+        from ebbtide.tools.plan_tables import as_document, build_report, run_plan
 
         options = ModelOptions(
             resolution=resolution, seq=seq, batch=batch, width=width, modes=modes, layers=depth,

@@ -5,11 +5,15 @@ The first part is about models with many equal blocks, of which only some are pr
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
+import json
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
+from pathlib import Path
 from typing import Any, Final, NamedTuple, final
 
 from rich.console import RenderableType
@@ -18,6 +22,7 @@ from ebbtide.errors import BudgetError, PolicyError
 from ebbtide.planning.contest import inflight_choices, rule_plans
 from ebbtide.planning.hardware import Hardware, Kind
 from ebbtide.planning.plan import Decision, LayerMode, LayerPlan, Plan
+from ebbtide.planning.planned_step import PlannedStep
 from ebbtide.planning.prediction import (
     CautiousTiming,
     PlanBudget,
@@ -27,10 +32,19 @@ from ebbtide.planning.prediction import (
 )
 from ebbtide.planning.profile import LayerProfile, StepProfile, StorageId
 from ebbtide.planning.search import find_frugal, search
+from ebbtide.policy import parse_number
 from ebbtide.runtime.layers import covering_layers, match_layers, parts_of
 from ebbtide.tools.fake_profile import profile_with_fake_tensors
 from ebbtide.tools.layout import columns, indented, labelled, render
-from ebbtide.tools.models import Size, Task, TaskFamily
+from ebbtide.tools.models import (
+    ModelOptions,
+    Size,
+    Task,
+    TaskFamily,
+    read_budget_bytes,
+    read_hardware,
+    read_model,
+)
 from ebbtide.units import format_seconds, format_size
 
 
@@ -199,11 +213,14 @@ class Study:
     def _is_short(self) -> bool:
         return self.family.num_blocks > _SHORT_BLOCKS and self.family.build_short is not None
 
-    def divided(self) -> Study:
-        """Return the same study with the parts of some layers as layers.
+    @functools.cached_property
+    def divided(self) -> Study | None:
+        """The same study with the parts of some layers as layers; None if that needs no less.
 
         These are the layers that the peak of the most frugal plan comes from.
         """
+        if not self.is_divisible:
+            return None
         profile, timing = self._at(None)
         peaks = timing.predict(find_frugal(profile, self.hardware, timing)).peak_by_position
         high = {
@@ -215,7 +232,32 @@ class Study:
         parts = {name: parts_of(model, name) for name in self.names if name in high}
         names = [each for name in self.names for each in parts.get(name) or [name]]
         states = self._optimizer_states
-        return Study(self.family, self.hardware, (), states, weights=self.weights, parts=names)
+        finer = Study(self.family, self.hardware, (), states, weights=self.weights, parts=names)
+        return finer if finer.smallest_bytes() < self.smallest_bytes() else None
+
+    def granularities(self) -> Iterator[Study]:
+        """Yield this study, and those of ever smaller layers, as long as they need less memory."""
+        study: Study | None = self
+        while study is not None:
+            yield study
+            study = study.divided
+
+    def least_bytes(self, size: Size | None = None) -> int:
+        """Return the smallest budget of device memory, of smaller layers, too."""
+        return min(study.smallest_bytes(size) for study in self.granularities())
+
+    def find_in_parts(self, device_bytes: int, size: Size | None = None) -> Outcome:
+        """Find the fastest plan within a budget, for smaller layers if no other fits.
+
+        Raises:
+            BudgetError: no plan was found within the budget.
+        """
+        try:
+            return self.find(device_bytes, size)
+        except BudgetError:
+            if self.divided is None:
+                raise
+        return self.divided.find_in_parts(device_bytes, size)
 
     def _build(self, size: Size) -> Task:
         if self.family.num_blocks > _SHORT_BLOCKS and self.family.build_short is not None:
@@ -329,58 +371,6 @@ class Study:
         )
 
 
-# ---- A study of a model's blocks, and those of ever smaller layers, which need less memory at once
-
-
-@final
-class Granularities:
-    """Studies of the same step with ever smaller layers, as long as less memory is enough then.
-
-    Args:
-        study: the one with the largest layers.
-    """
-
-    def __init__(self, study: Study) -> None:
-        self._studies = [study]
-        self._is_finest = not study.is_divisible
-
-    def __iter__(self) -> Iterator[Study]:
-        number = 0
-        while number < len(self._studies):
-            yield self._studies[number]
-            number += 1
-            if number == len(self._studies):
-                self._divide()
-
-    def _divide(self) -> None:
-        last = self._studies[-1]
-        if self._is_finest:
-            return
-        divided = last.divided()
-        self._is_finest = divided.smallest_bytes() >= last.smallest_bytes()
-        if not self._is_finest:
-            self._studies.append(divided)
-
-    def smallest_bytes(self, size: Size | None = None) -> int:
-        """Return the smallest budget of device memory that a plan was found for."""
-        return min(study.smallest_bytes(size) for study in self)
-
-    def find(self, device_bytes: int, size: Size | None = None) -> Outcome:
-        """Find the fastest plan within a budget, for smaller layers if no other fits.
-
-        Raises:
-            BudgetError: no plan was found within the budget.
-        """
-        refused: BudgetError | None = None
-        for study in self:
-            try:
-                return study.find(device_bytes, size)
-            except BudgetError as error:
-                refused = error
-        assert refused is not None
-        raise refused
-
-
 # ---- What a step costs at several budgets ----
 
 _ROWS: Final = 5
@@ -436,25 +426,15 @@ def count_choices(study: Study, plan: Plan) -> dict[str, int]:
     }
 
 
-class BudgetRow(NamedTuple):
-    """What was found at one budget.
-
-    Attributes:
-        budget_bytes: the budget of device memory.
-        outcome: the plan that was found; None: nothing fits.
-    """
-
-    budget_bytes: int
-    outcome: Outcome | None
-
-
 def find_rows(
     study: Study,
     budget_bytes: int,
     say: Callable[[str], None] = lambda _: None,
     most_bytes: int | None = None,
-) -> list[BudgetRow]:
-    """Return plans for several budgets, the largest first, with the one that was asked for.
+) -> dict[int, Outcome | None]:
+    """Return a plan for each of several budgets, the largest first; None: nothing fits.
+
+    The budget that was asked for is among them.
 
     The largest budget lets everything be kept, the smallest is the smallest that fits. Those in
     between are evenly spaced. Budgets that the device does not have are left out.
@@ -473,33 +453,21 @@ def find_rows(
     spaced = [top - (top - least) * n // (count - 1) for n in range(count)]
     budgets = {_rounded_up(each): None for each in spaced if each <= device_bytes or each == least}
     budgets[budget_bytes] = None
-    rows = []
-    for each in sorted(budgets, reverse=True):
+    rows: dict[int, Outcome | None] = {}
+    best: Outcome | None = None
+    for each in sorted(budgets):
         say(f"the fastest step within {each / 2**30:.2f} GiB")
         try:
-            rows.append(BudgetRow(each, study.find(each)))
+            outcome = study.find(each)
         except BudgetError:
-            rows.append(BudgetRow(each, None))
-    return _without_misses(rows)
-
-
-def _without_misses(rows: list[BudgetRow]) -> list[BudgetRow]:
-    """Replace plans that are slower than one for a smaller budget, which the search has missed.
-
-    Args:
-        rows: the largest budget first.
-    """
-    best: Outcome | None = None
-    found = []
-    for row in reversed(rows):
-        outcome = row.outcome
-        if outcome is not None:
-            if best is not None and best.prediction.step_s < outcome.prediction.step_s:
-                plan = dataclasses.replace(best.plan, bound_s=outcome.plan.bound_s)
-                outcome = Outcome(plan, best.prediction)
-            best = outcome
-        found.append(row._replace(outcome=outcome))
-    return found[::-1]
+            rows[each] = None
+            continue
+        if best is not None and best.prediction.step_s < outcome.prediction.step_s:
+            # The search has missed the plan for a smaller budget, which is faster.
+            plan = dataclasses.replace(best.plan, bound_s=outcome.plan.bound_s)
+            outcome = Outcome(plan, best.prediction)
+        rows[each] = best = outcome
+    return dict(reversed(rows.items()))
 
 
 def _rounded_up(size_bytes: int) -> int:
@@ -544,16 +512,17 @@ class Limit(NamedTuple):
 
 
 def find_limits(
-    studies: Granularities, device_bytes: int, say: Callable[[str], None] = lambda _: None
+    study: Study, device_bytes: int, say: Callable[[str], None] = lambda _: None
 ) -> list[Limit]:
     """Return the largest sizes that fit into a budget of device memory.
 
     Args:
-        studies: the training step; rules are about the largest layers.
+        study: the training step, with the largest layers. Rules are about these; plans may be for
+            smaller ones.
         device_bytes: the budget.
         say: is told what is being looked for.
     """
-    family = next(iter(studies)).family
+    family = study.family
     found = []
     for method in METHODS:
         values: dict[str, Any] = {}
@@ -561,27 +530,27 @@ def find_limits(
             if getattr(family.size, what) is None:
                 continue
             say(f"largest {name}, {method}")
-            size = _largest_size(studies, method, what, device_bytes)
+            size = _largest_size(study, method, what, device_bytes)
             if size is not None:
                 values[what] = getattr(size, what)
-                values[f"{what}_step_s"] = _step_s(studies, method, size, device_bytes)
+                values[f"{what}_step_s"] = _step_s(study, method, size, device_bytes)
         found.append(Limit(method, **values))
     return found
 
 
-def _largest_size(studies: Granularities, method: str, what: str, device_bytes: int) -> Size | None:
+def _largest_size(study: Study, method: str, what: str, device_bytes: int) -> Size | None:
     """Return the largest size that fits; None if none does.
 
     Peaks grow about linearly with the number of points, or of samples, so the line through the two
     known peaks nearest to the budget tells where to look next.
 
     Args:
-        studies: the training step.
+        study: the training step.
         method: one of `METHODS`.
         what: ``"length"`` or ``"batch"``: the number that may grow.
         device_bytes: the budget.
     """
-    family = next(iter(studies)).family
+    family = study.family
     step, power = 1, 1
     if what == "length":
         step, power = family.length_step, max(1, family.dimensions)
@@ -593,7 +562,7 @@ def _largest_size(studies: Granularities, method: str, what: str, device_bytes: 
         units = min(max(units, low + 1), high - 1)
         points, next_points = ((each * step) ** power for each in (units, units + 1))
         peak_bytes = _smallest_peak_bytes(
-            studies, method, family.size._replace(**{what: units * step})
+            study, method, family.size._replace(**{what: units * step})
         )
         if peak_bytes is None or peak_bytes > device_bytes:
             high = units
@@ -626,12 +595,11 @@ def _line_through(
     return lambda points: first_bytes + (points - first) * per_point
 
 
-def _smallest_peak_bytes(studies: Granularities, method: str, size: Size) -> int | None:
+def _smallest_peak_bytes(study: Study, method: str, size: Size) -> int | None:
     """Return the peak of a size; None if it cannot be built, or the host is too small."""
-    study = next(iter(studies))
     try:
         if method == PLANNED:
-            return studies.smallest_bytes(size)
+            return study.least_bytes(size)
         prediction = study.rule(METHODS[method], 0, size).prediction
     except PolicyError:
         return None
@@ -639,14 +607,13 @@ def _smallest_peak_bytes(studies: Granularities, method: str, size: Size) -> int
     return None if too_much else prediction.peak_bytes
 
 
-def _step_s(studies: Granularities, method: str, size: Size, device_bytes: int) -> float | None:
+def _step_s(study: Study, method: str, size: Size, device_bytes: int) -> float | None:
     """Return the seconds of the fastest step of a size that fits; None if none is found."""
-    try:
-        if method == PLANNED:
-            return studies.find(device_bytes, size).prediction.step_s
-        return next(iter(studies)).rule(METHODS[method], device_bytes, size).prediction.step_s
-    except BudgetError:
-        return None
+    if method != PLANNED:
+        return study.rule(METHODS[method], device_bytes, size).prediction.step_s
+    with contextlib.suppress(BudgetError):
+        return study.find_in_parts(device_bytes, size).prediction.step_s
+    return None
 
 
 # ---- What `ebbtide plan` prints ----
@@ -660,7 +627,7 @@ class Findings(NamedTuple):
     Attributes:
         study: the study.
         budget_bytes: the budget of device memory.
-        rows: plans at several budgets.
+        rows: plans by their budgets.
         chosen: the plan within the budget; None: nothing fits.
         limits: the largest sizes; empty: not looked for.
         blocks_bytes: the smallest budget of the model's blocks, if these are smaller layers.
@@ -668,7 +635,7 @@ class Findings(NamedTuple):
 
     study: Study
     budget_bytes: int
-    rows: Sequence[BudgetRow]
+    rows: Mapping[int, Outcome | None]
     chosen: Outcome | None
     limits: Sequence[Limit]
     blocks_bytes: int | None = None
@@ -720,7 +687,7 @@ def _stem(name: str) -> str:
 def _budgets(found: Findings) -> Iterator[RenderableType]:
     base_s = found.study.rule("keep all", found.budget_bytes).prediction.step_s
     rows: list[Sequence[str]] = []
-    for budget_bytes, outcome in found.rows:
+    for budget_bytes, outcome in found.rows.items():
         begin = (">" if budget_bytes == found.budget_bytes else "", format_size(budget_bytes))
         if outcome is None:
             rows.append((*begin, "no plan"))
@@ -902,3 +869,113 @@ def origin(hardware: Hardware) -> str:
         f"hardware. Workspaces of kernels, fragments of the allocator and the time to launch "
         f"kernels are not in the figures."
     )
+
+
+# ---- One study as `ebbtide plan` asks for it, and the files that it writes ----
+
+FORMAT: Final = "ebbtide-plan-study"
+VERSION: Final = 1
+
+
+def run_plan(
+    model: str,
+    options: ModelOptions,
+    hardware_name: str,
+    budget: str,
+    *,
+    layers: Sequence[str] = (),
+    optimizer_states: int = 2,
+    weights: bool = False,
+    limits: bool = True,
+    save: Path | None = None,
+    say: Callable[[str], None] = lambda _: None,
+) -> Findings:
+    """Study a training step, and write the plan if that was asked for.
+
+    Args:
+        model: name of the model, as it was typed.
+        options: what was said about it.
+        hardware_name: the machine, as it was typed.
+        budget: the budget of device memory, as it was typed.
+        layers: patterns of the modules to plan for.
+        optimizer_states: tensors that the optimizer keeps for each weight.
+        weights: whether weights may rest on the host.
+        limits: whether the largest sizes that fit are looked for.
+        save: file for the plan; None: none.
+        say: is told what is being looked for, and "" when nothing is any more.
+
+    Raises:
+        PolicyError: something that was asked for is wrong.
+        ImportError: a package is missing.
+        OSError: the file cannot be written.
+    """
+    if save is not None and not save.absolute().parent.is_dir():
+        raise PolicyError(f"--save {save}: there is no directory {save.absolute().parent}")
+    hardware = read_hardware(hardware_name)
+    budget_bytes = read_budget_bytes(budget, hardware)
+    states = parse_number("--optimizer-states", optimizer_states)
+    say("reading the model")
+    family = read_model(model, options)
+    study = Study(family, hardware, layers, states, weights=weights)
+    largest = find_limits(study, budget_bytes, say) if limits else []
+    blocks_bytes = None
+    for finer in study.granularities():
+        if finer is not study:
+            blocks_bytes = blocks_bytes or study.smallest_bytes()
+            study = finer
+        if budget_bytes >= study.smallest_bytes():
+            break
+        say("the smallest budget of smaller layers")
+    rows = find_rows(study, budget_bytes, say, blocks_bytes)
+    chosen = rows[budget_bytes]
+    say("")
+    found = Findings(study, budget_bytes, rows, chosen, largest, blocks_bytes)
+    if chosen is not None and save is not None:
+        PlannedStep(
+            plan=chosen.plan, profile=study.profile, hardware=hardware, budget_bytes=budget_bytes
+        ).save(save)
+    return found
+
+
+def as_document(found: Findings) -> str:
+    """Return all findings as JSON."""
+    study = found.study
+    family, hardware = study.family, study.hardware
+    content = {
+        "format": FORMAT,
+        "version": VERSION,
+        "what_this_is": origin(hardware),
+        "model": family.title,
+        "size": {family.length_name or "length": family.size.length, "batch": family.size.batch},
+        "hardware": hardware.name,
+        "sources": {each.figure: [each.kind.value, each.text] for each in hardware.sources},
+        "budget_bytes": found.budget_bytes,
+        "smallest_budget_bytes": study.smallest_bytes(),
+        "layers": [layer.name for layer in study.profile.layers],
+        "modules": study.names,
+        "budgets": [
+            {"budget_bytes": row_bytes, **_outcome_entry(study, outcome)}
+            for row_bytes, outcome in found.rows.items()
+        ],
+        "rules": {
+            name: _outcome_entry(study, study.rule(name, found.budget_bytes)) for name in RULES
+        },
+        "plan": None if found.chosen is None else json.loads(found.chosen.plan.to_json()),
+        "prediction": None if found.chosen is None else found.chosen.prediction._asdict(),
+        "limits": [limit._asdict() for limit in found.limits],
+    }
+    return json.dumps(content, indent=1, allow_nan=False)
+
+
+def _outcome_entry(study: Study, outcome: Outcome | None) -> dict[str, Any]:
+    if outcome is None:
+        return {"fits": False}
+    figures = outcome.prediction._asdict()
+    del figures["peak_by_position"]
+    return {
+        "fits": True,
+        **figures,
+        **count_choices(study, outcome.plan),
+        "gap": outcome.plan.gap,
+        "weights_on_host": outcome.plan.has_weights_on_host,
+    }
