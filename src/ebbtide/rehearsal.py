@@ -63,93 +63,71 @@ def rehearse(
     """
     if not isinstance(schedule, Schedule):
         refuse("schedule", "an ebbtide.Schedule", schedule, "read text by Schedule.parse(text)")
-    rehearsal = _Rehearsal(schedule.check(), layer_bytes, bandwidth_bytes_per_s)
+    schedule.check()
+    layers = {each.unit.layer for each in schedule.order}
+    real_bytes = {layer: _size(layer_bytes, layer) for layer in layers}
+    if not _is_positive(bandwidth_bytes_per_s):
+        raise PolicyError(
+            f"bandwidth_bytes_per_s must be a positive number: {bandwidth_bytes_per_s!r}"
+        )
+    scale = max(real_bytes.values()) / _LARGEST_BYTES
+    device = SimulatedDevice(0, 0.0, bandwidth_bytes_per_s / scale, timely=True)
+    store = PinnedStore(device, slab_bytes=64 * _LARGEST_BYTES)
+    transfers = Transfers(device, store, bound_bytes=0, traced=True)
+    transfers.account.listener = recording = Recording(device)
+    activations = Activations(transfers)
+    executor = ScheduleExecutor(ScheduleMode(schedule), activations)
+    placement = Placement(ActivationPolicy(min_bytes=1, rebuild=False), layers_only=True)
+    hooks = SavedTensorHooks(activations, placement, ParameterIndex([]))
+    last = {each.unit: each for each in schedule.order}
+    kept: dict[Unit, Saved] = {}
+
+    def run_forward(unit: Unit, duration_s: float) -> None:
+        """Compute, and then save one tensor."""
+        records, log = executor.begin_unit(unit)
+        hooks.begin()
+        activations.scopes.begin_layer(
+            Layer(unit.layer, ""), offloads=records.leaves, unit=records, forward=log
+        )
+        device.compute(duration_s)
+        size_bytes = max(1, round(real_bytes[unit.layer] / scale))
+        kept[unit] = hooks.pack(torch.zeros(size_bytes, dtype=torch.uint8, device="cpu"))
+        activations.scopes.end_layer()
+        hooks.end()
+
+    def run_backward(each: Pass, duration_s: float) -> None:
+        """Read the saved tensor, and then compute."""
+        executor.begin_backward_of(each.unit, each.direction)
+        restore(kept[each.unit])
+        device.compute(duration_s)
+        if each == last[each.unit]:
+            del kept[each.unit]
+
     for each in schedule.order:
         layer = each.unit.layer
         if each.is_forward:
-            rehearsal.forward(each.unit, _positive("forward_s", forward_s, layer))
+            run_forward(each.unit, _positive("forward_s", forward_s, layer))
             continue
         if backward_s is None:
             duration_s = 2 * _positive("forward_s", forward_s, layer)
         else:
             duration_s = _positive("backward_s", backward_s, layer)
         whole = each.direction is Direction.BACKWARD
-        rehearsal.backward(each, duration_s if whole else duration_s / 2)
-    return rehearsal.trace()
-
-
-class _Rehearsal:
-    """Runs the passes of a schedule on a simulated device, with sizes scaled down to a few KiB."""
-
-    def __init__(
-        self,
-        schedule: Schedule,
-        layer_bytes: int | str | Mapping[int, int | str],
-        bandwidth_bytes_per_s: float,
-    ) -> None:
-        layers = {each.unit.layer for each in schedule.order}
-        sizes = {layer: _size(layer_bytes, layer) for layer in layers}
-        self._scale = max(sizes.values()) / _LARGEST_BYTES
-        self._sizes = {layer: max(1, round(size / self._scale)) for layer, size in sizes.items()}
-        if not _is_positive(bandwidth_bytes_per_s):
-            raise PolicyError(
-                f"bandwidth_bytes_per_s must be a positive number: {bandwidth_bytes_per_s!r}"
-            )
-        self._real_bytes = sizes
-        bandwidth = bandwidth_bytes_per_s / self._scale
-        self._device = SimulatedDevice(0, 0.0, bandwidth, timely=True)
-        store = PinnedStore(self._device, slab_bytes=64 * _LARGEST_BYTES)
-        self._transfers = Transfers(self._device, store, bound_bytes=0, traced=True)
-        self._recording = Recording(self._device)
-        self._transfers.account.listener = self._recording
-        self._activations = Activations(self._transfers)
-        self._executor = ScheduleExecutor(ScheduleMode(schedule), self._activations)
-        policy = ActivationPolicy(min_bytes=1, rebuild=False)
-        placement = Placement(policy, layers_only=True)
-        self._hooks = SavedTensorHooks(self._activations, placement, ParameterIndex([]))
-        last = {each.unit: each for each in schedule.order}
-        self._last = set(last.values())
-        self._saved: dict[Unit, Saved] = {}
-
-    def forward(self, unit: Unit, duration_s: float) -> None:
-        """Run a layer's forward, which computes and then saves one tensor."""
-        records, log = self._executor.begin_unit(unit)
-        self._hooks.begin()
-        layer = Layer(unit.layer, "")
-        scopes = self._activations.scopes
-        scopes.begin_layer(layer, offloads=records.leaves, unit=records, forward=log)
-        self._device.compute(duration_s)
-        saved = self._hooks.pack(
-            torch.zeros(self._sizes[unit.layer], dtype=torch.uint8, device="cpu")
+        run_backward(each, duration_s if whole else duration_s / 2)
+    kept.clear()
+    transfers.poll()
+    events = recording.trace.events
+    transfers.close()
+    origin_s = min((event.begin_s for event in events), default=0.0)
+    return Trace(
+        dataclasses.replace(
+            event,
+            begin_s=event.begin_s - origin_s,
+            end_s=event.end_s - origin_s,
+            size_bytes=real_bytes[event.layer or 0] if event.size_bytes else 0,
         )
-        scopes.end_layer()
-        self._hooks.end()
-        self._saved[unit] = saved
-
-    def backward(self, each: Pass, duration_s: float) -> None:
-        """Run a layer's backward, which reads the saved tensor and then computes."""
-        saved = self._saved[each.unit]
-        self._executor.begin_backward_of(each.unit, each.direction)
-        restore(saved)
-        self._device.compute(duration_s)
-        if each in self._last:
-            del self._saved[each.unit], saved
-
-    def trace(self) -> Trace:
-        self._saved.clear()
-        self._transfers.poll()
-        events = self._recording.trace.events
-        self._transfers.close()
-        origin_s = min((event.begin_s for event in events), default=0.0)
-        return Trace(
-            dataclasses.replace(
-                event,
-                begin_s=event.begin_s - origin_s,
-                end_s=event.end_s - origin_s,
-                size_bytes=self._real_bytes[event.layer or 0] if event.size_bytes else 0,
-            )
-            for event in events
-        )
+        for event in events
+    )
 
 
 def _size(layer_bytes: int | str | Mapping[int, int | str], layer: int) -> int:

@@ -61,7 +61,9 @@ def test_every_option_has_its_name_in_the_source() -> None:
         node
         for path in (ROOT / "src" / "ebbtide" / "tools").glob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "typer.Option"
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func) in ("typer.Option", "option", "flag")
+        and path.name != "exit_codes.py"  # which defines the last two
     ]
     assert len(calls) > 40
     assert not [call.lineno for call in calls if "'--" not in "".join(map(ast.unparse, call.args))]
