@@ -276,7 +276,7 @@ def verify(
     for name, (value, least) in numbers.items():
         if not isinstance(value, int) or value < least:
             refuse(name, f"a number of at least {least}", value)
-    trial = _Trial(model, batch, loss or _default_loss, steps, microbatches, optimizer or _sgd)
+    trial = _Trial(model, batch, loss or default_loss, steps, microbatches, optimizer or _sgd)
     if offload is not None:
         trial.offload = offload
     if offloader is not None:
@@ -608,7 +608,8 @@ class _Trial:
                 tensor.grad = None
             with context():
                 losses = [
-                    self._loss(_call(self._model, self._batch)) for _ in range(self._microbatches)
+                    self._loss(call_model(self._model, self._batch))
+                    for _ in range(self._microbatches)
                 ]
                 for loss in losses:
                     loss.backward()  # type: ignore[no-untyped-call]
@@ -678,24 +679,39 @@ def _wants_gradient(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.is_leaf and leaf.requires_grad
 
 
-def _call(model: nn.Module, batch: Any) -> Any:
+def call_model(model: nn.Module, batch: Any) -> Any:
+    """Call a model with one argument, a tuple or list of them, or a mapping of them by name."""
     if isinstance(batch, Mapping):
         return model(**batch)
     return model(*batch) if isinstance(batch, tuple | list) else model(batch)
 
 
-def _default_loss(output: Any) -> Tensor:
+def _mean_square(output: Tensor) -> Tensor:
+    real = torch.view_as_real(output) if output.is_complex() else output.float()
+    return real.square().mean()
+
+
+def default_loss(output: Any, reduce: Callable[[Tensor], Tensor] = _mean_square) -> Tensor:
+    """Return the loss of a model that was given none: its attribute ``loss``, or a sum.
+
+    Args:
+        output: what the model has returned.
+        reduce: makes one number of each tensor in it that depends on a parameter.
+
+    Raises:
+        PolicyError: there is no such tensor.
+    """
     loss = getattr(output, "loss", None)
     if isinstance(loss, Tensor):
         return loss
     outputs = [
-        torch.view_as_real(leaf) if leaf.is_complex() else leaf.float()
+        reduce(leaf)
         for leaf in tree_leaves(output)
         if isinstance(leaf, Tensor) and leaf.requires_grad
     ]
     if not outputs:
         raise PolicyError("the model returns no tensor that depends on a parameter; give loss=")
-    return torch.stack([each.square().mean() for each in outputs]).sum()
+    return torch.stack(outputs).sum() if len(outputs) > 1 else outputs[0]
 
 
 def _plain_attributes(module: nn.Module) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from typing import Any
 
@@ -279,3 +280,27 @@ def test_other_batches_and_losses() -> None:
     # The difference needs the output, which is alive anyway, and the target; and the backward of
     # the loss makes a gradient. The loss and its gradient are one number each.
     assert named.loss_working_bytes == 3 * 4 * 16 * 4 + 2 * 4
+
+
+def test_a_batch_of_a_class_of_its_own_is_given_to_the_model_whole() -> None:
+    """As in training, and as `ebbtide.verify` does."""
+
+    @dataclasses.dataclass
+    class Fields:
+        x: Tensor
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = perceptron()
+
+        def forward(self, fields: Fields) -> Tensor:
+            y: Tensor = self.blocks(fields.x)
+            return y
+
+    x = torch.randn(8, 16)
+    whole, plain = Net(), perceptron()
+    found = fake_profile(whole, Fields(x), H100, layers=[*whole.blocks])
+    expected = fake_profile(plain, x, H100, layers=[*plain])
+    assert [each.name for each in found.layers] == ["blocks.0", "blocks.1", "blocks.2"]
+    assert found.layers[1].storages == expected.layers[1].storages

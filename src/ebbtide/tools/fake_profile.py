@@ -167,82 +167,6 @@ def unpack(tensor: Tensor) -> Tensor:
     return tensor
 
 
-# ---- Which position of a step each of its parts belongs to ----
-
-Value = TypeVar("Value", int, float)
-
-OUTSIDE: Final = -1
-"""Index of the layer of what comes before the first and after the last pass."""
-
-
-class Position(NamedTuple):
-    """A position of the step: see [Note: positions] in `planning.step_profile`.
-
-    Attributes:
-        backward: whether it comes after the loss.
-        layer: index of the layer; `OUTSIDE` for what comes before the first and after the last
-            pass, and the number of layers for the loss.
-    """
-
-    backward: bool
-    layer: int
-
-
-@final
-class StepPositions:
-    """Gives the parts of a step their positions.
-
-    Args:
-        num_calls: number of calls of layers.
-        saving: the parts of the forward that save something.
-        between: whether work between layers that saves something is a layer of its own.
-
-    Attributes:
-        parts: the parts of the forward that are layers of the profile, in order.
-        indices: their numbers.
-    """
-
-    def __init__(self, num_calls: int, saving: Container[Part], *, between: bool) -> None:
-        self._num_calls = num_calls
-        self.parts = list(self._layer_parts(saving if between else ()))
-        self.indices = {part: index for index, part in enumerate(self.parts)}
-
-    def _layer_parts(self, saving: Container[Part]) -> Iterator[Part]:
-        for index in range(-1, self._num_calls):
-            inside = Part(backward=False, layer=index, inside=True)
-            if index >= 0:
-                yield inside
-            after = inside._replace(inside=False)
-            if after in saving:
-                yield after
-
-    def position(self, part: Part) -> Position:
-        """Return the position of a part."""
-        index = self.indices.get(part._replace(backward=False))
-        if index is None:
-            if part.layer == self._num_calls - 1:  # the loss
-                return Position(False, len(self.parts))
-            around = Part(backward=False, layer=part.layer, inside=True)
-            index = self.indices.get(around, OUTSIDE)
-        return Position(part.backward, index)
-
-    def gather(
-        self, values: Mapping[Part, Value], combine: Callable[[Value, Value], Value]
-    ) -> dict[Position, Value]:
-        """Return one value for each position that has any, from those of its parts."""
-        found: dict[Position, Value] = {}
-        for part, value in values.items():
-            position = self.position(part)
-            found[position] = combine(found[position], value) if position in found else value
-        return found
-
-    def passes(self) -> Iterator[Position]:
-        """Yield the positions F0, F1, ..., the loss, ..., B1, B0."""
-        count = len(self.parts)
-        yield from (Position(False, index) for index in range(count + 1))
-        yield from (Position(True, index) for index in reversed(range(count)))
-
-
 # ---- Layer calls that run again in the backward of a step with fake tensors ----
 #
 # What is alive then is found by running the step so. A second forward has its own output and the
@@ -287,6 +211,24 @@ def _forward(
 
 # ---- Puts together the profile of a step from what was seen while it ran ----
 
+Value = TypeVar("Value", int, float)
+
+OUTSIDE: Final = -1
+"""Index of the layer of what comes before the first and after the last pass."""
+
+
+class Position(NamedTuple):
+    """A position of the step: see [Note: positions] in `planning.step_profile`.
+
+    Attributes:
+        backward: whether it comes after the loss.
+        layer: index of the layer; `OUTSIDE` for what comes before the first and after the last
+            pass, and the number of layers for the loss.
+    """
+
+    backward: bool
+    layer: int
+
 
 @final
 class StepAssembly:
@@ -318,11 +260,11 @@ class StepAssembly:
         self._hardware = hardware
         self._optimizer_states = optimizer_states
         self._sizes = step.ledger.sizes
-        self._positions = StepPositions(len(self._calls), saved.saves.keys(), between=between)
-        self._parts, self._indices = self._positions.parts, self._positions.indices
+        self._parts = list(self._layer_parts(saved.saves.keys() if between else ()))
+        self._indices = {part: index for index, part in enumerate(self._parts)}
         self._count = len(self._parts)
-        self._seconds = self._positions.gather(step.watch.seconds, operator.add)
-        self._peaks = self._positions.gather(step.peaks(), max)
+        self._seconds = self._gather(step.watch.seconds, operator.add)
+        self._peaks = self._gather(step.peaks(), max)
         self._parameters = [WeightBytes(0, 0, 0)] * (
             self._count + 1
         )  # the last one: outside layers
@@ -336,6 +278,35 @@ class StepAssembly:
         self._saved_bytes = [0] * self._count
         for key, name in self._names.items():
             self._saved_bytes[name.layer] += self._sizes[key]
+
+    def _layer_parts(self, saving: Container[Part]) -> Iterator[Part]:
+        """Yield the parts of the forward that are layers of the profile, in order."""
+        for index in range(-1, len(self._calls)):
+            inside = Part(backward=False, layer=index, inside=True)
+            if index >= 0:
+                yield inside
+            after = inside._replace(inside=False)
+            if after in saving:
+                yield after
+
+    def _position(self, part: Part) -> Position:
+        index = self._indices.get(part._replace(backward=False))
+        if index is None:
+            if part.layer == len(self._calls) - 1:  # the loss
+                return Position(False, self._count)
+            around = Part(backward=False, layer=part.layer, inside=True)
+            index = self._indices.get(around, OUTSIDE)
+        return Position(part.backward, index)
+
+    def _gather(
+        self, values: Mapping[Part, Value], combine: Callable[[Value, Value], Value]
+    ) -> dict[Position, Value]:
+        """Return one value for each position that has any, from those of its parts."""
+        found: dict[Position, Value] = {}
+        for part, value in values.items():
+            position = self._position(part)
+            found[position] = combine(found[position], value) if position in found else value
+        return found
 
     def _name_storages(self) -> dict[int, StorageId]:
         """Return the name of each storage's first save; what no layer saves first has none."""
@@ -376,13 +347,16 @@ class StepAssembly:
         """
         # Gradients and optimizer state are there throughout.
         added_bytes = sum(each.gradient_bytes + each.optimizer_bytes for each in self._parameters)
-        peaks = self._positions.gather(again.peaks(), max)
-        seconds = self._positions.gather(again.watch.seconds, operator.add)
+        peaks = self._gather(again.peaks(), max)
+        seconds = self._gather(again.watch.seconds, operator.add)
         plan = dict(rule_plans(profile))["recompute all"]
         predicted = StepTiming(profile, self._hardware).predict(plan).peak_by_position
+        # F0, F1, ..., the loss, ..., B1, B0
+        passes = [Position(False, index) for index in range(self._count + 1)]
+        passes += [Position(True, index) for index in reversed(range(self._count))]
         more_bytes = [
             peaks.get(each, 0) + added_bytes - expected
-            for each, expected in zip(self._positions.passes(), predicted, strict=True)
+            for each, expected in zip(passes, predicted, strict=True)
         ]
 
         def recomputed(index: int, layer: LayerProfile) -> LayerProfile:
@@ -555,8 +529,8 @@ def profile_with_fake_tensors(
 
     Args:
         model: the model, in training mode if its training is meant.
-        batch: what the model is called with: one tensor, a sequence of positional arguments, or a
-            mapping of arguments by name. Only shapes and types matter.
+        batch: what the model is called with: a tuple or list of positional arguments, a mapping of
+            arguments by name, or else one argument. Only shapes and types matter.
         hardware: the machine whose seconds are estimated.
         layers: the modules whose calls are layers, such as
             ``ebbtide.runtime.layers.find_layers(model).modules``.

@@ -29,6 +29,7 @@ from ebbtide.runtime.torch_internals import (
     tree_leaves,
     tree_map_only,
 )
+from ebbtide.verifying import call_model, default_loss
 
 
 class Part(NamedTuple):
@@ -48,14 +49,6 @@ class Part(NamedTuple):
 START: Final = Part(backward=False, layer=-1, inside=False)
 
 
-class _Entry(NamedTuple):
-    """One line of the ledger: a part begins (no storage), or a storage comes or goes."""
-
-    part: Part
-    key: int | None
-    size_bytes: int  # less than 0 if it goes
-
-
 @final
 class StorageLedger:
     """Numbers the storages of a step and notes when each is allocated and freed.
@@ -68,14 +61,15 @@ class StorageLedger:
     def __init__(self) -> None:
         self.sizes: list[int] = []
         self.part = START
-        self._entries = [_Entry(START, None, 0)]
+        # A part begins (no key), or a storage comes, or goes (less than 0 bytes).
+        self._entries: list[tuple[Part, int | None, int]] = [(START, None, 0)]
         self._alive: dict[int, tuple[int, Any]] = {}  # key and weak reference, by address
 
     def enter(self, part: Part) -> None:
         """Note that a part of the step runs from now on."""
         if part != self.part:
             self.part = part
-            self._entries.append(_Entry(part, None, 0))
+            self._entries.append((part, None, 0))
 
     def key_of(self, tensor: Tensor) -> int:
         """Return the key of a tensor's storage, which is noted as allocated if it is new."""
@@ -89,7 +83,7 @@ class StorageLedger:
         # The reference's callback runs when the storage itself is freed, so an address that comes
         # back is never taken for the storage that had it before.
         self._alive[address] = key, weakref.ref(storage, functools.partial(self._free, address))
-        self._entries.append(_Entry(self.part, key, size_bytes))
+        self._entries.append((self.part, key, size_bytes))
         return key
 
     def known_key_of(self, tensor: Tensor) -> int | None:
@@ -99,7 +93,7 @@ class StorageLedger:
 
     def _free(self, address: int, _: object) -> None:
         key, _reference = self._alive.pop(address)
-        self._entries.append(_Entry(self.part, key, -self.sizes[key]))
+        self._entries.append((self.part, key, -self.sizes[key]))
 
     def peaks(self, without: Set[int]) -> dict[Part, int]:
         """Return the most bytes that were alive in each part of the step.
@@ -498,90 +492,75 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 # ---- Copies of tensors that have no memory: shapes, types and shared storages, but no values ----
 
 
-@final
-class FakeCopies:
-    """Makes fake copies of a model's tensors and of its batch.
+def fake_copies(
+    mode: FakeTensorMode, model: nn.Module, batch: Any, meta_as: torch.device
+) -> tuple[nn.Module, Any]:
+    """Return copies of a model and of its batch, whose parameters, buffers and tensors are fake.
 
-    Tensors that share a storage get copies that share one. Copies of tensors on the meta device are
-    on another one, so a model that was built there can be profiled.
+    Tensors that share a storage get copies that share one. Whatever the copy's code stores in its
+    attributes, the model itself stays as it is.
 
     Args:
         mode: the mode that makes fake tensors.
-        meta_as: the device that tensors on the meta device are taken to be on.
+        model: the model.
+        batch: nested containers of tensors.
+        meta_as: the device that tensors on the meta device are taken to be on, so that a model that
+            was built there can be profiled.
+
+    Raises:
+        PolicyError: a parameter has no shape yet, or is no plain tensor, or the model cannot be
+            copied.
     """
+    copies: dict[int, tuple[Tensor, Tensor]] = {}  # with the original, by its id
+    storages: dict[tuple[int, torch.dtype], Tensor] = {}
 
-    def __init__(self, mode: FakeTensorMode, meta_as: torch.device) -> None:
-        self._mode = mode
-        self._meta_as = meta_as
-        self._copies: dict[int, tuple[Tensor, Tensor]] = {}  # with the original, by its id
-        self._storages: dict[tuple[int, torch.dtype], Tensor] = {}
-
-    def model(self, model: nn.Module) -> nn.Module:
-        """Return a copy of a model whose parameters and buffers are fake.
-
-        Whatever the copy's code stores in its attributes, the model itself stays as it is.
-
-        Raises:
-            PolicyError: a parameter has no shape yet, or is no plain tensor, or the model cannot be
-                copied.
-        """
-        named: list[tuple[str, Tensor]] = [*model.named_parameters(), *model.named_buffers()]
-        for name, tensor in named:
-            if is_lazy(tensor):
-                raise PolicyError(f"{name} has no shape yet; run the model once, then profile it")
-            self.copy(tensor, name)
-        # What is in the memo is not copied but replaced.
-        memo = {address: fake for address, (fake, _) in self._copies.items()}
-        try:
-            return copy.deepcopy(model, memo)
-        except Exception as error:
-            raise PolicyError(
-                f"a model is copied to be profiled, and this {type(model).__name__} cannot be "
-                f"copied ({type(error).__name__}: {error}). ebbtide.offload(model, budget=...) "
-                f"plans it from its first training step"
-            ) from error
-
-    def batch(self, values: Any) -> Any:
-        """Return nested containers with fake copies of their tensors."""
-        return tree_map_only(Tensor, lambda tensor: self.copy(tensor, "a tensor of batch"), values)
-
-    def copy(self, tensor: Tensor, name: str) -> Tensor:
-        """Return the fake copy of a tensor.
-
-        Raises:
-            PolicyError: it is no plain tensor.
-        """
-        known = self._copies.get(id(tensor))
-        if known is None:
-            if tensor.layout is not torch.strided or hasattr(tensor, "__tensor_flatten__"):
-                raise PolicyError(
-                    f"{name} is a {type(tensor).__name__} of layout {tensor.layout}, which cannot "
-                    f"be profiled with fake tensors; profile before the model is sharded, "
-                    f"quantized or compiled"
-                )
-            known = self._copies[id(tensor)] = self._make(tensor), tensor
-        return known[0]
-
-    def _make(self, tensor: Tensor) -> Tensor:
+    def make(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         place = storage._cdata, tensor.dtype
-        device = self._meta_as if tensor.device.type == "meta" else tensor.device
-        with self._mode, torch.no_grad():
-            if place not in self._storages:
+        device = meta_as if tensor.device.type == "meta" else tensor.device
+        with mode, torch.no_grad():
+            if place not in storages:
                 count = storage.nbytes() // tensor.itemsize
-                self._storages[place] = torch.empty(count, dtype=tensor.dtype, device=device)
-            view = self._storages[place].as_strided(
+                storages[place] = torch.empty(count, dtype=tensor.dtype, device=device)
+            view = storages[place].as_strided(
                 tensor.shape, tensor.stride(), tensor.storage_offset()
             )
             if isinstance(tensor, nn.Parameter):
                 return nn.Parameter(view.detach(), requires_grad=tensor.requires_grad)
         return view.detach().requires_grad_(tensor.requires_grad)
 
+    def copied(tensor: Tensor, name: str = "a tensor of batch") -> Tensor:
+        if id(tensor) not in copies:
+            if tensor.layout is not torch.strided or hasattr(tensor, "__tensor_flatten__"):
+                raise PolicyError(
+                    f"{name} is a {type(tensor).__name__} of layout {tensor.layout}, which cannot "
+                    f"be profiled with fake tensors; profile before the model is sharded, "
+                    f"quantized or compiled"
+                )
+            copies[id(tensor)] = make(tensor), tensor
+        return copies[id(tensor)][0]
+
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if is_lazy(tensor):
+            raise PolicyError(f"{name} has no shape yet; run the model once, then profile it")
+        copied(tensor, name)
+    # What is in the memo is not copied but replaced.
+    memo = {address: fake for address, (fake, _) in copies.items()}
+    try:
+        fake_model = copy.deepcopy(model, memo)
+    except Exception as error:
+        raise PolicyError(
+            f"a model is copied to be profiled, and this {type(model).__name__} cannot be "
+            f"copied ({type(error).__name__}: {error}). ebbtide.offload(model, budget=...) "
+            f"plans it from its first training step"
+        ) from error
+    return fake_model, tree_map_only(Tensor, copied, batch)
+
 
 # ---- One training step of a copy of a model with fake tensors, whose storages are followed ----
 
-Batch = Sequence[Any] | Mapping[str, Any] | Tensor
-"""What a model is called with."""
+Batch = Any
+"""What a model is called with: see `ebbtide.verifying.call_model`."""
 
 Loss = Callable[[Any], Tensor]
 """Computes the loss from what the model returns."""
@@ -615,9 +594,8 @@ class FakeStep:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._trained = model
         self.device = _device_of(model)
-        copies = FakeCopies(self._mode, self.device)
         with explained(model):
-            self.model, self._arguments = copies.model(model), copies.batch(batch)
+            self.model, self._arguments = fake_copies(self._mode, model, batch, self.device)
         self.ledger = StorageLedger()
         tensors = [*self.model.parameters(), *self.model.buffers()]
         leaves = tree_leaves((tensors, self._arguments))
@@ -640,17 +618,14 @@ class FakeStep:
             PolicyError: the model cannot run with fake tensors.
         """
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
-        with (
-            _numbers_put_back(),
-            torch.enable_grad(),
-            explained(self._trained),
-            self._mode,
-            self.watch,
-        ):
+        with contextlib.ExitStack() as stack:
+            stack.callback(note_random_numbers(()))
+            for block in (torch.enable_grad(), explained(self._trained), self._mode, self.watch):
+                stack.enter_context(block)
             with hooks:
                 # Training loops hold the output during backward.
-                output = _call(self.model, self._arguments)
-                value = _default_loss(output) if loss is None else loss(output)
+                output = call_model(self.model, self._arguments)
+                value = default_loss(output, _real_sum) if loss is None else loss(output)
             self.calls.close()
             _run_backward(value)
 
@@ -664,16 +639,6 @@ class FakeStep:
     def peaks(self) -> dict[Any, int]:
         """Return the most bytes alive in each part of the step, but for gradients of parameters."""
         return self.ledger.peaks({gradient for _, gradient in self.gradients})
-
-
-@contextlib.contextmanager
-def _numbers_put_back() -> Iterator[None]:
-    """Leave the states of the host's random numbers as they were before the block."""
-    put_back = note_random_numbers(())
-    try:
-        yield
-    finally:
-        put_back()
 
 
 def _device_of(model: nn.Module) -> torch.device:
@@ -700,24 +665,9 @@ def explained(model: nn.Module) -> Iterator[None]:
         ) from error
 
 
-def _call(model: nn.Module, arguments: Any) -> Any:
-    if isinstance(arguments, Mapping):
-        return model(**arguments)
-    return model(arguments) if isinstance(arguments, Tensor) else model(*arguments)
-
-
-def _default_loss(output: Any) -> Tensor:
-    loss = getattr(output, "loss", None)
-    if isinstance(loss, Tensor):
-        return loss
-    sums = [
-        leaf.sum()
-        for leaf in tree_leaves(output)
-        if isinstance(leaf, Tensor) and leaf.requires_grad
-    ]
-    if not sums:
-        raise PolicyError("the model returns no tensor that depends on a parameter; give loss=")
-    return torch.stack([each.real for each in sums]).sum() if len(sums) > 1 else sums[0].real
+def _real_sum(output: Tensor) -> Tensor:
+    """Make a number of a tensor of which nothing is saved."""
+    return output.sum().real
 
 
 def _run_backward(value: Any) -> None:
