@@ -196,9 +196,9 @@ $(VENV)/.site: $(VENV)/.torch pyproject.toml
 $(VENV)/.dev: $(VENV)/.demo
 	$(PIP) --editable ".[neuralop,plots,dev]"
 	$(PIP) --no-deps --no-build-isolation torch-harmonics
-	# For the Trainer of Transformers, and TRL, a peer of the GPU suite. The first two ask for torch
-	# again.
-	$(PIP) --no-deps trl accelerate
+	# For the Trainers of Transformers and Lightning, and TRL, a peer of the GPU suite. All of them
+	# ask for torch again.
+	$(PIP) --no-deps trl accelerate lightning pytorch-lightning torchmetrics lightning-utilities
 	$(PIP) datasets
 	touch $@
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.data import DataLoader, Dataset
 
 import ebbtide
 import softdevice
@@ -215,6 +219,125 @@ def test_weights_leave_if_nothing_fits_with_them(device: torch.device) -> None:
         assert resting[-1]
         assert len(peaks) > 3, "it settles late"
         assert max(peaks) <= budget_bytes
+
+
+# ---- Frameworks, which move the model to the device themselves ----
+
+
+class Words(nn.Module):
+    """A GPT that is called with a batch by name, and returns its loss, as Transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = GPT()
+
+    def forward(self, words: Tensor, **_: Any) -> dict[str, Tensor]:
+        return {"loss": self.net(words).square().mean()}
+
+
+def rows() -> Dataset[dict[str, Tensor]]:
+    return cast("Dataset[dict[str, Tensor]]", [{"words": words()[0]}] * STEPS)
+
+
+def in_transformers(model: nn.Module, device: torch.device, folder: Path) -> None:  # noqa: ARG001
+    transformers = pytest.importorskip("transformers")
+    settings = transformers.TrainingArguments(
+        str(folder), max_steps=STEPS, per_device_train_batch_size=1, save_strategy="no",
+        report_to="none", remove_unused_columns=False, learning_rate=1e-2, disable_tqdm=True,
+        dataloader_pin_memory=False,
+    )  # fmt: skip
+    transformers.Trainer(model, settings, train_dataset=rows()).train()
+
+
+def in_accelerate(model: nn.Module, device: torch.device, folder: Path) -> None:  # noqa: ARG001
+    accelerator = pytest.importorskip("accelerate").Accelerator()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(rows()))
+    for batch in loader:
+        optimizer.zero_grad()
+        accelerator.backward(model(**batch)["loss"])
+        optimizer.step()
+
+
+def in_lightning(model: nn.Module, device: torch.device, folder: Path) -> None:
+    lightning = pytest.importorskip("lightning.pytorch")
+    strategies = pytest.importorskip("lightning.pytorch.strategies")
+
+    class Accelerator(lightning.accelerators.CPUAccelerator):  # type: ignore[misc, name-defined]
+        def setup_device(self, device: torch.device) -> None:
+            """Lightning's refuses devices that it does not know."""
+
+    class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def training_step(self, batch: dict[str, Tensor], _: int) -> Tensor:
+            return cast("Tensor", self.model(**batch)["loss"])
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    trainer = lightning.Trainer(
+        accelerator=Accelerator(), strategy=strategies.SingleDeviceStrategy(device), max_epochs=1,
+        logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, default_root_dir=folder,
+    )  # fmt: skip
+    trainer.fit(Module(), DataLoader(rows()))
+
+
+def by_hand(model: nn.Module, device: torch.device, folder: Path) -> None:  # noqa: ARG001
+    model.to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        model(words().to(device))["loss"].backward()
+        optimizer.step()
+        model.to(device)  # some do so each epoch
+
+
+@pytest.mark.parametrize("frame", [in_transformers, in_accelerate, in_lightning, by_hand])
+def test_frameworks_that_move_the_model_leave_weights_at_rest(
+    frame: Callable[[nn.Module, torch.device, Path], None],
+    device: torch.device,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The weights alone are 1.5 times what the device has room for."""
+    monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", str(device))
+    plain = build(Words)
+    frame(plain, device, tmp_path)
+    expected = values(plain)
+    budget_bytes = int(sum(each.nbytes for each in plain.parameters()) / 1.5)
+    del plain
+    gc.collect()
+    torch.accelerator.empty_cache()
+    budget_bytes += torch.accelerator.memory_reserved()
+    softdevice.set_capacity(budget_bytes)
+    memory = DeviceMemory(device)
+    memory.reset_peak()
+    model = build(Words)
+    with ebbtide.offload(model, budget=budget_bytes, device=device, activations=SMALL) as handle:
+        frame(model, device, tmp_path)
+        assert memory.reserved_peak_bytes() <= budget_bytes
+        assert handle.plan is not None
+        assert handle.plan.plan.has_weights_on_host
+    assert_bitwise_equal(values(model), expected)
+
+
+def test_a_program_that_changes_weights_on_the_way_to_the_device_changes_them(
+    device: torch.device,
+) -> None:
+    model = build(Tower)
+    before = values(model)
+    with ebbtide.offload(model, budget="1GiB", device=device, weights=ebbtide.WeightPolicy()):
+        model._apply(lambda each: each.to(device) * 2)
+        with torch.no_grad():
+            model(torch.zeros(1, 256, device=device))
+        after = values(model)
+        rested = copy.deepcopy(model).to(device)
+    assert_bitwise_equal(after, {name: 2 * each for name, each in before.items()})
+    assert {each.device for each in rested.parameters()} == {device}
 
 
 # ---- Without settings, with little host memory, and where nothing fits ----

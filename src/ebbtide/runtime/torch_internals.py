@@ -228,6 +228,9 @@ def set_parametrization_cache(enabled: int, cache: dict[Any, Any]) -> None:
 MODULE_CALL: Final[CodeType] = nn.Module._call_impl.__code__
 """The code that runs when a module is called, to find calls on a stack."""
 
+MODULE_APPLY: Final[CodeType] = nn.Module._apply.__code__
+"""The code of `module.to`, `cuda`, `half` and so on, whose variable ``fn`` converts a tensor."""
+
 # ---- What holds the memory of tensors of any kind, and of modules
 
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor

@@ -30,9 +30,11 @@ from ebbtide.weights.gradients import Gradients, cast_parameter, wait_for_scales
 from ebbtide.weights.groups import WeightGroup
 from ebbtide.weights.hooks import AbstractWeights
 from ebbtide.weights.parameters import (
+    Conversion,
     DeviceParameter,
     OffloadedParameter,
     check_views,
+    only_moves,
     running_modules,
     start_substituting,
     stop_substituting,
@@ -455,7 +457,8 @@ class DeviceWeights(AbstractWeights):
         places = (known for _, member in self.members() for known, *_ in member.places)
         self._holders = list(dict.fromkeys(places))
         substitute, settle = call_weakly(self.substitute), call_weakly(self._leave_ended)
-        start_substituting(self._alive_holders(), substitute, settle)
+        stays = call_weakly(self._stays)
+        start_substituting(self._alive_holders(), substitute, stays, settle)
         wait_for_scales()
         watch_forks(self)
 
@@ -633,6 +636,10 @@ class DeviceWeights(AbstractWeights):
         """Return the tensor for code that reads a parameter of a module that is not running."""
         found = self.find(parameter)
         return parameter if found is None else self._substitute(*found)
+
+    def _stays(self, parameter: torch.Tensor, convert: Conversion) -> bool:
+        """Whether a parameter stays at rest although the program converts its module."""
+        return parameter in self and only_moves(convert, parameter, self._home)
 
     @_with_the_lock
     def _substitute(self, group: WeightGroup, member: OffloadedParameter) -> torch.Tensor:

@@ -24,6 +24,7 @@ from ebbtide.devices.process import visit_frames
 from ebbtide.errors import PolicyError
 from ebbtide.runtime.parameter_index import ExchangedParameter
 from ebbtide.runtime.torch_internals import (
+    MODULE_APPLY,
     MODULE_CALL,
     count_storage_users,
     count_tensor_users,
@@ -728,6 +729,25 @@ _ALONE = [_users(t) for t in _pop_each([DeviceParameter.of(torch.empty(0))])][0]
 Substitute = Callable[[torch.Tensor], torch.Tensor]
 """Maps a parameter to the tensor that code gets when it reads it from a module not running."""
 
+Conversion = Callable[[torch.Tensor], torch.Tensor]
+"""What `module.to` and its kin compute of each parameter."""
+
+
+def only_moves(convert: Conversion, like: torch.Tensor, device: torch.device) -> bool:
+    """Whether a conversion of torch's own brings a tensor to a device, and changes nothing else.
+
+    Args:
+        convert: the conversion. One that the program has written may change values, too.
+        like: a tensor with the dtype and the number of dimensions of what it converts.
+        device: the device.
+    """
+    if not str(getattr(convert, "__module__", "")).startswith("torch."):
+        return False
+    # No element, and so no memory, but strides, which a `memory_format` changes.
+    given = torch.empty((0, 2, 2, 2, 2)[: like.dim()] or (0,), dtype=like.dtype, device="cpu")
+    made = convert(given)
+    return (made.device, made.dtype, made.stride()) == (device, given.dtype, given.stride())
+
 
 @final
 class SubstitutingDict(dict[str, nn.Parameter | None]):
@@ -736,27 +756,38 @@ class SubstitutingDict(dict[str, nn.Parameter | None]):
     `module.weight` reads by name; `module.parameters()` and `state_dict()` do not, and give the
     parameter itself. A copied or unpickled instance is a plain dict.
 
+    Frameworks move a model to its device (`module.to(device)`) whether or not it was offloaded
+    before. `nn.Module` then asks for all items, and gets those without the parameters at rest. All
+    of these together might not fit on the device, and would leave again in the next forward.
+
     Args:
         parameters: the parameters of the module.
         substitute: see `Substitute`.
+        rests: whether a parameter is at rest, and the given function would only bring it to the
+            device that the model computes on.
         settle: called before all parameters are looked at, so that they are there: a module whose
             forward was interrupted in a thread of autograd's can hold device parameters still.
     """
 
-    __slots__ = ("_settle", "_substitute")
+    __slots__ = ("_rests", "_settle", "_substitute")
 
     def __init__(
         self,
         parameters: Mapping[str, nn.Parameter | None],
         substitute: Substitute,
+        rests: Callable[[torch.Tensor, Conversion], bool],
         settle: Callable[[], None],
     ) -> None:
         super().__init__(parameters)
-        self._substitute, self._settle = substitute, settle
+        self._substitute, self._rests, self._settle = substitute, rests, settle
 
     def items(self) -> ItemsView[str, nn.Parameter | None]:  # type: ignore[override]
         self._settle()
-        return super().items()
+        items, caller = super().items(), sys._getframe(1)
+        if caller.f_code is not MODULE_APPLY:
+            return items
+        convert = caller.f_locals["fn"]
+        return {k: p for k, p in items if p is None or not self._rests(p, convert)}.items()
 
     def __getitem__(self, name: str) -> Any:
         held = super().__getitem__(name)
@@ -767,17 +798,21 @@ class SubstitutingDict(dict[str, nn.Parameter | None]):
 
 
 def start_substituting(
-    modules: Iterable[nn.Module], substitute: Substitute, settle: Callable[[], None]
+    modules: Iterable[nn.Module],
+    substitute: Substitute,
+    rests: Callable[[torch.Tensor, Conversion], bool],
+    settle: Callable[[], None],
 ) -> None:
     """Make these modules return substitutes when their parameters are read by name.
 
     Args:
         modules: the modules.
         substitute: see `Substitute`.
+        rests: see `SubstitutingDict`.
         settle: see `SubstitutingDict`.
     """
     for module in modules:
-        module._parameters = SubstitutingDict(module._parameters, substitute, settle)
+        module._parameters = SubstitutingDict(module._parameters, substitute, rests, settle)
 
 
 def stop_substituting(modules: Iterable[nn.Module]) -> None:
