@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -323,6 +326,39 @@ def test_frameworks_that_move_the_model_leave_weights_at_rest(
         assert handle.plan is not None
         assert handle.plan.plan.has_weights_on_host
     assert_bitwise_equal(values(model), expected)
+
+
+SCRIPT = """
+import sys
+import softdevice
+softdevice.load("random:1")
+import torch
+from test_soft_larger_models import GPT, STEPS, build, train, words
+device, share = torch.device("softdevice", 0), float(sys.argv[1])
+model = build(GPT)
+softdevice.set_capacity(int(share * sum(each.nbytes for each in model.parameters())))
+model = model.to(device)
+print(*[loss.item().hex() for loss, _ in train(model, words().to(device))])
+print(torch.accelerator.max_memory_reserved() <= softdevice.capacity())
+"""
+
+
+def test_run_trains_what_a_script_moves_to_a_device_that_is_too_small(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    paths = os.pathsep.join([*sys.path, str(Path(__file__).parent)])
+    run = ["-m", "ebbtide", "run", "--budget", "90%", "--min-bytes", "4KiB", str(path), "0.75"]
+    plain, offloaded = (
+        subprocess.run(
+            [sys.executable, *words],
+            env=os.environ | {"PYTHONPATH": paths},
+            capture_output=True,
+            text=True,
+        )
+        for words in ([str(path), "100"], run)
+    )
+    assert plain.stdout == offloaded.stdout, offloaded.stderr
+    assert "GPT" in offloaded.stderr
 
 
 def test_a_program_that_changes_weights_on_the_way_to_the_device_changes_them(

@@ -231,6 +231,27 @@ MODULE_CALL: Final[CodeType] = nn.Module._call_impl.__code__
 MODULE_APPLY: Final[CodeType] = nn.Module._apply.__code__
 """The code of `module.to`, `cuda`, `half` and so on, whose variable ``fn`` converts a tensor."""
 
+
+def wrap_conversion(wrap: Callable[[Any], Any]) -> Callable[[], None]:
+    """Replace what `module.to`, `cuda`, `half` and so on of all modules call.
+
+    Args:
+        wrap: returns the replacement of the function that it is given.
+
+    Returns:
+        What puts that function back. If other code has replaced it meanwhile, that stays.
+    """
+    before: Any = nn.Module._apply
+    after = wrap(before)
+
+    def put_back() -> None:
+        if nn.Module._apply is after:
+            nn.Module._apply = before  # type: ignore[method-assign]
+
+    nn.Module._apply = after  # type: ignore[method-assign]
+    return put_back
+
+
 # ---- What holds the memory of tensors of any kind, and of modules
 
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor

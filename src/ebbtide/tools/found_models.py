@@ -42,11 +42,13 @@ from ebbtide.runtime.torch_internals import (
     is_written_down,
     top_hooks,
     transform_level,
+    wrap_conversion,
 )
 from ebbtide.stores.host_memory import parse_host_budget
 from ebbtide.stores.measured_memory import AbstractMemory, memory_of
 from ebbtide.tools.machine import find_directory
 from ebbtide.units import format_size, parse_budget_bytes
+from ebbtide.weights.parameters import Conversion, moves_to
 
 
 @final
@@ -171,12 +173,12 @@ def _but_for_sizes(policy: ActivationPolicy) -> ActivationPolicy:
 
 
 def watch_calls(finder: ModelFinder) -> Callable[[], None]:
-    """Tell of the outermost calls of modules while autograd records.
+    """Tell of the outermost calls of modules while autograd records, and of their moves.
 
-    See [Note: why no module hooks].
+    See [Note: why no module hooks]. `nn.Module.to` and its kin are replaced in the same way.
 
     Args:
-        finder: is told of the calls, and of their errors.
+        finder: is told of the calls, of their errors, and of moves before they begin.
 
     Returns:
         What ends it. If other code has replaced the call meanwhile, that stays.
@@ -201,13 +203,29 @@ def watch_calls(finder: ModelFinder) -> Callable[[], None]:
             thread.inside = False
         return call(self, *args, **kwargs)
 
+    def watch_moves(convert: Any) -> Any:
+        @functools.wraps(convert)
+        def convert_module(self: nn.Module, fn: Any, recurse: bool = True) -> Any:
+            if getattr(thread, "inside", False):
+                return convert(self, fn, recurse)
+            thread.inside = True
+            try:
+                finder.begin_move(self, fn)
+                return convert(self, fn, recurse)
+            finally:
+                thread.inside = False
+
+        return convert_module
+
     def put_back() -> None:
         if nn.Module.__call__ is call_module:
             nn.Module.__call__ = call  # type: ignore[method-assign]
+        put_back_conversion()
 
     # The compiler would trace from here, with the hooks of the module. It begins inside instead.
     skip_in_compiler(call_module, with_callees=False)
     nn.Module.__call__ = call_module  # type: ignore[method-assign]
+    put_back_conversion = wrap_conversion(watch_moves)
     return put_back
 
 
@@ -276,12 +294,13 @@ class FoundModel:
 
     Args:
         model: the model.
+        device: the device that it computes on; None: that of its parameters.
 
     Attributes:
         model: the model; what it refers to is None once the model is gone.
         name: its class.
         num_parameters: number of its weights.
-        device: the device of its parameters.
+        device: the device that it computes on.
         dtypes: names of their types.
         handle: the handle of its last offload, which also tells of its last step when the model is
             gone; None if it was never offloaded.
@@ -292,12 +311,12 @@ class FoundModel:
         last_call: number of its last call among those of all models.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, device: torch.device | None = None) -> None:
         self.model = weakref.ref(model)
         self.name = _name_of(model)
         parameters = [p for p in model.parameters() if not is_lazy(p)]
         self.num_parameters = sum(p.numel() for p in parameters)
-        self.device = next((home_of(p) for p in parameters), torch.device("cpu"))
+        self.device = device or next((home_of(p) for p in parameters), torch.device("cpu"))
         self.dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in parameters})
         self.handle: OffloadHandle | None = None
         self.left_alone: str | None = None
@@ -484,6 +503,33 @@ class ModelFinder:
             self._note_call(model)
         return True
 
+    def begin_move(self, module: nn.Module, convert: Conversion) -> None:
+        """Offload a model on the CPU that would not fit on the device where it is about to go.
+
+        What rests then stays where it is, see `SubstitutingDict`. A dry run offloads nothing that
+        could not be put back.
+
+        Args:
+            module: the outermost module that moves.
+            convert: what is computed of each of its parameters.
+        """
+        parameters = list(module.parameters())
+        is_sought = self._is_active and self._options.budget is not None and self._show is None
+        if not is_sought or not any(p.requires_grad for p in parameters):
+            return
+        if any(is_lazy(p) or p.device.type != "cpu" for p in parameters):
+            return
+        device = moves_to(convert, parameters[0])
+        if device is None or device.type in ("cpu", "meta"):
+            return
+        free_bytes = memory_of(device).available_bytes
+        most_bytes = min(self._options.budget_bytes(device) or 0, free_bytes)
+        if sum(p.nbytes for p in parameters) <= most_bytes:
+            return
+        with self._lock:
+            if self._find_model_around(module) is None:
+                self._known[module] = self._meet(module, device)
+
     def note_budget_error(self, module: nn.Module, error: BudgetError) -> None:
         """Note that the call of a module found no plan within the budget."""
         model = self._known.get(module)
@@ -549,15 +595,20 @@ class ModelFinder:
 
     # ---- what is done about a model -----------------------------------------------------------
 
-    def _meet(self, module: nn.Module) -> FoundModel:
-        """Decide about a module that is no part of a model that is known."""
+    def _meet(self, module: nn.Module, device: torch.device | None = None) -> FoundModel:
+        """Decide about a module that is no part of a model that is known.
+
+        Args:
+            module: the module.
+            device: the device that it is to compute on; None: that of its parameters.
+        """
         gc.collect()  # a model that the script has dropped may be in a cycle, and holds memory
         owner = None if self._parts_of(module) else self._find_common_owner(module)
         chosen = module if owner is None else owner
         for part in self._parts_of(chosen):
             part.detach(f"it is now a part of {type(chosen).__name__}, which is trained as a whole")
             self._forget(part)
-        model = FoundModel(chosen)
+        model = FoundModel(chosen, device)
         others = [each.model() for each in self.found if each.is_offloaded]
         model.left_alone = find_obstacle(chosen, [each for each in others if each is not None])
         self.found.append(model)
@@ -587,13 +638,17 @@ class ModelFinder:
         budgeted = self._options.budget is not None
         model.waits_for_turn = budgeted and not by_parts and not is_next(model, self.found)
         frugal = budgeted and (by_parts or model.waits_for_turn)
+        arguments = self._options.arguments(module, frugal=frugal)
+        if home_of(next(module.parameters())).type != model.device.type:
+            arguments["device"] = model.device  # and it does not fit there, see `begin_move`
+            arguments["weights"] = WeightPolicy() if frugal else arguments["weights"]
         if by_parts and budgeted:
             model.notes.append("so there is no plan: all that can leave does")
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             self._is_attaching = True
             try:
-                model.attach(offload(module, **self._options.arguments(module, frugal=frugal)))
+                model.attach(offload(module, **arguments))
             except (EbbtideError, OSError) as error:
                 model.left_alone = str(error)
                 is_first = all(each.handle is None for each in self.found)

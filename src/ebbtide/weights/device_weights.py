@@ -34,7 +34,7 @@ from ebbtide.weights.parameters import (
     DeviceParameter,
     OffloadedParameter,
     check_views,
-    only_moves,
+    moves_to,
     running_modules,
     start_substituting,
     stop_substituting,
@@ -639,7 +639,7 @@ class DeviceWeights(AbstractWeights):
 
     def _stays(self, parameter: torch.Tensor, convert: Conversion) -> bool:
         """Whether a parameter stays at rest although the program converts its module."""
-        return parameter in self and only_moves(convert, parameter, self._home)
+        return parameter in self and moves_to(convert, parameter) == self._home
 
     @_with_the_lock
     def _substitute(self, group: WeightGroup, member: OffloadedParameter) -> torch.Tensor:

@@ -733,20 +733,20 @@ Conversion = Callable[[torch.Tensor], torch.Tensor]
 """What `module.to` and its kin compute of each parameter."""
 
 
-def only_moves(convert: Conversion, like: torch.Tensor, device: torch.device) -> bool:
-    """Whether a conversion of torch's own brings a tensor to a device, and changes nothing else.
+def moves_to(convert: Conversion, like: torch.Tensor) -> torch.device | None:
+    """Return where a conversion of torch's own brings a tensor; None if it may change more.
 
     Args:
         convert: the conversion. One that the program has written may change values, too.
         like: a tensor with the dtype and the number of dimensions of what it converts.
-        device: the device.
     """
     if not str(getattr(convert, "__module__", "")).startswith("torch."):
-        return False
+        return None
     # No element, and so no memory, but strides, which a `memory_format` changes.
     given = torch.empty((0, 2, 2, 2, 2)[: like.dim()] or (0,), dtype=like.dtype, device="cpu")
     made = convert(given)
-    return (made.device, made.dtype, made.stride()) == (device, given.dtype, given.stride())
+    same = (made.dtype, made.stride()) == (given.dtype, given.stride())
+    return made.device if same else None
 
 
 @final
