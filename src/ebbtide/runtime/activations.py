@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, final
 
 import torch
@@ -22,6 +23,7 @@ from ebbtide.runtime.handles import (
     REBUILD,
     Call,
     Deaths,
+    Decision,
     RecordHold,
     SmallTensors,
     StorageRecord,
@@ -40,6 +42,7 @@ from ebbtide.schedule import Verb
 
 
 @final
+@dataclass(slots=True, eq=False, repr=False)
 class Scope:
     """One call of a layer, or the part of a forward outside its layers.
 
@@ -55,26 +58,14 @@ class Scope:
         entered: whether a replacement of the layer's forward was called.
     """
 
-    __slots__ = ("count", "entered", "forward", "layer", "offloads", "small", "unit", "unwritten")
-
-    def __init__(
-        self,
-        layer: Layer | None,
-        forward: ForwardLog,
-        small: SmallTensors,
-        unwritten: Unwritten,
-        *,
-        offloads: bool,
-        unit: UnitRecords | None = None,
-    ) -> None:
-        self.layer = layer
-        self.forward = forward
-        self.small = small
-        self.unwritten = unwritten
-        self.offloads = offloads
-        self.unit = unit
-        self.count = 0
-        self.entered = False
+    layer: Layer | None
+    forward: ForwardLog
+    small: SmallTensors
+    unwritten: Unwritten
+    offloads: bool
+    unit: UnitRecords | None = None
+    count: int = 0
+    entered: bool = False
 
     @property
     def must_stay(self) -> bool:
@@ -342,8 +333,7 @@ class Activations:
         with self._gate:
             self._offloads.retire_finished()
             scope = self.scopes.here
-            layer, log = scope.layer, scope.forward
-            record = StorageRecord(address, version, layer, number, size_bytes, KEEP, log)
+            record = _make_record(scope, address, version, number, size_bytes, KEEP)
             self._account.take_kept(size_bytes, record.layer, record)
             self._register(record, scope)
             return record
@@ -358,8 +348,7 @@ class Activations:
         """
         with self._gate:
             scope, address, size_bytes = self.scopes.here, storage._cdata, storage.nbytes()
-            layer, log = scope.layer, scope.forward
-            record = StorageRecord(address, version, layer, number, size_bytes, REBUILD, log)
+            record = _make_record(scope, address, version, number, size_bytes, REBUILD)
             # Guard rebuilt-identity: the record of a storage that is rebuilt pins the identity of
             # the storage. A freed GELU output's address comes back at once, for another tensor: it
             # would be taken for the first.
@@ -403,8 +392,8 @@ class Activations:
         """
         with self._gate:
             scope = self.scopes.here
-            address, layer, log = storage._cdata, scope.layer, scope.forward
-            record = StorageRecord(address, version, layer, number, storage.nbytes(), OFFLOAD, log)
+            address, size_bytes = storage._cdata, storage.nbytes()
+            record = _make_record(scope, address, version, number, size_bytes, OFFLOAD)
             record.form, record.view_size = form, view_size
             record.source = bytes_of(storage, self.empty(torch.uint8))
             record.home = self._device.compute_stream()
@@ -425,7 +414,7 @@ class Activations:
             # address comes back at once, for another tensor: it would find the record of the first
             # and get its bytes.
             record.pin_identity(storage)
-            record.ordinal = log.add(record)
+            record.ordinal = scope.forward.add(record)
             self._register(record, scope)
             return record
 
@@ -809,6 +798,15 @@ class Activations:
         meter = self._account.meter
         records = (*meter.carried, *self.saved(), *meter.saved)
         return [record for record in records if record.state is not DROPPED]
+
+
+def _make_record(
+    scope: Scope, address: int, version: int, number: int, size_bytes: int, decision: Decision
+) -> StorageRecord:
+    """Make the record of a storage that is first saved in a scope."""
+    layer, log, state = scope.layer, scope.forward, decision.state
+    place = layer, log.number, size_bytes, state
+    return StorageRecord(*place, address, version, number, decision, log, size_bytes)
 
 
 # ---- Bounds the bytes in flight pass by pass, as a plan says ----

@@ -12,6 +12,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple, NoReturn, final
 
@@ -435,6 +436,7 @@ class Call(NamedTuple):
 
 
 @final
+@dataclass(slots=True, eq=False, repr=False)
 class StorageRecord(Record):
     """One storage, or one view gathered from it, that autograd saved.
 
@@ -442,22 +444,13 @@ class StorageRecord(Record):
     with the last of them. `layer` and `number` identify the storage in every step of the same
     model.
 
-    Args:
-        address: address of the storage.
+    Attributes:
+        address: address of the storage; valid while `identity` exists or the bytes are KEPT.
         version: version counter of the saved tensors that share this record.
-        layer: the layer that saved the storage first; None outside layers.
         number: number of the storage among those that the layer's call saved first, from 0. Views
             gathered from one storage all have the number of that storage.
-        size_bytes: size of the storage, or of the gathered view.
         decision: whether the storage is kept, offloaded or rebuilt.
         forward: the log of the forward that saved it first.
-
-    Attributes:
-        address: as given; valid while `identity` exists or the bytes are KEPT.
-        version: as given.
-        number: as given.
-        decision: as given.
-        forward: as given.
         unpacked_bytes: size of the storage or view; `size_bytes` is smaller if it is packed.
         identity: torch's weak reference to the source storage. While it exists, no other storage
             can have the same address, so a lookup by address finds this storage or nothing.
@@ -482,67 +475,29 @@ class StorageRecord(Record):
         saved_by: name of the node of the graph that read it last; empty if none has.
     """
 
-    __slots__ = (
-        "address",
-        "begun",
-        "call",
-        "decision",
-        "dtype",
-        "form",
-        "forward",
-        "identity",
-        "number",
-        "ordinal",
-        "packing",
-        "rebuilt_from",
-        "saved_by",
-        "saves",
-        "shape",
-        "shared",
-        "sibling",
-        "tier",
-        "unit",
-        "unpacked_bytes",
-        "unwritten",
-        "version",
-        "view_size",
-    )
-
-    def __init__(
-        self,
-        address: int,
-        version: int,
-        layer: Layer | None,
-        number: int,
-        size_bytes: int,
-        decision: Decision,
-        forward: ForwardLog,
-    ) -> None:
-        # Not by `super()`, which takes longer: a step makes thousands of records.
-        Record.__init__(self, layer, forward.number, size_bytes, decision.state)
-        self.address = address
-        self.version = version
-        self.number = number
-        self.unpacked_bytes = size_bytes
-        self.decision = decision
-        self.forward = forward
-        self.identity: Any = None
-        self.form: Hashable = None
-        self.sibling: StorageRecord | None = None
-        self.view_size: tuple[int, ...] | None = None
-        self.ordinal = -1
-        self.packing: torch.dtype | None = None
-        self.call: Call | None = None
-        self.rebuilt_from: tuple[StorageRecord, ...] = ()
-        self.begun: AbstractEvent | None = None
-        self.unit: UnitRecords | None = None
-        self.tier = ""
-        self.unwritten = False
-        self.shared: dict[Layer | None, None] | None = None
-        self.saves = 0
-        self.shape: tuple[int, ...] = ()
-        self.dtype: torch.dtype | None = None
-        self.saved_by = ""
+    address: int
+    version: int
+    number: int
+    decision: Decision
+    forward: ForwardLog
+    unpacked_bytes: int
+    identity: Any = field(default=None, init=False)
+    form: Hashable = field(default=None, init=False)
+    sibling: StorageRecord | None = field(default=None, init=False)
+    view_size: tuple[int, ...] | None = field(default=None, init=False)
+    ordinal: int = field(default=-1, init=False)
+    packing: torch.dtype | None = field(default=None, init=False)
+    call: Call | None = field(default=None, init=False)
+    rebuilt_from: tuple[StorageRecord, ...] = field(default=(), init=False)
+    begun: AbstractEvent | None = field(default=None, init=False)
+    unit: UnitRecords | None = field(default=None, init=False)
+    tier: str = field(default="", init=False)
+    unwritten: bool = field(default=False, init=False)
+    shared: dict[Layer | None, None] | None = field(default=None, init=False)
+    saves: int = field(default=0, init=False)
+    shape: tuple[int, ...] = field(default=(), init=False)
+    dtype: torch.dtype | None = field(default=None, init=False)
+    saved_by: str = field(default="", init=False)
 
     @property
     def source_address(self) -> int | None:
@@ -589,7 +544,7 @@ class StorageRecord(Record):
         return log.next_use(self.ordinal) < log.next_use(other.ordinal)
 
     def check(self) -> None:
-        super().check()
+        Record.check(self)
         rebuilds = self.state in (REBUILDABLE, REBUILT)
         assert rebuilds == (self.call is not None), f"{self.state.name} with call {self.call}"
         assert self.state is DROPPED or self.handles > 0, "a record without a handle"
@@ -613,41 +568,38 @@ class RecordHold(Hold):
 
 
 @final
+@dataclass(eq=False, repr=False)
 class UnitRecords:
     """The records that move with one unit of a schedule, which is one layer in one microbatch.
 
     A record that several units save moves with the unit whose backward comes first. It stays on the
     device if the schedule keeps one of these units there.
 
-    Args:
+    Attributes:
         unit: the unit.
         use: place in the order of the schedule at which the unit's backward begins.
         run: the schedule run that the unit belongs to; it is only compared by identity.
         leaves: whether the schedule offloads the unit.
         immediate: whether the copy of a storage starts when it is saved; otherwise it starts at the
             unit's offload action.
-
-    Attributes:
-        unit: as given.
-        use: as given.
-        run: as given.
-        leaves: as given.
-        immediate: as given.
         followed: whether the schedule decides when the records move; False once the run has
             departed from its schedule.
         done: actions already performed on the unit.
         records: its live records, in the order of their first save.
     """
 
-    def __init__(self, unit: Unit, use: int, run: object, *, leaves: bool, immediate: bool) -> None:
-        self.unit = unit
-        self.use = use
-        self.run = run
-        self.leaves = leaves
-        self.immediate = immediate
-        self.followed = True
-        self.done: set[Verb] = {Verb.OFFLOAD} if leaves and immediate else set()
-        self.records: dict[StorageRecord, None] = {}
+    unit: Unit
+    use: int
+    run: object
+    leaves: bool
+    immediate: bool
+    followed: bool = True
+    done: set[Verb] = field(default_factory=set)
+    records: dict[StorageRecord, None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.leaves and self.immediate:
+            self.done.add(Verb.OFFLOAD)
 
     def claim(self, record: StorageRecord) -> bool:
         """Take over a record that the unit saves, unless another unit has the better claim.

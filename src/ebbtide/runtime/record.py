@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum, auto
-from typing import Any, Final, final
+from typing import Any, ClassVar, Final, final
 
 import torch
 import torch.nn.functional as F
@@ -358,6 +358,7 @@ TRANSITIONS = {
 """The states that may follow each state."""
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Record:
     """Where one piece of memory is; the table above `State` defines the states.
 
@@ -391,28 +392,24 @@ class Record:
             empty unless steps are traced.
     """
 
-    __slots__ = (
-        "awaited",
-        "buffer",
-        "buffer_stays",
-        "copies",
-        "expected",
-        "generation",
-        "handles",
-        "home",
-        "layer",
-        "microbatch",
-        "offloaded",
-        "ready",
-        "size_bytes",
-        "slot",
-        "source",
-        "state",
-        "unread",
-    )
-
-    kind = ACTIVATION
-    home: AbstractStream
+    layer: Layer | None
+    microbatch: int
+    size_bytes: int
+    state: State
+    source: torch.Tensor | None = field(default=None, init=False)
+    slot: Slot | None = field(default=None, init=False)
+    offloaded: AbstractEvent | None = field(default=None, init=False)
+    buffer: torch.Tensor | None = field(default=None, init=False)
+    ready: AbstractEvent | None = field(default=None, init=False)
+    home: AbstractStream = field(init=False)
+    awaited: bool = field(default=False, init=False)
+    expected: bool = field(default=False, init=False)
+    buffer_stays: bool = field(default=False, init=False)
+    handles: int = field(default=0, init=False)
+    generation: int = field(default=0, init=False)
+    unread: int = field(default=0, init=False)
+    copies: tuple[tuple[str, AbstractEvent], ...] = field(default=(), init=False)
+    kind: ClassVar[str] = ACTIVATION
 
     @property
     def source_address(self) -> int | None:
@@ -422,20 +419,6 @@ class Record:
     def find_storage(self) -> torch.UntypedStorage | None:
         """Return the storage that the program knows as the source, if it still exists."""
         return None
-
-    def __init__(self, layer: Layer | None, microbatch: int, size_bytes: int, state: State) -> None:
-        self.layer = layer
-        self.microbatch = microbatch
-        self.size_bytes = size_bytes
-        self.state = state
-        self.source: torch.Tensor | None = None
-        self.slot: Slot | None = None
-        self.offloaded: AbstractEvent | None = None
-        self.buffer: torch.Tensor | None = None
-        self.ready: AbstractEvent | None = None
-        self.awaited = self.expected = self.buffer_stays = False
-        self.handles = self.generation = self.unread = 0
-        self.copies: tuple[tuple[str, AbstractEvent], ...] = ()
 
     def move_to(self, state: State) -> None:
         """Change the state.
