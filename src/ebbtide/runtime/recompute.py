@@ -314,10 +314,9 @@ def recompute_later(
             f"{where} cannot be recomputed, because its forward {change}, which it did not the "
             f"first time; leave the layer out: name the others with layers=[...]"
         )
-    if hooks_of_first is not None:
-        if change:
-            account.verifications.refuse(layer, change)
-        hooks_of_first.await_backward(verifies=not change)
+    if hooks_of_first is not None and change:
+        account.verifications.refuse(layer, change)
+        hooks_of_first.number = None
     return result
 
 
@@ -717,7 +716,8 @@ class _VerifyingHooks:
     """Hands what a verified layer saves to ebbtide's hooks, and notices the begin of its backward.
 
     Attributes:
-        number: the node that saved a number under the checkpoint.
+        number: the node that saved a number under the checkpoint, from the end of the first forward
+            on until backward begins; None if the forward does not run again.
     """
 
     def __init__(self, recomputing: Recomputing, digests: SavedDigests) -> None:
@@ -725,25 +725,13 @@ class _VerifyingHooks:
         self._digests = digests
         self._recomputing = recomputing
         self.number: Any = None
-        self._is_awaiting = False  # whether the first forward has ended, and backward is to begin
-
-    def await_backward(self, *, verifies: bool) -> None:
-        """Note that the first forward has ended.
-
-        Args:
-            verifies: whether the forward runs again in backward.
-        """
-        if not verifies:
-            self.number = None
-        self._is_awaiting = verifies
 
     def pack(self, tensor: Tensor) -> Any:
         self._digests.note(tensor, is_weight=self._hooks.is_weight(tensor))
         return self._hooks.pack(tensor)
 
     def unpack(self, saved: Any) -> Tensor:
-        if self._is_awaiting and in_backward():
-            self._is_awaiting = False
+        if self.number is not None and in_backward():
             number, self.number = self.number, None
             if number is not None:  # else another thread has been faster
                 with _alone:
