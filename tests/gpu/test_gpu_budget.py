@@ -328,7 +328,7 @@ def test_a_forward_is_not_repeated_where_that_would_not_be_the_same_step(
 ) -> None:
     _, plain_bytes = plain_step(model, x, memory)
     if why == "several processes":
-        monkeypatch.setattr(forward_state, "_num_processes", lambda: 2)
+        monkeypatch.setattr(forward_state, "num_processes", lambda: 2)
     failures = ["again"] * (10 if why == "no other plan" else 1)
     failing = remembering(model, failures, device, in_place=why == "in place")
     with short_of_memory(failing, 2 * plain_bytes):

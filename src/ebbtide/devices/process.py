@@ -16,6 +16,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, final
 
+from torch import distributed
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -40,6 +41,12 @@ def _note_fork() -> None:
 # The system has no way to undo this, so it is done once here and not for every object.
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_note_fork)
+
+
+def num_processes() -> int:
+    """Return how many processes train together, as far as `torch.distributed` knows."""
+    known = distributed.is_available() and distributed.is_initialized()
+    return distributed.get_world_size() if known else 1
 
 
 # ---- Reads the stacks of all threads, and keeps nothing alive that is in them ----

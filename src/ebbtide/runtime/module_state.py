@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from ebbtide.devices.process import num_processes
 from ebbtide.errors import SavedTensorModifiedError
 from ebbtide.runtime.compiled import ModuleHook
 from ebbtide.runtime.outside import GONE, Outside, Variable, assign, find_outside, is_iterator
@@ -905,7 +906,7 @@ class ForwardState:
 
     def can_be_put_back(self) -> bool:
         """Whether the forward has changed only what `put_back` puts back, as far as is known."""
-        if _num_processes() > 1:
+        if num_processes() > 1:
             return False  # the others wait where this one was
         if any(note.iterator for note in self._notes):
             return False
@@ -928,10 +929,3 @@ class ForwardState:
             module._buffers[name] = buffer
             with torch.no_grad():
                 buffer.copy_(copied)
-
-
-def _num_processes() -> int:
-    distributed = torch.distributed
-    if not distributed.is_available() or not distributed.is_initialized():
-        return 1
-    return distributed.get_world_size()

@@ -124,58 +124,55 @@ def register_rebuild(recipe: RebuildRecipe) -> None:
     RECIPES[recipe.node] = recipe
 
 
-def _unary(node: str, function: Callable[..., Tensor], *constants: str) -> None:
-    """Register a function of one tensor whose other arguments are named as the node's constants."""
+def _register(
+    node: str, function: Callable[..., Tensor], *constants: str, inputs: tuple[str, ...] = ("self",)
+) -> None:
+    """Register a function of tensors whose other arguments are named as the node's constants."""
 
-    def rebuild(inputs: Sequence[Tensor], saved: Constants, dtype: torch.dtype) -> Tensor:  # noqa: ARG001
-        return function(inputs[0], **saved)
-
-    register_rebuild(RebuildRecipe(node, ("self",), rebuild, constants))
-
-
-def _binary(node: str, function: Callable[..., Tensor], *constants: str) -> None:
     def rebuild(inputs: Sequence[Tensor], saved: Constants, dtype: torch.dtype) -> Tensor:  # noqa: ARG001
         return function(*inputs, **saved)
 
-    register_rebuild(RebuildRecipe(node, ("self", "other"), rebuild, constants))
+    register_rebuild(RebuildRecipe(node, inputs, rebuild, constants))
 
 
 def _cast(inputs: Sequence[Tensor], saved: Constants, dtype: torch.dtype) -> Tensor:  # noqa: ARG001
     return inputs[0].to(dtype)
 
 
-def _clone(inputs: Sequence[Tensor], saved: Constants, dtype: torch.dtype) -> Tensor:  # noqa: ARG001
+def _clone(x: Tensor) -> Tensor:
     # `clone` is mostly called to get a contiguous copy. If the original is not contiguous, the
     # check of the recipe's first output notices the difference.
-    return inputs[0].clone(memory_format=torch.contiguous_format)
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def _elu(x: Tensor, alpha: float, scale: float, input_scale: float) -> Tensor:
     return torch.ops.aten.elu(x, alpha, scale, input_scale)  # type: ignore[no-any-return]
 
 
-_unary("GeluBackward0", F.gelu, "approximate")
-_unary("SiluBackward0", F.silu)
-_unary("MishBackward0", F.mish)
-_unary("HardswishBackward0", F.hardswish)
-_unary("SoftplusBackward0", F.softplus, "beta", "threshold")
-_unary("LeakyReluBackward0", F.leaky_relu, "negative_slope")
-_unary("EluBackward0", _elu, "alpha", "scale", "input_scale")
-_unary("SinBackward0", torch.sin)
-_unary("CosBackward0", torch.cos)
+_TWO = "self", "other"
+
+_register("GeluBackward0", F.gelu, "approximate")
+_register("SiluBackward0", F.silu)
+_register("MishBackward0", F.mish)
+_register("HardswishBackward0", F.hardswish)
+_register("SoftplusBackward0", F.softplus, "beta", "threshold")
+_register("LeakyReluBackward0", F.leaky_relu, "negative_slope")
+_register("EluBackward0", _elu, "alpha", "scale", "input_scale")
+_register("SinBackward0", torch.sin)
+_register("CosBackward0", torch.cos)
 # The next four operations save their own result, so an output that they saved has a record already.
 # Their recipes serve saved views and copies of the result.
-_unary("ReluBackward0", torch.relu)
-_unary("TanhBackward0", torch.tanh)
-_unary("SigmoidBackward0", torch.sigmoid)
-_unary("ExpBackward0", torch.exp)
-_unary("NegBackward0", torch.neg)
-_unary("PowBackward0", torch.pow, "exponent")
-_binary("MulBackward0", torch.mul)
-_binary("AddBackward0", torch.add, "alpha")
-_binary("SubBackward0", torch.sub, "alpha")
+_register("ReluBackward0", torch.relu)
+_register("TanhBackward0", torch.tanh)
+_register("SigmoidBackward0", torch.sigmoid)
+_register("ExpBackward0", torch.exp)
+_register("NegBackward0", torch.neg)
+_register("PowBackward0", torch.pow, "exponent")
+_register("MulBackward0", torch.mul, inputs=_TWO)
+_register("AddBackward0", torch.add, "alpha", inputs=_TWO)
+_register("SubBackward0", torch.sub, "alpha", inputs=_TWO)
 register_rebuild(RebuildRecipe("ToCopyBackward0", ("self",), _cast))
-register_rebuild(RebuildRecipe("CloneBackward0", ("self",), _clone))
+_register("CloneBackward0", _clone)
 
 
 # ---- The order in which items are used, learned in one step to predict the next one ----

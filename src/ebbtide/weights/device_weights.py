@@ -488,9 +488,9 @@ class DeviceWeights(AbstractWeights):
             transfers, self.groups, double_buffering=self._double_buffering
         )
         self._running = 0  # forward passes of the model that are running
-        self._backwards: set[int] = set()  # ids of autograd's running graph tasks
-        # The groups of the module whose backward runs, by graph task.
-        self._in_backward: dict[int, list[WeightGroup]] = {}
+        # By the id of each of autograd's running graph tasks: the groups of the module whose
+        # backward runs.
+        self._backwards: dict[int, list[WeightGroup]] = {}
         self._substitutes: dict[OffloadedParameter, WeightGroup] = {}
         transfers.before_tidying(self.note_deaths)
 
@@ -742,7 +742,7 @@ class DeviceWeights(AbstractWeights):
         self._note_backward(task)
         self._end_modules(task)
         self._reclaim(everything=not self._running)
-        held = self._in_backward[task] = []
+        held = self._backwards[task]
         for group in groups:
             self._bring(group)
             group.num_backwards += 1
@@ -757,7 +757,7 @@ class DeviceWeights(AbstractWeights):
             hold = _BackwardHold(backward, self._deaths.queue.append)
             hold.task = task
             self._deaths.awaited.add(hold)
-            self._backwards.add(task)
+            self._backwards[task] = []
             self._transfers.begin_run()
 
     def _end_backward(self, task: int) -> None:
@@ -778,8 +778,8 @@ class DeviceWeights(AbstractWeights):
         """
         if task not in self._backwards:  # it has ended in order, or an interrupt has ended all
             return
-        self._backwards.remove(task)
         self._end_modules(task)
+        del self._backwards[task]
         if not self._running:
             self._leave_interrupted()
             for member in list(self._substitutes):
@@ -789,7 +789,8 @@ class DeviceWeights(AbstractWeights):
         self._transfers.end_run()
 
     def _end_modules(self, task: int) -> None:
-        for group in self._in_backward.pop(task, ()):
+        groups, self._backwards[task] = self._backwards[task], []
+        for group in groups:
             group.num_backwards -= 1
 
     def pack(self, tensor: torch.Tensor, whole: torch.Tensor) -> Saved | None:

@@ -57,15 +57,6 @@ class WeightBytes(NamedTuple):
     gradient_bytes: int
     optimizer_bytes: int
 
-    def plus(self, parameter: nn.Parameter, state_bytes: int) -> WeightBytes:
-        """Return the sizes with one more parameter."""
-        size_bytes = parameter.nbytes
-        return WeightBytes(
-            self.weight_bytes + size_bytes,
-            self.gradient_bytes + size_bytes * parameter.requires_grad,
-            self.optimizer_bytes + state_bytes,
-        )
-
 
 @final
 class ModelWeights:
@@ -152,12 +143,14 @@ class ModelWeights:
         model, seen = self._model(), set[nn.Parameter]()
         modules = {} if model is None else dict(model.named_modules())
         for name in self._names:
-            total = WeightBytes(0, 0, 0)
-            for parameter in modules[name].parameters() if name in modules else ():
-                if parameter in self._resting and parameter not in seen:
-                    seen.add(parameter)
-                    total = total.plus(parameter, self._state_bytes(parameter))
-            sizes[name] = total
+            own = set(modules[name].parameters()) - seen if name in modules else ()
+            resting = [parameter for parameter in own if parameter in self._resting]
+            seen.update(resting)
+            sizes[name] = WeightBytes(
+                sum(each.nbytes for each in resting),
+                sum(each.nbytes for each in resting if each.requires_grad),
+                sum(map(self._state_bytes, resting)),
+            )
         return sizes
 
     def _state_bytes(self, parameter: nn.Parameter) -> int:

@@ -35,7 +35,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ebbtide.devices.device import AbstractEvent, AbstractLane
-from ebbtide.devices.process import OptimizerWatch, call_weakly, watch_forks
+from ebbtide.devices.process import OptimizerWatch, call_weakly, num_processes, watch_forks
 from ebbtide.errors import PolicyError
 from ebbtide.policy import refuse
 from ebbtide.runtime.engine import Engine
@@ -190,12 +190,6 @@ def _is_plain() -> bool:
         or torch.is_autocast_enabled("cpu")
         or torch.is_inference_mode_enabled()
     )
-
-
-def _is_distributed() -> bool:
-    """Whether gradients may be summed over processes after they have landed, without a version."""
-    dist = torch.distributed
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 # ---- Shadows
@@ -503,7 +497,8 @@ class StepOverlap:
         while self._complete:
             members = self._ready.pop(self._complete.pop(), {})
             optimizer = self._optimizer()
-            if members and optimizer is not None and not _is_distributed():
+            # Several processes may sum gradients after they have landed, without a version.
+            if members and optimizer is not None and num_processes() == 1:
                 self._give(optimizer, members)
 
     def _give(self, optimizer: Optimizer, members: Iterable[_Member]) -> None:
