@@ -1231,3 +1231,14 @@ def test_another_type_is_refused() -> None:
             model(batch(0).double())
         model.float()
         steps(model)
+
+
+def test_room_for_gradients_that_never_came_is_not_set_aside_for_ever() -> None:
+    """A budget places weights anew between steps, in the same store."""
+    model = Net()
+    with offloaded(model) as handle:
+        store = handle._engine.transfers.store
+        assert store.budget.reserved_bytes > 0
+        with torch.no_grad():
+            model(batch(0))
+    assert store.budget.reserved_bytes == 0

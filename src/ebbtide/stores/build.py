@@ -123,6 +123,10 @@ class TieredStore(AbstractStore):
         with contextlib.suppress(StoreFullError):  # `allocate_resting` will then use the disk
             self._host.reserve(size_bytes)
 
+    def stop_reserving(self, size_bytes: int) -> None:
+        if self._has_reserve(size_bytes):
+            self._host.stop_reserving(size_bytes)
+
     def _has_reserve(self, size_bytes: int) -> bool:
         return self._host.budget.reserved_bytes >= size_bytes
 

@@ -262,6 +262,9 @@ class PinnedStore(AbstractStore):
         self._check_room(whole_bytes, self.budget.spare_ram_bytes())
         self.budget.reserve(whole_bytes)
 
+    def stop_reserving(self, size_bytes: int) -> None:
+        self.budget.reserve(-whole_pages(max(size_bytes, 1)))
+
     def write(
         self, slot: RestingSlot, offset_bytes: int, source: torch.Tensor, ready: AbstractEvent
     ) -> Landing:

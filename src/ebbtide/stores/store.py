@@ -304,6 +304,9 @@ class AbstractStore(ABC):
             StoreFullError: the store has no room.
         """
 
+    def stop_reserving(self, size_bytes: int) -> None:  # noqa: B027
+        """Set room aside no more, because nothing was allocated there after all."""
+
     @abstractmethod
     def write(
         self, slot: RestingSlot, offset_bytes: int, source: torch.Tensor, ready: AbstractEvent

@@ -157,6 +157,9 @@ class WeightGroup(Record):
 
     def drop_blocks(self) -> None:
         """Return the blocks to the store. The memory of a referenced gradient stays mapped."""
+        if self._reserved:
+            self._store.stop_reserving(self.size_bytes)
+            self._reserved = False
         while self.blocks:
             self._store.drop(self.blocks.pop())
 

@@ -286,6 +286,7 @@ class AbstractWeights(ABC):
             for _, member in self.members():
                 member.restore_to(origin or self._home)
             for group in self.groups:
+                group.drop_blocks()
                 store.drop(group.resting)
             raise
         self._found = {id(m.parameter): (group, m) for group, m in self.members()}
