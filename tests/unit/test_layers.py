@@ -426,3 +426,26 @@ def test_fewer_layers_than_num_layers_are_a_warning_once() -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             assert step(handle, model).offloaded_bytes == 4 * 2 * S
+
+
+class Nested(nn.Module):
+    """Calls itself between its layers, as a model of trees does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+
+    def forward(self, x: Tensor, depth: int = 1) -> Tensor:
+        x = self.layers[0](x)
+        if depth:
+            x = self(x, depth - 1)
+        return self.layers[1](x)
+
+
+def test_layers_behind_a_call_of_the_model_itself_are_layers_of_its_forward() -> None:
+    model = Nested()
+    with ebbtide.offload(model, activations=ActivationPolicy(min_bytes=1)) as handle:
+        model(torch.randn(ROWS, WIDTH)).sum().backward()
+        names = [f"{each.name}.m{each.microbatch}" for each in handle.inspect().storages]
+    places = ["layers.0.m0", "layers.0.m1", "layers.1.m1", "layers.1.m0"]
+    assert list(dict.fromkeys(names)) == places

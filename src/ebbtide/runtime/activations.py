@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, final
 
 import torch
@@ -56,6 +56,8 @@ class Scope:
         unit: the records of the layer's unit in a schedule; None without a schedule.
         count: number of storages first saved in this scope, which is the number of the next one.
         entered: whether a replacement of the layer's forward was called.
+        first: of a forward, the number of its first layer.
+        called: of a forward, the names of the layers that it has called.
     """
 
     layer: Layer | None
@@ -66,6 +68,8 @@ class Scope:
     unit: UnitRecords | None = None
     count: int = 0
     entered: bool = False
+    first: int = 0
+    called: list[str] = field(default_factory=list)
 
     @property
     def must_stay(self) -> bool:
@@ -136,13 +140,21 @@ class Scopes:
         assert scope is not None, "no forward of the model runs"
         return scope
 
+    @property
+    def forward(self) -> Scope | None:
+        """The innermost forward of the calling thread; None if none runs."""
+        for scope in reversed(self.running.scopes):
+            if scope.layer is None:
+                return scope
+        return None
+
     def is_of(self, log: ForwardLog, scope: Scope) -> bool:
         """Whether a log is of the forward that a scope of the calling thread belongs to.
 
         Where a schedule is followed, a layer has the log of its microbatch.
         """
-        forwards = self.running.forwards
-        return log is scope.forward or (bool(forwards) and log is forwards[-1].forward)
+        forward = self.forward
+        return log is scope.forward or (forward is not None and log is forward.forward)
 
     def begin_forward(self, *, offloads: bool) -> Scope:
         """Note that a forward begins.

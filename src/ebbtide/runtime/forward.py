@@ -224,7 +224,8 @@ class OffloadedForward(ForwardReplacement):
         """Whether a call has returned what will run the forward, such as a generator."""
         if isinstance(result, _LATER):
             return True
-        if self._tracker is None or self._tracker.num_called:
+        forward = None if self._tracker is None else self._tracker.forward
+        if forward is None or forward.first or forward.called:
             return False
         return isinstance(result, Iterator)  # such as `map`; what it gives may be there already
 
@@ -288,8 +289,6 @@ class OffloadedForward(ForwardReplacement):
         if transfers.is_broken:
             here.depth, here.part = 0, None
             here.end.pop_all()
-            if self._tracker is not None:
-                self._tracker.forget_forward()
             self._engine.mend()
 
     def begin_bypassed(self, first: int) -> Callable[[], None]:
@@ -317,10 +316,11 @@ class OffloadedForward(ForwardReplacement):
             self._tracker.begin_forward(first)
 
     def _end(self, hooks: SavedTensorHooks, depth: int, completed: bool) -> None:
+        scope = None
         while len(hooks.running) > depth:
-            hooks.end()
-        if self._tracker is not None:
-            self._tracker.end_forward(completed=completed)
+            scope = hooks.end()
+        if self._tracker is not None and scope is not None:
+            self._tracker.end_forward(scope, completed=completed)
 
     def is_running(self, beginning: nn.Module) -> bool:
         """Whether a forward of the model runs now on this thread, with or without grad mode.
@@ -406,7 +406,7 @@ class BypassHooks:
         here = self._forward.here
         if self._forward.is_running(module):
             return  # perhaps without grad mode
-        if self._tracker.is_active or in_backward():
+        if self._tracker.forward is not None or in_backward():
             return  # it belongs to the forward that runs, or recomputes a checkpointed part
         here.end.callback(self._forward.begin_bypassed(self._numbers.get(id(module), 0)))
         here.part = known

@@ -8,7 +8,6 @@ import fnmatch
 import functools
 import inspect
 import sys
-import threading
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,6 +22,7 @@ from ebbtide.devices.device import Layer
 from ebbtide.devices.process import call_weakly
 from ebbtide.errors import PolicyError, warn_user
 from ebbtide.policy import ActivationPolicy, check_layers, refuse
+from ebbtide.runtime.activations import Scope
 from ebbtide.runtime.compiled import HookedLayer, compiler_is_loaded
 from ebbtide.runtime.engine import Engine
 from ebbtide.runtime.recompute import RecomputedForward
@@ -162,23 +162,6 @@ def warn_of_one_region(*, recomputes: bool = False) -> None:
 
 
 @final
-class _RunningForward(threading.local):
-    """The forward that runs on one thread, or the last one.
-
-    Attributes:
-        active: whether it runs.
-        num_calls: number of layers that it has called.
-        called: the name of each of them.
-    """
-
-    active = False
-    num_calls = 0
-
-    def __init__(self) -> None:
-        self.called: list[str] = []
-
-
-@final
 class LayerTracker:
     """Numbers the layers of each forward.
 
@@ -201,7 +184,6 @@ class LayerTracker:
         self._names = list(layers.names)
         self._wanted = engine.policy.num_layers or 0
         self._num_calls = layers.num_calls
-        self._running = _RunningForward()
         self._hooked: list[HookedLayer] = []
         self.others: list[HookedLayer] = []
         self.warned = False
@@ -244,14 +226,9 @@ class LayerTracker:
             self._hooked.pop().remove()
 
     @property
-    def is_active(self) -> bool:
-        """Whether a forward runs on the calling thread."""
-        return self._running.active
-
-    @property
-    def num_called(self) -> int:
-        """How many layers the forward of the calling thread has called."""
-        return self._running.num_calls
+    def forward(self) -> Scope | None:
+        """The scope of the forward that runs on the calling thread; None if none runs."""
+        return self._engine.activations.scopes.forward
 
     def begin_forward(self, first: int = 0) -> None:
         """Begin a forward.
@@ -259,26 +236,21 @@ class LayerTracker:
         Args:
             first: number of its first layer.
         """
-        running = self._running
-        running.num_calls, running.called, running.active = first, [], True
+        assert self.forward is not None
+        self.forward.first = first
         if compiler_is_loaded():
             for layer in (*self._hooked, *self.others):
                 layer.follow()
         self._engine.begin_forward()
 
-    def forget_forward(self) -> None:
-        """Note that the forward of the calling thread was interrupted."""
-        self._running.active = False
-
-    def end_forward(self, *, completed: bool) -> None:
-        """Report the forward's number of layers, so that the next one knows which come last."""
-        running = self._running
-        running.active, num_calls = False, running.num_calls
+    def end_forward(self, forward: Scope, *, completed: bool) -> None:
+        """Report a forward's number of layers, so that the next one knows which come last."""
+        num_calls = forward.first + len(forward.called)
         self._engine.end_forward(num_calls if completed else None)
         self._warn_of_lost_forwards()
         if not completed or in_backward():  # a recomputation, whose layers are not counted
             return
-        self._order = running.called
+        self._order = forward.called
         if not num_calls and self._hooked and compiler_is_loaded() and not self.warned:
             self.warned = True
             warn_of_one_region(recomputes=self._recomputes)
@@ -295,11 +267,10 @@ class LayerTracker:
         self._num_calls = num_calls
 
     def _begin_layer(self, name: str, inputs: Any) -> None:
-        if self._counts():
-            running = self._running
-            layer = Layer(running.num_calls, name)
-            running.called.append(name)
-            running.num_calls += 1
+        forward = self.forward
+        if forward is not None and self._counts():
+            layer = Layer(forward.first + len(forward.called), name)
+            forward.called.append(name)
             self._engine.begin_layer(layer, inputs)
 
     def _end_layer(self, values: Any) -> None:
@@ -325,7 +296,7 @@ class LayerTracker:
 
         A recomputation runs inside a backward, even if that backward runs inside the forward.
         """
-        return self._running.active and not in_backward()
+        return self.forward is not None and not in_backward()
 
 
 # ---- Finds the blocks of a model: the modules whose calls count as its layers by default ----

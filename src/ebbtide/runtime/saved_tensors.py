@@ -318,8 +318,8 @@ class SavedTensorHooks:
             push_hooks(self.pack, restore)
         return True
 
-    def end(self) -> None:
-        """End what the last `begin` began."""
+    def end(self) -> Scope:
+        """End what the last `begin` began. Returns the scope of the forward."""
         self.pop()
         scope = self._running.forwards[-1]
         try:
@@ -327,6 +327,7 @@ class SavedTensorHooks:
         finally:
             self._scopes.end_forward(scope)
             self._activations.transfers.settle()
+        return scope
 
     def _warn_of_double_backward(self) -> None:
         """Say once that what a second backward needs is kept from now on."""
