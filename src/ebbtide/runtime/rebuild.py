@@ -312,11 +312,6 @@ def mark_not_offload(*tensors: torch.Tensor | None) -> None:
         _purge_at = max(64, 2 * len(_marked))
 
 
-def is_marked(storage: torch.UntypedStorage) -> bool:
-    """Whether saved tensors of a storage must stay on the device."""
-    return storage._cdata in _marked
-
-
 # ---- Placement: the one decision of what becomes of a storage that autograd saves ----
 
 Plan = Mapping[tuple[int | None, int], Decision]
@@ -463,7 +458,7 @@ class Placement:
         """
         # What other code may refill is kept in that code's memory: so does autograd, and backward
         # reads what is there then.
-        if is_marked(storage) or may_change_unseen(storage):
+        if storage._cdata in _marked or may_change_unseen(storage):
             return KEEP, None
         planned = None
         if self._plan or self.wanted_again:
