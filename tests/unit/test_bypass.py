@@ -167,6 +167,7 @@ def test_an_error_in_a_bypassed_forward(
             assert all(map(torch.equal, gradients(model), expected))
             assert handle.inspect().in_flight.forwards == 0
             assert handle.stats.offloaded_bytes > 0
+            assert {each.layer for each in handle.inspect().storages} <= {0, 1, 2, None}
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 
@@ -185,6 +186,15 @@ def test_a_whole_forward_after_an_interrupted_part() -> None:
         assert handle.stats.offloaded_bytes > 0
         assert handle.inspect().in_flight.forwards == 0
         assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+def test_parts_begin_forwards_even_if_nothing_else_of_the_offload_is_left() -> None:
+    """The handle has been dropped, and other code has taken the place of `model.forward`."""
+    model, x = make(), torch.randn(8, 16)
+    engine = ebbtide.offload(model, activations=POLICY)._engine
+    del model.__dict__["forward"]
+    net_only(model, x).backward()
+    assert engine.stats.offloaded_bytes > 0
 
 
 def test_a_part_that_calls_itself() -> None:

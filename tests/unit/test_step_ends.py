@@ -175,3 +175,17 @@ def test_after_such_a_loop_a_pipeline_has_one_step_for_each_run() -> None:
         second.backward()
         third.backward()
     assert handle.stats.num_saved == 3 * _second_step(WAYS["offload"]).num_saved
+
+
+def test_what_an_old_graph_holds_is_known_in_all_later_steps() -> None:
+    model, inputs = _model(), _inputs()
+    with ebbtide.offload(model, activations=EVERYTHING) as handle:
+        held = model(next(inputs)).sum()
+        held.backward(retain_graph=True)
+        num_held = handle.inspect().in_flight.records
+        assert num_held > 0
+        for _ in range(4):
+            model(next(inputs)).sum().backward()
+            assert handle.inspect().in_flight.records == num_held
+        del held
+        assert handle.inspect().in_flight.records == 0

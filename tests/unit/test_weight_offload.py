@@ -1242,3 +1242,25 @@ def test_room_for_gradients_that_never_came_is_not_set_aside_for_ever() -> None:
         with torch.no_grad():
             model(batch(0))
     assert store.budget.reserved_bytes == 0
+
+
+class Scaled(nn.Module):
+    """Changes its weight after it has used it, in a way that no version shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        self.linear.weight.data.mul_(0.5)
+        return y
+
+
+def test_a_weight_changed_after_its_cast_is_not_cast_again() -> None:
+    """Backward casts it again, where autograd itself would still have the first cast."""
+    model = Net(Scaled(), Scaled())
+    with offloaded(model), torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = model(batch(0))
+        with pytest.raises(SavedTensorModifiedError, match=r"blocks\.1\.linear\.weight"):
+            loss.backward()
