@@ -220,7 +220,7 @@ class Suite:
     def _ask(self, job: Job, mode: str, limit_s: float) -> dict[str, Any]:
         first = {} if self._load is None else {"import": self._load}
         known = self._results.get(job.case, {}).get(job.name, {}).get("modes", {})
-        peak_bytes = known.get("none", {}).get("reserved_peak_bytes")
+        peak_bytes = known.get("none", {}).get("peak_bytes")
         peak = {} if peak_bytes is None else {"plain_peak_bytes": peak_bytes}
         text = request(job.task, mode, str(self._device), job.shape, **first, **peak, **job.more)
         begin_s = time.monotonic()

@@ -138,8 +138,8 @@ def offload(
         budget: the most memory that training may take, in bytes, as text such as ``"24GiB"``, or as
             a share such as ``"90%"``. Each layer and each storage is then kept, offloaded, rebuilt
             or recomputed so that the step is as short as the budget allows; ``handle.plan`` says
-            what was chosen and why. On an accelerator the budget bounds what torch's allocator
-            reserves at its peak, on a CPU the peak of the process's resident memory. The first
+            what was chosen and why. On an accelerator the budget bounds what tensors use at once,
+            on a CPU the peak of the process's resident memory. The first
             steps run the most frugal plan and are measured. Of ``activations``, only ``min_bytes``
             may be given. None, on an accelerator and with neither ``activations``, ``weights``,
             ``schedule`` nor ``plan``: 90% of the memory that the device has for this process, so

@@ -30,7 +30,7 @@ def test_everything_is_measured(found: str, device: torch.device) -> None:
     one_way = (hardware.h2d_bytes_per_s, hardware.d2h_bytes_per_s)
     assert hardware.duplex_bytes_per_s <= sum(one_way)
     if not _is_in_software(device):
-        assert all(1e8 < rate < 1e12 for rate in one_way)
+        assert all(1e8 < rate < 1e12 for rate in one_way), one_way
         assert max(one_way) <= hardware.device_memory_bytes_per_s
 
 

@@ -105,7 +105,7 @@ def build(make: Callable[[], nn.Module]) -> nn.Module:
 
 
 def train(model: nn.Module, x: Tensor) -> Iterator[tuple[Tensor, int]]:
-    """Yield the loss of each step, and the most memory that it has reserved."""
+    """Yield the loss of each step, and the most memory that it has used."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     memory = DeviceMemory(x.device)  # which sees what a budget resets
     for _ in range(STEPS):
@@ -114,7 +114,7 @@ def train(model: nn.Module, x: Tensor) -> Iterator[tuple[Tensor, int]]:
         loss = model(x).square().mean()
         loss.backward()
         optimizer.step()
-        yield loss.detach().cpu(), memory.reserved_peak_bytes()
+        yield loss.detach().cpu(), memory.peak_bytes()
 
 
 def values(model: nn.Module) -> dict[str, Tensor]:
@@ -216,7 +216,7 @@ def test_weights_leave_if_nothing_fits_with_them(device: torch.device) -> None:
             assert torch.equal(loss, expected[number])
             resting.append(sum(each.device.type == "cpu" for each in model.parameters()))
             if number > 4 and handle.plan is not None and handle.plan.settled:
-                peaks.append(memory.reserved_peak_bytes())
+                peaks.append(memory.peak_bytes())
             memory.reset_peak()
         assert not resting[3]
         assert resting[-1]
@@ -483,7 +483,7 @@ def test_what_the_host_has_no_room_for_is_computed_again(
         losses = steps(model, counts[:9], device)
         torch.accelerator.reset_peak_memory_stats()
         assert losses + steps(model, counts[9:], device) == expected
-        assert torch.accelerator.max_memory_reserved() <= budget_bytes
+        assert torch.accelerator.max_memory_allocated() <= budget_bytes
         stats = handle.stats
         assert stats.host_capacity_bytes <= int(host_budget[:-3]) * 2**20
         assert stats.recomputed_bytes + stats.rebuilt_bytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ebbtide import Trace, TraceEvent
-from ebbtide.devices import Layer
+from ebbtide.devices import Layer, SimulatedDevice
 from ebbtide.errors import BudgetError
 from ebbtide.planning import (
     Plan,
@@ -14,7 +14,8 @@ from ebbtide.planning import (
     keep_all,
 )
 from ebbtide.planning.budget_study import BudgetStudy, Corrections, Phase
-from ebbtide.planning.recorded import Pass, PassTrim, PassWatch, copied_bytes, measured_profile
+from ebbtide.planning.recorded import PassWatch, copied_bytes, measured_profile
+from ebbtide.runtime.stats import Account, Owner
 from ebbtide.stores import AbstractMemory
 from plan_cases import MB, make_layer, make_link, make_profile
 
@@ -43,9 +44,13 @@ class ScriptedMemory(AbstractMemory):
             self._peaks.pop(0)
 
 
+def account() -> Account:
+    return Account(SimulatedDevice(0), traced=False)
+
+
 def watched(*peaks_mb: int, profile: StepProfile = PROFILE) -> PassWatch:
     """A step with these peaks; of `PROFILE`, they are of F0, F1, F2, the loss, B2, B0."""
-    watch = PassWatch(PassTrim(ScriptedMemory(0, *peaks_mb), None, set()), profile)
+    watch = PassWatch(ScriptedMemory(0, *peaks_mb), account(), profile)
     count = sum(not each.between for each in profile.layers)
     for call in range(count):
         watch.begin_forward_of(Layer(call, ""), ((), {}))
@@ -68,6 +73,35 @@ def test_a_corrected_profile_predicts_what_was_measured() -> None:
         assert max(found[each] for each in watch.covered(position)) == peak_bytes
 
 
+def test_a_layer_that_keeps_what_it_saves_needs_more_than_one_that_offloads_it() -> None:
+    """Offloaded, its tensors are there one by one; kept, all of them beside the most that it uses.
+
+    A layer saves two tensors of 10 MB, and needs 20 MB in its backward, between letting go of them.
+    """
+    layer = make_layer(10, 10)
+    profile, saved = make_profile(layer), account()
+    memory = ScriptedMemory(0, 1, 11, 12, 12, 12, 2, 2, 2, 2, 12, 30, 12, 2)
+    watch = PassWatch(memory, saved, profile)
+    watch.begin_forward_of(Layer(0, ""), ((), {}))
+    for size in (10, -10, 10, -10):  # each is saved, and leaves
+        saved.take(size * MB, Owner.KEPT, None)
+    watch.end_forward_of(Layer(0, ""))
+    watch.end_forward()
+    watch.begin_backward_of(0)
+    for size in (10, -10, 10, -10):  # each comes back, is read, and let go of
+        saved.take(size * MB, Owner.KEPT, None)
+    watch.finish()
+    assert saved.before_change is None
+    assert (watch.working[0], watch.working[2]) == (2 * MB, 20 * MB)
+    study = BudgetStudy(profile, LINK, 100 * MB)
+    corrections = Corrections()
+    offloaded = study.plan
+    corrections.learn(watch, offloaded, StepTiming(profile, LINK).predict(offloaded))
+    kept = keep_all(profile)
+    cautious = StepTiming(corrections.apply(profile, cautious=True), LINK).predict(kept)
+    assert cautious.peak_by_position[2] == 40 * MB
+
+
 # ---- studies -------------------------------------------------------------------------------------
 
 
@@ -78,7 +112,7 @@ def run(study: BudgetStudy, peak_mb: int, step_s: float) -> Plan:
         study.note(peak_mb * MB, step_s)
     else:
         watch = watched(*[peak_mb] * 8)
-        study.learn(traced(study.profile, 1.0), step_s, watch.used_peak_bytes, watch)
+        study.learn(traced(study.profile, 1.0), step_s, watch.peak_bytes, watch)
     return plan
 
 
@@ -254,14 +288,14 @@ def test_layers_that_are_alike_take_equally_long() -> None:
     assert [each.recompute_s for each in found] == [0.5, 0.5, None, None]
 
 
-def test_the_seconds_of_a_pass_that_began_with_nothing_cached_do_not_count() -> None:
-    """It asks the driver for all that it needs, which waits for the device."""
-    profile = make_profile(make_layer(8, 4), make_layer(8, 5))
-    slowed = {Pass("forward", 0), Pass("backward", 1)}
-    plan, events = keep_all(profile), traced(profile, 0.5)
-    found = measured_profile(profile, plan, events, 3.0, 0.0, lowest=True, slowed=slowed).layers
-    assert [each.forward_s for each in found] == [1.0, 0.5]
-    assert [each.backward_s for each in found] == [1.0, 2.0]
+@pytest.mark.parametrize(("budget_mb", "is_timed"), [(40, True), (30, False)])
+def test_a_step_is_timed_where_nobody_need_wait(budget_mb: int, is_timed: bool) -> None:
+    """Measured, it needs 28 MB, as copies are awaited; otherwise, 8 MB more may be under way."""
+    profile = make_profile(*[make_layer(8, 4)] * 4)
+    study = BudgetStudy(profile, ACCELERATOR, budget_mb * MB)
+    assert not study.is_to_be_timed
+    study.learn_memory(watched(*[28] * 9, profile=profile))
+    assert study.is_to_be_timed is is_timed
 
 
 def test_a_step_that_measuring_makes_longer_is_not_late() -> None:
@@ -274,7 +308,7 @@ def test_a_step_that_measuring_makes_longer_is_not_late() -> None:
             break
         peaks = watched(*[plan.peak_bytes // MB] * 9, profile=profile)
         step_s = 2 * (plan.step_s or 6.0)
-        study.learn(traced(study.profile, 2.0), step_s, peaks.used_peak_bytes, peaks)
+        study.learn(traced(study.profile, 2.0), step_s, peaks.peak_bytes, peaks)
     assert study.phase is Phase.SETTLED
     measured = study.step.measured
     assert measured is not None

@@ -198,8 +198,8 @@ torch.ones(8 * 2**18)
 # that are taken from it when no budget is left would be new pages each time.
 ctypes.CDLL(None).mallopt(-1, 128 * 2**10)
 holes = [torch.empty(8 * 2**18) for _ in range(64)]  # what was freed before is reused first
-for memory, wanted in ((first, 1), (second, 1), (first, None), (second, None)):
-    memory.hold_to(wanted)
+for memory, tight in ((first, True), (second, True), (first, False), (second, False)):
+    memory.keep_tight(tight)
     mapped.append(are_large_blocks_mapped())
     return_freed_memory()  # the heap has no end any more that blocks could come from,
     small = [bytes(1000) for _ in range(3000)]  # and grows by what small blocks need

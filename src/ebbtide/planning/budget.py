@@ -7,7 +7,7 @@ import threading
 import time
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any, Final, Generic, NamedTuple, TypeVar, final
 
 import torch
@@ -21,9 +21,9 @@ from ebbtide.planning.follow import place
 from ebbtide.planning.hardware import Hardware
 from ebbtide.planning.plan import Plan
 from ebbtide.planning.planned_step import PlannedStep
+from ebbtide.planning.profile import StepProfile
 from ebbtide.planning.recorded import (
-    Pass,
-    PassTrim,
+    FreedPasses,
     PassWatch,
     profile_recorded_step,
     with_weight_bytes,
@@ -169,6 +169,12 @@ _LOG = logging.getLogger(__name__)
 # their state. Plans of other kinds of steps take the weights as they are. If none of theirs fits,
 # all weights rest again, for good.
 
+# [Note: what counts] A budget is of what tensors use at once. Torch also caches what was freed, and
+# returns that by itself where the device has no more. It is not returned here, and makes no plan
+# smaller: to return it before passes that need room waits for the device, and all pages are mapped
+# anew (H100: steps of an FNO took 478 ms, others 1.3 to 4 times as long); a plan that left room for
+# it took 324 ms. Without either it was 245 ms, with 20.0 GiB in use and 24.2 reserved.
+
 _SHARE: Final = 0.9  # of a device's memory is the budget if none is given
 _MOST_RESTED: Final = 2
 _PART_IN_FLIGHT: Final = 20  # of the budget may be in flight in a step that has no plan
@@ -182,7 +188,6 @@ class _Running(NamedTuple):
     Attributes:
         kind: its kind.
         study: its study; None if the step is recorded, so that there will be one.
-        trim: returns what is cached; None if that is not needed.
         watch: measures the memory of its passes; None if that is not measured.
         is_timed: whether its seconds are learned, and not its memory.
         begin_s: when it began.
@@ -194,7 +199,6 @@ class _Running(NamedTuple):
 
     kind: Kind
     study: BudgetStudy | None
-    trim: PassTrim | None
     watch: PassWatch | None
     is_timed: bool
     begin_s: float
@@ -271,13 +275,11 @@ class BudgetController:
         self._followed: tuple[BudgetStudy, Plan] | None = None  # what the engine follows
         self._several = False  # whether the step has had more than one forward
         self._has_fitted = False  # whether a step was within the budget
-        self._returns_before: set[Pass] = set()  # passes. See [Note: what counts]
-        self._checks = True  # whether passes are checked for what is cached
-        self._grown: dict[Pass, int] = {}  # bytes that each has added to what is in use
         self._was_exceeded = False  # whether the user knows of a step that was over the budget
         self._was_short = False  # whether the user knows of a step that ran out of memory
         self._was_refused = False  # whether the user knows of a step that could not be planned
         self._memory = memory or memory_of(engine.torch_device)
+        self._loosen: Callable[[], object] = lambda: None
         self._begin_on(engine.torch_device)
         if weights is not None:
             # What is in use has the weights of a model that is on the device already.
@@ -290,7 +292,6 @@ class BudgetController:
                 except torch.OutOfMemoryError:  # other programs use the device, too
                     if not self._rest_all():
                         raise
-        weakref.finalize(self, self._memory.hold_to, None)
         load_solver()
 
     @property
@@ -341,19 +342,20 @@ class BudgetController:
     def detach(self) -> None:
         """Let the policy decide again, and measure nothing any more."""
         self._running = self._engine.passes = None
-        self._memory.hold_to(None)
+        self._loosen()
         self._engine.follow(None, None)
 
     def _begin_on(self, device: torch.device) -> None:
         self._device = device
-        self._memory.hold_to(None)
+        self._loosen()
         self._memory = self._given or memory_of(device)
         self._hardware = assumed_hardware(device)
         if self._budget is None:
             self._budget_bytes = int(_SHARE * self._memory.available_bytes)
         else:
             self._budget_bytes = parse_budget_bytes(self._budget, self._memory.total_bytes)
-        self._memory.hold_to(self._budget_bytes)
+        self._memory.keep_tight(True)
+        self._loosen = weakref.finalize(self, self._memory.keep_tight, False)
         self._studies.clear()
         self._running = None
 
@@ -408,24 +410,19 @@ class BudgetController:
         followed, self._followed = self._followed, (study, plan)
         if followed is None or followed[0] is not study or not is_same(plan, followed[1]):
             self._place_weights(study, plan)
-            self._returns_before.clear()
-            self._checks = True
             planned = place(study.profile, plan)._replace(keeps_if_full=True)
             self._engine.follow(planned, plan.max_inflight_bytes)
             if _LOG.isEnabledFor(logging.INFO):
                 _LOG.info("the next step follows another plan: %s", study.step.summary)
         measures = measures and study.phase is not Phase.SETTLED  # choosing may settle it
-        is_timed = measures and study.has_memory and study.phase is Phase.FRUGAL
-        trim = watch = None
-        if measures or self._checks or self._returns_before or self._memory.keeps_freed:
-            bound_bytes = self._budget_bytes if measures or self._checks else None
-            trim = PassTrim(self._memory, bound_bytes, self._returns_before)
+        is_timed = measures and study.is_to_be_timed
+        watch = None
         if measures and not is_timed:
-            trim = self._begin_trim()
-            watch = PassWatch(trim, study.profile, self._finish_copies)
-        self._engine.passes = watch or trim
+            watch = self._watch(study.profile)
+        passes = FreedPasses(self._memory) if self._memory.keeps_freed else None
+        self._engine.passes = watch or passes
         self._engine.record_steps(traced=self._traced or measures)
-        running = self._begun(kind, study, trim, watch)
+        running = self._begun(kind, study, watch)
         self._running = running._replace(is_own=is_own, is_timed=is_timed)
 
     def _rest_all(self) -> bool:
@@ -479,14 +476,12 @@ class BudgetController:
             self._resting = resting
             self._weights.place(resting)
 
-    def _begun(
-        self, kind: Kind, study: BudgetStudy | None, trim: PassTrim | None, watch: PassWatch | None
-    ) -> _Running:
+    def _begun(self, kind: Kind, study: BudgetStudy | None, watch: PassWatch | None) -> _Running:
         """Return what there is to know of a step that begins now."""
         number, failures = self._engine.num_steps, self._memory.num_failures()
         num_refused = self._engine.transfers.offloads.num_refused
         begin_s = time.perf_counter()
-        return _Running(kind, study, trim, watch, False, begin_s, number, failures, num_refused)
+        return _Running(kind, study, watch, False, begin_s, number, failures, num_refused)
 
     def _record(self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record the step that begins now, which offloads all that can leave."""
@@ -496,15 +491,15 @@ class BudgetController:
         self._offload_all()
         self._memory.return_cached()  # what others have left there is not this step's
         find = self._engine.activations.find
-        trim = self._begin_trim()
-        watch = PassWatch(trim, None, self._finish_copies, find, held)
+        watch = self._watch(None, find, held)
         self._engine.passes = watch
         self._engine.record_steps(traced=True)
-        self._running = self._begun(kind, None, trim, watch)
+        self._running = self._begun(kind, None, watch)
 
-    def _begin_trim(self) -> PassTrim:
-        """Return what a step needs whose memory is measured."""
-        return PassTrim(self._memory, self._budget_bytes, self._returns_before, self._grown)
+    def _watch(self, profile: StepProfile | None, *recorded: Any) -> PassWatch:
+        """Measure the step that begins now. See `PassWatch`."""
+        account = self._engine.transfers.account
+        return PassWatch(self._memory, account, profile, self._finish_copies, *recorded)
 
     def _offload_all(self) -> None:
         """Offload all that can leave in the step that begins now."""
@@ -567,8 +562,8 @@ class BudgetController:
             study.learn_full_store()
         elif not self._several and study.has_all_passes(watch):
             # Its seconds say little of others, unless it is far over the budget anyway.
-            if watch.used_peak_bytes > SURE * self._budget_bytes:
-                study.learn(trace_of(self._engine), step_s, watch.used_peak_bytes, watch)
+            if watch.peak_bytes > SURE * self._budget_bytes:
+                study.learn(trace_of(self._engine), step_s, watch.peak_bytes, watch)
             elif self._device.type != "cpu":
                 study.learn_memory(watch)
         return study
@@ -580,11 +575,11 @@ class BudgetController:
         if running is None:
             return
         study, watch, step_s = running.study, running.watch, time.perf_counter() - running.begin_s
-        if running.trim is not None:
-            (watch or running.trim).finish()
-        peak_bytes, used_bytes = self._memory.reserved_peak_bytes(), self._memory.peak_bytes()
         if watch is not None:
-            peak_bytes, used_bytes = watch.reserved_peak_bytes, watch.used_peak_bytes
+            watch.finish()
+        else:
+            self._memory.return_freed()
+        peak_bytes = self._memory.peak_bytes() if watch is None else watch.peak_bytes
         was_full = self._engine.transfers.offloads.num_refused > running.num_refused
         if study is None:
             ended = self._engine.num_steps > running.number and self._engine.had_backward
@@ -593,8 +588,8 @@ class BudgetController:
                 self._memory.reset_peak()
                 self._warn_of_shortage(self._budget_bytes)
             elif watch is not None and ended:
-                if used_bytes > self._budget_bytes:
-                    self._warn_of_excess(used_bytes)
+                if peak_bytes > self._budget_bytes:
+                    self._warn_of_excess(peak_bytes)
                 self._has_fitted |= peak_bytes <= self._budget_bytes
                 found = self._study_recorded(watch, step_s, was_full=was_full)
                 self._studies.add(running.kind, found)
@@ -618,17 +613,13 @@ class BudgetController:
             study.learn_full_store()
             return
         self._check_numbers(running, study)
-        is_over = peak_bytes > self._budget_bytes
-        found_more = running.trim is not None and running.trim.num_over > 0
-        self._checks = is_over or found_more or running.learns
         is_whole = running.is_timed if watch is None else study.has_all_passes(watch)
         if is_whole and not self._several:
-            study.learn(trace_of(self._engine), step_s, used_bytes, watch)
+            study.learn(trace_of(self._engine), step_s, peak_bytes, watch)
         else:
-            study.note(used_bytes, step_s)
-        if is_over:
-            if used_bytes > self._budget_bytes:
-                self._warn_of_excess(used_bytes)
+            study.note(peak_bytes, step_s)
+        if peak_bytes > self._budget_bytes:
+            self._warn_of_excess(peak_bytes)
             self._memory.reset_peak()
 
     def _check_numbers(self, running: _Running, study: BudgetStudy) -> None:

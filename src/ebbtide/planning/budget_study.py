@@ -19,7 +19,6 @@ from ebbtide.planning.planned_step import PlannedStep, StepCost
 from ebbtide.planning.prediction import CautiousTiming, PlanBudget, Prediction, predict_awaited
 from ebbtide.planning.profile import LayerProfile, StepProfile
 from ebbtide.planning.recorded import (
-    Pass,
     PassWatch,
     copied_bytes,
     measured_hardware,
@@ -40,6 +39,7 @@ class Corrections:
     def __init__(self) -> None:
         self._excess: dict[tuple[int, bool], int] = {}  # by position and whether recomputed
         self._kept: set[tuple[int, bool]] = set()  # measured with more than what was offloaded
+        self._working: dict[int, int] = {}  # by position, if all that it saves stays
 
     def learn(self, watch: PassWatch, plan: Plan, predicted: Prediction) -> None:
         """Note by how much a step needed more, or less, than was predicted.
@@ -50,6 +50,9 @@ class Corrections:
             predicted: what these corrections predicted for it.
         """
         peaks = predicted.peak_by_position
+        if not self._working:  # later, gradients of weights that came back would count twice
+            for position, size_bytes in watch.working.items():
+                self._working.update(dict.fromkeys(watch.covered(position), size_bytes))
         for position, peak_bytes in watch.peaks.items():
             covered = watch.covered(position)
             excess_bytes = peak_bytes - max(peaks[each] for each in covered)
@@ -66,14 +69,21 @@ class Corrections:
 
         Args:
             profile: the profile.
-            cautious: what a layer was measured to need less, while all that it saves was offloaded,
-                may be because that was never there at one time. This does not count on it.
+            cautious: while all that a layer saves is offloaded, it is never there at one time, so
+                what was measured then says little of a layer that keeps it. This counts on what it
+                used beside what was there.
             unsure_bytes: how much more a pass of a layer may need than the profile says, if the
                 layer is recomputed and was not measured so.
         """
         count = len(profile.layers)
         known = self._kept if cautious else self._excess.keys()
-        excess = {key: size if key in known else max(0, size) for key, size in self._excess.items()}
+        working = dict(self._working)
+        for index, layer in enumerate(profile.layers):  # a plan counts gradients by themselves
+            working[2 * count - index] = working.get(2 * count - index, 0) - layer.gradient_bytes
+        excess = {
+            key: size if key in known else max(0, size, working.get(key[0], 0))
+            for key, size in self._excess.items()
+        }
         # What was measured in one way is taken to be needed in the other way, too.
         as_is, again = (
             [
@@ -118,11 +128,11 @@ def _is_recomputed(plan: Plan, position: int) -> bool:
 
 
 def _is_offloaded(plan: Plan, position: int) -> bool:
-    """Whether the layer at a position keeps nothing, and does not run again either."""
+    """Whether the layer at a position keeps nothing that it saves, and does not run again."""
     layer = _layer_at(plan, position)
     if layer is None or layer.mode is not LayerMode.AS_IS:
         return False
-    return Decision.KEEP not in layer.decisions
+    return bool(layer.decisions) and Decision.KEEP not in layer.decisions
 
 
 def _layer_at(plan: Plan, position: int) -> LayerPlan | None:
@@ -247,7 +257,6 @@ class BudgetStudy:
         plan: the plan of the next step.
         profile: the step, without what was measured of its memory.
         budget_bytes: the budget; less than was asked for where the device did not have that.
-        has_memory: whether the memory of each pass was measured.
         saved_bytes: unique bytes that the recorded step saved.
         exceeded_bytes: the peak of a step that was over the budget, after which no better plan was
             found; 0 if there was none.
@@ -278,7 +287,7 @@ class BudgetStudy:
         self.exceeded_bytes = self.saved_bytes = 0
         rests = everywhere(profile)
         self.places_weights = any(rests)
-        self.weights_can_leave = self.has_memory = False
+        self.weights_can_leave = self._has_memory = False
         self.plan = with_weights(offload_or_rebuild(profile), rests)
         self.plan = predicted_now(self.plan, self._predict(begin_bytes))
 
@@ -294,6 +303,16 @@ class BudgetStudy:
             at_first=self._at_first,
             measured=self._measured,
         )
+
+    @property
+    def is_to_be_timed(self) -> bool:
+        """Whether a step of the plan is to show its seconds, as its memory is known.
+
+        Nobody waits for copies then, so more of them are under way; the budget must have room.
+        """
+        if not self._has_memory or self.phase is not Phase.FRUGAL:
+            return False
+        return self._predict(self._begin_bytes).peak_bytes <= self.budget_bytes
 
     def choose(self, begin_bytes: int) -> Plan:
         """Return the plan for a step that begins now.
@@ -366,7 +385,7 @@ class BudgetStudy:
         Args:
             watch: what was measured.
         """
-        self.has_memory = True
+        self._has_memory = True
         self._begin_bytes = self._without_weights(watch.begin_bytes)
         before = self._predict(self._begin_bytes)
         self._corrections.learn(watch, self.plan, self._predict_watched(self._begin_bytes, before))
@@ -386,7 +405,7 @@ class BudgetStudy:
         """
         if watch is not None:
             self.learn_memory(watch)
-        self._learn_seconds(trace, step_s, frozenset() if watch is None else watch.slowed)
+        self._learn_seconds(trace, step_s)
         after = self._predict(self._begin_bytes)
         if watch is not None and not self._hardware.computes_on_host:
             # Of the seconds between the passes, most went into waiting for what is measured.
@@ -394,7 +413,7 @@ class BudgetStudy:
         # Copies are awaited where memory is measured; in other steps more of them are under way.
         self._note_cost(max(used_bytes, after.peak_bytes), used_bytes, step_s)
 
-    def _learn_seconds(self, trace: Trace, step_s: float, slowed: Set[Pass]) -> None:
+    def _learn_seconds(self, trace: Trace, step_s: float) -> None:
         per_byte_s = self._hardware.copy_cost_s_per_byte or 0.0
         cost_s = copied_bytes(self.profile, self.plan) * per_byte_s
         is_first = self.phase is Phase.FRUGAL  # there are no other seconds yet
@@ -406,7 +425,6 @@ class BudgetStudy:
             step_s,
             cost_s,
             lowest=alike and not is_first,
-            slowed=slowed,
             alike=alike,
         )
         self._hardware = measured_hardware(self._hardware, trace)

@@ -30,7 +30,7 @@ class StepCost(NamedTuple):
     """What a step under a plan costs.
 
     Attributes:
-        peak_bytes: the peak of memory: what the allocator reserved, or the process's RSS on a CPU.
+        peak_bytes: the peak of memory: of what tensors use, or of the process's RSS on a CPU.
         step_s: seconds from the begin of the step to the begin of the next.
     """
 

@@ -12,8 +12,9 @@ from __future__ import annotations
 import abc
 import dataclasses
 import re
+import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, Protocol, final
 
 import torch
@@ -27,6 +28,7 @@ from ebbtide.planning.plan import Decision, LayerMode, Plan
 from ebbtide.planning.prediction import StorageUses
 from ebbtide.planning.profile import LayerProfile, SavedStorage, StepProfile, StorageId
 from ebbtide.runtime.events import TraceEvent
+from ebbtide.runtime.stats import Account
 from ebbtide.runtime.torch_internals import (
     call_after_backward,
     current_graph_task,
@@ -265,7 +267,6 @@ def measured_profile(
     copy_cost_s: float,
     *,
     lowest: bool = False,
-    slowed: Set[Pass] = frozenset(),
     alike: bool = False,
 ) -> StepProfile:
     """Return a profile with the seconds of a measured step.
@@ -280,7 +281,6 @@ def measured_profile(
         lowest: whether the profile's seconds were measured too, and what is lower counts. On an
             accelerator work takes as long each time, but a pass that waits for the host seems to
             take longer, and the host has more to do in a step that is measured.
-        slowed: passes that do not count then.
         alike: whether layers that are alike take equally long: on an accelerator one that offloads
             more keeps the host busy for longer.
     """
@@ -313,11 +313,7 @@ def measured_profile(
     share = max(_LEAST_SHARE, 1 - copy_cost_s / passes_s) if passes_s else 1.0
     layers = [_scaled(each, share) for each in layers]
     if lowest:
-        number = {index: call for call, index in enumerate(calls)}
-        layers = [
-            _lowest(each, before, slowed, number.get(index, -1))
-            for index, (each, before) in enumerate(zip(layers, profile.layers, strict=True))
-        ]
+        layers = [_lowest(*each) for each in zip(layers, profile.layers, strict=True)]
         rest_s = min(rest_s, profile.after_s)
     if alike:
         layers = _equally_long(layers)
@@ -326,15 +322,8 @@ def measured_profile(
     )
 
 
-def _lowest(
-    layer: LayerProfile, before: LayerProfile, slowed: Set[Pass], call: int
-) -> LayerProfile:
-    """Return a layer with the lower of two measurements each, of passes that count."""
-    if Pass("forward", call) in slowed:
-        layer = dataclasses.replace(layer, forward_s=before.forward_s)
-    if Pass("backward", call) in slowed:
-        backward_s, recompute_s = before.backward_s, before.recompute_s
-        layer = dataclasses.replace(layer, backward_s=backward_s, recompute_s=recompute_s)
+def _lowest(layer: LayerProfile, before: LayerProfile) -> LayerProfile:
+    """Return a layer with the lower of two measurements each."""
     recomputed = [s for s in (layer.recompute_s, before.recompute_s) if s is not None]
     pairs = zip(layer.storages, before.storages, strict=True)
     return dataclasses.replace(
@@ -646,81 +635,20 @@ class AbstractPasses(abc.ABC):
         self._enter("loss")
 
 
-# [Note: what counts] A budget is of what nobody else could use: on a device, of what torch has
-# reserved, its cached blocks among it. Tensors that are over the budget are the fault of the plan,
-# and another one is searched for. If only the cached blocks beside them are, no other plan helps:
-# they are in sizes that nothing asks for. So they are returned as soon as a pass has ended over the
-# budget, and from the next step on before it begins, and before the step: a plan's steps are alike.
-# Returning them waits for the device, and the pass asks the driver for all that it needs, so it is
-# done nowhere else: a step of an FNO took 385 ms with it at each pass, and 258 without (H100).
-# Steps that are measured wait anyway, so there it is also done where a pass may have no room, and
-# the seconds of such a pass do not count. On a CPU freed memory is returned at each pass.
-
-
 @final
-class PassTrim(AbstractPasses):
-    """Returns what is cached where a step would be over the budget. See [Note: what counts].
+class FreedPasses(AbstractPasses):
+    """Returns what was freed at each begin of a pass, where it would count for a budget.
 
     Args:
         memory: the memory.
-        budget_bytes: how much may be reserved when a pass ends; None: that is not looked at.
-        before: the passes before which cached blocks are returned. It is added to.
-        grown: if the step is measured, how much each pass has added at most to what is in use,
-            which is kept here from step to step. An unknown pass is taken to add as much as any
-            other; what follows the first backward, such as the making of an optimizer's state, all
-            that there is.
-
-    Attributes:
-        memory: the memory.
-        num_over: how many passes have ended over the budget.
-        returned: the passes before which cached blocks were returned.
     """
 
-    def __init__(
-        self,
-        memory: AbstractMemory,
-        budget_bytes: int | None,
-        before: set[Pass],
-        grown: dict[Pass, int] | None = None,
-    ) -> None:
-        self.memory, self.num_over = memory, 0
-        self.returned: set[Pass] = set()
-        self._budget_bytes, self._before, self._grown = budget_bytes, before, grown
-        self._pass = _BEGIN
+    def __init__(self, memory: AbstractMemory) -> None:
+        self._memory = memory
 
-    def begin_pass(self, begins: Pass, grown_bytes: int = 0) -> None:
-        """Return what is cached, if the pass that ends or the one that begins needs that.
-
-        Args:
-            begins: the pass that begins.
-            grown_bytes: how much the one that ends has used beside what was in use.
-        """
-        if self.memory.keeps_freed:
-            self.memory.return_freed()
-            return
-        ended, self._pass = self._pass, begins
-        is_needed = begins in self._before
-        if self._budget_bytes is not None:
-            free_bytes = self._budget_bytes - self.memory.reserved_bytes()
-            if free_bytes < 0:
-                self.num_over += 1
-                self._before.update((ended, _BEGIN))
-            if self._grown is not None:
-                self._grown[ended] = max(self._grown.get(ended, 0), grown_bytes)
-                most = self._budget_bytes if begins == _END else max(self._grown.values())
-                free_bytes -= self._grown.get(begins, most)
-            is_needed |= free_bytes < 0
-        if is_needed:
-            self.returned.add(begins)
-            self.memory.return_cached()
-
-    def finish(self) -> None:
-        """Note that the step has ended."""
-        self.begin_pass(_BEGIN)
-
-    def _enter(self, what: str, call: int = -1) -> None:
+    def _enter(self, what: str, call: int = -1) -> None:  # noqa: ARG002
         if call < 0 or _is_measured(call):
-            self.begin_pass(Pass(what, call))
+            self._memory.return_freed()
 
 
 class _SavedStorage(Protocol):
@@ -750,8 +678,9 @@ class PassWatch(AbstractPasses):
     """Records one step: the calls of its layers, and the memory of its passes.
 
     Args:
-        trim: returns what is cached where that is needed. The peak of its memory is measured and
-            reset at each begin of a pass.
+        memory: the memory. Its peak is measured and reset at each begin of a pass, and each time
+            before saved tensors come to the device or leave it.
+        account: counts those.
         profile: the step; None if it is not known yet: see `bind`.
         finish_copies: waits for the copies that are under way; called at each begin of a pass. None
             where the host sees how far they are.
@@ -760,21 +689,21 @@ class PassWatch(AbstractPasses):
 
     Attributes:
         begin_bytes: memory in use when the step began.
-        used_peak_bytes: the peak of the whole step, of what was in use,
-        reserved_peak_bytes: and of all that nobody else could use. See [Note: what counts].
+        peak_bytes: the peak of the whole step.
         calls: the calls of layers in the first forward of the step.
     """
 
     def __init__(
         self,
-        trim: PassTrim,
+        memory: AbstractMemory,
+        account: Account,
         profile: StepProfile | None = None,
         finish_copies: Callable[[], None] | None = None,
         find: FindRecord | None = None,
         held: Iterable[Tensor] = (),
     ) -> None:
         self._positions = None if profile is None else Positions(profile)
-        self._trim, self._memory = trim, trim.memory
+        self._memory, self._account = memory, account
         self._finish_copies = finish_copies or (lambda: None)
         self._find = find
         self._held = {_address_of(each) for each in held}
@@ -782,29 +711,41 @@ class PassWatch(AbstractPasses):
         self._records_calls = find is not None
         self.calls: list[RecordedCall] = []
         self._peaks: dict[Pass, int] = {}
+        self._working: dict[Pass, int] = {}  # see `working`
+        self._saved_bytes = 0  # of the pass so far; a backward lets go of them
+        self._most_bytes = -sys.maxsize  # beside other saved tensors, if these stay that long
         self._merged: dict[Pass, set[Pass]] = {}  # passes that were not measured alone
         self._finish_copies()
-        self._trim.begin_pass(_BEGIN)
-        self.begin_bytes = self._used_bytes = self._memory.now_bytes()
-        self.used_peak_bytes = self.reserved_peak_bytes = 0
+        self._memory.return_freed()
+        self.begin_bytes = self._memory.now_bytes()
+        self.peak_bytes = 0
         self._memory.reset_peak()
         self._pass = _BEGIN
+        if not memory.keeps_freed:  # there, what was freed before may count
+            account.before_change = self._note_change
 
     def bind(self, profile: StepProfile) -> None:
         """Note which step it was, so that its passes have positions."""
         self._positions = Positions(profile)
 
     @property
-    def slowed(self) -> Set[Pass]:
-        """The passes whose seconds do not count. See [Note: what counts]."""
-        return self._trim.returned
-
-    @property
     def peaks(self) -> dict[int, int]:
         """The highest peak of each position; a position that was not measured alone has none."""
+        return self._by_position(self._peaks)
+
+    @property
+    def working(self) -> dict[int, int]:
+        """What each position would need at most beside saved tensors, if these stay.
+
+        What is offloaded is never there at one time; each moment counts with what would be.
+        """
+        found = self._by_position(self._working)
+        return {each: size_bytes - self.begin_bytes for each, size_bytes in found.items()}
+
+    def _by_position(self, sizes: Mapping[Pass, int]) -> dict[int, int]:
         assert self._positions is not None, "the profile is not known yet"
         found: dict[int, int] = {}
-        for each, size_bytes in self._peaks.items():
+        for each, size_bytes in sizes.items():
             position = self._positions.position(*each)
             if position is not None and each != _END:
                 found[position] = max(found.get(position, 0), size_bytes)
@@ -830,6 +771,7 @@ class PassWatch(AbstractPasses):
     def finish(self) -> None:
         """Note that the step has ended."""
         self._enter(*self._pass)
+        self._account.before_change = None
 
     @property
     def is_whole(self) -> bool:
@@ -879,17 +821,37 @@ class PassWatch(AbstractPasses):
     def _enter(self, what: str, call: int = -1) -> None:
         if call >= 0 and not _is_measured(call):
             self._merged.setdefault(self._pass, set()).add(Pass(what, call))
+            if not self._memory.keeps_freed:
+                self._end_pass()
             return
+        self._finish_copies()
+        self._end_pass()
+        self._pass = Pass(what, call)
+
+    def _end_pass(self) -> None:
+        self._note_peak()
+        most_bytes = self._most_bytes
+        if self._pass.what != "backward":
+            most_bytes -= self._saved_bytes  # what it saves counts beside that
+        self._working[self._pass] = max(self._working.get(self._pass, 0), most_bytes)
+        self._saved_bytes, self._most_bytes = 0, -sys.maxsize
+        self._memory.return_freed()
+        self._memory.reset_peak()
+
+    def _note_peak(self) -> None:
+        """Note the peak since it was reset last."""
         used_bytes = self._memory.peak_bytes()
         self._peaks[self._pass] = max(self._peaks.get(self._pass, 0), used_bytes)
-        self.used_peak_bytes = max(self.used_peak_bytes, used_bytes)
-        reserved_bytes = self._memory.reserved_peak_bytes()
-        self.reserved_peak_bytes = max(self.reserved_peak_bytes, reserved_bytes)
-        self._finish_copies()
-        self._pass = Pass(what, call)
-        self._trim.begin_pass(self._pass, used_bytes - self._used_bytes)
-        self._used_bytes = self._memory.now_bytes()
+        self.peak_bytes = max(self.peak_bytes, used_bytes)
+        used_bytes -= self._account.device_bytes + self._account.weight_bytes
+        self._most_bytes = max(self._most_bytes, used_bytes + self._saved_bytes)
+
+    def _note_change(self, size_bytes: int) -> None:
+        """Note the peak until saved tensors come to the device, or leave it."""
+        self._note_peak()
         self._memory.reset_peak()
+        if (size_bytes < 0) is (self._pass.what == "backward"):
+            self._saved_bytes += size_bytes
 
 
 def _address_of(tensor: Tensor) -> int | None:

@@ -187,10 +187,6 @@ class AbstractMemory(abc.ABC):
     def peak_bytes(self) -> int:
         """Return the largest number of bytes in use since `reset_peak`."""
 
-    def reserved_bytes(self) -> int:
-        """Return the number of bytes that nobody else could use now."""
-        return self.now_bytes()
-
     def reserved_peak_bytes(self) -> int:
         """Return the largest number of bytes since `reset_peak` that nobody else could use.
 
@@ -219,12 +215,11 @@ class AbstractMemory(abc.ABC):
     def return_freed(self) -> None:  # noqa: B027  # most memories have nothing to return
         """Return what was freed to where it came from, if that costs little."""
 
-    def hold_to(self, budget_bytes: int | None) -> None:  # noqa: B027  # some cannot be told
-        """Have what is freed return to where it came from, as far as a budget needs that.
+    def keep_tight(self, tight: bool) -> None:  # noqa: B027  # some cannot be told
+        """Have the allocator keep little of what is freed, or as much as it does by itself.
 
         Args:
-            budget_bytes: how much may be in use and cached together. None: there is no budget any
-                more.
+            tight: whether little, as under a budget.
         """
 
     def return_cached(self) -> None:
@@ -310,8 +305,8 @@ class ProcessMemory(AbstractMemory):
     def return_freed(self) -> None:
         return_freed_memory()
 
-    def hold_to(self, budget_bytes: int | None) -> None:
-        _map_large_blocks(self, budget_bytes is not None)
+    def keep_tight(self, tight: bool) -> None:
+        _map_large_blocks(self, tight)
 
     @property
     def total_bytes(self) -> int:
@@ -349,33 +344,21 @@ def _read_resident_peaks() -> _Peaks:
 
 
 # [Note: cached blocks] An accelerator's allocator keeps the blocks that were freed, in sizes that
-# nothing may ask for again, and they count for a budget. So as long as a budget is in force, two of
-# its settings are made, unless the user has made them. With expandable segments, freed memory is
-# used again in other sizes: on an H100, what was reserved beyond what was in use fell from 8 to 53%
-# to 2 to 33% (settled plans of seven models), and `planning.recorded.PassTrim` returns the rest.
-# Where there are none, blocks that were not used for longest are returned beyond a threshold.
+# nothing may ask for again. As long as a budget is in force, segments are expandable, unless the
+# user has set that: freed memory is used again in other sizes, and returns where the device has no
+# more. On an H100, what was reserved beyond what was in use fell from 8 to 53% to 2 to 33% (settled
+# plans of seven models).
 
-_EARLY: Final = 0.9
-"""Share of a budget that the threshold is: the allocator looks at it before it reserves more."""
-
-_held: Final[dict[AbstractMemory, int]] = {}  # budgets in bytes, of devices
+_tight: Final[weakref.WeakSet[AbstractMemory]] = weakref.WeakSet()  # of devices
 
 
-def _hold_allocator(device: torch.device) -> None:
-    """Tell torch's allocator the smallest budget, or that there is none any more."""
+def _set_expandable() -> None:
+    """Tell torch's allocator whether segments are expandable."""
     own = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
-    settings = [own] if own else []
     if "expandable_segments" not in own:
-        settings.append(f"expandable_segments:{bool(_held)}")
-    module = torch.get_device_module(device)
-    has_fraction = hasattr(module, "get_per_process_memory_fraction")  # not on every accelerator
-    if _held and has_fraction and "garbage_collection_threshold" not in own:
-        fraction = module.get_per_process_memory_fraction()
-        module.set_per_process_memory_fraction(fraction)  # without one, no threshold counts
-        share = _EARLY * min(_held.values()) / (fraction * module.mem_get_info()[1])
-        if 0 < share < 1:
-            settings.append(f"garbage_collection_threshold:{share:.6f}")
-    torch._C._accelerator_setAllocatorSettings(",".join(settings))
+        settings = [own] if own else []
+        settings.append(f"expandable_segments:{bool(_tight)}")
+        torch._C._accelerator_setAllocatorSettings(",".join(settings))
 
 
 @final
@@ -398,9 +381,6 @@ class DeviceMemory(AbstractMemory):
     def peak_bytes(self) -> int:
         return self._peak.read()[0]
 
-    def reserved_bytes(self) -> int:
-        return torch.accelerator.memory_reserved(self._device)
-
     def reserved_peak_bytes(self) -> int:
         return self._peak.read()[1]
 
@@ -420,12 +400,10 @@ class DeviceMemory(AbstractMemory):
     def return_cached(self) -> None:
         torch.accelerator.empty_cache()
 
-    def hold_to(self, budget_bytes: int | None) -> None:
-        if budget_bytes is not None:
-            _held[self] = budget_bytes
-        elif _held.pop(self, None) is None:
-            return
-        _hold_allocator(self._device)
+    def keep_tight(self, tight: bool) -> None:
+        if (self in _tight) is not tight:
+            (_tight.add if tight else _tight.discard)(self)
+            _set_expandable()
 
     def num_failures(self) -> int:
         return int(torch.accelerator.memory_stats(self._device).get("num_ooms", 0))

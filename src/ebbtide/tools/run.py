@@ -186,7 +186,7 @@ class RunReport:
     def peak_bytes(self) -> int | None:
         """The peak of memory since the first model was found; None if it is not known."""
         memory = self.finder.memory
-        return resident_peak_bytes() if memory is None else memory.reserved_peak_bytes()
+        return resident_peak_bytes() if memory is None else memory.peak_bytes()
 
     def document(self) -> dict[str, Any]:
         """Return all figures for JSON: bytes, and seconds."""

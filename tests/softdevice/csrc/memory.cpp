@@ -11,7 +11,6 @@
 #include <unordered_map>
 #include <vector>
 
-#include <c10/core/AllocatorConfig.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/util/Exception.h>
 
@@ -120,8 +119,6 @@ class Pool {
 
 // ---- the device's allocator ---------------------------------------------------------------------
 
-using c10::CachingAllocator::AcceleratorAllocatorConfig;
-
 class DeviceAllocator final : public c10::DeviceAllocator {
  public:
   c10::DataPtr allocate(size_t size) override {
@@ -229,12 +226,6 @@ class DeviceAllocator final : public c10::DeviceAllocator {
   Block* take_or_make(size_t size, StreamId stream) {
     if (Block* block = pool_.take(size, stream)) {
       return block;
-    }
-    // Blocks are not split here, and not used in other sizes, as expandable segments are. In place of
-    // that, what is cached returns before more than the threshold is reserved.
-    double share = AcceleratorAllocatorConfig::garbage_collection_threshold();
-    if (share > 0 && static_cast<double>(reserved_ + size) > share * static_cast<double>(capacity_)) {
-      release_cached();
     }
     if (reserved_ + size > capacity_) {
       ++stats_.num_alloc_retries;
