@@ -56,7 +56,7 @@ def test_a_repr_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         def refuse(*_: object) -> None:
             raise AssertionError("waited for the device")
 
-        monkeypatch.setattr("ebbtide.runtime.stats.StepMeter.freeze", refuse)
+        monkeypatch.setattr("ebbtide.runtime.stats.StepMeter.stats", property(refuse))
         assert "448.0 KiB" in repr(handle)
         assert "448.0 KiB" in handle._repr_html_()
 

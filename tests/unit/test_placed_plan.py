@@ -108,7 +108,7 @@ def test_any_plan_is_followed_and_changes_no_bit(name: str, seed: int) -> None:
         found = train(model, batch, seed)
         storages = handle.inspect().storages
         weights = handle._engine.weights
-        at_rest = {member.name for _, member in weights.parameters.members()} if weights else set()
+        at_rest = {member.name for _, member in weights.members()} if weights else set()
     resting = {
         layer.name
         for layer, chosen in zip(profile.layers, plan.layers, strict=True)
