@@ -189,3 +189,13 @@ def test_what_an_old_graph_holds_is_known_in_all_later_steps() -> None:
             assert handle.inspect().in_flight.records == num_held
         del held
         assert handle.inspect().in_flight.records == 0
+
+
+def test_each_step_has_statistics_of_its_own_and_no_step_too() -> None:
+    """Callbacks tell by that whether a step has been counted."""
+    model = nn.Sequential(nn.Linear(64, 64))
+    with ebbtide.offload(model, activations=EVERYTHING) as handle:
+        seen = [handle.stats, handle.stats]
+        model(torch.randn(8, 64)).sum().backward()
+        seen += [handle.stats, handle.stats]
+    assert seen[0] is seen[1] is not seen[2] is seen[3]

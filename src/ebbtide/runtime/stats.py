@@ -149,6 +149,9 @@ _COUNTED = tuple(
 )
 
 
+_NO_STEP: Final = StepStats()  # one object, as a step that has been seen is known by its statistics
+
+
 @final
 class StepMeter:
     """What belongs to one step. Counters of `StepStats` have the names of their fields there.
@@ -267,12 +270,12 @@ class Account:
     @property
     def stats(self) -> StepStats:
         """The last finished step. Reading it waits until the device has finished that step."""
-        return StepStats() if self.last_meter is None else self.last_meter.stats
+        return _NO_STEP if self.last_meter is None else self.last_meter.stats
 
     @property
     def last_counts(self) -> StepStats | StepMeter:
         """The counts of the last finished step, without its waits. Reading it does not wait."""
-        return self.last_meter or StepStats()
+        return self.last_meter or _NO_STEP
 
     def record(self, *, traced: bool) -> None:
         """Record a trace of each step, or of none, from the next step on."""
