@@ -119,6 +119,28 @@ def test_a_graph_outlives_detach(device: torch.device, use: Use, kind: type[nn.M
         mine(x).sum().backward()  # the graph from before is no obstacle to the next
 
 
+@pytest.mark.parametrize("use", [_clipped, _accumulated, _asked_for], ids=lambda use: use.__name__)
+def test_layers_are_recomputed_after_detach(device: torch.device, use: Use) -> None:
+    """With the parameters that their modules have by then."""
+    for order in PORTFOLIO:
+        softdevice.choose_order(order)
+        plain = _model(_Block, device)
+        mine = copy.deepcopy(plain)
+        x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(1)).to(device)
+        expected = use(plain(x).square().mean(), list(plain.parameters()))
+        again = ebbtide.ActivationPolicy(mode="recompute", min_bytes=1)
+        weights = ebbtide.WeightPolicy()
+        with ebbtide.offload(mine, layers=list(mine), weights=weights, activations=again) as handle:
+            mine(x).square().mean().backward()  # verifies them
+            mine.zero_grad()
+            loss = mine(x).square().mean()
+            assert handle.inspect().in_flight.saved_tensors
+        found = use(loss, list(mine.parameters()))
+        for one, other in zip(expected, found, strict=True):
+            assert one is not None and other is not None
+            assert torch.equal(one.cpu(), other.cpu()), order
+
+
 def test_hooks_on_parameters_outlive_detach(device: torch.device) -> None:
     """Registered before `offload`, and called with the gradients of a graph that outlived it."""
     for order in PORTFOLIO:

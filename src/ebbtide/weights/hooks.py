@@ -527,7 +527,9 @@ class AbstractWeights(ABC):
     @contextlib.contextmanager
     def open(self, module: nn.Module) -> Iterator[None]:
         """Surround a forward of a module whose hooks torch does not call."""
-        groups = next((groups for used, groups in self._used if used is module), ())
+        # A module that has been detached since has its parameters, and needs no groups.
+        used = self._used if self._hooks else ()
+        groups = next((groups for each, groups in used if each is module), ())
         self._begin(groups, ((), {}))
         try:
             yield
