@@ -518,3 +518,19 @@ def test_after_an_offload_freed_blocks_are_reused_again(end: str) -> None:
         del handle, model
         gc.collect()
     assert not are_large_blocks_mapped()
+
+
+@pytest.mark.parametrize("steps_before", [0, 2], ids=["recorded", "planned"])
+def test_a_step_that_is_measured_is_not_after_a_detach(
+    memory: LiveMemory, monkeypatch: pytest.MonkeyPatch, steps_before: int
+) -> None:
+    """What its graph holds comes and goes afterwards; peaks are the program's own again."""
+    budget = memory.now_bytes() + int(0.6 * plain_peak_bytes(memory))
+    model, x = Model(), torch.randn(BATCH, WIDTH)
+    handle = ebbtide.offload(model, budget=budget, activations=SMALL)
+    train(model, steps_before)
+    loss = model(x).square().mean()
+    handle.detach()
+    monkeypatch.setattr(memory, "reset_peak", pytest.fail)
+    loss.backward()
+    train(model, 1)

@@ -606,7 +606,7 @@ class Positions:
 
 
 class AbstractPasses(abc.ABC):
-    """Follows the passes of one step; one of `ebbtide.runtime.engine.PassListener`."""
+    """Follows the passes of one step; one of `ebbtide.runtime.events.PassListener`."""
 
     _task = -1  # the backward that runs, by its number
 
@@ -629,6 +629,9 @@ class AbstractPasses(abc.ABC):
 
     def _end_backward(self) -> None:
         self._enter(*_END)
+
+    def before_change(self, size_bytes: int) -> None:  # noqa: B027  # most need not know
+        """Note that saved tensors are about to come to the device, or to leave it."""
 
     def end_forward(self) -> None:
         """Note that the model's forward has ended: the work between the passes begins."""
@@ -721,8 +724,6 @@ class PassWatch(AbstractPasses):
         self.peak_bytes = 0
         self._memory.reset_peak()
         self._pass = _BEGIN
-        if not memory.keeps_freed:  # there, what was freed before may count
-            account.before_change = self._note_change
 
     def bind(self, profile: StepProfile) -> None:
         """Note which step it was, so that its passes have positions."""
@@ -771,7 +772,6 @@ class PassWatch(AbstractPasses):
     def finish(self) -> None:
         """Note that the step has ended."""
         self._enter(*self._pass)
-        self._account.before_change = None
 
     @property
     def is_whole(self) -> bool:
@@ -846,8 +846,9 @@ class PassWatch(AbstractPasses):
         used_bytes -= self._account.device_bytes + self._account.weight_bytes
         self._most_bytes = max(self._most_bytes, used_bytes + self._saved_bytes)
 
-    def _note_change(self, size_bytes: int) -> None:
-        """Note the peak until saved tensors come to the device, or leave it."""
+    def before_change(self, size_bytes: int) -> None:
+        if self._memory.keeps_freed:  # what was freed before would count, too
+            return
         self._note_peak()
         self._memory.reset_peak()
         if (size_bytes < 0) is (self._pass.what == "backward"):

@@ -816,9 +816,19 @@ def _make_record(
     scope: Scope, address: int, version: int, number: int, size_bytes: int, decision: Decision
 ) -> StorageRecord:
     """Make the record of a storage that is first saved in a scope."""
-    layer, log, state = scope.layer, scope.forward, decision.state
-    place = layer, log.number, size_bytes, state
-    return StorageRecord(*place, address, version, number, decision, log, size_bytes)
+    log = scope.forward
+    return StorageRecord(
+        scope.layer,
+        log.number,
+        size_bytes,
+        decision.state,
+        address,
+        version,
+        number,
+        decision,
+        log,
+        unpacked_bytes=size_bytes,
+    )
 
 
 # ---- Bounds the bytes in flight pass by pass, as a plan says ----

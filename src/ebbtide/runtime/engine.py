@@ -8,7 +8,7 @@ import random
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
-from typing import Any, NamedTuple, Protocol, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import nn
@@ -21,7 +21,7 @@ from ebbtide.devices.process import call_weakly
 from ebbtide.errors import PolicyError
 from ebbtide.policy import ActivationPolicy
 from ebbtide.runtime.activations import Activations, PassWindows, Scope
-from ebbtide.runtime.events import StepListener, Subject
+from ebbtide.runtime.events import PassListener, StepListener, Subject
 from ebbtide.runtime.executor import ScheduleExecutor, ScheduleMode
 from ebbtide.runtime.handles import UnitRecords
 from ebbtide.runtime.parameter_index import (
@@ -52,22 +52,6 @@ _WITHOUT_STREAMS = frozenset({"mps"})  # devices on which copies cannot run besi
 INFLIGHT_BYTES = 256 * 2**20
 _CPU_INFLIGHT_BYTES = 64 * 2**20
 _CLOSING_S = 0.05  # between two looks at an engine that graphs still need after `detach`
-
-
-class PassListener(Protocol):
-    """Is notified of the passes of a step, in the order in which the host queues their work."""
-
-    def begin_forward_of(self, layer: Layer, inputs: Any) -> None:
-        """Called when a layer's forward begins with these arguments, in nested containers."""
-
-    def end_forward_of(self, layer: Layer) -> None:
-        """Called when it has ended."""
-
-    def end_forward(self) -> None:
-        """Called when the model's forward has ended."""
-
-    def begin_backward_of(self, layer: int) -> None:
-        """Called when a layer's backward begins, perhaps on a thread of autograd."""
 
 
 DeviceMaker = Callable[[torch.device], AbstractDevice]
@@ -141,7 +125,6 @@ class Engine:
         activations: the model's activations.
         recomputations: the model's recomputed layers.
         executor: executes the schedule; None without a schedule.
-        passes: notified of the passes of each step; None if nobody is.
         weights: hooks of the offloaded weights; None if no weights are offloaded.
 
     Raises:
@@ -178,7 +161,6 @@ class Engine:
         self._fallback = device
         self._microbatch = 0
         self.weights: RestingWeights | None = None
-        self.passes: PassListener | None = None
         self._bound_bytes: int | None = None
         self._make_device, made = _device_maker.get() or (make_device, [])
         made.append(self)
@@ -233,6 +215,15 @@ class Engine:
         if bound_bytes is not None:
             self._bound_bytes = bound_bytes
         self._bound_transfers()
+
+    @property
+    def passes(self) -> PassListener | None:
+        """Who is notified of the passes of each step; None if nobody is."""
+        return self.transfers.account.passes
+
+    @passes.setter
+    def passes(self, passes: PassListener | None) -> None:
+        self.transfers.account.passes = passes
 
     @property
     def _windows(self) -> PassWindows | None:
@@ -474,9 +465,9 @@ class Engine:
         def begin(_: object) -> None:
             if unit is not None and executor is not None:
                 executor.begin_backward(unit)
-            if passes is not None:
-                passes.begin_backward_of(layer.index)
             counts = account()
+            if passes is not None and counts is not None and counts.passes is passes:
+                passes.begin_backward_of(layer.index)
             if counts is not None and counts.recorder is not None:
                 counts.recorder.begin_backward(about)
             if window is not None:  # last, after what measures the backward

@@ -274,6 +274,25 @@ class MemoryListener(Protocol):
         """A backward begins to read saved tensors, perhaps those of a layer."""
 
 
+class PassListener(Protocol):
+    """Is notified of the passes of a step, in the order in which the host queues their work."""
+
+    def begin_forward_of(self, layer: Layer, inputs: Any) -> None:
+        """Called when a layer's forward begins with these arguments, in nested containers."""
+
+    def end_forward_of(self, layer: Layer) -> None:
+        """Called when it has ended."""
+
+    def end_forward(self) -> None:
+        """Called when the model's forward has ended."""
+
+    def begin_backward_of(self, layer: int) -> None:
+        """Called when a layer's backward begins, perhaps on a thread of autograd."""
+
+    def before_change(self, size_bytes: int) -> None:
+        """Called before saved tensors come to the device, or leave it: a negative number."""
+
+
 class StepListener(Protocol):
     """Is told of the steps of one model that are recorded."""
 

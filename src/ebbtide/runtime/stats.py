@@ -18,7 +18,14 @@ from ebbtide.devices.device import (
     in_range,
     is_profiling,
 )
-from ebbtide.runtime.events import EventListener, MemoryListener, Owner, StepListener, Subject
+from ebbtide.runtime.events import (
+    EventListener,
+    MemoryListener,
+    Owner,
+    PassListener,
+    StepListener,
+    Subject,
+)
 from ebbtide.runtime.record import ACTIVATION, DROPPED, GRADIENT, WEIGHT, Record
 from ebbtide.units import Share, bar, card, format_size, table
 
@@ -236,8 +243,7 @@ class Account:
         listener: is told of the steps that are traced; None if nobody is.
         recorder: is told what the lanes do in the running step; None where no trace is wanted.
         memory: is told which bytes come and go; None where no trace is wanted.
-        before_change: called before the bytes of saved tensors on the device change, with the
-            number by which they do; None if nobody asks.
+        passes: is notified of the passes of the running step; None if nobody is.
         num_steps: number of finished steps.
         origin: the moment at which the running step began; None before its first forward.
         last_origin: the moment at which the last finished step began.
@@ -258,7 +264,7 @@ class Account:
         self.recorder: EventListener | None = None
         self.memory: MemoryListener | None = None
         self.last_meter: StepMeter | None = None
-        self.before_change: Callable[[int], object] | None = None
+        self.passes: PassListener | None = None
         self.num_steps = 0
         self.origin: Origin | None = None
         self.last_origin: Origin | None = None
@@ -364,8 +370,8 @@ class Account:
             layer: the layer that they belong to; None outside layers.
             source: the record whose saved storage the bytes are; None for a copy of it.
         """
-        if self.before_change is not None:
-            self.before_change(size_bytes)
+        if self.passes is not None:
+            self.passes.before_change(size_bytes)
         device_bytes = self.device_bytes = self.device_bytes + size_bytes
         if device_bytes > self.meter.peak_device_bytes:
             self.meter.peak_device_bytes = device_bytes
