@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import mmap
 import statistics
 import tempfile
 import time
@@ -132,13 +131,12 @@ def _pinning_costs(device: torch.device, size_bytes: int) -> dict[str, float]:
     if device.type == "cpu":
         return {}
     from ebbtide.devices.accelerator import AcceleratorDevice
-    from ebbtide.stores.host_memory import map_exactly
+    from ebbtide.stores.host_memory import allocate_host_memory
 
     accelerator = AcceleratorDevice(device)
 
     def by_ebbtide() -> None:
-        memory = map_exactly(accelerator, size_bytes)
-        assert memory is not None
+        memory = allocate_host_memory(accelerator, size_bytes)
         assert memory.refusal is None
         memory.give_back()
 
@@ -153,11 +151,8 @@ def _pinning_costs(device: torch.device, size_bytes: int) -> dict[str, float]:
         "torch, pin_memory=True": by_torch,
         "torch, zeros().pin_memory()": by_torch_from_pageable,
     }
-    probe = map_exactly(accelerator, mmap.PAGESIZE)
-    if probe is None:  # the device cannot page-lock memory that exists already
+    if accelerator.pins_by_torch:  # it cannot page-lock memory that exists already
         del methods["ebbtide, mapped and registered"]
-    else:
-        probe.give_back()
     costs = {}
     for name, method in methods.items():
         begin_s = time.perf_counter()

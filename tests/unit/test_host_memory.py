@@ -30,17 +30,21 @@ def locking(refuses: bool = False) -> tuple[CpuDevice, PageLocks]:
     return device, PageLocks(device, refuses)
 
 
+def by_torch() -> CpuDevice:
+    device = CpuDevice()
+    device.pins_host_memory = device.pins_by_torch = True
+    return device
+
+
 def mapped(device: CpuDevice, size_bytes: int) -> host_memory.HostMemory:
-    memory = host_memory.map_exactly(device, size_bytes)
-    assert memory is not None
-    return memory
+    return host_memory.allocate_host_memory(device, size_bytes)
 
 
 @pytest.mark.parametrize(
     "allocate",
     [
         lambda: mapped(CpuDevice(), 2048).tensor,
-        lambda: host_memory.allocate_by_torch(CpuDevice(), 2048).tensor,
+        lambda: mapped(by_torch(), 2048).tensor,
         lambda: CpuDevice().allocate(2048),
     ],
 )
@@ -190,10 +194,10 @@ def test_torchs_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         return empty(size, **other)
 
     monkeypatch.setattr(torch, "empty", pretend)
-    memory = host_memory.allocate_by_torch(CpuDevice(), 2048)
-    assert asked == [(2048, True)]
+    memory = mapped(by_torch(), 5000)
+    assert asked == [(8192, True)]
     assert memory.refusal is None
-    assert memory.tensor.shape == (2048,)
+    assert memory.tensor.shape == (8192,)
     memory.give_back()
 
 

@@ -14,7 +14,8 @@ from torch import nn
 import ebbtide
 from ebbtide.devices import CpuDevice
 from ebbtide.errors import warn_user
-from ebbtide.stores.host_memory import warn_of_pageable
+from ebbtide.stores.host_memory import allocate_host_memory
+from page_locks import PageLocks
 
 
 def model() -> nn.Module:
@@ -115,7 +116,8 @@ def test_pageable_memory_is_said_once_for_each_device() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for device in (first, first, second, first):
-            warn_of_pageable(device, 2**20, "no")
+            PageLocks(device, refuses=True)
+            allocate_host_memory(device, 2**20)
     assert len(caught) == 2
 
 

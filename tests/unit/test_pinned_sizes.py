@@ -223,8 +223,7 @@ def torchs_memory(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_torchs_own_allocator_is_asked_for_powers_of_two(torchs_memory: list[int]) -> None:
     """Slabs of 64 KiB; 100 KiB need one of 128. They are not trimmed: torch would keep them."""
     device = CpuDevice()
-    device.pins_host_memory = True
-    device.pin = lambda *_: None
+    device.pins_host_memory = device.pins_by_torch = True
     store = PinnedStore(device, budget_bytes=300 * 1024, slab_bytes=70 * 1024)
     for _ in range(3):
         step(store, [20 * 1024] * 4 + [100 * 1024])

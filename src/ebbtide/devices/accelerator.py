@@ -95,6 +95,11 @@ class AcceleratorDevice(AbstractDevice):
         super().__init__(torch_device)
         self._d2h = _AcceleratorStream(torch.Stream(device=torch_device), "d2h")
         self._h2d = _AcceleratorStream(torch.Stream(device=torch_device), "h2d")
+        # The module of another accelerator than CUDA's and ROCm's may offer two functions:
+        # `host_register(address, size_bytes)`, which raises an OSError if it fails, and
+        # `host_unregister(address)`, which takes it back.
+        module = torch.get_device_module(torch_device)
+        self.pins_by_torch = torch_device.type != "cuda" and not hasattr(module, "host_register")
 
     def moment(self) -> Origin:
         return Origin(self.compute_stream().record(), time.perf_counter())
@@ -124,9 +129,11 @@ class AcceleratorDevice(AbstractDevice):
         memory.record_stream(current.stream)
         return False
 
-    def pin(self, address: int, size_bytes: int) -> Callable[[], None] | None:
+    def pin(self, address: int, size_bytes: int) -> Callable[[], None]:
         if self.torch_device.type != "cuda":
-            return self._register_with_module(address, size_bytes)
+            module = torch.get_device_module(self.torch_device)
+            module.host_register(address, size_bytes)
+            return functools.partial(module.host_unregister, address)
         # torch has no generic call for this; its ROCm builds use the same name.
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         # Without a current device, the call would create a CUDA context on the first device.
@@ -141,19 +148,6 @@ class AcceleratorDevice(AbstractDevice):
                 runtime.cudaHostUnregister(address)
 
         return unlock
-
-    def _register_with_module(self, address: int, size_bytes: int) -> Callable[[], None] | None:
-        """Page-lock memory by the device's module, which may offer two functions for it.
-
-        `host_register(address, size_bytes)` raises an OSError if it fails, and
-        `host_unregister(address)` takes it back.
-        """
-        module = torch.get_device_module(self.torch_device)
-        register = getattr(module, "host_register", None)
-        if register is None:
-            return None
-        register(address, size_bytes)
-        return functools.partial(module.host_unregister, address)
 
     def _clear_error(self) -> None:
         """Clear the error, which CUDA would otherwise report again after the next kernel."""

@@ -155,6 +155,8 @@ class AbstractDevice(ABC):
 
     #: whether host memory must be page-locked for copies that do not block the host
     pins_host_memory: bool
+    #: whether only torch's own allocator can do that, which rounds sizes up to powers of two
+    pins_by_torch = False
     #: whether the model computes in host memory, so that it offloads to disk
     computes_on_host = False
     #: whether the system or torch counts the bytes of the device's memory
@@ -217,16 +219,17 @@ class AbstractDevice(ABC):
         return current is home
 
     @abstractmethod
-    def pin(self, address: int, size_bytes: int) -> Callable[[], None] | None:
+    def pin(self, address: int, size_bytes: int) -> Callable[[], None]:
         """Page-lock host memory that is already mapped, so that copies do not block the host.
+
+        It is not called where `pins_by_torch`.
 
         Args:
             address: where the memory begins, a multiple of the page size.
             size_bytes: its size.
 
         Returns:
-            A function that unlocks the memory, to be called before the memory is unmapped; None if
-            this device can only use page-locked memory from torch's own allocator.
+            A function that unlocks the memory, to be called before the memory is unmapped.
 
         Raises:
             OSError: the system refuses to page-lock the memory.

@@ -129,6 +129,7 @@ class ProvokedDevice(AbstractDevice):
         self._choices = random.Random(provocation.seed)
         super().__init__(device.torch_device)
         self.pins_host_memory = device.pins_host_memory
+        self.pins_by_torch = device.pins_by_torch
         self.computes_on_host = device.computes_on_host
         self.has_memory = device.has_memory
         self.is_calm = False
@@ -172,7 +173,7 @@ class ProvokedDevice(AbstractDevice):
     ) -> bool:
         return self._device.note_use(memory, home, current, ready)
 
-    def pin(self, address: int, size_bytes: int) -> Callable[[], None] | None:
+    def pin(self, address: int, size_bytes: int) -> Callable[[], None]:
         if not self.is_calm and self._happens(self._provocation.refused_pins):
             raise OSError(errno.ENOMEM, "page-locking was refused on purpose")
         return self._device.pin(address, size_bytes)

@@ -1,9 +1,9 @@
-"""The disk store of a model on a CPU: one file, which worker threads write and read.
+"""What stores on disk have in common, and the store of a model on a CPU.
 
-A write goes from the tensor's memory straight to the file, without an intermediate copy. A reload
-maps the file's bytes instead of reading them into new memory. While the bytes are in the page
-cache, mapping moves no data, whereas the page faults of new memory would cost more than the copy.
-The mapping is private, so a write to a reloaded tensor does not reach the file.
+On a CPU a write goes from the tensor's memory straight to the file, without an intermediate copy. A
+reload maps the file's bytes instead of reading them into new memory. While the bytes are in the
+page cache, mapping moves no data, whereas the page faults of new memory would cost more than the
+copy. The mapping is private, so a write to a reloaded tensor does not reach the file.
 """
 
 from __future__ import annotations
@@ -20,11 +20,70 @@ import torch
 
 from ebbtide.devices.device import AbstractEvent, AbstractLane
 from ebbtide.devices.lanes import WorkLane
-from ebbtide.stores.disk_file import DiskFile
+from ebbtide.stores.disk_file import GROWTH_BYTES, DiskFile, OpenFile
 from ebbtide.stores.host_memory import page_in
-from ebbtide.stores.mapped_memory import MappedFiles
+from ebbtide.stores.mapped_memory import FileSlot, MappedFiles
 from ebbtide.stores.measured_memory import FreedMemory, return_freed_memory
 from ebbtide.stores.store import AbstractStore, Landing, RestingSlot, Slot, Target
+
+
+class AbstractDiskStore(AbstractStore):
+    """Keeps bytes in an unnamed file, and weights and the like in mapped files.
+
+    Args:
+        directory: where to create the files; None: the system's directory for temporary files.
+        make_lane: makes the workers that write and read; see `AbstractDevice.lane`.
+        growth_bytes: the least by which the file grows, if the disk has that much room.
+
+    Raises:
+        PolicyError: ``directory`` is missing or cannot be written to.
+    """
+
+    def __init__(
+        self,
+        directory: Path | None,
+        make_lane: Callable[[str, str], AbstractLane],
+        growth_bytes: int = GROWTH_BYTES,
+    ) -> None:
+        self._file = DiskFile(directory, growth_bytes)
+        self._mapped = MappedFiles(self._file.directory)
+        self._writer = make_lane("ebbtide-disk-write", "disk")
+        self._reader = make_lane("ebbtide-disk-read", "disk")
+
+    @property
+    def capacity_bytes(self) -> int:
+        return self._file.capacity_bytes
+
+    @property
+    def room_bytes(self) -> int:
+        return self._file.room_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        return self._file.used_bytes
+
+    def allocate_resting(self, size_bytes: int, *, reserved: bool = False) -> RestingSlot:  # noqa: ARG002
+        return self._mapped.allocate(size_bytes)
+
+    def page_out(self) -> None:
+        self._mapped.page_out()
+
+    def maps(self, tensor: torch.Tensor) -> bool:
+        return self._mapped.contains(tensor)
+
+    def read_ahead(self, slot: Slot) -> None:
+        (file, _), extent = self._file_of(slot), slot.extent
+        self._reader.submit(lambda: file.read_ahead(extent))
+
+    def take_over(self, other: AbstractStore, resting: Iterable[RestingSlot]) -> None:  # noqa: ARG002
+        assert isinstance(other, AbstractDiskStore)
+        self._mapped.take_over(other._mapped)
+
+    def _file_of(self, slot: Slot) -> tuple[OpenFile, torch.Tensor | None]:
+        """Return a slot's file, and what a job that reads or writes there keeps alive."""
+        if isinstance(slot, FileSlot):
+            return slot.file, slot.tensor
+        return self._file.open, None
 
 
 @final
@@ -45,7 +104,7 @@ class _MappedSlot(Slot):
 
 
 @final
-class DiskStore(AbstractStore):
+class DiskStore(AbstractDiskStore):
     """Keeps bytes of a model on a CPU in an unnamed file, which disappears with the process.
 
     Args:
@@ -61,20 +120,9 @@ class DiskStore(AbstractStore):
         directory: Path | None = None,
         make_lane: Callable[[str, str], AbstractLane] = WorkLane,
     ) -> None:
+        super().__init__(directory, make_lane)
         self._dropped: list[_MappedSlot] = []
-        self._file = DiskFile(directory)
         self._freed = FreedMemory()
-        self._mapped = MappedFiles(self._file.directory)
-        self._writer = make_lane("ebbtide-disk-write", "disk")
-        self._reader = make_lane("ebbtide-disk-read", "disk")
-
-    @property
-    def capacity_bytes(self) -> int:
-        return self._file.capacity_bytes
-
-    @property
-    def room_bytes(self) -> int:
-        return self._file.room_bytes
 
     @property
     def used_bytes(self) -> int:
@@ -137,15 +185,6 @@ class DiskStore(AbstractStore):
         self._return_freed_memory(self._reader, size_bytes)
         return buffer, ready
 
-    def allocate_resting(self, size_bytes: int, *, reserved: bool = False) -> RestingSlot:  # noqa: ARG002
-        return self._mapped.allocate(size_bytes)
-
-    def page_out(self) -> None:
-        self._mapped.page_out()
-
-    def maps(self, tensor: torch.Tensor) -> bool:
-        return self._mapped.contains(tensor)
-
     def write(
         self, slot: RestingSlot, offset_bytes: int, source: torch.Tensor, ready: AbstractEvent
     ) -> Landing:
@@ -158,10 +197,6 @@ class DiskStore(AbstractStore):
         copied = self._writer.submit(copy)
         return Landing(copied, copied)
 
-    def read_ahead(self, slot: Slot) -> None:
-        file, extent = self._file.open, slot.extent
-        self._reader.submit(lambda: file.read_ahead(extent))
-
     def drop(self, slot: Slot) -> None:
         if isinstance(slot, RestingSlot):
             slot.memory.give_back()
@@ -169,10 +204,6 @@ class DiskStore(AbstractStore):
         assert isinstance(slot, _MappedSlot)
         self._dropped.append(slot)
         self._collect()
-
-    def take_over(self, other: AbstractStore, resting: Iterable[RestingSlot]) -> None:  # noqa: ARG002
-        assert isinstance(other, DiskStore)
-        self._mapped.take_over(other._mapped)
 
     def close(self) -> None:
         self._writer.close()

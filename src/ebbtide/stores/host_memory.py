@@ -11,7 +11,6 @@ import contextlib
 import ctypes
 import errno
 import functools
-import math
 import mmap
 import multiprocessing
 import os
@@ -106,19 +105,31 @@ class HostMemory:
         self.tensor = self.tensor.new_empty(0)
 
 
-def map_exactly(device: AbstractDevice, size_bytes: int) -> HostMemory | None:
-    """Map a block, and page-lock it if the device needs that and the system permits it.
+def block_bytes(device: AbstractDevice, size_bytes: int) -> int:
+    """Return the size of the smallest block that `allocate_host_memory` takes for so many bytes."""
+    whole_bytes = whole_pages(max(size_bytes, 1))
+    return 1 << (whole_bytes - 1).bit_length() if device.pins_by_torch else whole_bytes
+
+
+def allocate_host_memory(device: AbstractDevice, size_bytes: int) -> HostMemory:
+    """Allocate a block, page-locked if the device needs that and the system permits it.
 
     Args:
         device: the device whose copies use the block.
-        size_bytes: a multiple of the page size.
-
-    Returns:
-        The block; None if the device can only use page-locked memory from `allocate_by_torch`.
+        size_bytes: its least size; `block_bytes` tells its real one.
 
     Raises:
         OSError: the system has no memory to map.
     """
+    size_bytes = block_bytes(device, size_bytes)
+    allocate = _allocate_by_torch if device.pins_by_torch else _map_exactly
+    memory = allocate(device, size_bytes)
+    if memory.refusal is not None:
+        _warn_of_pageable(device, size_bytes, memory.refusal)
+    return memory
+
+
+def _map_exactly(device: AbstractDevice, size_bytes: int) -> HostMemory:
     mapping = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     tensor = torch.frombuffer(mapping, dtype=torch.uint8)
     if not device.pins_host_memory:
@@ -128,22 +139,13 @@ def map_exactly(device: AbstractDevice, size_bytes: int) -> HostMemory | None:
     _place_near(device, address, size_bytes)
     _touch(address, size_bytes)
     try:
-        unlock = device.pin(address, size_bytes)
+        return HostMemory(tensor, device, device.pin(address, size_bytes))
     except OSError as refusal:
         _share_with_children(mapping, True)
         return HostMemory(tensor, device, refusal=str(refusal))
-    if unlock is None:
-        return None
-    return HostMemory(tensor, device, unlock)
 
 
-def allocate_by_torch(device: AbstractDevice, size_bytes: int) -> HostMemory:
-    """Allocate a block with torch, page-locked if possible, otherwise pageable.
-
-    Args:
-        device: the device whose copies use the block.
-        size_bytes: a power of two, because torch would round other sizes up to the next.
-    """
+def _allocate_by_torch(device: AbstractDevice, size_bytes: int) -> HostMemory:
     try:
         tensor = torch.empty(size_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         return HostMemory(tensor, device)
@@ -156,7 +158,7 @@ def allocate_by_torch(device: AbstractDevice, size_bytes: int) -> HostMemory:
 _warned_of: weakref.WeakSet[AbstractDevice] = weakref.WeakSet()
 
 
-def warn_of_pageable(device: AbstractDevice, size_bytes: int, refusal: str) -> None:
+def _warn_of_pageable(device: AbstractDevice, size_bytes: int, refusal: str) -> None:
     """Warn that a block is pageable, with the consequences and what to do about it.
 
     Each model has a device object of its own, and is warned of its first such block only.
@@ -214,31 +216,6 @@ def _share_with_children(mapping: mmap.mmap, shared: bool) -> None:
     """
     with contextlib.suppress(OSError):
         mapping.madvise(mmap.MADV_DOFORK if shared else mmap.MADV_DONTFORK)
-
-
-def allocate_host_memory(
-    device: AbstractDevice, size_bytes: int, check: Callable[[int], object] = int
-) -> HostMemory:
-    """Allocate host memory, page-locked if the device needs that and the system permits it.
-
-    Args:
-        device: the device whose copies use the memory.
-        size_bytes: the least size.
-        check: called with the real size before it is allocated; raises if there is no room.
-
-    Raises:
-        OSError: the system has no memory to map.
-    """
-    size_bytes = whole_pages(max(size_bytes, 1))
-    check(size_bytes)
-    memory = map_exactly(device, size_bytes)
-    if memory is None:
-        size_bytes = 2 ** math.ceil(math.log2(size_bytes))
-        check(size_bytes)  # afterwards is too late: torch keeps what it has page-locked
-        memory = allocate_by_torch(device, size_bytes)
-    if memory.refusal is not None:
-        warn_of_pageable(device, size_bytes, memory.refusal)
-    return memory
 
 
 # ---- first touch --------------------------------------------------------------------------------

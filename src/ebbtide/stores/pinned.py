@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -26,11 +25,9 @@ from ebbtide.stores.host_memory import (
     HostBudget,
     HostMemory,
     LeftoverUser,
-    allocate_by_torch,
     allocate_host_memory,
+    block_bytes,
     free_ram_bytes,
-    map_exactly,
-    warn_of_pageable,
     whole_pages,
 )
 from ebbtide.stores.store import (
@@ -142,7 +139,6 @@ class PinnedStore(AbstractStore):
         self.budget = HostBudget(budget_bytes)
         self._slab_bytes = slab_bytes
         self._slabs: list[Slab] = []
-        self._by_torch = False  # only torch's own allocator gives memory that the copies take
         self._used_bytes = 0
         self._peak_used_bytes = 0
         self._whole_bytes = 0  # of the slab that took the place of all others
@@ -178,7 +174,7 @@ class PinnedStore(AbstractStore):
         self._settle()
         if any(slab.extents.fits(size_bytes) for slab in self._slabs):
             return True
-        least_bytes = self._least(size_bytes)
+        least_bytes = block_bytes(self._device, size_bytes)
         if least_bytes <= min(self.budget.left_bytes, self.budget.spare_ram_bytes()):
             return True
         return not self.used_bytes and self._merged(size_bytes) is not None
@@ -240,30 +236,28 @@ class PinnedStore(AbstractStore):
         self._used_bytes -= slot.extent.size_bytes
 
     def allocate_resting(self, size_bytes: int, *, reserved: bool = False) -> RestingSlot:
-        whole_bytes = whole_pages(max(size_bytes, 1))
+        whole_bytes = block_bytes(self._device, size_bytes)
         if reserved:
             self.budget.reserve(-whole_bytes)
         self.budget.make_room(whole_bytes)
         # Another process may have taken RAM that was set aside here.
         ram_bytes = free_ram_bytes() if reserved else self.budget.spare_ram_bytes()
-        check = functools.partial(self._check_room, ram_bytes=ram_bytes)
+        self._check_room(whole_bytes, ram_bytes)
         try:
-            memory = allocate_host_memory(self._device, size_bytes, check)
-        except StoreFullError:
-            raise
+            memory = allocate_host_memory(self._device, whole_bytes)
         except OSError as error:
             raise self._no_room(whole_bytes, free_ram_bytes()) from error
-        extent = Extent(0, memory.tensor.numel())
-        self.budget.take(extent.size_bytes)
+        self.budget.take(whole_bytes)
+        extent = Extent(0, whole_bytes)
         return RestingSlot(extent, size_bytes, ALREADY_REACHED, "host", memory=memory)
 
     def reserve(self, size_bytes: int) -> None:
-        whole_bytes = whole_pages(max(size_bytes, 1))
+        whole_bytes = block_bytes(self._device, size_bytes)
         self._check_room(whole_bytes, self.budget.spare_ram_bytes())
         self.budget.reserve(whole_bytes)
 
     def stop_reserving(self, size_bytes: int) -> None:
-        self.budget.reserve(-whole_pages(max(size_bytes, 1)))
+        self.budget.reserve(-block_bytes(self._device, size_bytes))
 
     def write(
         self, slot: RestingSlot, offset_bytes: int, source: torch.Tensor, ready: AbstractEvent
@@ -352,10 +346,6 @@ class PinnedStore(AbstractStore):
             StoreFullError: there is no room for one.
         """
         memory = self._take(self._next_size(size_bytes))
-        if memory is None:
-            self._by_torch = True
-            memory = self._take(self._next_size(size_bytes))
-            assert memory is not None
         self._slabs.append(Slab(memory, trimmed=False))
         self._has_grown = True
         _LOG.debug(
@@ -366,7 +356,7 @@ class PinnedStore(AbstractStore):
 
     def _next_size(self, size_bytes: int) -> int:
         """Size of the next slab: room for several such tensors, or for one near the limits."""
-        least_bytes = self._least(size_bytes)
+        least_bytes = block_bytes(self._device, size_bytes)
         self.budget.make_room(least_bytes)
         budget_bytes, ram_bytes = self.budget.left_bytes, self.budget.spare_ram_bytes()
         if least_bytes > budget_bytes:
@@ -374,35 +364,23 @@ class PinnedStore(AbstractStore):
         if least_bytes > ram_bytes:
             raise self.budget.out_of_ram(least_bytes, ram_bytes)
         most_bytes = min(self._slab_bytes, budget_bytes, ram_bytes)
-        if self._by_torch:
+        if self._device.pins_by_torch:
             return max(least_bytes, 1 << (most_bytes.bit_length() - 1))
         tensor_bytes = -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         return max(least_bytes, whole_pages(most_bytes // tensor_bytes * tensor_bytes))
 
-    def _least(self, size_bytes: int) -> int:
-        """The smallest slab that holds one tensor of this size."""
-        if self._by_torch:
-            return max(_ALIGNMENT_BYTES, 1 << (size_bytes - 1).bit_length())
-        return whole_pages(size_bytes)
-
-    def _take(self, size_bytes: int) -> HostMemory | None:
+    def _take(self, size_bytes: int) -> HostMemory:
         self.budget.make_room(size_bytes)
         try:
-            if self._by_torch:
-                memory: HostMemory | None = allocate_by_torch(self._device, size_bytes)
-            else:
-                memory = map_exactly(self._device, size_bytes)
+            memory = allocate_host_memory(self._device, size_bytes)
         except OSError as error:
             raise self.budget.out_of_ram(size_bytes, self.budget.spare_ram_bytes()) from error
-        if memory is not None and memory.refusal is not None:
-            warn_of_pageable(self._device, size_bytes, memory.refusal)
-        if memory is not None:
-            self.budget.take(size_bytes)
+        self.budget.take(size_bytes)
         return memory
 
     def _trimmed(self) -> Sizes:
         """The sizes that the steps so far ask for. See [Note: exact slabs]."""
-        if self._by_torch:
+        if self._device.pins_by_torch:
             return [(slab, slab.capacity_bytes) for slab in self._slabs]  # torch would keep it
         sizes = [(slab, slab.wanted_bytes) for slab in self._slabs]
         scattered = self._peak_used_bytes < _WHOLE_SHARE * sum(size for _, size in sizes)
@@ -422,7 +400,7 @@ class PinnedStore(AbstractStore):
         """
         whole_bytes = whole_pages(max(size_bytes, self._peak_used_bytes))
         more_bytes = whole_bytes - self.capacity_bytes
-        if not self._slabs or self._by_torch:
+        if not self._slabs or self._device.pins_by_torch:
             return None
         if more_bytes > min(self.budget.left_bytes, self.budget.spare_ram_bytes()):
             return None
@@ -451,9 +429,7 @@ class PinnedStore(AbstractStore):
         self._slabs = [slab for slab, _ in sizes if slab not in changed]
         for place, (slab, size_bytes) in enumerate((s, n) for s, n in sizes if n):
             if slab in changed:
-                memory = self._take(size_bytes)
-                assert memory is not None
-                self._slabs.insert(place, Slab(memory, trimmed=True))
+                self._slabs.insert(place, Slab(self._take(size_bytes), trimmed=True))
         if len(self._slabs) == 1:
             self._whole_bytes = self.capacity_bytes
 

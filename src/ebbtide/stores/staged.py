@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import final
@@ -13,10 +13,11 @@ import torch
 
 from ebbtide.devices.device import AbstractDevice, AbstractEvent, Origin, Span
 from ebbtide.errors import StoreFullError
-from ebbtide.stores.disk_file import GROWTH_BYTES, DiskFile, OpenFile
+from ebbtide.stores.disk import AbstractDiskStore
+from ebbtide.stores.disk_file import GROWTH_BYTES, OpenFile
 from ebbtide.stores.host_memory import HostMemory, allocate_host_memory
-from ebbtide.stores.mapped_memory import FileSlot, MappedFiles
-from ebbtide.stores.store import AbstractStore, Landing, RestingSlot, Slot, Target, allocate_target
+from ebbtide.stores.mapped_memory import FileSlot
+from ebbtide.stores.store import Landing, RestingSlot, Slot, Target, allocate_target
 
 
 @final
@@ -150,7 +151,7 @@ _CHUNKS = 8  # in each direction
 
 
 @final
-class StagedDiskStore(AbstractStore):
+class StagedDiskStore(AbstractDiskStore):
     """Keeps bytes of a model on an accelerator in an unnamed file, which ends with the process.
 
     Args:
@@ -172,33 +173,18 @@ class StagedDiskStore(AbstractStore):
         staging_bytes: int = STAGING_BYTES,
         growth_bytes: int = GROWTH_BYTES,
     ) -> None:
+        super().__init__(directory, device.lane, growth_bytes)
         self._device = device
-        self._file = DiskFile(directory, growth_bytes)
-        self._mapped = MappedFiles(self._file.directory)
         # A power of two, because torch's own allocator, if it has to be used, rounds up to one.
         self._chunk_bytes = 1 << (staging_bytes // (2 * _CHUNKS)).bit_length() - 1
         self._staging: HostMemory | None = None
         self._down: deque[Chunk] = deque()  # for writes, in the order of their last use
         self._up: deque[Chunk] = deque()  # for reads; only the reading worker uses them
-        self._writer = device.lane("ebbtide-disk-write", "disk")
-        self._reader = device.lane("ebbtide-disk-read", "disk")
         self._failures: deque[OSError] = deque()
-
-    @property
-    def capacity_bytes(self) -> int:
-        return self._file.capacity_bytes
-
-    @property
-    def room_bytes(self) -> int:
-        return self._file.room_bytes
 
     @property
     def host_capacity_bytes(self) -> int:
         return 0 if self._staging is None else self._staging.tensor.numel()
-
-    @property
-    def used_bytes(self) -> int:
-        return self._file.used_bytes
 
     # ---- down ---------------------------------------------------------------------------------
 
@@ -230,15 +216,6 @@ class StagedDiskStore(AbstractStore):
             self._free_slot(slot)
             raise
         return slot
-
-    def allocate_resting(self, size_bytes: int, *, reserved: bool = False) -> RestingSlot:  # noqa: ARG002
-        return self._mapped.allocate(size_bytes)
-
-    def page_out(self) -> None:
-        self._mapped.page_out()
-
-    def maps(self, tensor: torch.Tensor) -> bool:
-        return self._mapped.contains(tensor)
 
     def write(
         self, slot: RestingSlot, offset_bytes: int, source: torch.Tensor, ready: AbstractEvent
@@ -401,16 +378,6 @@ class StagedDiskStore(AbstractStore):
             for begin in range(0, slot.size_bytes, step)
         ]
 
-    def _file_of(self, slot: Slot) -> tuple[OpenFile, torch.Tensor | None]:
-        """Return a slot's file, and what a job that reads or writes there keeps alive."""
-        if isinstance(slot, FileSlot):
-            return slot.file, slot.tensor
-        return self._file.open, None
-
-    def read_ahead(self, slot: Slot) -> None:
-        (file, _), extent = self._file_of(slot), slot.extent
-        self._reader.submit(lambda: file.read_ahead(extent))
-
     # ---- ends ---------------------------------------------------------------------------------
 
     def drop(self, slot: Slot) -> None:
@@ -429,10 +396,6 @@ class StagedDiskStore(AbstractStore):
         for piece in slot.pieces:
             piece.drop()
         self._file.free(slot.extent)
-
-    def take_over(self, other: AbstractStore, resting: Iterable[RestingSlot]) -> None:  # noqa: ARG002
-        assert isinstance(other, StagedDiskStore)
-        self._mapped.take_over(other._mapped)
 
     def close(self) -> None:
         # Guard close-after-writes: writes to disk end before the chunks are freed. The worker would

@@ -23,7 +23,7 @@ from ebbtide.errors import EbbtideError, PolicyError
 from ebbtide.planning.hardware import Hardware, Kind, Source
 from ebbtide.stores.build import build_store
 from ebbtide.stores.disk_file import OpenFile, default_directory
-from ebbtide.stores.host_memory import allocate_by_torch, map_exactly
+from ebbtide.stores.host_memory import allocate_host_memory
 from ebbtide.stores.store import AbstractStore, Extent, Slot
 from ebbtide.tools.machine import MachineFacts, Sample, read_machine, sample
 from ebbtide.units import format_size
@@ -349,9 +349,7 @@ class Pinning:
 def measure_pinning(device: AbstractDevice, size_bytes: int) -> Pinning:
     """Page-lock a block of host memory once, as the host store does, and give it back."""
     begin_s = time.perf_counter()
-    memory = map_exactly(device, size_bytes)
-    if memory is None:
-        memory = allocate_by_torch(device, size_bytes)
+    memory = allocate_host_memory(device, size_bytes)
     duration_s = time.perf_counter() - begin_s
     memory.give_back()
     return Pinning(size_bytes, duration_s / size_bytes * 2**30, memory.refusal)
@@ -550,16 +548,16 @@ def examine(
     found.matmul = {name: each for name, each in products.items() if each is not None}
     found.copy = measure("copy", measure_copy, device, *limits)
     found.fft = measure("fft", measure_fft, device, *limits)
-    if not on_cpu:
-        # A power of two, because torch would round other sizes up to the next.
-        pinned_bytes = 1 << host_bytes.bit_length() - 1
-        found.pinning = measure("pinning", measure_pinning, device, pinned_bytes)
     # The store that models on this device would use.
     store = ("disk", directory, None) if on_cpu else ("host", None, min(device_bytes, host_bytes))
     room_bytes = min(device_bytes, host_bytes, *([disk_bytes] if on_cpu else []))
     build = functools.partial(build_store, device, *store)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # of pageable memory; see `pinning`
+        if not on_cpu:
+            # A power of two, because torch would round other sizes up to the next.
+            pinned_bytes = 1 << host_bytes.bit_length() - 1
+            found.pinning = measure("pinning", measure_pinning, device, pinned_bytes)
         found.links = measure(
             "links", measure_links, device, build, effort.sizes_bytes, effort.links_s, room_bytes
         )
