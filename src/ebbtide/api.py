@@ -19,11 +19,9 @@ from ebbtide.observe.recording import record_model
 from ebbtide.policy import (
     ActivationPolicy,
     WeightPolicy,
-    check_activations,
+    check_arguments,
     check_budgeted,
     check_model,
-    check_trace,
-    check_weights,
     parse_device,
     refuse,
     refuse_recomputing,
@@ -188,9 +186,7 @@ def offload(
         )
     check_model(model)
     assert isinstance(model, nn.Module)
-    check_activations(activations)
-    check_weights(weights)
-    check_trace(trace)
+    check_arguments(activations=activations, weights=weights, trace=trace)
     if budget is not None:
         parse_budget_bytes(budget)
     policy, planned = activations, None
@@ -326,8 +322,7 @@ def wrap_forward_with_offload(
     """
     if not callable(forward) or isinstance(forward, type):
         refuse("forward", "a callable, such as model.forward", forward)
-    check_activations(activations)
-    check_trace(trace)
+    check_arguments(activations=activations, trace=trace)
     policy = ActivationPolicy() if activations is None else activations
     if policy.counts_layers:
         raise PolicyError(

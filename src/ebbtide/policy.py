@@ -67,15 +67,12 @@ class ActivationPolicy:
 
     def __post_init__(self) -> None:
         _check_share(self)
-        if not isinstance(self.rebuild, bool):
-            raise PolicyError(f"rebuild must be True or False, got {self.rebuild!r}")
+        check_switch("rebuild", self.rebuild)
         if self.mode not in _MODES:
             modes = ", ".join(f'"{mode}"' for mode in _MODES)
-            raise PolicyError(f"mode must be one of {modes}, got {self.mode!r}")
-        for name in ("min_bytes", "max_inflight_bytes"):
-            value = getattr(self, name)
-            if value is not None or name == "min_bytes":
-                object.__setattr__(self, name, parse_size_bytes(value, name=name))
+            refuse("mode", f"one of {modes}", self.mode)
+        if self.max_inflight_bytes is not None:
+            _parse_size(self, "max_inflight_bytes")
 
     @property
     def counts_layers(self) -> bool:
@@ -129,11 +126,7 @@ class WeightPolicy:
 
     def __post_init__(self) -> None:
         _check_share(self)
-        if not isinstance(self.double_buffering, bool):
-            raise PolicyError(
-                f"double_buffering must be True or False, got {self.double_buffering!r}"
-            )
-        object.__setattr__(self, "min_bytes", parse_size_bytes(self.min_bytes, name="min_bytes"))
+        check_switch("double_buffering", self.double_buffering)
 
 
 def is_in_share(index: int, fraction: float) -> bool:
@@ -143,15 +136,19 @@ def is_in_share(index: int, fraction: float) -> bool:
 
 
 def _check_share(policy: ActivationPolicy | WeightPolicy) -> None:
-    """Check which layers a policy chooses."""
+    """Check which layers a policy chooses, and parse its ``min_bytes``."""
     for name in ("num_layers", "keep_last"):
-        value: object = getattr(policy, name)
-        is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 0
-        if not is_count and (value is not None or name != "num_layers"):
-            raise PolicyError(f"{name} must be a whole number of layers, 0 or more, got {value!r}")
+        value = getattr(policy, name)
+        if value is not None or name == "keep_last":
+            object.__setattr__(policy, name, parse_number(name, value))
     share: object = policy.fraction
     if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
-        raise PolicyError(f"fraction must be a share of the layers, from 0 to 1, got {share!r}")
+        refuse("fraction", "a share of the layers, from 0 to 1", share)
+    _parse_size(policy, "min_bytes")
+
+
+def _parse_size(policy: ActivationPolicy | WeightPolicy, name: str) -> None:
+    object.__setattr__(policy, name, parse_size_bytes(getattr(policy, name), name=name))
 
 
 # ---- Checks the types of arguments, so that a mistake is named where it is made ----
@@ -180,49 +177,43 @@ def check_model(model: object) -> None:
     refuse("model", "an nn.Module", model, advice)
 
 
-def check_activations(activations: object) -> None:
-    """Check that a policy for activations is one, or None.
-
-    Raises:
-        PolicyError: it is something else.
-    """
-    none = "write activations=ebbtide.ActivationPolicy(num_layers=0, rebuild=False) for none"
-    _check_policy("activations", ActivationPolicy, activations, "all that are large enough", none)
-
-
-def check_weights(weights: object) -> None:
-    """Check that a policy for weights is one, or None.
-
-    Raises:
-        PolicyError: it is something else.
-    """
-    none = "leave it out to offload no weights"
-    _check_policy("weights", WeightPolicy, weights, "the weights of all layers", none)
+_POLICIES: Final = (  # argument, its class, what it is without arguments, how to write none of it
+    (
+        "activations",
+        ActivationPolicy,
+        "all that are large enough",
+        "write activations=ebbtide.ActivationPolicy(num_layers=0, rebuild=False) for none",
+    ),
+    ("weights", WeightPolicy, "the weights of all layers", "leave it out to offload no weights"),
+)
 
 
-def _check_policy(name: str, kind: type, policy: object, whole: str, none: str) -> None:
-    """Check that the argument ``name`` is a policy of a kind, or None.
+def check_arguments(*, activations: object, trace: object, weights: object = None) -> None:
+    """Check the types of the arguments that all ways to offload take.
 
     Args:
-        name: name of the argument.
-        kind: class of the policy.
-        policy: what was given.
-        whole: what the policy without arguments offloads.
-        none: how to write that nothing is offloaded.
+        activations: an `ActivationPolicy` or None.
+        trace: True or False.
+        weights: a `WeightPolicy` or None.
+
+    Raises:
+        PolicyError: one is something else.
     """
-    if policy is None or isinstance(policy, kind):
-        return
-    if policy is True or policy is kind:
-        advice = f"write {name}=ebbtide.{kind.__name__}() for {whole}"
-    elif policy is False:
-        advice = none
-    elif isinstance(policy, ActivationPolicy):
-        advice = "an ActivationPolicy goes to activations=..."
-    elif isinstance(policy, WeightPolicy):
-        advice = "a WeightPolicy goes to weights=..."
-    else:
+    for (name, kind, whole, none), given in zip(_POLICIES, (activations, weights), strict=True):
+        if given is None or isinstance(given, kind):
+            continue
         advice = f"write {name}=ebbtide.{kind.__name__}(...), and see its arguments"
-    refuse(name, f"an ebbtide.{kind.__name__} or None", policy, advice)
+        if given is True or given is kind:
+            advice = f"write {name}=ebbtide.{kind.__name__}() for {whole}"
+        elif given is False:
+            advice = none
+        elif isinstance(given, ActivationPolicy):
+            advice = "an ActivationPolicy goes to activations=..."
+        elif isinstance(given, WeightPolicy):
+            advice = "a WeightPolicy goes to weights=..."
+        refuse(name, f"an ebbtide.{kind.__name__} or None", given, advice)
+    advice = "to write a file, use handle.trace.save(path) after a step"
+    check_switch("trace", trace, advice if isinstance(trace, str) else "")
 
 
 def check_budgeted(
@@ -263,16 +254,6 @@ def check_switch(name: str, value: object, advice: str = "") -> None:
     """
     if not isinstance(value, bool):
         refuse(name, "True or False", value, advice)
-
-
-def check_trace(trace: object) -> None:
-    """Check the argument ``trace``.
-
-    Raises:
-        PolicyError: it is neither True nor False.
-    """
-    advice = "to write a file, use handle.trace.save(path) after a step"
-    check_switch("trace", trace, advice if isinstance(trace, str) else "")
 
 
 def check_modules(name: str, modules: object) -> None:

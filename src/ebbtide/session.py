@@ -15,10 +15,9 @@ from ebbtide.observe.recording import record_model, trace_of
 from ebbtide.observe.trace import Trace
 from ebbtide.policy import (
     ActivationPolicy,
-    check_activations,
+    check_arguments,
     check_modules,
     check_switch,
-    check_trace,
     parse_device,
     parse_number,
     refuse,
@@ -91,10 +90,9 @@ class OffloadSession:
         host_budget: int | str | None = None,
         trace: bool = False,
     ) -> None:
-        check_activations(activations)
+        check_arguments(activations=activations, trace=trace)
         check_modules("modules", modules)
         check_switch("any_order", any_order)
-        check_trace(trace)
         chosen, manual = _choose_schedule(num_layers, model_layers, schedule)
         policy = ActivationPolicy() if activations is None else activations
         refuse_recomputing(policy, "a session has no modules to run again")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import html
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
+from importlib.resources import files
 from typing import Final, NamedTuple, final
 
 from ebbtide.errors import PolicyError
@@ -158,34 +160,6 @@ COLOURS: Final = {
     "other": "#999999",
 }
 
-# JupyterLab aligns and stripes tables by rules with two classes, which three classes outrank.
-_SCOPE: Final = ".ebbtide.ebbtide.ebbtide"
-_RULES: Final = """<style>
-SCOPE{font-family:system-ui,sans-serif;font-size:13px;line-height:1.45;color:inherit;
-max-width:64em;border:1px solid rgba(128,128,128,.45);border-radius:6px;padding:8px 12px;
-margin:4px 0}
-SCOPE .ebbtide-title{font-weight:600;margin:0 0 4px}
-SCOPE .ebbtide-note,SCOPE .ebbtide-zero{opacity:.65}
-SCOPE .ebbtide-wide{overflow-x:auto;margin:4px 0}
-SCOPE table{border-collapse:collapse;border:0;margin:0;font-size:inherit;color:inherit;
-table-layout:auto}
-SCOPE tr,SCOPE tr:nth-child(even),SCOPE tr:hover{background:none}
-SCOPE th,SCOPE td{text-align:left;vertical-align:top;padding:1px 12px 1px 0;border:0;
-max-width:40em;white-space:normal;background:none;color:inherit}
-SCOPE th{font-weight:600;border-bottom:1px solid rgba(128,128,128,.45);white-space:nowrap}
-SCOPE .ebbtide-number{text-align:right;white-space:nowrap;font-variant-numeric:tabular-nums}
-SCOPE .ebbtide-key{white-space:nowrap;opacity:.75}
-SCOPE .ebbtide-bar{display:flex;height:12px;border-radius:3px;overflow:hidden;margin:6px 0 2px;
-background:rgba(128,128,128,.25)}
-SCOPE .ebbtide-legend{display:flex;flex-wrap:wrap;gap:0 14px;margin:0 0 4px}
-SCOPE .ebbtide-dot{display:inline-block;width:9px;height:9px;border-radius:2px;
-margin-right:5px}
-SCOPE summary{cursor:pointer;margin:4px 0}
-SCOPE pre{margin:0;font-size:12px;line-height:1.35;color:inherit;background:none;white-space:pre}
-SCOPE img{display:block;width:100%;max-width:none;min-width:46em;height:auto;margin:0}
-</style>"""
-_STYLE: Final = _RULES.replace("SCOPE", _SCOPE)
-
 _NUMBER: Final = ' class="ebbtide-number"'
 _NOTHING: Final = ("", "-", "0", "0 B", "0.000 s")  # a row of these alone is pale
 
@@ -209,16 +183,17 @@ def card(title: str, *parts: str) -> str:
     """Return a card with a title and its parts, which are HTML."""
     heading = f'<div class="ebbtide-title">{html.escape(title)}</div>'
     inside = "\n".join([heading, *(part for part in parts if part)])
-    return f'{_STYLE}\n<div class="ebbtide">\n{inside}\n</div>'
+    return f'<style>{_style()}</style>\n<div class="ebbtide">\n{inside}\n</div>'
+
+
+@functools.cache
+def _style() -> str:
+    return (files("ebbtide") / "observe/assets/notebook.css").read_text(encoding="utf-8")
 
 
 def facts(entries: Mapping[str, str]) -> str:
     """Return a table of names and values."""
-    lines = [
-        f'<tr><td class="ebbtide-key">{html.escape(name)}</td><td>{html.escape(text)}</td></tr>'
-        for name, text in entries.items()
-    ]
-    return _table(lines)
+    return table((), entries.items(), numbers=())
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: Sequence[int]) -> str:
@@ -231,7 +206,8 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: Seque
     """
     right = set(numbers)
     lines = [_row("th", heads, right)] if heads else []
-    return _table([*lines, *(_row("td", row, right) for row in rows)])
+    body = "\n".join([*lines, *(_row("td", row, right) for row in rows)])
+    return f'<div class="ebbtide-wide"><table>\n{body}\n</table></div>'
 
 
 def _row(tag: str, row: Sequence[str], right: set[int]) -> str:
@@ -242,11 +218,6 @@ def _row(tag: str, row: Sequence[str], right: set[int]) -> str:
     nothing = tag == "td" and right and all(row[column] in _NOTHING for column in right)
     kind = ' class="ebbtide-zero"' if nothing else ""
     return f"<tr{kind}>{''.join(cells)}</tr>"
-
-
-def _table(lines: Iterable[str]) -> str:
-    body = "\n".join(lines)
-    return f'<div class="ebbtide-wide"><table>\n{body}\n</table></div>'
 
 
 def bar(shares: Iterable[Share]) -> str:
@@ -260,17 +231,13 @@ def bar(shares: Iterable[Share]) -> str:
         f'title="{html.escape(share.label)}"></span>'
         for share in shown
     )
-    return f'<div class="ebbtide-bar">{parts}</div>{legend(shown)}'
-
-
-def legend(shares: Iterable[Share]) -> str:
-    """Return the names of the colours."""
     names = "".join(
         f'<span><span class="ebbtide-dot" style="background:{COLOURS[share.kind]}"></span>'
         f"{html.escape(share.label)}</span>"
-        for share in shares
+        for share in shown
     )
-    return f'<div class="ebbtide-legend">{names}</div>'
+    return f"""<div class="ebbtide-bar">{parts}</div>
+<div class="ebbtide-legend">{names}</div>"""
 
 
 def note(text: str) -> str:

@@ -133,12 +133,9 @@ def test_saved_files_name_no_ebbtide(tmp_path: Path) -> None:
             torch.save(model.state_dict(), tmp_path / "weights.pt")
             copied = copy.deepcopy(model)
             assert weights_digest(copied) == weights_digest(model)
-            assert "_ebbtide_training" in vars(model)
-            assert vars(copied).get("_ebbtide_training") is None
             ebbtide.offload(copied, activations=SMALL)
             torch.save(model, tmp_path / "whole.pt")
             whole = torch.load(tmp_path / "whole.pt", weights_only=False)
-            assert not vars(whole).get("_ebbtide_training")
             ebbtide.offload(whole, activations=SMALL)
 
     callback = OffloadCallback(activations=SMALL)
@@ -146,11 +143,11 @@ def test_saved_files_name_no_ebbtide(tmp_path: Path) -> None:
         gpt2(), tmp_path, [callback, Look()], save_strategy="steps", save_total_limit=1
     )
     trainer.train()
-    # Two files may name ebbtide: the history of logs has figures of that name, and a whole model
-    # that was pickled while it was offloaded needs ebbtide to be read, and is plain then.
+    # Only the history of logs has figures of that name. A model that was pickled as a whole while
+    # it was offloaded is plain, and can be read where ebbtide is not installed.
     files = [file for file in tmp_path.rglob("*") if file.is_file()]
     named = {file.name for file in files if b"ebbtide" in file.read_bytes()}
-    assert named == {"trainer_state.json", "whole.pt"}
+    assert named == {"trainer_state.json"}
     assert {"model.safetensors", "optimizer.pt", "weights.pt"} <= {file.name for file in files}
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from ebbtide.api import offload
 from ebbtide.errors import PolicyError
 from ebbtide.handle import OffloadHandle
-from ebbtide.policy import ActivationPolicy, WeightPolicy, check_model, check_switch
+from ebbtide.policy import ActivationPolicy, WeightPolicy, check_model, check_switch, parse_number
 from ebbtide.runtime.layers import find_layers, match_layers
 
 
@@ -59,11 +59,7 @@ class CPUOffloadingConfig:
     cpu_offloading_retain_pinned_cpu_buffers: bool = False
 
     def __post_init__(self) -> None:
-        count = self.cpu_offloading_num_layers
-        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
-            raise PolicyError(
-                f"cpu_offloading_num_layers must be a whole number, 0 or more, got {count!r}"
-            )
+        parse_number("cpu_offloading_num_layers", self.cpu_offloading_num_layers)
         for name in self.__dataclass_fields__:
             if name != "cpu_offloading_num_layers":
                 check_switch(name, getattr(self, name))

@@ -23,9 +23,7 @@ from ebbtide.observe.recording import record_model
 from ebbtide.policy import (
     ActivationPolicy,
     WeightPolicy,
-    check_activations,
-    check_trace,
-    check_weights,
+    check_arguments,
     refuse_recomputing,
 )
 from ebbtide.runtime.engine import Engine
@@ -93,9 +91,7 @@ def offload_stages(
             another order. Nothing was changed.
     """
     stages = _find_stages(pipeline)
-    check_activations(activations)
-    check_weights(weights)
-    check_trace(trace)
+    check_arguments(activations=activations, weights=weights, trace=trace)
     policy = ActivationPolicy() if activations is None else activations
     refuse_recomputing(policy, "the stages of a pipeline follow a schedule")
     if policy.counts_layers:
@@ -161,8 +157,9 @@ class StageHook:
         self._plain: dict[str, Callable[..., Any]] = {
             name: getattr(stage, name) for name in self._wrapped
         }
-        self._before = {name: stage.__dict__[name] for name in self._wrapped if _has(stage, name)}
-        vars(stage).update(self._wrapped)
+        own = vars(stage)
+        self._before = {name: own[name] for name in self._wrapped if name in own}
+        own.update(self._wrapped)
 
     def detach(self) -> None:
         """Restore the stage's methods."""
@@ -272,10 +269,6 @@ class StageHook:
         infos = tree_leaves(self._stage.args_recv_info.get(microbatch, ()))
         received = [getattr(info, "buffer", None) for info in infos]
         return [leaf for leaf in tree_leaves([received, arguments]) if type(leaf) is torch.Tensor]
-
-
-def _has(stage: _PipelineStageBase, name: str) -> bool:
-    return name in vars(stage)
 
 
 def _find_stages(pipeline: PipelineSchedule) -> Sequence[_PipelineStageBase]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+import weakref
 from collections.abc import Sequence
 from os import PathLike
 from typing import Final, NoReturn, final
@@ -17,17 +18,22 @@ from ebbtide.planning.planned_step import PlannedStep
 from ebbtide.policy import (
     ActivationPolicy,
     WeightPolicy,
-    check_activations,
+    check_arguments,
     check_budgeted,
-    check_trace,
-    check_weights,
 )
 from ebbtide.runtime.stats import StepStats
 from ebbtide.schedule import Schedule
 from ebbtide.units import parse_budget_bytes
 from ebbtide.version import TESTED_FRAMEWORKS
 
-_ATTRIBUTE: Final = "_ebbtide_training"
+_OFFLOADED: Final = weakref.WeakKeyDictionary[
+    nn.Module, tuple[OffloadHandle, weakref.ref[object]]
+]()
+"""The handles of models that are offloaded for a training run, and an object that is the run's.
+
+A run that raises tells no callback, and its model stays offloaded. The next run finds the handle
+here and detaches it.
+"""
 
 
 @final
@@ -50,9 +56,7 @@ class OffloadArguments:
     plan: PlannedStep | str | PathLike[str] | None = None
 
     def __post_init__(self) -> None:
-        check_activations(self.activations)
-        check_weights(self.weights)
-        check_trace(self.trace)
+        check_arguments(activations=self.activations, weights=self.weights, trace=self.trace)
         if self.budget is not None or self.plan is not None:
             twice = self.budget is not None and self.plan is not None
             check_budgeted(self.activations, self.schedule, given_twice=twice)
@@ -66,30 +70,6 @@ class OffloadArguments:
                 warn_of_untested(package, sys.modules[package].__version__, newest)
         handle: OffloadHandle = offload(model, **vars(self))
         return handle
-
-
-@final
-class Attachment:
-    """What a model carries while it is offloaded for a training run.
-
-    A run that raises tells no callback, and its model stays offloaded. The next run finds this
-    object on the model, and detaches the old handle. The model holds the object, not a global
-    table, because a handle refers to its model: both are freed together.
-
-    Args:
-        handle: the handle of the offload.
-        run: an object that is the same one during a whole run.
-    """
-
-    def __init__(self, handle: OffloadHandle, run: object) -> None:
-        self.handle = handle
-        self.run = run
-
-    def __deepcopy__(self, memo: dict[int, object]) -> None:
-        """Return None: a copy of an offloaded model is a plain model."""
-
-    def __reduce__(self) -> tuple[type, tuple[()]]:
-        return bool, ()  # a pickled model is plain, and is read where ebbtide is not installed
 
 
 @final
@@ -131,19 +111,19 @@ class TrainingOffload:
         """
         self.end()
         for module in model.modules():
-            found = vars(module).get(_ATTRIBUTE)
-            if not isinstance(found, Attachment):
+            if module not in _OFFLOADED:
                 continue
-            if found.run is run:
+            handle, known = _OFFLOADED[module]
+            if known() is run:
                 raise PolicyError(
                     "two callbacks offload the same model in one training run; leave one of them "
                     "out"
                 )
-            found.handle.detach()
-            del vars(module)[_ATTRIBUTE]
+            handle.detach()
+            del _OFFLOADED[module]
         self.handle = self.arguments.attach_to(model)
         self._model, self._seen, self._counted = model, self.handle.stats, []
-        vars(model)[_ATTRIBUTE] = Attachment(self.handle, run)
+        _OFFLOADED[model] = self.handle, weakref.ref(run)
 
     def end(self) -> None:
         """Put the model back as it was. A second call does nothing."""
@@ -151,9 +131,8 @@ class TrainingOffload:
         if model is None:
             return
         assert self.handle is not None
-        found = vars(model).get(_ATTRIBUTE)
-        if isinstance(found, Attachment) and found.handle is self.handle:
-            del vars(model)[_ATTRIBUTE]
+        if model in _OFFLOADED and _OFFLOADED[model][0] is self.handle:
+            del _OFFLOADED[model]
         self.handle.detach()
 
     def count_step(self) -> None:
