@@ -7,14 +7,16 @@ target of a copy is poisoned with NaN until the copy has run. Others are checked
 `RaceError`:
 
 - a device-to-host copy that waits for no event recorded after its source was written;
-- a host-to-device copy into memory that queued kernels may still read: memory that was allocated,
-  or that a compute stream announced to use, after the newest event of that stream that the copy
-  waits for;
+- a host-to-device copy into memory that queued kernels may still read: memory that a compute stream
+  allocated, or announced to use, after its newest event that the copy waits for;
 - a copy whose source or target was freed before it ran;
 - two unordered copies of the same memory, at least one of which writes it;
 - a compute stream that uses memory without waiting for the copy or the other compute stream that
   fills it;
 - a worker that waits for one of its own jobs.
+
+What is ordered after what is known by vector clocks: each stream, and the host, has for every other
+stream the number of the newest work there that it has waited for.
 
 The device also keeps a virtual time: kernels take the time given to `SimulatedDevice.compute`,
 copies take their bytes divided by the bandwidth of the link, and each lane runs one copy at a time.
@@ -33,9 +35,9 @@ from __future__ import annotations
 
 import errno
 import random
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import final
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, final
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -57,34 +59,44 @@ class RaceError(AssertionError):
     """The engine queued work that would be a race on a real device."""
 
 
-@final
-class _ComputeEvent(AbstractEvent):
-    """A point in a compute stream, which comes after all that the stream has waited for."""
+_Clock = dict[Any, int]
+"""For each stream, which can be a copy's lane, the number of its newest work that comes before."""
 
-    def __init__(
-        self,
-        device: SimulatedDevice,
-        time_s: float,
-        waited: frozenset[_Copy],
-        behind: dict[_ComputeStream, int],
-    ) -> None:
+
+def _join(*clocks: Mapping[Any, int]) -> _Clock:
+    """Return the clock of what comes after all that these clocks have before them."""
+    joined: _Clock = {}
+    for clock in clocks:
+        for stream, number in clock.items():
+            joined[stream] = max(joined.get(stream, -1), number)
+    return joined
+
+
+class _Point(AbstractEvent):
+    """A point in a stream, with all that comes before it, and its virtual time."""
+
+    def __init__(self, device: SimulatedDevice, clock: _Clock, time_s: float) -> None:
         self._device = device
-        self.clock = device.clock
-        self.behind = behind
+        self.clock = clock
         self.time_s = time_s
-        self.waited = waited
-        self._reached = device.timely
+
+    def since(self, origin: Origin) -> float:
+        return self.time_s - origin.host_s
+
+
+@final
+class _ComputeEvent(_Point):
+    """A point in a compute stream."""
+
+    _reached = False
 
     def query(self) -> bool:
         # A real host runs ahead of the device, so the device may not have reached this point yet.
-        self._reached = self._reached or self._device.flip()
+        self._reached = self._reached or self._device.timely or self._device.flip()
         return self._reached
 
     def synchronize(self) -> None:
         self._reached = True
-
-    def since(self, origin: Origin) -> float:
-        return self.time_s - origin.host_s
 
 
 @final
@@ -96,41 +108,19 @@ class _Copy:
     lane: str
     source: _End
     target: _End
-    before: list[_Copy]
+    clock: _Clock  # of its end
     begin_s: float
     end_s: float
-    done: bool = False  # the copy has run
-    known: bool = False  # the host has observed that the copy has run
+    done: bool = False
 
-    def learn(self) -> None:
-        """Note that the host has observed the end of this copy, and thus of all it waited for."""
-        todo = [self]
-        while todo:
-            copy = todo.pop()
-            if not copy.known:
-                copy.known = True
-                todo.extend(copy.before)
-        self.before = []
-
-    def overlaps(self, other: _Copy) -> bool:
-        """Whether the two copies access the same memory and at least one of them writes it."""
-        return (
+    def conflicts(self, other: _Copy) -> bool:
+        """Whether it and an earlier copy touch the same memory in no order, and one writes it."""
+        overlap = (
             self.target.overlaps(other.target)
             or self.target.overlaps(other.source)
             or self.source.overlaps(other.target)
         )
-
-    def follows(self, other: _Copy) -> bool:
-        """Whether its stream and its events order this copy after ``other``."""
-        todo, seen = list(self.before), {self}
-        while todo:
-            copy = todo.pop()
-            if copy is other:
-                return True
-            if copy not in seen:
-                seen.add(copy)
-                todo.extend(copy.before)
-        return False
+        return overlap and self.clock.get(other.lane, -1) < other.number
 
 
 @final
@@ -166,9 +156,11 @@ class _End:
 
 
 @final
-class _CopyEvent(AbstractEvent):
+class _CopyEvent(_Point):
+    """The end of a copy."""
+
     def __init__(self, device: SimulatedDevice, copy: _Copy) -> None:
-        self._device = device
+        super().__init__(device, copy.clock, copy.end_s)
         self.copy = copy
 
     def query(self) -> bool:
@@ -177,7 +169,7 @@ class _CopyEvent(AbstractEvent):
         elif self.copy.end_s <= self._device.now_s:
             self._device.run(self.copy)
         if self.copy.done:
-            self.copy.learn()
+            self._device.learn(self.clock)
         return self.copy.done
 
     def synchronize(self) -> None:
@@ -185,10 +177,7 @@ class _CopyEvent(AbstractEvent):
             self._device.run(self.copy)
         else:  # the host waits, so kernels that it queues from now on also come after the copy
             self._device.compute_stream().wait(self)
-        self.copy.learn()
-
-    def since(self, origin: Origin) -> float:
-        return self.copy.end_s - origin.host_s
+        self._device.learn(self.clock)
 
     def spans(self, origin: Origin) -> list[Span]:
         begin_s = self.copy.begin_s - origin.host_s
@@ -231,7 +220,7 @@ class _Lane(AbstractLane):
     def __init__(self, device: SimulatedDevice, lane: str) -> None:
         self._device = device
         self._lane = lane
-        self._jobs: list[_Job] = []
+        self.jobs: list[_Job] = []
         self._count = 0
         self._busy = False
 
@@ -245,23 +234,20 @@ class _Lane(AbstractLane):
     def append(self, work: Callable[[], None], then: Callable[[], None] | None = None) -> _JobEvent:
         """Queue a job like `submit`, but without running any job now."""
         event = _JobEvent(self, self._device.now_s)
-        self._jobs.append((work, event, then))
+        self.jobs.append((work, event, then))
         return event
 
     def close(self) -> None:
-        while self._jobs:
-            self.run_to(self._jobs[-1][1])
+        while self.jobs:
+            self.run_to(self.jobs[-1][1])
 
     def drop(self, event: _JobEvent) -> bool:
         """Let the job that ends at ``event`` do nothing, if it is queued; return whether it is."""
-        for number, (_, end, then) in enumerate(self._jobs):
+        for number, (_, end, then) in enumerate(self.jobs):
             if end is event:
-                self._jobs[number] = lambda: None, end, then
+                self.jobs[number] = lambda: None, end, then
                 return True
         return False
-
-    def has_jobs(self) -> bool:
-        return bool(self._jobs)
 
     def stir(self) -> None:
         if self._device.timely:
@@ -278,9 +264,9 @@ class _Lane(AbstractLane):
 
     def run_one(self) -> None:
         """Run the oldest job, if there is one and none is running."""
-        if self._busy or not self._jobs:
+        if self._busy or not self.jobs:
             return
-        work, event, then = self._jobs.pop(0)
+        work, event, then = self.jobs.pop(0)
         self._busy = True
         self._device.working += 1
         try:
@@ -303,41 +289,32 @@ class _Lane(AbstractLane):
 class _ComputeStream(AbstractStream):
     def __init__(self, device: SimulatedDevice) -> None:
         self._device = device
-        self._waited: set[_Copy] = set()
-        # For each compute stream, the clock of the newest event that this one has waited for.
-        self._behind: dict[_ComputeStream, int] = {}
+        self._clock: _Clock = {}
         self.now_s = 0.0
 
     def record(self) -> AbstractEvent:
-        self._waited = {copy for copy in self._waited if not copy.known}
-        self._behind[self] = self._device.clock
-        return _ComputeEvent(self._device, self.now_s, frozenset(self._waited), dict(self._behind))
+        self._clock[self] = self._device.clock
+        return _ComputeEvent(self._device, dict(self._clock), self.now_s)
 
     def is_behind(self, event: AbstractEvent) -> bool:
         """Whether work queued on this stream from now on is ordered after an event."""
-        if isinstance(event, _ComputeEvent):
-            return all(
-                stream is self or self._behind.get(stream, -1) >= clock
-                for stream, clock in event.behind.items()
-            )
-        if isinstance(event, _CopyEvent):
-            return event.copy.known or event.copy in self._waited
-        return True  # a worker's event: the device does not know who has waited for it
+        if not isinstance(event, _Point):
+            return True  # a worker's event: the device does not know who has waited for it
+        known = _join(self._clock, self._device.known)
+        return all(
+            stream is self or known.get(stream, -1) >= number
+            for stream, number in event.clock.items()
+        )
 
     def wait(self, event: AbstractEvent) -> None:
-        # Kernels that the host queues from now on run at once, so the copy must run now. Only this
+        # Kernels that the host queues from now on run at once, so a copy must run now. Only this
         # stream is ordered after the copy; the host and the other stream have not waited for it.
         event = event.settled()
-        if isinstance(event, _ComputeEvent):
-            self._waited |= event.waited
-            for stream, clock in event.behind.items():
-                self._behind[stream] = max(self._behind.get(stream, 0), clock)
-            self.now_s = max(self.now_s, event.time_s)
-            return
-        assert isinstance(event, _CopyEvent)
-        self._device.run(event.copy)
-        self._waited.add(event.copy)
-        self.now_s = max(self.now_s, event.copy.end_s)
+        assert isinstance(event, _Point)
+        if isinstance(event, _CopyEvent):
+            self._device.run(event.copy)
+        self._clock = _join(self._clock, event.clock)
+        self.now_s = max(self.now_s, event.time_s)
         self._device.stir()
 
 
@@ -345,9 +322,8 @@ class _ComputeStream(AbstractStream):
 @dataclass
 class _Allocation:
     storage: StorageWeakRef
-    clock: int
     size_bytes: int
-    uses: dict[_ComputeStream, int] = field(default_factory=dict)  # clock of each one's last use
+    uses: _Clock  # the last use by each compute stream
 
     def expired(self) -> bool:
         return bool(self.storage.expired())  # type: ignore[no-untyped-call]
@@ -364,7 +340,8 @@ class SimulatedDevice(AbstractDevice):
         timely: whether virtual time, instead of chance, decides when events are reached.
 
     Attributes:
-        clock: a counter of queued work, which stamps events and allocations.
+        clock: a counter of queued work, which numbers that of the compute streams.
+        known: what the host has observed to have happened.
         current: the index, 0 or 1, of the compute stream on which the host queues kernels.
         slow_copies: the probability that a copy takes ten times as long.
         refusals: the probability that `pin` fails.
@@ -391,6 +368,7 @@ class SimulatedDevice(AbstractDevice):
         self._bandwidth = bandwidth_bytes_per_s
         self._free_s = {"d2h": 0.0, "h2d": 0.0}
         self.clock = 0
+        self.known: _Clock = {}
         self.refusals = 0.0
         self.pinned_bytes = 0
         self.trace: list[tuple[str, int]] = []
@@ -399,26 +377,27 @@ class SimulatedDevice(AbstractDevice):
         self._compute = [_ComputeStream(self), _ComputeStream(self)]
         self.current = 0
         self._queues: dict[str, list[_Copy]] = {"d2h": [], "h2d": []}
+        self._ends: dict[str, _Clock] = {"d2h": {}, "h2d": {}}  # of the last copies queued there
         self._count = 0
         self._unknown: list[_Copy] = []  # copies that the host has not observed to have run
         self._allocations: list[_Allocation] = []
         self._lanes: list[_Lane] = []
         self._deferred: _Lane | None = None
-        self._last_down = (0, -1)  # storage and newest event of the last device-to-host copy
+        self._last_down = (0, -1)  # storage and newest kernels of the last device-to-host copy
         self.working = 0  # nesting depth of running jobs, because one can wait for another
 
-    def compute_stream(self) -> AbstractStream:
+    def compute_stream(self) -> _ComputeStream:
         return self._compute[self.current]
 
     @property
     def now_s(self) -> float:
         """The virtual time of the current compute stream, in seconds."""
-        return self._compute[self.current].now_s
+        return self.compute_stream().now_s
 
     def compute(self, duration_s: float) -> None:
         """Advance the virtual time by the duration of a kernel."""
         self.clock += 1
-        self._compute[self.current].now_s += duration_s
+        self.compute_stream().now_s += duration_s
 
     def moment(self) -> Origin:
         return Origin(self.compute_stream().record(), self.now_s)
@@ -428,7 +407,8 @@ class SimulatedDevice(AbstractDevice):
         self._allocations = [known for known in self._allocations if not known.expired()]
         memory = torch.full((size_bytes,), _POISON, dtype=torch.uint8, device="cpu")
         reference = StorageWeakRef(memory.untyped_storage())  # type: ignore[no-untyped-call]
-        self._allocations.append(_Allocation(reference, self.clock, size_bytes))
+        uses = {self.compute_stream(): self.clock}
+        self._allocations.append(_Allocation(reference, size_bytes, uses))
         return memory
 
     def note_use(
@@ -438,12 +418,12 @@ class SimulatedDevice(AbstractDevice):
         current: AbstractStream,
         ready: AbstractEvent | None = None,
     ) -> bool:
-        if ready is not None and not self._compute[self.current].is_behind(ready):
+        if ready is not None and not self.compute_stream().is_behind(ready):
             self.object_to("kernels use memory without waiting for what fills it")
         self.clock += 1
         allocation = self._allocation_of(memory)
         if allocation is not None:
-            allocation.uses[self._compute[self.current]] = self.clock
+            allocation.uses[self.compute_stream()] = self.clock
         return super().note_use(memory, home, current)
 
     def object_to(self, message: str) -> None:
@@ -468,17 +448,15 @@ class SimulatedDevice(AbstractDevice):
 
     def allocated_bytes(self) -> int:
         """The memory from `allocate` that is still alive."""
-        self._allocations = [
-            allocation for allocation in self._allocations if not allocation.expired()
-        ]
-        return sum(allocation.size_bytes for allocation in self._allocations)
+        return sum(known.size_bytes for known in self._allocations if not known.expired())
 
     def copy_down(
         self, target: torch.Tensor, source: torch.Tensor, *after: AbstractEvent
     ) -> AbstractEvent:
-        origin = (source.untyped_storage()._cdata, self._newest(after))
+        newest = max(_clock_of(after).get(stream, -1) for stream in self._compute)
+        origin = source.untyped_storage()._cdata, newest
         # A tensor that is copied in pieces waits for the same event in every piece.
-        if origin[1] < self.clock and origin != self._last_down:
+        if newest < self.clock and origin != self._last_down:
             self.object_to("a copy down does not wait for the kernels that wrote its source")
         self._last_down = origin
         self._poison(target)
@@ -489,12 +467,9 @@ class SimulatedDevice(AbstractDevice):
     ) -> AbstractEvent:
         allocation = self._allocation_of(target)
         if allocation is not None:
-            if self._newest(after) < allocation.clock:
-                self.object_to("a copy up does not wait for kernels that may read its target")
-            behind = [event.behind for event in after if isinstance(event, _ComputeEvent)]
-            for stream, clock in allocation.uses.items():
-                if all(known.get(stream, -1) < clock for known in behind):
-                    self.object_to("a copy up does not wait for a stream that uses its target")
+            waited = _clock_of(after)
+            if any(waited.get(stream, -1) < number for stream, number in allocation.uses.items()):
+                self.object_to("a copy up does not wait for kernels that may use its target")
         self._poison(target)
         return self._queue("h2d", target, source, after)
 
@@ -510,7 +485,7 @@ class SimulatedDevice(AbstractDevice):
 
     def has_jobs(self) -> bool:
         """Whether a worker has jobs to run."""
-        return any(lane.has_jobs() for lane in self._lanes)
+        return any(lane.jobs for lane in self._lanes)
 
     def finish_jobs(self) -> None:
         """Run the jobs of all workers."""
@@ -521,8 +496,11 @@ class SimulatedDevice(AbstractDevice):
         for queue in self._queues.values():
             while queue:
                 self.run(queue[0])
-        for copy in self._unknown:
-            copy.known = True
+        self.learn(*self._ends.values())
+
+    def learn(self, *clocks: _Clock) -> None:
+        """Note that the host has observed all that these clocks have before them."""
+        self.known = _join(self.known, *clocks)
 
     def flip(self) -> bool:
         """A random choice with even odds."""
@@ -543,9 +521,9 @@ class SimulatedDevice(AbstractDevice):
         """Run a copy, after all copies that it waits for."""
         if copy.done:
             return
-        for earlier in copy.before:
-            self.run(earlier)
-        copy.before = [earlier for earlier in copy.before if not earlier.known]
+        for lane, queue in self._queues.items():
+            while queue and queue[0] is not copy and queue[0].number <= copy.clock.get(lane, -1):
+                self.run(queue[0])
         source, target = copy.source.tensor(), copy.target.tensor()
         if source is None:
             raise RaceError(f"the source of {copy.lane} copy {copy.number} was freed before it ran")
@@ -572,24 +550,21 @@ class SimulatedDevice(AbstractDevice):
     ) -> AbstractEvent:
         if not self.working:  # workers queue no kernels
             self.clock += 1
-        queue = self._queues[lane]
-        self._unknown = [copy for copy in self._unknown if not copy.known]
-        before = [copy for copy in self._unknown if copy.lane == lane][-1:]  # the lane's newest
-        for event in after:
-            if isinstance(event, _CopyEvent):
-                before.append(event.copy)
-            elif isinstance(event, _ComputeEvent):
-                before.extend(event.waited)
+        self._unknown = [
+            each for each in self._unknown if self.known.get(each.lane, -1) < each.number
+        ]
+        clock = _join(self._ends[lane], _clock_of(after), {lane: self._count})
         begin_s, end_s = self._schedule(lane, source.numel(), after)
-        copy = _Copy(self._count, lane, _End(source), _End(target), before, begin_s, end_s)
+        copy = _Copy(self._count, lane, _End(source), _End(target), clock, begin_s, end_s)
         self._count += 1
+        self._ends[lane] = clock
         for pending in self._unknown:
-            if copy.overlaps(pending) and not copy.follows(pending):
+            if copy.conflicts(pending):
                 self.object_to(
                     f"{lane} copy {copy.number} and {pending.lane} copy {pending.number} touch the "
                     f"same memory in no order"
                 )
-        queue.append(copy)
+        self._queues[lane].append(copy)
         self._unknown.append(copy)
         self.stir()
         return _CopyEvent(self, copy)
@@ -598,20 +573,13 @@ class SimulatedDevice(AbstractDevice):
         self, lane: str, size_bytes: int, after: tuple[AbstractEvent, ...]
     ) -> tuple[float, float]:
         """The virtual times at which a copy begins and ends, in seconds."""
-        begin_s = max(self._free_s[lane], self.now_s)
-        for event in after:
-            if isinstance(event, _CopyEvent):
-                begin_s = max(begin_s, event.copy.end_s)
-            elif isinstance(event, _ComputeEvent):
-                begin_s = max(begin_s, event.time_s)
+        times_s = [event.time_s for event in after if isinstance(event, _Point)]
+        begin_s = max(self._free_s[lane], self.now_s, *times_s)
         duration_s = size_bytes / self._bandwidth
         if self._choices.random() < self.slow_copies:
             duration_s *= 10
         self._free_s[lane] = begin_s + duration_s
         return begin_s, begin_s + duration_s
-
-    def _newest(self, events: tuple[AbstractEvent, ...]) -> int:
-        return max((e.clock for e in events if isinstance(e, _ComputeEvent)), default=-1)
 
     def _allocation_of(self, tensor: torch.Tensor) -> _Allocation | None:
         address = tensor.untyped_storage()._cdata
@@ -619,3 +587,8 @@ class SimulatedDevice(AbstractDevice):
             if allocation.storage.cdata == address and not allocation.expired():
                 return allocation
         return None
+
+
+def _clock_of(events: Iterable[AbstractEvent]) -> _Clock:
+    """Return the clock of what waits for some events. A worker's event has none."""
+    return _join(*(event.clock for event in events if isinstance(event, _Point)))
