@@ -25,10 +25,10 @@ from ebbtide.policy import (
 )
 from ebbtide.runtime.engine import Engine, OpenLayer
 from ebbtide.runtime.executor import ScheduleMode
-from ebbtide.runtime.stats import StepStats, fate_bar
+from ebbtide.runtime.stats import StepStats, fates
 from ebbtide.runtime.torch_internals import tree_leaves
 from ebbtide.schedule import Action, Direction, Schedule, Unit, Verb, default, manual
-from ebbtide.units import brief, card, count, facts, labelled
+from ebbtide.units import bar, brief, card, count, facts, labelled
 
 T = TypeVar("T")
 
@@ -262,7 +262,7 @@ class OffloadSession:
 
     def _repr_html_(self) -> str:
         entries = {"state": self._state, "layers": self._plan, **self._engine.describe()}
-        last = fate_bar(self._engine.transfers.account.last_counts)
+        last = bar(fates(self._engine.transfers.account.last_counts))
         return card("Offload session", last, facts(entries))
 
     @property

@@ -19,7 +19,8 @@ from ebbtide.policy import ActivationPolicy
 from ebbtide.runtime.engine import Engine
 from ebbtide.runtime.events import IDLE, MemorySample, Owner, StepMemory
 from ebbtide.runtime.forward import OffloadedForward
-from ebbtide.runtime.stats import StepStats
+from ebbtide.runtime.layers import is_one_region
+from ebbtide.runtime.stats import StepStats, fates
 from ebbtide.stores.measured_memory import LEAST_BYTES, memory_of
 from ebbtide.units import card, count, format_size, text_block
 from ebbtide.weights.overlap import OverlapStats
@@ -672,16 +673,10 @@ def _verdict(
     if not evidence.num_steps:
         return findings[0].sentence
     stats = evidence.stats
-    moved = {
-        "offloaded": stats.offloaded_bytes,
-        "rebuilt": stats.rebuilt_bytes,
-        "recomputed": stats.recomputed_bytes,
-        "saved by packing": stats.packed_bytes,
-    }
-    done = ", ".join(f"{format_size(size)} {what}" for what, size in moved.items() if size)
-    saved = f"Of {format_size(stats.unique_bytes)} of activations, {done or 'nothing'} left memory."
-    if not done:
-        saved = f"None of {format_size(stats.unique_bytes)} of activations left memory."
+    moved = ", ".join(share.label for share in fates(stats) if share.kind != "keep")
+    saved = (
+        f"Of {format_size(stats.unique_bytes)} of activations, {moved or 'nothing'} left memory."
+    )
     if evidence.memory is None:
         return f"{saved} Record a step with trace=True to see what the peak consists of."
     peak = evidence.memory
@@ -756,8 +751,6 @@ def _compiled_around(modules: Sequence[nn.Module], layers: Sequence[str]) -> Ite
     """Yield the names of compiled modules that contain layers, and are none themselves."""
     for model in modules:
         for name, module in model.named_modules():
-            called = getattr(module, "_compiled_call_impl", None) is not None
-            wrapped = type(module).__name__ == "OptimizedModule"  # what torch.compile returns
             inside = [layer for layer in layers if layer.startswith(f"{name}." if name else "")]
-            if (called or wrapped) and any(layer != name for layer in inside):
+            if is_one_region(module) and any(layer != name for layer in inside):
                 yield name or "the model"

@@ -280,15 +280,13 @@ def _by_layer(
     owned: Mapping[Owner, int], saved: Mapping[tuple[Owner, Layer | None], int]
 ) -> Iterator[OwnedBytes]:
     """Yield what the peak consists of, largest first; activations for each layer."""
-    left = Counter(owned)
-    parts = []
-    for (owner, layer), size_bytes in saved.items():
-        if layer is not None and size_bytes:
-            left[owner] -= size_bytes
-            parts.append(OwnedBytes(owner, size_bytes, layer.index, layer.name))
-    parts += [OwnedBytes(owner, size_bytes) for owner, size_bytes in left.items() if size_bytes]
     merged: Counter[tuple[Owner, int | None, str]] = Counter()
-    for part in parts:
-        merged[part.owner, part.layer, part.name] += part.size_bytes
-    whole = [OwnedBytes(owner, size, layer, name) for (owner, layer, name), size in merged.items()]
+    for owner, size_bytes in owned.items():
+        merged[owner, None, ""] = size_bytes
+    for (owner, layer), size_bytes in saved.items():
+        if layer is not None:
+            merged[owner, layer.index, layer.name] += size_bytes
+            merged[owner, None, ""] -= size_bytes
+    parts = merged.items()
+    whole = [OwnedBytes(owner, size, layer, name) for (owner, layer, name), size in parts if size]
     yield from sorted(whole, key=lambda part: -part.size_bytes)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import weakref
+from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from types import CellType, FrameType
 from typing import Any, NamedTuple, final
@@ -67,17 +69,15 @@ def _tensors_with(addresses: Container[int]) -> list[tuple[torch.Tensor, dict[in
     """Return the tensors with certain storages, and the bytes of these by their addresses."""
     found = []
     for each in gc.get_objects():
-        if issubclass(type(each), torch.Tensor) and (held := _held_storages(each, addresses)):
-            found.append((each, held))
+        if not issubclass(type(each), torch.Tensor):
+            continue
+        # A tensor may be half made, or raise whatever it is asked.
+        with contextlib.suppress(Exception):
+            storages = [part.untyped_storage() for part in parts_of(each)]
+            held = {one._cdata: one.nbytes() for one in storages if one._cdata in addresses}
+            if held:
+                found.append((each, held))
     return found
-
-
-def _held_storages(tensor: torch.Tensor, addresses: Container[int]) -> dict[int, int]:
-    try:
-        storages = [part.untyped_storage() for part in parts_of(tensor)]
-    except Exception:  # a tensor that is half made, or that raises whatever it is asked
-        return {}
-    return {each._cdata: each.nbytes() for each in storages if each._cdata in addresses}
 
 
 def _shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -130,55 +130,40 @@ def _name_of_holder(tensor: torch.Tensor) -> str:
     The names are words such as ``"the attribute outputs['last'] of a Model"``; empty if nothing
     refers to it.
     """
-    found = _attribute_with(tensor)
-    referrers = [] if found else gc.get_referrers(tensor)
-    for each in referrers:
-        if isinstance(each, CellType):
-            found = found or "a variable that an inner function uses"
-        elif type(each) is dict:
-            found = f"a dict under {_key_of(tensor, each)!r}"
-        elif type(each) in (list, tuple):
-            found = f"a {type(each).__name__} of {len(each)}"
-        elif not isinstance(each, FrameType) and not _is_of_package(each):
-            found = found or f"an object of the type {type(each).__name__}"
+    found = ""
+    looked_at: deque[tuple[Any, tuple[Any, ...]]] = deque([(tensor, ())])
+    while looked_at:
+        value, keys = looked_at.popleft()  # or it would be a container that refers to the value
+        num_containers = 0
+        for each in gc.get_referrers(value):
+            kind = type(each)
+            if kind in (dict, list, tuple):
+                if not keys:
+                    place = f"under {_key_of(value, each)!r}" if kind is dict else f"of {len(each)}"
+                    found = f"a {kind.__name__} {place}"
+                num_containers += 1
+                if len(keys) < _MOST_AROUND and num_containers <= _MOST_AROUND:
+                    looked_at.append((each, (_key_of(value, each), *keys)))
+            elif isinstance(each, CellType):
+                found = found or "a variable that an inner function uses"
+            elif not isinstance(each, FrameType) and not _is_of_package(each):
+                attributes = _attributes_of(each)
+                path = keys if attributes is value else (_key_of(value, attributes), *keys)
+                if path and path[0] is not None:
+                    name, *rest = path
+                    place = "".join(f"[{key!r}]" for key in rest)
+                    return f"the attribute {name}{place} of a {kind.__name__}"
+                if not keys:
+                    found = found or f"an object of the type {kind.__name__}"
     return found
 
 
-def _attribute_with(value: Any, keys: tuple[Any, ...] = ()) -> str:
-    """Return the attribute that is a value, or a container with it; empty if there is none.
-
-    Args:
-        value: a tensor, or a container that it is in.
-        keys: where in the container it is, the outermost key first.
-    """
-    containers = []
-    referrers = gc.get_referrers(value)
-    while referrers:
-        each = referrers.pop()  # a container that is still in a list here has one more referrer
-        if type(each) in (dict, list, tuple):
-            containers.append(each)
-        elif not isinstance(each, FrameType) and not _is_of_package(each):
-            attributes = _attributes_of(each) or {}
-            key = None if attributes is value else _key_of(value, attributes)
-            if attributes is value or key is not None:
-                name, *rest = keys if key is None else (key, *keys)
-                place = "".join(f"[{key!r}]" for key in rest)
-                return f"the attribute {name}{place} of a {type(each).__name__}"
-    del containers[_MOST_AROUND:]
-    while containers and len(keys) < _MOST_AROUND:
-        container = containers.pop()
-        found = _attribute_with(container, (_key_of(value, container), *keys))
-        if found:
-            return found
-    return ""
-
-
-def _attributes_of(owner: Any) -> dict[str, Any] | None:
+def _attributes_of(owner: Any) -> dict[str, Any]:
     try:
         attributes = getattr(owner, "__dict__", None)
     except Exception:  # whatever an object raises when it is asked
-        return None
-    return attributes if type(attributes) is dict else None
+        return {}
+    return attributes if type(attributes) is dict else {}
 
 
 def _is_of_package(owner: Any) -> bool:

@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 
 from ebbtide.errors import PolicyError
 from ebbtide.runtime.events import LANES, Owner, TraceEvent
-from ebbtide.units import COLOURS
+from ebbtide.units import COLOURS, format_seconds
 
 # A colour means the same in every chart: bytes that an event moves or makes have its colour, and no
 # other owner has the colour of an event.
@@ -48,61 +48,47 @@ HATCHED_OWNERS: Final = frozenset(
 # ---- What text and picture share: rows, what is seen of nested events, and times ----
 
 
-class TimeUnit(NamedTuple):
-    """The time range of a trace and the unit in which to write its times.
+class _Axis(NamedTuple):
+    """The time of a trace, cut into columns of equal width.
 
     Attributes:
-        name: name of the unit: ``"s"``, ``"ms"`` or ``"us"``.
+        unit: unit of its times: ``"s"``, ``"ms"`` or ``"us"``.
         per_s: number of units in a second.
         begin_s: begin of the first event, in seconds.
         end_s: end of the event that ends last, in seconds.
+        columns: number of columns.
     """
 
-    name: str
+    unit: str
     per_s: float
     begin_s: float
     end_s: float
+    columns: int
 
     @classmethod
-    def of(cls, spans: Sequence[TraceEvent]) -> TimeUnit:
-        """Return the largest unit of which all events together last one or more.
-
-        There must be at least one.
-        """
-        begin_s, end_s = min(each.begin_s for each in spans), max(each.end_s for each in spans)
+    def of(cls, events: Sequence[TraceEvent], columns: int) -> _Axis:
+        """Return the axis of one event or more, in the largest unit of which all last one."""
+        begin_s, end_s = min(each.begin_s for each in events), max(each.end_s for each in events)
         # The margin makes up for rounding, so that a trace of 1 ms is written in ms.
         whole_s = (end_s - begin_s) * (1 + 1e-6)
+        unit, per_s = ("ms", 1e3) if whole_s >= 1e-3 else ("us", 1e6)
         if whole_s >= 1 or not whole_s:
-            return cls("s", 1.0, begin_s, end_s)
-        return cls(*(("ms", 1e3) if whole_s >= 1e-3 else ("us", 1e6)), begin_s, end_s)
-
-    def write(self, duration_s: float) -> str:
-        """Write a duration with three digits and the unit, such as ``"12.5 ms"``."""
-        value = duration_s * self.per_s
-        digits = 0 if value <= 0 else min(6, max(0, 2 - math.floor(math.log10(value))))
-        return f"{value:.{digits}f} {self.name}"
-
-
-def write_durations(events: Sequence[TraceEvent], unit: TimeUnit) -> list[str]:
-    """Write how long the trace is, and how long compute waited in it if it did."""
-    waits_s = [event.duration_s for event in events if event.what == "wait"]
-    waited = [f"compute waited {unit.write(sum(waits_s))}"] if waits_s else []
-    return [unit.write(unit.end_s - unit.begin_s), *waited]
-
-
-class _Axis(NamedTuple):
-    """The time of a trace, cut into columns of equal width."""
-
-    unit: TimeUnit
-    columns: int
+            unit, per_s = "s", 1.0
+        return cls(unit, per_s, begin_s, end_s, columns)
 
     @property
     def whole_s(self) -> float:
-        return self.unit.end_s - self.unit.begin_s
+        return self.end_s - self.begin_s
+
+    def describe(self, events: Sequence[TraceEvent]) -> list[str]:
+        """Say how long the trace is, and how long compute waited in it if it did."""
+        waits_s = [event.duration_s for event in events if event.what == "wait"]
+        waited = [f"compute waited {format_seconds(sum(waits_s))}"] if waits_s else []
+        return [format_seconds(self.whole_s), *waited]
 
     def position(self, time_s: float) -> float:
         """Return the position of a time in columns, from 0 to the number of columns."""
-        return (time_s - self.unit.begin_s) / (self.whole_s or 1.0) * self.columns
+        return (time_s - self.begin_s) / (self.whole_s or 1.0) * self.columns
 
     def column(self, time_s: float) -> int:
         return min(int(self.position(time_s)), self.columns - 1)
@@ -223,15 +209,14 @@ def render_timeline(events: Sequence[TraceEvent], width: int) -> str:
     if not events:
         return "an empty trace"
     rows = _rows(events)
-    unit = TimeUnit.of(events)
-    margin = max(len(name) for name in (*rows, unit.name)) + 1
-    axis = _Axis(unit, width - margin)
-    drawn = {unit.name: _draw_ticks(axis)}
+    margin = max(len(name) for name in (*rows, "ms")) + 1
+    axis = _Axis.of(events, width - margin)
+    drawn = {axis.unit: _draw_ticks(axis)}
     for name, here in rows.items():
         drawn[name] = _draw_moments(here, axis) if name == "release" else _draw(name, here, axis)
-    figures = write_durations(events, unit)
+    figures = axis.describe(events)
     if axis.whole_s:
-        figures.append(f"a column is {unit.write(axis.whole_s / axis.columns)}")
+        figures.append(f"a column is {format_seconds(axis.whole_s / axis.columns)}")
     heading = _wrap(figures, ", ", width)
     legend = _wrap(_legend(events, "".join(list(drawn.values())[1:])), "  ", width)
     lines = [f"{name:<{margin}}{row}" for name, row in drawn.items()]
@@ -286,7 +271,7 @@ def _draw_marks(marks: Sequence[tuple[int, str]], columns: int) -> str:
 
 def _draw_ticks(axis: _Axis) -> str:
     """Draw the axis: ticks at a few round times, as far apart as their labels need."""
-    begin, end = axis.unit.begin_s * axis.unit.per_s, axis.unit.end_s * axis.unit.per_s
+    begin, end = axis.begin_s * axis.per_s, axis.end_s * axis.per_s
     if begin == end:
         return f"{_MOMENT}{begin:g}"
     for step, digits in _steps((end - begin) / axis.columns):
@@ -296,7 +281,7 @@ def _draw_ticks(axis: _Axis) -> str:
             break
     first, last = math.ceil(begin / step - 1e-9), math.floor(end / step + 1e-9)
     times = [number * step for number in range(first, last + 1)]
-    marks = [(axis.column(time / axis.unit.per_s), f"{time:.{digits}f}") for time in times]
+    marks = [(axis.column(time / axis.per_s), f"{time:.{digits}f}") for time in times]
     return _draw_marks(marks, axis.columns)
 
 
@@ -400,22 +385,20 @@ def draw_lanes_figure(events: Sequence[TraceEvent]) -> Any:
     if not events:
         axes.set_title("An empty trace", loc="left", fontsize=11)
         return figure
-    unit = TimeUnit.of(events)
-    margin_s = (unit.end_s - unit.begin_s) * 0.003 or 0.5
-    axes.set_xlim(unit.begin_s - margin_s, unit.end_s + margin_s)
-    axes.set_xlabel(f"time since the step began ({unit.name})", fontsize=10)
-    axes.xaxis.set_major_formatter(lambda time_s, _: f"{time_s * unit.per_s:.10g}")
-    title = f"Timeline: {', '.join(write_durations(events, unit))}"
-    axes.set_title(title, loc="left", fontsize=11)
+    axis = _Axis.of(events, _PICTURE_COLUMNS)
+    margin_s = axis.whole_s * 0.003 or 0.5
+    axes.set_xlim(axis.begin_s - margin_s, axis.end_s + margin_s)
+    axes.set_xlabel(f"time since the step began ({axis.unit})", fontsize=10)
+    axes.xaxis.set_major_formatter(lambda time_s, _: f"{time_s * axis.per_s:.10g}")
+    axes.set_title(f"Timeline: {', '.join(axis.describe(events))}", loc="left", fontsize=11)
     _draw_kinds(figure, {event.what for here in rows.values() for event in here})
     figure.draw_without_rendering()  # lays out the figure; only then is the width of a block known
     points = axes.get_window_extent().width / figure.dpi * 72
-    points_per_s = points / (unit.end_s - unit.begin_s + 2 * margin_s)
-    axis = _Axis(unit, _PICTURE_COLUMNS)
+    points_per_s = points / (axis.whole_s + 2 * margin_s)
     column_s = axis.whole_s / axis.columns
     for place, (name, here) in enumerate(rows.items()):
         if name == "release":
-            _draw_releases(axes, place, here, unit.end_s, points_per_s)
+            _draw_releases(axes, place, here, axis.end_s, points_per_s)
             continue
         tracks = place_side_by_side(here)
         height = _BAR / (max(tracks) + 1)
@@ -425,7 +408,7 @@ def draw_lanes_figure(events: Sequence[TraceEvent]) -> Any:
             for number, run in itertools.groupby(axis.paint(inside, least=1)):
                 begin, column = column, column + len(list(run))
                 if number is not None and (name == "wait" or inside[number].what != "wait"):
-                    begin_s = unit.begin_s + begin * column_s
+                    begin_s = axis.begin_s + begin * column_s
                     blocks.append((inside[number], begin_s, (column - begin) * column_s))
             top = place - _BAR / 2 + track * height
             _draw_blocks(axes, (top, height), blocks, points_per_s)

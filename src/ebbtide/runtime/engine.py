@@ -37,7 +37,7 @@ from ebbtide.runtime.recompute import (
 )
 from ebbtide.runtime.record import AccessOrder, ForwardLog
 from ebbtide.runtime.saved_tensors import SavedTensorHooks, hooks_are_wanted, let_others_disable
-from ebbtide.runtime.stats import StepStats, watch_nodes
+from ebbtide.runtime.stats import StepStats, describe_fates, watch_nodes
 from ebbtide.runtime.torch_internals import has_tangents, transform_level, tree_leaves
 from ebbtide.runtime.transfers import Transfers
 from ebbtide.runtime.verification import Verifications
@@ -291,14 +291,7 @@ class Engine:
         if kind == "auto":
             kind = "disk" if self.torch_device.type == "cpu" else "host"
         last = self.transfers.account.last_counts
-        moved = {
-            "kept": last.kept_bytes,
-            "rebuilt": last.rebuilt_bytes,
-            "recomputed": last.recomputed_bytes,
-            "offloaded": last.offloaded_bytes,
-            "of weights reloaded": last.weight_reload_bytes,
-        }
-        done = ", ".join(f"{format_size(size)} {what}" for what, size in moved.items() if size)
+        done = describe_fates(last)
         under_way = self.transfers.live or self.transfers.running
         return {
             "model": f"{self._subject} on {self.torch_device}"

@@ -746,7 +746,7 @@ def check_regions(model: nn.Module, policy: ActivationPolicy) -> bool:
     Raises:
         PolicyError: it is, and the policy recomputes layers.
     """
-    if not _is_one_region(model):
+    if not is_one_region(model):
         return False
     if policy.recomputes:
         raise PolicyError(
@@ -758,7 +758,7 @@ def check_regions(model: nn.Module, policy: ActivationPolicy) -> bool:
     return True
 
 
-def _is_one_region(model: nn.Module) -> bool:
+def is_one_region(model: nn.Module) -> bool:
     """Whether the whole model is compiled, by any of torch's three ways."""
     return (
         hasattr(model, "_orig_mod")

@@ -97,7 +97,7 @@ class StepStats:
         return "\n".join(f"{name:<19} {text:>12}  {words}".rstrip() for name, text, words in rows)
 
     def _repr_html_(self) -> str:
-        return card("Statistics of a step", fate_bar(self), table((), self._rows(), numbers=[1]))
+        return card("Statistics of a step", bar(fates(self)), table((), self._rows(), numbers=[1]))
 
     def _rows(self) -> list[tuple[str, str, str]]:
         """Each figure's name, its value with a unit, and what it means."""
@@ -135,18 +135,28 @@ _WORDS: Final = {
 }
 
 
-def fate_bar(stats: StepStats | StepMeter) -> str:
-    """Return a bar that shows what became of the bytes that a step saved, each storage once."""
-    fates = {
+def fates(stats: StepStats | StepMeter) -> list[Share]:
+    """Return what became of the bytes that a step saved, each storage once, as parts of a bar."""
+    parts = {
         "keep": (stats.kept_bytes, "kept"),
         "offload": (stats.offloaded_bytes, "offloaded"),
         "rebuild": (stats.rebuilt_bytes, "rebuilt"),
         "recompute": (stats.recomputed_bytes, "recomputed"),
         "other": (stats.packed_bytes, "left out by packing"),
     }
-    return bar(
-        Share(kind, f"{format_size(size)} {words}", size) for kind, (size, words) in fates.items()
-    )
+    return [
+        Share(kind, f"{format_size(size)} {words}", size)
+        for kind, (size, words) in parts.items()
+        if size
+    ]
+
+
+def describe_fates(stats: StepStats | StepMeter) -> str:
+    """Say what became of the bytes that a step saved, and how many of weights moved."""
+    labels = [share.label for share in fates(stats)]
+    if stats.weight_reload_bytes:
+        labels.append(f"{format_size(stats.weight_reload_bytes)} of weights reloaded")
+    return ", ".join(labels)
 
 
 _COUNTED = tuple(

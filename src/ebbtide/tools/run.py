@@ -23,7 +23,7 @@ import ebbtide.api
 from ebbtide.errors import BudgetError, PolicyError
 from ebbtide.observe.page import render_page
 from ebbtide.observe.run_record import RUN_FORMAT, RUN_VERSION, RunRecord, as_document
-from ebbtide.runtime.stats import StepStats
+from ebbtide.runtime.stats import StepStats, describe_fates
 from ebbtide.stores.measured_memory import resident_peak_bytes
 from ebbtide.tools.exit_codes import ExitCode, in_options
 from ebbtide.tools.found_models import (
@@ -288,16 +288,8 @@ class RunReport:
 
 
 def _describe_step(step: StepStats) -> str:
-    moved = [
-        (step.offloaded_bytes, "offloaded"),
-        (step.kept_bytes, "kept"),
-        (step.rebuilt_bytes, "rebuilt"),
-        (step.recomputed_bytes, "recomputed"),
-        (step.weight_reload_bytes, "of weights moved"),
-    ]
-    done = ", ".join(f"{format_size(size)} {what}" for size, what in moved if size)
-    waited = f"waited {step.stall_s:.3f} s for copies"
-    return f"{done or 'nothing was saved'}; {waited}"
+    done = describe_fates(step) or "nothing was saved"
+    return f"{done}; waited {step.stall_s:.3f} s for copies"
 
 
 def _why_nothing_left(model: FoundModel, step: StepStats) -> str | None:
