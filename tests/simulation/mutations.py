@@ -78,7 +78,7 @@ MUTATIONS = (
     Mutation("offloaded-identity", remove),
     Mutation("rebuilt-identity", remove),
     Mutation("in-place-changes", instead("return False")),
-    Mutation("unchanged-output", put("node is None or output._version", "node is None")),
+    Mutation("unchanged-output", put("output._version", "False")),
     Mutation("rebuilt-elsewhere", remove),
     Mutation("written-before-copy", never),
     Mutation("inputs-of-one-forward", never),

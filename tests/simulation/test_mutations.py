@@ -57,6 +57,14 @@ def test_every_guard_has_a_mutation() -> None:
     assert find_guards(SOURCE).keys() == {mutation.guard for mutation in MUTATIONS}
 
 
+def test_every_mutation_finds_what_it_changes() -> None:
+    guards = find_guards(SOURCE)
+    for mutation in MUTATIONS:
+        guard = guards[mutation.guard]
+        source = (SOURCE / guard.file).read_text()
+        assert without(source, guard, mutation.edit) != source
+
+
 def test_every_mutation_was_tried_on_the_software_accelerator() -> None:
     assert soft_results().keys() == {m.name for m in MUTATIONS}, "try them: make soft-mutants"
 
