@@ -251,6 +251,7 @@ def offload(
     placed = ModelWeights(model, owners, weights or WeightPolicy(), engine, origin)
     plans_weights = budgeted and weights is None and engine.torch_device.type != "cpu"
     engine.placement.num_calls = found.num_calls
+    controller: BudgetController | None = None
     planner: BudgetController | FixedPlan | None = None
     try:
         if not plans_weights and (weights is not None or home is not None):
@@ -261,19 +262,17 @@ def offload(
 
             planned_weights = placed if plans_weights else None
             min_bytes = engine.placement.min_bytes
-            planner = BudgetController(model, engine, budget, min_bytes, weights=planned_weights)
+            controller = BudgetController(model, engine, budget, min_bytes, weights=planned_weights)
+            planner = controller
         elif planned is not None:
             planner = FixedPlan(engine, planned)
     except BaseException:
         placed.detach()
         raise
-    tracker = LayerTracker(found, engine)
-    wrapped = OffloadedForward(model.forward, engine, tracker)
-    wrapped.prepare = getattr(planner, "prepare", None)
-    wrapped.needs_less = getattr(planner, "learn_failed_forward", None)
+    tracker = LayerTracker(found, engine, warned=one_region)
+    before = model.__dict__.get("forward")
+    wrapped = OffloadedForward(model.forward, engine, tracker, controller, before)
     tracker.attach(model)
-    tracker.warned = one_region
-    wrapped.replaced = model.__dict__.get("forward")
     known = weakref.ref(model)  # see [Note: what a model owns]
     undo: list[Callable[[], None]] = [functools.partial(_restore_forward, known, wrapped)]
     model.forward = wrapped
@@ -341,7 +340,6 @@ def wrap_forward_with_offload(
         modules, policy, store, home, host_budget=host_budget, traced=trace, record=record_model
     )
     wrapped = OffloadedForward(forward, engine, None)
-    wrapped.kept = forward
     undo = [call_weakly(wrapped.deactivate)]  # the forward owns its handle
     known = weakref.ref(wrapped)
     wrapped.handle = OffloadHandle(engine, (), undo, forward=known, owner=wrapped)

@@ -9,7 +9,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, final
+from typing import Any, Protocol, final
 
 import torch
 from torch import nn
@@ -57,6 +57,16 @@ class _Here(threading.local):
         return None if self.part is None else self.part()
 
 
+class ForwardPlanner(Protocol):
+    """Plans what a forward does with what it saves."""
+
+    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """A forward begins; return whether it is to be repeated if it runs out of memory."""
+
+    def learn_failed_forward(self) -> bool:
+        """A forward ran out of memory; return whether the next one would need less."""
+
+
 @final
 class OffloadedForward(ForwardReplacement):
     """Calls `forward` with the saved-tensor hooks active, and removes them however the call ends.
@@ -67,21 +77,19 @@ class OffloadedForward(ForwardReplacement):
         forward: the callable to wrap.
         engine: the parts of the offload.
         tracker: numbers the layers; None for a callable without layers.
+        planner: is told of each forward that autograd records; None if there is nothing to plan.
+        replaced: the module's own attribute ``forward`` before this object; None if it had none.
 
     Attributes:
         here: the forwards that run on the calling thread.
-        prepare: called with the arguments of each forward that autograd records, before it begins;
-            returns whether the forward is to be repeated if it runs out of memory. None where
-            nothing is to be prepared.
-        was_prepared: whether it has been called.
-        needs_less: asked after a forward that ran out of memory: whether the next one would need
-            less. None where it would not.
+        planner: as given.
+        was_prepared: whether it has been told of a forward.
         num_unrecorded: number of calls in which autograd did not record, or other code decided what
             becomes of saved tensors.
         handle: the `OffloadHandle`; set only by `wrap_forward_with_offload`.
         kept: the wrapped forward as long as its module is not known to own this object; None if the
             module owns it. See [Note: what a model owns].
-        replaced: the module's own attribute ``forward`` before this object; None if it had none.
+        replaced: as given.
     """
 
     # Long: it must pass for a bound method, to Python, to torch, and to other code that wraps it.
@@ -93,17 +101,18 @@ class OffloadedForward(ForwardReplacement):
         forward: Callable[..., Any],
         engine: Engine,
         tracker: LayerTracker | None,
+        planner: ForwardPlanner | None = None,
+        replaced: Any = None,
     ) -> None:
         super().__init__(forward)
-        self.kept: Callable[..., Any] | None = None
-        self.replaced: Any = None
+        self.kept = None if tracker is not None else forward
+        self.replaced = replaced
         self._engine = engine
         self._tracker = tracker
         self._active = True
         self.here = _Here()
-        self.prepare: Callable[[tuple[Any, ...], dict[str, Any]], bool] | None = None
+        self.planner = planner
         self.was_prepared = False
-        self.needs_less: Callable[[], bool] | None = None
         self._state: ForwardState | None = None
         self.num_unrecorded = 0
         self._has_warned = False
@@ -128,7 +137,7 @@ class OffloadedForward(ForwardReplacement):
 
     def let_go(self) -> None:
         """Let go of what the offload holds for a model that is gone."""
-        self.prepare = self.needs_less = None
+        self.planner = None
 
     @property
     def __code__(self) -> types.CodeType:
@@ -243,10 +252,10 @@ class OffloadedForward(ForwardReplacement):
 
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._state = None
-        if self.prepare is None or self._others_run():
+        if self.planner is None or self._others_run():
             return
         self.was_prepared = True
-        may_repeat = self.prepare(args, kwargs)
+        may_repeat = self.planner.prepare(args, kwargs)
         if may_repeat and isinstance(self._owner, nn.Module):
             self._state = ForwardState(self._owner, args, kwargs)
 
@@ -257,9 +266,9 @@ class OffloadedForward(ForwardReplacement):
             state: what it began with.
         """
         # In another forward of the model, which fails, nothing is repeated.
-        if self._others_run() or self.needs_less is None:
+        if self._others_run() or self.planner is None:
             return False
-        return state.can_be_put_back() and self.needs_less()
+        return state.can_be_put_back() and self.planner.learn_failed_forward()
 
     def _others_run(self) -> bool:
         """Whether another forward of the model runs, on this thread or on another one."""
@@ -421,7 +430,7 @@ class BypassHooks:
     def _warn_of_no_plan(self) -> None:
         """Warn once if there is a budget or a plan, and every forward so far was bypassed."""
         forward = self._forward
-        if forward.prepare is None or forward.was_prepared or not torch.is_grad_enabled():
+        if forward.planner is None or forward.was_prepared or not torch.is_grad_enabled():
             return
         forward.was_prepared = True
         warn_user(

@@ -169,6 +169,7 @@ class LayerTracker:
         layers: the modules whose calls are layers.
         engine: notified when forwards and layers begin and end. If its policy recomputes layers,
             their forwards are replaced.
+        warned: whether the user knows that the model is compiled as one region.
 
     Attributes:
         warned: whether the user knows that the model is compiled as one region.
@@ -177,7 +178,7 @@ class LayerTracker:
 
     # Long: it is notified, and tells others, of all that happens to a layer.
 
-    def __init__(self, layers: LayerModules, engine: Engine) -> None:
+    def __init__(self, layers: LayerModules, engine: Engine, *, warned: bool = False) -> None:
         self._engine = engine
         self._recomputes = engine.policy.recomputes
         self._modules = [weakref.ref(module) for module in layers.modules]
@@ -186,7 +187,7 @@ class LayerTracker:
         self._num_calls = layers.num_calls
         self._hooked: list[HookedLayer] = []
         self.others: list[HookedLayer] = []
-        self.warned = False
+        self.warned = warned
         self._is_short = False  # whether the user knows that a forward has fewer layers than wanted
         self._order: list[str] = []  # and of the last one that was completed
         self._lost: dict[str, bool] = {}  # layers that are not recomputed; whether the user knows
