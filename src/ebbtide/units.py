@@ -12,20 +12,10 @@ from typing import Final, NamedTuple, final
 
 from ebbtide.errors import PolicyError
 
-_UNITS: Final = {
-    "b": 1,
-    "k": 2**10,
-    "m": 2**20,
-    "g": 2**30,
-    "t": 2**40,
-    "kib": 2**10,
-    "mib": 2**20,
-    "gib": 2**30,
-    "tib": 2**40,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "tb": 10**12,
+_UNITS: Final = {"b": 1} | {
+    f"{prefix}{unit}": base**power
+    for power, prefix in enumerate("kmgt", start=1)
+    for unit, base in (("", 1024), ("ib", 1024), ("b", 1000))
 }
 _SIZE: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z%]*)\s*", re.IGNORECASE)
 _LEAST_BUDGET_BYTES: Final = 4096  # a page
