@@ -113,13 +113,18 @@ def test_the_table_names_the_constraint_that_decided(
         make_layer(10),
         make_layer(10, backward_working_bytes=20 * MB),
     )
-    plan = Plan(layers=tuple(LayerPlan(decisions=(each,)) for each in (OFFLOAD, OFFLOAD, KEEP)))
+    layers = tuple(LayerPlan(decisions=(each,)) for each in (OFFLOAD, OFFLOAD, KEEP))
     hardware = make_link(mb_per_s, computes_on_host=True)
-    step = PlannedStep(plan=plan, profile=profile, hardware=hardware, budget_bytes=50 * MB)
-    first, _, last = str(step).splitlines()[-3:]
-    assert first.endswith(f"; {said}")
-    assert last.endswith("  there is room")
-    assert said in step._repr_html_()
+    # What a search held the plan to decides, whatever the budget is.
+    for limit_mb, budget_mb in ((None, 50), (50, 100)):
+        plan = Plan(layers=layers, limit_bytes=None if limit_mb is None else limit_mb * MB)
+        step = PlannedStep(
+            plan=plan, profile=profile, hardware=hardware, budget_bytes=budget_mb * MB
+        )
+        first, _, last = str(step).splitlines()[-3:]
+        assert first.endswith(f"; {said}")
+        assert last.endswith("  there is room")
+        assert said in step._repr_html_()
 
 
 def test_the_table_keeps_the_range_of_layers_in_view() -> None:

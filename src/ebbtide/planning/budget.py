@@ -386,6 +386,11 @@ class BudgetController:
                 raise
             _LOG.info("no plan fits, so the one that needs least is followed: %s", error)
             study.follow_least()
+            self._warn_of_excess(
+                f"no plan fits into the budget of {format_size(self._budget_bytes)} any more. From "
+                f"now on the one that needs least is followed, which is predicted to take "
+                f"{format_size(study.plan.peak_bytes or 0)}"
+            )
             self._follow(kind, known, study)
 
     def _follow(self, kind: Kind, known: Kind, study: BudgetStudy) -> None:
@@ -405,8 +410,6 @@ class BudgetController:
         if measures:
             self._memory.return_freed()
         plan = study.choose(self._memory.now_bytes()) if is_own else study.plan
-        if study.exceeded_bytes:
-            self._warn_of_excess(study.exceeded_bytes)
         followed, self._followed = self._followed, (study, plan)
         if followed is None or followed[0] is not study or not is_same(plan, followed[1]):
             self._place_weights(study, plan)
@@ -588,8 +591,7 @@ class BudgetController:
                 self._memory.reset_peak()
                 self._warn_of_shortage(self._budget_bytes)
             elif watch is not None and ended:
-                if peak_bytes > self._budget_bytes:
-                    self._warn_of_excess(peak_bytes)
+                self._warn_of_peak(peak_bytes)
                 self._has_fitted |= peak_bytes <= self._budget_bytes
                 found = self._study_recorded(watch, step_s, was_full=was_full)
                 self._studies.add(running.kind, found)
@@ -618,8 +620,8 @@ class BudgetController:
             study.learn(trace_of(self._engine), step_s, peak_bytes, watch)
         else:
             study.note(peak_bytes, step_s)
+        self._warn_of_peak(peak_bytes)
         if peak_bytes > self._budget_bytes:
-            self._warn_of_excess(peak_bytes)
             self._memory.reset_peak()
 
     def _check_numbers(self, running: _Running, study: BudgetStudy) -> None:
@@ -629,18 +631,21 @@ class BudgetController:
         if running.is_own and not self._several and not is_alike:
             self._studies.note_numbers_count(running.kind)
 
-    def _warn_of_excess(self, peak_bytes: int) -> None:
-        """Warn once of a step that was over the budget."""
-        if self._was_exceeded or self._budget is None:
-            return
-        self._was_exceeded = True
-        warn_user(
-            "over-budget",
-            f"a step needed {format_size(peak_bytes)} under a budget of "
-            f"{format_size(self._budget_bytes)}. From now on a plan that needs less is followed; "
-            f"give a larger budget or a smaller batch",
-            UserWarning,
-        )
+    def _warn_of_peak(self, peak_bytes: int) -> None:
+        """Warn once of a step that was measured to be over the budget."""
+        if peak_bytes > self._budget_bytes:
+            self._warn_of_excess(
+                f"a step needed {format_size(peak_bytes)} under a budget of "
+                f"{format_size(self._budget_bytes)}. From now on a plan that needs less is followed"
+            )
+
+    def _warn_of_excess(self, what: str) -> None:
+        """Warn once that the budget is not kept."""
+        if not self._was_exceeded and self._budget is not None:
+            self._was_exceeded = True
+            warn_user(
+                "over-budget", f"{what}; give a larger budget or a smaller batch", UserWarning
+            )
 
     def _learn_shortage(self, study: BudgetStudy) -> None:
         """Learn that the device had not enough memory for the last step."""

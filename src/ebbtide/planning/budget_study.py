@@ -143,18 +143,8 @@ def _layer_at(plan: Plan, position: int) -> LayerPlan | None:
 
 # ---- What a budget expects of a plan, and which plans it takes to be the same ----
 
-_MARGIN: Final = 0.05  # share of the budget that stays free, as no two steps are alike,
+_MARGIN: Final = 0.05  # share of the budget that stays free on an accelerator,
 _MARGIN_ON_HOST: Final = 0.03  # and where large blocks can be mapped one by one
-
-
-def margin_bytes(hardware: Hardware, budget_bytes: int) -> int:
-    """Return how much of a budget a plan leaves free."""
-    return int((_MARGIN_ON_HOST if hardware.computes_on_host else _MARGIN) * budget_bytes)
-
-
-def predicted_cost(plan: Plan) -> StepCost:
-    """Return what is predicted of a plan."""
-    return StepCost(plan.peak_bytes or 0, plan.step_s or 0.0)
 
 
 def is_same(plan: Plan, other: Plan) -> bool:
@@ -164,7 +154,7 @@ def is_same(plan: Plan, other: Plan) -> bool:
 
 def _cut(plan: Plan) -> Plan:
     """Return a plan without what is predicted of it."""
-    return dataclasses.replace(plan, step_s=None, peak_bytes=None, bound_s=None)
+    return dataclasses.replace(plan, step_s=None, peak_bytes=None, bound_s=None, limit_bytes=None)
 
 
 def predicted_now(plan: Plan, prediction: Prediction) -> Plan:
@@ -222,18 +212,21 @@ _AFTER: Final = {  # a step within the budget, and one that was over it
 }
 
 
-class _Tried(NamedTuple):
-    """A plan that a step has followed.
+class _Followed(NamedTuple):
+    """A plan that steps follow, or have followed.
 
     Attributes:
-        plan: the plan.
-        at_first: what was predicted before it ran.
-        measured: what was measured.
+        plan: the plan, with what is predicted of it.
+        at_first: what was predicted before it ran; None for the record of everything offloaded.
+        measured: what the last measured step cost; None before the first one.
+        needs_bytes: what its steps need at most: measured, or predicted where steps that are not
+            measured have more copies under way.
     """
 
     plan: Plan
-    at_first: StepCost
-    measured: StepCost
+    at_first: StepCost | None = None
+    measured: StepCost | None = None
+    needs_bytes: int = 0
 
 
 @final
@@ -254,12 +247,9 @@ class BudgetStudy:
         weights_can_leave: whether all weights can rest if no plan fits, so that none that is only
             near the budget is tried.
         phase: how far the planning is.
-        plan: the plan of the next step.
         profile: the step, without what was measured of its memory.
         budget_bytes: the budget; less than was asked for where the device did not have that.
         saved_bytes: unique bytes that the recorded step saved.
-        exceeded_bytes: the peak of a step that was over the budget, after which no better plan was
-            found; 0 if there was none.
     """
 
     def __init__(
@@ -279,17 +269,20 @@ class BudgetStudy:
         self._begin_bytes = begin_bytes  # without the weights that the profile has
         self._end_peak_bytes = 0  # of the work after the last pass, without them, too
         self._over_bytes = 0  # how far plans were over the budget that should not have been
-        self._at_first: StepCost | None = None  # what was predicted of the plan before it ran
-        self._measured: StepCost | None = None
-        self._tried: list[_Tried] = []  # that were measured, as far as they may be followed again
+        self._tried: list[_Followed] = []  # that were measured, as far as they may come again
         self._searches = False  # whether the next step follows a plan that is still to be found
         self._seen: Set[int] = frozenset()  # the positions that the last watched step had
-        self.exceeded_bytes = self.saved_bytes = 0
+        self.saved_bytes = 0
         rests = everywhere(profile)
         self.places_weights = any(rests)
         self.weights_can_leave = self._has_memory = False
-        self.plan = with_weights(offload_or_rebuild(profile), rests)
-        self.plan = predicted_now(self.plan, self._predict(begin_bytes))
+        self._now = _Followed(with_weights(offload_or_rebuild(profile), rests))
+        self._predict_now()
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the next step, with what is predicted of it."""
+        return self._now.plan
 
     @property
     def step(self) -> PlannedStep:
@@ -300,8 +293,8 @@ class BudgetStudy:
             hardware=self._hardware,
             budget_bytes=min(self.budget_bytes, self._given_bytes),
             settled=self.phase is Phase.SETTLED,
-            at_first=self._at_first,
-            measured=self._measured,
+            at_first=self._now.at_first,
+            measured=self._now.measured,
         )
 
     @property
@@ -326,11 +319,10 @@ class BudgetStudy:
         if self._searches:
             # A process holds more than when it was last measured: the optimizer's state is new.
             self._begin_bytes = self._without_weights(begin_bytes)
-            if self._measured is not None and self._tried and self._tried[-1].plan is self.plan:
-                now_bytes = self._predict(self._begin_bytes).peak_bytes
-                peak_bytes = max(self._measured.peak_bytes, now_bytes)
-                self._measured = self._measured._replace(peak_bytes=peak_bytes)
-                self._tried[-1] = self._tried[-1]._replace(measured=self._measured)
+            if self._now.measured is not None:
+                needs_bytes = self._predict(self._begin_bytes).peak_bytes
+                needs_bytes = max(self._now.needs_bytes, needs_bytes)
+                self._remember(self._now._replace(needs_bytes=needs_bytes))
             self._search()
         return self.plan
 
@@ -362,23 +354,6 @@ class BudgetStudy:
         if not is_possible(self.plan):
             self._search_again()
 
-    def estimate(self) -> PlannedStep:
-        """Return the plan that would be followed if no more were to be learned.
-
-        Raises:
-            BudgetError: no plan fits into the budget.
-        """
-        free_bytes = margin_bytes(self._hardware, self.budget_bytes)
-        try:
-            plan = self._find(free_bytes, _QUICK_S, cautious=False)
-        except BudgetError as error:
-            smallest_bytes = error.smallest_bytes + free_bytes
-            raise self._too_small(smallest_bytes, error.price) from None
-        profile = self._corrected(self._begin_bytes)
-        return PlannedStep(
-            plan=plan, profile=profile, hardware=self._hardware, budget_bytes=self.budget_bytes
-        )
-
     def learn_memory(self, watch: PassWatch) -> None:
         """Learn from the memory of a step that followed the plan, pass by pass.
 
@@ -387,10 +362,9 @@ class BudgetStudy:
         """
         self._has_memory = True
         self._begin_bytes = self._without_weights(watch.begin_bytes)
-        before = self._predict(self._begin_bytes)
+        before = self._predict_now()
         self._corrections.learn(watch, self.plan, self._predict_watched(self._begin_bytes, before))
         self._end_peak_bytes = self._without_weights(watch.end_peak_bytes)
-        self.plan = predicted_now(self.plan, before)
 
     def learn(
         self, trace: Trace, step_s: float, used_bytes: int, watch: PassWatch | None = None
@@ -411,7 +385,7 @@ class BudgetStudy:
             # Of the seconds between the passes, most went into waiting for what is measured.
             step_s = min(step_s, after.step_s)
         # Copies are awaited where memory is measured; in other steps more of them are under way.
-        self._note_cost(max(used_bytes, after.peak_bytes), used_bytes, step_s)
+        self._note_cost(StepCost(used_bytes, step_s), after.peak_bytes, used_bytes)
 
     def _learn_seconds(self, trace: Trace, step_s: float) -> None:
         per_byte_s = self._hardware.copy_cost_s_per_byte or 0.0
@@ -436,20 +410,24 @@ class BudgetStudy:
             peak_bytes: its peak.
             step_s: seconds from its begin to the begin of the next step.
         """
-        needed_bytes = peak_bytes
-        if self._measured is not None:
-            needed_bytes = max(peak_bytes, self._measured.peak_bytes)
-            step_s = min(step_s, self._measured.step_s)
+        cost = StepCost(peak_bytes, step_s)
+        if (before := self._now.measured) is not None:
+            cost = StepCost(max(peak_bytes, before.peak_bytes), min(step_s, before.step_s))
         if self.phase is Phase.SETTLED or peak_bytes > self.budget_bytes:
-            self._note_cost(needed_bytes, peak_bytes, step_s)
+            self._note_cost(cost, self._now.needs_bytes, peak_bytes)
 
-    def _note_cost(self, peak_bytes: int, used_bytes: int, step_s: float) -> None:
-        """Remember what a step has cost, and go on to the next phase. See [Note: what counts]."""
-        self.budget_bytes = max(self.budget_bytes, min(peak_bytes, self._asked_bytes))
-        self._measured = StepCost(peak_bytes, step_s)
-        at_first = self._at_first or predicted_cost(self.plan)
-        tried = _Tried(self.plan, at_first, self._measured)
-        self._tried = [each for each in self._tried if not is_same(each.plan, self.plan)] + [tried]
+    def _note_cost(self, cost: StepCost, needs_bytes: int, used_bytes: int) -> None:
+        """Remember what steps of the plan cost, and go on to the next phase.
+
+        Args:
+            cost: what was measured.
+            needs_bytes: what they need by now, as far as it is known.
+            used_bytes: the peak of the last one.
+        """
+        needs_bytes = max(needs_bytes, cost.peak_bytes)
+        self.budget_bytes = max(self.budget_bytes, min(needs_bytes, self._asked_bytes))
+        at_first = self._now.at_first or _cost_of(self.plan)
+        self._remember(_Followed(self.plan, at_first, cost, needs_bytes))
         if self.phase is not Phase.FRUGAL:
             self._over_bytes += max(0, used_bytes - self.budget_bytes)
         before, self.phase = self.phase, _AFTER[self.phase][used_bytes > self.budget_bytes]
@@ -458,17 +436,29 @@ class BudgetStudy:
         elif before is not Phase.SETTLED:
             self._settle()
 
+    def _remember(self, followed: _Followed) -> None:
+        self._now = followed
+        self._forget(followed.plan)
+        self._tried.append(followed)
+
+    def _forget(self, plan: Plan) -> None:
+        self._tried = [each for each in self._tried if not is_same(each.plan, plan)]
+
     def learn_shortage(self) -> None:
         """Learn that the device did not have the memory that a step with the plan needed."""
         failed = self.plan
-        self._tried = [each for each in self._tried if not is_same(each.plan, failed)]
-        least = min(self._tried, key=lambda each: each.measured.peak_bytes, default=None)
-        least_bytes = 0 if least is None else least.measured.peak_bytes
+        self._forget(failed)
+        least = self._least()
+        least_bytes = 0 if least is None else least.needs_bytes
         self.budget_bytes = max(least_bytes, int(_LESS * self.budget_bytes))
         self.phase, self._searches = Phase.FRUGAL, False
-        plan = self._find_frugal() if least is None else least.plan
-        if not is_same(plan, failed):
-            self._begin(plan, None if least is None else least.at_first)
+        found = _Followed(self._find_frugal()) if least is None else least
+        if not is_same(found.plan, failed):
+            self._begin(found.plan, found.at_first)
+
+    def _least(self) -> _Followed | None:
+        """Return the plan that needs least of those that were measured."""
+        return min(self._tried, key=lambda each: each.needs_bytes, default=None)
 
     def learn_full_store(self) -> None:
         """Learn that the store had less room than was expected, so that the step kept more."""
@@ -476,7 +466,7 @@ class BudgetStudy:
         if self._host_bytes is not None:
             room_bytes = min(room_bytes, self._host_bytes)
         self._host_bytes = int(_LESS * room_bytes)
-        self._tried = [each for each in self._tried if not is_same(each.plan, self.plan)]
+        self._forget(self.plan)
         if self.phase is Phase.FRUGAL:
             self._begin(self._find_frugal())
         else:
@@ -484,20 +474,16 @@ class BudgetStudy:
 
     def follow_least(self) -> None:
         """Follow the plan that needs least from now on, although it is over the budget."""
-        least = min(self._tried, key=lambda each: each.measured.peak_bytes, default=None)
-        if least is not None:
-            self._follow(least)
-            self._tried = [least]
-            needed_bytes = least.measured.peak_bytes
+        if (least := self._least()) is not None:
+            self._now, self._tried = least, [least]
         else:
             self._begin(self._find_frugal())
-            needed_bytes = self.plan.peak_bytes or 0
-        self.exceeded_bytes = needed_bytes
+        needed_bytes = self._now.needs_bytes or self.plan.peak_bytes or 0
         self.budget_bytes = self._asked_bytes = max(self.budget_bytes, int(SURE * needed_bytes))
         self._settle()
 
     def _search_again(self) -> None:
-        self._searches = True
+        self._searches, self._now = True, self._now._replace(measured=None)
         if self.phase is Phase.SETTLED:
             self.phase = Phase.CORRECTED
 
@@ -514,8 +500,8 @@ class BudgetStudy:
             return
         self._searches = False
         for each in self._tried:
-            if is_same(each.plan, plan) and each.measured.peak_bytes <= self.budget_bytes:
-                self._follow(each)
+            if is_same(each.plan, plan) and each.needs_bytes <= self.budget_bytes:
+                self._now = each
                 self._settle()
                 return
         self._begin(plan)
@@ -527,8 +513,6 @@ class BudgetStudy:
             BudgetError: there is none. One that is predicted to need little more has been tried.
         """
         if self._fastest() is not None:
-            if self._measured is not None and self._measured.peak_bytes > self.budget_bytes:
-                self.exceeded_bytes = self._measured.peak_bytes
             self._settle()
             return
         is_near = error.smallest_bytes <= SURE * self.budget_bytes
@@ -536,37 +520,33 @@ class BudgetStudy:
             self._searches = False
             self._begin(self._find_frugal())
             return
-        measured = (each.measured.peak_bytes for each in self._tried)
-        smallest_bytes = min(error.smallest_bytes + self._over_bytes, *measured)
-        smallest_bytes += margin_bytes(self._hardware, self.budget_bytes)
+        measured = (each.needs_bytes + self._margin_bytes for each in self._tried)
+        smallest_bytes = min(error.smallest_bytes + self._free_bytes, *measured)
         raise self._too_small(smallest_bytes, error.price) from None
 
     def _settle(self) -> None:
         """Stay with the plan, or with one that was measured to be faster, or to fit."""
         self.phase, self._searches = Phase.SETTLED, False
-        best, measured, enough_s = self._fastest(), self._measured, math.inf
-        if measured is not None and measured.peak_bytes <= self.budget_bytes:
+        best, now, enough_s = self._fastest(), self._now, math.inf
+        fits = now.measured is not None and now.needs_bytes <= self.budget_bytes
+        if now.measured is not None and fits:
             # Nothing is faster than a plan that changes nothing: if another seems so, it is chance.
-            enough_s = 0.0 if self.plan.changes_nothing else (1 - _FASTER) * measured.step_s
-        if best is not None and best.measured.step_s < enough_s:
-            self._follow(best)
-        self.plan = predicted_now(self.plan, self._predict(self._begin_bytes))
-        if self._measured is not None and self._measured.peak_bytes <= self.budget_bytes:
+            enough_s = 0.0 if self.plan.changes_nothing else (1 - _FASTER) * now.measured.step_s
+        if best is not None and best.measured is not None and best.measured.step_s < enough_s:
+            self._now, fits = best, True
+        self._predict_now()
+        if fits:
             # It was measured to fit, whatever another plan's steps have taught since.
-            peak_bytes = min(self.plan.peak_bytes or 0, self._measured.peak_bytes)
-            self.plan = dataclasses.replace(self.plan, peak_bytes=peak_bytes)
+            peak_bytes = min(self.plan.peak_bytes or 0, self._now.needs_bytes)
+            plan = dataclasses.replace(self.plan, peak_bytes=peak_bytes)
+            self._now = self._now._replace(plan=plan)
         if _LOG.isEnabledFor(logging.INFO):
             _LOG.info("the plan has settled: %s", self.step.summary)
 
-    def _fastest(self) -> _Tried | None:
+    def _fastest(self) -> _Followed | None:
         """Return the fastest of the plans that were measured to fit."""
-        fitting = [each for each in self._tried if each.measured.peak_bytes <= self.budget_bytes]
-        return min(fitting, key=lambda each: each.measured.step_s, default=None)
-
-    def _follow(self, tried: _Tried) -> None:
-        """Follow a plan again."""
-        self._begin(tried.plan, tried.at_first)
-        self._measured = tried.measured
+        fitting = [each for each in self._tried if each.needs_bytes <= self.budget_bytes]
+        return min(fitting, key=_measured_s, default=None)
 
     def _too_small(self, smallest_bytes: int, price: float | None) -> BudgetError:
         weights = ""
@@ -582,14 +562,13 @@ class BudgetStudy:
         )
 
     def _begin(self, plan: Plan, at_first: StepCost | None = None) -> None:
-        """Follow another plan from now on.
+        """Follow another plan from now on, which is to be measured.
 
         Args:
             plan: the plan.
             at_first: what was predicted before it ran for the first time; None means now.
         """
-        self.plan, self._at_first = plan, at_first or predicted_cost(plan)
-        self._measured = None
+        self._now = _Followed(plan, at_first or _cost_of(plan))
 
     def _corrected(self, begin_bytes: int, *, cautious: bool = False) -> StepProfile:
         profile = dataclasses.replace(
@@ -602,6 +581,12 @@ class BudgetStudy:
     def _predict(self, begin_bytes: int) -> Prediction:
         profile = dataclasses.replace(self._corrected(begin_bytes), fixed_bytes=begin_bytes)
         return CautiousTiming(profile, self._hardware).predict(self.plan)
+
+    def _predict_now(self) -> Prediction:
+        """Give the plan that is followed what is predicted of it now."""
+        prediction = self._predict(self._begin_bytes)
+        self._now = self._now._replace(plan=predicted_now(self.plan, prediction))
+        return prediction
 
     def _predict_watched(self, begin_bytes: int, usual: Prediction) -> Prediction:
         """Return what is predicted for a step whose memory is measured."""
@@ -617,21 +602,31 @@ class BudgetStudy:
         rests, host_bytes = everywhere(profile), self._host_bytes
         return find_frugal(profile, self._hardware, timing, 0, rests, host_bytes)
 
+    @property
+    def _margin_bytes(self) -> int:
+        """How much of the budget stays free, as no two steps are alike."""
+        share = _MARGIN_ON_HOST if self._hardware.computes_on_host else _MARGIN
+        return int(share * self.budget_bytes)
+
+    @property
+    def _free_bytes(self) -> int:
+        """How much of the budget plans leave free: the margin, and what steps were over."""
+        return self._margin_bytes + self._over_bytes
+
     def _find_plan(self) -> Plan:
-        """Search for a plan that leaves a margin free, and what steps were over.
+        """Search for a plan that leaves enough of the budget free.
 
         Raises:
             BudgetError: no plan was found.
         """
-        free_bytes = margin_bytes(self._hardware, self.budget_bytes)
-        unsure_bytes = free_bytes if self.phase is Phase.PLANNED or self._over_bytes else 0
-        free_bytes += self._over_bytes
+        is_unsure = self.phase is Phase.PLANNED or self._over_bytes > 0
+        unsure_bytes = self._margin_bytes if is_unsure else 0
         end_s = time.monotonic() + _QUICK_S
         try:
-            return self._find(free_bytes + unsure_bytes, _QUICK_S, cautious=True)
+            return self._find(self._free_bytes + unsure_bytes, _QUICK_S, cautious=True)
         except BudgetError:
             left_s = max(_QUICK_S / 4, end_s - time.monotonic())
-            return self._find(free_bytes, left_s, cautious=False)
+            return self._find(self._free_bytes, left_s, cautious=False)
 
     def _find(self, free_bytes: int, limit_s: float, *, cautious: bool) -> Plan:
         """Search for a plan that leaves this much of the budget free.
@@ -645,6 +640,14 @@ class BudgetStudy:
         timing = CautiousTiming(profile, self._hardware)
         weights = self.places_weights
         return search(profile, self._hardware, budget, timing, weights=weights, limit_s=limit_s)
+
+
+def _cost_of(plan: Plan) -> StepCost:
+    return StepCost(plan.peak_bytes or 0, plan.step_s or 0.0)
+
+
+def _measured_s(followed: _Followed) -> float:
+    return math.inf if followed.measured is None else followed.measured.step_s
 
 
 def _without_recomputing(profile: StepProfile, names: Set[str]) -> StepProfile:

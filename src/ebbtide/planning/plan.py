@@ -68,6 +68,7 @@ class Plan:
         peak_bytes: predicted peak of device memory; None: not predicted.
         bound_s: no plan within the budget has a shorter step than this many seconds; None: not
             known.
+        limit_bytes: device memory that the search held plans to; None: not known.
     """
 
     layers: tuple[LayerPlan, ...]
@@ -76,6 +77,7 @@ class Plan:
     step_s: float | None = None
     peak_bytes: int | None = None
     bound_s: float | None = None
+    limit_bytes: int | None = None
 
     @property
     def gap(self) -> float | None:
@@ -156,7 +158,7 @@ class Plan:
             first = last + 1
 
 
-_FIGURES: Final = ("max_inflight_bytes", "step_s", "peak_bytes", "bound_s")
+_FIGURES: Final = ("max_inflight_bytes", "step_s", "peak_bytes", "bound_s", "limit_bytes")
 
 
 def _read_layer(entry: dict[str, Any]) -> LayerPlan:

@@ -257,7 +257,8 @@ class PlannedStep:
             )
             layers[index] = dataclasses.replace(layers[index], mode=mode, decisions=decisions)
         timing = CautiousTiming(self.profile, self.hardware)
-        limit_bytes = max(self.budget_bytes, timing.predict(self.plan).peak_bytes)
+        limit_bytes = self.plan.limit_bytes or self.budget_bytes
+        limit_bytes = max(limit_bytes, timing.predict(self.plan).peak_bytes)
         changed = dataclasses.replace(self.plan, layers=tuple(layers))
         peaks = timing.predict(changed).peak_by_position
         return max(peaks) - limit_bytes, self._place(peaks.index(max(peaks)))

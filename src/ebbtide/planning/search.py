@@ -397,6 +397,7 @@ def _finished(contest: Contest, bound_s: float) -> Plan:
         step_s=step_s,
         peak_bytes=best.prediction.peak_bytes,
         bound_s=min(bound_s, step_s),
+        limit_bytes=contest.budget.device_bytes,
     )
 
 
