@@ -314,7 +314,7 @@ def test_a_model_that_fits_is_left_alone() -> None:
         ([TOWER, "--budget", "plenty"], "cannot be read"),
         ([TOWER, "--hardware", "h101"], "there is no hardware named 'h101'; the names are"),
         ([TOWER, "--hardware", "absent.json"], "`ebbtide doctor --json > absent.json` writes"),
-        ([TOWER, "--hardware", __file__], "this is not the JSON of a Hardware"),
+        ([TOWER, "--hardware", __file__], "this is not the JSON of an ebbtide-hardware"),
         ([TOWER, "--save", "/absent/plan.json"], "there is no directory /absent"),
         ([TOWER, "--plan-layers", "heads.*"], "no module is called 'heads.*'"),
         ([TOWER, "--optimizer-states", "-1"], "--optimizer-states must be a whole number"),

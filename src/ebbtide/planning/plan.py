@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
+import dataclasses
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from itertools import groupby
-from typing import Any, Final, final
+from typing import Final, final
 
-from ebbtide.errors import PolicyError
-from ebbtide.planning.profile import read_document
+from ebbtide.planning.documents import read_as, read_document, write_document
 from ebbtide.units import format_size
 
 FORMAT: Final = "ebbtide-plan"
@@ -93,18 +92,7 @@ class Plan:
 
     def to_json(self) -> str:
         """Return the plan as text that `from_json` reads."""
-        layers = [
-            {
-                "mode": layer.mode.value,
-                "decisions": [decision.value for decision in layer.decisions],
-                "weights_on_host": layer.weights_on_host,
-            }
-            for layer in self.layers
-        ]
-        plan = {**{name: getattr(self, name) for name in _FIGURES}, "layers": layers}
-        if self.windows:
-            plan["windows"] = list(self.windows)
-        return json.dumps({"format": FORMAT, "version": VERSION, "plan": plan}, allow_nan=False)
+        return write_document(FORMAT, VERSION, "plan", dataclasses.asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
@@ -113,13 +101,7 @@ class Plan:
         Raises:
             PolicyError: the text is something else, or has a mode or decision that is not known.
         """
-        entry = read_document(text, FORMAT, VERSION, "plan")
-        try:
-            layers = tuple(_read_layer(layer) for layer in entry.pop("layers"))
-            windows = tuple(int(size) for size in entry.pop("windows", ()))
-            return cls(layers=layers, windows=windows, **entry)
-        except (TypeError, KeyError, ValueError) as error:
-            raise PolicyError(f"the plan cannot be read: {error}; plan again") from None
+        return read_as(cls, read_document(text, FORMAT, VERSION, "plan", "plan again"))
 
     @property
     def has_weights_on_host(self) -> bool:
@@ -156,14 +138,3 @@ class Plan:
                 f"{numbers[2]:>8}  {where}"
             )
             first = last + 1
-
-
-_FIGURES: Final = ("max_inflight_bytes", "step_s", "peak_bytes", "bound_s", "limit_bytes")
-
-
-def _read_layer(entry: dict[str, Any]) -> LayerPlan:
-    return LayerPlan(
-        mode=LayerMode(entry["mode"]),
-        decisions=tuple(Decision(decision) for decision in entry["decisions"]),
-        weights_on_host=bool(entry["weights_on_host"]),
-    )

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Final, NamedTuple, final
 
 from ebbtide.errors import PolicyError
+from ebbtide.planning.documents import read_document, write_document
 from ebbtide.planning.hardware import Hardware
 from ebbtide.planning.plan import Decision, LayerMode, LayerPlan, Plan
 from ebbtide.planning.prediction import CautiousTiming
-from ebbtide.planning.profile import LayerProfile, StepProfile, read_document
+from ebbtide.planning.profile import LayerProfile, StepProfile
 from ebbtide.units import Share, bar, card, format_seconds, format_size, note, table
 
 FORMAT: Final = "ebbtide-planned-step"
@@ -77,8 +78,7 @@ class PlannedStep:
             for name, part in parts.items()
         }
         entry["budget_bytes"] = self.budget_bytes
-        content = {"format": FORMAT, "version": VERSION, "step": entry}
-        Path(path).write_text(json.dumps(content))
+        Path(path).write_text(write_document(FORMAT, VERSION, "step", entry))
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> PlannedStep:
@@ -88,7 +88,7 @@ class PlannedStep:
             OSError: the file cannot be read.
             PolicyError: the file is something else.
         """
-        entry = read_document(Path(path).read_text(), FORMAT, VERSION, "step")
+        entry = read_document(Path(path).read_text(), FORMAT, VERSION, "step", "plan again")
         try:
             parts = {name: json.dumps(entry[name]) for name in ("plan", "profile", "hardware")}
             budget_bytes = entry["budget_bytes"]

@@ -10,13 +10,13 @@ the working memory.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, final
 
 from ebbtide.errors import PolicyError
+from ebbtide.planning.documents import read_as, read_document, write_document
 from ebbtide.policy import DEFAULT_MIN_BYTES
 
 FORMAT: Final = "ebbtide-step-profile"
@@ -248,8 +248,7 @@ class StepProfile:
 
     def to_json(self) -> str:
         """Return the profile as text that `from_json` reads."""
-        content = {"format": FORMAT, "version": VERSION, "profile": dataclasses.asdict(self)}
-        return json.dumps(content, allow_nan=False)
+        return write_document(FORMAT, VERSION, "profile", dataclasses.asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> StepProfile:
@@ -259,72 +258,7 @@ class StepProfile:
             PolicyError: the text is something else, has keys that are missing or not known, or a
                 figure is wrong.
         """
-        entry = read_document(text, FORMAT, VERSION, "profile")
-        try:
-            layers = tuple(_read_layer(layer) for layer in entry.pop("layers"))
-            return cls(layers=layers, **entry)
-        except (TypeError, KeyError, AttributeError) as error:
-            raise PolicyError(f"the profile cannot be read: {error}; profile again") from None
-
-
-def read_document(text: str, form: str, version: int, key: str) -> dict[str, Any]:
-    """Return the object under one key of a JSON document of a known format and version.
-
-    Args:
-        text: the document.
-        form: what its "format" must be.
-        version: what its "version" must be.
-        key: the key of the object.
-
-    Raises:
-        PolicyError: the text is something else.
-    """
-    try:
-        content = json.loads(text)
-    except (ValueError, TypeError) as error:
-        raise PolicyError(f"this is not the JSON of an {form}: {error}") from None
-    if not isinstance(content, dict) or content.get("format") != form:
-        raise PolicyError(f'this is not the JSON of an {form}: "format" is not {form!r}')
-    found = content.get("version")
-    if found != version or isinstance(found, bool):
-        raise PolicyError(
-            f"this {form} has version {found!r}, and this ebbtide reads version {version}; "
-            f"write it again with this version of ebbtide"
-        )
-    entry = content.get(key)
-    if not isinstance(entry, dict):
-        raise PolicyError(f"{key!r} of the {form} must be an object, got {entry!r}")
-    return dict(entry)
-
-
-def read_storage_id(entry: Any) -> StorageId | None:
-    """Return the name of a storage as JSON has it.
-
-    Raises:
-        PolicyError: it is not a pair of whole numbers.
-    """
-    if entry is None:
-        return None
-    if not (
-        isinstance(entry, list) and len(entry) == 2 and all(type(part) is int for part in entry)
-    ):
-        raise PolicyError(f"a storage is named by [layer, number], got {entry!r}")
-    return StorageId(*entry)
-
-
-def _read_layer(entry: dict[str, Any]) -> LayerProfile:
-    storages = tuple(_read_storage(storage) for storage in entry.pop("storages"))
-    same_as = read_storage_id(entry.pop("input_same_as"))
-    return LayerProfile(storages=storages, input_same_as=same_as, **entry)
-
-
-def _read_storage(entry: dict[str, Any]) -> SavedStorage:
-    same_as = read_storage_id(entry.pop("same_as"))
-    sources = tuple(read_storage_id(source) for source in entry.pop("sources"))
-    if None in sources:
-        raise PolicyError("sources must be a list of [layer, number], got null in it")
-    known = tuple(source for source in sources if source is not None)
-    return SavedStorage(same_as=same_as, sources=known, **entry)
+        return read_as(cls, read_document(text, FORMAT, VERSION, "profile", "profile again"))
 
 
 def _check_figures(where: str, entry: StepProfile | LayerProfile | SavedStorage) -> None:
