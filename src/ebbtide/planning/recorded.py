@@ -14,20 +14,22 @@ import dataclasses
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final, NamedTuple, Protocol, final
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
 
 from ebbtide.devices.device import Layer
 from ebbtide.errors import PolicyError
+from ebbtide.observe.inspection import InspectedStorage
 from ebbtide.observe.trace import Trace
 from ebbtide.planning.hardware import Hardware, Kind, Source
 from ebbtide.planning.plan import Decision, LayerMode, Plan
 from ebbtide.planning.prediction import StorageUses
 from ebbtide.planning.profile import LayerProfile, SavedStorage, StepProfile, StorageId
 from ebbtide.runtime.events import TraceEvent
+from ebbtide.runtime.handles import StorageRecord
 from ebbtide.runtime.stats import Account
 from ebbtide.runtime.torch_internals import (
     call_after_backward,
@@ -39,31 +41,6 @@ from ebbtide.weights.model_weights import WeightBytes
 
 _EngineName = tuple[int | None, int]
 """Number of the layer's call, None outside layers, and of the storage in it."""
-
-
-class RecordedStorage(Protocol):
-    """What is on record of a storage; `ebbtide.observe.inspection` documents the attributes."""
-
-    @property
-    def layer(self) -> int | None: ...
-
-    @property
-    def number(self) -> int: ...
-
-    @property
-    def microbatch(self) -> int: ...
-
-    @property
-    def size_bytes(self) -> int: ...
-
-    @property
-    def decision(self) -> str: ...
-
-    @property
-    def rebuilt_from(self) -> tuple[_EngineName, ...]: ...
-
-    @property
-    def shared_by(self) -> tuple[int | None, ...]: ...
 
 
 class RecordedCall(NamedTuple):
@@ -83,15 +60,8 @@ class RecordedCall(NamedTuple):
     changes_input: bool = False
 
 
-class _Part(NamedTuple):
-    """One call of a layer, or the work after it. Call -1 is what comes before the first one."""
-
-    call: int
-    inside: bool
-
-
 def profile_recorded_step(
-    records: Iterable[RecordedStorage],
+    records: Iterable[InspectedStorage],
     calls: Sequence[RecordedCall],
     hardware: Hardware,
     *,
@@ -114,112 +84,83 @@ def profile_recorded_step(
     """
     if not calls:
         raise PolicyError("the model called none of its layers; name modules that it calls")
-    placed = _with_parts(each for each in records if not each.microbatch)
-    used = {part for _, part in placed}
-    every = [_Part(call, inside) for call in range(-1, len(calls)) for inside in (True, False)]
-    parts = [each for each in every if each in used or (each.inside and each.call >= 0)]
-    indices = {part: index for index, part in enumerate(parts)}
-    storages: list[list[SavedStorage]] = [[] for _ in parts]
+    placed = list(_placed(each for each in records if not each.microbatch))
+    slots = sorted({slot for _, slot in placed} | {2 * call for call in range(len(calls))})
+    indices = {slot: index for index, slot in enumerate(slots)}
+    storages: list[list[SavedStorage]] = [[] for _ in slots]
     names: dict[_EngineName, StorageId] = {}
     again: list[tuple[int, StorageId]] = []
-    for record, part in placed:
-        engine_name, index = (record.layer, record.number), indices[part]
-        known = names.get(engine_name)
-        if known is not None:  # another view of the same storage
-            storages[index][known.number] = _with_more(storages[index][known.number], record)
-        else:
-            known = names[engine_name] = StorageId(index, len(storages[index]))
-            sources = tuple(names[each] for each in record.rebuilt_from if each in names)
-            may_leave = record.decision != "keep"
-            storages[index].append(
-                _saved(record, known.number, sources, hardware, may_leave=may_leave)
-            )
-        sharing = (indices[_Part(call, True)] for call in record.shared_by if call is not None)
+    for record, slot in placed:
+        index, engine_name = indices[slot], (record.layer, record.number)
+        sources = tuple(names[each] for each in record.rebuilt_from if each in names)
+        known = names.setdefault(engine_name, StorageId(index, len(storages[index])))
+        views = storages[index][known.number :]  # at most one: another view of the same storage
+        storages[index][known.number :] = [_saved(record, known.number, sources, views, hardware)]
+        sharing = (indices[2 * call] for call in record.shared_by if call is not None)
         again += ((other, known) for other in sharing if other > index)
     for index, first in dict.fromkeys(again):
         size_bytes = storages[first.layer][first.number].size_bytes
         shared = SavedStorage(number=len(storages[index]), size_bytes=size_bytes, same_as=first)
         storages[index].append(shared)
-    layers = (
-        _layer(part, index, calls, tuple(saved), names, storages)
-        for index, (part, saved) in enumerate(zip(parts, storages, strict=True))
-    )
+    layers = []
+    for index, slot in enumerate(slots):
+        call = calls[slot // 2] if slot >= 0 else RecordedCall("")
+        source = None if call.source is None else names.get(call.source)
+        if source is not None:
+            is_whole = storages[source.layer][source.number].size_bytes == call.input_bytes
+            source = source if source.layer <= index and is_whole else None
+        layers.append(_layer(call, slot, source, tuple(storages[index])))
     return StepProfile(layers=tuple(layers), min_bytes=min_bytes)
 
 
-def _saved(
-    record: RecordedStorage,
-    number: int,
-    sources: tuple[StorageId, ...],
-    hardware: Hardware,
-    *,
-    may_leave: bool,
-) -> SavedStorage:
-    """Return a storage at its first save."""
-    rebuild_s = None
-    if sources:  # it is read and written about once for each of them
-        traffic_bytes = (1 + len(sources)) * record.size_bytes
-        rebuild_s = traffic_bytes / hardware.device_memory_bytes_per_s
-    return SavedStorage(
-        number=number,
-        size_bytes=record.size_bytes,
-        may_leave=may_leave,
-        sources=sources,
-        rebuild_s=rebuild_s,
-    )
+def _placed(records: Iterable[InspectedStorage]) -> Iterator[tuple[InspectedStorage, int]]:
+    """Yield each record with the slot of the forward that saved it first.
 
-
-def _with_more(storage: SavedStorage, record: RecordedStorage) -> SavedStorage:
-    size_bytes = storage.size_bytes + record.size_bytes
-    may_leave = storage.may_leave and record.decision != "keep"
-    return SavedStorage(number=storage.number, size_bytes=size_bytes, may_leave=may_leave)
-
-
-def _layer(
-    part: _Part,
-    index: int,
-    calls: Sequence[RecordedCall],
-    saved: tuple[SavedStorage, ...],
-    names: dict[_EngineName, StorageId],
-    storages: Sequence[Sequence[SavedStorage]],
-) -> LayerProfile:
-    if not part.inside:
-        name = f"after {calls[part.call].name}" if part.call >= 0 else "before layers"
-        return LayerProfile(
-            name=name,
-            between=True,
-            forward_s=0.0,
-            backward_s=0.0,
-            storages=saved,
-            may_recompute=False,
-        )
-    call = calls[part.call]
-    source = None if call.source is None else names.get(call.source)
-    if source is not None:
-        is_whole = storages[source.layer][source.number].size_bytes == call.input_bytes
-        source = source if source.layer <= index and is_whole else None
-    return LayerProfile(
-        name=call.name,
-        forward_s=0.0,
-        backward_s=0.0,
-        input_bytes=call.input_bytes,
-        input_same_as=source,
-        storages=saved,
-        may_recompute=not call.changes_input,
-    )
-
-
-def _with_parts(records: Iterable[RecordedStorage]) -> list[tuple[RecordedStorage, _Part]]:
-    """Return each record with the part of the forward that saved it first."""
-    found = []
+    Call n of a layer has slot 2n and the work after it 2n + 1; what comes before the first has -1.
+    """
     latest = -1
     for record in records:
         if record.layer is None:
-            found.append((record, _Part(latest, inside=False)))
+            yield record, 2 * latest + 1
         else:
             latest = max(latest, record.layer)
-            found.append((record, _Part(record.layer, inside=True)))
-    return found
+            yield record, 2 * record.layer
+
+
+def _saved(
+    record: InspectedStorage,
+    number: int,
+    sources: tuple[StorageId, ...],
+    views: Sequence[SavedStorage],
+    hardware: Hardware,
+) -> SavedStorage:
+    """Return a storage at its first save, with its other views."""
+    if views:
+        sources = ()
+    # To be rebuilt, it is read and written about once for each source.
+    traffic_bytes = (1 + len(sources)) * record.size_bytes
+    return SavedStorage(
+        number=number,
+        size_bytes=record.size_bytes + sum(each.size_bytes for each in views),
+        may_leave=record.decision != "keep" and all(each.may_leave for each in views),
+        sources=sources,
+        rebuild_s=traffic_bytes / hardware.device_memory_bytes_per_s if sources else None,
+    )
+
+
+def _layer(
+    call: RecordedCall, slot: int, source: StorageId | None, saved: tuple[SavedStorage, ...]
+) -> LayerProfile:
+    layer = LayerProfile(name=call.name, forward_s=0.0, backward_s=0.0, storages=saved)
+    if slot % 2:
+        name = f"after {call.name}" if slot >= 0 else "before layers"
+        return dataclasses.replace(layer, name=name, between=True, may_recompute=False)
+    return dataclasses.replace(
+        layer,
+        input_bytes=call.input_bytes,
+        input_same_as=source,
+        may_recompute=not call.changes_input,
+    )
 
 
 # ---- Takes the seconds of a step's layers and copies from its trace ----
@@ -229,13 +170,25 @@ _LEAST_SHARE: Final = 0.3  # of a pass that is taken to be computing, whatever c
 _FASTEST: Final = 1e13  # bytes per second; a copy that only maps pages takes no time
 
 
-class _Seconds(NamedTuple):
-    """Seconds of a step without waits: of the layers' passes, by index, and of all rebuilding."""
+class _Measured(NamedTuple):
+    """Seconds of a step without waits: of the layers' passes, by call, and of all rebuilding."""
 
     forward: Mapping[int, float]
-    again: Mapping[int, float]
+    recompute: Mapping[int, float]
     backward: Mapping[int, float]
     rebuilding_s: float
+
+
+class _Passes(NamedTuple):
+    """Seconds of a layer's passes; None for a second forward that is not known."""
+
+    forward_s: float
+    backward_s: float
+    recompute_s: float | None
+
+    @property
+    def second_forward_s(self) -> float:
+        return self.forward_s if self.recompute_s is None else self.recompute_s
 
 
 def with_weight_bytes(
@@ -284,89 +237,123 @@ def measured_profile(
         alike: whether layers that are alike take equally long: on an accelerator one that offloads
             more keeps the host busy for longer.
     """
-    seconds = _seconds(trace)
+    measured = _measured(trace)
     calls = [index for index, each in enumerate(profile.layers) if not each.between]
-    if not all(call in seconds.forward for call in range(len(calls))):
+    if not all(call in measured.forward for call in range(len(calls))):
         return profile
-    layers = _with_measured_rebuilds(profile, plan, seconds)
+    before = [_Passes(each.forward_s, each.backward_s, each.recompute_s) for each in profile.layers]
+    recomputed = [each.mode is not LayerMode.AS_IS for each in plan.layers]
+    rebuild_x = _rebuild_factor(profile, plan, measured)
+    passes = list(before)
     for call, index in enumerate(calls):
-        recomputed = plan.layers[index].mode is not LayerMode.AS_IS
-        layers[index] = _measured_layer(layers[index], seconds, call, recomputed=recomputed)
-    _share_backward(layers, profile)
-    ends = _forward_ends(trace.events, len(calls))
-    for call, index in enumerate(calls):
-        following = index + 1
-        if following < len(layers) and layers[following].between and call in ends:
-            layers[following] = dataclasses.replace(layers[following], forward_s=ends[call])
-    busy_s = sum(each.forward_s + each.backward_s for each in layers)
-    busy_s += sum(
-        each.second_forward_s
-        for each, chosen in zip(layers, plan.layers, strict=True)
-        if chosen.mode is not LayerMode.AS_IS
+        passes[index] = _of_call(before[index], measured, call, recomputed=recomputed[index])
+    _share_between(passes, before, profile, _gaps(trace.events, len(calls)))
+    passes_s = sum(each.forward_s + each.backward_s for each in passes)
+    passes_s += sum(
+        each.second_forward_s for each, again in zip(passes, recomputed, strict=True) if again
     )
-    passes_s = busy_s
-    busy_s += seconds.rebuilding_s
-    pairs = zip(layers, plan.layers, strict=True)
+    pairs = zip(profile.layers, plan.layers, strict=True)
     host_update_s = sum(each.host_update_s for each, chosen in pairs if chosen.weights_on_host)
     waited_s = sum(each.duration_s for each in trace.events if each.what == "wait")
-    rest_s = max(0.0, step_s - busy_s - waited_s - host_update_s)
+    rest_s = max(0.0, step_s - passes_s - measured.rebuilding_s - waited_s - host_update_s)
     share = max(_LEAST_SHARE, 1 - copy_cost_s / passes_s) if passes_s else 1.0
-    layers = [_scaled(each, share) for each in layers]
+    passes = [_lowest([each], share) for each in passes]
     if lowest:
-        layers = [_lowest(*each) for each in zip(layers, profile.layers, strict=True)]
-        rest_s = min(rest_s, profile.after_s)
+        passes = [_lowest(each) for each in zip(passes, before, strict=True)]
+        rest_s, rebuild_x = min(rest_s, profile.after_s), min(rebuild_x, 1.0)
     if alike:
-        layers = _equally_long(layers)
-    return dataclasses.replace(
-        profile, layers=tuple(layers), before_s=0.0, loss_s=0.0, after_s=rest_s
+        passes = _equally_long(passes, profile.layers)
+    layers = tuple(
+        _with_seconds(layer, each, rebuild_x)
+        for layer, each in zip(profile.layers, passes, strict=True)
+    )
+    return dataclasses.replace(profile, layers=layers, before_s=0.0, loss_s=0.0, after_s=rest_s)
+
+
+def _with_seconds(layer: LayerProfile, passes: _Passes, rebuild_x: float) -> LayerProfile:
+    storages = tuple(
+        each
+        if each.rebuild_s is None
+        else dataclasses.replace(each, rebuild_s=each.rebuild_s * rebuild_x)
+        for each in layer.storages
+    )
+    return dataclasses.replace(layer, storages=storages, **passes._asdict())
+
+
+def _of_call(before: _Passes, measured: _Measured, call: int, *, recomputed: bool) -> _Passes:
+    """Return the seconds of a call; what was not measured stays."""
+    passes = before._replace(forward_s=measured.forward[call])
+    again_s = 0.0
+    if recomputed:
+        again_s = measured.recompute.get(call, passes.second_forward_s)
+        passes = passes._replace(recompute_s=again_s)
+    backward_s = measured.backward.get(call)
+    if backward_s is None:
+        return passes
+    return passes._replace(backward_s=max(0.0, backward_s - again_s))
+
+
+def _share_between(
+    passes: list[_Passes],
+    before: Sequence[_Passes],
+    profile: StepProfile,
+    gaps: Mapping[int, float],
+) -> None:
+    """Give the work between layers its share of what was measured.
+
+    Its backward is measured with that of the layer behind it, and its forward is the time between
+    the forwards of two layers.
+
+    Args:
+        passes: the seconds of all layers; those of the work between them are filled in.
+        before: the same before the step.
+        profile: the step.
+        gaps: the seconds after the forward of each call.
+    """
+    call = -1
+    for index, layer in enumerate(profile.layers):
+        call += not layer.between
+        if not layer.between:
+            continue
+        if index + 1 < len(passes):
+            one, two = before[index].backward_s, before[index + 1].backward_s
+            whole_s = passes[index + 1].backward_s
+            share = one / (one + two) if one + two else 0.0
+            passes[index] = passes[index]._replace(backward_s=whole_s * share)
+            passes[index + 1] = passes[index + 1]._replace(backward_s=whole_s * (1 - share))
+        passes[index] = passes[index]._replace(forward_s=gaps.get(call, passes[index].forward_s))
+
+
+def _lowest(measured: Sequence[_Passes], share: float = 1.0) -> _Passes:
+    """Return the lowest of several measurements each, or this share of them."""
+    again = [each.recompute_s for each in measured if each.recompute_s is not None]
+    return _Passes(
+        share * min(each.forward_s for each in measured),
+        share * min(each.backward_s for each in measured),
+        share * min(again) if again else None,
     )
 
 
-def _lowest(layer: LayerProfile, before: LayerProfile) -> LayerProfile:
-    """Return a layer with the lower of two measurements each."""
-    recomputed = [s for s in (layer.recompute_s, before.recompute_s) if s is not None]
-    pairs = zip(layer.storages, before.storages, strict=True)
-    return dataclasses.replace(
-        layer,
-        forward_s=min(layer.forward_s, before.forward_s),
-        backward_s=min(layer.backward_s, before.backward_s),
-        recompute_s=min(recomputed, default=None),
-        storages=tuple(
-            one
-            if one.rebuild_s is None or other.rebuild_s is None
-            else dataclasses.replace(one, rebuild_s=min(one.rebuild_s, other.rebuild_s))
-            for one, other in pairs
-        ),
-    )
-
-
-def _equally_long(layers: Sequence[LayerProfile]) -> list[LayerProfile]:
-    """Return the layers with the lowest seconds of those that are alike.
+def _equally_long(passes: Sequence[_Passes], layers: Sequence[LayerProfile]) -> list[_Passes]:
+    """Return the lowest seconds of the layers that are alike.
 
     Alike are layers that save as much, and whose names differ in a number, as those of a list do. A
     forward takes no longer than when it runs again, which is with nothing to offload.
     """
-    groups: dict[tuple[object, ...], list[LayerProfile]] = defaultdict(list)
-    for layer in layers:
-        groups[_likeness(layer)].append(layer)
-    return [_with_lowest(layer, groups[_likeness(layer)]) for layer in layers]
+    groups: dict[Hashable, list[_Passes]] = defaultdict(list)
+    likeness = [index if layer.between else _likeness(layer) for index, layer in enumerate(layers)]
+    for key, each in zip(likeness, passes, strict=True):
+        groups[key].append(each)
+    lowest = {key: _lowest(group) for key, group in groups.items()}
+    return [
+        each._replace(forward_s=min(each.forward_s, each.second_forward_s))
+        for each in map(lowest.__getitem__, likeness)
+    ]
 
 
-def _with_lowest(layer: LayerProfile, alike: Sequence[LayerProfile]) -> LayerProfile:
-    if layer.between:
-        return layer
-    again = [each.recompute_s for each in alike if each.recompute_s is not None]
-    return dataclasses.replace(
-        layer,
-        forward_s=min([*again, *(each.forward_s for each in alike)]),
-        backward_s=min(each.backward_s for each in alike),
-        recompute_s=min(again, default=None),
-    )
-
-
-def _likeness(layer: LayerProfile) -> tuple[object, ...]:
+def _likeness(layer: LayerProfile) -> Hashable:
     sizes = tuple(each.size_bytes for each in layer.storages)
-    return re.sub(r"\d+", "#", layer.name), layer.between, layer.input_bytes, sizes
+    return re.sub(r"\d+", "#", layer.name), layer.input_bytes, sizes
 
 
 def copied_bytes(profile: StepProfile, plan: Plan) -> int:
@@ -376,16 +363,6 @@ def copied_bytes(profile: StepProfile, plan: Plan) -> int:
     pairs = zip(uses.memories, used.decisions, used.first, strict=True)
     offloaded = (memory for memory, done, first in pairs if done is Decision.OFFLOAD and first >= 0)
     return 2 * sum(memory.size_bytes for memory in offloaded)
-
-
-def _scaled(layer: LayerProfile, share: float) -> LayerProfile:
-    """Return a layer with passes that take this share of their time."""
-    return dataclasses.replace(
-        layer,
-        forward_s=layer.forward_s * share,
-        backward_s=layer.backward_s * share,
-        recompute_s=None if layer.recompute_s is None else layer.recompute_s * share,
-    )
 
 
 def measured_hardware(hardware: Hardware, trace: Trace) -> Hardware:
@@ -408,7 +385,7 @@ def measured_hardware(hardware: Hardware, trace: Trace) -> Hardware:
     return dataclasses.replace(hardware, sources=sources, **changes)
 
 
-def _seconds(trace: Trace) -> _Seconds:
+def _measured(trace: Trace) -> _Measured:
     compute = [event for event in trace.events if event.lane == "compute"]
     waits = [event for event in compute if event.what == "wait"]
     rebuilds = [event for event in compute if event.what == "rebuild"]
@@ -421,8 +398,7 @@ def _seconds(trace: Trace) -> _Seconds:
         by_layer = found[event.what]
         by_layer[event.layer] = by_layer.get(event.layer, 0.0) + max(0.0, took_s)
     inner = [each for each in waits if any(_begins_in(event, each) for event in rebuilds)]
-    rebuilding_s = max(0.0, _covered_s(rebuilds) - _covered_s(inner))
-    return _Seconds(found["forward"], found["recompute"], found["backward"], rebuilding_s)
+    return _Measured(**found, rebuilding_s=max(0.0, _covered_s(rebuilds) - _covered_s(inner)))
 
 
 def _begins_in(event: TraceEvent, other: TraceEvent) -> bool:
@@ -438,13 +414,10 @@ def _covered_s(events: Iterable[TraceEvent]) -> float:
     return covered_s
 
 
-def _with_measured_rebuilds(
-    profile: StepProfile, plan: Plan, seconds: _Seconds
-) -> list[LayerProfile]:
-    """Return the layers with other seconds of rebuilding.
+def _rebuild_factor(profile: StepProfile, plan: Plan, measured: _Measured) -> float:
+    """Return how many times longer rebuilding takes than it did before.
 
-    They change as the sum of those that were measured does; or, if nothing was rebuilt, as the sum
-    of the forward passes.
+    That is the factor of all that was rebuilt; or, if nothing was, of the forward passes.
     """
     uses = StorageUses(profile)
     decisions = uses.under(plan).decisions
@@ -453,51 +426,14 @@ def _with_measured_rebuilds(
         for memory, decision in zip(uses.memories, decisions, strict=True)
         if decision is Decision.REBUILD
     )
-    after_s = seconds.rebuilding_s
+    after_s = measured.rebuilding_s
     if not before_s:
         before_s = sum(each.forward_s for each in profile.layers if not each.between)
-        after_s = sum(seconds.forward.values())
-    factor = after_s / before_s if before_s else 1.0
-    return [
-        dataclasses.replace(
-            layer, storages=tuple(_with_rebuild(each, factor) for each in layer.storages)
-        )
-        for layer in profile.layers
-    ]
+        after_s = sum(measured.forward.values())
+    return after_s / before_s if before_s else 1.0
 
 
-def _with_rebuild(storage: SavedStorage, factor: float) -> SavedStorage:
-    if storage.rebuild_s is None:
-        return storage
-    return dataclasses.replace(storage, rebuild_s=storage.rebuild_s * factor)
-
-
-def _measured_layer(
-    layer: LayerProfile, seconds: _Seconds, call: int, *, recomputed: bool
-) -> LayerProfile:
-    layer = dataclasses.replace(layer, forward_s=seconds.forward[call])
-    again_s = seconds.again.get(call, layer.second_forward_s) if recomputed else 0.0
-    if recomputed:
-        layer = dataclasses.replace(layer, recompute_s=again_s)
-    backward_s = seconds.backward.get(call)
-    if backward_s is None:
-        return layer
-    return dataclasses.replace(layer, backward_s=max(0.0, backward_s - again_s))
-
-
-def _share_backward(layers: list[LayerProfile], before: StepProfile) -> None:
-    """Give the work before each layer its share of what was measured as the layer's backward."""
-    for index, layer in enumerate(layers):
-        if layer.between and index + 1 < len(layers):
-            one, two = before.layers[index].backward_s, before.layers[index + 1].backward_s
-            whole_s = layers[index + 1].backward_s
-            share = one / (one + two) if one + two else 0.0
-            layers[index] = dataclasses.replace(layer, backward_s=whole_s * share)
-            rest_s = whole_s * (1 - share)
-            layers[index + 1] = dataclasses.replace(layers[index + 1], backward_s=rest_s)
-
-
-def _forward_ends(events: Sequence[TraceEvent], count: int) -> dict[int, float]:
+def _gaps(events: Sequence[TraceEvent], count: int) -> dict[int, float]:
     """Return the seconds between the end of each layer's forward and the begin of the next."""
     begins: dict[int, float] = {}
     ends: dict[int, float] = {}
@@ -654,17 +590,7 @@ class FreedPasses(AbstractPasses):
             self._memory.return_freed()
 
 
-class _SavedStorage(Protocol):
-    """What a record of a saved storage says."""
-
-    @property
-    def layer(self) -> Layer | None: ...
-
-    @property
-    def number(self) -> int: ...
-
-
-FindRecord = Callable[[int, int], _SavedStorage | None]
+FindRecord = Callable[[int, int], StorageRecord | None]
 """Returns the record of a storage, given its address and a version."""
 
 
