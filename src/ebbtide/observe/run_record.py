@@ -17,11 +17,12 @@ from ebbtide.errors import PolicyError
 from ebbtide.observe.explain import Finding
 from ebbtide.observe.inspection import Inspection
 from ebbtide.observe.trace import Trace, chrome_document, chrome_events, write_chrome
+from ebbtide.planning.documents import read_as
 from ebbtide.planning.hardware import Hardware
 from ebbtide.planning.plan import Plan
 from ebbtide.planning.prediction import StepRecord, StepTiming
 from ebbtide.planning.profile import LayerProfile, StepProfile
-from ebbtide.runtime.events import LANES, MemorySample, OwnedBytes, Owner, StepMemory, TraceEvent
+from ebbtide.runtime.events import LANES, MemorySample, Owner, StepMemory, TraceEvent
 from ebbtide.runtime.stats import StepStats
 from ebbtide.units import count
 from ebbtide.version import __version__
@@ -354,45 +355,24 @@ def _read_document(document: Mapping[str, Any]) -> RunRecord:
             f"{VERSION}; install the ebbtide that wrote it, or record the run again"
         )
     try:
-        return _read_entry(entry, _read_events(document))
+        return _read_entry({**entry, "events": []}, _read_events(document))
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         message = f"its record is damaged ({type(error).__name__}: {error}); record the run again"
         raise PolicyError(message) from None
 
 
-def _read_entry(entry: Mapping[str, Any], events: tuple[TraceEvent, ...]) -> RunRecord:
-    known = {name: each for name, each in entry.items() if name not in ("format", "version")}
-    memory, stats = entry["memory"], entry["stats"]
-    known.update(
-        stats=None if stats is None else StepStats(**stats),
-        layers=tuple(LayerFigures(**each) for each in entry["layers"]),
-        memory=None if memory is None else _read_memory(memory),
-        findings=tuple(Finding(**each) for each in entry["findings"]),
-        notes=tuple(entry["notes"]),
-    )
-    if (predicted := entry["prediction"]) is not None:
-        phases = _read_samples(predicted["phases"])
+def _read_entry(entry: dict[str, Any], events: tuple[TraceEvent, ...]) -> RunRecord:
+    del entry["format"], entry["version"]
+    predicted, planned = entry["prediction"], None
+    if predicted is not None:
+        entry["prediction"] = {**predicted, "events": []}
         planned = _read_events({"traceEvents": predicted["events"]})
-        known["prediction"] = PredictedStep(**{**predicted, "phases": phases, "events": planned})
-    return RunRecord(events=events, **known)
-
-
-def _read_memory(entry: Mapping[str, Any]) -> StepMemory:
-    owned = tuple(
-        OwnedBytes(**{**each, "owner": Owner[each["owner"]]}) for each in entry["peak_owned"]
-    )
-    memory = StepMemory(
-        **{**entry, "samples": _read_samples(entry["samples"]), "peak_owned": owned}
-    )
-    _ = memory.peak_bytes  # an IndexError if there is no such sample
-    return memory
-
-
-def _read_samples(entries: Iterable[Mapping[str, Any]]) -> tuple[MemorySample, ...]:
-    return tuple(
-        MemorySample(**{**each, "owned": {Owner[name]: n for name, n in each["owned"].items()}})
-        for each in entries
-    )
+    record = read_as(RunRecord, entry)
+    _ = record.peak_bytes  # an IndexError if there is no such sample
+    prediction = record.prediction
+    if prediction is not None and planned is not None:
+        prediction = dataclasses.replace(prediction, events=planned)
+    return dataclasses.replace(record, events=events, prediction=prediction)
 
 
 def _read_events(document: Any) -> tuple[TraceEvent, ...]:

@@ -101,6 +101,11 @@ def _read(kind: Any, name: str, value: Any) -> Any:
         if not isinstance(value, list):
             raise PolicyError(f"{name} must be a list, got {value!r}")
         return tuple(_read(get_args(kind)[0], name, each) for each in value)
+    if get_origin(kind) is Mapping:
+        if not isinstance(value, dict):
+            raise PolicyError(f"{name} must be an object, got {value!r}")
+        of_key, of_value = get_args(kind)
+        return {_read(of_key, name, k): _read(of_value, name, each) for k, each in value.items()}
     if not isinstance(kind, type):
         return value
     if dataclasses.is_dataclass(kind):
@@ -117,8 +122,9 @@ def _read(kind: Any, name: str, value: Any) -> Any:
 
 
 def _read_enum(kind: type[Enum], name: str, value: Any) -> Enum:
+    """Return the member of this value; or of this name, where values are texts for people."""
     try:
-        return kind(value)
+        return kind.__members__.get(str(value)) or kind(value)
     except ValueError:
         known = ", ".join(repr(each.value) for each in kind)
         raise PolicyError(f"{name} must be one of {known}, got {value!r}") from None
