@@ -1,6 +1,7 @@
 // Charts over time, which uPlot draws. All of a page show the same stretch of time.
 
 const AXIS = 24; // height of the axis of time
+const HEAD = 7; // above a chart: half the height of a label at its upper edge
 const ARROWS = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
 const HINT = "Point at something, or go to it with the arrow keys.";
 
@@ -77,7 +78,7 @@ class Chart {
     host.append(this.makeTools());
     this.plot = new uPlot(
       {
-        width: host.clientWidth || 600, height: height + AXIS, padding: [0, 20, 0, 0],
+        width: host.clientWidth || 600, height: HEAD + height + AXIS, padding: [HEAD, 20, 0, 0],
         legend: { show: false },
         cursor: {
           y: false, points: { show: false }, drag: { setScale: false },
@@ -101,7 +102,7 @@ class Chart {
     view.charts.push(this);
     new ResizeObserver(() => {
       // A run that is not shown has no width.
-      if (host.clientWidth) this.plot.setSize({ width: host.clientWidth, height: height + AXIS });
+      if (host.clientWidth) this.plot.setSize({ width: host.clientWidth, height: HEAD + height + AXIS });
     }).observe(host);
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.plot.redraw());
   }
