@@ -15,7 +15,7 @@ from ebbtide import ActivationPolicy
 from ebbtide.handle import OffloadHandle
 from ebbtide.runtime.forward import OffloadedForward
 from ebbtide.tools.found_models import RunOptions
-from ebbtide.tools.run import MainScript, RunRequest, RunSession
+from ebbtide.tools.run import MainScript, RunSession
 
 SMALL = ActivationPolicy(min_bytes=1, rebuild=False)
 WIDTH = 32
@@ -104,8 +104,7 @@ def session_of(
 ) -> RunSession:
     """A session of `ebbtide run` for this script."""
     here = MainScript(__file__, (), is_module=False)
-    request = RunRequest(script=here, options=RunOptions(**options), dry=dry, report=report)
-    return RunSession(request) if printed is None else RunSession(request, printed)
+    return RunSession(here, RunOptions(**options), dry=dry, page=report, err=printed)
 
 
 @contextlib.contextmanager

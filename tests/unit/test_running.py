@@ -222,7 +222,7 @@ def test_a_second_model_that_a_setting_does_not_fit_is_left_alone_and_that_is_sa
         second(torch.rand(8, 64)).sum().backward()
         assert is_offloaded(first) and not is_offloaded(second)
         assert "Sequential is left alone" in watched.printed.getvalue()
-        assert "Sequential was left alone" in watched.session.make_report().troubles()[0]
+        assert "Sequential was left alone" in watched.session.troubles()[0]
 
 
 def test_many_threads_find_a_model_once() -> None:

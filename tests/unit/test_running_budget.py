@@ -68,7 +68,7 @@ def test_a_budget_error_is_noted_and_a_smaller_batch_makes_up_for_it() -> None:
         with pytest.raises(ebbtide.BudgetError):
             step(model)
         assert watched.session.is_over_budget()
-        report = watched.session.make_report()
+        report = watched.session
         assert "--weights" in report.text() and "--weights" in report.troubles()[0]
     with watching() as watched:
         step(model)

@@ -77,5 +77,5 @@ def test_a_function_compiled_as_a_whole_has_one_graph_and_is_not_looked_into() -
         found.backward()
         assert torch.equal(expected, found)
         assert not watched.names and not is_offloaded(model)
-        report = watched.session.make_report().text()
+        report = watched.session.text()
         assert "not looked into" in " ".join(report.split())

@@ -1,4 +1,4 @@
-"""Runs a script or a module as ``__main__``, as ``python`` and ``python -m`` do."""
+"""Runs a script as ``python`` does, with its models offloaded, and reports on them at the end."""
 
 from __future__ import annotations
 
@@ -162,49 +162,161 @@ def _set_search_path(first: str) -> None:
         sys.path[0] = first
 
 
-# ---- What `ebbtide run` prints at the end, and writes as JSON ----
+# ---- Runs a script, has its models found and offloaded, and reports when the process ends ----
 
+_JIT: Any = torch.jit._recursive
 _LABEL_WIDTH: Final = 10
 
 
 @final
-@dataclasses.dataclass(frozen=True)
-class RunReport:
-    """Reports on all models that a script trained. The device is waited for.
+class RunSession:
+    """Runs a script with its models offloaded, and reports on them when the process ends.
 
     Args:
+        script: what to run.
+        options: how to offload. The steps that a page shows should be recorded: `RunOptions.trace`.
+        dry: whether to put models back as they were after their first steps.
+        quiet: whether to print nothing but errors.
+        json: file for the figures; None: none. ``Path("-")`` is standard output.
+        page: file for a page on the last step of each model; None: none.
+        err: where to print; None: the standard error that the process began with.
+
+    Attributes:
         finder: has found the models.
-        options: how they were offloaded.
-        is_dry: whether they were put back as they were after their first steps.
     """
 
-    finder: ModelFinder
-    options: RunOptions
-    is_dry: bool
+    def __init__(
+        self,
+        script: MainScript,
+        options: RunOptions,
+        *,
+        dry: bool = False,
+        quiet: bool = False,
+        json: Path | None = None,
+        page: Path | None = None,
+        err: TextIO | None = None,
+    ) -> None:
+        self._script, self._options = script, options
+        self._dry, self._quiet = dry, quiet
+        self._json, self._page = json, page
+        self._err = err or sys.__stderr__
+        rank = os.environ.get("RANK", "")  # of a launcher
+        self._rank = int(rank) if rank.isdecimal() else 0
+        self._process = os.getpid()
+        self.finder = ModelFinder(options, self._say, self._refuse, self._show if dry else None)
+        self._compile = _JIT.create_script_module
 
-    @property
-    def peak_bytes(self) -> int | None:
-        """The peak of memory since the first model was found; None if it is not known."""
-        memory = self.finder.memory
-        return resident_peak_bytes() if memory is None else memory.peak_bytes()
+    def run(self) -> None:
+        """Run the script as Python would, and offload the models that it trains.
+
+        Whatever ends the script ends this function. The report is printed when the process ends,
+        after all threads and after what the script has registered with `atexit`.
+
+        Raises:
+            SystemExit: the script has called `sys.exit`, it was not found or a setting fits no
+                model (2), or no plan fits into the budget (`ExitCode.DOES_NOT_FIT`).
+        """
+        self.begin()
+        try:
+            self._script.run()
+        except ScriptNotFoundError as error:
+            self.end()
+            self._print(f"ebbtide run: {error}")
+            raise SystemExit(ExitCode.WRONG_USE) from None
+        except SystemExit as end:
+            if not end.code and self.is_over_budget():
+                raise SystemExit(ExitCode.DOES_NOT_FIT) from None
+            raise
+        except BaseException as error:
+            _show_as_python_does()
+            refused = _find_budget_error(error) if isinstance(error, Exception) else None
+            if refused is None:
+                raise
+            if self._dry:  # that is what was asked for, and no failure of the script
+                self._print(f"ebbtide run: {in_options(refused)}")
+            else:
+                sys.excepthook(type(error), error, error.__traceback__)
+            raise SystemExit(ExitCode.DOES_NOT_FIT) from None
+        if self.is_over_budget():
+            raise SystemExit(ExitCode.DOES_NOT_FIT)
+
+    def begin(self) -> None:
+        """Watch from now on."""
+        atexit.register(self.report)
+        self._stop_watching = watch_calls(self.finder)
+        ebbtide.api.before_offload.append(self.finder.give_way_for_good)
+        _JIT.create_script_module = self._compile_plain
+
+    def end(self) -> None:
+        """Watch no longer, and report nothing. Models that are offloaded stay so."""
+        atexit.unregister(self.report)
+        self._stop_watching()
+        ebbtide.api.before_offload.remove(self.finder.give_way_for_good)
+        _JIT.create_script_module = self._compile
+
+    def is_over_budget(self) -> bool:
+        """Whether the last call of a model found no plan within the budget."""
+        return any(
+            model.budget_error is not None and not model.has_recovered
+            for model in self.finder.found
+        )
+
+    def _compile_plain(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Compile a module by torch.jit, which cannot compile an offloaded one."""
+        self.finder.give_way(module, for_good=False)
+        return self._compile(module, *args, **kwargs)
+
+    def _refuse(self, error: Exception) -> NoReturn:
+        """End the process, because what the user asked for cannot be right."""
+        atexit.unregister(self.report)  # it would say that nothing was trained
+        self._print(f"ebbtide run: {in_options(error)}")
+        raise SystemExit(ExitCode.WRONG_USE)
+
+    def _say(self, words: str) -> None:
+        rank = f"rank {self._rank}: " if self._rank else ""
+        if not self._quiet:
+            self._print(f"ebbtide run: {rank}{words}")
+
+    def _show(self, model: FoundModel) -> None:
+        if not self._quiet and not self._rank:
+            self._print(f"ebbtide run --dry:\n{self._describe(model)}")
+
+    def _print(self, text: str) -> None:
+        if self._err is not None and not self._err.closed:
+            print(text, file=self._err, flush=True)
+
+    # ---- the report; the device is waited for -------------------------------------------------
+
+    def report(self) -> None:
+        """End, print what was found, and write the files that were asked for."""
+        self.end()
+        if os.getpid() != self._process:
+            return  # a forked child that ends like its parent
+        if self._json is not None:
+            self._write(self._json, json.dumps(self.document(), indent=2) + "\n")
+        if self._page is not None:
+            if records := self._records():
+                self._write(self._page, render_page(records))
+            else:
+                self._say(f"{self._page} was not written, because no model has finished a step")
+        if self._rank == 0 and not self._quiet:
+            self._print(self.text())
+        elif self._rank:
+            for trouble in self.troubles():
+                self._print(f"ebbtide run: rank {self._rank}: {trouble}")
 
     def document(self) -> dict[str, Any]:
         """Return all figures for JSON: bytes, and seconds."""
         return {
             "format": RUN_FORMAT,
             "version": RUN_VERSION,
-            "dry": self.is_dry,
+            "dry": self._dry,
             "budget_bytes": self.finder.budget_bytes,
-            "peak_bytes": self.peak_bytes,
+            "peak_bytes": self._peak_bytes,
             "models": [_model_entry(model) for model in self.finder.found],
             "passed_over": self.finder.passing,
-            "records": [as_document(record) for record in self.records()],
+            "records": [as_document(record) for record in self._records()],
         }
-
-    def records(self) -> list[RunRecord]:
-        """Return the record of the last step of each model that has finished one."""
-        records = (model.record() for model in self.finder.found)
-        return [record for record in records if record is not None]
 
     def troubles(self) -> list[str]:
         """Return what must not be overlooked, each in a sentence."""
@@ -213,10 +325,8 @@ class RunReport:
             for model in self.finder.found
             if model.left_alone is not None and not model.num_steps
         ]
-        found += [
-            in_options(model.budget_error) for model in self.finder.found if model.budget_error
-        ]
-        return found
+        errors = (model.budget_error for model in self.finder.found)
+        return found + [in_options(error) for error in errors if error is not None]
 
     def text(self) -> str:
         """Return the report, 80 columns wide. After `--dry`, models have been described before."""
@@ -232,14 +342,25 @@ class RunReport:
             return render(
                 "ebbtide run: nothing trained: no model was found", *map(indented, reasons)
             )
-        if self.is_dry:
+        if self._dry:
             return f"ebbtide run: {number} found, and offloaded in the first steps only (--dry)"
         memory = labelled([("memory", self._describe_memory())], _LABEL_WIDTH, indent=4)
-        models = map(self.describe, self.finder.found)
+        models = map(self._describe, self.finder.found)
         return "\n".join([render(f"ebbtide run: {number} trained", memory), *models])
 
+    @property
+    def _peak_bytes(self) -> int | None:
+        """The peak of memory since the first model was found; None if it is not known."""
+        memory = self.finder.memory
+        return resident_peak_bytes() if memory is None else memory.peak_bytes()
+
+    def _records(self) -> list[RunRecord]:
+        """Return the record of the last step of each model that has finished one."""
+        records = (model.record() for model in self.finder.found)
+        return [record for record in records if record is not None]
+
     def _describe_memory(self) -> str:
-        peak_bytes, budget_bytes = self.peak_bytes, self.finder.budget_bytes
+        peak_bytes, budget_bytes = self._peak_bytes, self.finder.budget_bytes
         peak = "unknown" if peak_bytes is None else format_size(peak_bytes)
         if budget_bytes is None:
             return f"peak {peak}, no budget"
@@ -247,44 +368,54 @@ class RunReport:
         over_bytes = (peak_bytes or 0) - budget_bytes
         return words + (f": OVER by {format_size(over_bytes)}" if over_bytes > 0 else "")
 
-    def describe(self, model: FoundModel) -> str:
+    def _describe(self, model: FoundModel) -> str:
         """Return what there is to say of one model."""
         kinds = " and ".join(model.dtypes)
         title = (
             f"{model.name}: {_short(model.num_parameters)} parameters, {kinds} on {model.device}"
         )
-        rows = [(label, words) for label, words in self._facts(model) if words is not None]
-        parts = [render(indented(title), labelled(rows, _LABEL_WIDTH, indent=4))]
-        if self.is_dry and model.plan is not None:
+        text = render(indented(title), labelled(self._facts(model), _LABEL_WIDTH, indent=4))
+        if self._dry and model.plan is not None:
             table = str(model.plan).partition("\n")[2]  # its state has been said
-            parts.append(textwrap.indent(table, " " * 4))
-        return "\n".join(part for part in parts if part)
+            text += "\n" + textwrap.indent(table, " " * 4)
+        return text
 
-    def _facts(self, model: FoundModel) -> Iterator[tuple[str, str | None]]:
-        yield "left alone", None if self.is_dry and model.last_step else model.left_alone
+    def _facts(self, model: FoundModel) -> Iterator[tuple[str, str]]:
+        last, plan = model.last_step, model.plan
+        if model.left_alone is not None and not (self._dry and last):
+            yield "left alone", model.left_alone
         if model.layers:
             yield "layers", f"{count(len(model.layers), 'module')}: {few(model.layers)}"
-        if model.last_step is not None:
-            yield from self._describe_steps(model, model.last_step)
-        elif model.left_alone is None:
-            yield "steps", "none was finished"
-        yield "error", None if model.budget_error is None else in_options(model.budget_error)
+        if last is None:
+            if model.left_alone is None:
+                yield "steps", "none was finished"
+        else:
+            if plan is not None:
+                yield "plan", f"{plan.summary}; {'settled' if plan.settled else 'not settled'}"
+            elif self._options.is_planned:
+                none = "none until other models have theirs" if model.waits_for_turn else "none"
+                yield "plan", f"{none}; all that can leave does"
+            else:
+                yield "policy", self._options.describe()
+            yield "last step", _describe_step(last)
+            if (why := _why_nothing_left(plan is not None, last)) is not None:
+                yield "why", why
+            yield "steps", f"{model.num_steps:,}"
+        if model.budget_error is not None:
+            yield "error", in_options(model.budget_error)
         yield from (("note", note) for note in model.notes)
 
-    def _describe_steps(
-        self, model: FoundModel, last: StepStats
-    ) -> Iterator[tuple[str, str | None]]:
-        plan = model.plan
-        if plan is not None:
-            yield "plan", f"{plan.summary}; {'settled' if plan.settled else 'not settled'}"
-        elif self.options.is_planned:
-            none = "none until other models have theirs" if model.waits_for_turn else "none"
-            yield "plan", f"{none}; all that can leave does"
-        else:
-            yield "policy", self.options.describe()
-        yield "last step", _describe_step(last)
-        yield "why", _why_nothing_left(model, last)
-        yield "steps", f"{model.num_steps:,}"
+    def _write(self, path: Path, text: str) -> None:
+        if str(path) == "-":
+            if not self._rank and sys.__stdout__ is not None and not sys.__stdout__.closed:
+                print(text, file=sys.__stdout__, flush=True)
+            return
+        if self._rank:
+            path = path.with_name(f"{path.stem}.rank{self._rank}{path.suffix}")
+        try:
+            path.write_text(text, encoding="utf-8")
+        except OSError as error:
+            self._print(f"ebbtide run: {path} could not be written: {error}")
 
 
 def _describe_step(step: StepStats) -> str:
@@ -292,15 +423,14 @@ def _describe_step(step: StepStats) -> str:
     return f"{done}; waited {step.stall_s:.3f} s for copies"
 
 
-def _why_nothing_left(model: FoundModel, step: StepStats) -> str | None:
+def _why_nothing_left(is_planned: bool, step: StepStats) -> str | None:
     """Say why nothing was offloaded; None if something was."""
-    if step.offloaded_bytes or step.rebuilt_bytes or step.recomputed_bytes:
-        return None
-    if step.weight_reload_bytes:
+    left_bytes = step.offloaded_bytes + step.rebuilt_bytes + step.recomputed_bytes
+    if left_bytes or step.weight_reload_bytes:
         return None
     if not step.num_saved:
         return "autograd saved nothing that ebbtide could see"
-    if model.plan is not None:
+    if is_planned:
         return "nothing left, because there is room for all of it"
     return (
         "nothing left: what is saved is below --min-bytes, a parameter, or needed for a second "
@@ -341,174 +471,6 @@ def _short(number: int) -> str:
     return str(number)
 
 
-# ---- Runs a script, has its models found and offloaded, and reports when the process ends ----
-
-_JIT: Any = torch.jit._recursive
-
-
-@final
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RunRequest:
-    """What `ebbtide run` was asked for.
-
-    Args:
-        script: what to run.
-        options: how to offload.
-        dry: whether to offload nothing and say what would be done.
-        quiet: whether to print nothing but errors.
-        json: file for the figures; None: none. ``Path("-")`` is standard output.
-        report: file for a page on the last step of each model; None: none. Its steps should be
-            recorded: `RunOptions.trace`.
-    """
-
-    script: MainScript
-    options: RunOptions
-    dry: bool = False
-    quiet: bool = False
-    json: Path | None = None
-    report: Path | None = None
-
-
-def run_script(request: RunRequest) -> None:
-    """Run a script as Python would, and offload the models that it trains.
-
-    Whatever ends the script ends this function. The report is printed when the process ends, after
-    all threads and after what the script has registered with `atexit`.
-
-    Raises:
-        SystemExit: the script has called `sys.exit`, it was not found or a setting fits no model
-            (2), or no plan fits into the budget (`ExitCode.DOES_NOT_FIT`).
-    """
-    session = RunSession(request)
-    session.begin()
-    try:
-        request.script.run()
-    except ScriptNotFoundError as error:
-        session.end()
-        print(f"ebbtide run: {error}", file=sys.stderr)
-        raise SystemExit(ExitCode.WRONG_USE) from None
-    except SystemExit as end:
-        if not end.code and session.is_over_budget():
-            raise SystemExit(ExitCode.DOES_NOT_FIT) from None
-        raise
-    except BaseException as error:
-        _show_as_python_does()
-        refused = _find_budget_error(error) if isinstance(error, Exception) else None
-        if refused is None:
-            raise
-        if request.dry:  # that is what was asked for, and no failure of the script
-            print(f"ebbtide run: {in_options(refused)}", file=sys.stderr)
-        else:
-            sys.excepthook(type(error), error, error.__traceback__)
-        raise SystemExit(ExitCode.DOES_NOT_FIT) from None
-    if session.is_over_budget():
-        raise SystemExit(ExitCode.DOES_NOT_FIT)
-
-
-@final
-class RunSession:
-    """Watches the modules of a script until the process ends.
-
-    Args:
-        request: what was asked for.
-        err: where to print; None: the standard error that the process began with.
-    """
-
-    def __init__(self, request: RunRequest, err: TextIO | None = None) -> None:
-        self._request = request
-        self._err = err or sys.__stderr__
-        self._rank = _read_rank()
-        self._process = os.getpid()
-        self.finder = ModelFinder(
-            request.options, self._say, self._refuse, self._show if request.dry else None
-        )
-        self._compile = _JIT.create_script_module
-
-    def begin(self) -> None:
-        """Watch from now on."""
-        atexit.register(self.report)
-        self._stop_watching = watch_calls(self.finder)
-        ebbtide.api.before_offload.append(self.finder.give_way_for_good)
-        _JIT.create_script_module = self._compile_plain
-
-    def end(self) -> None:
-        """Watch no longer, and report nothing. Models that are offloaded stay so."""
-        atexit.unregister(self.report)
-        self._stop_watching()
-        ebbtide.api.before_offload.remove(self.finder.give_way_for_good)
-        _JIT.create_script_module = self._compile
-
-    def report(self) -> None:
-        """End, print what was found, and write the file that was asked for."""
-        self.end()
-        if os.getpid() != self._process:
-            return  # a forked child that ends like its parent
-        report = self.make_report()
-        if self._request.json is not None:
-            text = json.dumps(report.document(), indent=2) + "\n"
-            self._write(self._request.json, text)
-        if self._request.report is not None:
-            self._write_page(self._request.report, report.records())
-        if self._rank == 0 and not self._request.quiet:
-            self._print(report.text())
-        elif self._rank:
-            for trouble in report.troubles():
-                self._print(f"ebbtide run: rank {self._rank}: {trouble}")
-
-    def make_report(self) -> RunReport:
-        """Return the report on what was found until now."""
-        return RunReport(self.finder, self._request.options, self._request.dry)
-
-    def is_over_budget(self) -> bool:
-        """Whether the last call of a model found no plan within the budget."""
-        return any(
-            model.budget_error is not None and not model.has_recovered
-            for model in self.finder.found
-        )
-
-    def _compile_plain(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Compile a module by torch.jit, which cannot compile an offloaded one."""
-        self.finder.give_way(module, for_good=False)
-        return self._compile(module, *args, **kwargs)
-
-    def _refuse(self, error: Exception) -> NoReturn:
-        """End the process, because what the user asked for cannot be right."""
-        atexit.unregister(self.report)  # it would say that nothing was trained
-        self._print(f"ebbtide run: {in_options(error)}")
-        raise SystemExit(ExitCode.WRONG_USE)
-
-    def _say(self, words: str) -> None:
-        rank = f"rank {self._rank}: " if self._rank else ""
-        if not self._request.quiet:
-            self._print(f"ebbtide run: {rank}{words}")
-
-    def _show(self, model: FoundModel) -> None:
-        if not self._request.quiet and not self._rank:
-            self._print(f"ebbtide run --dry:\n{self.make_report().describe(model)}")
-
-    def _print(self, text: str) -> None:
-        if self._err is not None and not self._err.closed:
-            print(text, file=self._err, flush=True)
-
-    def _write_page(self, path: Path, records: Sequence[RunRecord]) -> None:
-        if records:
-            self._write(path, render_page(records))
-        else:
-            self._say(f"{path} was not written, because no model has finished a step")
-
-    def _write(self, path: Path, text: str) -> None:
-        if str(path) == "-":
-            if not self._rank and sys.__stdout__ is not None and not sys.__stdout__.closed:
-                print(text, file=sys.__stdout__, flush=True)
-            return
-        if self._rank:
-            path = path.with_name(f"{path.stem}.rank{self._rank}{path.suffix}")
-        try:
-            path.write_text(text, encoding="utf-8")
-        except OSError as error:
-            self._print(f"ebbtide run: {path} could not be written: {error}")
-
-
 def _show_as_python_does() -> None:
     """Have the traceback of the error that ends the process begin in the script."""
     hook = sys.excepthook
@@ -526,9 +488,3 @@ def _find_budget_error(error: BaseException | None) -> BudgetError | None:
     while error is not None and not isinstance(error, BudgetError):
         error = error.__cause__ or error.__context__
     return error
-
-
-def _read_rank() -> int:
-    """Return the rank of this process; 0 without a launcher."""
-    rank = os.environ.get("RANK", "")
-    return int(rank) if rank.isdecimal() else 0

@@ -11,7 +11,7 @@ import typer
 from ebbtide.tools.exit_codes import ExitCode, describe_codes, ends_by_code, flag, option
 
 if TYPE_CHECKING:
-    from ebbtide.tools.run import RunRequest
+    from ebbtide.tools.run import RunSession
 
 
 EPILOG = describe_codes(
@@ -31,12 +31,12 @@ class ScriptRequest(SystemExit):
     not run inside of it.
 
     Attributes:
-        request: what to run.
+        session: runs the script.
     """
 
-    def __init__(self, request: RunRequest) -> None:
+    def __init__(self, session: RunSession) -> None:
         super().__init__(0)
-        self.request = request
+        self.session = session
 
 
 @final
@@ -48,11 +48,9 @@ class CommandLine(typer.Typer):
         try:
             return super().__call__(*args, **kwargs)
         except ScriptRequest as asked:
-            request = asked.request
+            session = asked.session
         sys.excepthook = hook
-        from ebbtide.tools.run import run_script
-
-        return run_script(request)
+        return session.run()
 
 
 # Options that `ebbtide verify` has, too.
@@ -157,7 +155,7 @@ def run(
     from ebbtide.errors import PolicyError
     from ebbtide.policy import ActivationPolicy
     from ebbtide.tools.found_models import RunOptions
-    from ebbtide.tools.run import MainScript, RunRequest
+    from ebbtide.tools.run import MainScript, RunSession
 
     with ends_by_code("run"):
         activations = ActivationPolicy(
@@ -179,11 +177,9 @@ def run(
             raise PolicyError(
                 "--dry trains on without ebbtide, so there is no step to --report; leave one out"
             )
-        to_run = MainScript(script, arguments or (), is_module=as_module)
-    raise ScriptRequest(
-        RunRequest(
-            script=to_run, options=options, dry=dry, quiet=quiet,
+        session = RunSession(
+            MainScript(script, arguments or (), is_module=as_module), options, dry=dry,
+            quiet=quiet, page=None if report is None else report.absolute(),
             json=json if json is None or str(json) == "-" else json.absolute(),
-            report=None if report is None else report.absolute(),
-        )
-    )  # fmt: skip
+        )  # fmt: skip
+    raise ScriptRequest(session)

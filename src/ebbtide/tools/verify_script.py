@@ -26,7 +26,7 @@ from ebbtide.devices.provoked import Provocation
 from ebbtide.errors import EbbtideError
 from ebbtide.runtime.engine import devices_made_by
 from ebbtide.tools.found_models import RunOptions
-from ebbtide.tools.run import MainScript, RunRequest, RunSession
+from ebbtide.tools.run import MainScript, RunSession
 from ebbtide.verifying import (
     Outcome,
     VerifyReport,
@@ -216,9 +216,7 @@ def _run_here(request: _Request) -> Outcome:
             outcome.operators = stack.enter_context(deterministic_kernels())
         engines = stack.enter_context(devices_made_by(make))
         if request.options is not None:
-            RunSession(
-                RunRequest(script=request.script, options=request.options, quiet=True)
-            ).begin()
+            RunSession(request.script, request.options, quiet=True).begin()
         seed_all()
         with contextlib.suppress(_EnoughError):
             request.script.run()
