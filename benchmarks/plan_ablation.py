@@ -23,7 +23,7 @@ from benchmarks import record
 from benchmarks.plan_search import equal_chain, link, random_chain, uneven_chain
 from ebbtide.errors import BudgetError
 from ebbtide.planning import Hardware, PlanBudget, StepProfile, StepTiming, keep_all, search
-from ebbtide.tools.models import ModelOptions, build_family
+from ebbtide.tools.models import read_model
 from ebbtide.tools.plan_tables import Study
 
 _STAGES: Final[Mapping[str, tuple[str, Callable[..., Any]]]] = {
@@ -40,13 +40,13 @@ _STAGES: Final[Mapping[str, tuple[str, Callable[..., Any]]]] = {
 
 _LINKS_GB_PER_S: Final = (8, 50)
 _SHARES: Final = (0.25, 0.5)
-_MODELS: Final[Mapping[str, tuple[str, ModelOptions]]] = {
-    "FNO 2D": ("fno2d", ModelOptions(resolution=512, batch=8)),
-    "FNO 3D": ("fno3d", ModelOptions(resolution=64, batch=2)),
-    "TFNO": ("tfno", ModelOptions(resolution=256, batch=8)),
-    "UNO": ("uno", ModelOptions(resolution=256, batch=8)),
-    "GPT": ("gpt", ModelOptions(size="124m", seq=1024, batch=8)),
-    "Llama": ("llama", ModelOptions(size="1b", seq=4096, batch=2)),
+_MODELS: Final[Mapping[str, tuple[str, Mapping[str, Any]]]] = {
+    "FNO 2D": ("fno2d", {"resolution": 512, "batch": 8}),
+    "FNO 3D": ("fno3d", {"resolution": 64, "batch": 2}),
+    "TFNO": ("tfno", {"resolution": 256, "batch": 8}),
+    "UNO": ("uno", {"resolution": 256, "batch": 8}),
+    "GPT": ("gpt", {"size": "124m", "seq": 1024, "batch": 8}),
+    "Llama": ("llama", {"size": "1b", "seq": 4096, "batch": 2}),
 }
 
 
@@ -81,7 +81,7 @@ def _cases() -> dict[str, tuple[StepProfile, Hardware]]:
     }
     h100 = Hardware.named("h100", achievable=True)
     for name, (family, options) in _MODELS.items():
-        profile = Study(build_family(family, options), h100).profile
+        profile = Study(read_model(family, **options), h100).profile
         for gb_per_s in _LINKS_GB_PER_S:
             speed = gb_per_s * 1e9
             hardware = dataclasses.replace(

@@ -37,16 +37,16 @@ from ebbtide.planning import (
     search,
 )
 from ebbtide.planning.contest import inflight_choices
-from ebbtide.tools.models import ModelOptions, build_family
+from ebbtide.tools.models import read_model
 from ebbtide.tools.plan_tables import Study
 
 _LINKS_GB_PER_S = (2, 8, 25, 55, 200, 450, 900)
 _SHARES = (0.15, 0.4, 0.7)
 _MODELS = {
-    "FNO 2D, 512 x 512": ("fno2d", ModelOptions(resolution=512, batch=8)),
-    "FNO 3D, 128^3": ("fno3d", ModelOptions(resolution=128, batch=1)),
-    "GPT, 1k tokens": ("gpt", ModelOptions(seq=1024, batch=8)),
-    "Llama, 32k tokens": ("llama", ModelOptions(size="1b", seq=32768, batch=1)),
+    "FNO 2D, 512 x 512": ("fno2d", {"resolution": 512, "batch": 8}),
+    "FNO 3D, 128^3": ("fno3d", {"resolution": 128, "batch": 1}),
+    "GPT, 1k tokens": ("gpt", {"seq": 1024, "batch": 8}),
+    "Llama, 32k tokens": ("llama", {"size": "1b", "seq": 32768, "batch": 1}),
 }
 
 
@@ -64,7 +64,7 @@ def main() -> None:
 def _compare(name: str) -> Iterator[dict[str, Any]]:
     family, options = _MODELS[name]
     base = Hardware.named("h100", achievable=True)
-    study = Study(build_family(family, options), base)
+    study = Study(read_model(family, **options), base)
     profile = study.profile
     for gb_per_s in _LINKS_GB_PER_S:
         hardware = _with_link(base, gb_per_s * 1e9)

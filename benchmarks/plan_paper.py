@@ -30,7 +30,7 @@ from benchmarks import record
 from ebbtide.errors import BudgetError
 from ebbtide.planning.hardware import Hardware
 from ebbtide.tools.fake_step import Batch, FakeStep, Loss
-from ebbtide.tools.models import ModelOptions, Size, build_family
+from ebbtide.tools.models import Size, read_model
 from ebbtide.tools.plan_tables import METHODS, Study, find_limits
 from ebbtide.units import format_size
 
@@ -47,7 +47,7 @@ def main() -> None:
     device_bytes = round(arguments.memory_gb * 1e9)
     sizes, speeds = [], []
     for name, (resolution, batch) in _CASES.items():
-        family = build_family(name, ModelOptions(resolution=resolution, batch=batch))
+        family = read_model(name, resolution=resolution, batch=batch)
         study = Study(family, hardware)
         sizes += _largest(name, study, device_bytes)
         speeds += _beside_save_on_cpu(name, study, device_bytes // 4)

@@ -31,7 +31,6 @@ from ebbtide.planning.hardware import Hardware
 from ebbtide.planning.prediction import StepTiming
 from ebbtide.stores.measured_memory import ProcessMemory
 from ebbtide.tools.demo import ENVIRONMENT
-from ebbtide.tools.models import ModelOptions
 from ebbtide.tools.plan_tables import run_plan
 from ebbtide.units import format_size
 
@@ -301,7 +300,7 @@ def link_fewer(path: Path) -> None:
 @picture
 def working_set(path: Path) -> None:
     """An FNO's step within a small budget, as `ebbtide plan` predicts it."""
-    found = run_plan("fno2d", ModelOptions(resolution=512), "h100", "2.4GiB", limits=False)
+    found = run_plan("fno2d", {"resolution": 512}, "h100", "2.4GiB", limits=False)
     assert found.chosen is not None
     record = StepTiming(found.study.profile, found.study.hardware).record(found.chosen.plan)
     edges_s = [*(each.begin_s for each in record.passes), record.passes[-1].end_s]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import textwrap
 from pathlib import Path
 
@@ -13,17 +12,14 @@ from torch import nn
 from ebbtide.errors import BudgetError, PolicyError
 from ebbtide.planning import Hardware
 from ebbtide.tools.models import (
+    BUILT_IN,
     LLAMA_SHAPES,
-    NAMES,
-    OPERATORS,
     LanguageModel,
     LanguageModelShape,
-    ModelOptions,
     Size,
     Task,
     TaskFamily,
-    build_family,
-    load_family,
+    read_model,
 )
 from ebbtide.tools.plan_tables import Study
 
@@ -33,13 +29,13 @@ SMALL = LanguageModelShape(
 )
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", BUILT_IN)
 def test_every_built_in_model_can_be_studied(name: str) -> None:
-    options = ModelOptions()
-    if name in OPERATORS:
+    options = {}
+    if "modes" in BUILT_IN[name].defaults:
         pytest.importorskip("neuralop")
-        options = ModelOptions(resolution={1: 1024, 2: 64, 3: 32}[OPERATORS[name]], modes=8)
-    study = Study(build_family(name, options), H100)
+        options = {"resolution": {1: 1024, 2: 64, 3: 32}[BUILT_IN[name].dimensions], "modes": 8}
+    study = Study(read_model(name, **options), H100)
     layers = study.profile.layers
     assert sum(len(layer.storages) for layer in layers) > len(layers)
     assert all(layer.forward_s > 0 and layer.backward_s > layer.forward_s for layer in layers)
@@ -60,7 +56,7 @@ def test_llamas_have_as_many_parameters_as_published(size: str, billions: float)
 
 def test_a_llama_at_8k_takes_as_long_as_its_arithmetic() -> None:
     """A block of 7b at 8,192 tokens, in bfloat16, on an H100 that does 794.5 TFLOP/s."""
-    profile = Study(build_family("llama", ModelOptions(size="7b", seq=8192)), H100).profile
+    profile = Study(read_model("llama", size="7b", seq=8192), H100).profile
     tokens, width, inner = 8192, 4096, 11008
     matrices = 2 * tokens * (4 * width**2 + 3 * width * inner)
     scores = 2 * 2 * tokens**2 * width / 2  # two products, causal
@@ -81,19 +77,18 @@ def test_a_llama_at_8k_takes_as_long_as_its_arithmetic() -> None:
 
 
 def small_family(build_short: bool) -> TaskFamily:
-    def build(size: Size, count: int | None = None) -> Task:
+    def build(size: Size, num_blocks: int | None = None) -> Task:
         with torch.device("meta"):
-            model = LanguageModel(SMALL, None, num_blocks=count)
+            model = LanguageModel(SMALL, None, num_blocks=num_blocks)
             tokens = torch.empty(size.batch, size.length, dtype=torch.int64)
         return Task(model, (tokens, tokens))
 
     return TaskFamily(
         title="small",
-        build=functools.partial(build, count=None),
+        build=build,
         size=Size(4096, 2),
         length_name="sequence",
-        num_blocks=6,
-        build_short=build if build_short else None,
+        num_blocks=6 if build_short else 0,
     )
 
 
@@ -217,15 +212,15 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_a_users_function_is_called_with_what_it_takes(module: str) -> None:
-    family = load_family(f"{module}:build", ModelOptions(resolution=96))
+    family = read_model(f"{module}:build", resolution=96)
     assert family.size == Size(96, 2)
     task = family.build(Size(128, 3))
     assert task.batch.shape == (3, 8, 128, 128)
     assert task.batch.device.type == "meta"
-    assert load_family(f"{module}:with_loss", ModelOptions()).build(Size(None, None)).loss
-    task = load_family(f"{module}:real_values", ModelOptions()).build(Size(None, None))
+    assert read_model(f"{module}:with_loss").build(Size(None, None)).loss
+    task = read_model(f"{module}:real_values").build(Size(None, None))
     assert task.batch.device.type == "cpu"  # it needs a value, so it was called as it is
-    assert load_family(f"{module}:bare", ModelOptions(batch=5)).size == Size(None, 5)
+    assert read_model(f"{module}:bare", batch=5).size == Size(None, 5)
 
 
 @pytest.mark.parametrize(
@@ -236,8 +231,8 @@ def test_a_users_function_is_called_with_what_it_takes(module: str) -> None:
         ("{}:raises", {}, "fails when it is called with .*weights.pt"),
         ("{}:wants", {}, "has a parameter 'path' without a default"),
         ("{}:bare", {}, "needs to know its batch: give --batch"),
-        ("{}:alone", {"seq": 4}, "has no parameter 'seq'"),
-        ("{}:build", {"resolution": 64, "seq": 64}, "not both"),
+        ("{}:alone", {"seq": 4}, "has no --seq; it takes none"),
+        ("{}:build", {"resolution": 64, "seq": 64}, "has no --seq; it takes --resolution, --batch"),
         ("{}:build", {"width": 64}, "has no --width"),
         ("{}:build", {"batch": 0}, "--batch must be 1 or more"),
         ("{}:absent", {}, "its functions are build, with_loss"),
@@ -249,7 +244,7 @@ def test_what_is_wrong_with_a_users_function_is_said(
     module: str, address: str, options: dict[str, int], message: str
 ) -> None:
     def load_and_build() -> Task:
-        family = load_family(address.format(module), ModelOptions(**options))
+        family = read_model(address.format(module), **options)
         return family.build(family.size)
 
     with pytest.raises(PolicyError, match=message):

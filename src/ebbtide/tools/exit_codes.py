@@ -1,32 +1,17 @@
-"""What all commands share: how their options look, and which error leads to which exit code."""
+"""What all commands share: options from docstrings, and which error leads to which exit code."""
 
 from __future__ import annotations
 
 import contextlib
 import enum
+import inspect
 import os
 import re
 import sys
-from collections.abc import Iterator
-from typing import Any, Final, NoReturn
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any, Final, NoReturn, get_type_hints
 
 import typer
-
-
-def option(name: str, metavar: str, text: str) -> Any:
-    """Return an option of a command that takes a value.
-
-    Args:
-        name: its name, such as ``"--steps"``.
-        metavar: what stands for the value in the help.
-        text: what the help says.
-    """
-    return typer.Option(name, metavar=metavar, help=text)
-
-
-def flag(name: str, text: str) -> Any:
-    """Return an option of a command that takes no value; the help says ``text`` of it."""
-    return typer.Option(name, help=text)
 
 
 class ExitCode(enum.IntEnum):
@@ -99,6 +84,49 @@ def end(command: str, message: str, code: ExitCode) -> NoReturn:
     """
     typer.echo(f"ebbtide {command}: {message}", err=True)
     raise typer.Exit(code) from None
+
+
+# ---- A command is a function, and its docstring is the help ----
+
+
+def add_command(
+    app: typer.Typer,
+    command: Callable[..., None],
+    codes: dict[ExitCode, str] | None = None,
+    **settings: Any,
+) -> None:
+    """Make a command of a function.
+
+    Parameters that can be given by position are arguments, the others options. The docstring's
+    entries on them are the help: ``out (-o, FILE): Where to write.`` has a short name and what
+    stands for the value.
+
+    Args:
+        app: gets the command.
+        command: the function.
+        codes: what further exit codes mean for it.
+        settings: of typer, for the command.
+    """
+    summary, _, entries = inspect.cleandoc(command.__doc__ or "").partition("\n\nArgs:\n")
+    described = dict(map(_read_entry, re.split(r"\n(?=    \w)", entries)))
+    hints = get_type_hints(command)
+    for name, parameter in inspect.signature(command).parameters.items():
+        marks, text = described[name]
+        short = [mark for mark in marks if mark.startswith("-")]
+        metavar = next((mark for mark in marks if mark not in short), None)
+        info = typer.Argument(metavar=metavar, help=text)
+        if parameter.kind is parameter.KEYWORD_ONLY:
+            option = f"--{name.replace('_', '-')}"
+            info = typer.Option(option, *short, metavar=metavar, help=text)
+        command.__annotations__[name] = Annotated[hints[name], info]
+    app.command(help=summary, epilog=describe_codes(codes), **settings)(command)
+
+
+def _read_entry(entry: str) -> tuple[str, tuple[list[str], str]]:
+    """Return what a docstring says of a parameter: its name, the marks in brackets, the text."""
+    match = re.fullmatch(r"(\w+)(?: \((.*?)\))?: (.*)", " ".join(entry.split()))
+    assert match is not None, f"not an entry of a docstring: {entry}"
+    return match[1], (match[2].split(", ") if match[2] else [], match[3])
 
 
 # ---- Messages are about arguments in Python; on the command line these are options ----

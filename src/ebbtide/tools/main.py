@@ -9,21 +9,16 @@ from typing import Annotated, Final
 
 import typer
 
-from ebbtide.tools import plan_command, run_command, schedule_command, verify_command
-from ebbtide.tools.exit_codes import (
-    ExitCode,
-    describe_codes,
-    end,
-    ends_by_code,
-    flag,
-    option,
-    show_status,
-)
-from ebbtide.tools.run_command import SETTINGS, CommandLine
+from ebbtide.tools.exit_codes import ExitCode, add_command, end, ends_by_code, show_status
+from ebbtide.tools.plan_command import plan
+from ebbtide.tools.run_command import CommandLine, run
+from ebbtide.tools.schedule_command import schedule
+from ebbtide.tools.verify_command import verify
 from ebbtide.version import __version__
 
 # Plain help texts of 80 columns, whether they go to a terminal, a file or a pager.
 _HELP: Final = {"help_option_names": ["-h", "--help"], "max_content_width": 80}
+_SCRIPT: Final = {"allow_interspersed_args": False}  # what follows the script is the script's own
 _EPILOG: Final = "\n\n".join(
     [
         "Begin with `ebbtide demo --quick`, then `ebbtide run train.py` with a script of your own.",
@@ -60,59 +55,37 @@ def main(
     """Train with less accelerator memory and bitwise the same results."""
 
 
-# There are many parameters because typer makes an option of each.
-@app.command(epilog=describe_codes({ExitCode.FAILED: "the results differ, or a mode failed"}))
 def demo(
-    quick: Annotated[
-        bool, flag("--quick", "A quick look: 128 x 128 nodes and 6 steps, a minute or two.")
-    ] = False,
-    resolution: Annotated[
-        int | None,
-        option(
-            "--resolution",
-            "N",
-            "Nodes along each side of the grid, 32 or more; 256, or 128 with --quick.",
-        ),
-    ] = None,
-    batch_size: Annotated[int, option("--batch-size", "N", "Samples in a training step.")] = 8,
-    steps: Annotated[
-        int | None,
-        option(
-            "--steps",
-            "N",
-            "Training steps of each mode, 3 or more; all but the first two are timed. 15, "
-            "or 6 with --quick.",
-        ),
-    ] = None,
-    modes: Annotated[
-        str | None,
-        option(
-            "--modes",
-            "NAMES",
-            "What to compare: none (no offload), save_on_cpu (PyTorch's own, on an "
-            "accelerator), rebuild (ebbtide without moving anything), ebbtide. Without it all but "
-            "rebuild.",
-        ),
-    ] = None,
-    device: Annotated[
-        str, option("--device", "DEVICE", "Where to train: auto, cpu, cuda, cuda:1, xpu ...")
-    ] = "auto",
-    store: Annotated[
-        str,
-        option("--store", "STORE", "Where activations go: auto, host, disk[:/some/dir] or tiered."),
-    ] = "auto",
-    out: Annotated[Path, option("--out", "DIR", "Directory for the figures and the page.")] = Path(
-        "runs/demo"
-    ),
-    as_json: Annotated[
-        bool, flag("--json", "Print all figures as JSON instead of the table.")
-    ] = False,
+    *,
+    quick: bool = False,
+    resolution: int | None = None,
+    batch_size: int = 8,
+    steps: int | None = None,
+    modes: str | None = None,
+    device: str = "auto",
+    store: str = "auto",
+    out: Path = Path("runs/demo"),
+    json: bool = False,
 ) -> None:
     """Train a neural operator with and without offload, and compare.
 
     Generates Darcy flow data, trains a Fourier neural operator on it without and with ebbtide, and
     shows memory, time, and whether all results are the same to the bit. Needs no accelerator, and
     takes some minutes on two cores, and one or two with --quick.
+
+    Args:
+        quick: A quick look: 128 x 128 nodes and 6 steps, a minute or two.
+        resolution (N): Nodes along each side of the grid, 32 or more; 256, or 128 with --quick.
+        batch_size (N): Samples in a training step.
+        steps (N): Training steps of each mode, 3 or more; all but the first two are timed. 15, or 6
+            with --quick.
+        modes (NAMES): What to compare: none (no offload), save_on_cpu (PyTorch's own, on an
+            accelerator), rebuild (ebbtide without moving anything), ebbtide. Without it all but
+            rebuild.
+        device (DEVICE): Where to train: auto, cpu, cuda, cuda:1, xpu ...
+        store (STORE): Where activations go: auto, host, disk[:/some/dir] or tiered.
+        out (DIR): Directory for the figures and the page.
+        json: Print all figures as JSON instead of the table.
     """
     with ends_by_code("demo"):
         from rich.console import Console
@@ -129,33 +102,26 @@ def demo(
             store=store, out=out, **sizes,
         )  # fmt: skip
         try:
-            same = run_demo(config, Console(stderr=True), as_json=as_json)
+            same = run_demo(config, Console(stderr=True), as_json=json)
         except DeadModeError as error:
             end("demo", str(error), ExitCode.FAILED)
         if not same:
             raise typer.Exit(ExitCode.FAILED)
 
 
-@app.command(
-    epilog=describe_codes({ExitCode.FAILED: "a figure that a plan needs could not be measured"})
-)
 def doctor(
-    quick: Annotated[bool, flag("--quick", "Measure for about 2 seconds instead of 12.")] = False,
-    as_json: Annotated[
-        bool, flag("--json", "Print the figures as JSON, for `ebbtide plan --hardware`.")
-    ] = False,
-    device: Annotated[
-        str, option("--device", "DEVICE", "What to examine: auto, cpu, cuda, cuda:1, xpu ...")
-    ] = "auto",
-    store: Annotated[
-        str,
-        option("--store", "STORE", "Where files of activations would go: auto or disk:/some/dir."),
-    ] = "auto",
+    *, quick: bool = False, json: bool = False, device: str = "auto", store: str = "auto"
 ) -> None:
     """Measure what this machine can do, and say what slows ebbtide.
 
     Measures compute, memory, the link between the accelerator and the host, and the disk. Says what
     to change, and how much can be offloaded here at what cost. Trains nothing, changes nothing.
+
+    Args:
+        quick: Measure for about 2 seconds instead of 12.
+        json: Print the figures as JSON, for `ebbtide plan --hardware`.
+        device (DEVICE): What to examine: auto, cpu, cuda, cuda:1, xpu ...
+        store (STORE): Where files of activations would go: auto or disk:/some/dir.
     """
     with ends_by_code("doctor", "interrupted; nothing was left behind"):
         from ebbtide.planning.hardware import document
@@ -176,37 +142,27 @@ def doctor(
         finally:
             show_status("")
         advice, hardware = advise(found), found.hardware()
-        if as_json:
+        if json:
             figures = {**asdict(found), "advice": advice}
             typer.echo(dumps(document(hardware, figures), indent=2))
         else:
             typer.echo(build_report(found, advice))
         if hardware is None:
-            what = "problems in the JSON" if as_json else '"Not measured" in the report'
+            what = "problems in the JSON" if json else '"Not measured" in the report'
             end("doctor", f"the figures are incomplete; see {what}", ExitCode.FAILED)
 
 
-@app.command(epilog=describe_codes())
-def report(
-    files: Annotated[
-        list[Path],
-        typer.Argument(
-            metavar="RUN.JSON...",
-            help="Files of handle.save_run, handle.trace.save or ebbtide run --json; the first "
-            "run is what others are compared with.",
-        ),
-    ],
-    out: Annotated[
-        Path, typer.Option("--out", "-o", metavar="PAGE.HTML", help="The page to write.")
-    ] = Path("run.html"),
-    json: Annotated[
-        bool, flag("--json", "Say as JSON on standard output what was written.")
-    ] = False,
-) -> None:
+def report(files: list[Path], *, out: Path = Path("run.html"), json: bool = False) -> None:
     """Make a page from the files of runs.
 
     It shows memory by owner, what each lane did, and a table of the layers. It is one file that
     loads nothing from the network.
+
+    Args:
+        files (RUN.JSON...): Files of handle.save_run, handle.trace.save or ebbtide run --json; the
+            first run is what others are compared with.
+        out (-o, PAGE.HTML): The page to write.
+        json: Say as JSON on standard output what was written.
     """
     from ebbtide.observe.page import write_page
     from ebbtide.observe.run_record import load_records
@@ -219,10 +175,30 @@ def report(
         typer.echo(f"Page: {out}")
 
 
-app.command(epilog=plan_command.EPILOG)(plan_command.plan)
-app.command(context_settings=SETTINGS, epilog=run_command.EPILOG)(run_command.run)
-app.command(epilog=schedule_command.EPILOG)(schedule_command.schedule)
-app.command(context_settings=SETTINGS, epilog=verify_command.EPILOG)(verify_command.verify)
+add_command(app, demo, {ExitCode.FAILED: "the results differ, or a mode failed"})
+add_command(app, doctor, {ExitCode.FAILED: "a figure that a plan needs could not be measured"})
+add_command(app, report)
+add_command(app, plan, {ExitCode.DOES_NOT_FIT: "no plan fits into the budget"})
+add_command(
+    app,
+    run,
+    {
+        ExitCode.DONE: "the script ended well; whatever else it ends with comes through",
+        ExitCode.DOES_NOT_FIT: "no plan fits into the budget",
+    },
+    context_settings=_SCRIPT,
+)
+add_command(app, schedule)
+add_command(
+    app,
+    verify,
+    {
+        ExitCode.DONE: "every run gave the same results",
+        ExitCode.FAILED: "a run gave others, or nothing was offloaded",
+        ExitCode.DOES_NOT_FIT: "no plan fits into the budget",
+    },
+    context_settings=_SCRIPT,
+)
 
 
 if __name__ == "__main__":

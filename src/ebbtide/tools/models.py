@@ -58,23 +58,22 @@ class TaskFamily:
 
     Args:
         title: what it is, for people.
-        build: makes the task of a size.
+        build: makes the task of a size; with ``num_blocks=``, of a model with so many blocks.
         size: the size that was asked for.
         length_name: ``"resolution"`` or ``"sequence"``; "" if the length is None.
         dimensions: dimensions of the grid; 1 for sequences; 0 if not known.
         length_step: the sizes that count are multiples of this.
-        num_blocks: number of equal blocks in the middle of the model, if `build_short` is given.
-        build_short: makes the task with fewer blocks than it has; None if it cannot.
+        num_blocks: number of equal blocks in the middle of the model; 0 if it cannot be built with
+            fewer.
     """
 
     title: str
-    build: Callable[[Size], Task]
+    build: Callable[..., Task]
     size: Size
     length_name: str = ""
     dimensions: int = 1
     length_step: int = 1
     num_blocks: int = 0
-    build_short: Callable[[Size, int], Task] | None = None
 
     def describe(self, size: Size) -> str:
         """Return a size in words, such as ``"512 x 512, batch 8"``."""
@@ -251,155 +250,76 @@ class LanguageModel(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
-# ---- The models that `ebbtide plan` knows by name: neural operators and language models ----
+# ---- The models that `ebbtide plan` knows by name, as functions like those that users write ----
 
-OPERATORS: Final = {"fno1d": 1, "fno2d": 2, "fno3d": 3, "tfno": 2, "uno": 2}
-"""Neural operators, and the dimensions of their grids."""
 
-LANGUAGE_MODELS: Final[Mapping[str, Mapping[str, LanguageModelShape]]] = {
-    "gpt": GPT_SHAPES,
-    "llama": LLAMA_SHAPES,
-}
+class Maker(NamedTuple):
+    """A function that makes a training step.
 
-NAMES: Final = (*OPERATORS, *LANGUAGE_MODELS)
+    Attributes:
+        function: called with options by name, on the meta device first, where tensors have no
+            memory, and as it is if that fails. It returns a model and a batch, and may return a
+            loss.
+        defaults: the options that it takes, with what they are if the user says nothing.
+        dimensions: as of `TaskFamily`.
+        length_step: as of `TaskFamily`.
+    """
 
-_RESOLUTIONS: Final = {1: 8192, 2: 512, 3: 128}
-_MODES: Final = {1: 64, 2: 16, 3: 16}
-_RESOLUTION_STEPS: Final = {1: 64, 2: 16, 3: 8}
-_SEQUENCE_STEP: Final = 256
+    function: Callable[..., Any]
+    defaults: Mapping[str, Any]
+    dimensions: int = 0
+    length_step: int = 16
+
+
 _UNO_CHANNELS: Final = (1, 2, 2, 2, 1)  # of each layer, in widths
 _UNO_SCALINGS: Final = (1, 0.5, 1, 1, 2)
 _UNO_MODES: Final = (1, 2, 2, 2, 1)  # of each layer, as divisors
 
 
-@final
-@dataclass(frozen=True, kw_only=True)
-class ModelOptions:
-    """What a user said about a built-in model; None: not said.
-
-    Args:
-        resolution: points along each side of the grid.
-        seq: tokens of a sequence.
-        batch: samples.
-        width: hidden channels of a neural operator.
-        modes: Fourier modes in each direction.
-        layers: layers of a neural operator.
-        size: size of a language model, such as ``"7b"``.
-    """
-
-    resolution: int | None = None
-    seq: int | None = None
-    batch: int | None = None
-    width: int | None = None
-    modes: int | None = None
-    layers: int | None = None
-    size: str | None = None
-
-    def check(self, model: str, known: tuple[str, ...]) -> None:
-        """Check that numbers are positive, and that a model knows what was said.
-
-        Raises:
-            PolicyError: a number is not positive, or the model has no such option.
-        """
-        for name, value in vars(self).items():
-            if value is None:
-                continue
-            if name not in known:
-                options = ", ".join(f"--{each}" for each in known)
-                raise PolicyError(f"{model} has no --{name}; it takes {options}")
-            if isinstance(value, int) and value < 1:
-                raise PolicyError(f"--{name} must be 1 or more, got {value}")
-
-
-def build_family(name: str, options: ModelOptions) -> TaskFamily:
-    """Return a built-in model with its training step.
-
-    Args:
-        name: one of `NAMES`.
-        options: what the user said.
-
-    Raises:
-        PolicyError: an option is wrong, or is not one of this model.
-        ImportError: neuraloperator is not installed.
-    """
-    build = _language_family if name in LANGUAGE_MODELS else _operator_family
-    return build(name, options)
-
-
-# ---- neural operators ---------------------------------------------------------------------------
-
-
-def _operator_family(name: str, options: ModelOptions) -> TaskFamily:
-    layers = () if name == "uno" else ("layers",)
-    options.check(name, ("resolution", "batch", "width", "modes", *layers))
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            import neuralop.models  # noqa: F401
-    except ImportError as error:
-        raise ImportError(
-            f'{name} comes from neuraloperator, which is not installed: pip install "ebbtide'
-            f'[neuralop]". gpt, llama and module:function work without it'
-        ) from error
-    dimensions = OPERATORS[name]
-    width = options.width or (64 if name == "fno1d" else 32)
-    modes = options.modes or _MODES[dimensions]
-    depth = len(_UNO_CHANNELS) if name == "uno" else options.layers or 4
-    length = options.resolution or _RESOLUTIONS[dimensions]
-    if length < 2 * modes:
-        raise PolicyError(
-            f"--resolution {length} is too coarse for {modes} Fourier modes in each direction; "
-            f"give {2 * modes} or more, or fewer --modes"
-        )
-    if name == "uno" and length % 2:
-        raise PolicyError(f"uno halves its grid; give an even --resolution, not {length}")
-    what = {"tfno": "TFNO (Tucker, rank 0.05) in", "uno": "UNO in"}.get(name, "FNO in")
-
-    def build(size: Size) -> Task:
-        assert size.length is not None
-        assert size.batch is not None
-        # neuralop warns that its defaults will change, and UNO prints its arguments.
-        quiet = contextlib.redirect_stdout(io.StringIO())
-        with torch.device("meta"), warnings.catch_warnings(), quiet:
-            warnings.simplefilter("ignore")
-            model = _build_operator(name, dimensions, width, modes, depth)
-            x = torch.empty(size.batch, 1, *[size.length] * dimensions)
-        return Task(model, x, _mean_square)
-
-    return TaskFamily(
-        title=f"{what} {dimensions}D, width {width}, {modes} modes, {depth} layers, float32",
-        build=build,
-        size=Size(length, options.batch or (8 if dimensions < 3 else 1)),
-        length_name="resolution",
-        dimensions=dimensions,
-        length_step=_RESOLUTION_STEPS[dimensions],
-    )
-
-
-def _build_operator(name: str, dimensions: int, width: int, modes: int, depth: int) -> nn.Module:
-    from neuralop.models import FNO, TFNO, UNO
-
-    common: dict[str, Any] = {
-        "in_channels": 1,
-        "out_channels": 1,
-        "hidden_channels": width,
-        "n_layers": depth,
-    }
-    all_modes = (modes,) * dimensions
-    model: nn.Module
-    if name == "uno":
-        model = UNO(
-            **common,
-            uno_out_channels=[times * width for times in _UNO_CHANNELS],
-            uno_n_modes=[[max(1, modes // by)] * dimensions for by in _UNO_MODES],
-            uno_scalings=[[scaling] * dimensions for scaling in _UNO_SCALINGS],
-            channel_mlp_skip="linear",
-        )
-    elif name == "tfno":
-        model = TFNO(all_modes, **common, factorization="tucker", rank=0.05)
-    else:
-        model = FNO(all_modes, **common)
-    return model
+def _make_operator(
+    name: str,
+    dimensions: int,
+    *,
+    resolution: int,
+    batch: int,
+    width: int,
+    modes: int,
+    layers: int = len(_UNO_CHANNELS),
+) -> tuple[nn.Module, Tensor, Callable[[Tensor], Tensor]]:
+    # neuralop warns that its defaults will change, and UNO prints its arguments.
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        try:
+            from neuralop.models import FNO, TFNO, UNO
+        except ImportError as error:
+            raise ImportError(
+                f"{name} comes from neuraloperator, which is not installed: pip install "
+                f'"ebbtide[neuralop]". gpt, llama and module:function work without it'
+            ) from error
+        if resolution < 2 * modes:
+            raise PolicyError(
+                f"--resolution {resolution} is too coarse for {modes} Fourier modes in each "
+                f"direction; give {2 * modes} or more, or fewer --modes"
+            )
+        common = {"in_channels": 1, "out_channels": 1, "hidden_channels": width, "n_layers": layers}
+        model: nn.Module
+        if name == "uno":
+            if resolution % 2:
+                raise PolicyError(
+                    f"uno halves its grid; give an even --resolution, not {resolution}"
+                )
+            model = UNO(
+                **common,
+                uno_out_channels=[times * width for times in _UNO_CHANNELS],
+                uno_n_modes=[[max(1, modes // by)] * dimensions for by in _UNO_MODES],
+                uno_scalings=[[scaling] * dimensions for scaling in _UNO_SCALINGS],
+                channel_mlp_skip="linear",
+            )
+        elif name == "tfno":
+            model = TFNO((modes,) * dimensions, **common, factorization="tucker", rank=0.05)
+        else:
+            model = FNO((modes,) * dimensions, **common)
+    return model, torch.empty(batch, 1, *[resolution] * dimensions), _mean_square
 
 
 def _mean_square(y: Tensor) -> Tensor:
@@ -407,91 +327,140 @@ def _mean_square(y: Tensor) -> Tensor:
     return y.square().mean()
 
 
-# ---- language models ----------------------------------------------------------------------------
-
-
-def _language_family(name: str, options: ModelOptions) -> TaskFamily:
-    options.check(name, ("seq", "batch", "size"))
+def _shape_of(name: str, size: str) -> LanguageModelShape:
     shapes = LANGUAGE_MODELS[name]
-    size = (options.size or next(iter(shapes))).lower()
-    if size not in shapes:
+    if size.lower() not in shapes:
         raise PolicyError(f"{name} has no --size {size}; its sizes are {', '.join(shapes)}")
-    shape = shapes[size]
-    task = functools.partial(_language_task, name, shape)
-    return TaskFamily(
-        title=f"{name.upper() if name == 'gpt' else 'Llama'} {size}, {shape.num_layers} layers of "
-        f"width {shape.width}, all in bfloat16",
-        build=task,
-        size=Size(options.seq or (1024 if name == "gpt" else 8192), options.batch or 1),
-        length_name="sequence",
-        length_step=_SEQUENCE_STEP,
-        num_blocks=shape.num_layers,
-        build_short=task,
-    )
+    return shapes[size.lower()]
 
 
-def _language_task(
-    name: str, shape: LanguageModelShape, size: Size, num_blocks: int | None = None
-) -> Task:
-    assert size.length is not None
-    assert size.batch is not None
-    with torch.device("meta"):
-        positions = size.length if name == "gpt" else None
-        model = LanguageModel(shape, positions, num_blocks=num_blocks).bfloat16()
-        tokens = torch.empty(size.batch, size.length, dtype=torch.int64)
-        targets = torch.empty(size.batch, size.length, dtype=torch.int64)
-    return Task(model, (tokens, targets))
+def _make_language_model(
+    name: str, *, seq: int, batch: int, size: str, num_blocks: int | None = None
+) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+    positions = seq if name == "gpt" else None
+    model = LanguageModel(_shape_of(name, size), positions, num_blocks=num_blocks).bfloat16()
+    tokens, targets = (torch.empty(batch, seq, dtype=torch.int64) for _ in range(2))
+    return model, (tokens, targets)
 
 
-# ---- A user's own model, named as ``module:function`` ----
+def _operator(name: str, dimensions: int, step: int, **defaults: int) -> Maker:
+    function = functools.partial(_make_operator, name, dimensions)
+    return Maker(function, defaults, dimensions, step)
 
-_KNOWN: Final = ("resolution", "seq", "batch")
+
+def _language_model(name: str, **defaults: Any) -> Maker:
+    return Maker(functools.partial(_make_language_model, name), defaults, 1, 256)
+
+
+LANGUAGE_MODELS: Final[Mapping[str, Mapping[str, LanguageModelShape]]] = {
+    "gpt": GPT_SHAPES,
+    "llama": LLAMA_SHAPES,
+}
+
+BUILT_IN: Final[Mapping[str, Maker]] = {
+    "fno1d": _operator("fno", 1, 64, resolution=8192, batch=8, width=64, modes=64, layers=4),
+    "fno2d": _operator("fno", 2, 16, resolution=512, batch=8, width=32, modes=16, layers=4),
+    "fno3d": _operator("fno", 3, 8, resolution=128, batch=1, width=32, modes=16, layers=4),
+    "tfno": _operator("tfno", 2, 16, resolution=512, batch=8, width=32, modes=16, layers=4),
+    "uno": _operator("uno", 2, 16, resolution=512, batch=8, width=32, modes=16),
+    "gpt": _language_model("gpt", seq=1024, batch=1, size="124m"),
+    "llama": _language_model("llama", seq=8192, batch=1, size="1b"),
+}
+
+# ---- Reads what a user says to `ebbtide plan`: the model, the machine and the budget ----
+
+_OPTIONS: Final = ("resolution", "seq", "batch", "width", "modes", "layers", "size")
 _RETURNS: Final = "(model, batch) or (model, batch, loss)"
 
 
-def load_family(address: str, options: ModelOptions) -> TaskFamily:
-    """Return the training step that a user's function makes.
-
-    The function is called with the numbers among ``resolution``, ``seq`` and ``batch`` that it has
-    parameters for. It is called on the meta device first, where tensors have no memory, and as it
-    is if that fails.
+def read_model(name: str, **options: int | str | None) -> TaskFamily:
+    """Return the training step of a built-in model or of ``module:function``.
 
     Args:
-        address: ``module:function``; the module is looked for in the current directory, too.
-        options: what the user said.
+        name: one of `BUILT_IN`, or a function of the user's.
+        options: ``resolution``, ``seq``, ``batch``, ``width``, ``modes``, ``layers`` and ``size``,
+            of which the model takes some; None: not said.
 
     Raises:
-        PolicyError: there is no such function, it takes no such option, or it fails.
+        PolicyError: there is no such model, or it takes no such option.
     """
-    options.check(address, _KNOWN)
-    if options.resolution is not None and options.seq is not None:
-        raise PolicyError("give --resolution or --seq, not both")
-    function = find_function(address)
-    taken = _parameters(address, function)
-    given = {name: getattr(options, name) for name in _KNOWN if getattr(options, name) is not None}
-    for name in given:
-        if name not in taken:
-            raise PolicyError(
-                f"{address} has no parameter {name!r}, so --{name} means nothing to it; write "
-                f"def {function.__name__}({name}=...)"
-            )
-    for name, default in taken.items():
-        if name in given:
-            continue
-        if default is inspect.Parameter.empty:
-            raise PolicyError(f"{address} needs to know its {name}: give --{name}")
-        if isinstance(default, int):
-            given[name] = default
-    length_name = next((name for name in ("resolution", "seq") if name in given), "")
-    size = Size(given.get(length_name), given.get("batch"))
+    name = name if ":" in name else name.lower()
+    maker = _read_function(name) if ":" in name else BUILT_IN.get(name)
+    if maker is None:
+        near = difflib.get_close_matches(name, BUILT_IN, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise PolicyError(
+            f"there is no model {name!r}{hint}; give one of {', '.join(BUILT_IN)}, or "
+            f"module:function for your own"
+        )
+    given = {key: value for key, value in options.items() if value is not None}
+    for key, value in given.items():
+        if key not in maker.defaults:
+            takes = ", ".join(f"--{each}" for each in maker.defaults) or "none"
+            raise PolicyError(f"{name} has no --{key}; it takes {takes}")
+        if isinstance(value, int) and value < 1:
+            raise PolicyError(f"--{key} must be 1 or more, got {value}")
+    chosen = {**maker.defaults, **given}
+    for key, value in chosen.items():
+        if value is inspect.Parameter.empty:
+            raise PolicyError(f"{name} needs to know its {key}: give --{key}")
+    length_name = next((key for key in ("resolution", "seq") if key in chosen), "")
+    size = Size(chosen.pop(length_name, None), chosen.pop("batch", None))
+
+    def build(size: Size, **more: int) -> Task:
+        sizes = {length_name: size.length, "batch": size.batch}
+        arguments = chosen | {key: value for key, value in sizes.items() if value is not None}
+        return _make(name, maker.function, arguments | more)
+
+    details = "".join(f", {key} {value}" for key, value in chosen.items())
     return TaskFamily(
-        title=address,
-        build=functools.partial(_build, address, function, length_name),
+        title=f"{name}{details}",
+        build=build,
         size=size,
         length_name={"seq": "sequence"}.get(length_name, length_name),
-        dimensions=0,
-        length_step=16,
+        dimensions=maker.dimensions,
+        length_step=maker.length_step,
+        num_blocks=_shape_of(name, chosen["size"]).num_layers if name in LANGUAGE_MODELS else 0,
     )
+
+
+def _read_function(address: str) -> Maker:
+    """Return a user's function, with those of its parameters that are options.
+
+    Raises:
+        PolicyError: another parameter has no default.
+    """
+    function = find_function(address)
+    found: dict[str, Any] = {}
+    for name, parameter in inspect.signature(function).parameters.items():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            continue
+        if name in _OPTIONS:
+            found[name] = parameter.default
+        elif parameter.default is parameter.empty:
+            raise PolicyError(
+                f"{address} has a parameter {name!r} without a default; `ebbtide plan` gives "
+                f"{', '.join(_OPTIONS)} only"
+            )
+    return Maker(function, found)
+
+
+def _make(name: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> Task:
+    with _current_directory():
+        try:
+            try:
+                with torch.device("meta"):
+                    made = function(**arguments)
+            except Exception:
+                made = function(**arguments)
+        except (PolicyError, ImportError):
+            raise
+        except Exception as error:
+            called = ", ".join(f"{key}={value}" for key, value in arguments.items())
+            raise PolicyError(
+                f"{name} fails when it is called with ({called}): {type(error).__name__}: {error}"
+            ) from error
+    return read_task(name, made)
 
 
 def find_function(address: str) -> Callable[..., Any]:
@@ -535,45 +504,6 @@ def _current_directory() -> Iterator[None]:
             sys.path.remove(here)
 
 
-def _parameters(address: str, function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the parameters among `_KNOWN`, with their defaults.
-
-    Raises:
-        PolicyError: another parameter has no default.
-    """
-    found: dict[str, Any] = {}
-    for name, parameter in inspect.signature(function).parameters.items():
-        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            continue
-        if name in _KNOWN:
-            found[name] = parameter.default
-        elif parameter.default is parameter.empty:
-            raise PolicyError(
-                f"{address} has a parameter {name!r} without a default; `ebbtide plan` gives "
-                f"resolution, seq and batch only"
-            )
-    return found
-
-
-def _build(address: str, function: Callable[..., Any], length_name: str, size: Size) -> Task:
-    given = {length_name: size.length, "batch": size.batch}
-    arguments = {name: value for name, value in given.items() if value is not None}
-    with _current_directory():
-        try:
-            try:
-                with torch.device("meta"):
-                    made = function(**arguments)
-            except Exception:
-                made = function(**arguments)
-        except Exception as error:
-            called = ", ".join(f"{name}={value}" for name, value in arguments.items())
-            raise PolicyError(
-                f"{address} fails when it is called with ({called}): "
-                f"{type(error).__name__}: {error}"
-            ) from error
-    return read_task(address, made)
-
-
 def read_task(address: str, made: Any) -> Task:
     """Return the training step that a user's function has made.
 
@@ -590,28 +520,6 @@ def read_task(address: str, made: Any) -> Task:
             f"{type(parts[2]).__name__}"
         )
     return Task(*parts)
-
-
-# ---- Reads what a user says to `ebbtide plan`: the model, the machine and the budget ----
-
-
-def read_model(name: str, options: ModelOptions) -> TaskFamily:
-    """Return the training step of a built-in model or of ``module:function``.
-
-    Raises:
-        PolicyError: there is no such model, or an option is wrong.
-        ImportError: the model needs a package that is not installed.
-    """
-    if name.lower() in NAMES:
-        return build_family(name.lower(), options)
-    if ":" in name:
-        return load_family(name, options)
-    near = difflib.get_close_matches(name.lower(), NAMES, n=1)
-    hint = f"; did you mean {near[0]}?" if near else ""
-    raise PolicyError(
-        f"there is no model {name!r}{hint}; give one of {', '.join(NAMES)}, or module:function for "
-        f"your own"
-    )
 
 
 def read_hardware(text: str) -> Hardware:

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import math
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,7 +38,6 @@ from ebbtide.runtime.layers import covering_layers, match_layers, parts_of
 from ebbtide.tools.fake_profile import profile_with_fake_tensors
 from ebbtide.tools.layout import columns, indented, labelled, render
 from ebbtide.tools.models import (
-    ModelOptions,
     Size,
     Task,
     TaskFamily,
@@ -62,63 +62,46 @@ def stretch(profile: StepProfile, index: int, count: int, hardware: Hardware) ->
         hardware: the machine of the profile, on which the weights are updated.
     """
     before, layer = profile.layers[index - 1], profile.layers[index]
-    more = count - 1
+    sizes = "forward_working_bytes", "backward_working_bytes"
+    sizes_again = "unsaved_forward_bytes", "recompute_working_bytes"
     added_bytes = max(0, layer.forward_working_bytes - before.forward_working_bytes)
     again_bytes = max(0, (layer.unsaved_forward_bytes or 0) - (before.unsaved_forward_bytes or 0))
-    begin, _, number = layer.name.rpartition(".")
 
-    def later(each: LayerProfile, after: int, steps: int, name: str) -> LayerProfile:
-        more_bytes = steps * again_bytes
+    def later(each: LayerProfile, after: int, steps: int) -> LayerProfile:
+        """Return a layer that comes later, and with it what it shares with layers after one."""
+
+        def moved(name: StorageId) -> StorageId:
+            return StorageId(name.layer + steps * (name.layer > after), name.number)
+
+        begin, _, number = each.name.rpartition(".")
+        more = dict.fromkeys(sizes, steps * added_bytes)
+        more |= dict.fromkeys(sizes_again, steps * again_bytes)
+        grown: dict[str, Any] = {key: getattr(each, key) for key in more}
+        grown = {key: old if old is None else old + more[key] for key, old in grown.items()}
+        storages = (
+            dataclasses.replace(
+                storage,
+                same_as=storage.same_as and moved(storage.same_as),
+                sources=tuple(map(moved, storage.sources)),
+            )
+            for storage in each.storages
+        )
         return dataclasses.replace(
-            _shifted(each, after, steps),
-            name=name,
-            forward_working_bytes=each.forward_working_bytes + steps * added_bytes,
-            backward_working_bytes=each.backward_working_bytes + steps * added_bytes,
-            unsaved_forward_bytes=_plus(each.unsaved_forward_bytes, more_bytes),
-            recompute_working_bytes=_plus(each.recompute_working_bytes, more_bytes),
+            each,
+            name=f"{begin}.{int(number) + steps}" if number.isdigit() else each.name,
+            input_same_as=each.input_same_as and moved(each.input_same_as),
+            storages=tuple(storages),
+            **grown,
         )
 
-    copies = tuple(later(layer, -1, step, f"{begin}.{int(number) + step}") for step in range(count))
-    rest = tuple(
-        later(each, index - 1, more, _next_name(each.name, begin, more))
-        for each in profile.layers[index + 1 :]
-    )
+    copies = tuple(later(layer, -1, step) for step in range(count))
+    rest = tuple(later(each, index - 1, count - 1) for each in profile.layers[index + 1 :])
+    more_s = (count - 1) * layer.update_bytes / hardware.device_memory_bytes_per_s
     return dataclasses.replace(
         profile,
         layers=profile.layers[:index] + copies + rest,
-        loss_working_bytes=profile.loss_working_bytes + more * added_bytes,
-        after_s=profile.after_s + more * layer.update_bytes / hardware.device_memory_bytes_per_s,
-    )
-
-
-def _plus(size_bytes: int | None, more_bytes: int) -> int | None:
-    return None if size_bytes is None else size_bytes + more_bytes
-
-
-def _next_name(name: str, begin: str, more: int) -> str:
-    before, _, number = name.rpartition(".")
-    return f"{begin}.{int(number) + more}" if before == begin and number.isdigit() else name
-
-
-def _shifted(layer: LayerProfile, after: int, by: int) -> LayerProfile:
-    """Return a layer whose references to layers after one refer to others, ``by`` layers on."""
-
-    def moved(name: StorageId | None) -> StorageId | None:
-        if name is None or name.layer <= after:
-            return name
-        return StorageId(name.layer + by, name.number)
-
-    return dataclasses.replace(
-        layer,
-        input_same_as=moved(layer.input_same_as),
-        storages=tuple(
-            dataclasses.replace(
-                each,
-                same_as=moved(each.same_as),
-                sources=tuple(source for source in map(moved, each.sources) if source is not None),
-            )
-            for each in layer.storages
-        ),
+        loss_working_bytes=profile.loss_working_bytes + (count - 1) * added_bytes,
+        after_s=profile.after_s + more_s,
     )
 
 
@@ -187,7 +170,6 @@ class Study:
         self._optimizer_states = optimizer_states
         self._profiles: dict[Size, StepProfile] = {}
         self._smallest: dict[Size, int] = {}
-        self._middle = 0
         task = self._build(family.size)
         if parts or patterns:
             self.names = list(parts) or match_layers(task.model, list(patterns)).names
@@ -202,24 +184,17 @@ class Study:
             self._profiles[family.size] = self._profile(task)
 
     @property
-    def is_divisible(self) -> bool:
-        """Whether parts of layers can be layers instead.
-
-        Not if layers were named, or if the model has so many blocks that one stands for the others.
-        """
-        return not (self._named or self._is_short)
-
-    @property
     def _is_short(self) -> bool:
-        return self.family.num_blocks > _SHORT_BLOCKS and self.family.build_short is not None
+        return self.family.num_blocks > _SHORT_BLOCKS
 
     @functools.cached_property
     def divided(self) -> Study | None:
         """The same study with the parts of some layers as layers; None if that needs no less.
 
-        These are the layers that the peak of the most frugal plan comes from.
+        These are the layers that the peak of the most frugal plan comes from. There are none if
+        layers were named, or if one block of the model stands for many.
         """
-        if not self.is_divisible:
+        if self._named or self._is_short:
             return None
         profile, timing = self._at(None)
         peaks = timing.predict(find_frugal(profile, self.hardware, timing)).peak_by_position
@@ -260,8 +235,8 @@ class Study:
         return self.divided.find_in_parts(device_bytes, size)
 
     def _build(self, size: Size) -> Task:
-        if self.family.num_blocks > _SHORT_BLOCKS and self.family.build_short is not None:
-            return self.family.build_short(size, _SHORT_BLOCKS)
+        if self._is_short:
+            return self.family.build(size, num_blocks=_SHORT_BLOCKS)
         return self.family.build(size)
 
     def _profile(self, task: Task) -> StepProfile:
@@ -379,33 +354,21 @@ _LONG: Final = 24
 _MIB: Final = 2**20
 
 
-class LayerSizes(NamedTuple):
-    """Bytes that a layer is the first to save, by what becomes of them.
+def layer_sizes(layer: LayerProfile, chosen: LayerPlan) -> Counter[Decision]:
+    """Return the bytes that a layer is the first to save, by what becomes of them.
 
-    Attributes:
-        stays: what is kept.
-        rebuilt: what is computed again from other saved tensors.
-        leaves: what is offloaded, the input of a recomputed layer included.
+    Of a recomputed layer, that is its input.
     """
-
-    stays: int
-    rebuilt: int
-    leaves: int
-
-
-def layer_sizes(layer: LayerProfile, chosen: LayerPlan) -> LayerSizes:
-    """Return what becomes of the bytes that a layer saves."""
+    sizes: Counter[Decision] = Counter()
     if chosen.mode is not LayerMode.AS_IS:
         leaves = chosen.mode is LayerMode.RECOMPUTE_OFFLOAD
-        return (
-            LayerSizes(0, 0, layer.input_bytes) if leaves else LayerSizes(layer.input_bytes, 0, 0)
-        )
-    sizes: Counter[Decision] = Counter()
+        sizes[Decision.OFFLOAD if leaves else Decision.KEEP] = layer.input_bytes
+        return sizes
     for storage, decision in zip(layer.storages, chosen.decisions, strict=True):
         if storage.same_as is None:
             stays = decision is Decision.OFFLOAD and not storage.may_leave
             sizes[Decision.KEEP if stays else decision] += storage.size_bytes
-    return LayerSizes(sizes[Decision.KEEP], sizes[Decision.REBUILD], sizes[Decision.OFFLOAD])
+    return sizes
 
 
 def count_choices(study: Study, plan: Plan) -> dict[str, int]:
@@ -416,13 +379,12 @@ def count_choices(study: Study, plan: Plan) -> dict[str, int]:
         what is offloaded, inputs of recomputed layers included; ``rebuilt_bytes``: what is computed
         again from other saved tensors.
     """
-    layers = study.profile.layers
-    sizes = [layer_sizes(*pair) for pair in zip(layers, plan.layers, strict=True)]
+    sizes = sum(map(layer_sizes, study.profile.layers, plan.layers), Counter[Decision]())
     return {
         "recomputed": sum(chosen.mode is not LayerMode.AS_IS for chosen in plan.layers),
-        "layers": len(layers),
-        "offloaded_bytes": sum(each.leaves for each in sizes),
-        "rebuilt_bytes": sum(each.rebuilt for each in sizes),
+        "layers": len(plan.layers),
+        "offloaded_bytes": sizes[Decision.OFFLOAD],
+        "rebuilt_bytes": sizes[Decision.REBUILD],
     }
 
 
@@ -694,19 +656,12 @@ def _budgets(found: Findings) -> Iterator[RenderableType]:
             continue
         plan, prediction = outcome
         counts = count_choices(found.study, plan)
-        rows.append(
-            (
-                *begin,
-                format_size(prediction.peak_bytes),
-                format_seconds(prediction.step_s),
-                f"{prediction.step_s / base_s:.3f}",
-                _waiting(prediction),
-                f"{counts['recomputed']} of {counts['layers']}" if counts["recomputed"] else "-",
-                _size_or_dash(counts["rebuilt_bytes"]),
-                _size_or_dash(counts["offloaded_bytes"]),
-                "w" if plan.has_weights_on_host else "",
-            )
-        )
+        recomputed = f"{counts['recomputed']} of {counts['layers']}"
+        sizes = (_size_or_dash(counts[key]) for key in ("rebuilt_bytes", "offloaded_bytes"))
+        again = recomputed if counts["recomputed"] else "-"
+        weights = "w" if plan.has_weights_on_host else ""
+        costs = _costs(prediction, f"{prediction.step_s / base_s:.3f}")
+        rows.append((*begin, *costs, again, *sizes, weights))
     heads = ("budget", "peak", "step", "x keep", "waiting", "recomputed", "rebuilt", "leaves")
     yield "The fastest step within a budget (predicted)"
     yield columns(("", *heads, ""), rows, widths=(1, 10, 10, 8, 6, 7, 10, 9, 9), indent=0)
@@ -714,8 +669,12 @@ def _budgets(found: Findings) -> Iterator[RenderableType]:
         yield "  w: weights, gradients, optimizer state of some or all layers rest on the host"
 
 
-def _waiting(prediction: Prediction) -> str:
-    return f"{prediction.exposed_copy_s / prediction.step_s:.1%}"
+def _costs(prediction: Prediction, ratio: str) -> Sequence[str]:
+    """Return the peak, the step, how it compares, and the share of it that waits for copies."""
+    waiting = f"{prediction.exposed_copy_s / prediction.step_s:.1%}"
+    return (
+        format_size(prediction.peak_bytes), format_seconds(prediction.step_s), ratio, waiting,
+    )  # fmt: skip
 
 
 def _plan(found: Findings) -> Iterator[RenderableType]:
@@ -747,8 +706,10 @@ def _runs(pairs: Sequence[Pair]) -> Iterator[Sequence[str]]:
         last = first + len(run) - 1
         numbers = str(first) if first == last else f"{first} to {last}"
         name = run[0][0].name if first == last else f"{len(run)} x {_stem(run[0][0].name)}"
-        sizes = map(sum, zip(*(layer_sizes(*pair) for pair in run), strict=True))
-        yield numbers, _shortened(name), run[0][1].mode.value, *map(_size_or_dash, sizes)
+        sizes = sum((layer_sizes(*pair) for pair in run), Counter[Decision]())
+        done = (Decision.KEEP, Decision.REBUILD, Decision.OFFLOAD)
+        cells = (_size_or_dash(sizes[each]) for each in done)
+        yield numbers, _shortened(name), run[0][1].mode.value, *cells
         first = last + 1
 
 
@@ -756,16 +717,12 @@ def _describe_copies(found: Findings, pairs: Sequence[Pair]) -> str:
     """Say what rests where, and how copies move."""
     assert found.chosen is not None
     plan, prediction = found.chosen
-    sizes = [layer_sizes(*pair) for pair in pairs]
-    weights = plan.has_weights_on_host
-    if not weights and all(chosen.mode is LayerMode.AS_IS for _, chosen in pairs):
-        if not any(each.rebuilt or each.leaves for each in sizes):
-            return "Everything fits as it is: there is nothing to move."
-        if not any(each.leaves for each in sizes):
-            return "There is nothing to move."
+    if not prediction.host_peak_bytes:
+        fits = "Everything fits as it is: there" if plan.changes_nothing else "There"
+        return f"{fits} is nothing to move."
     where = "in files" if found.study.hardware.computes_on_host else "on the host"
     rest = f"{format_size(prediction.host_peak_bytes)} rest {where}"
-    if weights:
+    if plan.has_weights_on_host:
         owners = found.study.profile.weight_owners()
         resting = [each for each, chosen in pairs if chosen.weights_on_host]
         names = {layer.name for layer in resting} & owners.keys()
@@ -810,24 +767,15 @@ def _shortened(name: str) -> str:
 def _rules(found: Findings) -> Iterator[RenderableType]:
     study, budget_bytes = found.study, found.budget_bytes
     outcomes = {name: study.rule(name, budget_bytes) for name in RULES}
+    step_s = math.nan
     if found.chosen is not None:
-        outcomes["the plan"] = found.chosen
+        outcomes["the plan"], step_s = found.chosen, found.chosen.prediction.step_s
     budget = study.budget(budget_bytes)
     rows = []
     for name, (_, prediction) in outcomes.items():
-        ratio = "-"
-        if found.chosen is not None:
-            ratio = f"{prediction.step_s / found.chosen.prediction.step_s:.2f}"
-        rows.append(
-            (
-                name,
-                format_size(prediction.peak_bytes),
-                format_seconds(prediction.step_s),
-                ratio,
-                _waiting(prediction),
-                "no" if budget.excess_bytes(prediction) else "yes",
-            )
-        )
+        ratio = f"{prediction.step_s / step_s:.2f}".replace("nan", "-")
+        fits = "no" if budget.excess_bytes(prediction) else "yes"
+        rows.append((name, *_costs(prediction, ratio), fits))
     heads = ("", "peak", "step", "x the plan", "waiting", "fits")
     yield "Beside one rule for all layers (predicted)"
     yield columns(heads, rows, gap=2, widths=(25, 10, 8, 10, 8))
@@ -836,16 +784,17 @@ def _rules(found: Findings) -> Iterator[RenderableType]:
 def _largest(found: Findings) -> Iterator[RenderableType]:
     family = found.study.family
     heads = [""]
-    rows = [[limit.method] for limit in found.limits]
-    if family.size.length is not None:
-        heads += [family.length_name, "step"]
-        for row, limit in zip(rows, found.limits, strict=True):
+    heads += [family.length_name, "step"] if family.size.length is not None else []
+    heads += ["batch", "step"] if family.size.batch is not None else []
+    rows = []
+    for limit in found.limits:
+        row = [limit.method]
+        if family.size.length is not None:
             length = "none" if limit.length is None else family.describe_length(limit.length)
             row += [length, _seconds_or_dash(limit.length_step_s)]
-    if family.size.batch is not None:
-        heads += ["batch", "step"]
-        for row, limit in zip(rows, found.limits, strict=True):
+        if family.size.batch is not None:
             row += [str(limit.batch or "none"), _seconds_or_dash(limit.batch_step_s)]
+        rows.append(row)
     fits = format_size(found.budget_bytes)
     yield f"The largest that fits into {fits}, all else as above (predicted)"
     yield columns(heads, rows, gap=4, widths=(14,))
@@ -879,7 +828,7 @@ VERSION: Final = 1
 
 def run_plan(
     model: str,
-    options: ModelOptions,
+    options: Mapping[str, int | str | None],
     hardware_name: str,
     budget: str,
     *,
@@ -894,7 +843,7 @@ def run_plan(
 
     Args:
         model: name of the model, as it was typed.
-        options: what was said about it.
+        options: what was said about it, see `read_model`.
         hardware_name: the machine, as it was typed.
         budget: the budget of device memory, as it was typed.
         layers: patterns of the modules to plan for.
@@ -915,7 +864,7 @@ def run_plan(
     budget_bytes = read_budget_bytes(budget, hardware)
     states = parse_number("--optimizer-states", optimizer_states)
     say("reading the model")
-    family = read_model(model, options)
+    family = read_model(model, **options)
     study = Study(family, hardware, layers, states, weights=weights)
     largest = find_limits(study, budget_bytes, say) if limits else []
     blocks_bytes = None

@@ -4,23 +4,14 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, final
+from typing import TYPE_CHECKING, Any, Literal, cast, final
 
 import typer
 
-from ebbtide.tools.exit_codes import ExitCode, describe_codes, ends_by_code, flag, option
+from ebbtide.tools.exit_codes import ends_by_code
 
 if TYPE_CHECKING:
     from ebbtide.tools.run import RunSession
-
-
-EPILOG = describe_codes(
-    {
-        ExitCode.DONE: "the script ended well; whatever else it ends with comes through",
-        ExitCode.DOES_NOT_FIT: "no plan fits into the budget",
-    }
-)
-SETTINGS = {"allow_interspersed_args": False}  # what follows the script is the script's own
 
 
 @final
@@ -53,104 +44,53 @@ class CommandLine(typer.Typer):
         return session.run()
 
 
-# Options that `ebbtide verify` has, too.
-Arguments = Annotated[
-    list[str] | None, typer.Argument(metavar="ARGUMENTS", help="What the script itself is given.")
-]
-AsModule = Annotated[
-    bool, typer.Option("-m", "--module", help="The script is a module, as for python -m.")
-]
-Budget = Annotated[
-    str | None,
-    option(
-        "--budget", "SIZE", "Most memory that training may take: 20GiB, or 90% of all there is."
-    ),
-]
-Store = Annotated[
-    str,
-    option(
-        "--store", "STORE", "Where activations go: auto, host, disk[:/some/dir] or tiered[:/dir]."
-    ),
-]
-Layers = Annotated[
-    list[str] | None,
-    option(
-        "--layers", "PATTERN", "Modules whose calls are the layers, such as blocks.*; repeatable."
-    ),
-]
-Mode = Annotated[
-    str, option("--mode", "MODE", "Without a budget: offload, recompute or recompute+offload.")
-]
-MinBytes = Annotated[
-    str, option("--min-bytes", "SIZE", "Tensors smaller than this stay on the device.")
-]
-Weights = Annotated[
-    bool, flag("--weights", "Keep weights off the device, too, while their layer does not compute.")
-]
-
-
-# There are many parameters because typer makes an option of each.
 def run(
-    script: Annotated[
-        str,
-        typer.Argument(
-            metavar="SCRIPT", help="Your training script; with -m the name of a module."
-        ),
-    ],
-    arguments: Arguments = None,
-    as_module: AsModule = False,
-    budget: Budget = None,
-    plan: Annotated[
-        Path | None,
-        option("--plan", "FILE", "Instead of a budget: a plan that `ebbtide plan --save` wrote."),
-    ] = None,
-    store: Store = "auto",
-    host_budget: Annotated[
-        str | None,
-        option(
-            "--host-budget",
-            "SIZE",
-            "Most host memory to take, such as 24GiB, or 96GiB/node for all ranks of a host.",
-        ),
-    ] = None,
-    layers: Layers = None,
-    num_layers: Annotated[
-        int | None, option("--num-layers", "N", "Without a budget: offload this many layers.")
-    ] = None,
-    keep_last: Annotated[
-        int,
-        option("--keep-last", "N", "Without a budget: keep this many last layers on the device."),
-    ] = 0,
-    mode: Mode = "offload",
-    min_bytes: MinBytes = "1MiB",
-    weights: Weights = False,
-    dry: Annotated[
-        bool, flag("--dry", "Say what is done, from the first steps, and train on without.")
-    ] = False,
-    quiet: Annotated[bool, flag("--quiet", "Print no report; errors only.")] = False,
-    json: Annotated[
-        Path | None,
-        option(
-            "--json",
-            "FILE",
-            "Write all figures as JSON to this file; - is standard output, after what the "
-            "script prints.",
-        ),
-    ] = None,
-    report: Annotated[
-        Path | None,
-        option(
-            "--report",
-            "PAGE.HTML",
-            "Write a page on the last step of each model: memory by owner, lanes, layers.",
-        ),
-    ] = None,
+    script: str,
+    arguments: list[str] | None = None,
+    *,
+    module: bool = False,
+    budget: str | None = None,
+    plan: Path | None = None,
+    store: str = "auto",
+    host_budget: str | None = None,
+    layers: list[str] | None = None,
+    num_layers: int | None = None,
+    keep_last: int = 0,
+    mode: str = "offload",
+    min_bytes: str = "1MiB",
+    weights: bool = False,
+    dry: bool = False,
+    quiet: bool = False,
+    json: Path | None = None,
+    report: Path | None = None,
 ) -> None:
     """Run a training script as it is, with its models offloaded.
 
     No line of the script changes, and neither do its results. Every model that it trains is found
     at its first training step and offloaded. A report on standard error says at the end what was
     done. Options of ebbtide come before SCRIPT, those of the script after it.
+
+    Args:
+        script (SCRIPT): Your training script; with -m the name of a module.
+        arguments (ARGUMENTS): What the script itself is given.
+        module (-m): The script is a module, as for python -m.
+        budget (SIZE): Most memory that training may take: 20GiB, or 90% of all there is.
+        plan (FILE): Instead of a budget: a plan that `ebbtide plan --save` wrote.
+        store (STORE): Where activations go: auto, host, disk[:/some/dir] or tiered[:/dir].
+        host_budget (SIZE): Most host memory to take, such as 24GiB, or 96GiB/node for all ranks of
+            a host.
+        layers (PATTERN): Modules whose calls are the layers, such as blocks.*; repeatable.
+        num_layers (N): Without a budget: offload this many layers.
+        keep_last (N): Without a budget: keep this many last layers on the device.
+        mode (MODE): Without a budget: offload, recompute or recompute+offload.
+        min_bytes (SIZE): Tensors smaller than this stay on the device.
+        weights: Keep weights off the device, too, while their layer does not compute.
+        dry: Say what is done, from the first steps, and train on without.
+        quiet: Print no report; errors only.
+        json (FILE): Write all figures as JSON to this file; - is standard output, after what the
+            script prints.
+        report (PAGE.HTML): Write a page on the last step of each model: memory by owner, lanes,
+            layers.
     """
     from ebbtide.errors import PolicyError
     from ebbtide.policy import ActivationPolicy
@@ -178,7 +118,7 @@ def run(
                 "--dry trains on without ebbtide, so there is no step to --report; leave one out"
             )
         session = RunSession(
-            MainScript(script, arguments or (), is_module=as_module), options, dry=dry,
+            MainScript(script, arguments or (), is_module=module), options, dry=dry,
             quiet=quiet, page=None if report is None else report.absolute(),
             json=json if json is None or str(json) == "-" else json.absolute(),
         )  # fmt: skip

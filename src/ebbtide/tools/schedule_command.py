@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 import sys
 from collections.abc import Mapping
+from json import dumps
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Final
 
 import typer
 
@@ -16,66 +16,43 @@ from ebbtide.errors import PolicyError
 from ebbtide.observe.trace import Trace
 from ebbtide.rehearsal import rehearse
 from ebbtide.schedule import Schedule, default, from_pipeline
-from ebbtide.tools.exit_codes import describe_codes, ends_by_code, flag, option
+from ebbtide.tools.exit_codes import ends_by_code
 from ebbtide.units import format_size, parse_size_bytes
 
 FORMAT: Final = "ebbtide-schedule"
 VERSION: Final = 1
-EPILOG = describe_codes()
 
 _MOST_LINES = 24  # number of lines of the schedule that are shown
 
 
-# There are many parameters because typer makes an option of each.
 def schedule(
-    file: Annotated[
-        Path | None,
-        typer.Argument(metavar="FILE", help="Text file with a schedule; - reads standard input."),
-    ] = None,
-    layers: Annotated[
-        str | None,
-        option(
-            "--layers", "K/N", "Instead of a file: offload the first k of N layers, such as 4/20."
-        ),
-    ] = None,
-    pipeline: Annotated[
-        str | None,
-        option(
-            "--pipeline",
-            "PASSES",
-            "Instead of a file: the passes of a pipeline rank in order, such as "
-            '"0F0 0F1 0B0 0B1" (stage, forward or backward, microbatch).',
-        ),
-    ] = None,
-    resident: Annotated[
-        int,
-        option(
-            "--resident", "N", "With --pipeline: microbatches of a stage that stay on the device."
-        ),
-    ] = 1,
-    layer_size: Annotated[
-        str, option("--layer-size", "SIZE", "Bytes that each layer saves.")
-    ] = "64MiB",
-    forward_ms: Annotated[
-        float,
-        option(
-            "--forward-ms", "MS", "Milliseconds of a layer's forward; backward takes twice that."
-        ),
-    ] = 10.0,
-    bandwidth: Annotated[
-        float, option("--bandwidth", "GB/S", "GB/s of the link, in each direction.")
-    ] = 25.0,
-    out: Annotated[
-        Path | None, option("--out", "FILE", "File for a picture: .png, .svg or .pdf.")
-    ] = None,
-    as_json: Annotated[
-        bool, flag("--json", "Print all figures as JSON instead of the timeline.")
-    ] = False,
+    file: Path | None = None,
+    *,
+    layers: str | None = None,
+    pipeline: str | None = None,
+    resident: int = 1,
+    layer_size: str = "64MiB",
+    forward_ms: float = 10.0,
+    bandwidth: float = 25.0,
+    out: Path | None = None,
+    json: bool = False,
 ) -> None:
     """Check a schedule, and rehearse it without a model.
 
     A schedule says which layer's activations move at which moment of a training step. The rehearsal
     shows when each copy runs, where compute waits, and how much memory is in use at the peak.
+
+    Args:
+        file (FILE): Text file with a schedule; - reads standard input.
+        layers (K/N): Instead of a file: offload the first k of N layers, such as 4/20.
+        pipeline (PASSES): Instead of a file: the passes of a pipeline rank in order, such as "0F0
+            0F1 0B0 0B1" (stage, forward or backward, microbatch).
+        resident (N): With --pipeline: microbatches of a stage that stay on the device.
+        layer_size (SIZE): Bytes that each layer saves.
+        forward_ms (MS): Milliseconds of a layer's forward; backward takes twice that.
+        bandwidth (GB/S): GB/s of the link, in each direction.
+        out (FILE): File for a picture: .png, .svg or .pdf.
+        json: Print all figures as JSON instead of the timeline.
     """
     with ends_by_code("schedule"):
         for option, value in (("--forward-ms", forward_ms), ("--bandwidth", bandwidth)):
@@ -99,9 +76,9 @@ def schedule(
             "peak_bytes_without": Schedule(plan.order).peak_resident * layer_bytes,
             "copy_s": layer_bytes / bytes_per_s,
         }
-        if as_json:
+        if json:
             document = _as_document(plan, trace, figures)
-            typer.echo(json.dumps(document, indent=1, allow_nan=False))
+            typer.echo(dumps(document, indent=1, allow_nan=False))
             return
         typer.echo("\n".join(_lines(plan, trace, figures)))
         if out is not None:

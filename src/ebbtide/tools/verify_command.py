@@ -3,83 +3,62 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import sys
+from json import dumps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import typer
 
-from ebbtide.tools.exit_codes import ExitCode, describe_codes, ends_by_code, flag, option
-from ebbtide.tools.run_command import (
-    Arguments,
-    AsModule,
-    Budget,
-    Layers,
-    MinBytes,
-    Mode,
-    Store,
-    Weights,
-)
+from ebbtide.tools.exit_codes import ExitCode, ends_by_code
 
 if TYPE_CHECKING:
     from ebbtide.tools.found_models import RunOptions
     from ebbtide.verifying import VerifyReport
 
-EPILOG = describe_codes(
-    {
-        ExitCode.DONE: "every run gave the same results",
-        ExitCode.FAILED: "a run gave others, or nothing was offloaded",
-        ExitCode.DOES_NOT_FIT: "no plan fits into the budget",
-    }
-)
 
-
-# There are many parameters because typer makes an option of each.
 def verify(
-    target: Annotated[
-        str,
-        typer.Argument(
-            metavar="TARGET",
-            help="Your training script; or module:function, where function() returns (model, "
-            "batch) or (model, batch, loss).",
-        ),
-    ],
-    arguments: Arguments = None,
-    as_module: AsModule = False,
-    budget: Budget = None,
-    store: Store = "auto",
-    layers: Layers = None,
-    mode: Mode = "offload",
-    min_bytes: MinBytes = "1B",
-    weights: Weights = False,
-    steps: Annotated[int, option("--steps", "N", "Training steps in each run.")] = 3,
-    orders: Annotated[int, option("--orders", "N", "How many provocations are tried.")] = 7,
-    seed: Annotated[
-        int, option("--seed", "N", "Seed of the first; the others have the next ones.")
-    ] = 0,
-    device: Annotated[
-        str | None,
-        option("--device", "DEVICE", "module:function only: where it trains, such as cuda."),
-    ] = None,
-    offloader: Annotated[
-        str | None,
-        option(
-            "--offloader",
-            "NAME",
-            "module:function only: verify another library, which is save_on_cpu, torchtune, "
-            "trl, deepspeed, transformer_engine, or module:function of the model.",
-        ),
-    ] = None,
-    as_json: Annotated[
-        bool, flag("--json", "Print all figures as JSON instead of the report.")
-    ] = False,
+    target: str,
+    arguments: list[str] | None = None,
+    *,
+    module: bool = False,
+    budget: str | None = None,
+    store: str = "auto",
+    layers: list[str] | None = None,
+    mode: str = "offload",
+    min_bytes: str = "1B",
+    weights: bool = False,
+    steps: int = 3,
+    orders: int = 7,
+    seed: int = 0,
+    device: str | None = None,
+    offloader: str | None = None,
+    json: bool = False,
 ) -> None:
     """Check that offloading leaves every bit of your training as it is.
 
     Runs a few training steps plainly and offloaded, in orders that bring races to light, and
     compares losses, gradients, parameters, buffers and random states to the bit. Options of
     ebbtide come before the script, its own after it.
+
+    Args:
+        target (TARGET): Your training script; or module:function, where function() returns (model,
+            batch) or (model, batch, loss).
+        arguments (ARGUMENTS): What the script itself is given.
+        module (-m): The script is a module, as for python -m.
+        budget (SIZE): Most memory that training may take: 20GiB, or 90% of all there is.
+        store (STORE): Where activations go: auto, host, disk[:/some/dir] or tiered[:/dir].
+        layers (PATTERN): Modules whose calls are the layers, such as blocks.*; repeatable.
+        mode (MODE): Without a budget: offload, recompute or recompute+offload.
+        min_bytes (SIZE): Tensors smaller than this stay on the device.
+        weights: Keep weights off the device, too, while their layer does not compute.
+        steps (N): Training steps in each run.
+        orders (N): How many provocations are tried.
+        seed (N): Seed of the first; the others have the next ones.
+        device (DEVICE): module:function only: where it trains, such as cuda.
+        offloader (NAME): module:function only: verify another library, which is save_on_cpu,
+            torchtune, trl, deepspeed, transformer_engine, or module:function of the model.
+        json: Print all figures as JSON instead of the report.
     """
     with ends_by_code("verify"):
         from ebbtide.errors import PolicyError
@@ -106,9 +85,9 @@ def verify(
                     "--device and --offloader need module:function; a script runs as it is"
                 )
             else:
-                script = MainScript(target, arguments or (), is_module=as_module)
+                script = MainScript(target, arguments or (), is_module=module)
                 report = verify_script(script, options, steps, seeds)
-    typer.echo(json.dumps(report.document(), indent=2) if as_json else str(report))
+    typer.echo(dumps(report.document(), indent=2) if json else str(report))
     if not report.same:
         raise typer.Exit(ExitCode.FAILED)
 
