@@ -259,7 +259,7 @@ def profile_saved_on_cpu(
     gradient_bytes = sum(sizes[gradient] for _, gradient in step.gradients)
     state_bytes = gradient_bytes * optimizer_states
     update_bytes = 3 * gradient_bytes + 2 * state_bytes
-    compute_s = sum(step.watch.seconds.values())
+    compute_s = sum(step.seconds.values())
     compute_s += update_bytes / hardware.device_memory_bytes_per_s
     copied_bytes = sum(sizes_bytes)
     copies_s = sum(hardware.offload_s(each) + hardware.reload_s(each) for each in sizes_bytes)

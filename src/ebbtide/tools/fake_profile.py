@@ -12,7 +12,7 @@ import functools
 import operator
 import warnings
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Set
-from typing import Any, Final, NamedTuple, TypeVar, final
+from typing import Any, TypeVar, final
 
 import torch
 from torch import Tensor, nn
@@ -35,20 +35,6 @@ from ebbtide.tools.fake_step import (
 )
 from ebbtide.weights.model_weights import WeightBytes
 
-
-class FakeRecipe(NamedTuple):
-    """How a storage can be rebuilt.
-
-    Attributes:
-        sources: keys of the saved storages that it is computed from. Parameters and small tensors,
-            which are in memory in any case, are not among them.
-        traffic_bytes: bytes that computing it reads and writes.
-    """
-
-    sources: tuple[int, ...]
-    traffic_bytes: int
-
-
 # ---- Notes which storages autograd saves in which part of a forward ----
 
 
@@ -64,22 +50,22 @@ class SavedStorages:
     Attributes:
         firsts: the part of the forward that saved each storage first, by key.
         saves: for each part of the forward, the keys of the storages that it saved, in order.
-        recipes: how storages can be rebuilt, by their keys.
+        recipes: how storages can be rebuilt, by their keys: the keys of the saved storages that one
+            is computed from, and the bytes that this reads and writes. Parameters and small
+            tensors, which are in memory in any case, are not among those.
         min_bytes: as given, and at least 1.
     """
 
     def __init__(self, step: FakeStep, min_bytes: int) -> None:
         self.firsts: dict[int, Part] = {}
         self.saves: dict[Part, dict[int, None]] = {}
-        self._ledger = step.ledger
-        self._device = step.device
-        self._state = step.state
+        self._step, self._ledger = step, step.ledger
         self._parameters = ParameterIndex([step.model])
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of addresses, which fake tensors do not have
             self._parameters.refresh()
         self.min_bytes = max(min_bytes, 1)
-        self.recipes: dict[int, FakeRecipe] = {}
+        self.recipes: dict[int, tuple[tuple[int, ...], int]] = {}
         self._versions: dict[int, int] = {}  # of the saved storages when they were saved last
         self._depths: dict[int, int] = {}
 
@@ -100,12 +86,12 @@ class SavedStorages:
         return without_graph(tensor)
 
     def _counts_as_saved(self, tensor: Tensor) -> bool:
-        if tensor.device != self._device or tensor.layout is not torch.strided:
+        if tensor.device != self._step.device or tensor.layout is not torch.strided:
             return False
         whole = tensor if tensor._base is None else tensor._base
         if max(tensor.nbytes, whole.nbytes) < self.min_bytes or not tensor.nbytes:
             return False
-        if self._ledger.known_key_of(tensor) in self._state:
+        if self._ledger.known_key_of(tensor) in self._step.state:
             return False
         return not self._parameters.owns(tensor, 0)  # a fake tensor has no address
 
@@ -132,7 +118,7 @@ class SavedStorages:
         traffic_bytes = recipe.traffic_bytes(
             [size_bytes for _, size_bytes in inputs], output.nbytes
         )
-        self.recipes[key] = FakeRecipe(sources, traffic_bytes)
+        self.recipes[key] = sources, traffic_bytes
         self._depths[key] = depth
 
     def _saved_by(self, node: Any, name: str) -> tuple[int | None, int] | None:
@@ -213,22 +199,6 @@ def _forward(
 
 Value = TypeVar("Value", int, float)
 
-OUTSIDE: Final = -1
-"""Index of the layer of what comes before the first and after the last pass."""
-
-
-class Position(NamedTuple):
-    """A position of the step: see [Note: positions] in `planning.step_profile`.
-
-    Attributes:
-        backward: whether it comes after the loss.
-        layer: index of the layer; `OUTSIDE` for what comes before the first and after the last
-            pass, and the number of layers for the loss.
-    """
-
-    backward: bool
-    layer: int
-
 
 @final
 class StepAssembly:
@@ -251,30 +221,22 @@ class StepAssembly:
         *,
         between: bool,
     ) -> None:
-        self._saved = saved
-        self._calls = step.calls.calls
-        self._changing = step.calls.changing
-        self._owners = step.watch.owners
-        self._gradients = step.gradients
-        self._inputs = step.inputs
-        self._hardware = hardware
+        self._step, self._saved, self._hardware = step, saved, hardware
         self._optimizer_states = optimizer_states
-        self._sizes = step.ledger.sizes
+        self._calls, self._sizes = step.calls.calls, step.ledger.sizes
         self._parts = list(self._layer_parts(saved.saves.keys() if between else ()))
         self._indices = {part: index for index, part in enumerate(self._parts)}
         self._count = len(self._parts)
-        self._seconds = self._gather(step.watch.seconds, operator.add)
+        self._seconds = self._gather(step.seconds, operator.add)
         self._peaks = self._gather(step.peaks(), max)
-        self._parameters = [WeightBytes(0, 0, 0)] * (
-            self._count + 1
-        )  # the last one: outside layers
+        # The last one is of what is outside layers.
+        self._parameters = [WeightBytes(0, 0, 0)] * (self._count + 1)
         for key in {step.ledger.key_of(each) for each in step.model.parameters()}:
             self._add_parameter(key)
         self._names = self._name_storages()
-        of_a_step = self._inputs | saved.firsts.keys()
-        self._of_no_layer = of_a_step - self._names.keys()
+        self._of_no_layer = (step.inputs | saved.firsts.keys()) - self._names.keys()
         # Resident throughout, but for gradients and optimizer state.
-        self._always_bytes = sum(self._sizes[key] for key in self._of_no_layer & self._inputs)
+        self._always_bytes = sum(self._sizes[key] for key in self._of_no_layer & step.inputs)
         self._saved_bytes = [0] * self._count
         for key, name in self._names.items():
             self._saved_bytes[name.layer] += self._sizes[key]
@@ -289,20 +251,24 @@ class StepAssembly:
             if after in saving:
                 yield after
 
-    def _position(self, part: Part) -> Position:
+    def _position(self, part: Part) -> int:
+        """Return the position of a part: see [Note: positions] in `planning.step_profile`.
+
+        -1 is what comes before the first pass, and one more than all is what comes after the last.
+        """
         index = self._indices.get(part._replace(backward=False))
         if index is None:
             if part.layer == len(self._calls) - 1:  # the loss
-                return Position(False, self._count)
+                return self._count
             around = Part(backward=False, layer=part.layer, inside=True)
-            index = self._indices.get(around, OUTSIDE)
-        return Position(part.backward, index)
+            index = self._indices.get(around, -1)
+        return 2 * self._count - index if part.backward else index
 
     def _gather(
         self, values: Mapping[Part, Value], combine: Callable[[Value, Value], Value]
-    ) -> dict[Position, Value]:
+    ) -> dict[int, Value]:
         """Return one value for each position that has any, from those of its parts."""
-        found: dict[Position, Value] = {}
+        found: dict[int, Value] = {}
         for part, value in values.items():
             position = self._position(part)
             found[position] = combine(found[position], value) if position in found else value
@@ -321,10 +287,9 @@ class StepAssembly:
         return names
 
     def _add_parameter(self, key: int) -> None:
-        call = self._owners.get(key, OUTSIDE)
-        part = Part(backward=False, layer=call, inside=True)
-        owner = self._indices.get(part, OUTSIDE)
-        gradients = (gradient for of, gradient in self._gradients if of == key)
+        part = Part(backward=False, layer=self._step.owners.get(key, -1), inside=True)
+        owner = self._indices.get(part, -1)
+        gradients = (gradient for of, gradient in self._step.gradients if of == key)
         gradient_bytes = sum(self._sizes[gradient] for gradient in gradients)
         before = self._parameters[owner]
         self._parameters[owner] = WeightBytes(
@@ -336,7 +301,7 @@ class StepAssembly:
     @property
     def recomputable(self) -> Set[int]:
         """Indices of the calls that backward may run again."""
-        return set(range(len(self._calls))) - self._changing
+        return set(range(len(self._calls))) - self._step.calls.changing
 
     def with_recomputation(self, profile: StepProfile, again: FakeStep) -> StepProfile:
         """Return a profile that predicts what a step needed that recomputed its layers.
@@ -348,24 +313,21 @@ class StepAssembly:
         # Gradients and optimizer state are there throughout.
         added_bytes = sum(each.gradient_bytes + each.optimizer_bytes for each in self._parameters)
         peaks = self._gather(again.peaks(), max)
-        seconds = self._gather(again.watch.seconds, operator.add)
+        seconds = self._gather(again.seconds, operator.add)
         plan = dict(rule_plans(profile))["recompute all"]
         predicted = StepTiming(profile, self._hardware).predict(plan).peak_by_position
-        # F0, F1, ..., the loss, ..., B1, B0
-        passes = [Position(False, index) for index in range(self._count + 1)]
-        passes += [Position(True, index) for index in reversed(range(self._count))]
         more_bytes = [
-            peaks.get(each, 0) + added_bytes - expected
-            for each, expected in zip(passes, predicted, strict=True)
+            peaks.get(position, 0) + added_bytes - expected
+            for position, expected in enumerate(predicted)
         ]
 
         def recomputed(index: int, layer: LayerProfile) -> LayerProfile:
             if not layer.may_recompute:
                 return layer
-            backward = Position(True, index)
+            backward = 2 * self._count - index
             again_s = seconds.get(backward, 0.0) - self._seconds.get(backward, 0.0)
             unsaved_bytes = profile.inside_bytes(index) + layer.forward_working_bytes
-            second_bytes = layer.second_working_bytes + more_bytes[-1 - index]
+            second_bytes = layer.second_working_bytes + more_bytes[backward]
             return dataclasses.replace(
                 layer,
                 recompute_s=max(0.0, again_s),
@@ -378,26 +340,24 @@ class StepAssembly:
 
     def profile(self) -> StepProfile:
         """Return the profile of the step as it ran."""
-        outer = self._parameters[OUTSIDE]
+        before, loss, after = -1, self._count, 2 * self._count + 1
+        outer = self._parameters[-1]
         inner_bytes = sum(each.weight_bytes for each in self._parameters[:-1])
         update_bytes = sum(map(_update_bytes, self._parameters))
-        all_saved_bytes = sum(self._saved_bytes)
-        after_s = self._seconds.get(Position(True, OUTSIDE), 0.0)
+        update_s = update_bytes / self._hardware.device_memory_bytes_per_s
+        fixed_bytes = self._always_bytes - inner_bytes
         return StepProfile(
             layers=tuple(self._layer(index) for index in range(self._count)),
-            fixed_bytes=self._always_bytes
-            - inner_bytes
-            + outer.gradient_bytes
-            + outer.optimizer_bytes,
-            before_s=self._seconds.get(Position(False, OUTSIDE), 0.0),
-            loss_s=self._seconds.get(Position(False, self._count), 0.0),
-            after_s=after_s + update_bytes / self._hardware.device_memory_bytes_per_s,
-            before_working_bytes=self._working_bytes(Position(False, OUTSIDE), 0),
-            loss_working_bytes=self._working_bytes(Position(False, self._count), all_saved_bytes),
-            after_working_bytes=self._working_bytes(Position(True, OUTSIDE), 0),
+            fixed_bytes=fixed_bytes + outer.gradient_bytes + outer.optimizer_bytes,
+            before_s=self._seconds.get(before, 0.0),
+            loss_s=self._seconds.get(loss, 0.0),
+            after_s=self._seconds.get(after, 0.0) + update_s,
+            before_working_bytes=self._working_bytes(before, 0),
+            loss_working_bytes=self._working_bytes(loss, sum(self._saved_bytes)),
+            after_working_bytes=self._working_bytes(after, 0),
         )
 
-    def _working_bytes(self, position: Position, resident_bytes: int) -> int:
+    def _working_bytes(self, position: int, resident_bytes: int) -> int:
         """Return the peak of a position above what is resident.
 
         Args:
@@ -411,16 +371,19 @@ class StepAssembly:
         saved_bytes = sum(self._saved_bytes[: index + 1])
         input_bytes, input_same_as = self._input(index)
         missing_bytes = 0 if input_same_as is not None else input_bytes
-        forward, backward = Position(False, index), Position(True, index)
-        parameters = self._parameters[index]
-        part = self._parts[index]
+        forward, backward = index, 2 * self._count - index
+        parameters, part = self._parameters[index], self._parts[index]
+        hardware = self._hardware
+        host_bytes_per_s = hardware.d2h_bytes_per_s  # its memory is taken to be no faster
+        if hardware.computes_on_host:
+            host_bytes_per_s = hardware.device_memory_bytes_per_s
         name = self._calls[part.layer].name if part.layer >= 0 else ""
         if not part.inside:
             name = f"after {name}" if name else "before layers"
         return LayerProfile(
             name=name,
             between=not part.inside,
-            may_recompute=part.inside and part.layer not in self._changing,
+            may_recompute=part.inside and part.layer in self.recomputable,
             forward_s=self._seconds.get(forward, 0.0),
             backward_s=self._seconds.get(backward, 0.0),
             forward_working_bytes=self._working_bytes(forward, saved_bytes + missing_bytes),
@@ -429,16 +392,8 @@ class StepAssembly:
             input_same_as=input_same_as,
             storages=storages,
             **parameters._asdict(),
-            host_update_s=_update_bytes(parameters) / self._host_bytes_per_s,
+            host_update_s=_update_bytes(parameters) / host_bytes_per_s,
         )
-
-    @property
-    def _host_bytes_per_s(self) -> float:
-        """Bandwidth of the host's memory; an accelerator's link is taken to be no faster."""
-        hardware = self._hardware
-        if hardware.computes_on_host:
-            return hardware.device_memory_bytes_per_s
-        return hardware.d2h_bytes_per_s
 
     def _storages(self, index: int) -> tuple[SavedStorage, ...]:
         storages: list[SavedStorage] = []
@@ -453,7 +408,7 @@ class StepAssembly:
                     number=len(storages),
                     size_bytes=self._sizes[key],
                     same_as=name if again else None,
-                    may_leave=again or key not in self._inputs,  # the loop holds the batch
+                    may_leave=again or key not in self._step.inputs,  # the loop holds the batch
                     sources=sources,
                     rebuild_s=rebuild_s,
                 )
@@ -465,9 +420,10 @@ class StepAssembly:
         recipe = self._saved.recipes.get(key)
         if recipe is None:
             return (), None
+        keys, traffic_bytes = recipe
         # A source that is no layer's stays in memory.
-        sources = tuple(self._names[each] for each in recipe.sources if each in self._names)
-        took_s = recipe.traffic_bytes / self._hardware.device_memory_bytes_per_s
+        sources = tuple(self._names[each] for each in keys if each in self._names)
+        took_s = traffic_bytes / self._hardware.device_memory_bytes_per_s
         return sources, took_s if sources else None
 
     def _input(self, index: int) -> tuple[int, StorageId | None]:

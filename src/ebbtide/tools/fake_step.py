@@ -414,81 +414,6 @@ class LayerCalls:
         return forward._replace(backward=True)
 
 
-# ---- Sees each operator of a step: how long it takes, what it allocates, whose weights it reads
-
-
-@final
-class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees each operator while it is the innermost mode.
-
-    Args:
-        ledger: is told of each storage that an operator allocates.
-        calls: tells which layer an operator of the backward belongs to.
-        hardware: the machine whose seconds are estimated.
-        parameters: keys of the storages of parameters.
-
-    Attributes:
-        seconds: seconds of the operators in each part of the step.
-        owners: the index of the layer that first read each parameter in the forward, by key; -1 if
-            that was outside layers.
-    """
-
-    def __init__(
-        self,
-        ledger: StorageLedger,
-        calls: LayerCalls,
-        hardware: Hardware,
-        parameters: Set[int],
-    ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.seconds: dict[Part, float] = {}
-        self.owners: dict[int, int] = {}
-        self._ledger = ledger
-        self._calls = calls
-        self._hardware = hardware
-        self._parameters = parameters
-
-    def __torch_dispatch__(
-        self,
-        operator: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Run an operator and note what it costs."""
-        kwargs = kwargs or {}
-        self._follow_backward()
-        if not self._ledger.part.backward:
-            self._note_owners(args, kwargs)
-        output = operator(*args, **kwargs)
-        part = self._ledger.part
-        for leaf in tree_leaves(output):
-            if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
-                self._ledger.key_of(leaf)
-        took_s = operator_seconds(self._hardware, operator, args, kwargs, output)
-        self.seconds[part] = self.seconds.get(part, 0.0) + took_s
-        return output
-
-    def _follow_backward(self) -> None:
-        if not in_backward():
-            return
-        node: Any = current_node()
-        part = None if node is None else self._calls.part_of(node._sequence_nr())
-        if part is not None:
-            self._ledger.enter(part)
-        elif not self._ledger.part.backward:  # the gradient of the loss itself
-            self._ledger.enter(self._ledger.part._replace(backward=True))
-
-    def _note_owners(self, args: Any, kwargs: Any) -> None:
-        part = self._ledger.part
-        for leaf in tree_leaves((args, kwargs)):
-            if not isinstance(leaf, Tensor) or leaf.layout is not torch.strided:
-                continue
-            key = self._ledger.known_key_of(leaf)
-            if key is not None and key in self._parameters:
-                self.owners.setdefault(key, part.layer if part.inside else -1)
-
-
 # ---- Copies of tensors that have no memory: shapes, types and shared storages, but no values ----
 
 
@@ -567,8 +492,8 @@ Loss = Callable[[Any], Tensor]
 
 
 @final
-class FakeStep:
-    """A step that runs once, with fake tensors, on a copy of a model.
+class FakeStep(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A step that runs once, with fake tensors, on a copy of a model. It sees each operator.
 
     The model and its gradients stay as they are, and so do random number generators.
 
@@ -582,27 +507,65 @@ class FakeStep:
         device: the device that the model is on, or is taken to be on.
         ledger: follows the storages.
         calls: numbers the calls of layers.
-        watch: sees the operators.
         state: keys of the storages of parameters and buffers.
         inputs: keys of all storages that there were before the step: those and the batch.
+        seconds: seconds of the operators in each part of the step.
+        owners: the index of the layer that first read each parameter in the forward, by key; -1 if
+            that was outside layers.
 
     Raises:
         PolicyError: the model cannot be copied.
     """
 
     def __init__(self, model: nn.Module, batch: Batch, hardware: Hardware) -> None:
-        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self._trained = model
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._trained, self._hardware = model, hardware
         self.device = _device_of(model)
         with explained(model):
-            self.model, self._arguments = fake_copies(self._mode, model, batch, self.device)
+            self.model, self._arguments = fake_copies(self._fake_mode, model, batch, self.device)
         self.ledger = StorageLedger()
         tensors = [*self.model.parameters(), *self.model.buffers()]
         leaves = tree_leaves((tensors, self._arguments))
         self.inputs = {self.ledger.key_of(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
         self.state = {self.ledger.key_of(tensor) for tensor in tensors}
         self.calls = LayerCalls(self.ledger)
-        self.watch = OperatorWatch(self.ledger, self.calls, hardware, self.state)
+        self.seconds: dict[Part, float] = {}
+        self.owners: dict[int, int] = {}
+
+    def __torch_dispatch__(
+        self,
+        operator: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run an operator and note what it costs."""
+        kwargs = kwargs or {}
+        self._follow_backward()
+        part = self.ledger.part
+        if not part.backward:
+            for tensor in _tensors((args, kwargs)):
+                key = self.ledger.known_key_of(tensor)
+                if key in self.state:
+                    self.owners.setdefault(key, part.layer if part.inside else -1)
+        output = operator(*args, **kwargs)
+        for tensor in _tensors(output):
+            self.ledger.key_of(tensor)
+        took_s = operator_seconds(self._hardware, operator, args, kwargs, output)
+        part = self.ledger.part
+        self.seconds[part] = self.seconds.get(part, 0.0) + took_s
+        return output
+
+    def _follow_backward(self) -> None:
+        if not in_backward():
+            return
+        node: Any = current_node()
+        part = None if node is None else self.calls.part_of(node._sequence_nr())
+        if part is not None:
+            self.ledger.enter(part)
+        elif not self.ledger.part.backward:  # the gradient of the loss itself
+            self.ledger.enter(self.ledger.part._replace(backward=True))
 
     def run(
         self, loss: Loss | None, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]
@@ -615,19 +578,22 @@ class FakeStep:
             unpack: returns what was packed.
 
         Raises:
-            PolicyError: the model cannot run with fake tensors.
+            PolicyError: the model cannot run with fake tensors, or there is no loss of one number
+                that depends on parameters.
         """
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
         with contextlib.ExitStack() as stack:
             stack.callback(note_random_numbers(()))
-            for block in (torch.enable_grad(), explained(self._trained), self._mode, self.watch):
+            for block in (torch.enable_grad(), explained(self._trained), self._fake_mode, self):
                 stack.enter_context(block)
             with hooks:
                 # Training loops hold the output during backward.
                 output = call_model(self.model, self._arguments)
-                value = default_loss(output, _real_sum) if loss is None else loss(output)
+                value: Any = default_loss(output, _real_sum) if loss is None else loss(output)
             self.calls.close()
-            _run_backward(value)
+            if not isinstance(value, Tensor) or not value.requires_grad or value.numel() != 1:
+                refuse("what loss returns", "one number that depends on the parameters", value)
+            value.backward()  # type: ignore[no-untyped-call]
 
     @property
     def gradients(self) -> list[tuple[int, int]]:
@@ -668,14 +634,3 @@ def explained(model: nn.Module) -> Iterator[None]:
 def _real_sum(output: Tensor) -> Tensor:
     """Make a number of a tensor of which nothing is saved."""
     return output.sum().real
-
-
-def _run_backward(value: Any) -> None:
-    """Run the backward of a loss.
-
-    Raises:
-        PolicyError: it is not one number that depends on parameters.
-    """
-    if not isinstance(value, Tensor) or not value.requires_grad or value.numel() != 1:
-        refuse("what loss returns", "one number that depends on the parameters", value)
-    value.backward()  # type: ignore[no-untyped-call]
