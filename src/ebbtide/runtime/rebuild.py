@@ -26,7 +26,7 @@ from ebbtide.runtime.handles import (
     StorageRecord,
     restore,
 )
-from ebbtide.runtime.record import MOST_STEPS, RECIPES, KernelSettings
+from ebbtide.runtime.record import MOST_STEPS, RECIPES, KernelSettings, RebuildRecipe
 from ebbtide.runtime.torch_internals import current_node, may_change_unseen, parts_of
 
 
@@ -208,6 +208,32 @@ def held_tensor(saved: Saved) -> Tensor | None:
 # ---- Finds saved tensors that backward can recompute from other saved tensors, by autograd's graph
 
 _LOG = logging.getLogger(__name__)
+
+
+def find_recipe(
+    tensor: Tensor, storage: torch.UntypedStorage
+) -> tuple[RebuildRecipe, list[Saved]] | None:
+    """Return the recipe that recomputes the storage of a saved tensor, and what holds its inputs.
+
+    Args:
+        tensor: the saved tensor, which is an operation's output or a view of one.
+        storage: its storage.
+
+    Returns:
+        None if there is no recipe, or if an input is not saved or was changed.
+    """
+    output = tensor if tensor._base is None else tensor._base
+    node = output.grad_fn
+    # Guard unchanged-output: an output that was changed in place is not rebuilt. Running its
+    # operation again would give the values from before the change.
+    if node is None or tensor.grad_fn is None or output._version:
+        return None
+    recipe = RECIPES.get(node.name())
+    if recipe is None or output.storage_offset() or output.nbytes != storage.nbytes():
+        return None
+    found = [_find_input(node, name, place) for place, name in enumerate(recipe.inputs)]
+    inputs = [saved for saved in found if saved is not None]
+    return (recipe, inputs) if len(inputs) == len(found) else None
 
 
 def _find_input(node: Any, name: str, place: int) -> Saved | None:
@@ -492,20 +518,15 @@ class Placement:
             storage: its storage.
             settings: what the kernels of this forward have depended on.
         """
+        found = find_recipe(tensor, storage)
+        if found is None:
+            return None
+        recipe, inputs = found
+        depth = 1 + max(map(_depth, inputs), default=0)
+        if depth > MOST_STEPS:
+            return None
         output = tensor if tensor._base is None else tensor._base
-        node = output.grad_fn
-        # Guard unchanged-output: an output that was changed in place is not rebuilt. Running its
-        # operation again would give the values from before the change.
-        if node is None or tensor.grad_fn is None or output._version:
-            return None
-        recipe = RECIPES.get(node.name())
-        if recipe is None or output.storage_offset() or output.nbytes != storage.nbytes():
-            return None
-        found = [_find_input(node, name, place) for place, name in enumerate(recipe.inputs)]
-        inputs = [saved for saved in found if saved is not None]
-        depth = 1 + max((_depth(saved) for saved in inputs), default=0)
-        if len(inputs) < len(found) or depth > MOST_STEPS:
-            return None
+        node: Any = output.grad_fn
         constants = {name: getattr(node, f"_saved_{name}") for name in recipe.constants}
         call = Call(recipe, inputs, constants, output.dtype, depth, settings)
         if not self._is_proven(call, output):

@@ -529,7 +529,7 @@ def examine(
 
     def measure(name: str, work: Callable[..., T], *arguments: Any) -> T | None:
         """Measure; if that fails, note why. A doctor does not stop at the first illness."""
-        say(name)
+        say(f"measuring: {name}")
         try:
             return work(*arguments)
         except Exception as error:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import inspect
-import os
 import re
-import sys
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Final, NoReturn, get_type_hints
 
@@ -160,14 +158,20 @@ def _repeat_layers(names: re.Match[str]) -> str:
     return " ".join(f"--layers {name}" for name in names[1].split(", "))
 
 
-# ---- One line on standard error that says what is under way, and is written over by the next ----
-
-_WIDTH: Final = 79
+# ---- One line on standard error that says what is under way ----
 
 
-def show_status(what: str) -> None:
-    """Show on a terminal what is under way; "" clears the line. Elsewhere nothing is printed."""
-    if sys.stderr is None or not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
-        return
-    text = f"{what[: _WIDTH - 4]} ..." if what else ""
-    print(f"\r{'':<{_WIDTH}}\r{text}", end="", file=sys.stderr, flush=True)
+@contextlib.contextmanager
+def status() -> Iterator[Callable[[str], None]]:
+    """Within the block, show on a terminal what is under way. Elsewhere nothing is printed.
+
+    Yields:
+        Shows a text in the place of the one before.
+    """
+    from rich.console import Console
+    from rich.live import Live
+    from rich.text import Text
+
+    # Without a thread that refreshes the line, which would disturb measurements.
+    with Live(console=Console(stderr=True), auto_refresh=False, transient=True) as live:
+        yield lambda what: live.update(Text(f"{what} ..."), refresh=True)

@@ -1,8 +1,8 @@
 """Profiles a training step with fake tensors: no memory, no accelerator, no arithmetic.
 
-What can be rebuilt is what `ebbtide.runtime.rebuild.Placement` looks for, by the same rules.
-Whether a recipe gives the same bits is known only once it has run; where it does not, the engine
-keeps the storage or offloads it.
+What can be rebuilt is what `ebbtide.runtime.rebuild.find_recipe` finds in training, too. Whether a
+recipe gives the same bits is known only once it has run; where it does not, the engine keeps the
+storage or offloads it.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ from ebbtide.planning.hardware import Hardware
 from ebbtide.planning.prediction import StepTiming
 from ebbtide.planning.profile import LayerProfile, SavedStorage, StepProfile, StorageId
 from ebbtide.policy import DEFAULT_MIN_BYTES, check_model, check_modules, parse_number, refuse
+from ebbtide.runtime.handles import Saved, pass_through
 from ebbtide.runtime.parameter_index import ParameterIndex
-from ebbtide.runtime.record import MOST_STEPS, RECIPES
+from ebbtide.runtime.rebuild import find_recipe
+from ebbtide.runtime.record import MOST_STEPS
 from ebbtide.tools.fake_step import (
     Batch,
     FakeStep,
@@ -66,24 +68,18 @@ class SavedStorages:
             self._parameters.refresh()
         self.min_bytes = max(min_bytes, 1)
         self.recipes: dict[int, tuple[tuple[int, ...], int]] = {}
-        self._versions: dict[int, int] = {}  # of the saved storages when they were saved last
         self._depths: dict[int, int] = {}
 
-    def pack(self, tensor: Tensor) -> Tensor:
-        """Note a tensor that autograd saves. This is the pack hook.
-
-        Returns:
-            What autograd holds.
-        """
+    def pack(self, tensor: Tensor) -> Saved:
+        """Note a tensor that autograd saves. This is the pack hook."""
         if self._counts_as_saved(tensor):
             key = self._ledger.key_of(tensor)
             part = self._ledger.part
-            self.firsts.setdefault(key, part)
             self.saves.setdefault(part, {})[key] = None
-            if key not in self._versions:
+            if key not in self.firsts:
                 self._find_recipe(tensor, key)
-            self._versions[key] = tensor._version
-        return without_graph(tensor)
+                self.firsts[key] = part
+        return pass_through(tensor)
 
     def _counts_as_saved(self, tensor: Tensor) -> bool:
         if tensor.device != self._step.device or tensor.layout is not torch.strided:
@@ -97,60 +93,20 @@ class SavedStorages:
 
     def _find_recipe(self, tensor: Tensor, key: int) -> None:
         """Find how a storage can be rebuilt, at its first save."""
+        found = find_recipe(tensor, tensor.untyped_storage())
         output = tensor if tensor._base is None else tensor._base
-        node: Any = output.grad_fn
-        if node is None or output._version:
+        if found is None or not output.is_contiguous():
             return
-        recipe = RECIPES.get(node.name())
-        whole = not output.storage_offset() and output.nbytes == output.untyped_storage().nbytes()
-        if recipe is None or not whole or not output.is_contiguous():
-            return
-        inputs: list[tuple[int | None, int]] = []  # keys, None if in memory in any case, and bytes
-        for place, name in enumerate(recipe.inputs):
-            found = self._saved_by(node, name) or self._saved_before(node, place)
-            if found is None:
-                return
-            inputs.append(found)
-        sources = tuple(dict.fromkeys(source for source, _ in inputs if source is not None))
+        recipe, inputs = found
+        tensors = [saved[0] for saved in inputs if isinstance(saved, tuple)]
+        keys = map(self._ledger.known_key_of, tensors)
+        sources = tuple(dict.fromkeys(each for each in keys if each in self.firsts))
         depth = 1 + max((self._depths.get(source, 0) for source in sources), default=0)
         if not sources or depth > MOST_STEPS:
             return
-        traffic_bytes = recipe.traffic_bytes(
-            [size_bytes for _, size_bytes in inputs], output.nbytes
-        )
+        traffic_bytes = recipe.traffic_bytes([each.nbytes for each in tensors], output.nbytes)
         self.recipes[key] = sources, traffic_bytes
         self._depths[key] = depth
-
-    def _saved_by(self, node: Any, name: str) -> tuple[int | None, int] | None:
-        """Return an operation's input that the operation has saved itself."""
-        raw = getattr(node, f"_raw_saved_{name}", None)
-        try:
-            if raw is None or raw.unpack_hook is not unpack:
-                return None
-            tensor = raw.data
-        except (AttributeError, RuntimeError):  # nothing was saved
-            return None
-        key = self._ledger.known_key_of(tensor)
-        if key not in self._versions:
-            return None, tensor.nbytes
-        return (key, tensor.nbytes) if tensor._version == self._versions[key] else None
-
-    def _saved_before(self, node: Any, place: int) -> tuple[int | None, int] | None:
-        """Return an operation's input that the operation before has saved as its result."""
-        if place >= len(node.next_functions):
-            return None
-        producer, number = node.next_functions[place]
-        return None if producer is None or number else self._saved_by(producer, "result")
-
-
-def without_graph(tensor: Tensor) -> Tensor:
-    """Return what autograd is to hold of a tensor, which would refer to its own graph for good."""
-    return tensor if tensor.grad_fn is None else tensor.detach()
-
-
-def unpack(tensor: Tensor) -> Tensor:
-    """Return what `SavedStorages.pack` returned. This is the unpack hook."""
-    return tensor
 
 
 # ---- Layer calls that run again in the backward of a step with fake tensors ----
@@ -512,7 +468,7 @@ def profile_with_fake_tensors(
     step = FakeStep(model, batch, hardware)
     saved = SavedStorages(step, parse_number("min_bytes", min_bytes))
     step.calls.hook(step.model, names)
-    step.run(loss, saved.pack, unpack)
+    step.run(loss, saved.pack)
     if not step.calls.calls:
         raise PolicyError("the model called none of its layers; name modules that it calls")
     assembly = StepAssembly(step, saved, hardware, optimizer_states, between=between)
@@ -521,7 +477,7 @@ def profile_with_fake_tensors(
     again.calls.hook(again.model, names)
     recompute_calls(again.model, names, again.calls, assembly.recomputable)
     try:
-        again.run(loss, without_graph, unpack)
+        again.run(loss)
     except PolicyError:  # what cannot run again here is not planned to
         layers_once = (dataclasses.replace(each, may_recompute=False) for each in profile.layers)
         return dataclasses.replace(profile, layers=tuple(layers_once))

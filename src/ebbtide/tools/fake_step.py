@@ -19,6 +19,7 @@ from torch.utils.flop_counter import flop_registry
 from ebbtide.errors import PolicyError
 from ebbtide.planning.hardware import Hardware
 from ebbtide.policy import refuse
+from ebbtide.runtime.handles import pass_through, restore
 from ebbtide.runtime.module_state import note_random_numbers
 from ebbtide.runtime.torch_internals import (
     FakeTensorMode,
@@ -568,7 +569,10 @@ class FakeStep(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.ledger.enter(self.ledger.part._replace(backward=True))
 
     def run(
-        self, loss: Loss | None, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]
+        self,
+        loss: Loss | None,
+        pack: Callable[[Tensor], Any] = pass_through,
+        unpack: Callable[[Any], Tensor] = restore,
     ) -> None:
         """Run the forward, the loss and the backward.
 

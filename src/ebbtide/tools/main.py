@@ -9,7 +9,7 @@ from typing import Annotated, Final
 
 import typer
 
-from ebbtide.tools.exit_codes import ExitCode, add_command, end, ends_by_code, show_status
+from ebbtide.tools.exit_codes import ExitCode, add_command, end, ends_by_code, status
 from ebbtide.tools.plan_command import plan
 from ebbtide.tools.run_command import CommandLine, run
 from ebbtide.tools.schedule_command import schedule
@@ -132,15 +132,8 @@ def doctor(
         torch_device = parse_device(device)
         if device == "auto" and torch_device.type == "mps":
             torch_device = parse_device("cpu")  # ebbtide refuses models on Apple's GPU
-        try:
-            found = examine(
-                torch_device,
-                find_directory(store),
-                QUICK if quick else FULL,
-                lambda what: show_status(f"measuring: {what}"),
-            )
-        finally:
-            show_status("")
+        with status() as say:
+            found = examine(torch_device, find_directory(store), QUICK if quick else FULL, say)
         advice, hardware = advise(found), found.hardware()
         if json:
             figures = {**asdict(found), "advice": advice}

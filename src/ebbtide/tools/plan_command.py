@@ -8,7 +8,7 @@ from pathlib import Path
 
 import typer
 
-from ebbtide.tools.exit_codes import ExitCode, ends_by_code, show_status
+from ebbtide.tools.exit_codes import ExitCode, ends_by_code, status
 
 
 def plan(
@@ -64,17 +64,14 @@ def plan(
             "resolution": resolution, "seq": seq, "batch": batch, "width": width, "modes": modes,
             "layers": layers, "size": size,
         }  # fmt: skip
-        try:
-            # A user's model may print what it likes, and other programs read the report or JSON.
-            with contextlib.redirect_stdout(sys.stderr):
-                found = run_plan(
-                    model, options, hardware, budget, layers=plan_layers or (),
-                    optimizer_states=optimizer_states, weights=weights, limits=not quick,
-                    save=save, say=show_status,
-                )  # fmt: skip
-                text = as_document(found) if json else build_report(found)
-        finally:
-            show_status("")
+        # A user's model may print what it likes, and other programs read the report or JSON.
+        with status() as say, contextlib.redirect_stdout(sys.stderr):
+            found = run_plan(
+                model, options, hardware, budget, layers=plan_layers or (),
+                optimizer_states=optimizer_states, weights=weights, limits=not quick,
+                save=save, say=say,
+            )  # fmt: skip
+            text = as_document(found) if json else build_report(found)
         typer.echo(text)
         if found.chosen is None:
             raise typer.Exit(ExitCode.DOES_NOT_FIT)

@@ -851,7 +851,7 @@ def run_plan(
         weights: whether weights may rest on the host.
         limits: whether the largest sizes that fit are looked for.
         save: file for the plan; None: none.
-        say: is told what is being looked for, and "" when nothing is any more.
+        say: is told what is being looked for.
 
     Raises:
         PolicyError: something that was asked for is wrong.
@@ -877,7 +877,6 @@ def run_plan(
         say("the smallest budget of smaller layers")
     rows = find_rows(study, budget_bytes, say, blocks_bytes)
     chosen = rows[budget_bytes]
-    say("")
     found = Findings(study, budget_bytes, rows, chosen, largest, blocks_bytes)
     if chosen is not None and save is not None:
         PlannedStep(
