@@ -276,9 +276,10 @@ def verify(
     for name, (value, least) in numbers.items():
         if not isinstance(value, int) or value < least:
             refuse(name, f"a number of at least {least}", value)
-    trial = _Trial(model, batch, loss or default_loss, steps, microbatches, optimizer or _sgd)
-    if offload is not None:
-        trial.offload = offload
+    if offload is None:
+        offload = {"activations": ActivationPolicy(min_bytes=1)}
+    loss, optimizer = loss or default_loss, optimizer or _sgd
+    trial = _Trial(model, batch, loss, steps, microbatches, optimizer, offload)
     if offloader is not None:
         trial.offloader = find_offloader(offloader, trial.device, trial.offload.get("layers"))
         orders = 0 if trial.device.type == "cpu" else orders
@@ -369,7 +370,7 @@ def verify_runs(
         if number is not None:
             provocation = Provocation.draw(number, fails=disk_may_be_full, ours=ours)
         what = "nothing" if provocation is None else provocation.name
-        verified = VerifiedRun(seed=number, name=what)
+        error, found = "", Outcome()
         try:
             found = run(True, provocation, bool(unstable))
         except (PolicyError, ImportError):
@@ -379,14 +380,14 @@ def verify_runs(
         except Exception as raised:
             first_line = str(raised).partition("\n")[0]
             error = f"{type(raised).__name__}: {first_line}"
-            runs.append(dataclasses.replace(verified, error=error))
-            continue
-        difference = _compare(plain, found.values, tolerances, first.layers)
-        runs.append(
-            dataclasses.replace(
-                verified, order=found.order, difference=difference, moved_bytes=found.moved_bytes
-            )
-        )
+        difference = None
+        if not error:
+            difference = _compare(plain, found.values, tolerances, first.layers)
+        verified = VerifiedRun(
+            seed=number, name=what, order=found.order, difference=difference, error=error,
+            moved_bytes=found.moved_bytes,
+        )  # fmt: skip
+        runs.append(verified)
     python = ".".join(map(str, sys.version_info[:3]))
     return VerifyReport(
         what=first.what,
@@ -448,41 +449,33 @@ def deterministic_kernels() -> Iterator[list[str]]:
 
 
 @final
+@dataclasses.dataclass
 class _Trial:
-    """The steps of a model, and the values with which every run begins.
+    """The steps of a model, and the values with which every run begins. The fields are of `verify`.
 
     Attributes:
-        offload: arguments of `ebbtide.offload`.
         offloader: of another library, if it is verified: its name, and what makes the context of
             steps.
         device: the device on which the model trains.
     """
 
+    model: nn.Module
+    batch: Any
+    loss: Loss
+    steps: int
+    microbatches: int
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+    offload: Mapping[str, Any]
     offloader: tuple[str, Callable[[nn.Module], Context]] | None = None
 
-    def __init__(
-        self,
-        model: nn.Module,
-        batch: Any,
-        loss: Loss,
-        steps: int,
-        microbatches: int,
-        optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer],
-    ) -> None:
-        device = find_device([model])
+    def __post_init__(self) -> None:
+        model, device = self.model, find_device([self.model])
         if device is None:
             raise PolicyError(
                 f"{type(model).__name__} has no parameters, so nothing can be trained"
             )
-        self.offload: Mapping[str, Any] = {"activations": ActivationPolicy(min_bytes=1)}
         self.device = device
-        self._model = model
-        self._batch = batch
-        self._loss = loss
-        self._steps = steps
-        self._microbatches = microbatches
-        self._optimizer = optimizer
-        self._inputs = [leaf for leaf in tree_leaves(batch) if _wants_gradient(leaf)]
+        self._inputs = [leaf for leaf in tree_leaves(self.batch) if _wants_gradient(leaf)]
         self._gradients = [(t, t.grad) for t in [*model.parameters(), *self._inputs]]
         tensors = [*model.parameters(), *model.buffers()]
         self._tensors = [(tensor, tensor.detach().cpu().clone()) for tensor in tensors]
@@ -504,7 +497,7 @@ class _Trial:
 
     def run(self, offloaded: bool, provocation: Provocation | None, deterministic: bool) -> Outcome:
         """Run the steps; a `Run`."""
-        outcome = Outcome(what=describe_model(self._model), layers=layers_of([self._model]))
+        outcome = Outcome(what=describe_model(self.model), layers=layers_of([self.model]))
         if self.offloader is not None:
             outcome.what += f", offloaded by {self.offloader[0]}"
         with contextlib.ExitStack() as stack:
@@ -527,7 +520,7 @@ class _Trial:
         provocation: Provocation | None,
     ) -> None:
         """Run all steps in the contexts of another library, which is provoked from outside."""
-        context = attach(self._model)
+        context = attach(self.model)
         copies = None if self.device.type == "cpu" else ProvokedCopies(self.device, provocation)
 
         @contextlib.contextmanager
@@ -570,7 +563,7 @@ class _Trial:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of pageable memory, for example, which was provoked
             with devices_made_by(make) as engines:
-                handle = offload_model(self._model, **arguments)
+                handle = offload_model(self.model, **arguments)
             engine = engines[0]
             with handle:
                 for attempt in range(1, _ATTEMPTS + 1):
@@ -601,15 +594,14 @@ class _Trial:
         """
         self.restore()
         seed_all()
-        optimizer = self._optimizer([p for p in self._model.parameters() if p.requires_grad])
+        optimizer = self.optimizer([p for p in self.model.parameters() if p.requires_grad])
         values = outcome.values = {}
-        for step in range(1, self._steps + 1):
+        for step in range(1, self.steps + 1):
             for tensor, _ in self._gradients:
                 tensor.grad = None
             with context():
                 losses = [
-                    self._loss(call_model(self._model, self._batch))
-                    for _ in range(self._microbatches)
+                    self.loss(call_model(self.model, self.batch)) for _ in range(self.microbatches)
                 ]
                 for loss in losses:
                     loss.backward()  # type: ignore[no-untyped-call]
@@ -618,14 +610,14 @@ class _Trial:
                 values[f"step {step}: loss" + (f" {number}" if number else "")] = copy_of(loss)
             del losses, loss
             # Backward comes to the last parameters first, so the first difference is among them.
-            for name, parameter in reversed(list(self._model.named_parameters())):
+            for name, parameter in reversed(list(self.model.named_parameters())):
                 values[f"step {step}: gradient of {name}"] = copy_of(parameter.grad)
             for number, tensor in enumerate(self._inputs):
                 values[f"step {step}: gradient of input {number}"] = copy_of(tensor.grad)
             optimizer.step()
             torch.clear_autocast_cache()
             end_step()
-        for name, tensor in (*self._model.named_parameters(), *self._model.named_buffers()):
+        for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
             values[f"last step: {name}"] = copy_of(tensor)
         values.update(random_states(self.device))
 

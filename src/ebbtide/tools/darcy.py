@@ -19,7 +19,6 @@ import contextlib
 import dataclasses
 import enum
 import functools
-import operator
 import os
 import pickle
 import sys
@@ -39,6 +38,7 @@ from scipy.fft import dctn, dstn, idstn
 from torch.utils.data import DataLoader
 
 from ebbtide.errors import warn_user
+from ebbtide.policy import parse_number, refuse
 
 if TYPE_CHECKING:
     from neuralop.data.datasets.tensor_dataset import TensorDataset
@@ -228,13 +228,9 @@ def _check_problem(a: ArrayLike, f: ArrayLike) -> tuple[FloatArray, FloatArray]:
 
 
 def check_integer(name: str, value: int, *, least: int) -> None:
-    """Raise ValueError unless ``value`` is an integer and at least ``least``."""
-    try:
-        if operator.index(value) >= least:
-            return
-    except TypeError:
-        pass
-    raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+    """Raise PolicyError, a ValueError, unless ``value`` is an integer and at least ``least``."""
+    if parse_number(name, value) < least:
+        refuse(name, f"an integer of at least {least}", value)
 
 
 # ---- Generate samples of the Darcy problem (coefficient and solution) and cache them on disk ----

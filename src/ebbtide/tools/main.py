@@ -1,20 +1,24 @@
-"""``ebbtide``: the entry point of the command line, and its small commands."""
+"""``ebbtide``: all commands with their options. Most work is done elsewhere in this folder."""
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from dataclasses import asdict
 from json import dumps
 from pathlib import Path
-from typing import Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, cast, final
 
 import typer
 
+from ebbtide.errors import PolicyError
+from ebbtide.policy import ActivationPolicy
 from ebbtide.tools.exit_codes import ExitCode, add_command, end, ends_by_code, status
-from ebbtide.tools.plan_command import plan
-from ebbtide.tools.run_command import CommandLine, run
 from ebbtide.tools.schedule_command import schedule
-from ebbtide.tools.verify_command import verify
 from ebbtide.version import __version__
+
+if TYPE_CHECKING:
+    from ebbtide.tools.run import RunSession
 
 # Plain help texts of 80 columns, whether they go to a terminal, a file or a pager.
 _HELP: Final = {"help_option_names": ["-h", "--help"], "max_content_width": 80}
@@ -26,6 +30,37 @@ _EPILOG: Final = "\n\n".join(
         "Every command takes --json. `ebbtide COMMAND --help` lists its options and exit codes.",
     ]
 )
+
+
+@final
+class ScriptRequest(SystemExit):
+    """Leaves typer with a script to run.
+
+    Typer turns Ctrl-C and some errors into messages and exit codes of its own, so the script must
+    not run inside of it.
+
+    Attributes:
+        session: runs the script.
+    """
+
+    def __init__(self, session: RunSession) -> None:
+        super().__init__(0)
+        self.session = session
+
+
+@final
+class CommandLine(typer.Typer):
+    """The commands of ebbtide. A script that one of them asks for runs when typer is done."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        hook = sys.excepthook  # typer puts its own in the place of it
+        try:
+            return super().__call__(*args, **kwargs)
+        except ScriptRequest as asked:
+            session = asked.session
+        sys.excepthook = hook
+        return session.run()
+
 
 app = CommandLine(
     no_args_is_help=True,
@@ -166,6 +201,226 @@ def report(files: list[Path], *, out: Path = Path("run.html"), json: bool = Fals
         typer.echo(dumps({"page": str(out), "runs": [str(file) for file in files]}, indent=2))
     else:
         typer.echo(f"Page: {out}")
+
+
+def plan(
+    model: str,
+    *,
+    resolution: int | None = None,
+    seq: int | None = None,
+    batch: int | None = None,
+    hardware: str = "h100",
+    budget: str = "90%",
+    size: str | None = None,
+    width: int | None = None,
+    modes: int | None = None,
+    layers: int | None = None,
+    plan_layers: list[str] | None = None,
+    optimizer_states: int = 2,
+    weights: bool = False,
+    quick: bool = False,
+    save: Path | None = None,
+    json: bool = False,
+) -> None:
+    """Predict a training step without running it.
+
+    Says whether the step fits into the memory budget, which layers should be kept, offloaded,
+    rebuilt or recomputed, and how long the step takes. Needs no accelerator: nothing is computed.
+
+    Args:
+        model (MODEL): fno1d, fno2d, fno3d, tfno, uno, gpt, llama; or your own as module:function,
+            where function() returns (model, batch) or (model, batch, loss).
+        resolution (N): Points along each side of a neural operator's grid.
+        seq (N): Tokens in a sequence of gpt or llama.
+        batch (N): Samples in a step.
+        hardware (MACHINE): The machine: a name such as h100 or rtx4090, or a file that `ebbtide
+            doctor --json` printed on yours.
+        budget (SIZE): Memory that training may take: 24GiB, or 90% of what the device has.
+        size (NAME): Size of gpt or llama, such as 7b.
+        width (N): Hidden channels of a neural operator.
+        modes (N): Fourier modes in each direction.
+        layers (N): Layers of a neural operator.
+        plan_layers (PATTERN): Modules whose calls are the layers of the plan, such as blocks.*;
+            repeatable.
+        optimizer_states (N): Tensors that the optimizer keeps for each weight; Adam has 2.
+        weights: Weights, gradients and the optimizer's state may rest on the host, if that is
+            faster or nothing else fits.
+        quick: Leave out the search for the largest batch and resolution.
+        save (FILE): File for the plan; `ebbtide run --plan` follows it.
+        json: Print all figures as JSON instead of the report.
+    """
+    with ends_by_code("plan"):
+        from ebbtide.tools.plan_tables import as_document, build_report, run_plan
+
+        options = {
+            "resolution": resolution, "seq": seq, "batch": batch, "width": width, "modes": modes,
+            "layers": layers, "size": size,
+        }  # fmt: skip
+        # A user's model may print what it likes, and other programs read the report or JSON.
+        with status() as say, contextlib.redirect_stdout(sys.stderr):
+            found = run_plan(
+                model, options, hardware, budget, layers=plan_layers or (),
+                optimizer_states=optimizer_states, weights=weights, limits=not quick,
+                save=save, say=say,
+            )  # fmt: skip
+            text = as_document(found) if json else build_report(found)
+        typer.echo(text)
+        if found.chosen is None:
+            raise typer.Exit(ExitCode.DOES_NOT_FIT)
+        if save is not None and not json:
+            typer.echo(f"\nPlan: {save}")
+
+
+def run(
+    script: str,
+    arguments: list[str] | None = None,
+    *,
+    module: bool = False,
+    budget: str | None = None,
+    plan: Path | None = None,
+    store: str = "auto",
+    host_budget: str | None = None,
+    layers: list[str] | None = None,
+    num_layers: int | None = None,
+    keep_last: int = 0,
+    mode: str = "offload",
+    min_bytes: str = "1MiB",
+    weights: bool = False,
+    dry: bool = False,
+    quiet: bool = False,
+    json: Path | None = None,
+    report: Path | None = None,
+) -> None:
+    """Run a training script as it is, with its models offloaded.
+
+    No line of the script changes, and neither do its results. Every model that it trains is found
+    at its first training step and offloaded. A report on standard error says at the end what was
+    done. Options of ebbtide come before SCRIPT, those of the script after it.
+
+    Args:
+        script (SCRIPT): Your training script; with -m the name of a module.
+        arguments (ARGUMENTS): What the script itself is given.
+        module (-m): The script is a module, as for python -m.
+        budget (SIZE): Most memory that training may take: 20GiB, or 90% of all there is.
+        plan (FILE): Instead of a budget: a plan that `ebbtide plan --save` wrote.
+        store (STORE): Where activations go: auto, host, disk[:/some/dir] or tiered[:/dir].
+        host_budget (SIZE): Most host memory to take, such as 24GiB, or 96GiB/node for all ranks of
+            a host.
+        layers (PATTERN): Modules whose calls are the layers, such as blocks.*; repeatable.
+        num_layers (N): Without a budget: offload this many layers.
+        keep_last (N): Without a budget: keep this many last layers on the device.
+        mode (MODE): Without a budget: offload, recompute or recompute+offload.
+        min_bytes (SIZE): Tensors smaller than this stay on the device.
+        weights: Keep weights off the device, too, while their layer does not compute.
+        dry: Say what is done, from the first steps, and train on without.
+        quiet: Print no report; errors only.
+        json (FILE): Write all figures as JSON to this file; - is standard output, after what the
+            script prints.
+        report (PAGE.HTML): Write a page on the last step of each model: memory by owner, lanes,
+            layers.
+    """
+    from ebbtide.tools.found_models import RunOptions
+    from ebbtide.tools.run import MainScript, RunSession
+
+    with ends_by_code("run"):
+        activations = ActivationPolicy(
+            num_layers=num_layers,
+            keep_last=keep_last,
+            min_bytes=min_bytes,
+            mode=cast(Literal["offload"], mode),
+        )
+        options = RunOptions(
+            activations=activations, budget=budget, plan=plan, store=store,
+            host_budget=host_budget, layers=tuple(layers or ()), weights=weights,
+            trace=report is not None,
+        )  # fmt: skip
+        for option, file in (("--json", json), ("--report", report)):
+            is_file = file is not None and str(file) != "-"
+            if file is not None and is_file and not file.absolute().parent.is_dir():
+                raise PolicyError(f"{option} {file}: there is no such directory")
+        if dry and report is not None:
+            raise PolicyError(
+                "--dry trains on without ebbtide, so there is no step to --report; leave one out"
+            )
+        session = RunSession(
+            MainScript(script, arguments or (), is_module=module), options, dry=dry,
+            quiet=quiet, page=None if report is None else report.absolute(),
+            json=json if json is None or str(json) == "-" else json.absolute(),
+        )  # fmt: skip
+    raise ScriptRequest(session)
+
+
+def verify(
+    target: str,
+    arguments: list[str] | None = None,
+    *,
+    module: bool = False,
+    budget: str | None = None,
+    store: str = "auto",
+    layers: list[str] | None = None,
+    mode: str = "offload",
+    min_bytes: str = "1B",
+    weights: bool = False,
+    steps: int = 3,
+    orders: int = 7,
+    seed: int = 0,
+    device: str | None = None,
+    offloader: str | None = None,
+    json: bool = False,
+) -> None:
+    """Check that offloading leaves every bit of your training as it is.
+
+    Runs a few training steps plainly and offloaded, in orders that bring races to light, and
+    compares losses, gradients, parameters, buffers and random states to the bit. Options of
+    ebbtide come before the script, its own after it.
+
+    Args:
+        target (TARGET): Your training script; or module:function, where function() returns (model,
+            batch) or (model, batch, loss).
+        arguments (ARGUMENTS): What the script itself is given.
+        module (-m): The script is a module, as for python -m.
+        budget (SIZE): Most memory that training may take: 20GiB, or 90% of all there is.
+        store (STORE): Where activations go: auto, host, disk[:/some/dir] or tiered[:/dir].
+        layers (PATTERN): Modules whose calls are the layers, such as blocks.*; repeatable.
+        mode (MODE): Without a budget: offload, recompute or recompute+offload.
+        min_bytes (SIZE): Tensors smaller than this stay on the device.
+        weights: Keep weights off the device, too, while their layer does not compute.
+        steps (N): Training steps in each run.
+        orders (N): How many provocations are tried.
+        seed (N): Seed of the first; the others have the next ones.
+        device (DEVICE): module:function only: where it trains, such as cuda.
+        offloader (NAME): module:function only: verify another library, which is save_on_cpu,
+            torchtune, trl, deepspeed, transformer_engine, or module:function of the model.
+        json: Print all figures as JSON instead of the report.
+    """
+    with ends_by_code("verify"):
+        from ebbtide.tools.found_models import RunOptions
+        from ebbtide.tools.run import MainScript
+        from ebbtide.tools.verify_script import verify_function, verify_script
+
+        activations = ActivationPolicy(min_bytes=min_bytes, mode=cast(Literal["offload"], mode))
+        options = RunOptions(
+            activations=activations, budget=budget, store=store, layers=tuple(layers or ()),
+            weights=weights,
+        )  # fmt: skip
+        if steps < 1 or orders < 0:
+            raise PolicyError("--steps is at least 1, and --orders at least 0")
+        seeds = range(seed, seed + orders)
+        with contextlib.redirect_stdout(sys.stderr):  # a model may print what it likes
+            if ":" in target and not Path(target).exists():
+                if arguments:
+                    raise PolicyError(f"options of ebbtide stand before {target}, which takes none")
+                report = verify_function(target, device, options, steps, seeds, offloader)
+            elif device is not None or offloader is not None:
+                raise PolicyError(
+                    "--device and --offloader need module:function; a script runs as it is"
+                )
+            else:
+                script = MainScript(target, arguments or (), is_module=module)
+                report = verify_script(script, options, steps, seeds)
+    typer.echo(dumps(report.document(), indent=2) if json else str(report))
+    if not report.same:
+        raise typer.Exit(ExitCode.FAILED)
 
 
 add_command(app, demo, {ExitCode.FAILED: "the results differ, or a mode failed"})

@@ -1,4 +1,4 @@
-"""Verifies a training script as it is: each of its runs is a process of its own.
+"""Verifies what `ebbtide verify` names. Each run of a training script is a process of its own.
 
 A run begins with the same random numbers, and ends after a few steps of the script's optimizers.
 What they step with, and what they leave, is written to a file that the parent process compares.
@@ -24,8 +24,11 @@ from torch.optim import optimizer as optimizers
 from ebbtide.devices.device import AbstractDevice
 from ebbtide.devices.provoked import Provocation
 from ebbtide.errors import EbbtideError
+from ebbtide.policy import WeightPolicy
 from ebbtide.runtime.engine import devices_made_by
+from ebbtide.runtime.torch_internals import tree_map_only
 from ebbtide.tools.found_models import RunOptions
+from ebbtide.tools.models import find_function, read_task
 from ebbtide.tools.run import MainScript, RunSession
 from ebbtide.verifying import (
     Outcome,
@@ -38,6 +41,7 @@ from ebbtide.verifying import (
     provoked_device,
     random_states,
     seed_all,
+    verify,
     verify_runs,
 )
 
@@ -115,6 +119,40 @@ def _run_in_child(request: _Request) -> Outcome:
         f"{request.script.name} cannot be verified: a run of it ended before {request.steps} steps "
         f"of an optimizer were compared ({ending}): {last}"
     )
+
+
+def verify_function(
+    address: str,
+    device: str | None,
+    options: RunOptions,
+    steps: int,
+    seeds: range,
+    offloader: str | None,
+) -> VerifyReport:
+    """Verify the training step that a user's function returns.
+
+    Args:
+        address: the function, as ``module:function``.
+        device: where it trains; None: where the function has put it.
+        options: how the model is offloaded.
+        steps: training steps in each run.
+        seeds: the seeds of the provocations.
+        offloader: another library that is verified, or a function of the model; None: ebbtide.
+    """
+    model, batch, loss = read_task(address, find_function(address)())
+    if device is not None:
+        model = model.to(device)
+        batch = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), batch)
+    offload = options.arguments(model, frugal=False)
+    if options.weights:
+        offload["weights"] = WeightPolicy(min_bytes=1)
+    given: Any = offloader
+    if offloader is not None and ":" in offloader:
+        given = find_function(offloader)
+    return verify(
+        model, batch, loss, steps=steps, offload=offload, offloader=given, orders=len(seeds),
+        seed=seeds.start,
+    )  # fmt: skip
 
 
 # ---- The child ----
