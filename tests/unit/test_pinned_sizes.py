@@ -240,6 +240,22 @@ def test_torchs_own_allocator_is_asked_for_powers_of_two(torchs_memory: list[int
     assert store.capacity_bytes == 0
 
 
+def test_room_set_aside_is_that_of_torchs_blocks(torchs_memory: list[int]) -> None:
+    """9 KiB take 16 KiB: a smaller budget says so before anything counts on them."""
+    device = CpuDevice()
+    device.pins_host_memory = device.pins_by_torch = True
+    with pytest.raises(StoreFullError):
+        PinnedStore(device, budget_bytes=12 * 1024).reserve(9 * 1024)
+    store = PinnedStore(device, budget_bytes=16 * 1024)
+    store.reserve(9 * 1024)
+    assert not store.has_room(1)
+    slot = store.allocate_resting(9 * 1024, reserved=True)
+    assert torchs_memory == [16 * 1024]
+    assert store.host_capacity_bytes == 16 * 1024
+    store.drop(slot)
+    assert store.has_room(1)
+
+
 # Ends
 
 

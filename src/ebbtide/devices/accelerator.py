@@ -101,9 +101,6 @@ class AcceleratorDevice(AbstractDevice):
         module = torch.get_device_module(torch_device)
         self.pins_by_torch = torch_device.type != "cuda" and not hasattr(module, "host_register")
 
-    def moment(self) -> Origin:
-        return Origin(self.compute_stream().record(), time.perf_counter())
-
     def origin(self) -> Origin:
         event = self.moment().event
         event.synchronize()

@@ -13,7 +13,6 @@ from ebbtide.devices.device import (
     AbstractLane,
     AbstractStream,
     HostMoment,
-    Origin,
 )
 from ebbtide.devices.lanes import WorkLane, defer
 
@@ -41,10 +40,6 @@ class CpuDevice(AbstractDevice):
         self._compute = _HostStream()
         self._d2h = WorkLane("ebbtide-d2h", "d2h")
         self._h2d = WorkLane("ebbtide-h2d", "h2d")
-
-    def moment(self) -> Origin:
-        now = HostMoment()
-        return Origin(now, now.time_s)
 
     def compute_stream(self) -> AbstractStream:
         return self._compute

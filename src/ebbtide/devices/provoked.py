@@ -151,9 +151,6 @@ class ProvokedDevice(AbstractDevice):
     def keeps_time(self, keeps: bool) -> None:
         self._device.keeps_time = keeps
 
-    def moment(self) -> Origin:
-        return self._device.moment()
-
     def origin(self) -> Origin:
         return self._device.origin()
 
