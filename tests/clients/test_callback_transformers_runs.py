@@ -33,7 +33,7 @@ from callback_bench import (
     results,
     trainer_for,
 )
-from ebbtide.interop.training_offload import OffloadArguments, TrainingOffload
+from ebbtide.interop.training_offload import TrainingOffload
 from ebbtide.interop.transformers import OffloadCallback
 from run_program import weights_digest
 
@@ -223,7 +223,7 @@ def test_missing_transformers_is_named() -> None:
 
 def test_steps_are_counted_once() -> None:
     """A step that did not run, such as one that was skipped, adds nothing."""
-    offload = TrainingOffload(OffloadArguments(activations=SMALL))
+    offload = TrainingOffload(activations=SMALL)
     model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(3)])
     offload.count_step()
     assert offload.take_metrics(1) == {}

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-import ebbtide
 import run_versions
-from ebbtide.interop.training_offload import OffloadArguments
+from ebbtide.interop.training_offload import TrainingOffload
 from ebbtide.version import TESTED_FRAMEWORKS, TESTED_TORCH
 
 ROOT = Path(__file__).parents[2]
@@ -45,9 +44,10 @@ def test_frameworks_newer_than_what_is_tested_are_warned_of(
 ) -> None:
     transformers = pytest.importorskip("transformers")
     monkeypatch.setattr(transformers, "__version__", "6.0.0.dev0")
-    arguments = OffloadArguments(activations=ebbtide.ActivationPolicy(min_bytes=1))
+    offload, model = TrainingOffload(), torch.nn.Linear(8, 8)
     with pytest.warns(RuntimeWarning) as told:
-        arguments.attach_to(torch.nn.Linear(8, 8)).detach()
+        offload.begin(model, run=model)
+    offload.end()
     texts = [str(each.message) for each in told]
     assert [text.endswith("[ebbtide: untested-version]") for text in texts] == [True], texts
 

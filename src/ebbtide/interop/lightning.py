@@ -8,7 +8,7 @@ from torch import nn
 
 from ebbtide.errors import PolicyError
 from ebbtide.handle import OffloadHandle
-from ebbtide.interop.training_offload import OffloadArguments, TrainingOffload, refuse_missing
+from ebbtide.interop.training_offload import TrainingOffload, refuse_missing
 from ebbtide.policy import check_switch
 
 try:
@@ -58,8 +58,7 @@ class OffloadCallback(Callback):
             raise PolicyError(f'module must be a name such as "net", got {module!r}')
         self._module = module
         self._prog_bar = prog_bar
-        self._arguments = OffloadArguments(**arguments)
-        self._offload = TrainingOffload(self._arguments)
+        self._offload = TrainingOffload(**arguments)
 
     @property
     def handle(self) -> OffloadHandle | None:
@@ -117,7 +116,7 @@ class OffloadCallback(Callback):
                 raise PolicyError(
                     f"{type(pl_module).__name__} has no module {self._module!r}; it has {names}"
                 ) from None
-        if self._arguments.budget is None or _has_forward(pl_module):
+        if self._offload.arguments.get("budget") is None or _has_forward(pl_module):
             return pl_module
         parts = [part for part in pl_module.children() if next(part.parameters(), None) is not None]
         return parts[0] if len(parts) == 1 else pl_module

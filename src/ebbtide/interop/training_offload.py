@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
+import functools
+import inspect
 import sys
 import weakref
-from collections.abc import Sequence
-from os import PathLike
-from typing import Final, NoReturn, final
+from collections.abc import Callable
+from typing import Any, Final, NoReturn, final
 
 from torch import nn
 
 from ebbtide.api import offload
 from ebbtide.errors import PolicyError, warn_of_untested
 from ebbtide.handle import OffloadHandle
-from ebbtide.planning.planned_step import PlannedStep
-from ebbtide.policy import (
-    ActivationPolicy,
-    WeightPolicy,
-    check_arguments,
-    check_budgeted,
-)
+from ebbtide.policy import check_arguments, check_budgeted
 from ebbtide.runtime.stats import StepStats
-from ebbtide.schedule import Schedule
 from ebbtide.units import parse_budget_bytes
 from ebbtide.version import TESTED_FRAMEWORKS
+
+_TAKEN: Final = inspect.signature(offload).parameters.keys() - {"model", "device", "materialize"}
 
 _OFFLOADED: Final = weakref.WeakKeyDictionary[
     nn.Module, tuple[OffloadHandle, weakref.ref[object]]
@@ -37,62 +32,45 @@ here and detaches it.
 
 
 @final
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class OffloadArguments:
-    """The arguments of `ebbtide.offload` but the model, checked as far as that needs no model.
-
-    Raises:
-        PolicyError: an argument is not what `ebbtide.offload` takes, or contradicts another.
-    """
-
-    activations: ActivationPolicy | None = None
-    weights: WeightPolicy | None = None
-    layers: Sequence[nn.Module | str] | None = None
-    store: str = "auto"
-    host_budget: int | str | None = None
-    trace: bool = False
-    schedule: Schedule | None = None
-    budget: int | str | None = None
-    plan: PlannedStep | str | PathLike[str] | None = None
-
-    def __post_init__(self) -> None:
-        check_arguments(activations=self.activations, weights=self.weights, trace=self.trace)
-        if self.budget is not None or self.plan is not None:
-            twice = self.budget is not None and self.plan is not None
-            check_budgeted(self.activations, self.schedule, given_twice=twice)
-        if self.budget is not None:
-            parse_budget_bytes(self.budget)
-
-    def attach_to(self, model: nn.Module) -> OffloadHandle:
-        """Offload a model with these arguments."""
-        for package, newest in TESTED_FRAMEWORKS.items():
-            if package in sys.modules:
-                warn_of_untested(package, sys.modules[package].__version__, newest)
-        handle: OffloadHandle = offload(model, **vars(self))
-        return handle
-
-
-@final
 class TrainingOffload:
     """Offloads a model while a framework trains it, and adds up what its steps report.
 
     Args:
-        arguments: how to offload.
+        **arguments: those of `ebbtide.offload`, but the model, ``device`` and ``materialize``. They
+            are checked as far as that needs no model.
 
     Attributes:
+        arguments: as given.
         handle: the handle of the last run; None before the first one.
+
+    Raises:
+        PolicyError: an argument is not what `ebbtide.offload` takes, or contradicts another.
+        TypeError: there is no such argument.
     """
 
-    def __init__(self, arguments: OffloadArguments) -> None:
+    def __init__(self, **arguments: Any) -> None:
+        if unknown := arguments.keys() - _TAKEN:
+            raise TypeError(f"a callback does not take {', '.join(sorted(unknown))}")
+        activations, budget, plan = (arguments.get(n) for n in ("activations", "budget", "plan"))
+        check_arguments(
+            activations=activations,
+            weights=arguments.get("weights"),
+            trace=arguments.get("trace", False),
+        )
+        if budget is not None or plan is not None:
+            twice = budget is not None and plan is not None
+            check_budgeted(activations, arguments.get("schedule"), given_twice=twice)
+        if budget is not None:
+            parse_budget_bytes(budget)
         self.arguments = arguments
         self.handle: OffloadHandle | None = None
         self._model: nn.Module | None = None
         self._seen: StepStats | None = None
         self._counted: list[StepStats] = []
 
-    def __reduce__(self) -> tuple[type[TrainingOffload], tuple[OffloadArguments]]:
+    def __reduce__(self) -> tuple[Callable[..., TrainingOffload], tuple[()]]:
         """A copy, such as that of a spawned process, offloads nothing yet."""
-        return TrainingOffload, (self.arguments,)
+        return functools.partial(TrainingOffload, **self.arguments), ()
 
     @property
     def is_attached(self) -> bool:
@@ -121,7 +99,10 @@ class TrainingOffload:
                 )
             handle.detach()
             del _OFFLOADED[module]
-        self.handle = self.arguments.attach_to(model)
+        for package, newest in TESTED_FRAMEWORKS.items():
+            if package in sys.modules:
+                warn_of_untested(package, sys.modules[package].__version__, newest)
+        self.handle = offload(model, **self.arguments)
         self._model, self._seen, self._counted = model, self.handle.stats, []
         _OFFLOADED[model] = self.handle, weakref.ref(run)
 
@@ -164,7 +145,7 @@ class TrainingOffload:
             "ebbtide/offloaded_bytes": sum(each.offloaded_bytes for each in counted) // updates,
             "ebbtide/stall_s": sum(each.stall_s for each in counted) / updates,
         }
-        if self.arguments.weights is not None:
+        if self.arguments.get("weights") is not None:
             reloaded = sum(each.weight_reload_bytes for each in counted)
             metrics["ebbtide/weight_reload_bytes"] = reloaded // updates
         return metrics

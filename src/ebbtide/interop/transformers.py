@@ -12,7 +12,7 @@ from typing import Any
 from ebbtide.devices.process import variables_of
 from ebbtide.errors import PolicyError, warn_user
 from ebbtide.handle import OffloadHandle
-from ebbtide.interop.training_offload import OffloadArguments, TrainingOffload, refuse_missing
+from ebbtide.interop.training_offload import TrainingOffload, refuse_missing
 
 try:
     from transformers import TrainerCallback
@@ -49,9 +49,8 @@ class OffloadCallback(TrainerCallback):
     """
 
     def __init__(self, *, overlap: bool = False, **arguments: Any) -> None:
-        self._arguments = OffloadArguments(**arguments)
         self._overlaps = overlap
-        self._offload = TrainingOffload(self._arguments)
+        self._offload = TrainingOffload(**arguments)
         self._num_updates = 0
         self._has_warned = False  # that all layers are recomputed anyway
 
@@ -85,7 +84,8 @@ class OffloadCallback(TrainerCallback):
                 f"(nn.DataParallel), and a copy cannot be offloaded; start one process for each "
                 f"GPU with torchrun, or choose a GPU with CUDA_VISIBLE_DEVICES"
             )
-        if self._arguments.budget is not None and _recomputes_all(args) and not self._has_warned:
+        budgeted = self._offload.arguments.get("budget") is not None
+        if budgeted and _recomputes_all(args) and not self._has_warned:
             self._has_warned = True
             warn_user(
                 "checkpointed-anyway",
