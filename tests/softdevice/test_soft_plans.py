@@ -103,6 +103,48 @@ def test_a_plan_needs_no_more_than_predicted(rule: str, order: str, device: torc
         assert peak_bytes >= predicted - gradients
 
 
+class Wait(nn.Module):
+    """Waits for all copies; what they have read could be let go of."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch.accelerator.synchronize()
+        return x
+
+
+class Narrow(nn.Module):
+    """Saves nothing, and lets go of most of what it is given."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, :16] * 2.0
+
+
+def test_what_a_budget_measures_does_not_depend_on_when_copies_end(device: torch.device) -> None:
+    """The host may be far ahead of them in any other step."""
+    softdevice.choose_order("compute-first")
+    batch, found = torch.randn(4096, 16).to(device), []
+    for between in (nn.Identity, Wait):
+        blocks = [
+            nn.Sequential(
+                *(nn.Linear(16, 64), nn.Tanh(), between()),
+                *(nn.Linear(64, 16), nn.Tanh(), nn.Linear(16, 256), Narrow()),
+            )
+            for _ in range(4)
+        ]
+        model = nn.Sequential(*blocks).to(device)
+        with ebbtide.offload(
+            model, budget="256MiB", activations=ActivationPolicy(min_bytes=1)
+        ) as handle:
+            for _ in range(2):
+                model.zero_grad()
+                model(batch).sum().backward()
+            assert handle.plan is not None
+            layers = handle.plan.profile.layers
+            found.append([each.forward_working_bytes for each in layers])
+        del handle, model, blocks
+        gc.collect()
+    assert found[0] == found[1] != [512] * 4
+
+
 def _settings() -> str:
     return torch._C._accelerator_getAllocatorSettings()
 

@@ -8,6 +8,7 @@ from ebbtide import Trace, TraceEvent
 from ebbtide.devices import Layer, SimulatedDevice
 from ebbtide.errors import BudgetError
 from ebbtide.planning import (
+    CautiousTiming,
     Plan,
     StepProfile,
     StepTiming,
@@ -71,6 +72,34 @@ def test_a_corrected_profile_predicts_what_was_measured() -> None:
     found = StepTiming(corrections.apply(PROFILE), LINK).predict(plan).peak_by_position
     for position, peak_bytes in watch.peaks.items():
         assert max(found[each] for each in watch.covered(position)) == peak_bytes
+
+
+def test_what_is_under_way_when_a_pass_begins_comes_on_top_of_what_was_measured_there() -> None:
+    """The memory of a pass is measured when all copies of the passes before have been awaited."""
+    link, profile = make_link(1.0), make_profile(make_layer(10), make_layer(10))
+    plan = Plan(layers=BudgetStudy(profile, link, 0).plan.layers, windows=(20 * MB,) * 5)
+    watch = watched(0, 10, 0, 25, 0, 0, 10, 10, 0, profile=profile)
+    corrections = Corrections()
+    corrections.learn(watch, plan, StepTiming(profile, link, awaits_copies=True).predict(plan))
+    late = CautiousTiming(corrections.apply(profile), link).predict(plan)
+    assert watch.peaks[1] == 25 * MB
+    assert late.peak_by_position[1] == 35 * MB  # the first layer's copy has just begun
+
+
+def test_after_a_measured_step_copies_get_the_room_that_there_is() -> None:
+    """The second forward needs 10 MB more than was predicted; its window was for less."""
+    profile = make_profile(*[make_layer(10)] * 4)
+    study = BudgetStudy(profile, make_link(10.0), 36 * MB)
+    offloaded = watched(0, *[10, 0] * 4, *[10] * 6, profile=profile)
+    study.learn(traced(profile, 1.0), 12.0, 20 * MB, offloaded)
+    plan = study.choose(0)
+    assert plan.windows[1] > 0
+    closed_bytes = StepTiming(profile, make_link(10.0), awaits_copies=True).predict(plan)
+    needed_mb = closed_bytes.peak_by_position[1] // MB + 10
+    more = watched(0, 10, 0, needed_mb, 0, *[10, 0] * 2, *[10] * 6, profile=profile)
+    study.learn(traced(profile, 1.0), 12.0, 30 * MB, more)
+    assert study.plan.limit_bytes is not None
+    assert study.plan.windows[1] == max(0, study.plan.limit_bytes - needed_mb * MB)
 
 
 def test_a_layer_that_keeps_what_it_saves_needs_more_than_one_that_offloads_it() -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ebbtide.errors import BudgetError, PolicyError, StoreFullError, warn_user
 from ebbtide.observe.inspection import inspect_engine
 from ebbtide.observe.recording import trace_of
-from ebbtide.planning.budget_study import SURE, BudgetStudy, Phase, is_same
+from ebbtide.planning.budget_study import SURE, BudgetStudy, Phase
 from ebbtide.planning.follow import place
 from ebbtide.planning.hardware import Hardware
 from ebbtide.planning.plan import Plan
@@ -272,7 +272,7 @@ class BudgetController:
         self._last = _LastStudy()
         self._is_short = False  # whether a recorded step has run out of memory
         self._num_verifying = 0  # steps in a row that have verified layers
-        self._followed: tuple[BudgetStudy, Plan] | None = None  # what the engine follows
+        self._followed: tuple[Any, ...] | None = None  # what the engine follows, and whose plan
         self._several = False  # whether the step has had more than one forward
         self._has_fitted = False  # whether a step was within the budget
         self._was_exceeded = False  # whether the user knows of a step that was over the budget
@@ -410,8 +410,9 @@ class BudgetController:
         if measures:
             self._memory.return_freed()
         plan = study.choose(self._memory.now_bytes()) if is_own else study.plan
-        followed, self._followed = self._followed, (study, plan)
-        if followed is None or followed[0] is not study or not is_same(plan, followed[1]):
+        followed = self._followed
+        self._followed = (study, plan.layers, plan.max_inflight_bytes, plan.windows)
+        if self._followed != followed:
             self._place_weights(study, plan)
             planned = place(study.profile, plan)._replace(keeps_if_full=True)
             self._engine.follow(planned, plan.max_inflight_bytes)
@@ -502,7 +503,9 @@ class BudgetController:
     def _watch(self, profile: StepProfile | None, *recorded: Any) -> PassWatch:
         """Measure the step that begins now. See `PassWatch`."""
         account = self._engine.transfers.account
-        return PassWatch(self._memory, account, profile, self._finish_copies, *recorded)
+        # See [Note: a host that runs ahead]. On a CPU the host sees how far copies are.
+        finish = None if self._device.type == "cpu" else self._finish_copies
+        return PassWatch(self._memory, account, profile, finish, *recorded)
 
     def _offload_all(self) -> None:
         """Offload all that can leave in the step that begins now."""
@@ -516,13 +519,12 @@ class BudgetController:
         self._followed = None
 
     def _finish_copies(self) -> None:
-        """Wait for the copies under way, and free what they needed.
-
-        See [Note: a host that runs ahead]. On a CPU the host sees how far copies are.
-        """
-        if self._device.type != "cpu":
-            self._engine.transfers.device.finish_copies()
-            self._engine.transfers.poll()
+        """Wait for the copies under way, and free what they needed."""
+        transfers = self._engine.transfers
+        transfers.device.finish_copies()
+        with transfers, transfers.gate:
+            transfers.offloads.hold_to(0)
+        transfers.poll()
 
     def _study_recorded(
         self, watch: PassWatch, step_s: float, *, was_full: bool

@@ -16,7 +16,13 @@ from ebbtide.planning.contest import offload_or_rebuild, with_weights
 from ebbtide.planning.hardware import Hardware
 from ebbtide.planning.plan import Decision, LayerMode, LayerPlan, Plan
 from ebbtide.planning.planned_step import PlannedStep, StepCost
-from ebbtide.planning.prediction import CautiousTiming, PlanBudget, Prediction, predict_awaited
+from ebbtide.planning.prediction import (
+    CautiousTiming,
+    PlanBudget,
+    Prediction,
+    StepTiming,
+    StorageUses,
+)
 from ebbtide.planning.profile import LayerProfile, StepProfile
 from ebbtide.planning.recorded import (
     PassWatch,
@@ -26,6 +32,7 @@ from ebbtide.planning.recorded import (
 )
 from ebbtide.planning.relaxation import everywhere
 from ebbtide.planning.search import find_frugal, search
+from ebbtide.planning.windows import open_windows
 from ebbtide.units import format_size
 
 
@@ -153,8 +160,9 @@ def is_same(plan: Plan, other: Plan) -> bool:
 
 
 def _cut(plan: Plan) -> Plan:
-    """Return a plan without what is predicted of it."""
-    return dataclasses.replace(plan, step_s=None, peak_bytes=None, bound_s=None, limit_bytes=None)
+    """Return a plan without what is predicted of it, and with closed windows if it has any."""
+    closed = plan.with_closed_windows()
+    return dataclasses.replace(closed, step_s=None, peak_bytes=None, bound_s=None, limit_bytes=None)
 
 
 def predicted_now(plan: Plan, prediction: Prediction) -> Plan:
@@ -379,6 +387,7 @@ class BudgetStudy:
         """
         if watch is not None:
             self.learn_memory(watch)
+            self._open_windows()
         self._learn_seconds(trace, step_s)
         after = self._predict(self._begin_bytes)
         if watch is not None and not self._hardware.computes_on_host:
@@ -386,6 +395,18 @@ class BudgetStudy:
             step_s = min(step_s, after.step_s)
         # Copies are awaited where memory is measured; in other steps more of them are under way.
         self._note_cost(StepCost(used_bytes, step_s), after.peak_bytes, used_bytes)
+
+    def _open_windows(self) -> None:
+        """Give the copies of each pass the room that it has by what was measured."""
+        if not self.plan.windows:
+            return
+        closed = self.plan.with_closed_windows()
+        profile = self._corrected(self._begin_bytes)
+        peaks = CautiousTiming(profile, self._hardware).predict(closed).peak_by_position
+        limit_bytes = max(0, self.budget_bytes - self._free_bytes)
+        opened = open_windows(closed, profile, StorageUses(profile), peaks, limit_bytes)
+        plan = dataclasses.replace(opened, limit_bytes=limit_bytes)
+        self._now = self._now._replace(plan=plan)
 
     def _learn_seconds(self, trace: Trace, step_s: float) -> None:
         per_byte_s = self._hardware.copy_cost_s_per_byte or 0.0
@@ -593,7 +614,7 @@ class BudgetStudy:
         if self._hardware.computes_on_host:
             return usual
         profile = dataclasses.replace(self._corrected(begin_bytes), fixed_bytes=begin_bytes)
-        return predict_awaited(profile, self._hardware, self.plan)
+        return StepTiming(profile, self._hardware, awaits_copies=True).predict(self.plan)
 
     def _find_frugal(self) -> Plan:
         """Return the plan that needs the least of those that are looked at."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import groupby
 from typing import Final, final
@@ -115,6 +115,13 @@ class Plan:
             layer.mode is LayerMode.AS_IS and set(layer.decisions) <= {Decision.KEEP}
             for layer in self.layers
         )
+
+    def with_closed_windows(self) -> Plan:
+        """Return the plan with nothing in flight in any pass; itself if it has no windows."""
+        if not self.windows:
+            return self
+        closed = (0,) * len(self.windows)
+        return replace(self, windows=closed, max_inflight_bytes=0)
 
     def _lines(self) -> Iterator[str]:
         step = "not predicted" if self.step_s is None else f"{self.step_s * 1e3:.2f} ms"

@@ -463,6 +463,8 @@ class StepTiming:
         hardware: the link, and whether the tier below is page-locked.
         steps_in_backward: whether the host updates the weights that rest there while backward still
             runs, as `ebbtide.OffloadHandle.overlap` lets it.
+        awaits_copies: whether all copies are awaited at each begin of a pass, as in a step whose
+            memory is measured.
 
     Not modelled: kernels that are slower while copies use the memory, a host that queues work late,
     a host that runs ahead and so sees copies complete late, copies of the step before that are
@@ -471,11 +473,17 @@ class StepTiming:
     """
 
     def __init__(
-        self, profile: StepProfile, hardware: Hardware, *, steps_in_backward: bool = False
+        self,
+        profile: StepProfile,
+        hardware: Hardware,
+        *,
+        steps_in_backward: bool = False,
+        awaits_copies: bool = False,
     ) -> None:
         self._profile = profile
         self._hardware = hardware
         self._steps_in_backward = steps_in_backward
+        self._awaits_copies = awaits_copies
         self._uses = StorageUses(profile)
 
     def predict(self, plan: Plan) -> Prediction:
@@ -497,7 +505,7 @@ class StepTiming:
         return record
 
     def _run(self, plan: Plan, record: StepRecord | None) -> Prediction:
-        run = _Run(self._profile, self._hardware, self._uses, plan, record)
+        run = _Run(self._profile, self._hardware, self._uses, plan, record, self._awaits_copies)
         run.forward()
         run.backward()
         return run.prediction(steps_in_backward=self._steps_in_backward)
@@ -524,9 +532,10 @@ class _Run:
         storage_uses: StorageUses,
         plan: Plan,
         record: StepRecord | None,
+        awaits_copies: bool,
     ) -> None:
         self._profile, self._plan, self._hardware = profile, plan, hardware
-        self._record = record
+        self._record, self._awaits_copies = record, awaits_copies
         self._storages = storage_uses
         self._uses: Uses = storage_uses.under(plan)
         self._sizes = [memory.size_bytes for memory in storage_uses.memories]
@@ -582,11 +591,12 @@ class _Run:
 
     def _enter(self, position: int) -> None:
         """Begin a pass: what is on its way down is to fit into its window."""
-        if not self._plan.windows:
-            return
-        down = position <= len(self._profile.layers)
-        self._window = self._plan.windows[position]
-        self._wait_until_at_most(self._window if down else 0)
+        if self._awaits_copies:
+            self._wait_until_at_most(0)
+        if self._plan.windows:
+            down = position <= len(self._profile.layers)
+            self._window = self._plan.windows[position]
+            self._wait_until_at_most(self._window if down else 0)
 
     def _begin(self, what: str, index: int | None, working_bytes: int) -> None:
         """Note the memory of a pass that begins now."""
@@ -876,8 +886,8 @@ class _Run:
 # forward can stay throughout the backward, in which the host waits for nothing. So the peak is
 # that of a link on which no copy down is seen complete by chance, while copies up take no time.
 # How much less a step needs is chance, and changes with the load of the host. To compare memory
-# with a prediction, a step is measured with all copies awaited at each begin of a pass, and
-# predicted for copies that take no time.
+# with a prediction, a step is measured with all copies awaited at each begin of a pass, and their
+# sources held until then; and so it is predicted: see `StepTiming`.
 
 _LATE: Final = 1e9  # how many times slower a link is on which no copy is seen complete by chance
 
@@ -923,16 +933,6 @@ class CautiousTiming:
         peaks = tuple(map(max, expected.peak_by_position, slow.peak_by_position))
         peak_bytes = max(expected.peak_bytes, slow.peak_bytes)
         return expected._replace(peak_bytes=peak_bytes, peak_by_position=peaks)
-
-
-def predict_awaited(profile: StepProfile, hardware: Hardware, plan: Plan) -> Prediction:
-    """Predict a step in which copies are complete as soon as they are queued.
-
-    Raises:
-        PolicyError: the plan is not one for this profile.
-    """
-    at_once = _slowed(hardware, down=1 / _LATE, up=1 / _LATE)
-    return StepTiming(profile, at_once).predict(plan)
 
 
 def _copies(plan: Plan) -> bool:

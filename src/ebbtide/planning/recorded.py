@@ -544,6 +544,7 @@ class Positions:
 class AbstractPasses(abc.ABC):
     """Follows the passes of one step; one of `ebbtide.runtime.events.PassListener`."""
 
+    holds_sources = False
     _task = -1  # the backward that runs, by its number
 
     @abc.abstractmethod
@@ -611,8 +612,8 @@ class PassWatch(AbstractPasses):
             before saved tensors come to the device or leave it.
         account: counts those.
         profile: the step; None if it is not known yet: see `bind`.
-        finish_copies: waits for the copies that are under way; called at each begin of a pass. None
-            where the host sees how far they are.
+        finish_copies: waits for the copies that are under way, and lets go of what they read;
+            called at each begin of a pass. None where the host sees how far they are.
         find: finds the records of the layers' inputs; None if those are not asked for.
         held: what the loop holds, such as the batch: no input counts that is among it.
 
@@ -633,6 +634,7 @@ class PassWatch(AbstractPasses):
     ) -> None:
         self._positions = None if profile is None else Positions(profile)
         self._memory, self._account = memory, account
+        self.holds_sources = finish_copies is not None
         self._finish_copies = finish_copies or (lambda: None)
         self._find = find
         self._held = {_address_of(each) for each in held}

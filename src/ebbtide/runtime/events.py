@@ -275,7 +275,16 @@ class MemoryListener(Protocol):
 
 
 class PassListener(Protocol):
-    """Is notified of the passes of a step, in the order in which the host queues their work."""
+    """Is notified of the passes of a step, in the order in which the host queues their work.
+
+    Attributes:
+        holds_sources: whether what has been copied down stays on the device until the listener, or
+            the bound on bytes in flight, lets go of it. If not, it goes as soon as the host sees
+            that the copy is complete, which is chance.
+    """
+
+    @property
+    def holds_sources(self) -> bool: ...
 
     def begin_forward_of(self, layer: Layer, inputs: Any) -> None:
         """Called when a layer's forward begins with these arguments, in nested containers."""
