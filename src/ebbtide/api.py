@@ -115,7 +115,8 @@ def offload(
             None means the same on a CPU, what ``budget`` decides on an accelerator, and nothing if
             ``weights`` is given.
         weights: which weights stay in host memory between uses. None means none, or those that
-            ``plan`` has there.
+            ``budget`` or ``plan`` has there. With a budget, ``WeightPolicy(num_layers=0)`` leaves
+            all of them on the device.
         layers: the modules whose calls count as layers, or glob patterns of their names such as
             ``"blocks.*.mlp"``. None means the model's repeated blocks; for a budget, the modules
             beside them as well, and for a plan those that it was made for.
@@ -191,6 +192,9 @@ def offload(
         parse_budget_bytes(budget)
     policy, planned = activations, None
     is_default = all(each is None for each in (activations, weights, schedule, budget, plan))
+    places_weights = weights is not None
+    if budget is not None and weights is not None and weights.num_layers == 0:
+        weights = None  # all stay on the device, whatever the budget
     if budget is not None or plan is not None:
         given_twice = budget is not None and plan is not None
         policy = check_budgeted(policy, schedule, given_twice=given_twice)
@@ -249,7 +253,7 @@ def offload(
     origin = None if home is None else next(model.parameters()).device
     owners = match_layers(model, resting_names) if resting_names else found
     placed = ModelWeights(model, owners, weights or WeightPolicy(), engine, origin)
-    plans_weights = budgeted and weights is None and engine.torch_device.type != "cpu"
+    plans_weights = budgeted and not places_weights and engine.torch_device.type != "cpu"
     engine.placement.num_calls = found.num_calls
     controller: BudgetController | None = None
     planner: BudgetController | FixedPlan | None = None

@@ -414,3 +414,53 @@ def test_parameters_stay_on_the_device_in_a_layer_that_runs(device: torch.device
         model[2](_batch(device, 0)).sum().backward()
         model(_batch(device, 0)).sum().backward()
     assert set(found) == {device.type}
+
+
+def _closure_steps(model: nn.Module, device: torch.device, width: int = WIDTH) -> list[Tensor]:
+    """Steps of an optimizer that calls forward and backward itself, and joins all gradients."""
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4)
+    x = torch.randn(256, width, generator=torch.Generator().manual_seed(0)).to(device)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = (model(x) - 1).square().mean()
+        loss.backward()
+        return loss
+
+    return [optimizer.step(closure).detach().cpu() for _ in range(4)]
+
+
+def test_a_budget_leaves_weights_where_an_optimizer_joins_them(device: torch.device) -> None:
+    torch.manual_seed(0)
+    blocks = (nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(6))
+    model = nn.Sequential(*blocks, nn.Linear(64, 1)).to(device)
+    twin = copy.deepcopy(model)
+    torch.accelerator.reset_peak_memory_stats()
+    expected = _closure_steps(twin, device, 64)
+    budget = int(0.6 * torch.accelerator.max_memory_allocated())
+    del twin
+    everything = ebbtide.ActivationPolicy(min_bytes=1)
+    with ebbtide.offload(model, budget=budget, activations=everything) as handle:
+        found = _closure_steps(model, device, 64)
+        assert handle.plan is not None and not handle.plan.plan.has_weights_on_host
+    assert all(map(torch.equal, found, expected))
+
+
+def test_an_optimizer_that_joins_parameters_on_two_devices_is_refused(
+    device: torch.device,
+) -> None:
+    model = _model(device)
+    with (
+        ebbtide.offload(model, layers=list(model)[:2], weights=ebbtide.WeightPolicy()),
+        pytest.raises(ebbtide.PolicyError),
+    ):
+        _closure_steps(model, device)
+
+
+def test_a_budget_can_be_told_to_leave_the_weights_on_the_device(device: torch.device) -> None:
+    """Though they are more than half of it, and would rest from the beginning."""
+    model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(8))).to(device)
+    for weights, places in ((None, {"cpu", device.type}), (0, {device.type})):
+        policy = None if weights is None else ebbtide.WeightPolicy(num_layers=weights)
+        with ebbtide.offload(model, budget="700KiB", weights=policy):
+            assert {each.device.type for each in model.parameters()} == places

@@ -87,15 +87,15 @@ def test_what_is_under_way_when_a_pass_begins_comes_on_top_of_what_was_measured_
 
 
 def test_after_a_measured_step_copies_get_the_room_that_there_is() -> None:
-    """The second forward needs 10 MB more than was predicted; its window was for less."""
+    """The second forward needs 15 MB more than was predicted; its window was for less."""
     profile = make_profile(*[make_layer(10)] * 4)
     study = BudgetStudy(profile, make_link(10.0), 36 * MB)
     offloaded = watched(0, *[10, 0] * 4, *[10] * 6, profile=profile)
     study.learn(traced(profile, 1.0), 12.0, 20 * MB, offloaded)
     plan = study.choose(0)
     assert plan.windows[1] > 0
-    closed_bytes = StepTiming(profile, make_link(10.0), awaits_copies=True).predict(plan)
-    needed_mb = closed_bytes.peak_by_position[1] // MB + 10
+    closed = StepTiming(profile, make_link(10.0), awaits_copies=True).predict(plan)
+    needed_mb = closed.peak_by_position[1] // MB + 15
     more = watched(0, 10, 0, needed_mb, 0, *[10, 0] * 2, *[10] * 6, profile=profile)
     study.learn(traced(profile, 1.0), 12.0, 30 * MB, more)
     assert study.plan.limit_bytes is not None

@@ -200,6 +200,18 @@ class Closure(Layer):
     change = _counting()
 
 
+class Defaults(Layer):
+    def change(self, y: Tensor, seen: list[int] = [], *, sums: dict[str, int] = {}) -> Tensor:  # noqa: B006
+        seen.append(1)
+        sums["calls"] = sums.get("calls", 0) + 1
+        return y / (len(seen) + sums["calls"])
+
+
+def _defaults() -> tuple[list[int], dict[str, int]]:
+    function: Any = Defaults.change
+    return function.__defaults__[0], function.__kwdefaults__["sums"]
+
+
 @pytest.fixture(autouse=True)
 def _anew() -> Iterator[None]:
     yield
@@ -220,6 +232,8 @@ def _start() -> None:
     draws.manual_seed(5)
     numbers = np.random.default_rng(0)
     Closure.change = _counting()
+    for each in _defaults():
+        each.clear()
 
 
 def _train(kind: type[Layer], **offload: Any) -> list[Any]:
@@ -236,7 +250,7 @@ def _train(kind: type[Layer], **offload: Any) -> list[Any]:
         loss.backward()
         found += [p.grad.numpy().tobytes() for p in model.parameters() if p.grad is not None]
         found.append((calls, CountOfClass.calls, factor, tuple(log), tuple(window), state.calls))
-        found.append((means.tobytes(), settings.calls, str(nested)))
+        found.append((means.tobytes(), settings.calls, str(nested), str(_defaults())))
         found += [each.numpy().tobytes() for each in norms[0].buffers()]
         found += [each.numpy().tobytes() for each in (centres["centre"], scale)]
         found += [draws.get_state().numpy().tobytes(), str(numbers.bit_generator.state)]

@@ -463,13 +463,13 @@ class BudgetController:
 
     def _can_rest_more(self) -> bool:
         """Whether weights that are on the device may rest."""
-        if self._weights is None or self._num_rested == _MOST_RESTED:
+        if self._weights is None or self._num_rested == _MOST_RESTED or not self._weights.may_move:
             return False
         return self._resting != self._weights.names
 
     def _place_weights(self, study: BudgetStudy, plan: Plan) -> None:
         """Have the weights where a plan has them, if it says so."""
-        if self._weights is None or study is not self._placing:
+        if self._weights is None or study is not self._placing or not self._weights.may_move:
             return
         owners = study.profile.weight_owners()
         resting = self._weights.names - {

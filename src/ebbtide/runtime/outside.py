@@ -2,7 +2,8 @@
 
 A forward that runs again must leave no other traces than the first one. What it can reach without
 its arguments and its modules has names in its code: globals, variables of functions around it,
-attributes of classes, and attributes of plain objects that have such names.
+attributes of classes, and attributes of plain objects that have such names. Defaults of arguments
+are there from one call to the next, too.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ class Variable(NamedTuple):
     """A variable that a forward names.
 
     Attributes:
-        holder: what holds it: a dict, a class, or the cell of a variable of a function around
-            another one.
-        name: its name there.
+        holder: what holds it: a dict, a class, the cell of a variable of a function around another
+            one, or the defaults of a function's arguments.
+        name: its name there, or its number among the defaults.
         value: its present value.
     """
 
     holder: Any
-    name: str
+    name: Any
     value: Any
 
     def now(self) -> Any:
@@ -89,7 +90,7 @@ def find_outside(modules: Sequence[nn.Module]) -> tuple[list[Variable], list[nn.
         Variables, among which are no functions, classes and modules, and modules that belong to
         others. Those that the given ones are part of are not among them.
     """
-    found: dict[tuple[int, str], Variable] = {}
+    found: dict[tuple[int, Any], Variable] = {}
     named: dict[nn.Module, None] = {}
     for module in modules:
         walk = _Walk(module)
@@ -176,7 +177,7 @@ class _Walk:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self.found: dict[tuple[int, str], Variable] = {}
+        self.found: dict[tuple[int, Any], Variable] = {}
         self.modules: dict[nn.Module, None] = {}
         self._functions: list[types.FunctionType] = []  # grows while they are looked through
         self._objects: dict[int, Any] = {}
@@ -239,6 +240,10 @@ class _Walk:
                 continue
             if name != "__class__":
                 self._note(cell, name, content)
+        for number, value in enumerate(function.__defaults__ or ()):
+            self._note(function.__defaults__, number, value)
+        for name, value in (function.__kwdefaults__ or {}).items():
+            self._note(function.__kwdefaults__, name, value)
 
     def _find_attribute(self, owner: Any, name: str) -> None:
         """Note an attribute of an object or of its class."""
@@ -256,7 +261,7 @@ class _Walk:
         elif name in getattr(owner, "__dict__", ()):
             self._note(vars(owner), name, vars(owner)[name])
 
-    def _note(self, holder: Any, name: str, value: Any) -> None:
+    def _note(self, holder: Any, name: Any, value: Any) -> None:
         self._look_at(value)
         self._add_modules(value)
         if isinstance(value, type) and not _is_of_library(value.__module__):

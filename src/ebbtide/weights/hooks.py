@@ -632,13 +632,31 @@ class AbstractWeights(ABC):
 
         Raises:
             ForkedProcessError: this process was forked from the one that offloaded the weights.
+            PolicyError: the optimizer joins all parameters, and some are on the device.
         """
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        parameters = parameters_of(optimizer)
         self._adopt_all({id(p) for p in parameters if p not in self})
         if any(parameter in self for parameter in parameters):
             self.check_process()
+            if joins_parameters(optimizer) and len({each.device for each in parameters}) > 1:
+                raise PolicyError(
+                    f"{type(optimizer).__name__} joins all parameters to one vector, and of these "
+                    f"some rest on the host and some are on the device; use an optimizer that "
+                    f"steps each parameter by itself, or leave the weights on the device: without "
+                    f"weights=, or with a budget and weights=ebbtide.WeightPolicy(num_layers=0)"
+                )
             bring_scales(optimizer)
             bring_state(optimizer, self)
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """Return all parameters of an optimizer."""
+    return [each for group in optimizer.param_groups for each in group["params"]]
+
+
+def joins_parameters(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer of torch computes with all parameters as one vector."""
+    return isinstance(optimizer, torch.optim.LBFGS)
 
 
 def bring_state(optimizer: torch.optim.Optimizer, parameters: Container[nn.Parameter]) -> None:

@@ -29,7 +29,12 @@ from ebbtide.runtime.torch_internals import exchange_tensors
 from ebbtide.runtime.transfers import Transfers
 from ebbtide.units import few
 from ebbtide.weights.device_weights import DeviceWeights
-from ebbtide.weights.hooks import AbstractWeights, bring_state
+from ebbtide.weights.hooks import (
+    AbstractWeights,
+    bring_state,
+    joins_parameters,
+    parameters_of,
+)
 from ebbtide.weights.mapped_weights import MappedWeights
 
 CPU: Final = torch.device("cpu")
@@ -90,7 +95,13 @@ class ModelWeights:
         self._optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = (
             weakref.WeakKeyDictionary()
         )
-        self._watch: OptimizerWatch | None = None
+        self._joining: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._watch = OptimizerWatch(before=self._bring_state)
+
+    @property
+    def may_move(self) -> bool:
+        """Whether weights may go to another device; not if an optimizer joins all of them."""
+        return not self._joining
 
     @property
     def names(self) -> frozenset[str]:
@@ -124,8 +135,6 @@ class ModelWeights:
         model = self._model()
         if model is None:
             return
-        if self._watch is None:
-            self._watch = OptimizerWatch(before=self._bring_state)
         self._num_placed += 1
         transfers, origin = self._engine.transfers, self._origin
         chosen = self._names if names is None else [each for each in self._names if each in names]
@@ -160,8 +169,7 @@ class ModelWeights:
 
     def detach(self) -> None:
         """Move all weights to where the model was brought from, or to the device it computes on."""
-        if self._watch is not None:
-            self._watch.remove()
+        self._watch.remove()
         self._end_resting(self._origin)
         model = self._model()
         if model is not None and self._origin is not None:
@@ -183,6 +191,10 @@ class ModelWeights:
         if model is None or self._optimizers.get(optimizer) == self._num_placed:
             return
         self._optimizers[optimizer] = self._num_placed
+        if joins_parameters(optimizer) and not set(parameters_of(optimizer)).isdisjoint(
+            model.parameters()
+        ):
+            self._joining.add(optimizer)
         if optimizer.state:
             there = {each for each in model.parameters() if each not in self._resting}
             bring_state(optimizer, there)
