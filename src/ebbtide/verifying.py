@@ -29,7 +29,8 @@ from torch import Tensor, nn
 
 from ebbtide.api import offload as offload_model
 from ebbtide.devices.device import AbstractDevice
-from ebbtide.devices.provoked import POISON, FreedMemory, Provocation, ProvokedDevice, find_sleep
+from ebbtide.devices.provoked import FreedMemoryPoison, Provocation, ProvokedDevice, find_sleep
+from ebbtide.devices.simulated import POISON
 from ebbtide.errors import PolicyError
 from ebbtide.policy import ActivationPolicy, refuse
 from ebbtide.runtime.engine import devices_made_by, make_device
@@ -746,7 +747,7 @@ class ProvokedCopies(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._device = device
         self._provocation = provocation
         self._choices = random.Random(provocation.seed if provocation else 0)
-        self._freed = FreedMemory()
+        self._freed = FreedMemoryPoison()
         self._sleep = find_sleep(device)
         self._poison = torch.full((), POISON, dtype=torch.uint8, device=device)
         self._module = torch.get_device_module(device)

@@ -27,9 +27,8 @@ from ebbtide.devices.device import (
     AbstractStream,
     Origin,
 )
-from ebbtide.devices.simulated import SimulatedDevice
+from ebbtide.devices.simulated import POISON, SimulatedDevice
 
-POISON: Final = 0xFF  # every float, complex and bfloat16 value made of these bytes is NaN
 _PIECE_BYTES: Final = 2**20  # of poison, and of the copies that hold others up
 _MOST_WATCHED: Final = 4096
 _SLEEP_CYCLES: Final = 400_000  # 0.2 to 0.3 ms on a GPU
@@ -133,7 +132,7 @@ class ProvokedDevice(AbstractDevice):
         self.computes_on_host = device.computes_on_host
         self.has_memory = device.has_memory
         self.is_calm = False
-        self._freed = FreedMemory()
+        self._freed = FreedMemoryPoison()
         if not device.computes_on_host:
             self._sleep = find_sleep(device.torch_device)
             poison = torch.full((_PIECE_BYTES,), POISON, dtype=torch.uint8, device="cpu")
@@ -259,7 +258,7 @@ class ProvokedDevice(AbstractDevice):
 
 
 @final
-class FreedMemory:
+class FreedMemoryPoison:
     """Overwrites memory of a device as soon as it has been freed.
 
     The allocator hands out what was freed last, in the order of the stream that it belongs to, so

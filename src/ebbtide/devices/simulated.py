@@ -37,7 +37,7 @@ import errno
 import random
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -52,7 +52,7 @@ from ebbtide.devices.device import (
     raise_again,
 )
 
-_POISON = 0xFF  # every float, complex and bfloat16 value made of these bytes is NaN
+POISON: Final = 0xFF  # every float, complex and bfloat16 value made of these bytes is NaN
 
 
 class RaceError(AssertionError):
@@ -405,7 +405,7 @@ class SimulatedDevice(AbstractDevice):
     def allocate(self, size_bytes: int) -> torch.Tensor:
         self.clock += 1
         self._allocations = [known for known in self._allocations if not known.expired()]
-        memory = torch.full((size_bytes,), _POISON, dtype=torch.uint8, device="cpu")
+        memory = torch.full((size_bytes,), POISON, dtype=torch.uint8, device="cpu")
         reference = StorageWeakRef(memory.untyped_storage())  # type: ignore[no-untyped-call]
         uses = {self.compute_stream(): self.clock}
         self._allocations.append(_Allocation(reference, size_bytes, uses))
@@ -539,7 +539,7 @@ class SimulatedDevice(AbstractDevice):
         """Overwrite a copy's target with NaN, unless earlier copies have yet to read it."""
         end = _End(target)
         if not any(end.overlaps(copy.source) for copy in self._queues["h2d"]):
-            target.fill_(_POISON)
+            target.fill_(POISON)
 
     def _queue(
         self,
