@@ -140,7 +140,8 @@ def _check_share(policy: ActivationPolicy | WeightPolicy) -> None:
     for name in ("num_layers", "keep_last"):
         value = getattr(policy, name)
         if value is not None or name == "keep_last":
-            object.__setattr__(policy, name, parse_number(name, value))
+            number = parse_number(name, value, "a whole number of layers, 0 or more")
+            object.__setattr__(policy, name, number)
     share: object = policy.fraction
     if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
         refuse("fraction", "a share of the layers, from 0 to 1", share)
@@ -301,8 +302,15 @@ def parse_device(device: Any) -> torch.device | None:
         refuse("device", "a torch.device", device, 'such as "cuda", "cuda:1" or "cpu"')
 
 
-def parse_number(name: str, value: SupportsIndex | None) -> int:
+def parse_number(
+    name: str, value: SupportsIndex | None, kind: str = "a whole number, 0 or more"
+) -> int:
     """Return a whole number, 0 or more.
+
+    Args:
+        name: name of the argument.
+        value: what was given.
+        kind: what it must be, in words.
 
     Raises:
         PolicyError: it is something else.
@@ -312,7 +320,7 @@ def parse_number(name: str, value: SupportsIndex | None) -> int:
     except TypeError:
         number = -1
     if number < 0:
-        refuse(name, "a whole number, 0 or more", value)
+        refuse(name, kind, value)
     return number
 
 
