@@ -32,8 +32,6 @@ _STAGES: Final[Mapping[str, tuple[str, Callable[..., Any]]]] = {
     "rules by hand": ("_enter_simple", lambda *_: None),
     "single changes": ("improve", lambda *_: None),
     "annealing": ("anneal", lambda *_: None),
-    "the dynamic programme": ("_enter_chain", lambda *_: None),
-    "enumeration": ("count_plans", lambda *_: sys.maxsize),
     "whole numbers": ("_is_quick_in_whole_numbers", lambda *_: False),
 }
 """For each stage, the function of the search that is replaced, and by what."""

@@ -94,21 +94,3 @@ def test_text_that_is_no_profile_is_refused(change: Any, message: str) -> None:
     change(content)
     with pytest.raises(PolicyError, match=message):
         StepProfile.from_json(json.dumps(content))
-
-
-def test_equal_layers_have_one_fingerprint() -> None:
-    def layer(index: int, **more: Any) -> Any:
-        same_as = StorageId(index - 1, 0) if index else None
-        return make_layer(5, name=str(index), input_same_as=same_as, input_bytes=5 * MB, **more)
-
-    profile = make_profile(layer(0), layer(1), layer(2), layer(3, backward_s=9.0))
-    prints = [profile.fingerprint(index) for index in range(4)]
-    assert prints[1] == prints[2]  # the name and the place of a layer do not matter
-    assert hash(prints[1]) == hash(prints[2])
-    assert prints[0] != prints[1]
-    again = SavedStorage(number=0, size_bytes=5 * MB, same_as=StorageId(0, 0))
-    sharing = [dataclasses.replace(make_layer(), storages=(again,))] * 2
-    shared = make_profile(make_layer(5), *sharing)
-    assert shared.fingerprint(1) != shared.fingerprint(2)  # the memory of the one before, and not
-    assert prints[2] != prints[3]
-    assert dataclasses.replace(profile.layers[1], name="2") != profile.layers[2]  # absolute places

@@ -621,7 +621,7 @@ class BudgetStudy:
         profile = self._corrected(self._begin_bytes)
         timing = CautiousTiming(profile, self._hardware)
         rests, host_bytes = everywhere(profile), self._host_bytes
-        return find_frugal(profile, self._hardware, timing, 0, rests, host_bytes)
+        return find_frugal(profile, self._hardware, timing, rests, host_bytes)
 
     @property
     def _margin_bytes(self) -> int:

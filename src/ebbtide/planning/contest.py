@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple, final
 
 from ebbtide.planning.plan import Decision, LayerMode, LayerPlan, Plan
-from ebbtide.planning.prediction import NOBODY, PlanBudget, Prediction, Predictor, StorageUses
+from ebbtide.planning.prediction import PlanBudget, Prediction, Predictor, StorageUses
 from ebbtide.planning.profile import StepProfile
 from ebbtide.planning.relaxation import Relaxation, Resting, nowhere
 from ebbtide.planning.windows import open_windows
@@ -57,7 +57,7 @@ class Choices:
             mode = LayerMode.AS_IS
             if recomputed:
                 mode = LayerMode.RECOMPUTE_OFFLOAD if leaves else LayerMode.RECOMPUTE
-            decisions = tuple(self.decisions[piece] for _, piece in uses.saves[index])
+            decisions = tuple(self.decisions[piece] for piece in uses.saves[index])
             layers.append(LayerPlan(mode=mode, decisions=decisions, weights_on_host=resting[index]))
         if self.inflight_bytes == BY_PASS:
             return Plan(layers=tuple(layers), windows=(0,) * (2 * len(layers) + 1))
@@ -76,10 +76,10 @@ def choices_of(plan: Plan, uses: StorageUses) -> Choices:
             if source is not None and decisions[source] is None:
                 decisions[source] = Decision.OFFLOAD if leaves else Decision.KEEP
             continue
-        for number, piece in uses.saves[index]:
+        for piece, decision in zip(uses.saves[index], layer.decisions, strict=True):
             if decisions[piece] is None:
-                decisions[piece] = layer.decisions[number]
-    known = [Decision.KEEP if decision is None else decision for decision in decisions]
+                decisions[piece] = decision
+    known = [each or Decision.KEEP for each in decisions]
     return Choices(recomputed, known, BY_PASS if plan.windows else plan.max_inflight_bytes)
 
 
@@ -107,34 +107,15 @@ def rounded(relaxation: Relaxation, uses: StorageUses, inflight_bytes: int) -> C
     decisions = [Decision.KEEP] * len(uses.memories)
     owed_bytes = 0.0
     for index, again in enumerate(recomputed):
-        source = uses.inputs[index]
-        alone = [piece for _, piece in uses.saves[index] if piece not in relaxation.offloaded]
-        for piece in alone:
-            if relaxation.rebuilt.get(piece, 0.0) >= 0.5:
-                decisions[piece] = Decision.REBUILD
+        alone = [piece for piece in uses.saves[index] if piece not in relaxation.offloaded]
         owed_bytes += relaxation.offloaded_bytes[index]
-        if again:
-            continue
         for piece in sorted(alone, key=lambda piece: -uses.memories[piece].size_bytes):
             memory = uses.memories[piece]
-            free = decisions[piece] is Decision.KEEP and memory.may_leave and piece != source
-            if free and owed_bytes >= memory.size_bytes / 2:
+            if relaxation.rebuilt.get(piece, 0.0) >= 0.5:
+                decisions[piece] = Decision.REBUILD
+            elif memory.may_leave and not again and owed_bytes >= memory.size_bytes / 2:
                 decisions[piece] = Decision.OFFLOAD
                 owed_bytes -= memory.size_bytes
-    _spread_pieces(relaxation, uses, decisions)
-    return Choices(recomputed, decisions, inflight_bytes)
-
-
-def _spread_pieces(relaxation: Relaxation, uses: StorageUses, decisions: list[Decision]) -> None:
-    """Round what is decided piece by piece: inputs, and what layers share."""
-    inputs = [(index, source) for index, source in enumerate(uses.inputs) if source is not None]
-    alone = [(index, source) for index, source in inputs if source not in relaxation.offloaded]
-    leaves = _spread([relaxation.input_offloaded[index] for index, _ in alone])
-    for (_, source), leaving in zip(alone, leaves, strict=True):
-        if leaving:
-            decisions[source] = Decision.OFFLOAD
-        elif relaxation.rebuilt.get(source, 0.0) >= 0.5:
-            decisions[source] = Decision.REBUILD
     pieces = sorted(relaxation.offloaded)
     leaves = _spread([relaxation.offloaded[piece] for piece in pieces])
     for piece, leaving in zip(pieces, leaves, strict=True):
@@ -142,9 +123,10 @@ def _spread_pieces(relaxation: Relaxation, uses: StorageUses, decisions: list[De
             decisions[piece] = Decision.REBUILD
         elif leaving:
             decisions[piece] = Decision.OFFLOAD
+    return Choices(recomputed, decisions, inflight_bytes)
 
 
-def _spread(fractions: list[float] | tuple[float, ...]) -> Iterator[bool]:
+def _spread(fractions: Sequence[float]) -> Iterator[bool]:
     """Yield a choice for each fraction; their running sums stay together."""
     owed = 0.0
     for fraction in fractions:
@@ -159,18 +141,13 @@ def _spread(fractions: list[float] | tuple[float, ...]) -> Iterator[bool]:
 
 def keep_all(profile: StepProfile) -> Plan:
     """Return the plan that changes nothing."""
-    return _uniform(profile, LayerMode.AS_IS, Decision.KEEP)
+    return _by_rule(profile, Decision.KEEP)
 
 
 def offload_first(profile: StepProfile, count: int) -> Plan:
     """Return the plan that offloads what the first ``count`` layers save, and keeps the rest."""
-    layers = [
-        _layer(
-            profile, index, LayerMode.AS_IS, Decision.OFFLOAD if index < count else Decision.KEEP
-        )
-        for index in range(len(profile.layers))
-    ]
-    return Plan(layers=tuple(layers))
+    offloaded, kept = _by_rule(profile, Decision.OFFLOAD), keep_all(profile)
+    return Plan(layers=offloaded.layers[:count] + kept.layers[count:])
 
 
 def with_weights(plan: Plan, resting: Resting) -> Plan:
@@ -187,38 +164,36 @@ def rule_plans(profile: StepProfile) -> Iterator[tuple[str, Plan]]:
     inputs of the others are. A storage that cannot be rebuilt is kept.
     """
     yield "keep all", keep_all(profile)
-    yield "rebuild alone", _rebuilt(profile, Decision.KEEP)
-    yield "offload all", _uniform(profile, LayerMode.AS_IS, Decision.OFFLOAD)
+    yield "rebuild alone", _by_rule(profile, Decision.KEEP, rebuilds=True)
+    yield "offload all", _by_rule(profile, Decision.OFFLOAD)
     yield "offload all, rebuild", offload_or_rebuild(profile)
-    yield "recompute all", _uniform(profile, LayerMode.RECOMPUTE, Decision.KEEP)
-    both = _uniform(profile, LayerMode.RECOMPUTE_OFFLOAD, Decision.OFFLOAD)
+    yield "recompute all", _by_rule(profile, Decision.KEEP, LayerMode.RECOMPUTE)
+    both = _by_rule(profile, Decision.OFFLOAD, LayerMode.RECOMPUTE_OFFLOAD)
     yield "recompute + offload all", both
-
-
-def _uniform(profile: StepProfile, mode: LayerMode, decision: Decision) -> Plan:
-    layers = [_layer(profile, index, mode, decision) for index in range(len(profile.layers))]
-    return Plan(layers=tuple(layers))
-
-
-def _layer(profile: StepProfile, index: int, mode: LayerMode, decision: Decision) -> LayerPlan:
-    layer = profile.layers[index]
-    if not layer.may_recompute:
-        mode = LayerMode.AS_IS
-    return LayerPlan(mode=mode, decisions=(decision,) * len(layer.storages))
 
 
 def offload_or_rebuild(profile: StepProfile) -> Plan:
     """Return the plan that rebuilds what can be rebuilt, and offloads the rest."""
-    return _rebuilt(profile, Decision.OFFLOAD)
+    return _by_rule(profile, Decision.OFFLOAD, rebuilds=True)
 
 
-def _rebuilt(profile: StepProfile, others: Decision) -> Plan:
-    layers = []
-    for layer in profile.layers:
-        decisions = tuple(
-            others if storage.rebuild_s is None else Decision.REBUILD for storage in layer.storages
+def _by_rule(
+    profile: StepProfile,
+    decision: Decision,
+    mode: LayerMode = LayerMode.AS_IS,
+    *,
+    rebuilds: bool = False,
+) -> Plan:
+    layers = (
+        LayerPlan(
+            mode=mode if layer.may_recompute else LayerMode.AS_IS,
+            decisions=tuple(
+                Decision.REBUILD if rebuilds and each.rebuild_s is not None else decision
+                for each in layer.storages
+            ),
         )
-        layers.append(LayerPlan(decisions=decisions))
+        for layer in profile.layers
+    )
     return Plan(layers=tuple(layers))
 
 
@@ -292,8 +267,6 @@ class Contest:
         self.best: Contestant | None = None
         self.num_predictions = 0
         self.predictor = predictor
-        self._least_s = busy_s(profile)
-        self._largest_bytes = max((each.size_bytes for each in self.uses.memories), default=0)
 
     def enter(self, choices: Choices) -> Contestant:
         """Predict a plan; it becomes the best one if it beats that."""
@@ -313,34 +286,18 @@ class Contest:
             self.best = contestant
         return contestant
 
-    def enter_if_promising(
-        self, choices: Choices, bounds: Sequence[int], copy_s_per_byte: float = 0.0
-    ) -> None:
-        """Predict a plan unless arithmetic shows that it cannot win.
+    def enter_by_hand(self, choices: Choices) -> None:
+        """Predict a plan with as many bytes in flight as it has room for.
 
-        Args:
-            choices: the plan.
-            bounds: the bounds on bytes in flight to predict it with, one after the other.
-            copy_s_per_byte: the least seconds that a copy down and back takes.
+        More bytes in flight make a step faster, and its peak higher.
         """
-        layers = zip(self.profile.layers, choices.recomputed, strict=True)
-        least_s = self._least_s + sum(layer.second_forward_s for layer, again in layers if again)
-        if least_s >= self.fitting_s:
-            return
-        kept_bytes, offloaded_bytes = self._stays_and_leaves(choices)
-        # What is in flight, one copy that is larger than that, and the last one, may never leave.
-        for inflight_bytes in bounds:
-            staying_bytes = inflight_bytes + 2 * self._largest_bytes
-            if inflight_bytes == BY_PASS:
-                staying_bytes = self.budget.device_bytes
-            leaving_bytes = offloaded_bytes - staying_bytes
-            if max(least_s, leaving_bytes * copy_s_per_byte) >= self.fitting_s:
-                continue
-            if self.has_fitting and kept_bytes > self.budget.device_bytes:
-                return
+        for bound_bytes in reversed(self.bounds):
             changed = choices.copy()
-            changed.inflight_bytes = inflight_bytes
-            self.enter(changed)
+            changed.inflight_bytes = bound_bytes
+            score = self.enter(changed).score
+            is_decided = not score.excess_bytes or score.step_s >= self.fitting_s
+            if is_decided and bound_bytes != BY_PASS:
+                return
 
     @property
     def left_s(self) -> float | None:
@@ -371,19 +328,6 @@ class Contest:
             return float("inf")
         return self.best.score.step_s
 
-    def _stays_and_leaves(self, choices: Choices) -> tuple[int, int]:
-        """Return how many bytes are in memory throughout, and how many are offloaded."""
-        used = self.uses.under(choices.plan(self.uses, self.resting))
-        kept_bytes, offloaded_bytes = self.profile.fixed_bytes, 0
-        for memory, decision, first in zip(
-            self.uses.memories, used.decisions, used.first, strict=True
-        ):
-            if first != NOBODY and decision is Decision.KEEP:
-                kept_bytes += memory.size_bytes
-            if first != NOBODY and decision is Decision.OFFLOAD:
-                offloaded_bytes += memory.size_bytes
-        return kept_bytes, offloaded_bytes
-
 
 def busy_s(profile: StepProfile) -> float:
     """Return the seconds of a step that recomputes nothing and never waits."""
@@ -395,8 +339,6 @@ def busy_s(profile: StepProfile) -> float:
 
 MOST_WORK: Final = 20_000
 """Number of layers that are looked at in all, over all predictions; it takes about a second."""
-
-_RELIEFS: Final = 2  # times that a plan is changed at once to fit
 
 
 def improve(contest: Contest, most_work: int = MOST_WORK) -> None:
@@ -418,74 +360,6 @@ def improve(contest: Contest, most_work: int = MOST_WORK) -> None:
             changed = before.choices.copy()
             if apply_change(change, changed) and contest.enter(changed) is contest.best:
                 improved = True
-
-
-def relieve(contest: Contest, contestant: Contestant) -> bool:
-    """Recompute or offload a little more, so that a plan slightly over the budget fits.
-
-    Args:
-        contest: predicts the changed plans.
-        contestant: the plan.
-
-    Returns:
-        Whether one of the changed plans fits.
-    """
-    fits = False
-    for changing in (_recompute_more, _offload_more):
-        changed = contestant
-        for _ in range(_RELIEFS):
-            changed = contest.enter(changing(contest, changed))
-            if not changed.score.excess_bytes:
-                fits = True
-                break
-    return fits
-
-
-def _relieving(contest: Contest, contestant: Contestant) -> list[int]:
-    """Return the layers that keep storages at the peak and run as they are, spread evenly."""
-    peaks = contestant.prediction.peak_by_position
-    place, count = peaks.index(max(peaks)), len(contest.profile.layers)
-    layers = min(place, 2 * count - place)
-    order = _inside_out(count)
-    return [i for i in order if i <= layers and not contestant.choices.recomputed[i]]
-
-
-def _kept_by(contest: Contest, choices: Choices, index: int) -> list[int]:
-    pieces = dict.fromkeys(piece for _, piece in contest.uses.saves[index])
-    return [piece for piece in pieces if choices.decisions[piece] is Decision.KEEP]
-
-
-def _recompute_more(contest: Contest, contestant: Contestant) -> Choices:
-    choices, uses = contestant.choices.copy(), contest.uses
-    left_bytes = contestant.score.excess_bytes
-    costs: list[tuple[float, int, int]] = []
-    for index in _relieving(contest, contestant):
-        layer, source = contest.profile.layers[index], uses.inputs[index]
-        kept = _kept_by(contest, choices, index)
-        freed_bytes = sum(uses.memories[piece].size_bytes for piece in kept)
-        if source is not None and choices.decisions[source] is Decision.KEEP:
-            freed_bytes -= uses.memories[source].size_bytes
-        if layer.may_recompute and freed_bytes > 0:
-            # What is freed beyond the excess is worth nothing.
-            useful_bytes = min(freed_bytes, left_bytes)
-            costs.append((layer.second_forward_s / useful_bytes, index, freed_bytes))
-    for _, index, freed_bytes in sorted(costs):
-        if left_bytes <= 0:
-            break
-        choices.recomputed[index] = True
-        left_bytes -= freed_bytes
-    return choices
-
-
-def _offload_more(contest: Contest, contestant: Contestant) -> Choices:
-    choices, memories = contestant.choices.copy(), contest.uses.memories
-    left_bytes = contestant.score.excess_bytes
-    for index in _relieving(contest, contestant):
-        for piece in _kept_by(contest, choices, index):
-            if left_bytes > 0 and memories[piece].may_leave:
-                choices.decisions[piece] = Decision.OFFLOAD
-                left_bytes -= memories[piece].size_bytes
-    return choices
 
 
 Change = tuple[int | None, bool, tuple[tuple[int, Decision], ...], int | None]
@@ -510,67 +384,46 @@ def apply_change(change: Change, choices: Choices) -> bool:
 
 
 def changes(contest: Contest) -> Iterator[Change]:
-    """Yield the changes to try: of the bound, of whole layers, of single storages, of pairs."""
+    """Yield the changes to try: of the bound, of whole layers, of single storages."""
     for bound_bytes in contest.bounds:
         yield None, False, (), bound_bytes
     uses = contest.uses
     for index in _inside_out(len(contest.profile.layers)):
-        pieces = [piece for _, piece in uses.saves[index]]
+        pieces = uses.saves[index]
         source = uses.inputs[index]
         for decision in (Decision.KEEP, Decision.OFFLOAD):
             yield index, False, tuple((piece, decision) for piece in pieces), None
+            if any(uses.memories[piece].sources for piece in pieces):
+                rebuilt = (
+                    (piece, Decision.REBUILD if uses.memories[piece].sources else decision)
+                    for piece in pieces
+                )
+                yield index, False, tuple(rebuilt), None
             if contest.profile.layers[index].may_recompute:
                 yield index, True, () if source is None else ((source, decision),), None
         for piece in pieces if len(pieces) > 1 else ():
             for decision in Decision:
                 if decision is not Decision.REBUILD or uses.memories[piece].sources:
                     yield index, False, ((piece, decision),), None
-        if len(pieces) == 1 and uses.memories[pieces[0]].sources:
-            yield index, False, ((pieces[0], Decision.REBUILD),), None
-    yield from _swaps(contest)
 
 
-def _swaps(contest: Contest) -> Iterator[Change]:
-    """Yield exchanges of what becomes of one storage and of another one nearby."""
-    assert contest.best is not None
-    decisions = contest.best.choices.decisions
-    memories = contest.uses.memories
-    for piece in range(len(memories)):
-        for other in range(piece + 1, min(piece + 4, len(memories))):
-            if decisions[piece] is decisions[other]:
-                continue
-            swapped = ((piece, decisions[other]), (other, decisions[piece]))
-            if all(
-                memories[each].sources or decision is not Decision.REBUILD
-                for each, decision in swapped
-            ):
-                yield None, False, swapped, None
+def _inside_out(count: int) -> list[int]:
+    """Return the numbers of layers so that the first ones are spread evenly over the step.
 
-
-def _inside_out(count: int) -> Iterator[int]:
-    """Yield the numbers of layers so that the first ones are spread evenly over the step."""
-    step = 1
-    while step < count:
-        step *= 2
-    seen: set[int] = set()
-    while step:
-        for index in range(0, count, step):
-            if index not in seen:
-                seen.add(index)
-                yield index
-        step //= 2
+    They go by their largest factor that is a power of two: 0, then 8, then 4 and 12, ...
+    """
+    return sorted(range(count), key=lambda index: -(index & -index) if index else -2 * count)
 
 
 # ---- Takes back what a plan offloads or recomputes without need ----
-
-_MOST_WORK: Final = 20_000  # layers that are looked at in all, over all predictions
 
 
 def spare(contest: Contest, best: Contestant) -> Contestant:
     """Keep what a plan moves although it fits and takes no longer without.
 
     A prediction counts no work of the host for a copy, nor bandwidth of the memory. So of two plans
-    that are predicted to take the same time, the one that moves less is the better one.
+    that are predicted to take the same time, the one that moves less is the better one. What the
+    last layers save is needed again first, so they are the first to keep it.
 
     Args:
         contest: predicts the plans.
@@ -579,39 +432,24 @@ def spare(contest: Contest, best: Contestant) -> Contestant:
     Returns:
         The plan that moves least of those that were looked at.
     """
-    most = contest.num_predictions + _MOST_WORK // len(contest.profile.layers)
-    best = _spare_last_layers(contest, best, most - contest.num_predictions)
+    most = MOST_WORK // len(contest.profile.layers)
+    moving = [
+        index
+        for index in reversed(range(len(contest.profile.layers)))
+        if best.choices.recomputed[index] or _offloaded(contest, best.choices, index)
+    ]
+    few = len(moving) <= most
+    fewest, too_many = 0, len(moving) + 1  # layers that need not move anything, and that must
+    while too_many - fewest > 1:
+        count = fewest + 1 if few else (fewest + too_many) // 2
+        spared = _better(contest, best, _without(contest, best.choices, moving[:count]))
+        fewest, too_many = (count, too_many) if spared is not best or few else (fewest, count)
+        best = spared
     moved = [i for i, each in enumerate(best.choices.decisions) if each is Decision.OFFLOAD]
-    if len(moved) > most - contest.num_predictions:
-        return best  # a few pieces of many make no difference
-    for piece in moved:
+    for piece in moved if len(moved) <= most else ():  # a few pieces of many make no difference
         changed = best.choices.copy()
         changed.decisions[piece] = Decision.KEEP
         best = _better(contest, best, changed)
-    return best
-
-
-def _spare_last_layers(contest: Contest, best: Contestant, most: int) -> Contestant:
-    """Have fewer layers move anything, the first ones only.
-
-    What the last layers save is needed again first.
-
-    Args:
-        contest: predicts the plans.
-        best: a plan within the budget.
-        most: predictions, if there are more layers than that.
-    """
-    moving = _moving_layers(contest, best)
-    if len(moving) <= most:
-        for count in range(1, len(moving) + 1):
-            best = _better(contest, best, _without(contest, best.choices, moving[:count]))
-        return best
-    fewest, too_many = 0, len(moving) + 1  # layers that need not move anything, and that must
-    while too_many - fewest > 1:
-        count = (fewest + too_many) // 2
-        spared = _better(contest, best, _without(contest, best.choices, moving[:count]))
-        fewest, too_many = (fewest, count) if spared is best else (count, too_many)
-        best = spared
     return best
 
 
@@ -623,18 +461,8 @@ def _better(contest: Contest, best: Contestant, changed: Choices) -> Contestant:
     return other if fits else best
 
 
-def _moving_layers(contest: Contest, best: Contestant) -> list[int]:
-    """Return the layers that are recomputed or offload anything, the last one first."""
-    choices = best.choices
-    return [
-        index
-        for index in reversed(range(len(contest.profile.layers)))
-        if choices.recomputed[index] or _offloaded(contest, choices, index)
-    ]
-
-
 def _offloaded(contest: Contest, choices: Choices, index: int) -> list[int]:
-    pieces = [piece for _, piece in contest.uses.saves[index]]
+    pieces = contest.uses.saves[index]
     return [piece for piece in pieces if choices.decisions[piece] is Decision.OFFLOAD]
 
 

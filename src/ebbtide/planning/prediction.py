@@ -65,14 +65,14 @@ class StorageUses:
 
     Attributes:
         memories: all pieces of memory that layers save. What layers save as storages comes first.
-        saves: the pieces that each layer saves if it runs as it is: number in the layer and piece.
+        saves: the pieces that each layer saves if it runs as it is, by their numbers in it.
         inputs: the piece that is each layer's input; None if it has no bytes.
         inside_bytes: size of what each layer saves beside its input.
     """
 
     def __init__(self, profile: StepProfile) -> None:
         self.memories: list[Memory] = []
-        self.saves: list[list[tuple[int, int]]] = []
+        self.saves: list[list[int]] = []
         self.inputs: list[int | None] = []
         self.pieces: dict[StorageId, int] = {}
         for name in profile.storage_ids():
@@ -86,12 +86,8 @@ class StorageUses:
                 Memory(storage.size_bytes, storage.may_leave, sources, storage.rebuild_s)
             )
         for index, layer in enumerate(profile.layers):
-            self.saves.append(
-                [
-                    (each.number, self.pieces[StorageId(index, each.number)])
-                    for each in layer.storages
-                ]
-            )
+            names = (StorageId(index, each.number) for each in layer.storages)
+            self.saves.append([self.pieces[name] for name in names])
             if layer.input_same_as is not None:
                 self.inputs.append(self.pieces[layer.input_same_as])
             elif layer.input_bytes:
@@ -138,7 +134,7 @@ class StorageUses:
     def _saved_by(self, index: int, plan: Plan) -> list[tuple[int, Decision]]:
         layer, source = plan.layers[index], self.inputs[index]
         if layer.mode is LayerMode.AS_IS:
-            return [(piece, layer.decisions[number]) for number, piece in self.saves[index]]
+            return list(zip(self.saves[index], layer.decisions, strict=True))
         if source is None:
             return []
         leaves = layer.mode is LayerMode.RECOMPUTE_OFFLOAD
@@ -627,7 +623,7 @@ class _Run:
 
     def _forward_bytes(self, index: int, layer: LayerProfile, as_is: bool) -> int:
         """Return what a forward pass needs beside what is resident."""
-        used = {piece for _, piece in self._storages.saves[index]} if as_is else set()
+        used = set(self._storages.saves[index]) if as_is else set()
         source = self._storages.inputs[index]
         if source is not None:
             used.add(source)
@@ -718,7 +714,7 @@ class _Run:
         """Note that backward reads what the layer saved last, before anything is let go of."""
         saves = self._storages.saves[index]
         if self._plan.layers[index].mode is LayerMode.AS_IS and saves:
-            piece = saves[-1][1]
+            piece = saves[-1]
             if piece in self._copying and self._uses.last[piece] == index:
                 self._in_use.add(piece)
 

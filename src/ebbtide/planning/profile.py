@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, final
 
@@ -212,39 +212,6 @@ class StepProfile:
         if layer.input_same_as is not None:
             sizes.pop(layer.input_same_as, None)
         return sum(sizes.values())
-
-    def fingerprint(self, index: int) -> Hashable:
-        """Return a value that two layers share if a plan can treat them alike.
-
-        References to other layers are compared by how far away these are. Working memory is not
-        compared: it is a little more in each layer, if all before it leave something behind.
-
-        Args:
-            index: index of the layer.
-        """
-        layer = dataclasses.replace(
-            self.layers[index],
-            name="",
-            forward_working_bytes=0,
-            backward_working_bytes=0,
-            unsaved_forward_bytes=None,
-            recompute_working_bytes=None,
-        )
-
-        def relative(name: StorageId | None) -> StorageId | None:
-            return None if name is None else StorageId(name.layer - index, name.number)
-
-        storages = tuple(
-            dataclasses.replace(
-                storage,
-                same_as=relative(storage.same_as),
-                sources=tuple(StorageId(s.layer - index, s.number) for s in storage.sources),
-            )
-            for storage in layer.storages
-        )
-        return dataclasses.replace(
-            layer, storages=storages, input_same_as=relative(layer.input_same_as)
-        )
 
     def to_json(self) -> str:
         """Return the profile as text that `from_json` reads."""

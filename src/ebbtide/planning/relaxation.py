@@ -89,8 +89,7 @@ ONE: Final = -1
 
 def load_solver() -> None:
     """Load the solver's libraries, so that no later search takes memory that stays taken."""
-    for whole in ([], [0]):
-        minimize([1.0], [1.0], [{0: -1.0, ONE: 0.5}], whole)
+    minimize([1.0], [1.0], [{0: -1.0, ONE: 0.5}], [0])
 
 
 def minimize(
@@ -118,7 +117,7 @@ def minimize(
     """
     # Imported here: `import ebbtide` must stay light.
     import numpy as np
-    from scipy.optimize import linprog, milp
+    from scipy.optimize import milp
     from scipy.sparse import csr_matrix
 
     limits = np.array([-row.get(ONE, 0.0) for row in rows])
@@ -130,34 +129,26 @@ def minimize(
                 factors.append(factor)
         begins.append(len(columns))
     matrix = csr_matrix((factors, columns, begins), shape=(len(rows), len(costs)))
-    limits_of_time = {} if limit_s is None else {"time_limit": max(limit_s, 1e-3)}
-    if whole:
-        integrality = np.zeros(len(costs))
-        integrality[list(whole)] = 1
-        with without_stray_lines():
-            result: Any = milp(
-                np.array(costs),
-                integrality=integrality,
-                bounds=(0, np.array(upper)),
-                constraints=(matrix, -np.inf, limits),
-                options={"node_limit": _MOST_NODES, "mip_rel_gap": _WHOLE_GAP, **limits_of_time},
-            )
-        if result.status in (0, 1) and result.x is not None:
-            return float(result.mip_dual_bound), [float(value) for value in result.x]
-        if result.status == 2:
-            return None  # otherwise the limit came before a solution; fractions will do
-    bounds = np.column_stack([np.zeros(len(upper)), np.array(upper)])
-    result = linprog(
-        np.array(costs),
-        A_ub=matrix,
-        b_ub=limits,
-        bounds=bounds,
-        method="highs",
-        options=limits_of_time,
-    )
+    integrality = np.zeros(len(costs))
+    integrality[list(whole)] = 1
+    options = {"node_limit": _MOST_NODES, "mip_rel_gap": _WHOLE_GAP}
+    if limit_s is not None:
+        options["time_limit"] = max(limit_s, 1e-3)
+    with without_stray_lines():
+        result: Any = milp(
+            np.array(costs),
+            integrality=integrality,
+            bounds=(0, np.array(upper)),
+            constraints=(matrix, -np.inf, limits),
+            options=options,
+        )
     if result.status == 2:
         return None
-    if result.status == 1 and limit_s is not None:
+    if whole:
+        if result.x is not None:
+            return float(result.mip_dual_bound), [float(value) for value in result.x]
+        return minimize(costs, upper, rows, (), limit_s)  # the limit came before a solution
+    if result.status == 1:
         raise TimeoutError("the linear programme takes longer than it may")
     if result.status != 0:
         raise RuntimeError(f"the linear programme was not solved: {result.message}")
@@ -250,11 +241,10 @@ class Relaxation:
     Args:
         bound_s: no plan has a step of fewer seconds.
         recomputed: the fraction of each layer that is recomputed.
-        offloaded_bytes: how many of the bytes that each layer saves, its input aside, are
+        offloaded_bytes: how many of the bytes that each layer alone saves, its input aside, are
             offloaded.
-        input_offloaded: the fraction of each layer's input that is offloaded, where no other layer
-            has it.
-        offloaded: the fraction that is offloaded of each piece of memory that layers share.
+        offloaded: the fraction that is offloaded of each other piece of memory: of inputs, and of
+            what layers share.
         rebuilt: the fraction that is rebuilt of each piece that can be.
         resting_bytes: bytes of weights, gradients and optimizer state that rest on the host.
     """
@@ -262,7 +252,6 @@ class Relaxation:
     bound_s: float
     recomputed: tuple[float, ...]
     offloaded_bytes: tuple[float, ...]
-    input_offloaded: tuple[float, ...]
     offloaded: Mapping[int, float]
     rebuilt: Mapping[int, float]
     resting_bytes: float
@@ -286,12 +275,17 @@ def users_of(uses: StorageUses) -> list[list[User]]:
     """Return the users of each piece of memory, in the order of the layers."""
     users: list[list[User]] = [[] for _ in uses.memories]
     for index, (saves, source) in enumerate(zip(uses.saves, uses.inputs, strict=True)):
-        saved = dict.fromkeys(piece for _, piece in saves)
+        saved = dict.fromkeys(saves)
         for piece in saved:
             users[piece].append(User(index, True, piece == source))
         if source is not None and source not in saved:
             users[source].append(User(index, False, True))
     return users
+
+
+def _are_summed(users: Sequence[User]) -> bool:
+    """Whether a piece counts with others of its layer: no other has it, and it is no input."""
+    return len(users) == 1 and not users[0].is_input
 
 
 def relax(
@@ -402,14 +396,13 @@ class _Programme:
             for layer in layers
         ]
         self._o = [self._variable(copy_ms) for _ in layers]
-        self._oi = [self._variable(copy_ms) for _ in layers]
         self._z: dict[int, int] = {}
         self._shared: dict[tuple[int, int], tuple[int, int]] = {}  # kept, offloaded; MB
         self._z_shared: dict[tuple[int, int], int] = {}
         for piece, users in enumerate(self._users):
             memory = self._uses.memories[piece]
             rebuild_ms = None if memory.rebuild_s is None else memory.rebuild_s / _MS
-            if len(users) == 1:
+            if _are_summed(users):
                 if rebuild_ms is not None:
                     self._z[piece] = self._variable(rebuild_ms, 1.0)
                 continue
@@ -456,36 +449,29 @@ class _Programme:
         """Say what each layer saves, how much of it can leave, and what stays."""
         count = self._count
         self._saved: list[Terms] = [{} for _ in range(count)]  # alone, its input aside; MB
-        self._input: list[Terms] = [{} for _ in range(count)]  # alone; MB
+        self._input: list[Terms] = [{} for _ in range(count)]  # that no other layer has; MB
         self._first: list[Terms] = [{} for _ in range(count)]  # of shared memory; MB
         self._kept: list[Terms] = [{} for _ in range(count)]  # MB
         self._joins: list[Terms] = [{} for _ in range(count + 1)]  # D at the end of each F; MB
         self._consumed: list[Terms] = [{} for _ in range(count)]  # U at the begin of each B; MB
         self._rebuild: list[Terms] = [{} for _ in range(count)]  # ms
         leaves: list[Terms] = [{} for _ in range(count)]
-        input_leaves: list[Terms] = [{} for _ in range(count)]
         for piece, users in enumerate(self._users):
-            if len(users) == 1:
-                self._link_alone(piece, users[0], leaves, input_leaves)
+            if _are_summed(users):
+                self._link_alone(piece, users[0].layer, leaves)
             elif users:
                 self._link_shared(piece, users)
         for index in range(count):
-            o, oi = {self._o[index]: 1.0}, {self._oi[index]: 1.0}
+            o = {self._o[index]: 1.0}
             self._at_most(o, _times(-1, leaves[index]))
-            self._at_most(oi, _times(-1, input_leaves[index]))
-            self._kept[index] = _plus(
-                self._kept[index], leaves[index], _times(-1, o), input_leaves[index], _times(-1, oi)
-            )
+            self._kept[index] = _plus(self._kept[index], leaves[index], _times(-1, o))
             self._joins[index + 1] = _plus(self._joins[index + 1], o)
-            self._joins[index] = _plus(self._joins[index], oi)
-            self._consumed[index] = _plus(self._consumed[index], o, oi)
+            self._consumed[index] = _plus(self._consumed[index], o)
 
-    def _link_alone(
-        self, piece: int, user: User, leaves: list[Terms], input_leaves: list[Terms]
-    ) -> None:
-        memory, index = self._uses.memories[piece], user.layer
+    def _link_alone(self, piece: int, index: int, leaves: list[Terms]) -> None:
+        memory = self._uses.memories[piece]
         size = memory.size_bytes / _MB
-        saved = _times(size, self._active(user))
+        saved = {ONE: size, self._c[index]: -size}
         there = saved
         if piece in self._z:
             z = {self._z[piece]: 1.0}
@@ -493,15 +479,12 @@ class _Programme:
             there = _plus(saved, _times(-size, z))
             rebuild_s = memory.rebuild_s or 0.0
             self._rebuild[index] = _plus(self._rebuild[index], _times(rebuild_s / _MS, z))
-        which, leaving = (self._input, input_leaves) if user.is_input else (self._saved, leaves)
-        which[index] = _plus(which[index], saved)
-        if memory.may_leave:
-            leaving[index] = _plus(leaving[index], there)
-        else:
-            self._kept[index] = _plus(self._kept[index], there)
+        self._saved[index] = _plus(self._saved[index], saved)
+        stays_or_leaves = leaves if memory.may_leave else self._kept
+        stays_or_leaves[index] = _plus(stays_or_leaves[index], there)
 
     def _link_shared(self, piece: int, users: Sequence[User]) -> None:
-        """Link the choices of a piece that several layers may save, one of them first."""
+        """Link the choices of an input, or of what several layers may save, one of them first."""
         memory = self._uses.memories[piece]
         size = memory.size_bytes / _MB
         so_far: Terms = {}
@@ -518,7 +501,8 @@ class _Programme:
             so_far = _plus(so_far, first)
             self._at_most(_times(size, self._active(user)), _times(-1, so_far))
             index = user.layer
-            self._first[index] = _plus(self._first[index], first)
+            saved = self._input if len(users) == 1 else self._first
+            saved[index] = _plus(saved[index], first)
             self._kept[index] = _plus(self._kept[index], {kept: 1.0})
             early = index if user.is_input else index + 1
             self._joins[early] = _plus(self._joins[early], {offloaded: 1.0})
@@ -566,7 +550,7 @@ class _Programme:
         profile = self._profile
         self._fits({ONE: max(profile.before_working_bytes, profile.after_working_bytes) / _MB})
         self._kept_stock: list[Terms] = [{}]  # of the layers before each
-        down = self._new_stock({}, self._joins[0])
+        down = self._stock_of({}, self._joins[0])
         for index, layer in enumerate(self._profile.layers):
             wait = self._variable(1.0)
             need = _plus(self._kept_stock[index], self._forward_need(index, layer))
@@ -590,11 +574,9 @@ class _Programme:
 
         The pass itself needs these bytes, so they count once.
         """
-        joined = {self._oi[index]: 1.0}
         source = self._uses.inputs[index]
-        if source is not None and (source, index) in self._shared:
-            joined[self._shared[source, index][1]] = 1.0
-        return joined
+        known = source is not None and self._shared.get((source, index))
+        return {known[1]: 1.0} if known else {}
 
     def _backward(self) -> None:
         down, up = self._down_stock, dict[int, float]()
@@ -640,9 +622,6 @@ class _Programme:
         self._at_most(down, joins, _times(-1, after), _times(-self._down, pass_ms))
         return after
 
-    def _new_stock(self, before: Terms, added: Terms) -> Terms:
-        return self._stock_of(before, added)
-
     def _stock_of(self, before: Terms, added: Terms) -> Terms:
         """Return a variable that is at least the sum."""
         after = {self._variable(): 1.0}
@@ -658,7 +637,7 @@ class _Programme:
         self._link_choices()
         self._forward()
         self._backward()
-        offloaded = _plus(*({variable: 1.0} for variable in [*self._o, *self._oi]))
+        offloaded = _plus(*({variable: 1.0} for variable in self._o))
         offloaded = _plus(offloaded, *({each[1]: 1.0} for each in self._shared.values()))
         host_bytes = self._budget.most_host_bytes(pins=self._pins)
         if host_bytes is not None:
@@ -685,16 +664,11 @@ class _Programme:
             offloaded[piece] = offloaded.get(piece, 0.0) + share
         for (piece, _), z in self._z_shared.items():
             rebuilt[piece] = rebuilt.get(piece, 0.0) + values[z]
-        inputs = []
-        for index, source in enumerate(self._uses.inputs):
-            size = 0.0 if source is None else sizes[source]
-            inputs.append(values[self._oi[index]] / size if size else 0.0)
         return Relaxation(
             # A margin for the solver's tolerances keeps the bound a bound.
             bound_s=busy_s + max(0.0, (cost - ties) * (1 - 1e-6) - 1e-6) * _MS,
             recomputed=tuple(values[c] for c in self._c),
             offloaded_bytes=tuple(values[o] * _MB for o in self._o),
-            input_offloaded=tuple(inputs),
             offloaded=offloaded,
             rebuilt=rebuilt,
             resting_bytes=sum(values[h] * size_bytes for h, size_bytes in self._h),

@@ -8,7 +8,7 @@ import math
 import random
 import time
 from collections.abc import Iterable
-from typing import Final, NamedTuple
+from typing import Final
 
 from ebbtide.errors import BudgetError
 from ebbtide.planning.contest import (
@@ -24,16 +24,14 @@ from ebbtide.planning.contest import (
     improve,
     keep_all,
     offload_first,
-    relieve,
     rounded,
     rule_plans,
     spare,
-    with_weights,
 )
 from ebbtide.planning.hardware import Hardware
-from ebbtide.planning.plan import Decision, LayerMode, LayerPlan, Plan
+from ebbtide.planning.plan import Plan
 from ebbtide.planning.prediction import PlanBudget, Predictor
-from ebbtide.planning.profile import LayerProfile, StepProfile
+from ebbtide.planning.profile import StepProfile
 from ebbtide.planning.relaxation import (
     Relaxation,
     Resting,
@@ -46,16 +44,13 @@ from ebbtide.units import format_size
 
 # ---- Improves a plan by random changes, of which some make it worse for a while ----
 
-_MOST_WORK: Final = 20_000
-"""Number of layers that are looked at in all, over all predictions; it takes about a second."""
-
 _HOT, _COLD = 1e-2, 3e-4  # by which share of the step a change may make it longer, begin and end
 _PENALTY: Final = (
     3.0  # by which share a step counts as longer if the budget is exceeded by all of it
 )
 
 
-def anneal(contest: Contest, most_work: int = _MOST_WORK) -> None:
+def anneal(contest: Contest, most_work: int = 2 * MOST_WORK) -> None:
     """Change plans at random (simulated annealing). The same contest gives the same plans.
 
     Args:
@@ -85,152 +80,6 @@ def anneal(contest: Contest, most_work: int = _MOST_WORK) -> None:
             current = entered
 
 
-# ---- Plans from a dynamic programme over the layers that recomputes and offloads ----
-#
-# It follows the published ones for chains, in the manner of Beaumont, Eyraud-Dubois and Shilova
-# (Efficient combination of rematerialization and offloading for training DNNs, NeurIPS 2021).
-# What is copied down in forward has the time of the later forwards. What is copied up has the
-# time of their backwards: seen from the end of the step, that is the same. What does not fit
-# beside a layer is waited for. They recompute segments of several layers, too; here each layer is
-# recomputed alone, as the engine does it.
-#
-# A layer's storages are kept or offloaded together, and storages that layers share count where they
-# are saved first. So the plans are starting points, which the search predicts and improves.
-
-_STEPS: Final = 500  # bytes are counted in this share of the memory
-_GROUPS: Final = 25  # groups of states that keep about the same,
-_ALIKE: Final = 12  # and how many of each go on from a layer
-
-
-class _State(NamedTuple):
-    """What the layers so far have left behind, in bytes.
-
-    Attributes:
-        kept: what stays on the device until backward.
-        down: what is still on its way down after the forward of the last layer.
-        up: what has to be on its way up when the backward of the last layer ends, so that the
-            layers before it wait for nothing.
-    """
-
-    kept: int
-    down: int
-    up: int
-
-
-class _Option(NamedTuple):
-    """One way to run a layer.
-
-    Attributes:
-        plan: what becomes of the layer.
-        stays: bytes that stay on the device.
-        leaves: bytes that are offloaded.
-        again_s: seconds of its second forward.
-        forward: bytes that its forward needs beside what was kept before,
-        backward: and its backward.
-    """
-
-    plan: LayerPlan
-    stays: int
-    leaves: int
-    again_s: float
-    forward: int
-    backward: int
-
-
-_States = dict[_State, tuple[float, tuple[LayerPlan, ...]]]
-"""The least seconds that lead to a state, and how: copies waited for, and second forwards."""
-
-
-def chain_plans(profile: StepProfile, hardware: Hardware, room_bytes: int) -> list[Plan]:
-    """Return the plans that the programme ends with; none if none fits.
-
-    The fastest come first, and of equally fast ones those that keep the most.
-
-    Args:
-        profile: the step.
-        hardware: the link.
-        room_bytes: device memory for what the layers save and need.
-    """
-    states: _States = {_State(0, 0, 0): (0.0, ())}
-    unit_bytes = max(1, room_bytes // _STEPS)
-    for layer in profile.layers:
-        following: _States = {}
-        for state, (spent_s, chosen) in states.items():
-            for option in _chain_programme_options(layer):
-                found = _pass_layer(layer, option, state, hardware, room_bytes, unit_bytes)
-                if found is None:
-                    continue
-                after, more_s = found
-                if after not in following or spent_s + more_s < following[after][0]:
-                    following[after] = spent_s + more_s, (*chosen, option.plan)
-        states = _promising(following, hardware, room_bytes)
-    fastest = sorted(states, key=lambda state: (states[state][0], -state.kept))
-    return [Plan(layers=states[state][1]) for state in fastest]
-
-
-def _chain_programme_options(layer: LayerProfile) -> list[_Option]:
-    own = [each for each in layer.storages if each.same_as is None]
-    inside = sum(each.size_bytes for each in own)
-    may_leave = sum(each.size_bytes for each in own if each.may_leave)
-    forward, backward = (
-        inside + working for working in (layer.forward_working_bytes, layer.backward_working_bytes)
-    )
-    options = []
-    for decision, leaves in ((Decision.KEEP, 0), (Decision.OFFLOAD, may_leave)):
-        plan = LayerPlan(decisions=(decision,) * len(layer.storages))
-        options.append(_Option(plan, inside - leaves, leaves, 0.0, forward, backward))
-    if layer.may_recompute:
-        source = layer.input_bytes if layer.input_same_as is None else 0
-        again = source + inside + layer.second_working_bytes
-        for mode in (LayerMode.RECOMPUTE, LayerMode.RECOMPUTE_OFFLOAD):
-            leaves = source if mode is LayerMode.RECOMPUTE_OFFLOAD else 0
-            plan = LayerPlan(mode=mode, decisions=(Decision.KEEP,) * len(layer.storages))
-            stays, second_s = source - leaves, layer.second_forward_s
-            options.append(_Option(plan, stays, leaves, second_s, source + forward, again))
-    return options
-
-
-def _pass_layer(
-    layer: LayerProfile,
-    option: _Option,
-    state: _State,
-    hardware: Hardware,
-    room_bytes: int,
-    unit_bytes: int,
-) -> tuple[_State, float] | None:
-    """Return the state after a layer and the seconds that it adds; None if it does not fit."""
-    spare_down = room_bytes - state.kept - option.forward
-    spare_up = room_bytes - state.kept - option.backward
-    if spare_down < 0 or spare_up < 0:
-        return None
-    down_bytes_per_s, up_bytes_per_s = hardware.d2h_bytes_per_s, hardware.h2d_bytes_per_s
-    wait_down_s = max(0, state.down - spare_down) / down_bytes_per_s
-    wait_up_s = max(0, state.up - spare_up) / up_bytes_per_s
-    down = state.down - (wait_down_s + layer.forward_s) * down_bytes_per_s
-    up = state.up - (wait_up_s + layer.backward_s + option.again_s) * up_bytes_per_s
-    left_down, left_up = (
-        int(max(0.0, left) // unit_bytes) * unit_bytes + option.leaves for left in (down, up)
-    )
-    after = _State(state.kept + option.stays, left_down, left_up)
-    return after, wait_down_s + wait_up_s + option.again_s
-
-
-def _promising(states: _States, hardware: Hardware, room_bytes: int) -> _States:
-    """Return the best states of each group that keeps about the same."""
-
-    def expected_s(state: _State) -> float:
-        return states[state][0] + state.up / hardware.h2d_bytes_per_s
-
-    best: _States = {}
-    counts: dict[int, int] = {}
-    for state in sorted(states, key=lambda each: (expected_s(each), each)):
-        group = state.kept * _GROUPS // room_bytes
-        counts[group] = counts.get(group, 0) + 1
-        if counts[group] <= _ALIKE:
-            best[state] = states[state]
-    return best
-
-
 # ---- Finds the fastest plan within a budget ----
 #
 # [Note: search] A linear programme gives a bound that no plan can beat, and, with the bytes in
@@ -239,9 +88,8 @@ def _promising(states: _States, hardware: Hardware, room_bytes: int) -> _States:
 # budget until the plan fits. On an accelerator, plans with windows instead of one bound in flight
 # are tried first. In steps of hundreds of layers most of the time goes into solving it, so the
 # fractions that gave the bound are rounded first. Single changes then improve the plan. The plans
-# that people make by hand take part as well, and in steps that are not long those of a dynamic
-# programme over the layers, so the result is never worse than the best of those that were
-# predicted. If a step has few plans, all of them are tried.
+# that people make by hand take part as well, so the result is never worse than the best of those
+# that were predicted. In short steps, random changes follow.
 
 _GUIDES: Final = 3  # times that the programme is solved for one bound on bytes in flight
 _GUIDED_LAYERS: Final = 3000  # layers of the programmes solved, all together,
@@ -289,97 +137,75 @@ def search(
         BudgetError: no plan was found within the budget.
         PolicyError: the profile or the budget is wrong.
     """
-    if weights:
-        return _search_placements(profile, hardware, budget, predictor, limit_s)
-    by_pass = _has_windows(profile, hardware)
-    contest = Contest(profile, predictor, budget, by_pass=by_pass, limit_s=limit_s)
-    try:
-        relaxation = _relax(contest, hardware, contest.resting)
-    except TimeoutError:
-        return _search_by_hand(contest, hardware)
-    if relaxation is None:
-        raise _over([contest])
-    _enter_rules(contest, hardware)
-    _enter_plans(contest, hardware, relaxation)
-    if not contest.has_fitting:
-        contest.enter(_most_frugal(contest).choices)
-    if not contest.has_fitting:
-        raise _over([contest])
-    _improve(contest, relaxation.bound_s)
-    return _finished(contest, relaxation.bound_s)
-
-
-def _search_by_hand(contest: Contest, hardware: Hardware) -> Plan:
-    """Return the best plan that people make by hand, for steps too long for the programme.
-
-    Raises:
-        BudgetError: none of them is within the budget.
-    """
-    _enter_rules(contest, hardware)
-    _enter_simple(contest, hardware)
-    if not contest.has_fitting:
-        contest.enter(_most_frugal(contest).choices)
-    if not contest.has_fitting:
-        raise _over([contest])
-    return _finished(contest, busy_s(contest.profile))
-
-
-def _search_placements(
-    profile: StepProfile,
-    hardware: Hardware,
-    budget: PlanBudget,
-    predictor: Predictor,
-    limit_s: float | None,
-) -> Plan:
-    """Find the fastest plan, wherever weights rest.
-
-    Raises:
-        BudgetError: no plan was found within the budget.
-    """
-    by_pass, begin_s = _has_windows(profile, hardware), time.monotonic()
-    # The programme is solved once for each placement: in whole numbers that would take seconds.
-    whole = len(profile.layers) <= _FEW
+    begin_s, by_pass = time.monotonic(), _has_windows(profile, hardware)
 
     def contest_of(resting: Resting, *, by_pass: bool = False) -> Contest:
         left_s = None if limit_s is None else max(0.0, begin_s + limit_s - time.monotonic())
         return Contest(profile, predictor, budget, resting, by_pass=by_pass, limit_s=left_s)
 
-    ends = [contest_of(each(profile), by_pass=by_pass) for each in (nowhere, everywhere)]
-    try:
-        relaxation = _relax(ends[0], hardware, None, whole_layers=whole)
-    except TimeoutError:
-        return _search_by_hand(ends[1], hardware)
-    if relaxation is None:
-        raise _over(ends)
-    tried = resting_choices(profile, relaxation.resting_bytes)
+    places = [nowhere(profile), everywhere(profile)] if weights else [nowhere(profile)]
+    ends = [contest_of(each, by_pass=by_pass) for each in places]
+    # With weights, the programme is solved once for each placement: in whole numbers that would
+    # take seconds.
+    whole = not weights or len(profile.layers) <= _FEW
     bounded: list[tuple[Contest, Relaxation]] = []
-    for contest in [*ends, *(contest_of(each) for each in tried)]:
-        if contest.is_late:
-            break
-        try:
+    bound_s = busy_s(profile)
+    with contextlib.suppress(TimeoutError):  # then there are the plans made by hand
+        free = _relax(ends[0], hardware, None if weights else places[0], whole_layers=whole)
+        if free is None:
+            raise _over(ends)
+        bound_s = free.bound_s
+        if not weights:
+            bounded = [(ends[0], free)]
+        tried = resting_choices(profile, free.resting_bytes) if weights else ()
+        for contest in [*ends, *map(contest_of, tried)] if weights else ():
+            if contest.is_late:
+                break
             found = _relax(contest, hardware, contest.resting, whole_layers=whole)
-        except TimeoutError:
-            break
-        if found is not None:
-            _enter_rules(contest, hardware)
-            bounded.append((contest, found))
-    best, best_s, bound_s = ends[0], float("inf"), 0.0
-    for contest, found in sorted(bounded, key=lambda each: each[1].bound_s):
-        # A plan is about as far from its bound as the best one is. Half of that is no hope.
-        if best.has_fitting and found.bound_s >= (bound_s + best_s) / 2:
-            break
-        if not contest.is_late:
-            _enter_plans(contest, hardware, found)
-        if contest.fitting_s < best_s:
-            best, best_s, bound_s = contest, contest.fitting_s, found.bound_s
+            if found is not None:
+                bounded.append((contest, found))
+    best = _best_placement(bounded, hardware) or ends[-1]
     if not best.has_fitting:
-        best = ends[1]
-        _enter_rules(best, hardware)  # which it has not got to if it is late
+        _enter_rules(best)
+        if not bounded:
+            _enter_simple(best)
+    if not best.has_fitting:
         best.enter(_most_frugal(best).choices)
     if not best.has_fitting:
         raise _over(ends)
-    _improve(best, bound_s)
-    return _finished(best, relaxation.bound_s)
+    return _finished(best, bound_s)
+
+
+def _best_placement(
+    bounded: list[tuple[Contest, Relaxation]], hardware: Hardware
+) -> Contest | None:
+    """Return the contest with the fastest plan; None if no plan fits.
+
+    Args:
+        bounded: the contests, one for each placement of the weights, with their bounds.
+        hardware: the link.
+    """
+    for contest, _ in bounded:
+        _enter_rules(contest)
+    best_s, bound_s = float("inf"), 0.0
+    fitting: list[tuple[Contest, float]] = []
+    for contest, found in sorted(bounded, key=lambda each: each[1].bound_s):
+        # A plan is about as far from its bound as the best one is. Half of that is no hope.
+        if found.bound_s >= (bound_s + best_s) / 2:
+            break
+        if not contest.is_late:
+            _enter_plans(contest, hardware, found)
+        if contest.has_fitting:
+            fitting.append((contest, found.bound_s))
+        if contest.fitting_s < best_s:
+            best_s, bound_s = contest.fitting_s, found.bound_s
+    if not fitting:
+        return None
+    # The fastest may have been found with luck; the one with the least bound may still get there.
+    fastest = min(fitting, key=lambda each: each[0].fitting_s)
+    for contest, near_s in dict.fromkeys([fastest, fitting[0]]):
+        _improve(contest, near_s)
+    return min((contest for contest, _ in fitting), key=lambda each: each.fitting_s)
 
 
 def _finished(contest: Contest, bound_s: float) -> Plan:
@@ -434,26 +260,18 @@ def find_frugal(
     profile: StepProfile,
     hardware: Hardware,
     predictor: Predictor,
-    enough_bytes: int = 0,
     resting: Resting = (),
     host_bytes: int | None = None,
 ) -> Plan:
-    """Return a plan that needs little device memory.
+    """Return the plan that needs the least device memory of those that are looked at.
 
     Args:
         profile: the step.
         hardware: the machine.
         predictor: predicts plans.
-        enough_bytes: how much it may need. If that is enough to offload everything, this is the
-            plan; otherwise the one that needs the least of those that are looked at.
         resting: whose weights rest on the host; empty: nobody's.
         host_bytes: how much may be in the tier below; None: any number of bytes.
     """
-    plan = with_weights(offload_first(profile, len(profile.layers)), resting or nowhere(profile))
-    prediction = predictor.predict(plan)
-    fits_below = host_bytes is None or prediction.host_peak_bytes <= host_bytes
-    if prediction.peak_bytes <= enough_bytes and fits_below:
-        return dataclasses.replace(plan, step_s=prediction.step_s, peak_bytes=prediction.peak_bytes)
     by_pass = _has_windows(profile, hardware)
     nothing = PlanBudget(device_bytes=0, host_bytes=host_bytes)
     found = _most_frugal(Contest(profile, predictor, nothing, resting, by_pass=by_pass))
@@ -467,15 +285,11 @@ def _enter_plans(contest: Contest, hardware: Hardware, relaxation: Relaxation) -
     if _is_long(contest.profile) and not _is_close(contest, bound_s):
         # To solve the programme once more takes as long as many predictions.
         bound_bytes = _ordered_bounds(contest)[0]
-        entered = contest.enter(rounded(relaxation, contest.uses, bound_bytes))
-        if entered.score.excess_bytes:
-            relieve(contest, entered)
+        contest.enter(rounded(relaxation, contest.uses, bound_bytes))
     if not _is_close(contest, bound_s) and not contest.is_late:
         _enter_guided(contest, hardware, bound_s)
     if contest.fitting_s > bound_s * (1 + _SAME):
-        _enter_simple(contest, hardware)
-    if len(contest.profile.layers) <= _SHORT and not _is_close(contest, bound_s):
-        _enter_chain(contest, hardware)
+        _enter_simple(contest)
 
 
 def _improve(contest: Contest, bound_s: float) -> None:
@@ -507,7 +321,16 @@ def _is_quick_in_whole_numbers(profile: StepProfile) -> bool:
     fractions of layers are rounded well, because it does not matter which of them is chosen.
     """
     count = len(profile.layers)
-    different = len({profile.fingerprint(index) for index in range(min(count, _SHORT))})
+    figures = (
+        (
+            each.forward_s,
+            each.backward_s,
+            each.input_bytes,
+            tuple(storage.size_bytes for storage in each.storages),
+        )
+        for each in profile.layers[:_SHORT]
+    )
+    different = len(set(figures))
     return count <= _FEW or (count <= _SHORT and 2 * different > count)
 
 
@@ -523,13 +346,13 @@ def _enter_guided(contest: Contest, hardware: Hardware, bound_s: float) -> None:
     most = max(_FEWEST_GUIDES, (_GUIDED_SHORT if count <= _SHORT else _GUIDED_LAYERS) // count)
     solved = 0
     for inflight_bytes in _ordered_bounds(contest):
-        less_bytes = max(0, inflight_bytes)
+        over_bytes = over_below_bytes = 0
         for _ in range(_GUIDES):
             is_near = count > _SHORT and contest.fitting_s <= bound_s * (1 + _NEAR)
             if solved >= (enough if is_near else most) or contest.is_late:
                 return
             try:
-                guide = _guide(contest, hardware, inflight_bytes, less_bytes)
+                guide = _guide(contest, hardware, inflight_bytes, over_bytes, over_below_bytes)
             except TimeoutError:
                 return
             solved += 1
@@ -539,10 +362,9 @@ def _enter_guided(contest: Contest, hardware: Hardware, bound_s: float) -> None:
             excess_bytes = entered.score.excess_bytes
             if not excess_bytes:
                 break
-            fits = relieve(contest, entered)
-            if _is_close(contest, bound_s) or (fits and _is_long(contest.profile)):
-                break
-            less_bytes += excess_bytes + excess_bytes // 8
+            more_bytes = max(0, entered.prediction.peak_bytes - contest.budget.device_bytes)
+            over_bytes += more_bytes + more_bytes // 8
+            over_below_bytes += excess_bytes - more_bytes
         if _is_close(contest, bound_s):
             return
 
@@ -556,16 +378,30 @@ def _ordered_bounds(contest: Contest) -> list[int]:
 
 
 def _guide(
-    contest: Contest, hardware: Hardware, inflight_bytes: int, less_bytes: int
+    contest: Contest,
+    hardware: Hardware,
+    inflight_bytes: int,
+    over_bytes: int,
+    over_below_bytes: int,
 ) -> Relaxation | None:
-    """Solve the programme with less device memory than there is, and a slower link.
+    """Solve the programme with less memory than there is, and a slower link.
 
     A plan copies storages as a whole, so it cannot use all of the link's time without waits.
+
+    Args:
+        contest: has the budget.
+        hardware: the link.
+        inflight_bytes: bound on the bytes in flight, or `BY_PASS`.
+        over_bytes: device memory that plans of such programmes were over the budget.
+        over_below_bytes: the same in the tier below.
     """
-    device_bytes = contest.budget.device_bytes - max(0, less_bytes)
+    device_bytes = contest.budget.device_bytes - max(0, inflight_bytes) - over_bytes
     if device_bytes <= 0:
         return None
-    smaller = dataclasses.replace(contest.budget, device_bytes=device_bytes)
+    host_bytes = contest.budget.most_host_bytes(pins=not hardware.computes_on_host)
+    if host_bytes is not None:
+        host_bytes = max(0, host_bytes - over_below_bytes)
+    smaller = PlanBudget(device_bytes=device_bytes, host_bytes=host_bytes)
     share = _LINK_SHARE if len(contest.profile.layers) > _SHORT else 1.0
     slower = dataclasses.replace(
         hardware,
@@ -585,41 +421,25 @@ def _guide(
     )
 
 
-def _enter_simple(contest: Contest, hardware: Hardware) -> None:
+def _enter_simple(contest: Contest) -> None:
     """Enter the plans that offload the first k layers."""
     count = len(contest.profile.layers)
     stride = 1 if count <= _ALL_COUNTS else -(-count // _SOME_COUNTS)
-    firsts = (offload_first(contest.profile, k) for k in range(1, count, stride))
-    _enter_by_hand(contest, hardware, firsts)
+    _enter_by_hand(contest, (offload_first(contest.profile, k) for k in range(1, count, stride)))
 
 
-def _enter_rules(contest: Contest, hardware: Hardware) -> None:
+def _enter_rules(contest: Contest) -> None:
     """Enter the plans that treat all layers alike. They are few, and a late search has one."""
     contest.enter(choices_of(keep_all(contest.profile), contest.uses))
-    _enter_by_hand(contest, hardware, [plan for _, plan in rule_plans(contest.profile)])
+    _enter_by_hand(contest, (plan for _, plan in rule_plans(contest.profile)))
 
 
-def _enter_by_hand(contest: Contest, hardware: Hardware, plans: Iterable[Plan]) -> None:
+def _enter_by_hand(contest: Contest, plans: Iterable[Plan]) -> None:
     """Enter plans that people make by hand, until it is late."""
-    copy_s_per_byte = 1 / hardware.d2h_bytes_per_s + 1 / hardware.h2d_bytes_per_s
     for plan in plans:
         if contest.is_late and contest.has_fitting:
             return
-        choices, bounds = choices_of(plan, contest.uses), contest.bounds
-        contest.enter_if_promising(choices, bounds, copy_s_per_byte)
-
-
-def _enter_chain(contest: Contest, hardware: Hardware) -> None:
-    """Enter the plans of the dynamic programme over the layers, for each bound in flight."""
-    profile = contest.profile
-    room_bytes = contest.budget.device_bytes - contest.resident_bytes
-    if room_bytes <= 0:
-        return
-    most = contest.num_predictions + MOST_WORK // len(profile.layers)
-    for plan in chain_plans(profile, hardware, room_bytes):
-        if contest.num_predictions >= most or contest.is_late:
-            return
-        contest.enter_if_promising(choices_of(plan, contest.uses), contest.bounds)
+        contest.enter_by_hand(choices_of(plan, contest.uses))
 
 
 def _most_frugal(contest: Contest) -> Contestant:
