@@ -8,7 +8,7 @@ import time
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
-from typing import Any, Final, Generic, NamedTuple, TypeVar, final
+from typing import Any, Final, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -51,8 +51,6 @@ from ebbtide.weights.model_weights import ModelWeights
 _MOST_KINDS: Final = 8  # that are remembered; each has up to a few hundred KiB
 _LAST_STEPS: Final = 64  # among which shapes that have no plan yet must come
 _OFTEN: Final = 8  # this many times to get one
-
-Study = TypeVar("Study")
 
 
 class Kind(NamedTuple):
@@ -109,11 +107,13 @@ def _describe(leaf: Any) -> Hashable:
 
 
 @final
-class StudiesByKind(Generic[Study]):
+class StudiesByKind:
     """The studies of the kinds of steps that came last."""
 
     def __init__(self) -> None:
-        self._studies: OrderedDict[Kind, Study] = OrderedDict()  # the last one used comes last
+        self._studies: OrderedDict[Kind, BudgetStudy | None] = (
+            OrderedDict()
+        )  # the last one used comes last
         self._latest: deque[Kind] = deque(maxlen=_LAST_STEPS)
         self._numbers_count = False
 
@@ -121,7 +121,7 @@ class StudiesByKind(Generic[Study]):
         """Return a kind without the numbers, if these change nothing as far as is known."""
         return kind if self._numbers_count else kind._replace(numbers=())
 
-    def find(self, kind: Kind) -> tuple[Kind, Study] | None:
+    def find(self, kind: Kind) -> tuple[Kind, BudgetStudy | None] | None:
         """Return the study that a step is to follow, with its kind; None if it needs a new one.
 
         Args:
@@ -140,7 +140,7 @@ class StudiesByKind(Generic[Study]):
         self._studies.move_to_end(found)
         return found, self._studies[found]
 
-    def add(self, kind: Kind, study: Study) -> None:
+    def add(self, kind: Kind, study: BudgetStudy | None) -> None:
         """Remember a study, and forget the one that was used longest ago if there are many."""
         self._studies[self.key_of(kind)] = study
         if len(self._studies) > _MOST_KINDS:
@@ -214,20 +214,6 @@ class _Running(NamedTuple):
 
 
 @final
-class _LastStudy:
-    """What is known of the last step. It does not keep the model alive.
-
-    Attributes:
-        study: its study; None before the first step, and if it could not be planned.
-    """
-
-    study: BudgetStudy | None = None
-
-    def plan(self) -> PlannedStep | None:
-        return None if self.study is None else self.study.step
-
-
-@final
 class BudgetController:
     """Plans the steps of one model to a budget.
 
@@ -267,17 +253,15 @@ class BudgetController:
         self._budget = budget
         self._min_bytes = min_bytes
         self._given = memory
-        self._studies: StudiesByKind[BudgetStudy | None] = StudiesByKind()  # None: has no plan
+        self._studies: StudiesByKind = StudiesByKind()  # None: has no plan
         self._running: _Running | None = None
-        self._last = _LastStudy()
+        self._last: BudgetStudy | None = None  # of the last step; None: it could not be planned
         self._is_short = False  # whether a recorded step has run out of memory
         self._num_verifying = 0  # steps in a row that have verified layers
         self._followed: tuple[Any, ...] | None = None  # what the engine follows, and whose plan
         self._several = False  # whether the step has had more than one forward
         self._has_fitted = False  # whether a step was within the budget
-        self._was_exceeded = False  # whether the user knows of a step that was over the budget
-        self._was_short = False  # whether the user knows of a step that ran out of memory
-        self._was_refused = False  # whether the user knows of a step that could not be planned
+        self._said: set[str] = set()  # what the user knows
         self._memory = memory or memory_of(engine.torch_device)
         self._loosen: Callable[[], object] = lambda: None
         self._begin_on(engine.torch_device)
@@ -297,7 +281,7 @@ class BudgetController:
     @property
     def plan(self) -> PlannedStep | None:
         """The plan of the last step; None before the first, or if it could not be planned."""
-        return self._last.plan()
+        return None if self._last is None else self._last.step
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Choose the plan of a forward that begins now.
@@ -362,7 +346,7 @@ class BudgetController:
     def _begin(self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         found = self._studies.find(kind)
         self._several = False
-        self._last.study = None if found is None else found[1]
+        self._last = None if found is None else found[1]
         if found is None:
             if self._is_short and self._rest_all():
                 self._is_short = False  # a step with all weights on the host needs less
@@ -378,7 +362,7 @@ class BudgetController:
         except (BudgetError, torch.OutOfMemoryError) as error:
             if self._rest_all():
                 _LOG.info("no plan fits beside the weights: all of them rest on the host now")
-                self._last.study = None
+                self._last = None
                 self._record(kind, args, kwargs)
                 return
             goes_on = self._has_fitted or self._budget is None
@@ -450,14 +434,13 @@ class BudgetController:
         self._placing = None
         self._studies.clear()
         self._memory.return_cached()
-        if self._budget is None and self._num_rested == 1:
-            warn_user(
+        if self._budget is None:
+            self._warn(
                 "weights-rest",
                 "this model may not fit on its device with gradients and optimizer state, so these "
                 "and its weights rest on the host, but for those that a plan brings back: they are "
                 "tensors of the host outside of its forward. To leave them on the device, give "
                 "activations=ebbtide.ActivationPolicy()",
-                UserWarning,
             )
         return True
 
@@ -538,13 +521,11 @@ class BudgetController:
                 min_bytes=self._min_bytes,
             )
         except PolicyError as error:
-            if not self._was_refused and self._budget is not None:
-                warn_user(
+            if self._budget is not None:
+                self._warn(
                     "budget-not-planned",
                     f"the budget cannot be planned, so everything is offloaded: {error}",
-                    UserWarning,
                 )
-            self._was_refused = True
             return None
         # The first kind of step decides about the weights, as two would have them move for ever.
         weights = None if self._placing else self._weights
@@ -643,11 +624,14 @@ class BudgetController:
 
     def _warn_of_excess(self, what: str) -> None:
         """Warn once that the budget is not kept."""
-        if not self._was_exceeded and self._budget is not None:
-            self._was_exceeded = True
-            warn_user(
-                "over-budget", f"{what}; give a larger budget or a smaller batch", UserWarning
-            )
+        if self._budget is not None:
+            self._warn("over-budget", f"{what}; give a larger budget or a smaller batch")
+
+    def _warn(self, name: str, text: str) -> None:
+        """Warn of something that the user does not know yet."""
+        if name not in self._said:
+            self._said.add(name)
+            warn_user(name, text, UserWarning)
 
     def _learn_shortage(self, study: BudgetStudy) -> None:
         """Learn that the device had not enough memory for the last step."""
@@ -661,18 +645,14 @@ class BudgetController:
         Args:
             budget_bytes: what is planned for from now on.
         """
-        if not self._was_short:
-            self._was_short = True
-            warn_user(
-                "out-of-memory",
-                f"the device ran out of memory in a step under a budget of "
-                f"{format_size(self._budget_bytes)}: other programs, or other parts of this one, "
-                f"use the rest. The next steps follow the plan that needs least, and then one for "
-                f"{format_size(budget_bytes)}. No parameter has changed. Where the step has "
-                f"raised torch.OutOfMemoryError, repeat it; give a smaller budget to be spared "
-                f"this",
-                UserWarning,
-            )
+        self._warn(
+            "out-of-memory",
+            f"the device ran out of memory in a step under a budget of "
+            f"{format_size(self._budget_bytes)}: other programs, or other parts of this one, use "
+            f"the rest. The next steps follow the plan that needs least, and then one for "
+            f"{format_size(budget_bytes)}. No parameter has changed. Where the step has raised "
+            f"torch.OutOfMemoryError, repeat it; give a smaller budget to be spared this",
+        )
 
 
 def _most_weight_bytes(model: nn.Module, device: torch.device) -> int:

@@ -7,7 +7,7 @@ import enum
 import logging
 import math
 import time
-from collections.abc import Sequence, Set
+from collections.abc import Set
 from typing import Any, Final, NamedTuple, final
 
 from ebbtide.errors import BudgetError
@@ -23,7 +23,7 @@ from ebbtide.planning.prediction import (
     StepTiming,
     StorageUses,
 )
-from ebbtide.planning.profile import LayerProfile, StepProfile
+from ebbtide.planning.profile import StepProfile
 from ebbtide.planning.recorded import (
     PassWatch,
     copied_bytes,
@@ -69,9 +69,7 @@ class Corrections:
                 if not _is_offloaded(plan, each):
                     self._kept.add(key)
 
-    def apply(
-        self, profile: StepProfile, *, cautious: bool = False, unsure_bytes: int = 0
-    ) -> StepProfile:
+    def apply(self, profile: StepProfile, *, cautious: bool = False) -> StepProfile:
         """Return a profile with working memory as it was measured.
 
         Args:
@@ -79,54 +77,37 @@ class Corrections:
             cautious: while all that a layer saves is offloaded, it is never there at one time, so
                 what was measured then says little of a layer that keeps it. This counts on what it
                 used beside what was there.
-            unsure_bytes: how much more a pass of a layer may need than the profile says, if the
-                layer is recomputed and was not measured so.
         """
         count = len(profile.layers)
-        known = self._kept if cautious else self._excess.keys()
-        working = dict(self._working)
-        for index, layer in enumerate(profile.layers):  # a plan counts gradients by themselves
-            working[2 * count - index] = working.get(2 * count - index, 0) - layer.gradient_bytes
-        excess = {
-            key: size if key in known else max(0, size, working.get(key[0], 0))
-            for key, size in self._excess.items()
-        }
-        # What was measured in one way is taken to be needed in the other way, too.
-        as_is, again = (
-            [
-                excess.get((each, way), unsure + max(0, excess.get((each, not way), 0)))
-                for each in range(2 * count + 1)
-            ]
-            for way, unsure in ((False, 0), (True, unsure_bytes))
-        )
-        layers = tuple(
-            _corrected(layer, profile.inside_bytes(index), as_is, again, index, 2 * count - index)
-            for index, layer in enumerate(profile.layers)
-        )
-        loss_bytes = profile.loss_working_bytes + as_is[count]
-        return dataclasses.replace(profile, layers=layers, loss_working_bytes=max(0, loss_bytes))
 
+        def more_bytes(position: int, recomputed: bool) -> int:
+            size_bytes = self._excess.get((position, recomputed))
+            if size_bytes is None:  # what was measured in one way is needed in the other, too
+                other = position, not recomputed
+                return max(0, more_bytes(*other)) if other in self._excess else 0
+            if not cautious or (position, recomputed) in self._kept:
+                return size_bytes
+            working_bytes = self._working.get(position, 0)
+            if position > count:  # a plan counts gradients by themselves
+                working_bytes -= profile.layers[2 * count - position].gradient_bytes
+            return max(0, size_bytes, working_bytes)
 
-def _corrected(
-    layer: LayerProfile,
-    inside_bytes: int,
-    as_is: Sequence[int],
-    again: Sequence[int],
-    forward: int,
-    backward: int,
-) -> LayerProfile:
-    """Return a layer with its working memory in the positions of its forward and backward."""
-    unsaved_bytes = layer.unsaved_forward_bytes
-    if unsaved_bytes is None:
-        unsaved_bytes = inside_bytes + layer.forward_working_bytes
-    figures = {
-        "forward_working_bytes": layer.forward_working_bytes + as_is[forward],
-        "unsaved_forward_bytes": unsaved_bytes + again[forward],
-        "backward_working_bytes": layer.backward_working_bytes + as_is[backward],
-        "recompute_working_bytes": layer.second_working_bytes + again[backward],
-    }
-    changes: dict[str, Any] = {name: max(0, size) for name, size in figures.items()}
-    return dataclasses.replace(layer, **changes)
+        layers = []
+        for index, layer in enumerate(profile.layers):
+            unsaved_bytes = layer.unsaved_forward_bytes
+            if unsaved_bytes is None:
+                unsaved_bytes = profile.inside_bytes(index) + layer.forward_working_bytes
+            there, back = index, 2 * count - index
+            figures = {
+                "forward_working_bytes": layer.forward_working_bytes + more_bytes(there, False),
+                "unsaved_forward_bytes": unsaved_bytes + more_bytes(there, True),
+                "backward_working_bytes": layer.backward_working_bytes + more_bytes(back, False),
+                "recompute_working_bytes": layer.second_working_bytes + more_bytes(back, True),
+            }
+            known: dict[str, Any] = {name: max(0, size) for name, size in figures.items()}
+            layers.append(dataclasses.replace(layer, **known))
+        loss_bytes = max(0, profile.loss_working_bytes + more_bytes(count, False))
+        return dataclasses.replace(profile, layers=tuple(layers), loss_working_bytes=loss_bytes)
 
 
 def _is_recomputed(plan: Plan, position: int) -> bool:
@@ -163,15 +144,6 @@ def _cut(plan: Plan) -> Plan:
     """Return a plan without what is predicted of it, and with closed windows if it has any."""
     closed = plan.with_closed_windows()
     return dataclasses.replace(closed, step_s=None, peak_bytes=None, bound_s=None, limit_bytes=None)
-
-
-def predicted_now(plan: Plan, prediction: Prediction) -> Plan:
-    """Return a plan with what was predicted for it last, before it was measured."""
-    bound_s = plan.bound_s
-    if bound_s is not None and plan.step_s:
-        bound_s *= prediction.step_s / plan.step_s
-    step_s, peak_bytes = prediction.step_s, prediction.peak_bytes
-    return dataclasses.replace(plan, step_s=step_s, peak_bytes=peak_bytes, bound_s=bound_s)
 
 
 # ---- Plans one kind of step to a budget, and corrects the plan by what was measured ----
@@ -297,7 +269,7 @@ class BudgetStudy:
         """The plan with its reasons."""
         return PlannedStep(
             plan=self.plan,
-            profile=self._corrected(self._begin_bytes),
+            profile=self._corrected(),
             hardware=self._hardware,
             budget_bytes=min(self.budget_bytes, self._given_bytes),
             settled=self.phase is Phase.SETTLED,
@@ -313,7 +285,7 @@ class BudgetStudy:
         """
         if not self._has_memory or self.phase is not Phase.FRUGAL:
             return False
-        return self._predict(self._begin_bytes).peak_bytes <= self.budget_bytes
+        return self._predict().peak_bytes <= self.budget_bytes
 
     def choose(self, begin_bytes: int) -> Plan:
         """Return the plan for a step that begins now.
@@ -328,7 +300,7 @@ class BudgetStudy:
             # A process holds more than when it was last measured: the optimizer's state is new.
             self._begin_bytes = self._without_weights(begin_bytes)
             if self._now.measured is not None:
-                needs_bytes = self._predict(self._begin_bytes).peak_bytes
+                needs_bytes = self._predict().peak_bytes
                 needs_bytes = max(self._now.needs_bytes, needs_bytes)
                 self._remember(self._now._replace(needs_bytes=needs_bytes))
             self._search()
@@ -352,7 +324,11 @@ class BudgetStudy:
         """Recompute no layer of these names any more: it would not do the same again."""
         if not any(each.may_recompute and each.name in names for each in self.profile.layers):
             return
-        self.profile = _without_recomputing(self.profile, names)
+        layers = (
+            dataclasses.replace(each, may_recompute=each.may_recompute and each.name not in names)
+            for each in self.profile.layers
+        )
+        self.profile = dataclasses.replace(self.profile, layers=tuple(layers))
 
         def is_possible(plan: Plan) -> bool:
             pairs = zip(plan.layers, self.profile.layers, strict=True)
@@ -371,7 +347,10 @@ class BudgetStudy:
         self._has_memory = True
         self._begin_bytes = self._without_weights(watch.begin_bytes)
         before = self._predict_now()
-        self._corrections.learn(watch, self.plan, self._predict_watched(self._begin_bytes, before))
+        if not self._hardware.computes_on_host:  # it has awaited its copies
+            timing = StepTiming(self._corrected(), self._hardware, awaits_copies=True)
+            before = timing.predict(self.plan)
+        self._corrections.learn(watch, self.plan, before)
         self._end_peak_bytes = self._without_weights(watch.end_peak_bytes)
 
     def learn(
@@ -389,7 +368,7 @@ class BudgetStudy:
             self.learn_memory(watch)
             self._open_windows()
         self._learn_seconds(trace, step_s)
-        after = self._predict(self._begin_bytes)
+        after = self._predict()
         if watch is not None and not self._hardware.computes_on_host:
             # Of the seconds between the passes, most went into waiting for what is measured.
             step_s = min(step_s, after.step_s)
@@ -401,7 +380,7 @@ class BudgetStudy:
         if not self.plan.windows:
             return
         closed = self.plan.with_closed_windows()
-        profile = self._corrected(self._begin_bytes)
+        profile = self._corrected()
         peaks = CautiousTiming(profile, self._hardware).predict(closed).peak_by_position
         limit_bytes = max(0, self.budget_bytes - self._free_bytes)
         opened = open_windows(closed, profile, StorageUses(profile), peaks, limit_bytes)
@@ -483,7 +462,7 @@ class BudgetStudy:
 
     def learn_full_store(self) -> None:
         """Learn that the store had less room than was expected, so that the step kept more."""
-        room_bytes = self._predict(self._begin_bytes).host_peak_bytes
+        room_bytes = self._predict().host_peak_bytes
         if self._host_bytes is not None:
             room_bytes = min(room_bytes, self._host_bytes)
         self._host_bytes = int(_LESS * room_bytes)
@@ -591,37 +570,34 @@ class BudgetStudy:
         """
         self._now = _Followed(plan, at_first or _cost_of(plan))
 
-    def _corrected(self, begin_bytes: int, *, cautious: bool = False) -> StepProfile:
+    def _corrected(self, *, cautious: bool = False) -> StepProfile:
         profile = dataclasses.replace(
             self.profile,
-            fixed_bytes=begin_bytes,
-            after_working_bytes=max(0, self._end_peak_bytes - begin_bytes),
+            fixed_bytes=self._begin_bytes,
+            after_working_bytes=max(0, self._end_peak_bytes - self._begin_bytes),
         )
         return self._corrections.apply(profile, cautious=cautious)
 
-    def _predict(self, begin_bytes: int) -> Prediction:
-        profile = dataclasses.replace(self._corrected(begin_bytes), fixed_bytes=begin_bytes)
-        return CautiousTiming(profile, self._hardware).predict(self.plan)
+    def _predict(self) -> Prediction:
+        return CautiousTiming(self._corrected(), self._hardware).predict(self.plan)
 
     def _predict_now(self) -> Prediction:
-        """Give the plan that is followed what is predicted of it now."""
-        prediction = self._predict(self._begin_bytes)
-        self._now = self._now._replace(plan=predicted_now(self.plan, prediction))
+        """Give the plan that is followed what is predicted of it now, before it is measured."""
+        plan, prediction = self.plan, self._predict()
+        step_s, bound_s = prediction.step_s, plan.bound_s
+        if bound_s is not None and plan.step_s:
+            bound_s *= step_s / plan.step_s
+        plan = dataclasses.replace(
+            plan, step_s=step_s, peak_bytes=prediction.peak_bytes, bound_s=bound_s
+        )
+        self._now = self._now._replace(plan=plan)
         return prediction
-
-    def _predict_watched(self, begin_bytes: int, usual: Prediction) -> Prediction:
-        """Return what is predicted for a step whose memory is measured."""
-        if self._hardware.computes_on_host:
-            return usual
-        profile = dataclasses.replace(self._corrected(begin_bytes), fixed_bytes=begin_bytes)
-        return StepTiming(profile, self._hardware, awaits_copies=True).predict(self.plan)
 
     def _find_frugal(self) -> Plan:
         """Return the plan that needs the least of those that are looked at."""
-        profile = self._corrected(self._begin_bytes)
+        profile = self._corrected()
         timing = CautiousTiming(profile, self._hardware)
-        rests, host_bytes = everywhere(profile), self._host_bytes
-        return find_frugal(profile, self._hardware, timing, rests, host_bytes)
+        return find_frugal(profile, self._hardware, timing, everywhere(profile), self._host_bytes)
 
     @property
     def _margin_bytes(self) -> int:
@@ -657,7 +633,7 @@ class BudgetStudy:
         """
         device_bytes = max(0, self.budget_bytes - free_bytes)
         budget = PlanBudget(device_bytes=device_bytes, host_bytes=self._host_bytes)
-        profile = self._corrected(self._begin_bytes, cautious=cautious)
+        profile = self._corrected(cautious=cautious)
         timing = CautiousTiming(profile, self._hardware)
         weights = self.places_weights
         return search(profile, self._hardware, budget, timing, weights=weights, limit_s=limit_s)
@@ -669,11 +645,3 @@ def _cost_of(plan: Plan) -> StepCost:
 
 def _measured_s(followed: _Followed) -> float:
     return math.inf if followed.measured is None else followed.measured.step_s
-
-
-def _without_recomputing(profile: StepProfile, names: Set[str]) -> StepProfile:
-    layers = (
-        dataclasses.replace(each, may_recompute=each.may_recompute and each.name not in names)
-        for each in profile.layers
-    )
-    return dataclasses.replace(profile, layers=tuple(layers))

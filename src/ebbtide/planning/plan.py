@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
-from itertools import groupby
 from typing import Final, final
 
 from ebbtide.planning.documents import read_as, read_document, write_document
-from ebbtide.units import format_size
 
 FORMAT: Final = "ebbtide-plan"
 VERSION: Final = 1
@@ -87,9 +83,6 @@ class Plan:
             return 0.0
         return (self.step_s - self.bound_s) / self.bound_s if self.bound_s else float("inf")
 
-    def __str__(self) -> str:
-        return "\n".join(self._lines())
-
     def to_json(self) -> str:
         """Return the plan as text that `from_json` reads."""
         return write_document(FORMAT, VERSION, "plan", dataclasses.asdict(self))
@@ -121,27 +114,4 @@ class Plan:
         if not self.windows:
             return self
         closed = (0,) * len(self.windows)
-        return replace(self, windows=closed, max_inflight_bytes=0)
-
-    def _lines(self) -> Iterator[str]:
-        step = "not predicted" if self.step_s is None else f"{self.step_s * 1e3:.2f} ms"
-        peak = "not predicted" if self.peak_bytes is None else format_size(self.peak_bytes)
-        most = format_size(self.max_inflight_bytes)
-        flying = f"as each pass has room, {most} at most" if self.windows else f"each way {most}"
-        yield f"step {step}, peak {peak}, in flight {flying}"
-        if self.gap is not None and self.bound_s is not None:
-            yield f"no plan has a step below {self.bound_s * 1e3:.2f} ms: gap {self.gap:.1%}"
-        yield f"{'layers':<15} {'mode':<18} {'keep':>5} {'offload':>8} {'rebuild':>8}  weights"
-        first = 0
-        for layer, run in groupby(self.layers):
-            last = first + len(list(run)) - 1
-            name = str(first) if first == last else f"{first} to {last}"
-            runs_as_is = layer.mode is LayerMode.AS_IS
-            counts = Counter(layer.decisions if runs_as_is else ())
-            numbers = [str(counts[decision]) if runs_as_is else "" for decision in Decision]
-            where = "host" if layer.weights_on_host else "device"
-            yield (
-                f"{name:<15} {layer.mode.value:<18} {numbers[0]:>5} {numbers[1]:>8} "
-                f"{numbers[2]:>8}  {where}"
-            )
-            first = last + 1
+        return dataclasses.replace(self, windows=closed, max_inflight_bytes=0)
