@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import json
 import types
 from collections.abc import Collection, Mapping
@@ -74,8 +75,13 @@ def read_as(kind: type[T], entry: Mapping[str, Any]) -> T:
     ]
     if missing:
         raise PolicyError(f"the {kind.__name__} lacks {', '.join(missing)}")
-    types_of = get_type_hints(kind)
+    types_of = _types_of(kind)  # type: ignore[arg-type]
     return kind(**{name: _read(types_of[name], name, value) for name, value in entry.items()})
+
+
+@functools.cache
+def _types_of(kind: type[Any]) -> dict[str, Any]:
+    return get_type_hints(kind)  # it takes longer than all else
 
 
 def check_keys(what: str, given: Collection[str], known: Collection[str]) -> None:
@@ -132,7 +138,7 @@ def _read_enum(kind: type[Enum], name: str, value: Any) -> Enum:
 
 def _read_tuple(kind: type[tuple[Any, ...]], name: str, value: Any) -> Any:
     """Return a named tuple, which JSON has as a list."""
-    fields = get_type_hints(kind)
+    fields = _types_of(kind)
     if not isinstance(value, list) or len(value) != len(fields):
         raise PolicyError(f"{name} must be [{', '.join(fields)}], got {value!r}")
     pairs = zip(fields.values(), value, strict=True)
