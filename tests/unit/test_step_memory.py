@@ -192,7 +192,7 @@ def test_a_recording_that_is_gone_leaves_no_hook_on_optimizers() -> None:
     handle = ebbtide.offload(model, trace=True)
     model(torch.randn(4, WIDTH)).sum().backward()
     assert handle.trace.memory is not None
-    assert len(OPTIMIZER_WATCHES) == before + 1
+    assert len(OPTIMIZER_WATCHES) > before
     del model, handle
     gc.collect()
     wait_until(lambda: len(OPTIMIZER_WATCHES) == before, "the recording is still told of steps")

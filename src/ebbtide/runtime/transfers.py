@@ -277,12 +277,12 @@ class Offloads:
 
     def retire_finished(self) -> None:
         """Release the sources at the head of the queue whose copies are complete."""
-        # Guard retire-when-complete: a source is released only when its copy down has been seen
-        # complete. At any moment at which the engine tidies up, the memory of a source would be
-        # handed out again while the copy reads it.
         passes = self._account.passes
         if passes is not None and passes.holds_sources:
             return
+        # Guard retire-when-complete: a source is released only when its copy down has been seen
+        # complete. At any moment at which the engine tidies up, the memory of a source would be
+        # handed out again while the copy reads it.
         while self.queue and self.queue[0].is_copied():
             self._retire()
 
