@@ -107,9 +107,10 @@ def fake_profile(
     **more: Any,
 ) -> StepProfile:
     """The profile of a step that is not run. Layers are those that ebbtide finds by itself."""
-    found = find_layers(model).modules if layers is None else list(layers)
+    chosen = {*(find_layers(model).modules if layers is None else layers)}
+    names = [name for name, module in model.named_modules() if module in chosen]
     return profile_with_fake_tensors(
-        model, batch, hardware, layers=found, min_bytes=min_bytes, **more
+        model, batch, hardware, layers=names, min_bytes=min_bytes, **more
     )
 
 

@@ -536,22 +536,16 @@ def load_darcy_flow_small(
     """
     counts = {"n_train": [n_train], "n_tests": n_tests}
     counts |= {"batch_size": [batch_size], "test_batch_sizes": test_batch_sizes}
+    counts["resolution"] = [train_resolution, *test_resolutions]
     for name, values in counts.items():
         for value in values:
-            check_integer(name, value, least=1)
+            check_integer(name, value, least=MIN_RESOLUTION if name == "resolution" else 1)
     lengths = [len(each) for each in (test_resolutions, n_tests, test_batch_sizes)]
     if len(set(lengths)) > 1:
         raise ValueError(
             f"test_resolutions, n_tests and test_batch_sizes need one entry per test set each, got "
             f"{lengths}"
         )
-    specs = {
-        (split, resolution): DarcySpec(resolution, split=split, seed=seed)
-        for split, resolution in [
-            (Split.TRAIN, train_resolution),
-            *((Split.TEST, resolution) for resolution in test_resolutions),
-        ]
-    }
     try:
         from neuralop.data.datasets.tensor_dataset import TensorDataset
         from neuralop.data.transforms.data_processors import DefaultDataProcessor
@@ -561,7 +555,8 @@ def load_darcy_flow_small(
 
     def dataset(split: Split, resolution: int, n_samples: int) -> TensorDataset:
         if data_root is None:
-            samples = load_darcy(specs[split, resolution], n_samples, cache_dir=cache_dir)
+            spec = DarcySpec(resolution, split=split, seed=seed)
+            samples = load_darcy(spec, n_samples, cache_dir=cache_dir)
         else:
             samples = read_published(Path(data_root), split, resolution, n_samples)
         return TensorDataset(*(field.unsqueeze(1) for field in samples))

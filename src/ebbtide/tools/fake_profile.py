@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import operator
 import warnings
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, TypeVar, final
 
 import torch
@@ -23,7 +23,7 @@ from ebbtide.planning.contest import rule_plans
 from ebbtide.planning.hardware import Hardware
 from ebbtide.planning.prediction import StepTiming
 from ebbtide.planning.profile import LayerProfile, SavedStorage, StepProfile, StorageId
-from ebbtide.policy import DEFAULT_MIN_BYTES, check_model, check_modules, parse_number, refuse
+from ebbtide.policy import DEFAULT_MIN_BYTES
 from ebbtide.runtime.handles import Saved, pass_through
 from ebbtide.runtime.parameter_index import ParameterIndex
 from ebbtide.runtime.rebuild import find_recipe
@@ -116,20 +116,17 @@ class SavedStorages:
 # one that does: neither follows from a step in which everything is kept.
 
 
-def recompute_calls(
-    model: nn.Module, names: Iterable[str], calls: LayerCalls, recomputed: Set[int]
-) -> None:
-    """Have calls of layers run again in backward, for good.
+def recompute_calls(step: FakeStep, names: Iterable[str], recomputed: Set[int]) -> None:
+    """Have calls of layers run again in the backward of a step.
 
     Args:
-        model: a copy of the model, which is used once. Its layers are hooked by ``calls``.
+        step: the step.
         names: names of the layers.
-        calls: numbers the calls.
         recomputed: which calls run again. What is inside one of these runs again with it.
     """
     for name in names:
-        module = model.get_submodule(name)
-        module.forward = functools.partial(_forward, module.forward, calls, recomputed)
+        module = step.model.get_submodule(name)
+        module.forward = functools.partial(_forward, module.forward, step.calls, recomputed)
 
 
 def _forward(
@@ -428,7 +425,7 @@ def profile_with_fake_tensors(
     batch: Batch,
     hardware: Hardware,
     *,
-    layers: Iterable[nn.Module],
+    layers: Sequence[str],
     loss: Loss | None = None,
     min_bytes: int = DEFAULT_MIN_BYTES,
     optimizer_states: int = 2,
@@ -444,8 +441,7 @@ def profile_with_fake_tensors(
         batch: what the model is called with: a tuple or list of positional arguments, a mapping of
             arguments by name, or else one argument. Only shapes and types matter.
         hardware: the machine whose seconds are estimated.
-        layers: the modules whose calls are layers, such as
-            ``ebbtide.runtime.layers.find_layers(model).modules``.
+        layers: names of the modules whose calls are layers, in model order.
         loss: computes the loss from what the model returns; may use tensors that it closes over.
             None means the attribute ``loss`` of what the model returns, or else the sum of all
             floating-point tensors in it.
@@ -459,53 +455,22 @@ def profile_with_fake_tensors(
         The profile.
 
     Raises:
-        PolicyError: an argument is wrong, no layer was called, or the model cannot run with fake
-            tensors because its code looks at values.
+        PolicyError: no layer was called, or the model cannot run with fake tensors because its code
+            looks at values.
     """
     # Many arguments: a step has that many parts, and most of them have defaults.
-    names = _layer_names(model, hardware, layers)
-    optimizer_states = parse_number("optimizer_states", optimizer_states)
-    step = FakeStep(model, batch, hardware)
-    saved = SavedStorages(step, parse_number("min_bytes", min_bytes))
-    step.calls.hook(step.model, names)
+    step = FakeStep(model, batch, hardware, layers)
+    saved = SavedStorages(step, min_bytes)
     step.run(loss, saved.pack)
     if not step.calls.calls:
         raise PolicyError("the model called none of its layers; name modules that it calls")
     assembly = StepAssembly(step, saved, hardware, optimizer_states, between=between)
     profile = dataclasses.replace(assembly.profile(), min_bytes=saved.min_bytes)
-    again = FakeStep(model, batch, hardware)
-    again.calls.hook(again.model, names)
-    recompute_calls(again.model, names, again.calls, assembly.recomputable)
+    again = FakeStep(model, batch, hardware, layers)
+    recompute_calls(again, layers, assembly.recomputable)
     try:
         again.run(loss)
     except PolicyError:  # what cannot run again here is not planned to
         layers_once = (dataclasses.replace(each, may_recompute=False) for each in profile.layers)
         return dataclasses.replace(profile, layers=tuple(layers_once))
     return assembly.with_recomputation(profile, again)
-
-
-def _layer_names(model: nn.Module, hardware: Hardware, layers: Iterable[nn.Module]) -> list[str]:
-    """Return the names of the layers, in model order.
-
-    Raises:
-        PolicyError: an argument is wrong.
-    """
-    check_model(model)
-    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
-        raise PolicyError(  # a copy of it shares its parameters
-            f"{type(model).__name__} contains a script module, which cannot be copied to run with "
-            f"fake tensors; plan for the model before torch.jit scripts or traces a part of it"
-        )
-    if not isinstance(hardware, Hardware):
-        refuse("hardware", "a Hardware", hardware, 'such as Hardware.named("h100")')
-    layers = [*layers] if isinstance(layers, Iterator) else layers
-    check_modules("layers", layers)
-    wanted = {id(module) for module in layers}
-    names = [name for name, module in model.named_modules() if id(module) in wanted]
-    if not wanted or len(names) < len(wanted):
-        missing = len(wanted) - len(names)
-        raise PolicyError(
-            f"layers must name modules of the model; got {len(wanted)}, of which {missing} are not "
-            f"part of it"
-        )
-    return names

@@ -434,8 +434,8 @@ def fake_copies(
             was built there can be profiled.
 
     Raises:
-        PolicyError: a parameter has no shape yet, or is no plain tensor, or the model cannot be
-            copied.
+        PolicyError: a parameter has no shape yet, or is no plain tensor, or the model or a part of
+            it cannot be copied.
     """
     copies: dict[int, tuple[Tensor, Tensor]] = {}  # with the original, by its id
     storages: dict[tuple[int, torch.dtype], Tensor] = {}
@@ -466,6 +466,11 @@ def fake_copies(
             copies[id(tensor)] = make(tensor), tensor
         return copies[id(tensor)][0]
 
+    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+        raise PolicyError(  # a copy of it shares its parameters
+            f"{type(model).__name__} contains a script module, which cannot be copied to run with "
+            f"fake tensors; plan for the model before torch.jit scripts or traces a part of it"
+        )
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if is_lazy(tensor):
             raise PolicyError(f"{name} has no shape yet; run the model once, then profile it")
@@ -502,6 +507,7 @@ class FakeStep(TorchDispatchMode):  # type: ignore[no-untyped-call]
         model: the model; it may be on the meta device.
         batch: what the model is called with.
         hardware: the machine whose seconds are estimated.
+        layers: names of the modules whose calls are layers.
 
     Attributes:
         model: the copy.
@@ -518,7 +524,9 @@ class FakeStep(TorchDispatchMode):  # type: ignore[no-untyped-call]
         PolicyError: the model cannot be copied.
     """
 
-    def __init__(self, model: nn.Module, batch: Batch, hardware: Hardware) -> None:
+    def __init__(
+        self, model: nn.Module, batch: Batch, hardware: Hardware, layers: Iterable[str] = ()
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._trained, self._hardware = model, hardware
@@ -531,6 +539,7 @@ class FakeStep(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.inputs = {self.ledger.key_of(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
         self.state = {self.ledger.key_of(tensor) for tensor in tensors}
         self.calls = LayerCalls(self.ledger)
+        self.calls.hook(self.model, layers)
         self.seconds: dict[Part, float] = {}
         self.owners: dict[int, int] = {}
 

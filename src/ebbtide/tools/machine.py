@@ -122,14 +122,11 @@ def parse_device(name: str) -> torch.device:
         raise PolicyError(f"--device: {name!r} is not a torch device; try auto or cpu") from None
     if device.type == "cpu":
         return torch.device("cpu")
-    if accelerator is None or device.type != accelerator.type:
-        seen = "no accelerator" if accelerator is None else f"an accelerator of type {accelerator}"
+    is_seen = accelerator is not None and device.type == accelerator.type
+    number = torch.accelerator.device_count() if is_seen else 0
+    if (device.index or 0) >= number:
+        seen = f"{number} such devices, numbered from 0" if number else "no such device"
         raise PolicyError(f"--device {name}: torch sees {seen} on this machine; try auto or cpu")
-    if device.index is not None and device.index >= torch.accelerator.device_count():
-        raise PolicyError(
-            f"--device {name}: this machine has {torch.accelerator.device_count()} such devices, "
-            f"numbered from 0"
-        )
     return device
 
 

@@ -246,7 +246,7 @@ class Study:
                 task.model,
                 task.batch,
                 self.hardware,
-                layers=[task.model.get_submodule(name) for name in self.names],
+                layers=self.names,
                 loss=task.loss,
                 optimizer_states=self._optimizer_states,
                 between=self._between,

@@ -89,10 +89,10 @@ def _lines(plan: Schedule, trace: Trace, figures: Mapping[str, float]) -> list[s
     lines = str(plan).splitlines()
     rest = len(lines) - _MOST_LINES
     shown = lines if rest <= 1 else [*lines[:_MOST_LINES], f"... and {rest} more lines"]
-    layer_bytes = int(figures["layer_bytes"])
+    layer_bytes, size = int(figures["layer_bytes"]), format_size(int(figures["layer_bytes"]))
     peak, without = (
-        f"{number} x {format_size(layer_bytes)} = {format_size(number * layer_bytes)}"
-        for number in (plan.peak_resident, Schedule(plan.order).peak_resident)
+        f"{size_bytes // layer_bytes} x {size} = {format_size(size_bytes)}"
+        for size_bytes in (int(figures["peak_bytes"]), int(figures["peak_bytes_without"]))
     )
     return [
         *shown,

@@ -15,7 +15,7 @@ import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, final
+from typing import Any, NoReturn, final
 
 import torch
 from torch import nn
@@ -46,24 +46,6 @@ from ebbtide.verifying import (
 )
 
 
-class _Request(NamedTuple):
-    """What a child is asked for.
-
-    Attributes:
-        script: the script.
-        steps: the run ends after so many steps of optimizers.
-        options: how models are offloaded; None: not at all.
-        seed: of the provocation; None: nothing is provoked.
-        deterministic: whether torch takes deterministic kernels.
-    """
-
-    script: MainScript
-    steps: int
-    options: RunOptions | None
-    seed: int | None
-    deterministic: bool
-
-
 class ScriptFailedError(EbbtideError, RuntimeError):
     """A run of the script ended without anything that can be compared."""
 
@@ -83,7 +65,7 @@ def verify_script(
     def run(offloaded: bool, provocation: Provocation | None, deterministic: bool) -> Outcome:
         seed = None if provocation is None else provocation.seed
         given = options if offloaded else None
-        found = _run_in_child(_Request(script, steps, given, seed, deterministic))
+        found = _run_in_child(script, steps, given, seed, deterministic)
         return replace(found, what=f"{script.name}: {found.what}")
 
     return verify_runs(
@@ -95,15 +77,15 @@ def verify_script(
     )
 
 
-def _run_in_child(request: _Request) -> Outcome:
-    """Run a script in a process of its own.
+def _run_in_child(script: MainScript, steps: int, *others: Any) -> Outcome:
+    """Run a script in a process of its own, see `_run_here`.
 
     Raises:
         ScriptFailedError: it ended early, or offloads by itself.
     """
     with tempfile.TemporaryDirectory(prefix="ebbtide-verify-") as directory:
         asked, outcome = Path(directory) / "request", Path(directory) / "outcome"
-        asked.write_bytes(pickle.dumps(request))
+        asked.write_bytes(pickle.dumps((script, steps, *others)))
         # Not with -m: the script becomes __main__, and classes of that module cannot be written.
         code = f"from {__name__} import main; main({str(asked)!r}, {str(outcome)!r})"
         command = [sys.executable, "-c", code]
@@ -116,7 +98,7 @@ def _run_in_child(request: _Request) -> Outcome:
     if ended.returncode < 0:
         ending = f"signal {-ended.returncode}"
     raise ScriptFailedError(
-        f"{request.script.name} cannot be verified: a run of it ended before {request.steps} steps "
+        f"{script.name} cannot be verified: a run of it ended before {steps} steps "
         f"of an optimizer were compared ({ending}): {last}"
     )
 
@@ -235,31 +217,44 @@ def _models() -> list[nn.Module]:
     return sorted(whole, key=lambda each: -sum(p.numel() for p in each.parameters()))
 
 
-def _run_here(request: _Request) -> Outcome:
+def _run_here(
+    script: MainScript,
+    steps: int,
+    options: RunOptions | None,
+    seed: int | None,
+    deterministic: bool,
+) -> Outcome:
     """Run a script in this process until its optimizers have taken their steps.
+
+    Args:
+        script: the script.
+        steps: the run ends after so many steps of optimizers.
+        options: how models are offloaded; None: not at all.
+        seed: of the provocation; None: nothing is provoked.
+        deterministic: whether torch takes deterministic kernels.
 
     Raises:
         BaseException: whatever ends the script before.
     """
-    outcome = _Recorder(request.steps).outcome
-    provocation = None if request.seed is None else Provocation.draw(request.seed, fails=False)
-    planned = request.options is not None and request.options.is_planned
+    outcome = _Recorder(steps).outcome
+    provocation = None if seed is None else Provocation.draw(seed, fails=False)
+    planned = options is not None and options.is_planned
 
     def make(torch_device: torch.device) -> AbstractDevice:
         outcome.order = choose_order(torch_device, provocation)
         return provoked_device(torch_device, provocation, is_planned=planned)
 
     with contextlib.ExitStack() as stack:
-        if request.deterministic:
+        if deterministic:
             outcome.operators = stack.enter_context(deterministic_kernels())
         engines = stack.enter_context(devices_made_by(make))
-        if request.options is not None:
-            RunSession(request.script, request.options, quiet=True).begin()
+        if options is not None:
+            RunSession(script, options, quiet=True).begin()
         seed_all()
         with contextlib.suppress(_EnoughError):
-            request.script.run()
+            script.run()
             sys.exit("the script ended")
-    if request.options is None and engines:
+    if options is None and engines:
         sys.exit(
             "it offloads by itself, so it cannot be run plainly; leave that out of it, or verify "
             "its model in Python: ebbtide.verify(model, batch)"
@@ -271,8 +266,7 @@ def _run_here(request: _Request) -> Outcome:
 
 def main(request: str, outcome: str) -> NoReturn:
     """Run what a file asks for, and write what came of it; called in a child."""
-    asked: _Request = pickle.loads(Path(request).read_bytes())
-    found = _run_here(asked)
+    found = _run_here(*pickle.loads(Path(request).read_bytes()))
     torch.save(found, f"{outcome}.part")
     os.replace(f"{outcome}.part", outcome)
     sys.stdout.flush()
