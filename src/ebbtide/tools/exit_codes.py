@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import functools
 import inspect
 import re
 from collections.abc import Callable, Iterator
@@ -46,21 +47,20 @@ def describe_codes(special: dict[ExitCode, str] | None = None) -> str:
 
 
 @contextlib.contextmanager
-def ends_by_code(command: str, interrupted: str = "interrupted") -> Iterator[None]:
+def ends_by_code(command: str) -> Iterator[None]:
     """End a command by the exit code that belongs to an error, with one line on standard error.
 
     Other errors are defects, whose traceback is shown.
 
     Args:
         command: its name.
-        interrupted: what is said after Ctrl-C.
     """
     from ebbtide.errors import BudgetError, EbbtideError
 
     try:
         yield
     except KeyboardInterrupt:
-        end(command, interrupted, ExitCode.INTERRUPTED)
+        end(command, "interrupted", ExitCode.INTERRUPTED)
     except BrokenPipeError:
         raise  # the reader of the output has gone; click ends quietly
     except BudgetError as error:
@@ -93,7 +93,7 @@ def add_command(
     codes: dict[ExitCode, str] | None = None,
     **settings: Any,
 ) -> None:
-    """Make a command of a function.
+    """Make a command of a function, which ends by the code that belongs to an error.
 
     Parameters that can be given by position are arguments, the others options. The docstring's
     entries on them are the help: ``out (-o, FILE): Where to write.`` has a short name and what
@@ -117,7 +117,13 @@ def add_command(
             option = f"--{name.replace('_', '-')}"
             info = typer.Option(option, *short, metavar=metavar, help=text)
         command.__annotations__[name] = Annotated[hints[name], info]
-    app.command(help=summary, epilog=describe_codes(codes), **settings)(command)
+
+    @functools.wraps(command)
+    def run(**given: Any) -> None:
+        with ends_by_code(command.__name__):
+            command(**given)
+
+    app.command(help=summary, epilog=describe_codes(codes), **settings)(run)
 
 
 def _read_entry(entry: str) -> tuple[str, tuple[list[str], str]]:

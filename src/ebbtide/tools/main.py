@@ -13,7 +13,7 @@ import typer
 
 from ebbtide.errors import PolicyError
 from ebbtide.policy import ActivationPolicy
-from ebbtide.tools.exit_codes import ExitCode, add_command, end, ends_by_code, status
+from ebbtide.tools.exit_codes import ExitCode, add_command, end, status
 from ebbtide.tools.schedule_command import schedule
 from ebbtide.version import __version__
 
@@ -122,26 +122,25 @@ def demo(
         out (DIR): Directory for the figures and the page.
         json: Print all figures as JSON instead of the table.
     """
-    with ends_by_code("demo"):
-        from rich.console import Console
+    from rich.console import Console
 
-        from ebbtide.tools.demo import QUICK, DeadModeError, DemoConfig, parse_modes, run_demo
-        from ebbtide.tools.machine import parse_device
+    from ebbtide.tools.demo import QUICK, DeadModeError, DemoConfig, parse_modes, run_demo
+    from ebbtide.tools.machine import parse_device
 
-        torch_device = parse_device(device)
-        sizes = dict(QUICK) if quick else {}
-        asked = {"resolution": resolution, "steps": steps}
-        sizes |= {name: number for name, number in asked.items() if number is not None}
-        config = DemoConfig(
-            batch_size=batch_size, modes=parse_modes(modes, torch_device), device=torch_device,
-            store=store, out=out, **sizes,
-        )  # fmt: skip
-        try:
-            same = run_demo(config, Console(stderr=True), as_json=json)
-        except DeadModeError as error:
-            end("demo", str(error), ExitCode.FAILED)
-        if not same:
-            raise typer.Exit(ExitCode.FAILED)
+    torch_device = parse_device(device)
+    sizes = dict(QUICK) if quick else {}
+    asked = {"resolution": resolution, "steps": steps}
+    sizes |= {name: number for name, number in asked.items() if number is not None}
+    config = DemoConfig(
+        batch_size=batch_size, modes=parse_modes(modes, torch_device), device=torch_device,
+        store=store, out=out, **sizes,
+    )  # fmt: skip
+    try:
+        same = run_demo(config, Console(stderr=True), as_json=json)
+    except DeadModeError as error:
+        end("demo", str(error), ExitCode.FAILED)
+    if not same:
+        raise typer.Exit(ExitCode.FAILED)
 
 
 def doctor(
@@ -158,26 +157,25 @@ def doctor(
         device (DEVICE): What to examine: auto, cpu, cuda, cuda:1, xpu ...
         store (STORE): Where files of activations would go: auto or disk:/some/dir.
     """
-    with ends_by_code("doctor", "interrupted; nothing was left behind"):
-        from ebbtide.planning.hardware import document
-        from ebbtide.tools.doctor import advise, build_report
-        from ebbtide.tools.examination import FULL, QUICK, examine
-        from ebbtide.tools.machine import find_directory, parse_device
+    from ebbtide.planning.hardware import document
+    from ebbtide.tools.doctor import advise, build_report
+    from ebbtide.tools.examination import FULL, QUICK, examine
+    from ebbtide.tools.machine import find_directory, parse_device
 
-        torch_device = parse_device(device)
-        if device == "auto" and torch_device.type == "mps":
-            torch_device = parse_device("cpu")  # ebbtide refuses models on Apple's GPU
-        with status() as say:
-            found = examine(torch_device, find_directory(store), QUICK if quick else FULL, say)
-        advice, hardware = advise(found), found.hardware()
-        if json:
-            figures = {**asdict(found), "advice": advice}
-            typer.echo(dumps(document(hardware, figures), indent=2))
-        else:
-            typer.echo(build_report(found, advice))
-        if hardware is None:
-            what = "problems in the JSON" if json else '"Not measured" in the report'
-            end("doctor", f"the figures are incomplete; see {what}", ExitCode.FAILED)
+    torch_device = parse_device(device)
+    if device == "auto" and torch_device.type == "mps":
+        torch_device = parse_device("cpu")  # ebbtide refuses models on Apple's GPU
+    with status() as say:
+        found = examine(torch_device, find_directory(store), QUICK if quick else FULL, say)
+    advice, hardware = advise(found), found.hardware()
+    if json:
+        figures = {**asdict(found), "advice": advice}
+        typer.echo(dumps(document(hardware, figures), indent=2))
+    else:
+        typer.echo(build_report(found, advice))
+    if hardware is None:
+        what = "problems in the JSON" if json else '"Not measured" in the report'
+        end("doctor", f"the figures are incomplete; see {what}", ExitCode.FAILED)
 
 
 def report(files: list[Path], *, out: Path = Path("run.html"), json: bool = False) -> None:
@@ -195,8 +193,7 @@ def report(files: list[Path], *, out: Path = Path("run.html"), json: bool = Fals
     from ebbtide.observe.page import write_page
     from ebbtide.observe.run_record import load_records
 
-    with ends_by_code("report"):
-        write_page(out, [record for file in files for record in load_records(file)])
+    write_page(out, [record for file in files for record in load_records(file)])
     if json:
         typer.echo(dumps({"page": str(out), "runs": [str(file) for file in files]}, indent=2))
     else:
@@ -249,26 +246,25 @@ def plan(
         save (FILE): File for the plan; `ebbtide run --plan` follows it.
         json: Print all figures as JSON instead of the report.
     """
-    with ends_by_code("plan"):
-        from ebbtide.tools.plan_tables import as_document, build_report, run_plan
+    from ebbtide.tools.plan_tables import as_document, build_report, run_plan
 
-        options = {
-            "resolution": resolution, "seq": seq, "batch": batch, "width": width, "modes": modes,
-            "layers": layers, "size": size,
-        }  # fmt: skip
-        # A user's model may print what it likes, and other programs read the report or JSON.
-        with status() as say, contextlib.redirect_stdout(sys.stderr):
-            found = run_plan(
-                model, options, hardware, budget, layers=plan_layers or (),
-                optimizer_states=optimizer_states, weights=weights, limits=not quick,
-                save=save, say=say,
-            )  # fmt: skip
-            text = as_document(found) if json else build_report(found)
-        typer.echo(text)
-        if found.chosen is None:
-            raise typer.Exit(ExitCode.DOES_NOT_FIT)
-        if save is not None and not json:
-            typer.echo(f"\nPlan: {save}")
+    options = {
+        "resolution": resolution, "seq": seq, "batch": batch, "width": width, "modes": modes,
+        "layers": layers, "size": size,
+    }  # fmt: skip
+    # A user's model may print what it likes, and other programs read the report or JSON.
+    with status() as say, contextlib.redirect_stdout(sys.stderr):
+        found = run_plan(
+            model, options, hardware, budget, layers=plan_layers or (),
+            optimizer_states=optimizer_states, weights=weights, limits=not quick,
+            save=save, say=say,
+        )  # fmt: skip
+        text = as_document(found) if json else build_report(found)
+    typer.echo(text)
+    if found.chosen is None:
+        raise typer.Exit(ExitCode.DOES_NOT_FIT)
+    if save is not None and not json:
+        typer.echo(f"\nPlan: {save}")
 
 
 def run(
@@ -322,31 +318,30 @@ def run(
     from ebbtide.tools.found_models import RunOptions
     from ebbtide.tools.run import MainScript, RunSession
 
-    with ends_by_code("run"):
-        activations = ActivationPolicy(
-            num_layers=num_layers,
-            keep_last=keep_last,
-            min_bytes=min_bytes,
-            mode=cast(Literal["offload"], mode),
+    activations = ActivationPolicy(
+        num_layers=num_layers,
+        keep_last=keep_last,
+        min_bytes=min_bytes,
+        mode=cast(Literal["offload"], mode),
+    )
+    options = RunOptions(
+        activations=activations, budget=budget, plan=plan, store=store,
+        host_budget=host_budget, layers=tuple(layers or ()), weights=weights,
+        trace=report is not None,
+    )  # fmt: skip
+    for option, file in (("--json", json), ("--report", report)):
+        is_file = file is not None and str(file) != "-"
+        if file is not None and is_file and not file.absolute().parent.is_dir():
+            raise PolicyError(f"{option} {file}: there is no such directory")
+    if dry and report is not None:
+        raise PolicyError(
+            "--dry trains on without ebbtide, so there is no step to --report; leave one out"
         )
-        options = RunOptions(
-            activations=activations, budget=budget, plan=plan, store=store,
-            host_budget=host_budget, layers=tuple(layers or ()), weights=weights,
-            trace=report is not None,
-        )  # fmt: skip
-        for option, file in (("--json", json), ("--report", report)):
-            is_file = file is not None and str(file) != "-"
-            if file is not None and is_file and not file.absolute().parent.is_dir():
-                raise PolicyError(f"{option} {file}: there is no such directory")
-        if dry and report is not None:
-            raise PolicyError(
-                "--dry trains on without ebbtide, so there is no step to --report; leave one out"
-            )
-        session = RunSession(
-            MainScript(script, arguments or (), is_module=module), options, dry=dry,
-            quiet=quiet, page=None if report is None else report.absolute(),
-            json=json if json is None or str(json) == "-" else json.absolute(),
-        )  # fmt: skip
+    session = RunSession(
+        MainScript(script, arguments or (), is_module=module), options, dry=dry,
+        quiet=quiet, page=None if report is None else report.absolute(),
+        json=json if json is None or str(json) == "-" else json.absolute(),
+    )  # fmt: skip
     raise ScriptRequest(session)
 
 
@@ -393,31 +388,30 @@ def verify(
             torchtune, trl, deepspeed, transformer_engine, or module:function of the model.
         json: Print all figures as JSON instead of the report.
     """
-    with ends_by_code("verify"):
-        from ebbtide.tools.found_models import RunOptions
-        from ebbtide.tools.run import MainScript
-        from ebbtide.tools.verify_script import verify_function, verify_script
+    from ebbtide.tools.found_models import RunOptions
+    from ebbtide.tools.run import MainScript
+    from ebbtide.tools.verify_script import verify_function, verify_script
 
-        activations = ActivationPolicy(min_bytes=min_bytes, mode=cast(Literal["offload"], mode))
-        options = RunOptions(
-            activations=activations, budget=budget, store=store, layers=tuple(layers or ()),
-            weights=weights,
-        )  # fmt: skip
-        if steps < 1 or orders < 0:
-            raise PolicyError("--steps is at least 1, and --orders at least 0")
-        seeds = range(seed, seed + orders)
-        with contextlib.redirect_stdout(sys.stderr):  # a model may print what it likes
-            if ":" in target and not Path(target).exists():
-                if arguments:
-                    raise PolicyError(f"options of ebbtide stand before {target}, which takes none")
-                report = verify_function(target, device, options, steps, seeds, offloader)
-            elif device is not None or offloader is not None:
-                raise PolicyError(
-                    "--device and --offloader need module:function; a script runs as it is"
-                )
-            else:
-                script = MainScript(target, arguments or (), is_module=module)
-                report = verify_script(script, options, steps, seeds)
+    activations = ActivationPolicy(min_bytes=min_bytes, mode=cast(Literal["offload"], mode))
+    options = RunOptions(
+        activations=activations, budget=budget, store=store, layers=tuple(layers or ()),
+        weights=weights,
+    )  # fmt: skip
+    if steps < 1 or orders < 0:
+        raise PolicyError("--steps is at least 1, and --orders at least 0")
+    seeds = range(seed, seed + orders)
+    with contextlib.redirect_stdout(sys.stderr):  # a model may print what it likes
+        if ":" in target and not Path(target).exists():
+            if arguments:
+                raise PolicyError(f"options of ebbtide stand before {target}, which takes none")
+            report = verify_function(target, device, options, steps, seeds, offloader)
+        elif device is not None or offloader is not None:
+            raise PolicyError(
+                "--device and --offloader need module:function; a script runs as it is"
+            )
+        else:
+            script = MainScript(target, arguments or (), is_module=module)
+            report = verify_script(script, options, steps, seeds)
     typer.echo(dumps(report.document(), indent=2) if json else str(report))
     if not report.same:
         raise typer.Exit(ExitCode.FAILED)

@@ -16,7 +16,6 @@ from ebbtide.errors import PolicyError
 from ebbtide.observe.trace import Trace
 from ebbtide.rehearsal import rehearse
 from ebbtide.schedule import Schedule, default, from_pipeline
-from ebbtide.tools.exit_codes import ends_by_code
 from ebbtide.units import format_size, parse_size_bytes
 
 FORMAT: Final = "ebbtide-schedule"
@@ -54,35 +53,34 @@ def schedule(
         out (FILE): File for a picture: .png, .svg or .pdf.
         json: Print all figures as JSON instead of the timeline.
     """
-    with ends_by_code("schedule"):
-        for option, value in (("--forward-ms", forward_ms), ("--bandwidth", bandwidth)):
-            if not value > 0:
-                raise PolicyError(f"{option} must be more than 0, got {value:g}")
-        plan = _read(file, layers, pipeline, resident)
-        layer_bytes = parse_size_bytes(layer_size, name="--layer-size")
-        bytes_per_s = bandwidth * 1e9
-        trace = rehearse(
-            plan,
-            layer_bytes=layer_bytes,
-            forward_s=forward_ms / 1e3,
-            bandwidth_bytes_per_s=bytes_per_s,
-        )
-        if out is not None:
-            trace.plot(out)
-        figures = {
-            "layer_bytes": layer_bytes,
-            "peak_layers": plan.peak_resident,
-            "peak_bytes": plan.peak_resident * layer_bytes,
-            "peak_bytes_without": Schedule(plan.order).peak_resident * layer_bytes,
-            "copy_s": layer_bytes / bytes_per_s,
-        }
-        if json:
-            document = _as_document(plan, trace, figures)
-            typer.echo(dumps(document, indent=1, allow_nan=False))
-            return
-        typer.echo("\n".join(_lines(plan, trace, figures)))
-        if out is not None:
-            typer.echo(f"\nPicture: {out}")
+    for option, value in (("--forward-ms", forward_ms), ("--bandwidth", bandwidth)):
+        if not value > 0:
+            raise PolicyError(f"{option} must be more than 0, got {value:g}")
+    plan = _read(file, layers, pipeline, resident)
+    layer_bytes = parse_size_bytes(layer_size, name="--layer-size")
+    bytes_per_s = bandwidth * 1e9
+    trace = rehearse(
+        plan,
+        layer_bytes=layer_bytes,
+        forward_s=forward_ms / 1e3,
+        bandwidth_bytes_per_s=bytes_per_s,
+    )
+    if out is not None:
+        trace.plot(out)
+    figures = {
+        "layer_bytes": layer_bytes,
+        "peak_layers": plan.peak_resident,
+        "peak_bytes": plan.peak_resident * layer_bytes,
+        "peak_bytes_without": Schedule(plan.order).peak_resident * layer_bytes,
+        "copy_s": layer_bytes / bytes_per_s,
+    }
+    if json:
+        document = _as_document(plan, trace, figures)
+        typer.echo(dumps(document, indent=1, allow_nan=False))
+        return
+    typer.echo("\n".join(_lines(plan, trace, figures)))
+    if out is not None:
+        typer.echo(f"\nPicture: {out}")
 
 
 def _lines(plan: Schedule, trace: Trace, figures: Mapping[str, float]) -> list[str]:
