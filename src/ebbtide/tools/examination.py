@@ -234,7 +234,7 @@ def measure_links(
     budget_s: float,
     room_bytes: int,
 ) -> LinkFigures:
-    """Measure offloads and reloads by size, and both at once.
+    """Measure offloads, reloads and both at once, by size; of both, the largest copies count.
 
     Args:
         device: the device.
@@ -247,32 +247,25 @@ def measure_links(
     begin_s = time.perf_counter()
     down: dict[int, Sample] = {}
     up: dict[int, Sample] = {}
-    last: _Copies | None = None
     slowest_per_s = 0.0
-    with contextlib.ExitStack() as open_store:
-        for number, size_bytes in enumerate(sizes_bytes):
-            left_s = budget_s - (time.perf_counter() - begin_s)
-            queued_bytes = min(_QUEUED_BYTES[device.computes_on_host], room_bytes // 2)
-            total_bytes = max(1, min(_MOST_QUEUED, queued_bytes // size_bytes)) * size_bytes
-            if last is not None:
-                # Both ways at once needs twice the bytes. A slow link gets no larger copies than it
-                # can move in the time that is left: two rounds of each way, and two of both.
-                too_slow = 8 * total_bytes > left_s * slowest_per_s
-                if too_slow or 2 * total_bytes > room_bytes:
-                    break
-                last.drop()
-            open_store.close()
-            store = open_store.enter_context(contextlib.closing(build_store()))
-            last = _Copies(device, store, size_bytes, total_bytes)
-            share_s = left_s / (len(sizes_bytes) - number + 1) / 2
-            down[size_bytes] = sample(total_bytes, last.offload, share_s)
-            up[size_bytes] = sample(total_bytes, last.reload, share_s)
-            slowest_per_s = min(down[size_bytes].best_per_s, up[size_bytes].best_per_s)
-        assert last is not None
+    for number, size_bytes in enumerate(sizes_bytes):
         left_s = budget_s - (time.perf_counter() - begin_s)
-        note = format_size(last.sources[0].nbytes)
-        both = sample(2 * last.memory.nbytes, last.both, left_s, note=note)
-        last.drop()
+        queued_bytes = min(_QUEUED_BYTES[device.computes_on_host], room_bytes // 2)
+        total_bytes = max(1, min(_MOST_QUEUED, queued_bytes // size_bytes)) * size_bytes
+        # Both ways at once needs twice the bytes. A slow link gets no larger copies than it can
+        # move in the time that is left: two rounds of each way, and two of both.
+        too_slow = 8 * total_bytes > left_s * slowest_per_s
+        if number and (too_slow or 2 * total_bytes > room_bytes):
+            break
+        share_s = left_s / (len(sizes_bytes) - number) / 3
+        with contextlib.closing(build_store()) as store:
+            copies = _Copies(device, store, size_bytes, total_bytes)
+            down[size_bytes] = sample(total_bytes, copies.offload, share_s)
+            up[size_bytes] = sample(total_bytes, copies.reload, share_s)
+            note = format_size(size_bytes)
+            both = sample(2 * total_bytes, copies.both, share_s, note=note)
+            copies.drop()
+        slowest_per_s = min(down[size_bytes].best_per_s, up[size_bytes].best_per_s)
     return LinkFigures(down, up, both)
 
 
