@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -67,6 +69,14 @@ def test_the_guide_of_a_command_has_every_option(command: str, page: str) -> Non
     text = (GUIDES / page).read_text()
     missing = {each for each in options_of(command) if f"{each}" not in text} - {"--help"}
     assert not missing, f"docs/guides/{page}"
+
+
+def test_without_docstrings_there_is_no_help_and_all_else_works() -> None:
+    for arguments in (["schedule", "--layers", "1/2"], ["run", "-m", "this", "--quiet"]):
+        command = [sys.executable, "-OO", "-m", "ebbtide", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout
 
 
 # Exit codes

@@ -7,7 +7,7 @@ import enum
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, Final, NoReturn, get_type_hints
 
 import typer
@@ -86,36 +86,39 @@ def end(command: str, message: str, code: ExitCode) -> NoReturn:
 
 # ---- A command is a function, and its docstring is the help ----
 
+_ENTRY: Final = re.compile(r"^    (\w+)(?: \((.*?)\))?: (.*(?:\n {8}.*)*)", re.MULTILINE)
+
 
 def add_command(
     app: typer.Typer,
     command: Callable[..., None],
     codes: dict[ExitCode, str] | None = None,
+    short: Mapping[str, str] | None = None,
     **settings: Any,
 ) -> None:
     """Make a command of a function, which ends by the code that belongs to an error.
 
     Parameters that can be given by position are arguments, the others options. The docstring's
-    entries on them are the help: ``out (-o, FILE): Where to write.`` has a short name and what
-    stands for the value.
+    entries on them are the help, such as ``out (FILE): Where to write.``, in which FILE stands for
+    the value. Under ``python -OO`` there are no docstrings, and no help.
 
     Args:
         app: gets the command.
         command: the function.
         codes: what further exit codes mean for it.
+        short: short names of options, by parameter.
         settings: of typer, for the command.
     """
     summary, _, entries = inspect.cleandoc(command.__doc__ or "").partition("\n\nArgs:\n")
-    described = dict(map(_read_entry, re.split(r"\n(?=    \w)", entries)))
+    described = {name: rest for name, *rest in _ENTRY.findall(entries)}
     hints = get_type_hints(command)
     for name, parameter in inspect.signature(command).parameters.items():
-        marks, text = described[name]
-        short = [mark for mark in marks if mark.startswith("-")]
-        metavar = next((mark for mark in marks if mark not in short), None)
-        info = typer.Argument(metavar=metavar, help=text)
+        metavar, text = described.get(name, ("", ""))
+        about: Any = {"metavar": metavar or None, "help": " ".join(text.split())}
+        info = typer.Argument(**about)
         if parameter.kind is parameter.KEYWORD_ONLY:
-            option = f"--{name.replace('_', '-')}"
-            info = typer.Option(option, *short, metavar=metavar, help=text)
+            names = f"--{name.replace('_', '-')}", (short or {}).get(name)
+            info = typer.Option(*filter(None, names), **about)
         command.__annotations__[name] = Annotated[hints[name], info]
 
     @functools.wraps(command)
@@ -124,13 +127,6 @@ def add_command(
             command(**given)
 
     app.command(help=summary, epilog=describe_codes(codes), **settings)(run)
-
-
-def _read_entry(entry: str) -> tuple[str, tuple[list[str], str]]:
-    """Return what a docstring says of a parameter: its name, the marks in brackets, the text."""
-    match = re.fullmatch(r"(\w+)(?: \((.*?)\))?: (.*)", " ".join(entry.split()))
-    assert match is not None, f"not an entry of a docstring: {entry}"
-    return match[1], (match[2].split(", ") if match[2] else [], match[3])
 
 
 # ---- Messages are about arguments in Python; on the command line these are options ----

@@ -187,7 +187,7 @@ def report(files: list[Path], *, out: Path = Path("run.html"), json: bool = Fals
     Args:
         files (RUN.JSON...): Files of handle.save_run, handle.trace.save or ebbtide run --json; the
             first run is what others are compared with.
-        out (-o, PAGE.HTML): The page to write.
+        out (PAGE.HTML): The page to write.
         json: Say as JSON on standard output what was written.
     """
     from ebbtide.observe.page import write_page
@@ -296,7 +296,7 @@ def run(
     Args:
         script (SCRIPT): Your training script; with -m the name of a module.
         arguments (ARGUMENTS): What the script itself is given.
-        module (-m): The script is a module, as for python -m.
+        module: The script is a module, as for python -m.
         budget (SIZE): Most memory that training may take: 20GiB, or 90% of all there is.
         plan (FILE): Instead of a budget: a plan that `ebbtide plan --save` wrote.
         store (STORE): Where activations go: auto, host, disk[:/some/dir] or tiered[:/dir].
@@ -373,7 +373,7 @@ def verify(
         target (TARGET): Your training script; or module:function, where function() returns (model,
             batch) or (model, batch, loss).
         arguments (ARGUMENTS): What the script itself is given.
-        module (-m): The script is a module, as for python -m.
+        module: The script is a module, as for python -m.
         budget (SIZE): Most memory that training may take: 20GiB, or 90% of all there is.
         store (STORE): Where activations go: auto, host, disk[:/some/dir] or tiered[:/dir].
         layers (PATTERN): Modules whose calls are the layers, such as blocks.*; repeatable.
@@ -419,7 +419,7 @@ def verify(
 
 add_command(app, demo, {ExitCode.FAILED: "the results differ, or a mode failed"})
 add_command(app, doctor, {ExitCode.FAILED: "a figure that a plan needs could not be measured"})
-add_command(app, report)
+add_command(app, report, short={"out": "-o"})
 add_command(app, plan, {ExitCode.DOES_NOT_FIT: "no plan fits into the budget"})
 add_command(
     app,
@@ -428,6 +428,7 @@ add_command(
         ExitCode.DONE: "the script ended well; whatever else it ends with comes through",
         ExitCode.DOES_NOT_FIT: "no plan fits into the budget",
     },
+    short={"module": "-m"},
     context_settings=_SCRIPT,
 )
 add_command(app, schedule)
@@ -439,6 +440,7 @@ add_command(
         ExitCode.FAILED: "a run gave others, or nothing was offloaded",
         ExitCode.DOES_NOT_FIT: "no plan fits into the budget",
     },
+    short={"module": "-m"},
     context_settings=_SCRIPT,
 )
 
