@@ -14,7 +14,7 @@ from rich.console import RenderableType
 
 from ebbtide.stores import measured_memory as freed_memory
 from ebbtide.tools.examination import Examination
-from ebbtide.tools.layout import columns, indented, labelled, render
+from ebbtide.tools.layout import columns, digits, indented, labelled, render, scaled
 from ebbtide.tools.machine import Sample
 from ebbtide.units import count, format_seconds, format_size
 
@@ -168,7 +168,7 @@ def summarize(found: Examination) -> Iterator[str]:
             f"{format_seconds(_GIB / found.disk.read_bytes_per_s)}{known}."
         )
     meanwhile = [
-        f"{_number(entry.best_per_s / down)} FLOP of {_WORDS[name]}"
+        f"{digits(entry.best_per_s / down)} FLOP of {_WORDS[name]}"
         for name, entry in found.matmul.items()
         if name in ("fp32", "bf16")
     ]
@@ -240,10 +240,10 @@ def _links(found: Examination) -> Iterator[RenderableType]:
     rows: list[Row] = []
     for size, down in links.down.items():
         up = min(links.up[size].median_per_s, bound)
-        rates_of_size = _rate(down.median_per_s, "B/s"), _rate(up, "B/s")
+        rates_of_size = scaled(down.median_per_s, "B/s"), scaled(up, "B/s")
         rows.append((f"copies of {format_size(size)}", *rates_of_size))
     rows += [
-        ("both at once, in sum", _rate(rates[2], "B/s")),
+        ("both at once, in sum", scaled(rates[2], "B/s")),
         ("each copy besides", format_seconds(links.latency_s)),
     ]
     where = "files in the page cache" if found.on_cpu else "host memory"
@@ -255,7 +255,7 @@ def _disk(found: Examination) -> Iterator[RenderableType]:
     disk = found.disk
     if disk is None:
         return
-    rates = [_rate(rate, "B/s") for rate in (disk.write_bytes_per_s, disk.read_bytes_per_s)]
+    rates = [scaled(rate, "B/s") for rate in (disk.write_bytes_per_s, disk.read_bytes_per_s)]
     row = (f"{format_size(disk.size_bytes)}, not cached", *rates)
     yield ""
     yield _table("Disk", "write", "read", iter([row]))
@@ -266,18 +266,4 @@ def _disk(found: Examination) -> Iterator[RenderableType]:
 
 
 def _rates(label: str, entry: Sample, unit: str) -> Row:
-    return label, _rate(entry.best_per_s, unit), _rate(entry.median_per_s, unit), entry.note
-
-
-def _rate(per_s: float, unit: str) -> str:
-    for size, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M")):
-        if per_s >= size:
-            return f"{_number(per_s / size)} {prefix}{unit}"
-    return f"{per_s:.3g} {unit}"
-
-
-def _number(value: float) -> str:
-    """Format a number with three digits, or all of them before the point."""
-    if value >= 100:
-        return f"{value:,.0f}"
-    return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+    return label, scaled(entry.best_per_s, unit), scaled(entry.median_per_s, unit), entry.note

@@ -75,3 +75,18 @@ def columns(
     for row in rows:
         table.add_row(*row)
     return indented(table, indent)
+
+
+def scaled(value: float, unit: str = "") -> str:
+    """Return a number with a prefix and a unit, such as ``165 GFLOP/s``."""
+    for size, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{digits(value / size)} {prefix}{unit}"
+    return f"{value:.3g} {unit}".rstrip()
+
+
+def digits(value: float) -> str:
+    """Format a number with three digits, or all of them before the point."""
+    if value >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if value >= 10 else f"{value:.2f}"

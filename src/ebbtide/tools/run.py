@@ -32,7 +32,7 @@ from ebbtide.tools.found_models import (
     RunOptions,
     watch_calls,
 )
-from ebbtide.tools.layout import indented, labelled, render
+from ebbtide.tools.layout import indented, labelled, render, scaled
 from ebbtide.units import count, few, format_size
 
 
@@ -372,7 +372,7 @@ class RunSession:
         """Return what there is to say of one model."""
         kinds = " and ".join(model.dtypes)
         title = (
-            f"{model.name}: {_short(model.num_parameters)} parameters, {kinds} on {model.device}"
+            f"{model.name}: {scaled(model.num_parameters)} parameters, {kinds} on {model.device}"
         )
         text = render(indented(title), labelled(self._facts(model), _LABEL_WIDTH, indent=4))
         if self._dry and model.plan is not None:
@@ -462,13 +462,6 @@ def _model_entry(model: FoundModel) -> dict[str, Any]:
         },
         "last_step": None if last is None else dataclasses.asdict(last),
     }
-
-
-def _short(number: int) -> str:
-    for size, unit in ((10**9, " G"), (10**6, " M"), (10**3, " k")):
-        if number >= size:
-            return f"{number / size:.3g}{unit}"
-    return str(number)
 
 
 def _show_as_python_does() -> None:
