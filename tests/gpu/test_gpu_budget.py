@@ -110,6 +110,34 @@ def test_a_settled_plan_stays_within_the_budget(
         clear(model)
 
 
+@pytest.mark.parametrize("share", [1.3, 0.7])
+def test_the_forwards_of_two_views_share_a_plan_that_settles(
+    model: nn.Module, x: Tensor, memory: DeviceMemory, share: float
+) -> None:
+    """Their graphs are alive at once; what fits stays on the device."""
+
+    def step() -> Snapshot:
+        model.zero_grad()
+        (model(x) - model(x.flip(0)).tanh()).square().mean().backward()
+        return {name: each.grad.cpu() for name, each in model.named_parameters()}
+
+    step()  # the library's workspaces
+    clear(model)
+    memory.reset_peak()
+    expected = step()
+    budget = int(share * memory.peak_bytes())
+    clear(model)
+    with ebbtide.offload(model, budget=budget, activations=EVERYTHING) as handle:
+        for _ in range(MOST_STEPS):
+            assert_bitwise_equal(step(), expected)
+        assert settled(handle.plan)
+        memory.reset_peak()
+        assert_bitwise_equal(step(), expected)
+        assert memory.peak_bytes() <= budget
+        if share > 1:
+            assert not handle.stats.offloaded_bytes and not handle.stats.rebuilt_bytes
+
+
 def test_memory_that_was_cached_before_does_not_count(
     model: nn.Module, x: Tensor, memory: DeviceMemory, device: torch.device
 ) -> None:

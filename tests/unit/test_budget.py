@@ -325,20 +325,36 @@ def test_evaluation_is_left_alone() -> None:
 
 
 def test_several_forwards_in_a_step_stay_within_the_budget(memory: LiveMemory) -> None:
-    """Two forwards are alive at once, of which the profile knows one."""
+    """The graphs of two forwards are alive at once; one plan serves both."""
     model, batch = Model(), torch.randn(BATCH, WIDTH)
     budget = memory.now_bytes() + 64 * SHEET
     handle = ebbtide.offload(model, budget=budget, activations=SMALL)
     peaks = []
-    for _ in range(12):
-        memory.reset_peak()
+    for number in range(14):
         (model(batch) + model(batch.flip(0))).square().mean().backward()
+        if number == 10:
+            assert handle.plan is not None and handle.plan.settled
+            memory.reset_peak()
         peaks.append(memory.peak_bytes())
         model.zero_grad()
     assert peaks[-1] <= budget
-    assert handle.plan is not None
-    assert handle.plan.measured is None  # no position of it could be compared with the profile
+    assert handle.plan is not None and handle.plan.measured is not None
     handle.detach()
+
+
+def test_a_step_that_has_more_forwards_than_the_one_that_was_planned_is_recorded_anew(
+    memory: LiveMemory,
+) -> None:
+    model, batch = Model(), torch.randn(BATCH, WIDTH)
+    budget = memory.now_bytes() + 512 * SHEET
+    with ebbtide.offload(model, budget=budget, activations=SMALL) as handle:
+        train(model, 5)
+        assert handle.plan is not None
+        one_bytes = handle.plan.profile.layers[1].storages[0].size_bytes
+        (model(batch) + model(batch.flip(0))).square().mean().backward()
+        train(model, 6)  # those with fewer follow the same plan, which settles
+        assert handle.plan is not None and handle.plan.settled
+        assert handle.plan.profile.layers[1].storages[0].size_bytes == 2 * one_bytes
 
 
 class LooksAtValues(Model):

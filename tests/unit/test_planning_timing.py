@@ -6,6 +6,8 @@ import dataclasses
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ebbtide.errors import PolicyError
 from ebbtide.planning import (
@@ -22,7 +24,7 @@ from ebbtide.planning import (
     keep_all,
     offload_first,
 )
-from plan_cases import MB, make_layer, make_link, make_profile
+from plan_cases import MB, make_layer, make_link, make_profile, profiles
 
 KEEP, OFFLOAD, REBUILD = Decision
 AS_IS, RECOMPUTE, BOTH = LayerMode
@@ -379,3 +381,48 @@ def test_on_a_cpu_copies_may_be_slower() -> None:
     )
     got = cautious(profile, *plan, inflight_mb=1, computes_on_host=True, slower=1e4)
     assert peaks_mb(got) == [10, 20, 20, 10, 20, 20, 10]
+
+
+def _one_after_the_other(profile: StepProfile) -> StepProfile:
+    """The step with two forwards, each with layers of its own."""
+    count = len(profile.layers)
+
+    def moved(name: StorageId | None) -> StorageId | None:
+        return None if name is None else StorageId(name.layer + count, name.number)
+
+    second = []
+    for layer in profile.layers:
+        storages = tuple(
+            dataclasses.replace(
+                each,
+                same_as=moved(each.same_as),
+                sources=tuple(StorageId(s.layer + count, s.number) for s in each.sources),
+            )
+            for each in layer.storages
+        )
+        same_as = moved(layer.input_same_as)
+        second.append(dataclasses.replace(layer, storages=storages, input_same_as=same_as))
+    return dataclasses.replace(profile, layers=(*profile.layers, *second))
+
+
+@settings(max_examples=200, deadline=None)
+@given(profiles(), st.data())
+def test_two_forwards_need_no_more_than_is_counted_for_both(
+    profile: StepProfile, data: st.DataObject
+) -> None:
+    """With nothing in flight, whichever of the passes of both needs the most."""
+    chosen, layers = [], []
+    for each in profile.layers:
+        decisions = tuple(data.draw(st.sampled_from(Decision)) for _ in each.storages)
+        modes = LayerMode if each.may_recompute else (AS_IS,)
+        mode = data.draw(st.sampled_from(modes))
+        chosen.append(LayerPlan(mode=mode, decisions=decisions))
+        more = 10 * each.forward_working_bytes
+        layers.append(dataclasses.replace(each, forward_working_bytes=more))
+    profile = dataclasses.replace(profile, layers=tuple(layers))
+    windows = (0,) * (4 * len(chosen) + 1)
+    twice = Plan(layers=(*chosen, *chosen), windows=windows)
+    plan = Plan(layers=tuple(chosen), windows=windows[: 2 * len(chosen) + 1])
+    both = StepTiming(profile.with_forwards(2), make_link(10.0)).predict(plan)
+    apart = StepTiming(_one_after_the_other(profile), make_link(10.0)).predict(twice)
+    assert apart.peak_bytes <= both.peak_bytes

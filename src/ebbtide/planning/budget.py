@@ -146,6 +146,10 @@ class StudiesByKind:
         if len(self._studies) > _MOST_KINDS:
             self._studies.popitem(last=False)
 
+    def forget(self, kind: Kind) -> None:
+        """Forget the study of a kind, so that the next step of it is recorded."""
+        self._studies.pop(self.key_of(kind), None)
+
     def note_numbers_count(self, kind: Kind) -> None:
         """Note that the numbers among the arguments do change what is saved."""
         if kind.numbers and not self._numbers_count:
@@ -259,7 +263,8 @@ class BudgetController:
         self._is_short = False  # whether a recorded step has run out of memory
         self._num_verifying = 0  # steps in a row that have verified layers
         self._followed: tuple[Any, ...] | None = None  # what the engine follows, and whose plan
-        self._several = False  # whether the step has had more than one forward
+        self._num_forwards = 1  # that the step has had; several share a plan
+        self._most_forwards: dict[Kind, int] = {}  # of kinds whose steps differ in that
         self._has_fitted = False  # whether a step was within the budget
         self._said: set[str] = set()  # what the user knows
         self._memory = memory or memory_of(engine.torch_device)
@@ -299,11 +304,12 @@ class BudgetController:
         if in_backward():
             return False  # other code computes the forward again
         with self._lock:
+            model = self._model()
             if self._engine.is_in_step():
-                self._several = True
+                saves = model is not None and _needs_gradients(model, args, kwargs)
+                self._num_forwards += saves
                 return False
             self._learn()
-            model = self._model()
             if model is None or not _needs_gradients(model, args, kwargs):
                 return False  # autograd saves nothing
             if self._engine.torch_device != self._device:
@@ -345,7 +351,7 @@ class BudgetController:
 
     def _begin(self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         found = self._studies.find(kind)
-        self._several = False
+        self._num_forwards = 1
         self._last = None if found is None else found[1]
         if found is None:
             if self._is_short and self._rest_all():
@@ -403,9 +409,11 @@ class BudgetController:
             if _LOG.isEnabledFor(logging.INFO):
                 _LOG.info("the next step follows another plan: %s", study.step.summary)
         measures = measures and study.phase is not Phase.SETTLED  # choosing may settle it
-        is_timed = measures and study.is_to_be_timed
+        is_timed = measures and (study.num_forwards > 1 or study.is_to_be_timed)
         watch = None
-        if measures and not is_timed:
+        if is_timed:
+            self._memory.reset_peak()
+        elif measures:
             watch = self._watch(study.profile)
         passes = FreedPasses(self._memory) if self._memory.keeps_freed else None
         self._engine.passes = watch or passes
@@ -510,7 +518,7 @@ class BudgetController:
         transfers.poll()
 
     def _study_recorded(
-        self, watch: PassWatch, step_s: float, *, was_full: bool
+        self, kind: Kind, watch: PassWatch, step_s: float, *, was_full: bool
     ) -> BudgetStudy | None:
         """Return the study of the step that was recorded last; None if it cannot be planned."""
         try:
@@ -538,19 +546,20 @@ class BudgetController:
             self._budget_bytes,
             watch.begin_bytes,
             host_bytes=self._engine.transfers.store.room_bytes + resting_bytes,
+            num_forwards=max(self._num_forwards, self._most_forwards.get(kind, 1)),
         )
         self._placing = self._placing or (study if study.places_weights else None)
         study.weights_can_leave = self._can_rest_more() and not study.places_weights
         study.refuse(self._engine.refused_layers)
-        study.saved_bytes = self._engine.transfers.account.last_counts.unique_bytes
+        study.saved_bytes = self._saved_bytes_of_forward()
         watch.bind(profile)
         if was_full:
             study.learn_full_store()
-        elif not self._several and study.has_all_passes(watch):
+        elif study.has_all_passes(watch):
             # Its seconds say little of others, unless it is far over the budget anyway.
             if watch.peak_bytes > SURE * self._budget_bytes:
                 study.learn(trace_of(self._engine), step_s, watch.peak_bytes, watch)
-            elif self._device.type != "cpu":
+            elif self._device.type != "cpu" or self._num_forwards > 1:
                 study.learn_memory(watch)
         return study
 
@@ -576,7 +585,7 @@ class BudgetController:
             elif watch is not None and ended:
                 self._warn_of_peak(peak_bytes)
                 self._has_fitted |= peak_bytes <= self._budget_bytes
-                found = self._study_recorded(watch, step_s, was_full=was_full)
+                found = self._study_recorded(running.kind, watch, step_s, was_full=was_full)
                 self._studies.add(running.kind, found)
             return
         if self._memory.num_failures() > running.failures:
@@ -598,8 +607,12 @@ class BudgetController:
             study.learn_full_store()
             return
         self._check_numbers(running, study)
+        if running.is_own and self._num_forwards > study.num_forwards:
+            self._studies.forget(running.kind)  # the next one is recorded, and planned for so many
+            self._most_forwards[running.kind] = self._num_forwards
+            return
         is_whole = running.is_timed if watch is None else study.has_all_passes(watch)
-        if is_whole and not self._several:
+        if is_whole:
             study.learn(trace_of(self._engine), step_s, peak_bytes, watch)
         else:
             study.note(peak_bytes, step_s)
@@ -607,11 +620,15 @@ class BudgetController:
         if peak_bytes > self._budget_bytes:
             self._memory.reset_peak()
 
+    def _saved_bytes_of_forward(self) -> int:
+        """Return how many bytes a forward of the last step saved, on the average."""
+        return self._engine.transfers.account.last_counts.unique_bytes // self._num_forwards
+
     def _check_numbers(self, running: _Running, study: BudgetStudy) -> None:
         """Check whether the last step saved what the one did that its study is of."""
-        saved_bytes = self._engine.transfers.account.last_counts.unique_bytes
+        saved_bytes = self._saved_bytes_of_forward()
         is_alike = abs(saved_bytes - study.saved_bytes) <= _ALIKE * study.saved_bytes
-        if running.is_own and not self._several and not is_alike:
+        if running.is_own and not is_alike:
             self._studies.note_numbers_count(running.kind)
 
     def _warn_of_peak(self, peak_bytes: int) -> None:

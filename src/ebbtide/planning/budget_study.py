@@ -20,6 +20,7 @@ from ebbtide.planning.prediction import (
     CautiousTiming,
     PlanBudget,
     Prediction,
+    Predictor,
     StepTiming,
     StorageUses,
 )
@@ -221,8 +222,11 @@ class BudgetStudy:
         begin_bytes: memory that was in use when the step began.
         host_bytes: how much the store has room for, with the weights that the profile has; None:
             for any number of bytes.
+        num_forwards: how many forwards the step has before a backward. If there are several, which
+            are not told apart, only the peak of a whole step is measured.
 
     Attributes:
+        num_forwards: as given.
         places_weights: whether plans say which weights rest on the host.
         weights_can_leave: whether all weights can rest if no plan fits, so that none that is only
             near the budget is tried.
@@ -239,8 +243,10 @@ class BudgetStudy:
         budget_bytes: int,
         begin_bytes: int = 0,
         host_bytes: int | None = None,
+        num_forwards: int = 1,
     ) -> None:
         self.phase = Phase.FRUGAL
+        self.num_forwards = num_forwards
         self.profile = profile
         self._hardware = hardware
         self.budget_bytes = self._asked_bytes = self._given_bytes = budget_bytes
@@ -346,11 +352,12 @@ class BudgetStudy:
         """
         self._has_memory = True
         self._begin_bytes = self._without_weights(watch.begin_bytes)
-        before = self._predict_now()
+        self._predict_now()
+        profile = self._corrected(num_forwards=1)
+        predictor: Predictor = CautiousTiming(profile, self._hardware)
         if not self._hardware.computes_on_host:  # it has awaited its copies
-            timing = StepTiming(self._corrected(), self._hardware, awaits_copies=True)
-            before = timing.predict(self.plan)
-        self._corrections.learn(watch, self.plan, before)
+            predictor = StepTiming(profile, self._hardware, awaits_copies=True)
+        self._corrections.learn(watch, self.plan, predictor.predict(self.plan))
         self._end_peak_bytes = self._without_weights(watch.end_peak_bytes)
 
     def learn(
@@ -570,13 +577,14 @@ class BudgetStudy:
         """
         self._now = _Followed(plan, at_first or _cost_of(plan))
 
-    def _corrected(self, *, cautious: bool = False) -> StepProfile:
+    def _corrected(self, *, cautious: bool = False, num_forwards: int | None = None) -> StepProfile:
         profile = dataclasses.replace(
             self.profile,
             fixed_bytes=self._begin_bytes,
             after_working_bytes=max(0, self._end_peak_bytes - self._begin_bytes),
         )
-        return self._corrections.apply(profile, cautious=cautious)
+        corrected = self._corrections.apply(profile, cautious=cautious)
+        return corrected.with_forwards(num_forwards or self.num_forwards)
 
     def _predict(self) -> Prediction:
         return CautiousTiming(self._corrected(), self._hardware).predict(self.plan)
@@ -636,7 +644,12 @@ class BudgetStudy:
         profile = self._corrected(cautious=cautious)
         timing = CautiousTiming(profile, self._hardware)
         weights = self.places_weights
-        return search(profile, self._hardware, budget, timing, weights=weights, limit_s=limit_s)
+        plan = search(profile, self._hardware, budget, timing, weights=weights, limit_s=limit_s)
+        if self.num_forwards > 1 and plan.windows:  # each pass has as much room as the fullest
+            least_bytes = min(plan.windows)
+            windows = (least_bytes,) * len(plan.windows)
+            plan = dataclasses.replace(plan, windows=windows, max_inflight_bytes=least_bytes)
+        return plan
 
 
 def _cost_of(plan: Plan) -> StepCost:

@@ -5,6 +5,12 @@ the backward passes ..., B1, B0. A plan is judged by the device memory at each o
 storages count as there from the begin of its forward pass, and what a pass needs beside them is its
 working memory. A layer's input counts as there during the layer's own forward, so it is not part of
 the working memory.
+
+[Note: several forwards] A step may run several forwards of a model before a backward, such as those
+of two views of a batch that are compared. They follow one plan. It is made for a step in which each
+layer runs once, and saves as much and takes as long as in all forwards together. While the last
+forward runs, and the first backward, all that the others have kept is there beside what a pass
+needs. So the loss, when all is there that is kept, counts with the need of the hungriest pass.
 """
 
 from __future__ import annotations
@@ -177,6 +183,19 @@ class StepProfile:
         for index, layer in enumerate(self.layers):
             _check_layer(index, layer, firsts)
 
+    def with_forwards(self, count: int) -> StepProfile:
+        """Return the step with so many forwards before a backward. See [Note: several forwards]."""
+        if count == 1:
+            return self
+        needs_bytes = [self.loss_working_bytes]
+        for index, layer in enumerate(self.layers):
+            working_bytes = max(layer.forward_working_bytes, layer.backward_working_bytes)
+            saved_bytes = self.inside_bytes(index) + max(working_bytes, layer.second_working_bytes)
+            pass_bytes = max(saved_bytes, layer.unsaved_forward_bytes or 0)
+            needs_bytes.append(layer.input_bytes + pass_bytes)
+        layers = tuple(_repeated(each, count) for each in self.layers)
+        return dataclasses.replace(self, layers=layers, loss_working_bytes=max(needs_bytes))
+
     def storage(self, name: StorageId) -> SavedStorage:
         """Return a storage by its name."""
         return self.layers[name.layer].storages[name.number]
@@ -281,3 +300,23 @@ def _check_same(
             f"{what} has {size_bytes} bytes, and {tuple(same_as)}, which is the same memory, has "
             f"{first.size_bytes}"
         )
+
+
+def _repeated(layer: LayerProfile, count: int) -> LayerProfile:
+    """Return a layer that saves and computes so many times as much."""
+    storages = tuple(
+        dataclasses.replace(
+            each,
+            size_bytes=count * each.size_bytes,
+            rebuild_s=None if each.rebuild_s is None else count * each.rebuild_s,
+        )
+        for each in layer.storages
+    )
+    return dataclasses.replace(
+        layer,
+        storages=storages,
+        input_bytes=count * layer.input_bytes,
+        forward_s=count * layer.forward_s,
+        backward_s=count * layer.backward_s,
+        recompute_s=count * layer.second_forward_s,
+    )
