@@ -442,13 +442,14 @@ class BudgetController:
         self._placing = None
         self._studies.clear()
         self._memory.return_cached()
-        if self._budget is None:
-            self._warn(
+        if self._budget is None and self._is_news("weights-rest"):
+            warn_user(
                 "weights-rest",
                 "this model may not fit on its device with gradients and optimizer state, so these "
                 "and its weights rest on the host, but for those that a plan brings back: they are "
                 "tensors of the host outside of its forward. To leave them on the device, give "
                 "activations=ebbtide.ActivationPolicy()",
+                UserWarning,
             )
         return True
 
@@ -529,10 +530,11 @@ class BudgetController:
                 min_bytes=self._min_bytes,
             )
         except PolicyError as error:
-            if self._budget is not None:
-                self._warn(
+            if self._budget is not None and self._is_news("budget-not-planned"):
+                warn_user(
                     "budget-not-planned",
                     f"the budget cannot be planned, so everything is offloaded: {error}",
+                    UserWarning,
                 )
             return None
         # The first kind of step decides about the weights, as two would have them move for ever.
@@ -641,14 +643,16 @@ class BudgetController:
 
     def _warn_of_excess(self, what: str) -> None:
         """Warn once that the budget is not kept."""
-        if self._budget is not None:
-            self._warn("over-budget", f"{what}; give a larger budget or a smaller batch")
+        if self._budget is not None and self._is_news("over-budget"):
+            warn_user(
+                "over-budget", f"{what}; give a larger budget or a smaller batch", UserWarning
+            )
 
-    def _warn(self, name: str, text: str) -> None:
-        """Warn of something that the user does not know yet."""
-        if name not in self._said:
-            self._said.add(name)
-            warn_user(name, text, UserWarning)
+    def _is_news(self, name: str) -> bool:
+        """Return whether the user has not been warned of something yet, which is done now."""
+        is_news = name not in self._said
+        self._said.add(name)
+        return is_news
 
     def _learn_shortage(self, study: BudgetStudy) -> None:
         """Learn that the device had not enough memory for the last step."""
@@ -662,14 +666,16 @@ class BudgetController:
         Args:
             budget_bytes: what is planned for from now on.
         """
-        self._warn(
-            "out-of-memory",
-            f"the device ran out of memory in a step under a budget of "
-            f"{format_size(self._budget_bytes)}: other programs, or other parts of this one, use "
-            f"the rest. The next steps follow the plan that needs least, and then one for "
-            f"{format_size(budget_bytes)}. No parameter has changed. Where the step has raised "
-            f"torch.OutOfMemoryError, repeat it; give a smaller budget to be spared this",
-        )
+        if self._is_news("out-of-memory"):
+            warn_user(
+                "out-of-memory",
+                f"the device ran out of memory in a step under a budget of "
+                f"{format_size(self._budget_bytes)}: other programs, or other parts of this one, "
+                f"use the rest. The next steps follow the plan that needs least, and then one for "
+                f"{format_size(budget_bytes)}. No parameter has changed. Where the step has raised "
+                f"torch.OutOfMemoryError, repeat it; give a smaller budget to be spared this",
+                UserWarning,
+            )
 
 
 def _most_weight_bytes(model: nn.Module, device: torch.device) -> int:
