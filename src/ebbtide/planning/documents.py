@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import functools
 import json
+import math
 import types
 from collections.abc import Collection, Mapping
 from enum import Enum
@@ -95,6 +96,26 @@ def check_keys(what: str, given: Collection[str], known: Collection[str]) -> Non
         near = difflib.get_close_matches(unknown[0], list(known), n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise PolicyError(f"the {what} has unknown keys: {', '.join(unknown)}{hint}")
+
+
+def check_number(what: str, value: Any, *, whole: bool, may_be_zero: bool = True) -> None:
+    """Check a figure.
+
+    Args:
+        what: what it is a figure of.
+        value: the figure.
+        whole: whether it must be a whole number.
+        may_be_zero: whether it may be 0.
+
+    Raises:
+        PolicyError: it is not a finite number, or is too small.
+    """
+    kind: Any = int if whole else int | float
+    right = isinstance(value, kind) and not isinstance(value, bool) and math.isfinite(value)
+    if not right or value < 0 or not (value or may_be_zero):
+        wanted = "a whole number" if whole else "a number"
+        least = "0 or more" if may_be_zero else "more than 0"
+        raise PolicyError(f"{what} must be {wanted}, {least}; got {value!r}")
 
 
 def _read(kind: Any, name: str, value: Any) -> Any:

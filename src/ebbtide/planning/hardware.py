@@ -16,7 +16,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, final
 
 from ebbtide.errors import PolicyError
-from ebbtide.planning.documents import read_as, read_document
+from ebbtide.planning.documents import check_number, read_as, read_document
 
 SHARES: Final = {
     "matmul": 0.8,
@@ -149,7 +148,10 @@ class Hardware:
                 f"computes_on_host must be True or False, not {self.computes_on_host!r}"
             )
         for figure in FIGURES:
-            _check_figure(figure, getattr(self, figure))
+            value = getattr(self, figure)
+            if value is not None or figure not in _OPTIONAL:
+                whole, may_be_zero = figure.endswith("_bytes"), figure in _MAY_BE_ZERO
+                check_number(figure, value, whole=whole, may_be_zero=may_be_zero)
         total = self.h2d_bytes_per_s + self.d2h_bytes_per_s
         if self.duplex_bytes_per_s > total * (1 + 1e-9):
             raise PolicyError(
@@ -301,19 +303,6 @@ def document(hardware: Hardware | None, figures: Mapping[str, Any] | None = None
         }
     content: dict[str, Any] = {"format": FORMAT, "version": VERSION, "hardware": entry}
     return content if figures is None else {**content, "figures": dict(figures)}
-
-
-def _check_figure(figure: str, value: Any) -> None:
-    if value is None and figure in _OPTIONAL:
-        return
-    whole = figure.endswith("_bytes")
-    kind = "a whole number" if whole else "a number"
-    least = "0 or more" if figure in _MAY_BE_ZERO else "more than 0"
-    right = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
-    if right:
-        right = math.isfinite(value) and (value > 0 or (value == 0 and figure in _MAY_BE_ZERO))
-    if not right:
-        raise PolicyError(f"{figure} must be {kind}, {least}; got {value!r}")
 
 
 @functools.cache

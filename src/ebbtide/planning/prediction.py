@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol, final
 
 from ebbtide.errors import PolicyError
+from ebbtide.planning.documents import check_number
 from ebbtide.planning.hardware import Hardware
 from ebbtide.planning.plan import Decision, LayerMode, Plan
 from ebbtide.planning.profile import LayerProfile, StepProfile, StorageId
@@ -337,7 +338,6 @@ class PassRecord(NamedTuple):
         layer: index of the layer; None for the loss.
         begin_s: when it begins, after its waits.
         end_s: when it ends.
-        recompute_s: how long, at its begin, the layer's forward runs again.
         memory: what memory is used for.
     """
 
@@ -345,15 +345,7 @@ class PassRecord(NamedTuple):
     layer: int | None
     begin_s: float
     end_s: float
-    recompute_s: float
     memory: MemoryParts
-
-
-class _CopyRecord(NamedTuple):
-    lane: str
-    layer: int
-    size_bytes: int
-    copy: Copy
 
 
 @final
@@ -366,37 +358,24 @@ class StepRecord:
 
     def __init__(self) -> None:
         self.passes: list[PassRecord] = []
-        self._copies: list[_CopyRecord] = []
-        self._waits: list[tuple[float, float]] = []
-        self._rebuilds: list[tuple[float, float, int]] = []
+        self._computed: list[TraceEvent] = []
+        self._copies: list[tuple[str, int, int, Copy]] = []
+
+    def note(self, what: str, begin_s: float, end_s: float, layer: int | None = None) -> None:
+        """Note what compute did, or waited for."""
+        if end_s > begin_s:
+            self._computed.append(TraceEvent(what, "compute", begin_s, end_s, layer))
 
     def note_copy(self, lane: str, layer: int, size_bytes: int, copy: Copy) -> None:
         """Note that a copy was queued in a lane."""
-        self._copies.append(_CopyRecord(lane, layer, size_bytes, copy))
-
-    def note_wait(self, begin_s: float, end_s: float) -> None:
-        """Note that compute waited for a copy."""
-        if end_s > begin_s:
-            self._waits.append((begin_s, end_s))
-
-    def note_rebuild(self, begin_s: float, end_s: float, layer: int) -> None:
-        """Note that something was rebuilt for the backward of a layer."""
-        if end_s > begin_s:
-            self._rebuilds.append((begin_s, end_s, layer))
+        self._copies.append((lane, layer, size_bytes, copy))
 
     def events(self) -> Iterator[TraceEvent]:
         """Yield the events of the step, as a trace has them. The loss is none."""
         for each in self.passes:
-            if each.layer is None:
-                continue
-            yield TraceEvent(each.what, "compute", each.begin_s, each.end_s, each.layer)
-            if each.recompute_s:
-                end_s = each.begin_s + each.recompute_s
-                yield TraceEvent("recompute", "compute", each.begin_s, end_s, each.layer)
-        for begin_s, end_s in self._waits:
-            yield TraceEvent("wait", "compute", begin_s, end_s)
-        for begin_s, end_s, layer in self._rebuilds:
-            yield TraceEvent("rebuild", "compute", begin_s, end_s, layer)
+            if each.layer is not None:
+                yield TraceEvent(each.what, "compute", each.begin_s, each.end_s, each.layer)
+        yield from self._computed
         free_s = {DOWN: 0.0, UP: 0.0}  # copies of a lane run one after the other
         last_s = self.passes[-1].end_s
         for lane, layer, size_bytes, copy in self._copies:
@@ -618,8 +597,9 @@ class _Run:
             returning_bytes=sum(self._sizes[piece] for piece in returned),
             working_bytes=working_bytes,
         )
-        end_s = self._now_s + duration_s + recompute_s
-        self._record.passes.append(PassRecord(what, index, self._now_s, end_s, recompute_s, parts))
+        begin_s, again_s = self._now_s, self._now_s + recompute_s
+        self._record.note("recompute", begin_s, again_s, index)
+        self._record.passes.append(PassRecord(what, index, begin_s, again_s + duration_s, parts))
 
     def _forward_bytes(self, index: int, layer: LayerProfile, as_is: bool) -> int:
         """Return what a forward pass needs beside what is resident."""
@@ -774,7 +754,7 @@ class _Run:
                 self._take(piece)
                 self._now_s += self._storages.memories[piece].rebuild_s or 0.0
         if self._record is not None:
-            self._record.note_rebuild(begin_s, self._now_s, index)
+            self._record.note("rebuild", begin_s, self._now_s, index)
 
     def _end(self, piece: int) -> None:
         """Note that nothing needs a piece any more."""
@@ -798,7 +778,7 @@ class _Run:
         begin_s, self._now_s = self._now_s, self._links.wait(copy, self._now_s)
         self._waited_s += self._now_s - begin_s
         if self._record is not None:
-            self._record.note_wait(begin_s, self._now_s)
+            self._record.note("wait", begin_s, self._now_s)
 
     def _bring_weights(self, index: int) -> None:
         """Bring the weights of a layer to the device, and then those of the next one.
@@ -977,10 +957,8 @@ class PlanBudget:
     def __post_init__(self) -> None:
         for name in ("device_bytes", "host_bytes", "pinned_bytes"):
             value = getattr(self, name)
-            if value is None and name != "device_bytes":
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-                raise PolicyError(f"{name} must be a whole number, 0 or more; got {value!r}")
+            if value is not None or name == "device_bytes":
+                check_number(name, value, whole=True)
 
     def excess_bytes(self, prediction: Prediction) -> int:
         """Return by how many bytes a step is over its limits, added up; 0 if it is within all."""

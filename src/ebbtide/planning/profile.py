@@ -16,13 +16,12 @@ needs. So the loss, when all is there that is kept, counts with the need of the 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, final
+from typing import Final, NamedTuple, final
 
 from ebbtide.errors import PolicyError
-from ebbtide.planning.documents import read_as, read_document, write_document
+from ebbtide.planning.documents import check_number, read_as, read_document, write_document
 from ebbtide.policy import DEFAULT_MIN_BYTES
 
 FORMAT: Final = "ebbtide-step-profile"
@@ -249,15 +248,9 @@ class StepProfile:
 
 def _check_figures(where: str, entry: StepProfile | LayerProfile | SavedStorage) -> None:
     for field in dataclasses.fields(entry):
-        whole, seconds = field.name.endswith("_bytes"), field.name.endswith("_s")
-        value = getattr(entry, field.name)
-        if not (whole or seconds) or (value is None and field.default is None):
-            continue
-        kind: Any = int if whole else int | float
-        right = isinstance(value, kind) and not isinstance(value, bool)
-        if not right or not math.isfinite(value) or value < 0:
-            wanted = "a whole number of bytes" if whole else "a number of seconds"
-            raise PolicyError(f"{field.name} of {where} must be {wanted}, 0 or more; got {value!r}")
+        whole, value = field.name.endswith("_bytes"), getattr(entry, field.name)
+        if (whole or field.name.endswith("_s")) and not (value is None and field.default is None):
+            check_number(f"{field.name} of {where}", value, whole=whole)
 
 
 def _check_layer(index: int, layer: LayerProfile, firsts: dict[StorageId, SavedStorage]) -> None:
