@@ -465,12 +465,12 @@ def test_a_plan_is_saved_and_loaded(memory: LiveMemory, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = Model()
     handle = settle(model, begin + peak * 3 // 4, memory)
+    train(model, 1)
+    expected = handle.stats
     assert handle.plan is not None
     handle.plan.save(tmp_path / "plan.json")
     loaded = PlannedStep.load(tmp_path / "plan.json")
     assert loaded.plan == handle.plan.plan and loaded.profile == handle.plan.profile
-    train(model, 1)
-    expected = handle.stats
     handle.detach()
     with ebbtide.offload(model, plan=tmp_path / "plan.json", activations=SMALL) as again:
         train(model, 1)

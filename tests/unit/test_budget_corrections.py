@@ -129,6 +129,9 @@ def test_a_layer_that_keeps_what_it_saves_needs_more_than_one_that_offloads_it()
     kept = keep_all(profile)
     cautious = StepTiming(corrections.apply(profile, cautious=True), LINK).predict(kept)
     assert cautious.peak_by_position[2] == 40 * MB
+    for plan, needed_mb in ((offloaded, 30), (kept, 40)):
+        careful = corrections.apply(profile, cautious=True, plan=plan)
+        assert StepTiming(careful, LINK).predict(plan).peak_by_position[2] == needed_mb * MB
 
 
 # ---- studies -------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import logging
@@ -70,7 +71,9 @@ class Corrections:
                 if not _is_offloaded(plan, each):
                     self._kept.add(key)
 
-    def apply(self, profile: StepProfile, *, cautious: bool = False) -> StepProfile:
+    def apply(
+        self, profile: StepProfile, *, cautious: bool = False, plan: Plan | None = None
+    ) -> StepProfile:
         """Return a profile with working memory as it was measured.
 
         Args:
@@ -78,6 +81,8 @@ class Corrections:
             cautious: while all that a layer saves is offloaded, it is never there at one time, so
                 what was measured then says little of a layer that keeps it. This counts on what it
                 used beside what was there.
+            plan: the plan that the profile is for, so that this is done for layers alone that keep
+                something; None: it is not known.
         """
         count = len(profile.layers)
 
@@ -87,6 +92,8 @@ class Corrections:
                 other = position, not recomputed
                 return max(0, more_bytes(*other)) if other in self._excess else 0
             if not cautious or (position, recomputed) in self._kept:
+                return size_bytes
+            if plan is not None and _is_offloaded(plan, position):
                 return size_bytes
             working_bytes = self._working.get(position, 0)
             if position > count:  # a plan counts gradients by themselves
@@ -171,6 +178,12 @@ _LESS: Final = 0.9
 
 SURE: Final = 1.5
 """How far over the budget a prediction may be to be tried, if no other plan is left."""
+
+_TRIES: Final = 4
+"""Plans that are looked at, if each keeps in some layer what it has no room for then."""
+
+_LIKELY: Final = 1.25
+"""How far over the budget that may be to be tried: a UNet's layers needed 0.73 to 0.78 of it."""
 
 _QUICK_S: Final = 2.0
 """Seconds that a search may take: more found nothing better for GPTs of 20 layers."""
@@ -373,7 +386,7 @@ class BudgetStudy:
         """
         if watch is not None:
             self.learn_memory(watch)
-            self._open_windows()
+            self._now = self._now._replace(plan=self._opened(self.plan, self._corrected())[0])
         self._learn_seconds(trace, step_s)
         after = self._predict()
         if watch is not None and not self._hardware.computes_on_host:
@@ -382,17 +395,16 @@ class BudgetStudy:
         # Copies are awaited where memory is measured; in other steps more of them are under way.
         self._note_cost(StepCost(used_bytes, step_s), after.peak_bytes, used_bytes)
 
-    def _open_windows(self) -> None:
-        """Give the copies of each pass the room that it has by what was measured."""
-        if not self.plan.windows:
-            return
-        closed = self.plan.with_closed_windows()
-        profile = self._corrected()
-        peaks = CautiousTiming(profile, self._hardware).predict(closed).peak_by_position
-        limit_bytes = max(0, self.budget_bytes - self._free_bytes)
+    def _opened(self, plan: Plan, profile: StepProfile) -> tuple[Plan, int]:
+        """Return a plan whose copies have the room of each pass, and what it needs without them."""
+        timing, limit_bytes = CautiousTiming(profile, self._hardware), self._limit_bytes
+        if not plan.windows:
+            return plan, timing.predict(plan).peak_bytes
+        closed = plan.with_closed_windows()
+        alone = timing.predict(closed)
+        peaks = alone.peak_by_position
         opened = open_windows(closed, profile, StorageUses(profile), peaks, limit_bytes)
-        plan = dataclasses.replace(opened, limit_bytes=limit_bytes)
-        self._now = self._now._replace(plan=plan)
+        return dataclasses.replace(opened, limit_bytes=limit_bytes), alone.peak_bytes
 
     def _learn_seconds(self, trace: Trace, step_s: float) -> None:
         per_byte_s = self._hardware.copy_cost_s_per_byte or 0.0
@@ -577,13 +589,19 @@ class BudgetStudy:
         """
         self._now = _Followed(plan, at_first or _cost_of(plan))
 
-    def _corrected(self, *, cautious: bool = False, num_forwards: int | None = None) -> StepProfile:
+    def _corrected(
+        self,
+        *,
+        cautious: bool = False,
+        plan: Plan | None = None,
+        num_forwards: int | None = None,
+    ) -> StepProfile:
         profile = dataclasses.replace(
             self.profile,
             fixed_bytes=self._begin_bytes,
             after_working_bytes=max(0, self._end_peak_bytes - self._begin_bytes),
         )
-        corrected = self._corrections.apply(profile, cautious=cautious)
+        corrected = self._corrections.apply(profile, cautious=cautious, plan=plan)
         return corrected.with_forwards(num_forwards or self.num_forwards)
 
     def _predict(self) -> Prediction:
@@ -618,6 +636,11 @@ class BudgetStudy:
         """How much of the budget plans leave free: the margin, and what steps were over."""
         return self._margin_bytes + self._over_bytes
 
+    @property
+    def _limit_bytes(self) -> int:
+        """What plans may take."""
+        return max(0, self.budget_bytes - self._free_bytes)
+
     def _find_plan(self) -> Plan:
         """Search for a plan that leaves enough of the budget free.
 
@@ -631,7 +654,29 @@ class BudgetStudy:
             return self._find(self._free_bytes + unsure_bytes, _QUICK_S, cautious=True)
         except BudgetError:
             left_s = max(_QUICK_S / 4, end_s - time.monotonic())
-            return self._find(self._free_bytes, left_s, cautious=False)
+            return self._find_carefully(left_s)
+
+    def _find_carefully(self, limit_s: float) -> Plan:
+        """Search for a plan in which the layers have room that keep what they save.
+
+        There is none with room for all layers to do so.
+
+        Raises:
+            BudgetError: no plan was found.
+        """
+        plan = self._find(self._free_bytes, limit_s, cautious=False)
+        device_bytes, least_bytes = self._limit_bytes, self._find_frugal().peak_bytes or 0
+        for _ in range(_TRIES):
+            careful, needs_bytes = self._opened(plan, self._corrected(cautious=True, plan=plan))
+            # On a CPU it is not measured what a layer needs beside what it saves.
+            if needs_bytes <= self._limit_bytes or self._hardware.computes_on_host:
+                return careful
+            device_bytes = (device_bytes + least_bytes) // 2
+            with contextlib.suppress(BudgetError):
+                plan = self._find(self.budget_bytes - device_bytes, limit_s, cautious=False)
+        fitting = self._fastest()
+        is_likely = needs_bytes <= _LIKELY * self.budget_bytes
+        return careful if fitting is None or is_likely else fitting.plan
 
     def _find(self, free_bytes: int, limit_s: float, *, cautious: bool) -> Plan:
         """Search for a plan that leaves this much of the budget free.

@@ -752,9 +752,11 @@ class PassWatch(AbstractPasses):
             if not self._memory.keeps_freed:
                 self._end_pass()
             return
-        self._finish_copies()
+        positions, here = self._positions, Pass(what, call)
+        if positions is None or positions.position(*here) != positions.position(*self._pass):
+            self._finish_copies()  # the work after a layer may belong to its pass
         self._end_pass()
-        self._pass = Pass(what, call)
+        self._pass = here
 
     def _end_pass(self) -> None:
         self._note_peak()
