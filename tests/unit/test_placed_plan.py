@@ -134,6 +134,29 @@ def test_any_plan_is_followed_and_changes_no_bit(name: str, seed: int) -> None:
             assert sizes[engine_name] == profile.storage(first).size_bytes
 
 
+@pytest.mark.parametrize("seed", seeds(4, 12))
+def test_a_plan_from_a_step_that_ran_names_the_storages_that_it_is_for(seed: int) -> None:
+    """Layers of a UNet share what layers before them save, in any place of their order."""
+    torch.manual_seed(seed)
+    make_model, make_batch = CASES["unet"]
+    model, batch = make_model(), make_batch()
+    policy = ActivationPolicy(min_bytes=1)
+    with ebbtide.offload(model, budget="1024GiB", activations=policy) as handle:
+        for _ in range(2):
+            model(batch).square().mean().backward()
+        assert handle.plan is not None
+        profile = handle.plan.profile
+    plan = random_plan(profile, seed)
+    step = PlannedStep(plan=plan, profile=profile, hardware=CPU, budget_bytes=0)
+    with ebbtide.offload(model, plan=step, activations=policy) as handle:
+        train(model, batch, seed)
+        kept = [each for each in handle.inspect().storages if each.decision == "keep"]
+    sizes = {(each.layer, each.number): each.size_bytes for each in kept}
+    for name, engine_name in engine_name_of(profile, plan).items():
+        planned_bytes = profile.storage(name).size_bytes
+        assert sizes.get(engine_name, planned_bytes) == planned_bytes, name
+
+
 @pytest.mark.parametrize("seed", seeds(3, 6))
 @pytest.mark.parametrize("name", ["gpt", "fno", "unet"])
 def test_any_plan_is_followed_on_a_device_that_is_behind(name: str, seed: int) -> None:

@@ -41,6 +41,7 @@ class InspectedStorage:
         rebuilt_from: layer and number of the storages that it was rebuilt from.
         saves: number of saved tensors that shared the storage.
         shared_by: indices of the other layers that saved it; None stands for code outside layers.
+        shared_after: for each of these, how many storages it had been the first to save by then.
         offloaded_s: seconds from the start of the step until its copy to the store was complete.
             None if there was no copy, or the step was not traced (``trace=True``).
         reloaded_s: the same for its last copy back to the device.
@@ -61,6 +62,7 @@ class InspectedStorage:
     rebuilt_from: tuple[tuple[int | None, int], ...]
     saves: int
     shared_by: tuple[int | None, ...]
+    shared_after: tuple[int, ...]
     offloaded_s: float | None
     reloaded_s: float | None
     shape: tuple[int, ...] = ()
@@ -217,6 +219,7 @@ def _inspect_storage(record: StorageRecord, origin: Origin | None) -> InspectedS
         rebuilt_from=tuple((_index(each.layer), each.number) for each in record.rebuilt_from),
         saves=record.saves,
         shared_by=tuple(_index(other) for other in record.shared or ()),
+        shared_after=tuple((record.shared or {}).values()),
         offloaded_s=times.get("offload"),
         reloaded_s=times.get("reload"),
         shape=tuple(record.shape),

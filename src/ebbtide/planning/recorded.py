@@ -89,19 +89,15 @@ def profile_recorded_step(
     indices = {slot: index for index, slot in enumerate(slots)}
     storages: list[list[SavedStorage]] = [[] for _ in slots]
     names: dict[_EngineName, StorageId] = {}
-    again: list[tuple[int, StorageId]] = []
-    for record, slot in placed:
-        index, engine_name = indices[slot], (record.layer, record.number)
-        sources = tuple(names[each] for each in record.rebuilt_from if each in names)
-        known = names.setdefault(engine_name, StorageId(index, len(storages[index])))
-        views = storages[index][known.number :]  # at most one: another view of the same storage
-        storages[index][known.number :] = [_saved(record, known.number, sources, views, hardware)]
-        sharing = (indices[2 * call] for call in record.shared_by if call is not None)
-        again += ((other, known) for other in sharing if other > index)
-    for index, first in dict.fromkeys(again):
-        size_bytes = storages[first.layer][first.number].size_bytes
-        shared = SavedStorage(number=len(storages[index]), size_bytes=size_bytes, same_as=first)
-        storages[index].append(shared)
+    for index, engine_name, views in _saves(placed, indices):
+        own, known = storages[index], names.get(engine_name)
+        if known is None:
+            sources = (names[each] for each in views[0].rebuilt_from if each in names)
+            names[engine_name] = StorageId(index, len(own))
+            own.append(_saved(views, len(own), tuple(sources), hardware))
+        else:
+            size_bytes = storages[known.layer][known.number].size_bytes
+            own.append(SavedStorage(number=len(own), size_bytes=size_bytes, same_as=known))
     layers = []
     for index, slot in enumerate(slots):
         call = calls[slot // 2] if slot >= 0 else RecordedCall("")
@@ -127,22 +123,60 @@ def _placed(records: Iterable[InspectedStorage]) -> Iterator[tuple[InspectedStor
             yield record, 2 * record.layer
 
 
+def _saves(
+    placed: Sequence[tuple[InspectedStorage, int]], indices: Mapping[int, int]
+) -> list[tuple[int, _EngineName, list[InspectedStorage]]]:
+    """Return what each layer saves, in the order in which it does so, and the views of it.
+
+    Args:
+        placed: what was saved first, with the slots of those that did.
+        indices: the layers of the slots.
+    """
+    views: dict[_EngineName, list[InspectedStorage]] = defaultdict(list)
+    firsts: dict[_EngineName, int] = {}
+    for record, slot in placed:
+        views[record.layer, record.number].append(record)
+        firsts.setdefault((record.layer, record.number), indices[slot])
+    # Outside layers, all gaps are numbered as one, and what is shared there is in the gap of the
+    # next storage that is first saved there.
+    found = [(index, name[1], 1, name) for name, index in firsts.items()]
+    for name, several in views.items():
+        shares = {
+            other: after
+            for each in reversed(several)
+            for other, after in zip(each.shared_by, each.shared_after, strict=True)
+        }
+        for other, after in shares.items():
+            index = firsts.get((None, after)) if other is None else indices[2 * other]
+            if index is not None and index > firsts[name]:
+                found.append((index, after, 0, name))
+    found.sort(key=lambda each: each[:3])
+    return [(index, name, views[name]) for index, *_, name in found]
+
+
 def _saved(
-    record: InspectedStorage,
+    views: Sequence[InspectedStorage],
     number: int,
     sources: tuple[StorageId, ...],
-    views: Sequence[SavedStorage],
     hardware: Hardware,
 ) -> SavedStorage:
-    """Return a storage at its first save, with its other views."""
-    if views:
+    """Return a storage at its first save.
+
+    Args:
+        views: the views of it that were saved; one, if all of it was.
+        number: its number in the layer.
+        sources: what it was rebuilt from.
+        hardware: the machine.
+    """
+    size_bytes = sum(each.size_bytes for each in views)
+    if len(views) > 1:
         sources = ()
     # To be rebuilt, it is read and written about once for each source.
-    traffic_bytes = (1 + len(sources)) * record.size_bytes
+    traffic_bytes = (1 + len(sources)) * size_bytes
     return SavedStorage(
         number=number,
-        size_bytes=record.size_bytes + sum(each.size_bytes for each in views),
-        may_leave=record.decision != "keep" and all(each.may_leave for each in views),
+        size_bytes=size_bytes,
+        may_leave=all(each.decision != "keep" for each in views),
         sources=sources,
         rebuild_s=traffic_bytes / hardware.device_memory_bytes_per_s if sources else None,
     )

@@ -325,7 +325,7 @@ class Activations:
             layer = record.layer if scope is None else scope.layer
             if layer is not record.layer:
                 record.shared = record.shared or {}
-                record.shared[layer] = None
+                record.shared.setdefault(layer, 0 if scope is None else scope.count)
             if record.buffer is not None:
                 record.unread += 1
             self._count_handle(record, scope)

@@ -468,7 +468,8 @@ class StorageRecord(Record):
         unit: records of the schedule's unit with which this record moves; None if there is none.
         unwritten: whether the operator that saved the storage may still write it, so that its copy
             has not begun.
-        shared: layers other than `layer` that also saved the storage; None without one.
+        shared: layers other than `layer` that also saved the storage, each with how many storages
+            it had been the first to save by then; None without one.
         saves: number of saved tensors that ever shared the record; `handles` counts the live ones.
         shape: shape of the saved tensor.
         dtype: its type.
@@ -493,7 +494,7 @@ class StorageRecord(Record):
     unit: UnitRecords | None = field(default=None, init=False)
     tier: str = field(default="", init=False)
     unwritten: bool = field(default=False, init=False)
-    shared: dict[Layer | None, None] | None = field(default=None, init=False)
+    shared: dict[Layer | None, int] | None = field(default=None, init=False)
     saves: int = field(default=0, init=False)
     shape: tuple[int, ...] = field(default=(), init=False)
     dtype: torch.dtype | None = field(default=None, init=False)
