@@ -41,7 +41,6 @@ class InspectedStorage:
         rebuilt_from: layer and number of the storages that it was rebuilt from.
         saves: number of saved tensors that shared the storage.
         shared_by: indices of the other layers that saved it; None stands for code outside layers.
-        shared_after: for each of these, how many storages it had been the first to save by then.
         offloaded_s: seconds from the start of the step until its copy to the store was complete.
             None if there was no copy, or the step was not traced (``trace=True``).
         reloaded_s: the same for its last copy back to the device.
@@ -49,6 +48,8 @@ class InspectedStorage:
         dtype: its type, such as ``"float32"``.
         saved_by: the operation that saved it first, such as ``"Gelu"``; empty if no backward has
             read it.
+        shared_after: for each of `shared_by`, how many storages it had been the first to save by
+            then.
     """
 
     layer: int | None
@@ -62,12 +63,12 @@ class InspectedStorage:
     rebuilt_from: tuple[tuple[int | None, int], ...]
     saves: int
     shared_by: tuple[int | None, ...]
-    shared_after: tuple[int, ...]
     offloaded_s: float | None
     reloaded_s: float | None
     shape: tuple[int, ...] = ()
     dtype: str = ""
     saved_by: str = ""
+    shared_after: tuple[int, ...] = ()
 
     def describe(self) -> str:
         """Return size, type and shape, and which operation of which layer saved it."""
