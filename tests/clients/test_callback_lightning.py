@@ -199,7 +199,6 @@ import pytorch_lightning as pl, torch
 from torch import nn
 import ebbtide
 from ebbtide.interop.lightning import OffloadCallback
-from saying import warned
 class Module(pl.LightningModule):
     def __init__(self):
         super().__init__()
